@@ -1,0 +1,58 @@
+# Options of the build, and the flags that all targets of Tandem share (target tandem_options).
+option(TANDEM_TESTS "Build the C++ tests" OFF)
+option(TANDEM_BENCHMARKS "Build the C++ benchmarks" OFF)
+option(TANDEM_PYTHON "Build the Python extension" ON)
+option(TANDEM_CLI "Build the command line program" ON)
+option(TANDEM_WERROR "Treat warnings as errors (g++ 12 and clang++ 14)" OFF)
+option(TANDEM_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+set(TANDEM_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where torch has CUDA and nvcc is there), ON, OFF")
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+endif()
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+add_library(tandem_options INTERFACE)
+target_compile_options(
+  tandem_options
+  INTERFACE -Wall -Wextra
+            -ffp-contract=off  # equal bits on every processor: products and sums are fused only where the source says so
+            -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=  # what is installed names no folder of the build machine
+            # gcc instantiates SIMD vectors without the target attribute of the function they stand in
+            $<$<CXX_COMPILER_ID:GNU>:-Wno-psabi -Wno-ignored-attributes>)
+# Only with the compilers that CI builds with: a newer one may know warnings that this source has never met.
+string(REGEX MATCH "^[A-Za-z]+-[0-9]+" compiler "${CMAKE_CXX_COMPILER_ID}-${CMAKE_CXX_COMPILER_VERSION}")
+if(TANDEM_WERROR AND compiler MATCHES "^(GNU-12|Clang-14)$")
+  target_compile_options(tandem_options INTERFACE -Werror)
+endif()
+if(TANDEM_SANITIZE)
+  # vptr: the type information of libtorch's classes is hidden in libtorch.
+  set(sanitize -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all)
+  target_compile_options(tandem_options INTERFACE ${sanitize} -fno-omit-frame-pointer -O1 -g1)
+  target_link_options(tandem_options INTERFACE ${sanitize})
+endif()
+
+find_program(CCACHE_PROGRAM ccache)
+if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # ccache accepts precompiled headers only when told that times and defines in them do not count.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE_PROGRAM})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(tandem_options INTERFACE -fpch-preprocess)
+  else()
+    target_compile_options(tandem_options INTERFACE "SHELL:-Xclang -fno-pch-timestamp")
+  endif()
+endif()
+
+find_program(MOLD_PROGRAM mold)
+find_program(LLD_PROGRAM ld.lld)
+if(MOLD_PROGRAM)
+  add_link_options(-fuse-ld=mold)
+elseif(LLD_PROGRAM)
+  add_link_options(-fuse-ld=lld)
+endif()

@@ -1,0 +1,163 @@
+"""Fails when the tree breaks a rule of its layout: file sizes, arrows between layers, source lists.
+
+Usage: check_layout.py [ROOT]      Rules:
+  sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
+  arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
+  lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
+"""
+
+import re
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+MAX_LINES = 700
+MEDIAN_LINES = 200
+SOURCE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py"}
+SKIPPED_FOLDERS = {"build", "dist", "out", "node_modules", "__pycache__"}
+
+# From the bottom. Folders in one row may see each other; a row sees itself and the rows before it.
+LAYERS = [
+    ["kernels"],
+    ["kernel_ops"],
+    ["core"],
+    ["quantization"],
+    ["ops", "fusions"],
+    ["planner"],
+    ["executor"],
+    ["autograd"],
+    ["pipeline"],
+    ["front", "tandem", "bindings", "cli"],  # `tandem` is include/tandem
+]
+RANK = {folder: rank for rank, row in enumerate(LAYERS) for folder in row}
+SEEN_BY_ALL = {"tandem/export.h", "tandem/version.h", "tandem/recipe.h", "tandem/report.h"}  # plain values and what a build shows
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
+TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
+CUDA = re.compile(r"^(cuda|cub/|cublas|cudnn|cutlass/|cute/|thrust/|cooperative_groups|nccl|nvtx)")
+AUTOGRAD = re.compile(r"^torch/csrc/autograd/")
+CUDA_SWITCH = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\bTANDEM_CUDA\b")
+LISTING = re.compile(r"\b(?:target_sources|add_executable|add_library|tandem_add_\w+|set)\s*\(([^()]*)\)")
+LISTED = re.compile(r"[\w$/{}.+-]+\.(?:cpp|cu)\b(?!\.)")
+
+
+def source_files(root: Path) -> list[Path]:
+    """Every source file below `root`, but for hidden folders and what builds write."""
+
+    def walk(folder: Path):
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith(".") or entry.is_symlink():
+                continue
+            if entry.is_dir():
+                if entry.name not in SKIPPED_FOLDERS:
+                    yield from walk(entry)
+            elif entry.suffix in SOURCE_SUFFIXES:
+                yield entry
+
+    return list(walk(root))
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def check_sizes(root: Path, files: list[Path]) -> list[str]:
+    counts = {path: line_count(path) for path in files}
+    problems = [
+        f"{path.relative_to(root)}: expected at most {MAX_LINES} lines, got {lines}. Split it."
+        for path, lines in counts.items()
+        if lines > MAX_LINES
+    ]
+    median = statistics.median(counts.values()) if counts else 0
+    if median > MEDIAN_LINES:
+        problems.append(f"expected a median of at most {MEDIAN_LINES} lines per file, got {median}. Split the longest.")
+    return problems
+
+
+def layer_of(path: Path) -> str | None:
+    """Name in RANK of the layer that a path relative to the root belongs to."""
+    parts = path.parts
+    if parts[0] in ("src", "include") and len(parts) > 2:
+        return parts[1]
+    return "cli" if parts[0] == "cli" else None
+
+
+def check_include(path: Path, layer: str, included: str) -> str | None:
+    """What is wrong with `path`, of `layer`, including `included`, or None."""
+    in_cuda_folder = path.parts[:3] == ("src", "kernels", "cuda")
+    if layer == "kernels" and TORCH.match(included):
+        return "kernels know no torch: pass raw views"
+    if CUDA.match(included) and not in_cuda_folder:
+        return "only src/kernels/cuda includes CUDA headers"
+    if AUTOGRAD.match(included) and path.parts[0] == "src" and layer != "autograd":
+        if not (layer == "bindings" and included.endswith("/python_variable.h")):
+            return "only src/autograd includes torch/csrc/autograd"
+    target = included.split("/")[0]
+    if included in SEEN_BY_ALL or "/" not in included or target not in RANK:
+        return None
+    if RANK[target] > RANK[layer]:
+        return f"{target} lies above {layer}: move what is needed down, or the caller up"
+    return None
+
+
+def check_arrows(root: Path, files: list[Path]) -> list[str]:
+    problems = []
+    for path in files:
+        relative = path.relative_to(root)
+        layer = layer_of(relative)
+        if path.suffix == ".py" or relative.parts[0] == "cmake":
+            continue
+        if layer is not None and layer not in RANK:
+            problems.append(f"{relative}: expected a folder of LAYERS in check_layout.py, got {layer}. Add it there.")
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if CUDA_SWITCH.match(line):
+                problems.append(f"{relative}:{number}: expected no TANDEM_CUDA outside cmake/, got `{line.strip()}`.")
+            found = INCLUDE.match(line)
+            wrong = check_include(relative, layer, found[1]) if found and layer else None
+            if wrong:
+                problems.append(f"{relative}:{number}: expected no arrow upwards, got {found[1]}; {wrong}.")
+    return problems
+
+
+def listed_sources(cmake_file: Path) -> list[Path]:
+    """Sources that a CMakeLists.txt or sources.cmake names, those of other folders (by an absolute path) left out."""
+    text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
+    listed = LISTED.findall(" ".join(LISTING.findall(text)))
+    names = [name.removeprefix("${CMAKE_CURRENT_SOURCE_DIR}/") for name in listed]
+    return [cmake_file.parent / name for name in names if "$" not in name and ".." not in Path(name).parts]
+
+
+def check_lists(root: Path, files: list[Path]) -> list[str]:
+    folders = [root / name for name in ("src", "cli", "tests", "benchmarks") if (root / name).is_dir()]
+    lists = [found for folder in folders for name in ("CMakeLists.txt", "sources.cmake") for found in folder.rglob(name)]
+    times_listed = Counter(source for cmake_file in lists for source in listed_sources(cmake_file))
+    problems = []
+    for source, times in times_listed.items():
+        if not source.is_file():
+            problems.append(f"{source.relative_to(root)}: expected a file, got a list that names it. Remove it there.")
+        elif times > 1:
+            problems.append(f"{source.relative_to(root)}: expected one list to name it, got {times}.")
+    for path in files:
+        if path.suffix in (".cpp", ".cu") and any(folder in path.parents for folder in folders):
+            if path not in times_listed:
+                problems.append(
+                    f"{path.relative_to(root)}: expected the CMakeLists.txt of its folder to name it, got none that does. "
+                    "Add it to target_sources there."
+                )
+    return problems
+
+
+def main(root: Path) -> int:
+    files = source_files(root)
+    problems = check_sizes(root, files) + check_arrows(root, files) + check_lists(root, files)
+    for problem in problems:
+        print(f"check_layout: {problem}", file=sys.stderr)
+    if not problems:
+        median = statistics.median(map(line_count, files)) if files else 0
+        print(f"check_layout: {len(files)} files, median {median:g} lines: layout holds")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()))

@@ -1,0 +1,49 @@
+# Functions of the build scripts; sourced from the repository's root.
+
+now() { date +%s.%N; }
+
+# seconds_since START: seconds from START, one decimal.
+seconds_since() { awk -v start="$1" -v end="$(now)" 'BEGIN { printf "%.1f", end - start }'; }
+
+# Compilers that may run at once: TANDEM_JOBS, else one per core, but no more than memory holds at 2 GiB each.
+jobs_count() {
+  if [ -n "${TANDEM_JOBS:-}" ]; then echo "$TANDEM_JOBS"; return; fi
+  local cores memory
+  cores=$(nproc)
+  memory=$(awk '/^MemAvailable:/ { print int($2 / 2097152) }' /proc/meminfo)
+  [ "$memory" -ge 1 ] || memory=1
+  echo $((cores < memory ? cores : memory))
+}
+
+# configure PRESET: runs cmake; its output is shown only when it fails.
+configure() {
+  mkdir -p build
+  if ! cmake --preset "$1" -DPython_EXECUTABLE="$PWD/.venv/bin/python" >"build/configure-$1.log" 2>&1; then
+    cat "build/configure-$1.log" >&2
+    return 1
+  fi
+}
+
+# compile PRESET TARGET...
+compile() {
+  local preset=$1
+  shift
+  cmake --build --preset "$preset" -j "$(jobs_count)" --target "$@"
+}
+
+# targets_among PRESET TARGET...: those of the targets that the preset's build has.
+targets_among() {
+  local preset=$1 all
+  shift
+  all=$(cmake --build "build/$preset" --target help)
+  for target in "$@"; do
+    if grep -q "^$target: phony" <<<"$all"; then echo "$target"; fi
+  done
+}
+
+# run_ctest PRESET: runs the C++ tests and prints the closing lines of each test program.
+run_ctest() {
+  ctest --preset "$1" -j "$(jobs_count)" ${CTEST_ARGS:-}
+  grep -hE '^\[==========\] .* ran\.|^\[  (PASSED|SKIPPED) +\] [0-9]|^[0-9]+ skipped$|^\[  SKIPPED \] [^ ]+$' \
+    "build/$1/Testing/Temporary/LastTest.log" || true
+}
