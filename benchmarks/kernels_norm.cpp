@@ -1,0 +1,210 @@
+// Norms and FP8 quantization on arrays that do not fit the last-level cache: bytes, GB/s and the share of a loop that only
+// moves them.
+//
+//   kernels_norm [rows hidden threads]        default 4096 1024 2
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels/norm.h"
+#include "kernels/parallel.h"
+#include "support/thread_pool.h"
+
+namespace tandem {
+namespace {
+
+using kernels::ConstRows;
+using kernels::ConstVector;
+using kernels::Element;
+using kernels::Rows;
+using kernels::Vector;
+using Buffer = std::vector<uint8_t>;
+
+constexpr size_t kRotatedBytes = size_t{160} << 20;
+constexpr int kRounds = 30;
+
+struct Timing {
+  double best, median;
+};
+
+Timing measure(size_t sets, const std::function<void(size_t set)>& run) {
+  std::vector<double> seconds;
+  for (size_t set = 0; set < sets; ++set) run(set);
+  for (int round = 0; round < kRounds; ++round) {
+    const auto start = std::chrono::steady_clock::now();
+    run(static_cast<size_t>(round) % sets);
+    seconds.push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return {seconds.front(), seconds[seconds.size() / 2]};
+}
+
+/// Arrays of one call, `inputs` read and `outputs` written, each of rows * hidden elements; fp8 outputs have one byte per
+/// element.
+struct Set {
+  std::vector<Buffer> arrays;
+};
+
+/// out[i] ^= nothing but the inputs: the bytes a kernel has to move, by the plainest loop that the compiler turns into vectors.
+void move_bytes(const std::vector<const uint64_t*>& inputs, size_t words, uint64_t* output,
+                size_t output_words) {
+  kernels::parallel_for(0, static_cast<int64_t>(output_words / 512), 1,
+                        [&](int64_t first, int64_t last) {
+                          const size_t ratio = words / output_words;
+                          for (size_t i = static_cast<size_t>(first) * 512;
+                               i < static_cast<size_t>(last) * 512; i += 512) {
+                            const uint64_t* a = inputs[0] + i * ratio;
+                            const uint64_t* b = inputs.size() > 1 ? inputs[1] + i * ratio : nullptr;
+                            const uint64_t* c = inputs.size() > 2 ? inputs[2] + i * ratio : nullptr;
+                            uint64_t* __restrict to = output + i;
+                            if (ratio > 1) {
+                              for (size_t k = 0; k < 512; ++k) {
+                                uint64_t sum = 0;
+                                for (size_t part = 0; part < ratio; ++part)
+                                  sum ^= a[k + part * 512];
+                                to[k] = sum;
+                              }
+                            } else if (c != nullptr) {
+                              for (size_t k = 0; k < 512; ++k) to[k] = a[k] ^ b[k] ^ c[k];
+                            } else if (b != nullptr) {
+                              for (size_t k = 0; k < 512; ++k) to[k] = a[k] ^ b[k];
+                            } else {
+                              for (size_t k = 0; k < 512; ++k) to[k] = a[k];
+                            }
+                          }
+                        });
+}
+
+struct Bench {
+  size_t rows, hidden;
+  Element element;
+
+  size_t bytes() const { return rows * hidden * bytes_per_element(element); }
+
+  void report(
+      const char* name, size_t input_count, size_t output_bytes,
+      const std::function<void(const std::vector<ConstRows>& inputs, void* output)>& kernel) const {
+    const size_t per_call = input_count * bytes() + output_bytes;
+    const size_t sets = std::max<size_t>(2, kRotatedBytes / per_call + 1);
+    std::vector<Set> rotated(sets);
+    for (Set& set : rotated) {
+      for (size_t i = 0; i < input_count; ++i) set.arrays.push_back(random_values(i));
+      set.arrays.emplace_back(output_bytes);
+    }
+    const Timing limit = measure(sets, [&](size_t s) {
+      std::vector<const uint64_t*> inputs;
+      for (size_t i = 0; i < input_count; ++i)
+        inputs.push_back(reinterpret_cast<uint64_t*>(rotated[s].arrays[i].data()));
+      move_bytes(inputs, bytes() / 8, reinterpret_cast<uint64_t*>(rotated[s].arrays.back().data()),
+                 output_bytes / 8);
+    });
+    const Timing time = measure(sets, [&](size_t s) {
+      std::vector<ConstRows> inputs;
+      for (size_t i = 0; i < input_count; ++i)
+        inputs.push_back({rotated[s].arrays[i].data(), element, rows, hidden, hidden});
+      kernel(inputs, rotated[s].arrays.back().data());
+    });
+    const double megabytes = static_cast<double>(per_call) / 1e6;
+    std::printf(
+        "%-30s %-9s %7.1f MB  best %7.0f us %6.1f GB/s  median %7.0f us %6.1f GB/s  of limit: best "
+        "%4.2f median %4.2f\n",
+        name,
+        element == Element::float32    ? "float32"
+        : element == Element::bfloat16 ? "bfloat16"
+                                       : "float16",
+        megabytes, time.best * 1e6, megabytes / 1e3 / time.best, time.median * 1e6,
+        megabytes / 1e3 / time.median, limit.best / time.best, limit.median / time.median);
+  }
+
+  Buffer random_values(size_t seed) const {
+    Buffer buffer(bytes());
+    uint32_t state = static_cast<uint32_t>(seed) * 2654435761u + 12345u;
+    for (size_t i = 0; i < rows * hidden; ++i) {
+      state = state * 1664525u + 1013904223u;
+      // Signed values from 2^-4 to 2: any mantissa, an exponent of a few, in either width.
+      const uint32_t bits =
+          (state & 0x80000000u) | ((123u + ((state >> 28) & 3u)) << 23) | (state & 0x7FFFFFu);
+      if (element == Element::float32) {
+        reinterpret_cast<uint32_t*>(buffer.data())[i] = bits;
+      } else if (element == Element::bfloat16) {
+        reinterpret_cast<uint16_t*>(buffer.data())[i] = static_cast<uint16_t>(bits >> 16);
+      } else {
+        const uint32_t half =
+            ((bits >> 16) & 0x8000u) | ((11u + ((state >> 28) & 3u)) << 10) | (state & 0x3FFu);
+        reinterpret_cast<uint16_t*>(buffer.data())[i] = static_cast<uint16_t>(half);
+      }
+    }
+    return buffer;
+  }
+};
+
+void run_all(const Bench& bench) {
+  using namespace kernels;
+  const size_t rows = bench.rows, hidden = bench.hidden, bytes = bench.bytes();
+  const Element element = bench.element;
+  std::vector<float> gamma(hidden, 1.25f), beta(hidden, 0.5f), mean(rows), inv(rows),
+      grad_gamma(hidden), grad_beta(hidden);
+  const ConstVector weight{gamma.data(), Element::float32, hidden},
+      bias{beta.data(), Element::float32, hidden};
+  const Vector grad_weight{grad_gamma.data(), Element::float32, hidden},
+      grad_bias{grad_beta.data(), Element::float32, hidden};
+  const cpu::NormOptions options{};
+  const auto rows_of = [&](void* data) { return Rows{data, element, rows, hidden, hidden}; };
+
+  bench.report("rms_norm_forward", 1, bytes, [&](const std::vector<ConstRows>& in, void* out) {
+    cpu::rms_norm_forward(in[0], weight, options, rows_of(out), inv.data());
+  });
+  bench.report("rms_norm_backward", 2, bytes, [&](const std::vector<ConstRows>& in, void* out) {
+    cpu::rms_norm_backward(in[0], in[1], weight, inv.data(), options, {}, rows_of(out), grad_weight,
+                           {});
+  });
+  bench.report("rms_norm_backward + residual", 3, bytes,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::rms_norm_backward(in[0], in[1], weight, inv.data(), options, in[2],
+                                        rows_of(out), grad_weight, {});
+               });
+  bench.report("layer_norm_forward", 1, bytes, [&](const std::vector<ConstRows>& in, void* out) {
+    cpu::layer_norm_forward(in[0], weight, bias, options, rows_of(out), mean.data(), inv.data());
+  });
+  bench.report("layer_norm_backward", 2, bytes, [&](const std::vector<ConstRows>& in, void* out) {
+    cpu::layer_norm_backward(in[0], in[1], weight, bias, mean.data(), inv.data(), options, {},
+                             rows_of(out), grad_weight, grad_bias, {});
+  });
+  bench.report("layer_norm_backward + residual", 3, bytes,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::layer_norm_backward(in[0], in[1], weight, bias, mean.data(), inv.data(),
+                                          options, in[2], rows_of(out), grad_weight, grad_bias, {});
+               });
+  float dequant_scale = 0.0f, amax = 0.0f;
+  bench.report(
+      "quantize_current", 1, rows * hidden, [&](const std::vector<ConstRows>& in, void* out) {
+        cpu::quantize_current(in[0], {}, {static_cast<uint8_t*>(out), &dequant_scale, &amax});
+      });
+  bench.report("rms_norm_quantize", 1, rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::rms_norm_quantize(in[0], weight, options, element, {}, {}, inv.data(),
+                                        {static_cast<uint8_t*>(out), &dequant_scale, &amax});
+               });
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  const auto argument = [&](int i, size_t otherwise) {
+    return argc > i ? static_cast<size_t>(std::strtoull(argv[i], nullptr, 10)) : otherwise;
+  };
+  const size_t rows = argument(1, 4096), hidden = argument(2, 1024), threads = argument(3, 2);
+  std::printf("%zu x %zu, %zu threads\n", rows, hidden, threads);
+  const tandem::testing::ScopedThreadPool pool(static_cast<int>(threads));
+  for (const auto element : {tandem::kernels::Element::float32, tandem::kernels::Element::bfloat16,
+                             tandem::kernels::Element::float16}) {
+    tandem::run_all({rows, hidden, element});
+  }
+}

@@ -1,0 +1,153 @@
+// How elementwise kernels walk over vectors, rows and threads. Included once per Highway target.
+
+#if defined(TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_
+#undef TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_
+#else
+#define TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_
+#endif
+
+#include <algorithm>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/element-inl.h"
+#include "kernels/cpu/scratch.h"
+#include "kernels/parallel.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+/// Elements of one task for the thread pool; less work than this is not worth handing over.
+constexpr size_t kTaskElements = 16384;
+/// Columns that are converted at a time where element types differ: all buffers together stay in L1.
+constexpr size_t kChunk = 256;
+
+/// Calls `body(c, count)` for pieces of at most kChunk columns.
+template <typename Body>
+HWY_INLINE void for_each_chunk(size_t cols, const Body& body) {
+  for (size_t c = 0; c < cols; c += kChunk) body(c, std::min(kChunk, cols - c));
+}
+
+/// Calls `body(row, column, count)` for pieces of rows, on several threads where that pays. No result may depend on the pieces.
+template <typename Body>
+HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
+  if (rows * cols <= kTaskElements) {
+    for (size_t r = 0; r < rows; ++r) body(r, size_t{0}, cols);
+    return;
+  }
+  const size_t pieces = (cols + kTaskElements - 1) / kTaskElements;
+  const size_t grain = std::max<size_t>(1, kTaskElements / cols);
+  parallel_for(0, static_cast<int64_t>(rows * pieces), static_cast<int64_t>(grain),
+               [&](int64_t begin, int64_t end) {
+                 for (size_t i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+                   const size_t r = pieces == 1 ? i : i / pieces,
+                                c = pieces == 1 ? 0 : i % pieces * kTaskElements;
+                   body(r, c, std::min(kTaskElements, cols - c));
+                 }
+               });
+}
+
+/// `rows` as a single row where it has no gaps; short rows then cost no tails. All views of a call must agree.
+template <typename View>
+bool is_flat(const View& view) {
+  return !view || view.stride == view.cols || view.rows <= 1;
+}
+template <typename View>
+void flatten(View& view) {
+  view.cols *= view.rows;
+  view.stride = view.cols;
+  view.rows = std::min<size_t>(view.rows, 1);
+}
+
+/// As widen: `count` elements of row `r` from column `c` as float32, in place where they are that already.
+HWY_INLINE const float* widened(ConstRows x, size_t r, size_t c, size_t count, float* scratch) {
+  if (x.element == Element::float32) return static_cast<const float*>(x.data) + r * x.stride + c;
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    widen(element, decltype(element)::at(x.data, r * x.stride + c), count, scratch);
+  });
+  return scratch;
+}
+
+/// Where float32 results for row `r`, column `c` go: the row itself if it is float32, otherwise `scratch`, for `put_narrowed`.
+HWY_INLINE float* place_for(Rows y, size_t r, size_t c, float* scratch) {
+  return y.element == Element::float32 ? static_cast<float*>(y.data) + r * y.stride + c : scratch;
+}
+HWY_INLINE void put_narrowed(const float* results, Rows y, size_t r, size_t c, size_t count) {
+  with_element(y.element, [&](auto element) HWY_ATTR {
+    auto* to = decltype(element)::at(y.data, r * y.stride + c);
+    if (static_cast<const void*>(to) != results) narrow(element, results, count, to);
+  });
+}
+
+/// Rounds `count` floats to the element, in place.
+HWY_INLINE void round_all(Element to, float* values, size_t count) {
+  if (to == Element::float32) return;
+  with_element(to, [&](auto element) HWY_ATTR {
+    const hn::ScalableTag<float> d;
+    for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+      store_part(Float32{}, d, round_to(element, d, load_part(Float32{}, d, values + i, part)),
+                 values + i, part);
+    });
+  });
+}
+
+/// sums[i] += values[i].
+HWY_INLINE void accumulate(const float* values, float* sums, size_t count) {
+  const hn::ScalableTag<float> d;
+  for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto sum =
+        hn::Add(load_part(Float32{}, d, sums + i, part), load_part(Float32{}, d, values + i, part));
+    store_part(Float32{}, d, sum, sums + i, part);
+  });
+}
+
+/// Calls `body(row, sums)` for every row, to add the row's columns to `sums` (float32; null where `totals` is absent), and
+/// leaves the totals, rounded once, in `totals`. Blocks of rows are summed apart and added in order; the blocks depend on `rows` alone.
+template <typename Body>
+HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, const Body& body) {
+  constexpr size_t kMinBlockRows = 32, kMaxBlocks = 32;
+  const size_t block_rows = std::max(kMinBlockRows, (rows + kMaxBlocks - 1) / kMaxBlocks);
+  const size_t blocks = std::max<size_t>(1, (rows + block_rows - 1) / block_rows);
+
+  constexpr size_t kInline = 1024;
+  HWY_ALIGN float few[kInline];
+  float* partial = nullptr;
+  if (totals) {
+    if (blocks == 1 && totals.element == Element::float32) {
+      partial = static_cast<float*>(totals.data);
+    } else if (blocks * cols <= kInline) {
+      partial = few;
+    } else {
+      partial = scratch(ScratchUse::partial_sums, blocks * cols);
+    }
+  }
+
+  const auto run_blocks = [&](int64_t begin, int64_t end) {
+    for (size_t block = static_cast<size_t>(begin); block < static_cast<size_t>(end); ++block) {
+      float* sums = partial ? partial + block * cols : nullptr;
+      if (sums) std::fill_n(sums, cols, 0.0f);
+      const size_t last = std::min(rows, (block + 1) * block_rows);
+      for (size_t r = block * block_rows; r < last; ++r) body(r, sums);
+    }
+  };
+  if (rows * cols <= kTaskElements) {
+    run_blocks(0, static_cast<int64_t>(blocks));
+  } else {
+    const size_t grain = std::max<size_t>(1, kTaskElements / (block_rows * cols));
+    parallel_for(0, static_cast<int64_t>(blocks), static_cast<int64_t>(grain),
+                 [&](int64_t begin, int64_t end) { run_blocks(begin, end); });
+  }
+
+  if (!totals) return;
+  for (size_t block = 1; block < blocks; ++block) accumulate(partial + block * cols, partial, cols);
+  if (partial == totals.data) return;
+  with_element(totals.element, [&](auto element) HWY_ATTR {
+    narrow(element, partial, cols, decltype(element)::at(totals.data, 0));
+  });
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // TANDEM_KERNELS_CPU_ELEMENTWISE_INL_H_

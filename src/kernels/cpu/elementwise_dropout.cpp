@@ -1,0 +1,113 @@
+// Dropout: the mask is made where it is used and never stored; backward makes it again from the seed.
+#include <cmath>
+
+#include "kernels/cpu/targets.h"
+#include "kernels/elementwise.h"
+#include "kernels/philox.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/elementwise_dropout.cpp"
+#include "hwy/foreach_target.h"
+// Behind foreach_target.h, which includes this file once per target.
+#include "hwy/highway.h"
+#include "kernels/cpu/elementwise-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+#if HWY_TARGET == HWY_SCALAR
+/// Random words of the blocks from `first` on, `count` words at least.
+inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words) {
+  for (size_t i = 0; i < count; i += 4) {
+    const auto block = philox4x32_10(first + i / 4, seed);
+    std::copy(block.begin(), block.end(), words + i);
+  }
+}
+#else
+/// Random words of the blocks from `first` on, `count` words at least and at most 2 * HWY_MAX_BYTES / 4 more.
+///
+/// One block per 64-bit lane. What is above 32 bits in a lane is rubbish until the end: the multiplication does not read it.
+inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words) {
+  const hn::ScalableTag<uint64_t> d;
+  const hn::Repartition<uint32_t, decltype(d)> d32;
+  const size_t lanes = hn::Lanes(d);
+  const auto wide_product = [&](auto lane, uint32_t factor) HWY_ATTR {
+    return hn::MulEven(hn::BitCast(d32, lane), hn::Set(d32, factor));
+  };
+  // Even lanes take the first half of a group of blocks, odd lanes the second: interleaving pairs then leaves them in order.
+  const auto number = hn::Iota(d, 0);
+  const auto is_odd = hn::Ne(hn::And(number, hn::Set(d, uint64_t{1})), hn::Zero(d));
+  const auto within = hn::Add(hn::ShiftRight<1>(number),
+                              hn::IfThenElseZero(is_odd, hn::Set(d, uint64_t{lanes / 2})));
+  const auto low_word = hn::Set(d, uint64_t{0xFFFFFFFFu});
+
+  for (size_t done = 0; done < count; done += 4 * lanes) {
+    const auto counter = hn::Add(hn::Set(d, uint64_t{first + done / 4}), within);
+    auto c0 = counter, c1 = hn::ShiftRight<32>(counter), c2 = hn::Zero(d), c3 = hn::Zero(d);
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      const auto p0 = wide_product(c0, kPhiloxMultipliers[0]),
+                 p1 = wide_product(c2, kPhiloxMultipliers[1]);
+      c0 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p1), c1), hn::Set(d, uint64_t{k0}));
+      c2 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p0), c3), hn::Set(d, uint64_t{k1}));
+      c1 = p1;
+      c3 = p0;
+      k0 += kPhiloxKeySteps[0];
+      k1 += kPhiloxKeySteps[1];
+    }
+    const auto first_words = hn::Or(hn::And(c0, low_word), hn::ShiftLeft<32>(c1));
+    const auto last_words = hn::Or(hn::And(c2, low_word), hn::ShiftLeft<32>(c3));
+    hn::StoreU(hn::BitCast(d32, hn::InterleaveLower(d, first_words, last_words)), d32,
+               words + done);
+    hn::StoreU(hn::BitCast(d32, hn::InterleaveUpper(d, first_words, last_words)), d32,
+               words + done + 2 * lanes);
+  }
+}
+#endif
+
+void dropout_target(ConstRows x, uint64_t seed, double p, Rows out) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  // keep = (word >> 8) * 2^-24 >= p, in integers; no word reaches 2^24.
+  const auto threshold = hn::Set(di, static_cast<int32_t>(std::ceil(p * 0x1p24)));
+  const auto factor = hn::Set(d, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f);
+  const size_t cols = out.cols;
+  if (is_flat(x) && is_flat(out)) {
+    flatten(x);
+    flatten(out);
+  }
+  for_each_piece(out.rows, out.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
+    for_each_chunk(piece, [&](size_t offset, size_t count) HWY_ATTR {
+      HWY_ALIGN uint32_t words[kChunk + 4 + 2 * HWY_MAX_BYTES];
+      HWY_ALIGN float inputs[kChunk], results[kChunk];
+      const size_t c = first + offset, index = r * cols + c, skipped = index % 4;
+      fill_words(seed, index / 4, skipped + count, words);
+      const float* from = widened(x, r, c, count, inputs);
+      float* to = place_for(out, r, c, results);
+      for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+        const auto word = hn::BitCast(di, hn::ShiftRight<8>(hn::LoadU(du, words + skipped + i)));
+        const auto is_kept = hn::RebindMask(d, hn::Not(hn::Lt(word, threshold)));
+        const auto scaled = hn::Mul(load_part(Float32{}, d, from + i, part), factor);
+        store_part(Float32{}, d, hn::IfThenElseZero(is_kept, scaled), to + i, part);
+      });
+      put_narrowed(to, out, r, c, count);
+    });
+  });
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace tandem::kernels::cpu {
+
+HWY_EXPORT(dropout_target);
+
+void dropout(ConstRows x, uint64_t seed, double p, Rows out) {
+  HWY_DYNAMIC_DISPATCH(dropout_target)(x, seed, p, out);
+}
+
+}  // namespace tandem::kernels::cpu
+#endif  // HWY_ONCE

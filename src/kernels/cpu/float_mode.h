@@ -1,0 +1,54 @@
+// The arithmetic that results are specified in, whatever the calling thread has set.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <xmmintrin.h>
+#endif
+
+namespace tandem::kernels::cpu {
+
+/// While it lives, this thread rounds to nearest even and keeps subnormals; then the former mode returns.
+class ScopedFloatMode {
+ public:
+  ScopedFloatMode() : saved_(read()) { write(saved_ & ~kFlags); }
+  ~ScopedFloatMode() { write(saved_); }
+  ScopedFloatMode(const ScopedFloatMode&) = delete;
+  ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
+
+ private:
+#if defined(__x86_64__) || defined(__i386__)
+  using Word = uint32_t;
+  static constexpr Word kFlags =
+      0x8000u | 0x6000u | 0x0040u;  // flush to zero, rounding mode, denormals are zero
+  static Word read() { return _mm_getcsr(); }
+  static void write(Word word) { _mm_setcsr(word); }
+#elif defined(__aarch64__)
+  using Word = uint64_t;
+  static constexpr Word kFlags = 7ull << 22;  // flush to zero, rounding mode
+  static Word read() {
+    Word word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+  }
+  static void write(Word word) { asm volatile("msr fpcr, %0" : : "r"(word) : "memory"); }
+#else
+  using Word = uint32_t;
+  static constexpr Word kFlags = 0;
+  static Word read() { return 0; }
+  static void write(Word) {}
+#endif
+
+  Word saved_;
+};
+
+/// dividend / divisor, rounded once. Volatile keeps the compiler from dividing before the mode is set or after it is gone.
+inline float divide(float dividend, float divisor) {
+  const ScopedFloatMode mode;
+  volatile float operand = divisor;
+  volatile float quotient = dividend / operand;
+  return quotient;
+}
+
+}  // namespace tandem::kernels::cpu

@@ -1,0 +1,283 @@
+// Rows of RMSNorm and LayerNorm. `kCentered` tells LayerNorm, which subtracts the mean. Included once per Highway target.
+
+#if defined(TANDEM_KERNELS_CPU_NORM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TANDEM_KERNELS_CPU_NORM_INL_H_
+#undef TANDEM_KERNELS_CPU_NORM_INL_H_
+#else
+#define TANDEM_KERNELS_CPU_NORM_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/element-inl.h"
+#include "kernels/cpu/scratch.h"
+#include "kernels/norm.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using FloatTag = hn::ScalableTag<float>;
+using FloatVector = hn::Vec<FloatTag>;
+
+/// Floats from one scratch row to the next: whole vectors of any target, and no multiple of 4 KiB, where rows would share cache
+/// sets.
+HWY_INLINE size_t scratch_stride(size_t hidden) { return (hidden + 63) / 64 * 64 + 64; }
+
+/// The parameters as float32, neutral where they are absent.
+struct NormParameters {
+  const float* gamma;
+  const float* bias;
+};
+
+HWY_INLINE NormParameters norm_parameters(ConstVector weight, ConstVector bias,
+                                          bool zero_centered_gamma, size_t hidden) {
+  const FloatTag d;
+  float* buffer = scratch(ScratchUse::parameters, 2 * scratch_stride(hidden));
+  float* bias_buffer = buffer + scratch_stride(hidden);
+  const float* gamma = as_float32(weight, buffer);
+  if (!weight || zero_centered_gamma) {
+    const auto one = hn::Set(d, 1.0f);
+    for_each_vector(hidden, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+      const auto value = weight ? hn::Add(load_part(Float32{}, d, gamma + i, part), one) : one;
+      store_part(Float32{}, d, value, buffer + i, part);
+    });
+    gamma = buffer;
+  }
+  if (!bias) std::fill_n(bias_buffer, hidden, 0.0f);
+  return {gamma, bias ? as_float32(bias, bias_buffer) : bias_buffer};
+}
+
+/// Row `r` as elements E: in place where the matrix has them, otherwise converted into `buffer` (then E is Float32).
+template <typename E>
+HWY_INLINE const typename E::Stored* row_to_read(E, ConstRows matrix, size_t r, float* buffer) {
+  if (matrix.element == E::kElement) return E::at(matrix.data, r * matrix.stride);
+  if constexpr (E::kElement == Element::float32) {
+    with_element(matrix.element, [&](auto element) HWY_ATTR {
+      widen(element, decltype(element)::at(matrix.data, r * matrix.stride), matrix.cols, buffer);
+    });
+    return buffer;
+  }
+  return nullptr;
+}
+
+/// Where to write row `r` as elements E; finish_row then converts it if that is `buffer`.
+template <typename E>
+HWY_INLINE typename E::Stored* row_to_write(E, Rows matrix, size_t r, float* buffer) {
+  if (matrix.element == E::kElement) return E::at(matrix.data, r * matrix.stride);
+  return reinterpret_cast<typename E::Stored*>(buffer);
+}
+
+template <typename E>
+HWY_INLINE void finish_row(E, Rows matrix, size_t r, const float* buffer) {
+  if (matrix.element == E::kElement) return;
+  with_element(matrix.element, [&](auto element) HWY_ATTR {
+    narrow(element, buffer, matrix.cols, decltype(element)::at(matrix.data, r * matrix.stride));
+  });
+}
+
+template <typename Body, size_t... kIndices>
+HWY_INLINE void unrolled(std::index_sequence<kIndices...>, Body& body) {
+  (body(std::integral_constant<size_t, kIndices>()), ...);
+}
+
+/// Calls `body(std::integral_constant<size_t, i>())` for i < kCount, written out: arrays of vectors indexed by i stay in
+/// registers.
+template <size_t kCount, typename Body>
+HWY_INLINE void unrolled(Body&& body) {
+  unrolled(std::make_index_sequence<kCount>(), body);
+}
+
+/// totals[s] = all that `body(i, part, sums)` adds to the lanes of sums[s]. A lane takes at most kSteps + 1 additions in
+/// float32, then its sum goes into a float64, so that the error does not grow with the length.
+template <size_t kSums, size_t kUnroll, size_t kSteps, typename Body>
+HWY_INLINE void sum_row(size_t count, double (&totals)[kSums], Body&& body) {
+  const FloatTag d;
+  const size_t lanes = hn::Lanes(d), stride = kUnroll * lanes;
+  for (size_t s = 0; s < kSums; ++s) totals[s] = 0.0;
+  size_t i = 0;
+  while (i < count) {
+    FloatVector sums[kUnroll][kSums];
+    unrolled<kUnroll * kSums>(
+        [&](auto k) TANDEM_INLINE_LAMBDA { sums[k / kSums][k % kSums] = hn::Zero(d); });
+    const size_t end = i + std::min((count - i) / stride, kSteps) * stride;
+    for (; i < end; i += stride) {
+      unrolled<kUnroll>([&](auto u)
+                            TANDEM_INLINE_LAMBDA { body(i + u * lanes, Whole{}, sums[u]); });
+    }
+    if (count - i < stride) {
+      for (; i + lanes <= count; i += lanes) body(i, Whole{}, sums[0]);
+      if (i < count) body(i, count - i, sums[kUnroll - 1]);
+      i = count;
+    }
+    unrolled<kSums>([&](auto s) TANDEM_INLINE_LAMBDA {
+      auto sum = sums[0][s];
+      unrolled<kUnroll - 1>([&](auto u)
+                                TANDEM_INLINE_LAMBDA { sum = hn::Add(sum, sums[u + 1][s]); });
+      totals[s] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum)));
+    });
+  }
+}
+
+struct RowStatistics {
+  float mean;      ///< 0 for RMSNorm
+  float inv_norm;  ///< inv_rms or inv_std
+};
+
+/// Two vectors of adjacent elements, in an order that only a sum over all of them may use.
+template <typename E>
+HWY_INLINE void load_pair(E element, const typename E::Stored* HWY_RESTRICT p, FloatVector& first,
+                          FloatVector& second) {
+  const FloatTag d;
+  if constexpr (E::kElement == Element::bfloat16 && HWY_TARGET != HWY_SCALAR) {
+    // Even and odd elements cost one instruction each; widening in order costs two.
+    const hn::RebindToUnsigned<FloatTag> du;
+    const hn::Repartition<uint16_t, FloatTag> d16;
+    const auto words = hn::BitCast(du, hn::LoadU(d16, p));
+    first = hn::BitCast(d, hn::ShiftLeft<16>(words));
+    second = hn::BitCast(d, hn::And(words, hn::Set(du, 0xFFFF0000u)));
+  } else {
+    first = load(element, d, p);
+    second = load(element, d, p + hn::Lanes(d));
+  }
+}
+
+/// totals[s] = all that `term(v, sums)` adds to the lanes of sums[s] over the vectors v of the row, in no particular order;
+/// lanes behind the end hold `pad`. As in sum_row, float64 takes over after at most 17 additions per lane.
+template <size_t kSums, typename E, typename Term>
+HWY_INLINE void sum_terms(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                          float pad, double (&totals)[kSums], Term&& term) {
+  const FloatTag d;
+  const size_t lanes = hn::Lanes(d), stride = 4 * lanes;
+  for (size_t s = 0; s < kSums; ++s) totals[s] = 0.0;
+  size_t i = 0;
+  while (i < count) {
+    FloatVector sums[4][kSums];
+    unrolled<4 * kSums>([&](auto k)
+                            TANDEM_INLINE_LAMBDA { sums[k / kSums][k % kSums] = hn::Zero(d); });
+    const size_t end = i + std::min<size_t>((count - i) / stride, 16) * stride;
+    for (; i < end; i += stride) {
+      FloatVector v0, v1, v2, v3;
+      load_pair(element, x + i, v0, v1);
+      load_pair(element, x + i + 2 * lanes, v2, v3);
+      term(v0, sums[0]);
+      term(v1, sums[1]);
+      term(v2, sums[2]);
+      term(v3, sums[3]);
+    }
+    if (count - i < stride) {
+      for (; i + lanes <= count; i += lanes) term(load(element, d, x + i), sums[0]);
+      if (i < count) {
+        const auto v = load_first(element, d, x + i, count - i);
+        term(hn::IfThenElse(hn::FirstN(d, count - i), v, hn::Set(d, pad)), sums[3]);
+      }
+      i = count;
+    }
+    unrolled<kSums>([&](auto s) TANDEM_INLINE_LAMBDA {
+      const auto sum = hn::Add(hn::Add(sums[0][s], sums[1][s]), hn::Add(sums[2][s], sums[3][s]));
+      totals[s] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum)));
+    });
+  }
+}
+
+/// 1 / sqrt(mean(x^2) + eps).
+template <typename E>
+HWY_NOINLINE RowStatistics rms_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
+                                          size_t hidden, double eps) {
+  double total[1];
+  sum_terms(element, x, hidden, 0.0f, total,
+            [](auto v, FloatVector(&sums)[1])
+                TANDEM_INLINE_LAMBDA { sums[0] = hn::MulAdd(v, v, sums[0]); });
+  return {0.0f,
+          static_cast<float>(
+              1.0 / std::sqrt(total[0] / static_cast<double>(std::max<size_t>(hidden, 1)) + eps))};
+}
+
+/// The mean and 1 / sqrt(variance + eps). A part of the row is read twice, for its mean and for the differences from that, so
+/// nothing cancels; the parts are joined in float64. For float32 parts are short, so that the second look at one part runs
+/// while the next is on its way from memory; rows of half the bytes come from memory faster than they are computed.
+template <typename E>
+HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
+                                            size_t hidden, double eps) {
+  constexpr bool kParts = E::kElement == Element::float32;
+  const size_t part = kParts ? 256 : std::max<size_t>(hidden, 1);
+  const double n = static_cast<double>(std::max<size_t>(hidden, 1));
+  // Sums over the elements of x - origin, and of their squares: those within parts and those of the distances between parts.
+  double origin = 0.0, sum = 0.0, squares_within = 0.0, squares_between = 0.0;
+  for (size_t begin = 0; begin < hidden; begin += part) {
+    const size_t count = std::min(part, hidden - begin);
+    const double part_n = static_cast<double>(count);
+    double total[1], differences[kParts ? 2 : 1];
+    sum_terms(element, x + begin, count, 0.0f, total,
+              [](auto v, FloatVector(&sums)[1])
+                  TANDEM_INLINE_LAMBDA { sums[0] = hn::Add(sums[0], v); });
+    const float center = static_cast<float>(total[0] / part_n);
+    const auto center_vector = hn::Set(FloatTag(), center);
+    sum_terms(element, x + begin, count, center, differences,
+              [&](auto v, auto& sums) TANDEM_INLINE_LAMBDA {
+                const auto difference = hn::Sub(v, center_vector);
+                sums[0] = hn::MulAdd(difference, difference, sums[0]);
+                if constexpr (kParts) sums[1] = hn::Add(sums[1], difference);
+              });
+    // How far the mean lies from the center: means of parts have to be known better than their float32 sums tell, because the
+    // distances between them count as variance.
+    const double off =
+        (kParts ? differences[kParts] : total[0] - part_n * static_cast<double>(center)) / part_n;
+    const double part_mean = static_cast<double>(center) + off;
+    if (begin == 0) origin = part_mean;
+    const double distance = part_mean - origin;
+    sum += part_n * distance;
+    squares_within += differences[0] - part_n * off * off;
+    squares_between += part_n * distance * distance;
+  }
+  const double from_origin = sum / n;
+  const double variance = (squares_within + squares_between - sum * from_origin) / n;
+  // max keeps NaN, its first argument, and drops what rounding leaves below zero.
+  return {static_cast<float>(origin + from_origin),
+          static_cast<float>(1.0 / std::sqrt(std::max(variance, 0.0) + eps))};
+}
+
+/// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of bfloat16 are added in another
+/// order than float32, and every kernel has to find the same.
+template <bool kCentered>
+HWY_INLINE RowStatistics row_statistics(ConstRows x, size_t r, double eps) {
+  return with_element(x.element, [&](auto element) HWY_ATTR {
+    const auto* row = decltype(element)::at(x.data, r * x.stride);
+    if constexpr (kCentered) return layer_statistics(element, row, x.cols, eps);
+    return rms_statistics(element, row, x.cols, eps);
+  });
+}
+
+/// x_hat = (x - mean) * inv_norm.
+template <bool kCentered>
+HWY_INLINE FloatVector normalized(FloatVector x, FloatVector mean, FloatVector inv_norm) {
+  if constexpr (kCentered) return hn::Mul(hn::Sub(x, mean), inv_norm);
+  return hn::Mul(x, inv_norm);
+}
+
+/// y = x_hat * gamma (+ bias). Forward and backward call this one function, hence equal bits.
+template <bool kCentered, typename E>
+HWY_NOINLINE void normalize_row(E element, const typename E::Stored* HWY_RESTRICT x,
+                                NormParameters parameters, RowStatistics statistics, size_t hidden,
+                                typename E::Stored* HWY_RESTRICT y) {
+  const FloatTag d;
+  const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
+  write_row(element, hidden, y, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto x_hat = normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+    const auto gamma = load_part(Float32{}, d, parameters.gamma + i, part);
+    if constexpr (kCentered) {
+      return hn::MulAdd(x_hat, gamma, load_part(Float32{}, d, parameters.bias + i, part));
+    } else {
+      return hn::Mul(x_hat, gamma);
+    }
+  });
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // TANDEM_KERNELS_CPU_NORM_INL_H_

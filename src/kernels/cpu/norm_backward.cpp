@@ -1,0 +1,239 @@
+#include "kernels/cpu/float_mode.h"
+#include "kernels/cpu/targets.h"
+#include "kernels/norm.h"
+#include "kernels/parallel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/norm_backward.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/norm-inl.h"
+
+#ifndef TANDEM_KERNELS_CPU_NORM_BACKWARD_ONCE_
+#define TANDEM_KERNELS_CPU_NORM_BACKWARD_ONCE_
+namespace tandem::kernels::cpu {
+
+/// The operands of either backward. `mean` and `grad_bias` are null for RMSNorm.
+struct NormBackward {
+  ConstRows grad_y, x;
+  ConstVector weight, bias;
+  const float* mean;
+  const float* inv_norm;
+  NormOptions options;
+  ConstRows grad_residual;
+  Rows grad_x;
+  Vector grad_weight, grad_bias;
+  Rows y;
+};
+
+}  // namespace tandem::kernels::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+
+/// The two means that grad_x of one row needs; mean(g) is 0 for RMSNorm.
+struct RowMeans {
+  float g, g_x_hat;
+};
+
+/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat and, for LayerNorm, bias_sums += grad_y.
+template <bool kCentered, bool kColumnSums, typename E>
+HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RESTRICT grad_y,
+                                    const typename E::Stored* HWY_RESTRICT x,
+                                    const float* HWY_RESTRICT gamma, RowStatistics statistics,
+                                    size_t hidden, float* HWY_RESTRICT weight_sums,
+                                    float* HWY_RESTRICT bias_sums) {
+  constexpr size_t kSums = kCentered ? 2 : 1;
+  const FloatTag d;
+  const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
+  double totals[kSums];
+  sum_row<kSums, 4, 16>(
+      hidden, totals, [&](size_t i, auto part, FloatVector(&sums)[kSums]) TANDEM_INLINE_LAMBDA {
+        const auto grad_y_i = load_part(element, d, grad_y + i, part),
+                   gamma_i = load_part(Float32{}, d, gamma + i, part);
+        const auto x_hat =
+            normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+        const auto product = hn::Mul(grad_y_i, x_hat);
+        sums[0] = hn::MulAdd(product, gamma_i, sums[0]);
+        if constexpr (kCentered) sums[1] = hn::MulAdd(grad_y_i, gamma_i, sums[1]);
+        if constexpr (kColumnSums) {
+          store_part(Float32{}, d, hn::Add(load_part(Float32{}, d, weight_sums + i, part), product),
+                     weight_sums + i, part);
+          if constexpr (kCentered) {
+            store_part(Float32{}, d,
+                       hn::Add(load_part(Float32{}, d, bias_sums + i, part), grad_y_i),
+                       bias_sums + i, part);
+          }
+        }
+      });
+  const double per_element = 1.0 / static_cast<double>(std::max<size_t>(hidden, 1));
+  return {kCentered ? static_cast<float>(totals[kSums - 1] * per_element) : 0.0f,
+          static_cast<float>(totals[0] * per_element)};
+}
+
+/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual).
+template <bool kCentered, bool kResidual, typename E>
+HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT grad_y,
+                               const typename E::Stored* HWY_RESTRICT x,
+                               const typename E::Stored* HWY_RESTRICT grad_residual,
+                               const float* HWY_RESTRICT gamma, RowStatistics statistics,
+                               RowMeans means, size_t hidden,
+                               typename E::Stored* HWY_RESTRICT grad_x) {
+  const FloatTag d;
+  const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
+  const auto mean_g = hn::Set(d, means.g), mean_g_x_hat = hn::Set(d, means.g_x_hat);
+  write_row(element, hidden, grad_x, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto x_hat = normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+    auto g =
+        hn::Mul(load_part(element, d, grad_y + i, part), load_part(Float32{}, d, gamma + i, part));
+    if constexpr (kCentered) g = hn::Sub(g, mean_g);
+    const auto inner = hn::NegMulAdd(x_hat, mean_g_x_hat, g);
+    if constexpr (kResidual) {
+      return hn::MulAdd(inv_norm, inner, load_part(element, d, grad_residual + i, part));
+    } else {
+      return hn::Mul(inv_norm, inner);
+    }
+  });
+}
+
+/// One row at a time: several together would share loads of gamma and the sums, but their interleaved streams outrun the
+/// hardware's prefetching (1.7 times slower from memory).
+template <bool kCentered, typename E>
+HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters parameters, size_t r,
+                             float* buffers, float* weight_sums, float* bias_sums) {
+  const size_t hidden = a.x.cols, stride = scratch_stride(hidden);
+  const float* gamma = parameters.gamma;
+  const auto* grad_y = row_to_read(element, a.grad_y, r, buffers);
+  const auto* x = row_to_read(element, a.x, r, buffers + stride);
+  const RowStatistics statistics{kCentered ? a.mean[r] : 0.0f, a.inv_norm[r]};
+  RowMeans means{};
+  if (weight_sums != nullptr) {
+    means = sum_gradients<kCentered, true>(element, grad_y, x, gamma, statistics, hidden,
+                                           weight_sums, bias_sums);
+  } else if (a.grad_x) {
+    means = sum_gradients<kCentered, false>(element, grad_y, x, gamma, statistics, hidden,
+                                            weight_sums, bias_sums);
+  }
+  float* result_buffer = buffers + 3 * stride;
+  if (a.grad_x) {
+    auto* grad_x = row_to_write(element, a.grad_x, r, result_buffer);
+    if (a.grad_residual) {
+      const auto* residual = row_to_read(element, a.grad_residual, r, buffers + 2 * stride);
+      write_grad_x<kCentered, true>(element, grad_y, x, residual, gamma, statistics, means, hidden,
+                                    grad_x);
+    } else {
+      write_grad_x<kCentered, false>(element, grad_y, x, x, gamma, statistics, means, hidden,
+                                     grad_x);
+    }
+    finish_row(element, a.grad_x, r, result_buffer);
+  }
+  if (a.y) {
+    auto* y = row_to_write(element, a.y, r, result_buffer);
+    normalize_row<kCentered>(element, x, parameters, statistics, hidden, y);
+    finish_row(element, a.y, r, result_buffer);
+  }
+}
+
+/// out[c] = sum over the blocks of partial_sums[block * distance + c], in their order, rounded once.
+HWY_INLINE void add_partial_sums(const float* partial_sums, size_t blocks, size_t distance,
+                                 Vector out) {
+  const FloatTag d;
+  const size_t size = out.size;
+  // Whole groups of 64 columns, so that each column is in the same lane whatever the ranges.
+  const size_t groups = (size + 63) / 64;
+  const int64_t grain =
+      static_cast<int64_t>(std::max<size_t>(1, 512 / std::max<size_t>(1, blocks)));
+  with_element(out.element, [&](auto element) HWY_ATTR {
+    parallel_for(0, static_cast<int64_t>(groups), grain, [&](int64_t first, int64_t last) HWY_ATTR {
+      const ScopedFloatMode mode;
+      const size_t begin = static_cast<size_t>(first) * 64,
+                   end = std::min(size, static_cast<size_t>(last) * 64);
+      auto* to = decltype(element)::at(out.data, begin);
+      for_each_vector(end - begin, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+        auto sum = hn::Zero(d);
+        // Rows of partial sums are padded: whole vectors may be read.
+        for (size_t block = 0; block < blocks; ++block) {
+          sum = hn::Add(sum, hn::LoadU(d, partial_sums + block * distance + begin + i));
+        }
+        store_part(element, d, sum, to + i, part);
+      });
+    });
+  });
+}
+
+/// Whether every operand has this element; otherwise the rows are converted to float32 in cache.
+HWY_INLINE bool all_are(const NormBackward& a, Element element) {
+  return a.grad_y.element == element && a.x.element == element &&
+         (!a.grad_residual || a.grad_residual.element == element) &&
+         (!a.grad_x || a.grad_x.element == element) && (!a.y || a.y.element == element);
+}
+
+template <bool kCentered>
+HWY_INLINE void norm_backward(const NormBackward& a) {
+  const size_t rows = a.x.rows, hidden = a.x.cols, stride = scratch_stride(hidden);
+  const NormParameters parameters =
+      norm_parameters(a.weight, a.bias, a.options.zero_centered_gamma, hidden);
+  const bool column_sums = a.grad_weight || a.grad_bias;
+  // Blocks depend on the shape alone. At most 64 of them, so that their partial sums stay in cache.
+  const size_t block_rows = column_sums ? std::max<size_t>(16, (rows + 63) / 64)
+                                        : std::max<size_t>(1, 16384 / std::max<size_t>(1, hidden));
+  const size_t blocks = (rows + block_rows - 1) / block_rows,
+               distance = kCentered ? 2 * stride : stride;
+  float* partial_sums =
+      column_sums ? scratch(ScratchUse::partial_sums, blocks * distance + 64) : nullptr;
+  const int64_t grain =
+      static_cast<int64_t>(std::max<size_t>(1, 16384 / std::max<size_t>(1, block_rows * hidden)));
+  with_element(
+      all_are(a, a.x.element) ? a.x.element : Element::float32, [&](auto element) HWY_ATTR {
+        parallel_for(
+            0, static_cast<int64_t>(blocks), grain, [&](int64_t first, int64_t last) HWY_ATTR {
+              const ScopedFloatMode mode;
+              float* buffers = scratch(ScratchUse::rows, 4 * stride);
+              for (size_t block = static_cast<size_t>(first); block < static_cast<size_t>(last);
+                   ++block) {
+                float* weight_sums = column_sums ? partial_sums + block * distance : nullptr;
+                float* bias_sums = column_sums && kCentered ? weight_sums + stride : nullptr;
+                if (column_sums) std::fill_n(weight_sums, distance, 0.0f);
+                const size_t end = std::min(rows, (block + 1) * block_rows);
+                for (size_t r = block * block_rows; r < end; ++r) {
+                  backward_row<kCentered>(element, a, parameters, r, buffers, weight_sums,
+                                          bias_sums);
+                }
+              }
+            });
+      });
+  if (a.grad_weight) add_partial_sums(partial_sums, blocks, distance, a.grad_weight);
+  if (a.grad_bias) add_partial_sums(partial_sums + stride, blocks, distance, a.grad_bias);
+}
+
+void rms_backward(const NormBackward& a) { norm_backward<false>(a); }
+void layer_backward(const NormBackward& a) { norm_backward<true>(a); }
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace tandem::kernels::cpu {
+
+HWY_EXPORT(rms_backward);
+HWY_EXPORT(layer_backward);
+
+void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const float* inv_rms,
+                       const NormOptions& options, ConstRows grad_residual, Rows grad_x,
+                       Vector grad_weight, Rows y) {
+  HWY_DYNAMIC_DISPATCH(rms_backward)
+  ({grad_y, x, weight, {}, nullptr, inv_rms, options, grad_residual, grad_x, grad_weight, {}, y});
+}
+
+void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, ConstVector bias,
+                         const float* mean, const float* inv_std, const NormOptions& options,
+                         ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
+                         Rows y) {
+  HWY_DYNAMIC_DISPATCH(layer_backward)
+  ({grad_y, x, weight, bias, mean, inv_std, options, grad_residual, grad_x, grad_weight, grad_bias,
+    y});
+}
+
+}  // namespace tandem::kernels::cpu
+#endif

@@ -1,0 +1,295 @@
+// Rows of float32, bfloat16 or float16 to FP8 and back, and their amax. Included once per Highway target; bitwise equal on all
+// of them.
+
+#if defined(TANDEM_KERNELS_CPU_QUANTIZE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TANDEM_KERNELS_CPU_QUANTIZE_INL_H_
+#undef TANDEM_KERNELS_CPU_QUANTIZE_INL_H_
+#else
+#define TANDEM_KERNELS_CPU_QUANTIZE_INL_H_
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <type_traits>
+
+#include "hwy/highway.h"
+#include "kernels/cpu/element-inl.h"
+#include "kernels/cpu/float_mode.h"
+#include "kernels/quantize.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+/// What one look at a tensor tells: max |x| over the elements that are not NaN, as bits of the element without a sign, which
+/// order like the values; and whether there is a NaN.
+struct Extremes {
+  uint32_t amax_bits = 0;
+  bool has_nan = false;
+};
+
+/// The maximum of the bits of x without their signs; with kSkipNan, of those elements that are not NaN.
+template <bool kSkipNan, typename E>
+HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                                       uint32_t infinity_bits) {
+  using Signed = std::conditional_t<E::kElement == Element::float32, int32_t, int16_t>;
+  const hn::ScalableTag<Signed> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto infinity = hn::Set(d, static_cast<Signed>(infinity_bits));
+  const auto magnitude_bits = hn::Set(d, std::numeric_limits<Signed>::max());
+  const auto bits_at = [&](const typename E::Stored* p) TANDEM_INLINE_LAMBDA {
+    if constexpr (E::kElement == Element::float32) {
+      return hn::BitCast(d, hn::LoadU(hn::ScalableTag<float>(), p));
+    } else {
+      return hn::LoadU(d, reinterpret_cast<const Signed*>(p));
+    }
+  };
+  const auto larger = [&](auto max, const typename E::Stored* p) TANDEM_INLINE_LAMBDA {
+    auto magnitude = hn::And(bits_at(p), magnitude_bits);
+    if constexpr (kSkipNan) magnitude = hn::IfThenZeroElse(hn::Gt(magnitude, infinity), magnitude);
+    return hn::Max(max, magnitude);
+  };
+  auto max0 = hn::Zero(d), max1 = hn::Zero(d);
+  size_t i = 0;
+  for (; i + 4 * lanes <= count; i += 4 * lanes) {
+    max0 = larger(larger(max0, x + i), x + i + lanes);
+    max1 = larger(larger(max1, x + i + 2 * lanes), x + i + 3 * lanes);
+  }
+  for (; i + lanes <= count; i += lanes) max0 = larger(max0, x + i);
+  if (i < count) {
+    HWY_ALIGN typename E::Stored rest[HWY_MAX_BYTES / sizeof(Signed)] = {};
+    std::memcpy(static_cast<void*>(rest), x + i, (count - i) * sizeof(Signed));
+    max0 = larger(max0, rest);
+  }
+  HWY_ALIGN Signed maxima[HWY_MAX_BYTES / sizeof(Signed)];
+  hn::Store(hn::Max(max0, max1), d, maxima);
+  return static_cast<uint32_t>(*std::max_element(maxima, maxima + lanes));
+}
+
+/// Adds a row to what is known. NaN is told by its bits, because max instructions differ about it.
+template <typename E>
+HWY_INLINE void look_at(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                        Extremes& extremes) {
+  constexpr uint32_t kInfinity = E::kElement == Element::float32    ? 0x7F800000u
+                                 : E::kElement == Element::bfloat16 ? 0x7F80u
+                                                                    : 0x7C00u;
+  uint32_t largest = max_magnitude_bits<false>(element, x, count, kInfinity);
+  if (largest > kInfinity) {
+    extremes.has_nan = true;
+    largest = max_magnitude_bits<true>(element, x, count, kInfinity);
+  }
+  extremes.amax_bits = std::max(extremes.amax_bits, largest);
+}
+
+/// Extremes that several threads add to.
+class SharedExtremes {
+ public:
+  void add(const Extremes& extremes) {
+    uint32_t seen = amax_bits_.load();
+    while (seen < extremes.amax_bits &&
+           !amax_bits_.compare_exchange_weak(seen, extremes.amax_bits)) {
+    }
+    if (extremes.has_nan) has_nan_ = true;
+  }
+  Extremes get() const { return {amax_bits_.load(), has_nan_.load()}; }
+
+ private:
+  std::atomic<uint32_t> amax_bits_{0};
+  std::atomic<bool> has_nan_{false};
+};
+
+/// The float32 value of Extremes::amax_bits.
+template <typename E>
+HWY_INLINE float value_of_bits(E element, uint32_t bits) {
+  const ScopedFloatMode mode;
+  typename E::Stored stored;
+  std::memcpy(static_cast<void*>(&stored), &bits, sizeof(stored));
+  const hn::ScalableTag<float> d;
+  return hn::GetLane(load_first(element, d, &stored, 1));
+}
+
+/// What the conversions of one format differ in.
+template <Fp8Format kFormat>
+struct Fp8 {
+  static constexpr bool kE4m3 = kFormat == Fp8Format::e4m3;
+  static constexpr int kDropped =
+      kE4m3 ? 20 : 21;  // mantissa bits of float32 over those of the format
+  static constexpr uint32_t kMax = kE4m3 ? 0x43E00000u : 0x47600000u;   // 448, 57344
+  static constexpr int32_t kMinNormal = kE4m3 ? 121 << 23 : 113 << 23;  // 2^-6, 2^-14
+  static constexpr float kSubnormalShift =
+      kE4m3 ? 16384.0f : 128.0f;  // its last bit is that of the format's subnormals
+  static constexpr float kSubnormalUnit = kE4m3 ? 0x1p-9f : 0x1p-16f;
+  static constexpr uint32_t kRebias = kE4m3 ? 120u << 23 : 112u << 23;
+  static constexpr uint32_t kFirstNan = kE4m3 ? 0x7Fu : 0x7Du;
+};
+
+/// fp8_from_float of every lane, in the low byte.
+template <Fp8Format kFormat, class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
+  using Format = Fp8<kFormat>;
+  const hn::RebindToUnsigned<D> du;
+  const hn::RebindToSigned<D> di;
+  const auto bits = hn::BitCast(du, v);
+  const auto unsigned_bits = hn::And(bits, hn::Set(du, 0x7FFFFFFFu));
+  const auto is_nan =
+      hn::RebindMask(du, hn::Gt(hn::BitCast(di, unsigned_bits), hn::Set(di, 0x7F800000)));
+  // Clamped as integers, which order like the magnitudes and leave no case to the rounding above the largest value.
+  const auto clamped =
+      hn::Min(hn::BitCast(di, unsigned_bits), hn::Set(di, static_cast<int32_t>(Format::kMax)));
+  const auto magnitude = hn::BitCast(du, clamped);
+  // Normal: add one less than half of what is dropped, plus one if the last kept bit is set; the exponent is rebased in the
+  // same sum.
+  const auto odd = hn::And(hn::ShiftRight<Format::kDropped>(magnitude), hn::Set(du, 1u));
+  const auto to_add = hn::Set(du, (1u << (Format::kDropped - 1)) - 1u - Format::kRebias);
+  const auto normal = hn::ShiftRight<Format::kDropped>(hn::Add(hn::Add(magnitude, to_add), odd));
+  // Subnormal: the adder rounds.
+  const auto shift = hn::Set(d, Format::kSubnormalShift);
+  const auto subnormal =
+      hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(d, magnitude), shift)), hn::BitCast(du, shift));
+  const auto is_subnormal = hn::RebindMask(du, hn::Lt(clamped, hn::Set(di, Format::kMinNormal)));
+  const auto sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(du, 0x80u));
+  const auto code = hn::Or(hn::IfThenElse(is_subnormal, subnormal, normal), sign);
+  return hn::IfThenElse(is_nan, hn::Set(du, 0x7Fu), code);
+}
+
+/// Whether every |x * quant_scale| rounds to a code below NaN and infinity without a clamp, and no x is NaN.
+HWY_INLINE bool is_ordinary(float amax, bool has_nan, float quant_scale, Fp8Format format) {
+  const ScopedFloatMode mode;
+  return !has_nan && amax * quant_scale < (format == Fp8Format::e4m3 ? 464.0f : 61440.0f);
+}
+
+#if HWY_TARGET != HWY_SCALAR
+/// 16 bits of every element of two vectors from `p`: its sign is the highest.
+template <typename E>
+HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> sign_words(E,
+                                                         const typename E::Stored* HWY_RESTRICT p) {
+  const hn::ScalableTag<uint16_t> d16;
+  if constexpr (E::kElement == Element::float32) {
+    const hn::ScalableTag<float> d;
+    return hn::ConcatOdd(d16, hn::BitCast(d16, hn::LoadU(d, p + hn::Lanes(d))),
+                         hn::BitCast(d16, hn::LoadU(d, p)));
+  } else {
+    return hn::LoadU(d16, reinterpret_cast<const uint16_t*>(p));
+  }
+}
+
+/// fp8_codes of two vectors of ordinary x (see is_ordinary) times `factor`, which is positive: no clamp, no NaN, and signs
+/// joined where a vector holds two elements for one.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void quantize_ordinary_pair(E element, const typename E::Stored* HWY_RESTRICT x,
+                                       hn::Vec<hn::ScalableTag<float>> factor,
+                                       uint8_t* HWY_RESTRICT codes) {
+  using Format = Fp8<kFormat>;
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::ScalableTag<uint16_t> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  // The code of |v| in the low byte; the byte over it is 0.
+  const auto unsigned_codes = [&](const typename E::Stored* p) TANDEM_INLINE_LAMBDA {
+    const auto magnitude = hn::Abs(hn::Mul(load(element, d, p), factor));
+    const auto bits = hn::BitCast(du, magnitude);
+    const auto odd = hn::TestBit(bits, hn::Set(du, 1u << Format::kDropped));
+    constexpr uint32_t kToAdd = (1u << (Format::kDropped - 1)) - 1u - Format::kRebias;
+    const auto rounded =
+        hn::Add(bits, hn::IfThenElse(odd, hn::Set(du, kToAdd + 1u), hn::Set(du, kToAdd)));
+    const auto normal = hn::ShiftRight<Format::kDropped>(rounded);
+    const auto subnormal = hn::BitCast(du, hn::Add(magnitude, hn::Set(d, Format::kSubnormalShift)));
+    const auto min_normal = hn::BitCast(d, hn::Set(du, static_cast<uint32_t>(Format::kMinNormal)));
+    return hn::BitCast(
+        d16, hn::IfThenElse(hn::RebindMask(du, hn::Lt(magnitude, min_normal)), subnormal, normal));
+  };
+  const auto both = hn::ConcatEven(d16, unsigned_codes(x + hn::Lanes(d)), unsigned_codes(x));
+  const auto signs =
+      hn::And(hn::ShiftRight<8>(sign_words(element, x)), hn::Set(d16, uint16_t{0x80}));
+  hn::StoreU(hn::TruncateTo(d8, hn::Or(both, signs)), d8, codes);
+}
+#endif
+
+/// codes[i] = fp8_from_float(x[i] * quant_scale). `ordinary` as is_ordinary says for the whole tensor.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                             float quant_scale, [[maybe_unused]] bool ordinary,
+                             uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<float> d;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const size_t lanes = hn::Lanes(d);
+  const auto factor = hn::Set(d, quant_scale);
+  const auto convert = [&](auto v) TANDEM_INLINE_LAMBDA {
+    return hn::TruncateTo(d8, fp8_codes<kFormat>(d, hn::Mul(v, factor)));
+  };
+  size_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  if (ordinary) {
+    for (; i + 2 * lanes <= count; i += 2 * lanes)
+      quantize_ordinary_pair<kFormat>(element, x + i, factor, codes + i);
+  }
+#endif
+  for (; i + lanes <= count; i += lanes)
+    hn::StoreU(convert(load(element, d, x + i)), d8, codes + i);
+  if (i < count) {
+    HWY_ALIGN uint8_t buffer[HWY_MAX_BYTES];
+    hn::StoreU(convert(load_first(element, d, x + i, count - i)), d8, buffer);
+    std::memcpy(codes + i, buffer, count - i);
+  }
+}
+
+/// float_from_fp8 of the code in the low byte of every lane.
+template <Fp8Format kFormat, class D>
+HWY_INLINE hn::Vec<D> fp8_values(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
+  using Format = Fp8<kFormat>;
+  const hn::RebindToUnsigned<D> du;
+  const hn::RebindToSigned<D> di;
+  const auto magnitude = hn::BitCast(di, hn::And(code, hn::Set(du, 0x7Fu)));
+  const auto sign = hn::ShiftLeft<24>(hn::And(code, hn::Set(du, 0x80u)));
+  const auto normal = hn::Add(hn::ShiftLeft<Format::kDropped>(hn::BitCast(du, magnitude)),
+                              hn::Set(du, Format::kRebias));
+  const auto subnormal = hn::Mul(hn::ConvertTo(d, magnitude), hn::Set(d, Format::kSubnormalUnit));
+  const auto is_subnormal =
+      hn::RebindMask(du, hn::Lt(magnitude, hn::Set(di, Format::kE4m3 ? 8 : 4)));
+  const auto is_nan = hn::RebindMask(
+      du, hn::Gt(magnitude, hn::Set(di, static_cast<int32_t>(Format::kFirstNan) - 1)));
+  auto value = hn::IfThenElse(is_subnormal, hn::BitCast(du, subnormal), normal);
+  if constexpr (!Format::kE4m3) {
+    value = hn::IfThenElse(hn::RebindMask(du, hn::Eq(magnitude, hn::Set(di, 0x7C))),
+                           hn::Set(du, 0x7F800000u), value);
+  }
+  value = hn::Or(value, sign);
+  return hn::BitCast(d, hn::IfThenElse(is_nan, hn::Set(du, 0x7FC00000u), value));
+}
+
+/// y[i] = float_from_fp8(codes[i]) * dequant_scale.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void dequantize_row(E element, const uint8_t* HWY_RESTRICT codes, size_t count,
+                               float dequant_scale, typename E::Stored* HWY_RESTRICT y) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const auto factor = hn::Set(d, dequant_scale);
+  const auto value = [&](const uint8_t* p) TANDEM_INLINE_LAMBDA {
+    return hn::Mul(fp8_values<kFormat>(d, hn::PromoteTo(du, hn::LoadU(d8, p))), factor);
+  };
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes) store(element, d, value(codes + i), y + i);
+  if (i < count) {
+    HWY_ALIGN uint8_t buffer[HWY_MAX_BYTES] = {};
+    std::memcpy(buffer, codes + i, count - i);
+    store_first(element, d, value(buffer), y + i, count - i);
+  }
+}
+
+/// Calls `body(std::integral_constant<Fp8Format, ...>{})`. A lambda needs HWY_ATTR before its body.
+template <typename Body>
+HWY_INLINE void with_format(Fp8Format format, Body&& body) {
+  if (format == Fp8Format::e4m3) {
+    body(std::integral_constant<Fp8Format, Fp8Format::e4m3>{});
+  } else {
+    body(std::integral_constant<Fp8Format, Fp8Format::e5m2>{});
+  }
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // TANDEM_KERNELS_CPU_QUANTIZE_INL_H_

@@ -1,0 +1,128 @@
+#include "kernels/quantize.h"
+
+#include <cfloat>
+
+#include "kernels/cpu/float_mode.h"
+#include "kernels/cpu/targets.h"
+#include "kernels/parallel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/quantize.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/quantize-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+
+/// A matrix as pieces of at most `length` adjacent elements: rows, or equal parts of the whole where no gap lies between rows.
+struct Pieces {
+  explicit Pieces(ConstRows x) {
+    constexpr size_t kPart = 4096;
+    const bool adjacent = x.stride == x.cols || x.rows == 1;
+    length = adjacent ? kPart : x.cols;
+    distance = adjacent ? kPart : x.stride;
+    elements = x.rows * x.cols;
+    count = elements == 0 ? 0 : adjacent ? (elements + kPart - 1) / kPart : x.rows;
+  }
+  /// Of piece `i`; the offset in contiguous memory of the same shape is i * length.
+  size_t length_of(size_t i) const { return std::min(length, elements - i * length); }
+  int64_t grain() const {
+    return static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, length)));
+  }
+
+  size_t count, length, distance, elements;
+};
+
+void amax_of(ConstRows x, float& amax, bool& has_nan) {
+  const Pieces pieces(x);
+  SharedExtremes shared;
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
+                 [&](int64_t first, int64_t last) HWY_ATTR {
+                   Extremes extremes;
+                   for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
+                     look_at(element, E::at(x.data, i * pieces.distance), pieces.length_of(i),
+                             extremes);
+                   }
+                   shared.add(extremes);
+                 });
+    amax = value_of_bits(element, shared.get().amax_bits);
+    has_nan = shared.get().has_nan;
+  });
+}
+
+void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, float quant_scale,
+                     uint8_t* codes) {
+  const bool ordinary = is_ordinary(amax, has_nan, quant_scale, format);
+  const Pieces pieces(x);
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      parallel_for(
+          0, static_cast<int64_t>(pieces.count), pieces.grain(),
+          [&](int64_t first, int64_t last) HWY_ATTR {
+            const ScopedFloatMode mode;
+            for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
+              quantize_row<kind()>(element, E::at(x.data, i * pieces.distance), pieces.length_of(i),
+                                   quant_scale, ordinary, codes + i * pieces.length);
+            }
+          });
+    });
+  });
+}
+
+void dequantize_to(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y) {
+  const Pieces pieces(y);
+  with_element(y.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      parallel_for(
+          0, static_cast<int64_t>(pieces.count), pieces.grain(),
+          [&](int64_t first, int64_t last) HWY_ATTR {
+            const ScopedFloatMode mode;
+            for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
+              dequantize_row<kind()>(element, codes + i * pieces.length, pieces.length_of(i),
+                                     dequant_scale, E::at(y.data, i * pieces.distance));
+            }
+          });
+    });
+  });
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace tandem::kernels::cpu {
+
+HWY_EXPORT(amax_of);
+HWY_EXPORT(quantize_scaled);
+HWY_EXPORT(dequantize_to);
+
+float amax(ConstRows x) {
+  float largest = 0.0f;
+  bool has_nan = false;
+  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
+  return largest;
+}
+
+void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out) {
+  float largest = 0.0f;
+  bool has_nan = false;
+  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
+  const float quant_scale =
+      scale_from_amax(largest, scaling.format, scaling.eps, scaling.power_of_two, FLT_MAX);
+  HWY_DYNAMIC_DISPATCH(quantize_scaled)
+  (x, scaling.format, largest, has_nan, quant_scale, out.codes);
+  *out.amax = largest;
+  *out.dequant_scale = divide(1.0f, quant_scale);
+}
+
+void dequantize(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y) {
+  HWY_DYNAMIC_DISPATCH(dequantize_to)(codes, format, dequant_scale, y);
+}
+
+}  // namespace tandem::kernels::cpu
+#endif

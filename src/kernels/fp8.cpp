@@ -1,0 +1,97 @@
+// Scalar FP8: what the vector code must equal to the bit.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "kernels/cpu/float_mode.h"
+#include "kernels/quantize.h"
+
+namespace tandem::kernels {
+namespace {
+
+struct Layout {
+  int mantissa_bits;
+  int min_exponent;  // of normal values
+  uint32_t largest;  // code of the largest value
+  uint32_t above;    // code of what is larger: NaN or infinity
+};
+
+constexpr Layout layout_of(Fp8Format format) {
+  return format == Fp8Format::e4m3 ? Layout{3, -6, 0x7E, 0x7F} : Layout{2, -14, 0x7B, 0x7C};
+}
+
+constexpr uint32_t kInfinity = 0x7F800000;
+
+/// `value` / 2^`bits`, to nearest, ties to even.
+constexpr uint32_t shift_rounding(uint32_t value, int bits) {
+  const uint32_t kept = value >> bits, rest = value & ((1u << bits) - 1), half = 1u << (bits - 1);
+  return kept + (rest > half || (rest == half && (kept & 1)) ? 1 : 0);
+}
+
+/// The code of a finite magnitude, as if the format's exponents went on above its largest value.
+uint32_t round_magnitude(uint32_t magnitude, const Layout& layout) {
+  const int field = static_cast<int>(magnitude >> 23);
+  const uint32_t significand = (magnitude & 0x7FFFFF) | (field > 0 ? 0x800000 : 0);
+  const int steps_above =
+      std::max(field, 1) - 127 - layout.min_exponent;  // exponent over that of the smallest normal
+  const int dropped = 23 - layout.mantissa_bits;
+  if (steps_above >= 0) {
+    // The leading bit of the significand adds the one to the exponent that tells normal from subnormal.
+    return shift_rounding(significand, dropped) +
+           (static_cast<uint32_t>(steps_above) << layout.mantissa_bits);
+  }
+  return dropped - steps_above > 25 ? 0 : shift_rounding(significand, dropped - steps_above);
+}
+
+uint8_t convert(float value, Fp8Format format, bool saturate) {
+  const Layout layout = layout_of(format);
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t magnitude = bits & 0x7FFFFFFF, sign = (bits >> 24) & 0x80;
+  if (magnitude > kInfinity) return 0x7F;
+  uint32_t code = magnitude == kInfinity ? layout.above : round_magnitude(magnitude, layout);
+  if (code > layout.largest) code = saturate ? layout.largest : layout.above;
+  return static_cast<uint8_t>(sign | code);
+}
+
+/// amax < eps by the bits of two non-negative numbers, whatever the calling thread does with subnormals; false for NaN.
+bool is_below(float amax, float eps) {
+  const uint32_t left = std::bit_cast<uint32_t>(amax), right = std::bit_cast<uint32_t>(eps);
+  return left < right && right <= kInfinity;
+}
+
+}  // namespace
+
+uint8_t fp8_from_float(float value, Fp8Format format) { return convert(value, format, true); }
+
+uint8_t fp8_from_float_unsaturated(float value, Fp8Format format) {
+  return convert(value, format, false);
+}
+
+float float_from_fp8(uint8_t code, Fp8Format format) {
+  const Layout layout = layout_of(format);
+  const uint32_t magnitude = code & 0x7F, sign = (code & 0x80u) << 24;
+  if (format == Fp8Format::e4m3 ? magnitude == 0x7F : magnitude > 0x7C)
+    return std::numeric_limits<float>::quiet_NaN();
+  if (magnitude > layout.largest) return std::bit_cast<float>(sign | kInfinity);
+  const int mantissa_bits = layout.mantissa_bits;
+  const uint32_t field = magnitude >> mantissa_bits,
+                 mantissa = magnitude & ((1u << mantissa_bits) - 1);
+  const int significand = static_cast<int>(field > 0 ? mantissa | (1u << mantissa_bits) : mantissa);
+  const int exponent =
+      layout.min_exponent - mantissa_bits + static_cast<int>(std::max(field, 1u)) - 1;
+  const float value = std::ldexp(static_cast<float>(significand), exponent);
+  return sign != 0 ? -value : value;
+}
+
+float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two, float big) {
+  const float divisor = is_below(amax, eps) ? eps : amax;
+  const uint32_t bits = std::bit_cast<uint32_t>(divisor);
+  if ((bits & 0x7FFFFFFF) == 0 || (bits & kInfinity) == kInfinity) return 1.0f;
+  float scale = cpu::divide(fp8_max(format), divisor);
+  if (std::isinf(scale)) scale = big;
+  if (power_of_two) scale = std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xFF800000u);
+  return scale;
+}
+
+}  // namespace tandem::kernels

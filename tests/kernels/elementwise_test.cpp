@@ -1,0 +1,249 @@
+#include "kernels/elementwise.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "kernels/philox.h"
+#include "tests/support/matrix.h"
+#include "tests/support/targets.h"
+#include "tests/support/thread_pool.h"
+#include "tests/support/ulp.h"
+
+namespace tandem::testing {
+namespace {
+
+using kernels::Element;
+
+constexpr size_t kRowCases[] = {0, 1, 3, 17};
+constexpr size_t kColumnCases[] = {1, 7, 8, 15, 16, 17, 33, 1000};
+
+kernels::ConstVector vector_of(const Matrix& row) {
+  return {row.view().data, row.element(), row.cols()};
+}
+
+float rounded(float value, Element element) {
+  return element == Element::float32 ? value
+                                     : value_of_bits(round_to_bits(value, element), element);
+}
+
+struct Elements {
+  Element a, b, out;
+};
+constexpr Elements kMixes[] = {
+    {Element::float32, Element::float32, Element::float32},
+    {Element::bfloat16, Element::bfloat16, Element::bfloat16},
+    {Element::float16, Element::float16, Element::float16},
+    {Element::bfloat16, Element::float32, Element::bfloat16},
+    {Element::float32, Element::bfloat16, Element::float32},
+    {Element::float16, Element::float32, Element::bfloat16},
+};
+
+class ElementwiseKernel : public ::testing::TestWithParam<int64_t> {
+ protected:
+  ElementwiseKernel() : target_(GetParam()) {}
+
+  /// Calls `body(rows, cols, gap, elements)` for every shape and mix.
+  template <typename Body>
+  void for_each_case(Body body) {
+    for (const Elements& mix : kMixes) {
+      for (const size_t rows : kRowCases) {
+        for (const size_t cols : kColumnCases) {
+          for (const size_t gap : {size_t{0}, size_t{5}}) {
+            SCOPED_TRACE(::testing::Message()
+                         << rows << " x " << cols << ", gap " << gap << ", elements "
+                         << name_of(mix.a) << ", " << name_of(mix.b) << ", " << name_of(mix.out));
+            ASSERT_NO_FATAL_FAILURE(body(rows, cols, gap, mix));
+          }
+        }
+      }
+    }
+  }
+
+  /// Every element of `out` is `expected(i)`, rounded to its element, to the bit.
+  template <typename Expected>
+  static void expect_exactly(const Matrix& out, Expected expected) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      const float want = rounded(expected(i), out.element());
+      ASSERT_EQ(std::bit_cast<uint32_t>(want), std::bit_cast<uint32_t>(out.at(i)))
+          << "element " << i << ": expected " << want << ", got " << out.at(i);
+    }
+    EXPECT_TRUE(out.gaps_untouched());
+  }
+
+  ScopedTarget target_;
+};
+
+TEST_P(ElementwiseKernel, Add) {
+  for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix a = Matrix::random(mix.a, rows, cols, gap, 1),
+                 b = Matrix::random(mix.b, rows, cols, 2 * gap, 2);
+    Matrix out(mix.out, rows, cols, gap);
+    kernels::cpu::add(a.view(), b.view(), out.view());
+    expect_exactly(out, [&](size_t i) { return a.at(i) + b.at(i); });
+  });
+}
+
+TEST_P(ElementwiseKernel, AddRepeatedRow) {
+  const Matrix a = Matrix::random(Element::float32, 6, 33, 0, 1),
+               row = Matrix::random(Element::float32, 1, 33, 0, 2);
+  Matrix out(Element::float32, 6, 33);
+  kernels::cpu::add(a.view(), {row.view().data, Element::float32, 6, 33, 0}, out.view());
+  expect_exactly(out, [&](size_t i) { return a.at(i) + row.at(i % 33); });
+}
+
+TEST_P(ElementwiseKernel, AddBias) {
+  for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix x = Matrix::random(mix.a, rows, cols, gap, 3),
+                 bias = Matrix::random(mix.b, 1, cols, 0, 4);
+    const Matrix extra = Matrix::random(mix.out, rows, cols, gap, 5);
+    for (const Element sum : kElements) {
+      Matrix out(mix.out, rows, cols, gap);
+      kernels::cpu::add_bias(x.view(), vector_of(bias), sum, extra.view(), out.view());
+      expect_exactly(
+          out, [&](size_t i) { return rounded(x.at(i) + bias.at(i % cols), sum) + extra.at(i); });
+    }
+    Matrix out(mix.out, rows, cols, gap);
+    kernels::cpu::add_bias(x.view(), vector_of(bias), mix.out, {}, out.view());
+    expect_exactly(out, [&](size_t i) { return x.at(i) + bias.at(i % cols); });
+    kernels::cpu::add_bias(x.view(), {}, mix.out, extra.view(), out.view());
+    expect_exactly(out, [&](size_t i) { return rounded(x.at(i), mix.out) + extra.at(i); });
+    kernels::cpu::add_bias(x.view(), {}, mix.out, {}, out.view());
+    expect_exactly(out, [&](size_t i) { return x.at(i); });
+  });
+}
+
+TEST_P(ElementwiseKernel, Multiply) {
+  for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix x = Matrix::random(mix.a, rows, cols, gap, 6);
+    Matrix out(mix.out, rows, cols, 2 * gap);
+    kernels::cpu::multiply(x.view(), 0.3f, out.view());
+    expect_exactly(out, [&](size_t i) { return x.at(i) * 0.3f; });
+    kernels::cpu::multiply_twice(x.view(), 1e-25f, 1e25f, out.view());
+    expect_exactly(out, [&](size_t i) { return x.at(i) * 1e-25f * 1e25f; });
+  });
+}
+
+TEST_P(ElementwiseKernel, MultiplyTwiceKeepsFactorsApart) {
+  Matrix x(Element::float32, 1, 20), out = x;
+  for (size_t i = 0; i < 20; ++i) x.set(i, 1e30f + static_cast<float>(i) * 1e29f);
+  kernels::cpu::multiply_twice(x.view(), 1e-30f, 1e-30f, out.view());
+  expect_exactly(out, [&](size_t i) { return x.at(i) * 1e-30f * 1e-30f; });
+  EXPECT_GT(out.at(0), 0) << "1e-30 squared is 0, 1e30 times it, twice, is not";
+}
+
+TEST_P(ElementwiseKernel, InPlace) {
+  Matrix x = Matrix::random(Element::bfloat16, 5, 37, 0, 7);
+  const Matrix before = x;
+  kernels::cpu::multiply(x.view(), 1.7f, x.view());
+  expect_exactly(x, [&](size_t i) { return before.at(i) * 1.7f; });
+}
+
+TEST_P(ElementwiseKernel, NanAndInfinity) {
+  Matrix a(Element::float32, 1, 20), b(Element::float32, 1, 20), out(Element::bfloat16, 1, 20);
+  const float specials[] = {NAN, INFINITY, -INFINITY, 3.4e38f};
+  for (size_t i = 0; i < 20; ++i) a.set(i, specials[i % 4]), b.set(i, i < 4 ? -INFINITY : 1.0f);
+  kernels::cpu::add(a.view(), b.view(), out.view());
+  for (size_t i = 0; i < 20; ++i) {
+    const float want = rounded(a.at(i) + b.at(i), Element::bfloat16);
+    EXPECT_TRUE(std::isnan(want) ? std::isnan(out.at(i)) : want == out.at(i))
+        << i << ": expected " << want << ", got " << out.at(i);
+  }
+}
+
+TEST_P(ElementwiseKernel, SumRows) {
+  for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix x = Matrix::random(mix.a, rows, cols, gap, 8);
+    Matrix sums(mix.out, 1, cols);
+    kernels::cpu::sum_rows(x.view(), sums.vector());
+    // Fewer than 32 rows are one block, summed in order.
+    expect_exactly(sums, [&](size_t c) {
+      float sum = 0;
+      for (size_t r = 0; r < rows; ++r) sum += x.at(r * cols + c);
+      return sum;
+    });
+  });
+}
+
+TEST_P(ElementwiseKernel, SumRowsOfManyBlocks) {
+  const Matrix x = Matrix::random(Element::float32, 3001, 19, 2, 9);
+  Matrix sums(Element::float32, 1, 19);
+  kernels::cpu::sum_rows(x.view(), sums.vector());
+  std::vector<double> expected(19), magnitudes(19);
+  for (size_t i = 0; i < x.size(); ++i)
+    expected[i % 19] += x.at(i), magnitudes[i % 19] += std::fabs(x.at(i));
+  EXPECT_TRUE(within_ulps(sums.values(), expected, 2, Element::float32, magnitudes));
+}
+
+TEST_P(ElementwiseKernel, ThreadsDoNotMatter) {
+  for (const Element element : kElements) {
+    const Matrix x = Matrix::random(element, 701, 83, 0, 10),
+                 bias = Matrix::random(element, 1, 83, 0, 11);
+    std::vector<std::vector<uint32_t>> results[3];
+    for (int size = 1; size <= 3; ++size) {
+      const ScopedThreadPool pool(size);
+      Matrix sum(element, 701, 83), dropped = sum, sums(Element::float32, 1, 83);
+      kernels::cpu::add_bias(x.view(), vector_of(bias), element, x.view(), sum.view());
+      kernels::cpu::dropout(x.view(), 12, 0.4, dropped.view());
+      kernels::cpu::sum_rows(x.view(), sums.vector());
+      results[size - 1] = {sum.bits(), dropped.bits(), sums.bits()};
+    }
+    EXPECT_EQ(results[0], results[1]) << "two threads, " << name_of(element);
+    EXPECT_EQ(results[0], results[2]) << "three threads, " << name_of(element);
+  }
+}
+
+TEST(Philox, KnownAnswers) {
+  EXPECT_THAT(kernels::philox4x32_10(0, 0),
+              ::testing::ElementsAre(0x6627E8D5u, 0xE169C58Du, 0xBC57AC4Cu, 0x9B00DBD8u));
+}
+
+bool is_kept(uint64_t seed, uint64_t index, double p) {
+  return (kernels::philox4x32_10(index / 4, seed)[index % 4] >> 8) * 0x1p-24 >= p;
+}
+
+TEST_P(ElementwiseKernel, DropoutMask) {
+  const double p = 0.3;
+  const uint64_t seed = 0x123456789ABCDEF0u;
+  for_each_case([&](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix x = Matrix::random(mix.a, rows, cols, gap, 13);
+    Matrix out(mix.out, rows, cols, gap);
+    kernels::cpu::dropout(x.view(), seed, p, out.view());
+    expect_exactly(out, [&](size_t i) {
+      return is_kept(seed, i, p) ? x.at(i) * static_cast<float>(1 / (1 - p)) : 0.0f;
+    });
+  });
+}
+
+TEST_P(ElementwiseKernel, DropoutExtremes) {
+  Matrix x = Matrix::random(Element::float32, 3, 50, 0, 14);
+  x.set(5, NAN);
+  x.set(6, INFINITY);
+  Matrix out(Element::float32, 3, 50);
+  kernels::cpu::dropout(x.view(), 1, 0.0, out.view());
+  EXPECT_EQ(x.bits(), out.bits()) << "p = 0 keeps everything";
+  kernels::cpu::dropout(x.view(), 1, 1.0, out.view());
+  EXPECT_EQ(out.bits(), std::vector<uint32_t>(150, 0))
+      << "p = 1 gives zeros, of NaN and infinity too";
+}
+
+TEST_P(ElementwiseKernel, DropoutKeepsItsShare) {
+  constexpr size_t kCount = 200000;
+  Matrix x(Element::float32, 1, kCount), out = x;
+  for (size_t i = 0; i < kCount; ++i) x.set(i, 1);
+  for (const double p : {0.1, 0.5, 0.9}) {
+    kernels::cpu::dropout(x.view(), 99, p, out.view());
+    size_t kept = 0;
+    for (size_t i = 0; i < kCount; ++i) kept += out.at(i) != 0;
+    EXPECT_NEAR(kept, (1 - p) * kCount, 4 * std::sqrt(p * (1 - p) * kCount)) << "p = " << p;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ElementwiseKernel, ::testing::ValuesIn(all_targets()),
+                         [](const ::testing::TestParamInfo<int64_t>& info) {
+                           return target_name(info.param);
+                         });
+
+}  // namespace
+}  // namespace tandem::testing
