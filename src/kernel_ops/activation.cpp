@@ -1,0 +1,201 @@
+#include "kernel_ops/activation.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gt.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/result_type.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/tanh.h>
+
+#include "kernel_ops/checks.h"
+#include "kernel_ops/operands.h"
+#include "kernel_ops/register.h"
+#include "kernel_ops/shapes.h"
+#include "kernels/activation.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+kernels::Activation activation_of(std::string_view name) {
+  if (name == "gelu") return kernels::Activation::gelu;
+  if (name == "silu") return kernels::Activation::silu;
+  TORCH_CHECK_VALUE(name == "relu", "activation: expected \"gelu\", \"silu\" or \"relu\", got \"",
+                    name, "\". Use one of these or write the op in Python.");
+  return kernels::Activation::relu;
+}
+
+at::ScalarType wide(const Tensor& z) {
+  return z.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+Tensor value(const Tensor& z, std::string_view activation) {
+  if (activation == "gelu") return at::gelu(z, "tanh");
+  return activation == "silu" ? at::silu(z) : at::relu(z);
+}
+
+/// act'(z), written out so that it can be differentiated again.
+Tensor derivative(const Tensor& z, std::string_view activation) {
+  if (activation == "relu") return (z > 0).to(z.scalar_type());
+  if (activation == "silu") {
+    const Tensor s = at::sigmoid(z);
+    return s * (1 + z * (1 - s));
+  }
+  constexpr double kBeta = 0.7978845608028654,
+                   kCubic = 0.044715;  // sqrt(2 / pi), and Hendrycks and Gimpel's constant
+  const Tensor t = at::tanh(kBeta * (z + kCubic * z * z * z));
+  return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * (kBeta * (1 + 3 * kCubic * z * z));
+}
+
+ResultSpec columns_of(const Tensor& z, bool wanted) {
+  if (!wanted) return {{0}, z.scalar_type(), false};
+  return {{z.sym_size(-1)}, z.scalar_type(), true};
+}
+
+ResultSpec half_of(const Tensor& z, at::ScalarType dtype, bool wanted) {
+  if (!wanted) return {{0}, dtype, false};
+  c10::SymDimVector sizes = sizes_of(z);
+  sizes.back() = sizes.back() / 2;
+  return {sizes, dtype, true};
+}
+
+at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
+  return bias ? at::result_type(x, *bias) : x.scalar_type();
+}
+Tensor biased(const Tensor& x, const std::optional<Tensor>& bias) { return bias ? x + *bias : x; }
+Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
+Tensor column_sums(const Tensor& grad_z) {
+  return grad_z.reshape_symint({-1, grad_z.sym_size(-1)})
+      .to(wide(grad_z))
+      .sum(0)
+      .to(grad_z.scalar_type());
+}
+
+/// A fresh tensor: a result must not be an alias of an operand.
+Tensor fresh(const Tensor& result, const Tensor& operand) {
+  return result.is_same(operand) ? result.clone() : result;
+}
+
+/// Kernels always write grad_z: column sums are of grad_z as rounded.
+Tensor or_scratch(const Tensor& result, const Tensor& z) {
+  return result.defined() ? result : at::empty(z.sizes(), z.options());
+}
+
+void check_operands(std::string_view op, const Tensor& x, const std::optional<Tensor>& bias) {
+  if (bias) check_last_dim(op, x, *bias, "bias");
+}
+
+}  // namespace
+
+Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
+                                   std::string_view activation, std::array<bool, 2> output_mask) {
+  activation_of(activation);
+  check_operands("activation", x, bias);
+  const auto dtype = sum_dtype(x, bias);
+  return {like(x, dtype, output_mask[0]), like(x, dtype, output_mask[1])};
+}
+
+void ActivationForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                            std::string_view activation, std::array<bool, 2>, Results<2>& results) {
+  kernels::cpu::activation_forward(activation_of(activation), RowsIn(x), VectorIn(bias),
+                                   element_of(sum_dtype(x, bias)), rows_out(results[0]),
+                                   rows_out(results[1]));
+}
+
+Results<2> ActivationForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
+                                        std::string_view activation,
+                                        std::array<bool, 2> output_mask) {
+  const Tensor z = biased(x, bias);
+  return {output_mask[0] ? fresh(z, x) : masked_out(z),
+          output_mask[1] ? value(z.to(wide(z)), activation).to(z.scalar_type()) : masked_out(z)};
+}
+
+Specs<3> ActivationBackward::shapes(const Tensor& grad_y, const Tensor& z,
+                                    std::string_view activation, std::array<bool, 3> output_mask) {
+  activation_of(activation);
+  check_same_shape("activation_backward", grad_y, "grad_y", z, "z");
+  return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
+          like(z, z.scalar_type(), output_mask[2])};
+}
+
+void ActivationBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
+                             std::array<bool, 3>, Results<3>& results) {
+  kernels::cpu::activation_backward(activation_of(activation), RowsIn(grad_y), RowsIn(z),
+                                    rows_out(or_scratch(results[0], z)), vector_out(results[1]),
+                                    rows_out(results[2]));
+}
+
+Results<3> ActivationBackward::reference(const Tensor& grad_y, const Tensor& z,
+                                         std::string_view activation,
+                                         std::array<bool, 3> output_mask) {
+  const Tensor source = z.to(wide(z));
+  const Tensor grad_z = (grad_y.to(wide(z)) * derivative(source, activation)).to(z.scalar_type());
+  return {output_mask[0] ? grad_z : masked_out(z),
+          output_mask[1] ? column_sums(grad_z) : masked_out(z),
+          output_mask[2] ? value(source, activation).to(z.scalar_type()) : masked_out(z)};
+}
+
+Specs<2> GluForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
+                            std::string_view activation, std::array<bool, 2> output_mask) {
+  activation_of(activation);
+  check_even_last_dim("glu", x);
+  check_operands("glu", x, bias);
+  const auto dtype = sum_dtype(x, bias);
+  return {like(x, dtype, output_mask[0]), half_of(x, dtype, output_mask[1])};
+}
+
+void GluForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                     std::string_view activation, std::array<bool, 2>, Results<2>& results) {
+  kernels::cpu::glu_forward(activation_of(activation), RowsIn(x), VectorIn(bias),
+                            element_of(sum_dtype(x, bias)), rows_out(results[0]),
+                            rows_out(results[1]));
+}
+
+Results<2> GluForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
+                                 std::string_view activation, std::array<bool, 2> output_mask) {
+  const Tensor z = biased(x, bias);
+  const auto halves = z.to(wide(z)).chunk(2, -1);
+  return {output_mask[0] ? fresh(z, x) : masked_out(z),
+          output_mask[1] ? (value(halves[0], activation) * halves[1]).to(z.scalar_type())
+                         : masked_out(z)};
+}
+
+Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
+                             std::array<bool, 3> output_mask) {
+  activation_of(activation);
+  check_even_last_dim("glu_backward", z);
+  return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
+          half_of(z, grad_y.scalar_type(), output_mask[2])};
+}
+
+void GluBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
+                      std::array<bool, 3>, Results<3>& results) {
+  kernels::cpu::glu_backward(activation_of(activation), RowsIn(grad_y), RowsIn(z),
+                             rows_out(or_scratch(results[0], z)), vector_out(results[1]),
+                             rows_out(results[2]));
+}
+
+Results<3> GluBackward::reference(const Tensor& grad_y, const Tensor& z,
+                                  std::string_view activation, std::array<bool, 3> output_mask) {
+  const auto halves = z.to(wide(z)).chunk(2, -1);
+  const Tensor grad = grad_y.to(wide(z)), gate = value(halves[0], activation);
+  const Tensor grad_z =
+      at::cat({grad * halves[1] * derivative(halves[0], activation), grad * gate}, -1)
+          .to(z.scalar_type());
+  return {output_mask[0] ? grad_z : masked_out(z),
+          output_mask[1] ? column_sums(grad_z) : masked_out(z),
+          output_mask[2] ? (gate * halves[1]).to(z.scalar_type()) : masked_out(z)};
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  register_kernel_op<ActivationForward>(library);
+  register_kernel_op<ActivationBackward>(library);
+  register_kernel_op<GluForward>(library);
+  register_kernel_op<GluBackward>(library);
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,35 @@
+// Checks of arguments that kernel ops share. Text: what was expected and where from, what came, what to do.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <string_view>
+
+namespace tandem {
+
+/// `parameter` must be a vector with one element per element of x's last dimension.
+inline void check_last_dim(std::string_view op, const at::Tensor& x, const at::Tensor& parameter,
+                           std::string_view name) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected x with at least 1 dimension, got a scalar. ",
+                    "Pass x.reshape({1}) if one element is meant.");
+  TORCH_CHECK_VALUE(parameter.dim() == 1 && parameter.sym_size(0) == x.sym_size(-1), op,
+                    ": expected ", name, " of shape [", x.sym_size(-1),
+                    "], the last dimension of x ", x.sym_sizes(), ", got ", parameter.sym_sizes(),
+                    ". Build the op with ", x.sym_size(-1), " features or reshape x.");
+}
+
+inline void check_same_shape(std::string_view op, const at::Tensor& a, std::string_view a_name,
+                             const at::Tensor& b, std::string_view b_name) {
+  TORCH_CHECK_VALUE(a.sym_sizes() == b.sym_sizes(), op, ": expected ", a_name, " of the shape of ",
+                    b_name, ", ", b.sym_sizes(), ", got ", a.sym_sizes(), ". Expand or reshape ",
+                    a_name, " before the call.");
+}
+
+inline void check_even_last_dim(std::string_view op, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) % 2 == 0, op,
+                    ": expected x with an even last dimension, two halves, got ", x.sym_sizes(),
+                    ". Let the product before it write twice the features.");
+}
+
+}  // namespace tandem

@@ -1,0 +1,118 @@
+#include "kernel_ops/elementwise.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/result_type.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "kernel_ops/checks.h"
+#include "kernel_ops/operands.h"
+#include "kernel_ops/register.h"
+#include "kernel_ops/shapes.h"
+#include "kernels/elementwise.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
+  return bias ? at::result_type(x, *bias) : x.scalar_type();
+}
+
+/// The words of Philox4x32-10 for linear indices 0..count-1, in int64 arithmetic, whose products wrap as unsigned ones do.
+Tensor philox_words(const Tensor& seed, const c10::SymInt& count) {
+  constexpr int64_t kLow = 0xFFFFFFFF;
+  const auto options = seed.options();
+  const Tensor counter = at::arange((count + 3) / 4, options);
+  const auto high = [](const Tensor& words) { return words.bitwise_right_shift(32) & kLow; };
+  std::array<Tensor, 4> c{counter & kLow, high(counter), at::zeros_like(counter),
+                          at::zeros_like(counter)};
+  Tensor k0 = seed & kLow, k1 = high(seed);
+  for (int round = 0; round < 10; ++round) {
+    const Tensor p0 = c[0] * int64_t{0xD2511F53}, p1 = c[2] * int64_t{0xCD9E8D57};
+    c = std::array<Tensor, 4>{high(p1).bitwise_xor(c[1]).bitwise_xor(k0), p1 & kLow,
+                              high(p0).bitwise_xor(c[3]).bitwise_xor(k1), p0 & kLow};
+    k0 = (k0 + int64_t{0x9E3779B9}) & kLow;
+    k1 = (k1 + int64_t{0xBB67AE85}) & kLow;
+  }
+  return at::stack({c[0], c[1], c[2], c[3]}, 1).flatten().slice_symint(0, 0, count);
+}
+
+}  // namespace
+
+Specs<1> AddBias::shapes(const Tensor& x, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& extra) {
+  if (bias) check_last_dim("bias", x, *bias, "bias");
+  if (extra) check_same_shape("add_extra_input", *extra, "the extra input", x, "x");
+  const auto dtype = sum_dtype(x, bias);
+  return {like(x, extra ? c10::promoteTypes(dtype, extra->scalar_type()) : dtype)};
+}
+
+void AddBias::cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& extra, Results<1>& results) {
+  kernels::cpu::add_bias(RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)), RowsIn(extra),
+                         rows_out(results[0]));
+}
+
+Results<1> AddBias::reference(const Tensor& x, const std::optional<Tensor>& bias,
+                              const std::optional<Tensor>& extra) {
+  Tensor y = bias ? x + *bias : x;
+  if (extra) y = y + *extra;
+  return {y.is_same(x) ? x.clone() : y};
+}
+
+Specs<1> SumRows::shapes(const Tensor& x, at::ScalarType dtype) {
+  return {ResultSpec{{x.sym_size(-1)}, dtype}};
+}
+
+void SumRows::cpu(const Tensor& x, at::ScalarType, Results<1>& results) {
+  kernels::cpu::sum_rows(RowsIn(x), vector_out(results[0]));
+}
+
+Results<1> SumRows::reference(const Tensor& x, at::ScalarType dtype) {
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {x.reshape_symint({rows_of(x), x.sym_size(-1)}).to(wide).sum(0).to(dtype)};
+}
+
+Specs<1> Dropout::shapes(const Tensor& x, const Tensor& seed, double p) {
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout: expected a probability p in [0, 1], got ", p,
+                    ". p is the share that becomes zero.");
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout: expected an int64 seed, got ",
+                   seed.scalar_type(), ". Draw it with tandem::draw_seed.");
+  return {like(x)};
+}
+
+void Dropout::cpu(const Tensor& x, const Tensor& seed, double p, Results<1>& results) {
+  kernels::cpu::dropout(RowsIn(x), static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), p,
+                        rows_out(results[0]));
+}
+
+Results<1> Dropout::reference(const Tensor& x, const Tensor& seed, double p) {
+  if (p == 1) return {at::zeros_like(x)};
+  const Tensor u =
+      philox_words(seed, x.sym_numel()).bitwise_right_shift(8).to(at::kDouble) * 0x1p-24;
+  const Tensor keep = (u >= p).reshape_symint(x.sym_sizes());
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::where(keep, x.to(wide) * (1 / (1 - p)), 0.0).to(x.scalar_type())};
+}
+
+Specs<1> DrawSeed::shapes(const Tensor&) { return {scalar(at::kLong)}; }
+
+void DrawSeed::cpu(const Tensor& x, Results<1>& results) { results[0].copy_(reference(x)[0]); }
+
+Results<1> DrawSeed::reference(const Tensor& x) {
+  return {at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong))};
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  register_kernel_op<AddBias>(library);
+  register_kernel_op<SumRows>(library);
+  register_kernel_op<Dropout>(library);
+  register_kernel_op<DrawSeed>(library,
+                               {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+}
+
+}  // namespace tandem::kernel_ops

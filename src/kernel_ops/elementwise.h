@@ -1,0 +1,57 @@
+// Sums with a bias and a residual, column sums, dropout and its seed, as kernel ops.
+#pragma once
+
+#include "kernel_ops/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+/// y = x + bias (+ extra, added to the sum as rounded to the dtype of x + bias).
+///
+/// Shapes: x [..., cols], bias [cols], extra like x -> y like x, in the promoted dtype.
+struct AddBias {
+  static constexpr const char* kName = "add_bias";
+  static constexpr const char* kQualifiedName = "tandem::add_bias";
+  static constexpr const char* kSchema =
+      "add_bias(Tensor x, Tensor? bias, Tensor? extra) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& extra);
+  static void cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& extra, Results<1>& results);
+  static Results<1> reference(const Tensor& x, const std::optional<Tensor>& bias,
+                              const std::optional<Tensor>& extra);
+};
+
+/// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a bias.
+struct SumRows {
+  static constexpr const char* kName = "sum_rows";
+  static constexpr const char* kQualifiedName = "tandem::sum_rows";
+  static constexpr const char* kSchema = "sum_rows(Tensor x, ScalarType dtype) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, at::ScalarType dtype);
+  static void cpu(const Tensor& x, at::ScalarType dtype, Results<1>& results);
+  static Results<1> reference(const Tensor& x, at::ScalarType dtype);
+};
+
+/// y = keep ? x / (1 - p) : 0; keep from Philox4x32-10 keyed by `seed`, counted by the linear index: one seed, one mask, on every
+/// device and thread count. The gradient is the same op on grad_y with the same seed.
+///
+/// Shapes: x any, seed int64 with one element -> y like x. 0 <= p <= 1; p = 1 gives zeros.
+struct Dropout {
+  static constexpr const char* kName = "dropout";
+  static constexpr const char* kQualifiedName = "tandem::dropout";
+  static constexpr const char* kSchema = "dropout(Tensor x, Tensor seed, float p) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, const Tensor& seed, double p);
+  static void cpu(const Tensor& x, const Tensor& seed, double p, Results<1>& results);
+  static Results<1> reference(const Tensor& x, const Tensor& seed, double p);
+};
+
+/// One int64 from the generator of x's device. Tagged `nondeterministic_seeded`: tracing keeps the call, it never becomes a constant.
+struct DrawSeed {
+  static constexpr const char* kName = "draw_seed";
+  static constexpr const char* kQualifiedName = "tandem::draw_seed";
+  static constexpr const char* kSchema = "draw_seed(Tensor x) -> Tensor";
+  static Specs<1> shapes(const Tensor& x);
+  static void cpu(const Tensor& x, Results<1>& results);
+  static Results<1> reference(const Tensor& x);
+};
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,133 @@
+// RMSNorm and LayerNorm as kernel ops. y has the dtype of weight; statistics are float32 (float64 where weight is).
+#pragma once
+
+#include "kernel_ops/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps) over the last dimension; gamma = weight or 1 + weight.
+///
+/// Shapes:  x [..., hidden], weight [hidden] -> y like x, inv_rms [rows].
+/// Error:   at most 8 float32 ULP from float64 (test RmsNormForward), then one rounding to y's dtype.
+/// Throws:  c10::ValueError where weight is not [hidden].
+struct RmsNormForward {
+  static constexpr const char* kName = "rms_norm_forward";
+  static constexpr const char* kQualifiedName = "tandem::rms_norm_forward";
+  static constexpr const char* kSchema =
+      "rms_norm_forward(Tensor x, Tensor weight, float eps, bool zero_centered_gamma) -> (Tensor "
+      "y, Tensor inv_rms)";
+  static Specs<2> shapes(const Tensor& x, const Tensor& weight, double eps,
+                         bool zero_centered_gamma);
+  static void cpu(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
+                  Results<2>& results);
+  static Results<2> reference(const Tensor& x, const Tensor& weight, double eps,
+                              bool zero_centered_gamma);
+};
+
+/// The gradient of RmsNormForward, with the gradient of the residual stream added to grad_x, and y written again where wanted.
+///
+/// output_mask: grad_x, grad_weight, y; a result that is masked out is an empty tensor.
+struct RmsNormBackward {
+  static constexpr const char* kName = "rms_norm_backward";
+  static constexpr const char* kQualifiedName = "tandem::rms_norm_backward";
+  static constexpr const char* kSchema =
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor inv_rms, Tensor? "
+      "grad_residual, bool zero_centered_gamma, "
+      "bool[3] output_mask) -> (Tensor grad_x, Tensor grad_weight, Tensor y)";
+  static Specs<3> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                         const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
+                         bool zero_centered_gamma, std::array<bool, 3> output_mask);
+  static void cpu(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                  const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
+                  bool zero_centered_gamma, std::array<bool, 3> output_mask, Results<3>& results);
+  static Results<3> reference(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                              const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
+                              bool zero_centered_gamma, std::array<bool, 3> output_mask);
+};
+
+/// y = (x - mean) * inv_std * gamma + bias over the last dimension.
+///
+/// Shapes:  x [..., hidden], weight and bias [hidden] -> y like x, mean and inv_std [rows].
+struct LayerNormForward {
+  static constexpr const char* kName = "layer_norm_forward";
+  static constexpr const char* kQualifiedName = "tandem::layer_norm_forward";
+  static constexpr const char* kSchema =
+      "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool "
+      "zero_centered_gamma) -> (Tensor y, Tensor mean, "
+      "Tensor inv_std)";
+  static Specs<3> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                         bool zero_centered_gamma);
+  static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                  bool zero_centered_gamma, Results<3>& results);
+  static Results<3> reference(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                              bool zero_centered_gamma);
+};
+
+/// The gradient of LayerNormForward; as RmsNormBackward. `bias` is read only where y is wanted.
+///
+/// output_mask: grad_x, grad_weight, grad_bias, y.
+struct LayerNormBackward {
+  static constexpr const char* kName = "layer_norm_backward";
+  static constexpr const char* kQualifiedName = "tandem::layer_norm_backward";
+  static constexpr const char* kSchema =
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor mean, "
+      "Tensor inv_std, Tensor? grad_residual, "
+      "bool zero_centered_gamma, bool[4] output_mask) -> (Tensor grad_x, Tensor grad_weight, "
+      "Tensor grad_bias, Tensor y)";
+  static Specs<4> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                         const std::optional<Tensor>& bias, const Tensor& mean,
+                         const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
+                         bool zero_centered_gamma, std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& inv_std,
+                  const std::optional<Tensor>& grad_residual, bool zero_centered_gamma,
+                  std::array<bool, 4> output_mask, Results<4>& results);
+  static Results<4> reference(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                              const std::optional<Tensor>& bias, const Tensor& mean,
+                              const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
+                              bool zero_centered_gamma, std::array<bool, 4> output_mask);
+};
+
+/// RmsNormForward and QuantizeCurrent of its y in one: the same bits without a pass over y, which is written only where wanted.
+///
+/// output_mask: y, inv_rms, codes, dequant_scale, amax (the last four always wanted).
+struct RmsNormQuantize {
+  static constexpr const char* kName = "rms_norm_quantize";
+  static constexpr const char* kQualifiedName = "tandem::rms_norm_quantize";
+  static constexpr const char* kSchema =
+      "rms_norm_quantize(Tensor x, Tensor weight, float eps, bool zero_centered_gamma, str format, "
+      "float amax_epsilon, bool "
+      "power_of_two, bool want_y) -> (Tensor y, Tensor inv_rms, Tensor codes, Tensor "
+      "dequant_scale, Tensor amax)";
+  static Specs<5> shapes(const Tensor& x, const Tensor& weight, double eps,
+                         bool zero_centered_gamma, std::string_view format, double amax_epsilon,
+                         bool power_of_two, bool want_y);
+  static void cpu(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
+                  std::string_view format, double amax_epsilon, bool power_of_two, bool want_y,
+                  Results<5>& results);
+  static Results<5> reference(const Tensor& x, const Tensor& weight, double eps,
+                              bool zero_centered_gamma, std::string_view format,
+                              double amax_epsilon, bool power_of_two, bool want_y);
+};
+
+/// LayerNormForward and QuantizeCurrent of its y in one, likewise.
+struct LayerNormQuantize {
+  static constexpr const char* kName = "layer_norm_quantize";
+  static constexpr const char* kQualifiedName = "tandem::layer_norm_quantize";
+  static constexpr const char* kSchema =
+      "layer_norm_quantize(Tensor x, Tensor weight, Tensor bias, float eps, bool "
+      "zero_centered_gamma, str format, float amax_epsilon, "
+      "bool power_of_two, bool want_y) -> (Tensor y, Tensor mean, Tensor inv_std, Tensor codes, "
+      "Tensor dequant_scale, Tensor amax)";
+  static Specs<6> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                         bool zero_centered_gamma, std::string_view format, double amax_epsilon,
+                         bool power_of_two, bool want_y);
+  static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                  bool zero_centered_gamma, std::string_view format, double amax_epsilon,
+                  bool power_of_two, bool want_y, Results<6>& results);
+  static Results<6> reference(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                              bool zero_centered_gamma, std::string_view format,
+                              double amax_epsilon, bool power_of_two, bool want_y);
+};
+
+}  // namespace tandem::kernel_ops

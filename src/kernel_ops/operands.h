@@ -1,0 +1,49 @@
+// Tensors as the raw views that CPU kernels take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/views.h"
+
+namespace tandem::kernel_ops {
+
+inline kernels::Element element_of(at::ScalarType dtype) {
+  return dtype == at::kFloat      ? kernels::Element::float32
+         : dtype == at::kBFloat16 ? kernels::Element::bfloat16
+                                  : kernels::Element::float16;
+}
+
+/// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or not evenly spaced.
+class RowsIn {
+ public:
+  explicit RowsIn(const at::Tensor& tensor);
+  explicit RowsIn(const std::optional<at::Tensor>& tensor)
+      : RowsIn(tensor ? *tensor : at::Tensor()) {}
+  operator kernels::ConstRows() const {
+    return view_;
+  }  // NOLINT(google-explicit-constructor): this is what it is for
+  int64_t rows() const { return static_cast<int64_t>(view_.rows); }
+
+ private:
+  at::Tensor contiguous_;
+  kernels::ConstRows view_;
+};
+
+/// A tensor read as one contiguous vector.
+class VectorIn {
+ public:
+  explicit VectorIn(const at::Tensor& tensor);
+  explicit VectorIn(const std::optional<at::Tensor>& tensor)
+      : VectorIn(tensor ? *tensor : at::Tensor()) {}
+  operator kernels::ConstVector() const { return view_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  at::Tensor contiguous_;
+  kernels::ConstVector view_;
+};
+
+/// A result to be written; empty views for an undefined tensor.
+kernels::Rows rows_out(const at::Tensor& tensor);
+kernels::Vector vector_out(const at::Tensor& tensor);
+
+}  // namespace tandem::kernel_ops

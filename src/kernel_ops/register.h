@@ -1,0 +1,110 @@
+// Derives the dispatcher registrations of a kernel op from its struct.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include "kernel_ops/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+namespace detail {
+
+template <size_t N>
+auto returned(Results<N>&& results) {
+  if constexpr (N == 1) {
+    return std::move(results[0]);
+  } else {
+    return std::apply([](auto&&... each) { return std::make_tuple(std::move(each)...); },
+                      std::move(results));
+  }
+}
+
+template <typename T>
+void note_tensor(const T& argument, const Tensor*& first, bool& all_kernel_dtypes) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    if (first == nullptr) first = &argument;
+    all_kernel_dtypes &= has_cpu_kernel(argument.scalar_type());
+  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    if (argument) all_kernel_dtypes &= has_cpu_kernel(argument->scalar_type());
+  }
+}
+
+template <typename T>
+void note_requires_grad(const T& argument, bool& requires_grad) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    requires_grad |= argument.requires_grad();
+  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    requires_grad |= argument && argument->requires_grad();
+  }
+}
+
+template <typename K, typename F>
+struct Kernels;
+
+template <typename K, size_t N, typename... Args>
+struct Kernels<K, Specs<N> (*)(Args...)> {
+  static Results<N> allocate(const Tensor& like, const Specs<N>& specs) {
+    Results<N> results;
+    for (size_t i = 0; i < N; ++i)
+      results[i] = at::empty_symint(
+          specs[i].sizes,
+          like.options().dtype(specs[i].dtype).memory_format(at::MemoryFormat::Contiguous));
+    return results;
+  }
+
+  static auto cpu(Args... args) {
+    const Tensor* first = nullptr;
+    bool all_kernel_dtypes = true;
+    (note_tensor(args, first, all_kernel_dtypes), ...);
+    const Specs<N> specs = K::shapes(args...);
+    if (!all_kernel_dtypes) return returned(K::reference(args...));
+    Results<N> results = allocate(*first, specs);
+    Results<N> wanted = results;
+    for (size_t i = 0; i < N; ++i)
+      if (!specs[i].wanted) wanted[i] = Tensor();
+    K::cpu(args..., wanted);
+    return returned(std::move(results));
+  }
+
+  static auto meta(Args... args) {
+    const Tensor* first = nullptr;
+    bool unused = true;
+    (note_tensor(args, first, unused), ...);
+    return returned(allocate(*first, K::shapes(args...)));
+  }
+
+  static auto reference(Args... args) {
+    K::shapes(args...);
+    return returned(K::reference(args...));
+  }
+
+  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is autograd of that form.
+  static auto autograd(Args... args) {
+    bool requires_grad = false;
+    if (c10::GradMode::is_enabled()) (note_requires_grad(args, requires_grad), ...);
+    if (requires_grad) return reference(args...);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return returned(dispatch<K>(args...));
+  }
+};
+
+}  // namespace detail
+
+template <typename K>
+using KernelsOf = detail::Kernels<K, decltype(&K::shapes)>;
+
+/// Schema, CPU kernel, shape function, the reference for every other device, and autograd through the reference.
+template <typename K>
+void register_kernel_op(torch::Library& library,
+                        const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
+  library.def(K::kSchema, tags);
+  library.impl(K::kName, c10::DispatchKey::CPU, &KernelsOf<K>::cpu);
+  library.impl(K::kName, c10::DispatchKey::Meta, &KernelsOf<K>::meta);
+  library.impl(K::kName, c10::DispatchKey::CompositeExplicitAutograd, &KernelsOf<K>::reference);
+  library.impl(K::kName, c10::DispatchKey::Autograd, &KernelsOf<K>::autograd);
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,33 @@
+// Shape arithmetic that several families of kernel ops share. Everything is symbolic, so that tracing with dynamic shapes works.
+#pragma once
+
+#include "kernel_ops/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+/// numel of all dimensions but the last.
+inline c10::SymInt rows_of(const Tensor& x) {
+  c10::SymInt rows = 1;
+  const auto sizes = x.sym_sizes();
+  for (size_t d = 0; d + 1 < sizes.size(); ++d) rows = rows * sizes[d];
+  return rows;
+}
+
+inline c10::SymDimVector sizes_of(const Tensor& x) {
+  return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
+}
+
+/// Statistics of a row are float32, or float64 where the computation is.
+inline at::ScalarType statistics(at::ScalarType compute) {
+  return compute == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline ResultSpec like(const Tensor& x, at::ScalarType dtype, bool wanted = true) {
+  if (!wanted) return {{0}, dtype, false};
+  return {sizes_of(x), dtype, true};
+}
+inline ResultSpec like(const Tensor& x) { return like(x, x.scalar_type()); }
+
+inline ResultSpec scalar(at::ScalarType dtype) { return {{}, dtype, true}; }
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,44 @@
+// The codes of weights, made once per outermost autocast region: a mutating kernel op that decides by a stamp whether to make them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "tandem/export.h"
+
+namespace tandem::kernel_ops {
+
+/// Numbers in a stamp: data pointer, version, optimizer epoch, autocast region, what the codes were made with.
+inline constexpr int64_t kStampSize = 5;
+
+/// Writes codes, dequant_scale and amax of `weight` into the workspace unless its stamp says that they are there already: the same
+/// data pointer, version, optimizer epoch and recipe, and in forward the same autocast region. Outside any region forward always
+/// writes. `backward` accepts the codes of any region: they belong to the weight that forward used.
+///
+/// Shapes: codes uint8 like weight, dequant_scale and amax [] float32, stamp [kStampSize] int64, zeros at first.
+void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
+                    const at::Tensor& dequant_scale, const at::Tensor& amax,
+                    const at::Tensor& stamp, std::string_view format, double amax_epsilon,
+                    bool power_of_two, bool backward);
+
+/// Weights may have been written in a way that moves no version counter: every cached code is made again at its next use.
+/// torch.optim optimizers call this by a hook; others that write `.data` inside one autocast region must.
+TANDEM_API void weights_changed();
+
+/// The outermost autocast region of this thread; 0 outside any. Each has a number of its own.
+int64_t current_region();
+TANDEM_API void enter_region();
+TANDEM_API void exit_region();
+
+/// How often codes have been made and found valid, for tests and `explain`.
+struct RefreshCounts {
+  int64_t made = 0, reused = 0;
+};
+TANDEM_API RefreshCounts refresh_counts();
+
+/// Compares the codes of every hit with fresh ones and raises where they differ: finds optimizers that forgot weights_changed().
+TANDEM_API void set_check_weights(bool enabled);
+
+}  // namespace tandem::kernel_ops
