@@ -1,0 +1,37 @@
+// Recipes: which low-precision format the operands of products take, and how they are scaled.
+#pragma once
+
+#include <string>
+
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// Per-tensor scaling from the tensor's own amax: scale = format max / amax, for every tensor, at every call.
+struct Float8CurrentScaling {
+  enum class Format : unsigned char {
+    hybrid,  ///< inputs and weights E4M3, gradients E5M2
+    e4m3,    ///< everything E4M3
+  };
+  Format fp8_format = Format::hybrid;
+  bool use_power_2_scales = false;
+  double amax_epsilon[3] = {0, 0, 0};  ///< lower bound of amax of inputs, weights, gradients
+  bool operator==(const Float8CurrentScaling&) const = default;
+};
+
+/// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
+/// per outermost region. Regions nest; `enabled = false` switches quantization off inside.
+///
+///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
+class TANDEM_API Autocast {
+ public:
+  explicit Autocast(bool enabled = true, const Float8CurrentScaling& recipe = {});
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+};
+
+/// To be called after weights were written inside a region in a way that moves no version counter, such as through `.data`.
+TANDEM_API void weights_changed();
+
+}  // namespace tandem

@@ -1,0 +1,13 @@
+// The build of this library, for caches that must not outlive it.
+#pragma once
+
+#include <string>
+
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// The linker's build id of libtandem as hexadecimal digits: it changes with every change of code.
+TANDEM_API const std::string& build_id();
+
+}  // namespace tandem

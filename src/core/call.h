@@ -1,0 +1,151 @@
+// What an implementation sees of the step it runs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+
+#include "core/step.h"
+#include "kernel_ops/kernel_op.h"
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// How a frame runs its steps.
+enum class Path : uint8_t {
+  direct,     ///< plain tensors, no modes: device kernels with buffers of the frame's own
+  dispatch,   ///< through the dispatcher: what tracing, modes and subclasses see
+  composite,  ///< in differentiable ATen operations, under autograd: functorch, forward mode, backward of backward
+};
+
+/// What user code saved: tensors, and plain fields that live as long as the call.
+struct Opaque {
+  std::vector<at::Tensor> tensors;
+  std::shared_ptr<void> fields;
+};
+
+/// The values of one run of one direction of a plan.
+class TANDEM_API Frame {
+ public:
+  /// `slots`: number of tensors; `kernels`: the direct path has kernels for every dtype and device of the plan.
+  Frame(Path path, bool kernels, const std::vector<Type>& types,
+        const std::vector<uint16_t>& slot_of, size_t slots)
+      : path_(path), kernels_(kernels), types_(types), slot_of_(slot_of), tensors_(slots) {}
+
+  Path path() const { return path_; }
+  bool has_kernels() const { return kernels_; }
+  const Type& type(Value value) const { return types_[index_of(value)]; }
+
+  at::Tensor& tensor(Value value, size_t part = 0) {
+    return tensors_[slot_of_[index_of(value)] + part];
+  }
+  Opaque& opaque(Value value) { return opaques_[slot_of_[index_of(value)]]; }
+  c10::SymDimVector& shape(Value value) { return shapes_[slot_of_[index_of(value)]]; }
+  void reserve_side_values(size_t opaques, size_t shapes) {
+    opaques_.resize(opaques);
+    shapes_.resize(shapes);
+  }
+
+  /// A fresh contiguous tensor like `like`; on the direct path, memory of a dead value of this frame where one fits.
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
+  /// Drops a value that nobody reads any more and keeps its memory for `allocate` if this frame owns it alone.
+  void retire(Value value, bool reusable);
+
+ private:
+  Path path_;
+  bool kernels_;
+  const std::vector<Type>& types_;
+  const std::vector<uint16_t>& slot_of_;
+  c10::SmallVector<at::Tensor, 48> tensors_;
+  c10::SmallVector<at::Tensor, 4> spare_;
+  std::vector<Opaque> opaques_;
+  std::vector<c10::SymDimVector> shapes_;
+};
+
+/// A step at work: operands by position, results that are demanded, options.
+class Call {
+ public:
+  Call(Frame& frame, const Step& step) : frame_(frame), step_(step) {}
+
+  const Step& step() const { return step_; }
+  Frame& frame() { return frame_; }
+  Path path() const { return frame_.path(); }
+
+  bool has(size_t read) const {
+    return exists(step_.reads[read]) && frame_.tensor(step_.reads[read]).defined();
+  }
+  /// The read's tensor, or that of a part of its group.
+  const at::Tensor& in(size_t read, size_t part = 0) const {
+    return frame_.tensor(step_.reads[read], part);
+  }
+  /// As `in`, nullopt where the operand is absent.
+  std::optional<at::Tensor> maybe(size_t read) const {
+    return has(read) ? std::optional(in(read)) : std::nullopt;
+  }
+  Format format(size_t read) const { return frame_.type(step_.reads[read]).format; }
+
+  bool wants(size_t write) const { return exists(step_.writes[write]); }
+  /// The type that the plan gives to a write.
+  const Type& out_type(size_t write) const { return frame_.type(step_.writes[write]); }
+  void out(size_t write, at::Tensor tensor, size_t part = 0) {
+    frame_.tensor(step_.writes[write], part) = std::move(tensor);
+  }
+  template <size_t N>
+  std::array<bool, N> output_mask() const {
+    std::array<bool, N> mask;
+    for (size_t i = 0; i < N; ++i) mask[i] = wants(i);
+    return mask;
+  }
+
+  /// Options of the nth op that the step covers.
+  template <typename T>
+  const T& options(size_t op = 0) const {
+    return *static_cast<const T*>(step_.options[op].get());
+  }
+
+  /// Runs kernel op K on this call's path: with buffers of the frame, through the dispatcher, or in composite form.
+  template <typename K, typename... Args>
+  kernel_ops::ResultsOf<K> run(const Args&... args) {
+    if (path() == Path::dispatch) return kernel_ops::dispatch<K>(args...);
+    if (path() == Path::direct && frame_.has_kernels()) {
+      const auto specs = K::shapes(args...);
+      kernel_ops::ResultsOf<K> results;
+      for (size_t i = 0; i < specs.size(); ++i)
+        if (specs[i].wanted)
+          results[i] = frame_.allocate(C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype,
+                                       first_tensor(args...));
+      K::cpu(args..., results);
+      return results;
+    }
+    K::shapes(args...);
+    return K::reference(args...);
+  }
+
+  /// Runs K and hands its results to the step's writes, which stand in the same order; a quantized write takes one result per part.
+  template <typename K, typename... Args>
+  void write(const Args&... args) {
+    auto results = run<K>(args...);
+    size_t next = 0;
+    for (size_t i = 0; i < step_.writes.size(); ++i) {
+      const size_t parts = wants(i) ? tensors_per_value(out_type(i).format) : 1;
+      for (size_t part = 0; part < parts; ++part, ++next)
+        if (wants(i)) out(i, std::move(results[next]), part);
+    }
+  }
+
+ private:
+  template <typename First, typename... Rest>
+  static const at::Tensor& first_tensor(const First& first, const Rest&... rest) {
+    if constexpr (std::is_same_v<First, at::Tensor>) {
+      return first;
+    } else {
+      return first_tensor(rest...);
+    }
+  }
+
+  Frame& frame_;
+  const Step& step_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,100 @@
+// Plans: straight-line programs over values, for forward and, per set of gradients that exist and are asked for, for backward.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/step.h"
+
+namespace tandem {
+
+/// What happened to a candidate for a fusion: made, or refused with a reason.
+struct Decision {
+  std::string fusion, place;  ///< "linear_bias", "1.basic_linear, 1.bias"
+  std::string reason;         ///< empty where it was made
+};
+
+/// Which gradients are given to backward (by output) and which are asked for (inputs, then parameters).
+struct BackwardMask {
+  uint64_t given = 0;
+  std::vector<bool> asked;
+  bool operator==(const BackwardMask&) const = default;
+};
+
+/// The backward program of one mask.
+struct BackwardPlan {
+  BackwardMask mask;
+  Steps steps;
+  Values
+      gradients;  ///< of inputs, then parameters; Value::none where the gradient is undefined or not asked for
+  std::vector<Decision> decisions;
+};
+
+/// The backward programs of a plan, one per mask that has occurred. Reading takes no lock; entries never move or change.
+class BackwardPlans {
+ public:
+  const BackwardPlan* find(const BackwardMask& mask) const {
+    const Table* table = table_.load(std::memory_order_acquire);
+    if (table == nullptr) return nullptr;
+    for (const BackwardPlan* plan : *table)
+      if (plan->mask == mask) return plan;
+    return nullptr;
+  }
+  /// Adds a program unless another thread was faster, and returns the one that stays.
+  const BackwardPlan& insert(std::unique_ptr<const BackwardPlan> plan) const;
+
+ private:
+  using Table = std::vector<const BackwardPlan*>;
+  mutable std::mutex mutex_;
+  mutable std::atomic<const Table*> table_{nullptr};
+  mutable std::vector<std::unique_ptr<const BackwardPlan>> plans_;
+  mutable std::vector<std::unique_ptr<const Table>>
+      tables_;  ///< old ones stay: a reader may still hold them
+};
+
+/// How a value gets from forward to backward.
+struct Kept {
+  Value value;
+  uint8_t part = 0;  ///< of a quantized group
+  bool is_output = false;
+};
+
+struct Plan {
+  std::vector<Type> types;
+  std::vector<uint16_t>
+      slot_of;  ///< first tensor slot of a value; or its place among opaque values or shapes
+  size_t tensor_slots = 0, opaques = 0, shapes = 0;
+
+  Values inputs;  ///< the main input, then extra inputs
+  Values params;
+  Values workspaces;  ///< codes, dequant_scale, amax and stamp of each of `workspace_weights`
+  Values workspace_weights;
+  Values outputs;                          ///< the main output, then public extra outputs
+  std::vector<bool> output_requires_grad;  ///< floating, and behind something that requires grad
+
+  Steps forward;
+  Steps
+      backward;  ///< every part that any mask may need, unfused but for joint fusions, in a valid order
+  std::vector<Kept> kept;        ///< distinct tensors, in order of first use in backward
+  std::vector<int16_t> kept_at;  ///< by value: its first place in `kept`, or -1
+  Values kept_opaque;            ///< opaque values and shapes that backward reads
+  Values output_gradients;       ///< the value of each output's gradient
+  Values gradients;              ///< of inputs, then parameters; Value::none where none is required
+  std::vector<Decision> decisions;
+
+  bool has_kernels = false;  ///< the direct path has kernels for every dtype and device
+  bool is_quantized = false;
+  bool runs_user_code = false;
+  bool needs_backward = false;
+  bool mutates_arguments = false;  ///< in place, as the caller asked
+  std::string no_composite;        ///< the label of an op without a composite form, or empty
+
+  std::shared_ptr<const struct BackwardFusions>
+      backward_fusions;  ///< what the backward pass applies to each mask's program
+  BackwardPlans backward_plans;
+};
+
+}  // namespace tandem

@@ -1,0 +1,98 @@
+#include "fusions/norm.h"
+
+#include "core/call.h"
+#include "kernel_ops/norm.h"
+#include "ops/options.h"
+#include "quantization/recipe.h"
+
+namespace tandem::fusions {
+
+namespace {
+
+void rms_norm_quantize(Call& call) {
+  enum Read { x, weight };
+  const auto& norm = call.options<ops::NormOptions>(0);
+  const auto& point = call.options<QuantizeArguments>(1);
+  call.write<kernel_ops::RmsNormQuantize>(
+      call.in(x), call.in(weight), norm.eps, norm.zero_centered_gamma, point.format,
+      point.amax_epsilon, point.use_power_2_scales, call.wants(0));
+}
+
+void layer_norm_quantize(Call& call) {
+  enum Read { x, weight, bias };
+  const auto& norm = call.options<ops::NormOptions>(0);
+  const auto& point = call.options<QuantizeArguments>(1);
+  call.write<kernel_ops::LayerNormQuantize>(
+      call.in(x), call.in(weight), call.in(bias), norm.eps, norm.zero_centered_gamma, point.format,
+      point.amax_epsilon, point.use_power_2_scales, call.wants(0));
+}
+
+void rms_norm_backward_add(Call& call) {
+  enum Read { grad_y, x, weight, inv_rms, grad_residual };
+  call.write<kernel_ops::RmsNormBackward>(
+      call.in(grad_y), call.in(x), call.in(weight), call.in(inv_rms), call.maybe(grad_residual),
+      call.options<ops::NormOptions>().zero_centered_gamma, call.output_mask<3>());
+}
+
+void layer_norm_backward_add(Call& call) {
+  enum Read { grad_y, x, weight, mean, inv_std, bias, grad_residual };
+  call.write<kernel_ops::LayerNormBackward>(
+      call.in(grad_y), call.in(x), call.in(weight), call.maybe(bias), call.in(mean),
+      call.in(inv_std), call.maybe(grad_residual),
+      call.options<ops::NormOptions>().zero_centered_gamma, call.output_mask<4>());
+}
+
+Refusal refuse_same_gradient_twice(const Match& match) {
+  if (exists(match[{1, kOtherRead}])) return std::nullopt;
+  return "the sum has no other term";
+}
+
+}  // namespace
+
+const Fusion kRmsNormQuantize{
+    .name = "rms_norm_quantize",
+    .pattern = {"rms_norm", "quantize"},
+    .run = {.reads = {{0, "x"}, {0, "weight"}},
+            .writes = {{0, "y"}, {0, "inv_rms"}, {1, "codes"}},
+            .run = rms_norm_quantize},
+    .picture = "x -> rms_norm -> y (if demanded) -> codes, dequant_scale, amax",
+};
+
+const Fusion kLayerNormQuantize{
+    .name = "layer_norm_quantize",
+    .pattern = {"layer_norm", "quantize"},
+    .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}},
+            .writes = {{0, "y"}, {0, "mean"}, {0, "inv_std"}, {1, "codes"}},
+            .run = layer_norm_quantize},
+    .picture = "x -> layer_norm -> y (if demanded) -> codes, dequant_scale, amax",
+};
+
+const Fusion kRmsNormBackwardAdd{
+    .name = "rms_norm_backward_add",
+    .pass = Pass::backward,
+    .pattern = {"rms_norm.backward", "add"},
+    .run = {.reads = {{0, "grad_y"}, {0, "x"}, {0, "weight"}, {0, "inv_rms"}, {1, kOtherRead}},
+            .writes = {{1, "y"}, {0, "grad_weight"}, {0, "y"}},
+            .run = rms_norm_backward_add},
+    .refuse = refuse_same_gradient_twice,
+    .picture = "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x",
+};
+
+const Fusion kLayerNormBackwardAdd{
+    .name = "layer_norm_backward_add",
+    .pass = Pass::backward,
+    .pattern = {"layer_norm.backward", "add"},
+    .run = {.reads = {{0, "grad_y"},
+                      {0, "x"},
+                      {0, "weight"},
+                      {0, "mean"},
+                      {0, "inv_std"},
+                      {0, "bias"},
+                      {1, kOtherRead}},
+            .writes = {{1, "y"}, {0, "grad_weight"}, {0, "grad_bias"}, {0, "y"}},
+            .run = layer_norm_backward_add},
+    .refuse = refuse_same_gradient_twice,
+    .picture = "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x",
+};
+
+}  // namespace tandem::fusions

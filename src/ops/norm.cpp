@@ -1,0 +1,80 @@
+#include "ops/norm.h"
+
+#include "core/call.h"
+#include "kernel_ops/norm.h"
+#include "ops/options.h"
+
+namespace tandem::ops {
+
+namespace {
+
+void rms_norm_forward(Call& call) {
+  enum Read { x, weight };
+  const auto& options = call.options<NormOptions>();
+  call.write<kernel_ops::RmsNormForward>(call.in(x), call.in(weight), options.eps,
+                                         options.zero_centered_gamma);
+}
+
+void rms_norm_backward(Call& call) {
+  enum Read { grad_y, x, weight, inv_rms };
+  call.write<kernel_ops::RmsNormBackward>(
+      call.in(grad_y), call.in(x), call.in(weight), call.in(inv_rms), std::optional<at::Tensor>(),
+      call.options<NormOptions>().zero_centered_gamma, call.output_mask<3>());
+}
+
+void layer_norm_forward(Call& call) {
+  enum Read { x, weight, bias };
+  const auto& options = call.options<NormOptions>();
+  call.write<kernel_ops::LayerNormForward>(call.in(x), call.in(weight), call.in(bias), options.eps,
+                                           options.zero_centered_gamma);
+}
+
+void layer_norm_backward(Call& call) {
+  enum Read { grad_y, x, weight, mean, inv_std, bias };
+  call.write<kernel_ops::LayerNormBackward>(
+      call.in(grad_y), call.in(x), call.in(weight), call.maybe(bias), call.in(mean),
+      call.in(inv_std), std::optional<at::Tensor>(),
+      call.options<NormOptions>().zero_centered_gamma, call.output_mask<4>());
+}
+
+}  // namespace
+
+const OpDef kRmsNorm{
+    .name = "rms_norm",
+    .formula = "y = x / sqrt(mean(x^2) + eps) * weight",
+    .family = "norm",
+    .params = {"weight"},
+    .results = {{"y"}, {"inv_rms", ResultDef::statistic}},
+    .dtype = DtypeRule::weight,
+    .forward = rms_norm_forward,
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x", "weight", "inv_rms"},
+                  .writes = {"grad_x", "grad_weight", "y"},
+                  .run = rms_norm_backward}},
+    .reemits = {"y"},
+    .context = {"x", "inv_rms"},
+    .parse = parse_norm,
+};
+
+const OpDef kLayerNorm{
+    .name = "layer_norm",
+    .formula = "y = (x - mean) / sqrt(variance + eps) * weight + bias",
+    .family = "norm",
+    .params = {"weight", "bias"},
+    .results = {{"y"}, {"mean", ResultDef::statistic}, {"inv_std", ResultDef::statistic}},
+    .dtype = DtypeRule::weight,
+    .forward = layer_norm_forward,
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x", "weight", "mean", "inv_std", "bias"},
+                  .writes = {"grad_x", "grad_weight", "grad_bias", "y"},
+                  .run = layer_norm_backward}},
+    .reemits = {"y"},
+    .reemit_reads = {"bias"},
+    .context = {"x", "mean", "inv_std"},
+    .parse = parse_norm,
+};
+
+TANDEM_REGISTER_OP(kRmsNorm);
+TANDEM_REGISTER_OP(kLayerNorm);
+
+}  // namespace tandem::ops

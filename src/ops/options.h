@@ -1,0 +1,35 @@
+// Options of ops: structs that JSON is read into, every name and value checked.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/op_def.h"
+
+namespace tandem::ops {
+
+struct NormOptions {
+  double eps = 1e-5;  ///< added inside the square root
+  bool zero_centered_gamma = false;
+};
+struct ScaleOptions {
+  double factor = 1;
+};
+struct DropoutOptions {
+  double p = 0.5;
+};
+struct ReshapeOptions {
+  std::vector<int64_t> shape;
+};
+struct QuantizeOptions {
+  bool forward = true, backward = false;
+};
+
+Options parse_no_options(const nlohmann::json& options);
+Options parse_norm(const nlohmann::json& options);
+Options parse_scale(const nlohmann::json& options);
+Options parse_dropout(const nlohmann::json& options);
+Options parse_reshape(const nlohmann::json& options);
+Options parse_quantize(const nlohmann::json& options);
+
+}  // namespace tandem::ops

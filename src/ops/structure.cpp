@@ -1,0 +1,144 @@
+#include "ops/structure.h"
+
+#include <ATen/ops/mul.h>
+
+#include "core/call.h"
+#include "kernel_ops/checks.h"
+#include "kernel_ops/elementwise.h"
+#include "kernel_ops/shapes.h"
+#include "ops/options.h"
+
+namespace tandem::ops {
+
+namespace {
+
+void reshape_forward(Call& call) {
+  enum Write { y, x_shape };
+  const at::Tensor& x = call.in(0);
+  const auto& shape = call.options<ReshapeOptions>().shape;
+  if (call.wants(y)) {
+    int64_t known = 1;
+    bool inferred = false;
+    for (const int64_t size : shape) (size == -1 ? inferred = true : (known *= size, false));
+    const bool fits = inferred ? known != 0 && x.sym_numel() % known == 0 : x.sym_numel() == known;
+    TORCH_CHECK_VALUE(fits, "reshape: expected x with ", inferred ? "a multiple of " : "", known,
+                      " elements for shape ", at::IntArrayRef(shape), ", got x of shape ",
+                      x.sym_sizes(), ". Change the shape or give one size as -1.");
+    call.out(y, x.reshape(shape));
+  }
+  if (call.wants(x_shape))
+    call.frame().shape(call.step().writes[x_shape]) = kernel_ops::sizes_of(x);
+}
+
+void reshape_backward(Call& call) {
+  enum Read { grad_y, x_shape };
+  call.out(0, call.in(grad_y).reshape_symint(call.frame().shape(call.step().reads[x_shape])));
+}
+
+/// aten, so that a compiler can fuse it with its neighbours.
+void scale(Call& call) { call.out(0, at::mul(call.in(0), call.options<ScaleOptions>().factor)); }
+
+void dropout(Call& call) {
+  enum Read { x, seed };
+  call.write<kernel_ops::Dropout>(call.in(x), call.in(seed), call.options<DropoutOptions>().p);
+}
+
+void add(Call& call) {
+  enum Read { x, extra };
+  call.write<kernel_ops::AddBias>(call.in(x), std::optional<at::Tensor>(), call.maybe(extra));
+}
+
+void add_in_place(Call& call) {
+  enum Read { x, extra };
+  const at::Tensor& target = call.in(extra);
+  check_same_shape("add_extra_input", target, "the extra input", call.in(x), "x");
+  target.add_(call.in(x));
+  target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  call.out(0, target);
+}
+
+}  // namespace
+
+const OpDef kIdentity{
+    .name = "identity",
+    .formula = "y = x",
+    .same = {{"y", "x"}},
+    .same_gradients = {{"grad_x", "grad_y"}},
+    .parse = parse_no_options,
+};
+
+const OpDef kReshape{
+    .name = "reshape",
+    .formula = "y = x.reshape(shape)",
+    .results = {{"y"}, {"x_shape", ResultDef::shape}},
+    .dtype = DtypeRule::promote,
+    .forward = reshape_forward,
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x_shape"},
+                  .writes = {"grad_x"},
+                  .run = reshape_backward}},
+    .views_input = true,
+    .parse = parse_reshape,
+};
+
+const OpDef kConstantScale{
+    .name = "constant_scale",
+    .formula = "y = x factor",
+    .dtype = DtypeRule::promote,
+    .forward = scale,
+    .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = scale}},
+    .parse = parse_scale,
+};
+
+const OpDef kDropout{
+    .name = "dropout",
+    .formula = "y = keep(seed, p) ? x / (1 - p) : 0",
+    .results = {{"y"}, {"seed", ResultDef::seed}},
+    .dtype = DtypeRule::promote,
+    .forward = dropout,
+    .backward =
+        {{.name = "backward", .reads = {"grad_y", "seed"}, .writes = {"grad_x"}, .run = dropout}},
+    .context = {"seed"},
+    .training_only = true,
+    .parse = parse_dropout,
+};
+
+const OpDef kQuantize{
+    .name = "quantize",
+    .formula = "y = dequantize(quantize(x))",
+    .dtype = DtypeRule::promote,
+    .same = {{"y", "x"}},
+    .same_gradients = {{"grad_x", "grad_y"}},
+    .parse = parse_quantize,
+};
+
+const OpDef kAddExtraInput{
+    .name = "add_extra_input",
+    .formula = "y = x + extra",
+    .inputs = {"x", "extra"},
+    .dtype = DtypeRule::promote,
+    .same_gradients = {{"grad_x", "grad_y"}, {"grad_extra", "grad_y"}},
+    .forward = add,
+    .forward_in_place = add_in_place,
+    .parse = parse_no_options,
+};
+
+const OpDef kMakeExtraOutput{
+    .name = "make_extra_output",
+    .formula = "y = x, extra = x; grad_x = grad_y + grad_extra",
+    .results = {{"y"}, {"extra"}},
+    .extra_outputs = {"extra"},
+    .dtype = DtypeRule::promote,
+    .same = {{"y", "x"}, {"extra", "x"}},
+    .parse = parse_no_options,
+};
+
+TANDEM_REGISTER_OP(kIdentity);
+TANDEM_REGISTER_OP(kReshape);
+TANDEM_REGISTER_OP(kConstantScale);
+TANDEM_REGISTER_OP(kDropout);
+TANDEM_REGISTER_OP(kQuantize);
+TANDEM_REGISTER_OP(kAddExtraInput);
+TANDEM_REGISTER_OP(kMakeExtraOutput);
+
+}  // namespace tandem::ops

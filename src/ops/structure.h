@@ -1,0 +1,33 @@
+// Ops that move values rather than compute them: most are renames and cost nothing once planned.
+#pragma once
+
+#include "core/op_def.h"
+
+namespace tandem::ops {
+
+/// y is x.
+extern const OpDef kIdentity;
+
+/// y = x.reshape(shape): a view where the layout of x allows one. `shape` may hold one -1.
+extern const OpDef kReshape;
+
+/// y = x * factor, in the dtype of x.
+extern const OpDef kConstantScale;
+
+/// In training y = keep ? x / (1 - p) : 0, the mask from a seed drawn per call; in evaluation y is x. Backward keeps the seed, not the
+/// mask.
+extern const OpDef kDropout;
+
+/// Under a recipe: y is x rounded to the recipe's format of inputs (`forward`), the gradient rounded to that of gradients
+/// (`backward`). Products that follow use the codes as they are. Without a recipe y is x.
+extern const OpDef kQuantize;
+
+/// y = x + extra, extra an extra input of the shape of x; dtypes promote. `in_place` writes the sum into the caller's tensor.
+///
+/// Throws: c10::ValueError where the shapes differ, or where `in_place` would overwrite what autograd needs.
+extern const OpDef kAddExtraInput;
+
+/// y and the extra output are x; backward adds their gradients.
+extern const OpDef kMakeExtraOutput;
+
+}  // namespace tandem::ops
