@@ -1,0 +1,150 @@
+#include "autograd/call.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
+
+namespace tandem {
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+/// Keys that a plain tensor does not have.
+constexpr DispatchKeySet kNotPlain({DispatchKey::Python, DispatchKey::PythonTLSSnapshot,
+                                    DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
+                                    DispatchKey::FuncTorchBatched, DispatchKey::Conjugate,
+                                    DispatchKey::Negative, DispatchKey::ZeroTensor});
+/// Keys that thread-local state includes while something wants to see every operation.
+constexpr DispatchKeySet kWatching(
+    {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
+     DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode,
+     DispatchKey::FuncTorchVmapMode, DispatchKey::PythonDispatcher, DispatchKey::Fake});
+
+bool is_plain(const Tensor& tensor) {
+  return !tensor.key_set().has_any(kNotPlain) && (tensor.is_cpu() || tensor.is_cuda()) &&
+         tensor.layout() == at::kStrided;
+}
+
+bool has_tangent(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr &&
+         tensor._fw_grad(/*level=*/0).defined();
+}
+
+template <typename Predicate>
+bool any_of(const Arguments& arguments, Predicate&& predicate) {
+  for (const at::TensorList list : {arguments.inputs, arguments.params})
+    for (const Tensor& tensor : list)
+      if (tensor.defined() && predicate(tensor)) return true;
+  return false;
+}
+
+/// Inputs of the op as the plan counts them.
+std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra) {
+  std::vector<Tensor> inputs{x};
+  for (size_t i = 0; i < extra.size(); ++i) {
+    const std::optional<Tensor> tensor = extra.get(i);
+    inputs.push_back(tensor.value_or(Tensor()));
+  }
+  return inputs;
+}
+
+std::vector<Tensor> returned(Outputs outputs) { return {outputs.begin(), outputs.end()}; }
+
+std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view description) {
+  const auto program = program_of(description);
+  const auto& plan = program->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan->no_composite.empty(),
+      "pipeline: expected ops with a composite form under torch.func and forward-mode ",
+      "differentiation, got op ", plan->no_composite,
+      ". Write its forward in differentiable torch operations.");
+  return returned(run_pipeline(plan, arguments, Path::composite));
+}
+
+std::vector<Tensor> pipeline_autograd(const Tensor& x,
+                                      const c10::List<std::optional<Tensor>>& extra,
+                                      at::TensorList params, at::TensorList workspaces,
+                                      at::TensorList, at::TensorList,
+                                      std::string_view description) {
+  const auto inputs = inputs_of(x, extra);
+  const Arguments arguments{inputs, params, workspaces};
+  if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
+  const auto& plan =
+      program_of(description)
+          ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
+  return returned(run_pipeline(plan, arguments, Path::dispatch));
+}
+
+std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
+                                   at::TensorList params, at::TensorList workspaces, at::TensorList,
+                                   at::TensorList, std::string_view description) {
+  const auto inputs = inputs_of(x, extra);
+  const Arguments arguments{inputs, params, workspaces};
+  const auto& plan =
+      program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
+  return returned(run_pipeline(plan, arguments, Path::dispatch));
+}
+
+std::vector<Tensor> pipeline_transformed(const Tensor& x,
+                                         const c10::List<std::optional<Tensor>>& extra,
+                                         at::TensorList params, at::TensorList workspaces,
+                                         at::TensorList, at::TensorList,
+                                         std::string_view description) {
+  const auto inputs = inputs_of(x, extra);
+  return run_composite({inputs, params, workspaces}, description);
+}
+
+}  // namespace
+
+bool is_direct(const Arguments& arguments) {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  if (local.included_.has_any(kWatching) || c10::impl::TorchDispatchModeTLS::any_modes_set())
+    return false;
+  return !any_of(arguments,
+                 [](const Tensor& tensor) { return !is_plain(tensor) || has_tangent(tensor); });
+}
+
+PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
+  PlanKey::Call call{grad_mode, traced, at::ScalarType::Undefined,
+                     at::globalContext().deterministicAlgorithms()};
+  const at::DeviceType device =
+      arguments.inputs[0].defined() ? arguments.inputs[0].device().type() : at::kCPU;
+  if (at::autocast::is_autocast_enabled(device))
+    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  PlanKey key(call);
+  for (const at::TensorList list : {arguments.inputs, arguments.params})
+    for (const Tensor& tensor : list) key.add(tensor, grad_mode);
+  return key;
+}
+
+Outputs call_op(const Arguments& arguments, const std::string& description) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tandem::pipeline", "")
+          .typed<std::vector<Tensor>(const Tensor&, const c10::List<std::optional<Tensor>>&,
+                                     at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                                     std::string_view)>();
+  c10::List<std::optional<Tensor>> extra;
+  for (size_t i = 1; i < arguments.inputs.size(); ++i) extra.push_back(arguments.inputs[i]);
+  const auto results = op.call(arguments.inputs[0], extra, arguments.params, arguments.workspaces,
+                               {}, {}, description);
+  return {results.begin(), results.end()};
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  library.def(
+      "pipeline(Tensor x, Tensor?[] extra, Tensor[] params, Tensor(a!)[] workspaces, Tensor(b!)[] "
+      "state, Tensor(c!)[] buffers, str "
+      "description) -> Tensor[]",
+      {at::Tag::pt2_compliant_tag});
+  library.impl("pipeline", DispatchKey::Autograd, &pipeline_autograd);
+  library.impl("pipeline", DispatchKey::CompositeExplicitAutograd, &pipeline_below);
+  library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode, &pipeline_transformed);
+}
+
+}  // namespace tandem

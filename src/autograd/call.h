@@ -1,0 +1,19 @@
+// A call of a program: the path, the key, the plan, the run.
+#pragma once
+
+#include "autograd/run.h"
+#include "planner/program.h"
+
+namespace tandem {
+
+/// Whether a call may run device kernels on its tensors directly: plain CPU or CUDA tensors and clean thread-local state. Otherwise
+/// functorch, tensor subclasses, modes or tracing must see it, and it goes through the dispatcher op.
+bool is_direct(const Arguments& arguments);
+
+/// The key of a call, for `Program::plan_for`.
+PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced);
+
+/// Through the dispatcher op tandem::pipeline: what everything that is not direct takes.
+Outputs call_op(const Arguments& arguments, const std::string& description);
+
+}  // namespace tandem

@@ -1,0 +1,317 @@
+#include "bindings/python_ops.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "core/call.h"
+#include "planner/registry.h"
+
+namespace tandem::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+/// `tandem._runtime`: calls user code in the style it is written in. Set once, when the package is imported.
+py::object& runtime() {
+  static auto& runtime = *new py::object();
+  return runtime;
+}
+
+/// A Python object that may be dropped by any thread.
+std::shared_ptr<void> hold(py::object object) {
+  return std::shared_ptr<void>(object.release().ptr(), [](void* pointer) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    py::handle(static_cast<PyObject*>(pointer)).dec_ref();
+  });
+}
+py::object held(const std::shared_ptr<void>& fields) {
+  return fields ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(fields.get()))
+                : py::none();
+}
+
+/// Text that definitions refer to: they live as long as the process.
+std::string_view permanent(std::string text) {
+  static auto& mutex = *new std::mutex;
+  static auto& texts = *new std::deque<std::string>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return texts.emplace_back(std::move(text));
+}
+
+/// What a Python op or fusion is known by, and how many operands of each sort each covered op has.
+struct PythonOptions {
+  struct Counts {
+    size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
+  };
+  std::string key;
+  std::vector<Counts> ops;
+};
+
+py::object to_python(const at::Tensor& tensor) {
+  return tensor.defined() ? py::cast(tensor) : py::none();
+}
+
+at::Tensor to_tensor(const py::handle& object, const std::string& key, const char* what) {
+  if (object.is_none()) return {};
+  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), key, ": expected ", what,
+                   " to be a tensor or None, got ", Py_TYPE(object.ptr())->tp_name,
+                   ". Return tensors.");
+  return THPVariable_Unpack(object.ptr());
+}
+
+py::list list_of(Call& call, size_t& next, size_t count) {
+  py::list list;
+  for (size_t i = 0; i < count; ++i, ++next)
+    list.append(call.has(next) ? to_python(call.in(next)) : py::none());
+  return list;
+}
+
+py::tuple checked(const py::handle& object, size_t count, const std::string& key,
+                  const char* what) {
+  const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
+  if (!items) throw py::error_already_set();
+  TORCH_CHECK_VALUE(items.size() == count, key, ": expected ", count, " ", what, ", got ",
+                    items.size(), ". Return one for each, None where there is none.");
+  return items;
+}
+
+/// Hands results to the writes [next, next + n); values that a Python op returns are new unless they are its arguments.
+void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& key,
+               const char* what) {
+  for (const auto& result : results) {
+    const size_t write = next++;
+    if (!call.wants(write)) continue;
+    at::Tensor tensor = to_tensor(result, key, what);
+    TORCH_CHECK_VALUE(tensor.defined(), key, ": expected ", what,
+                      ", which is required by an operation outside, got None. Return it.");
+    call.out(write, std::move(tensor));
+  }
+}
+
+/// runtime.forward(key, x, extra inputs per op, params per op, save) -> (y, extra outputs per op, saved per op, fields)
+void python_forward(Call& call) {
+  const py::gil_scoped_acquire gil;
+  const auto& options = call.options<PythonOptions>();
+  size_t next = 1;
+  py::list extras, params;
+  for (const auto& counts : options.ops) extras.append(list_of(call, next, counts.extra_inputs));
+  for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
+  const size_t last = call.step().writes.size() - 1;
+  const bool is_opaque = call.step().write_names.back() == "saved";
+  bool save = is_opaque && call.wants(last);
+  size_t outputs = 1;
+  for (const auto& counts : options.ops) outputs += counts.extra_outputs;
+  if (!is_opaque)
+    for (size_t w = outputs; w < call.step().writes.size(); ++w) save |= call.wants(w);
+  const auto results =
+      checked(runtime().attr("forward")(options.key, to_python(call.in(0)), extras, params, save),
+              4, options.key, "results");
+  size_t write = 0;
+  write_all(call, write, py::make_tuple(results[0]), options.key, "the output");
+  const auto extra_outputs =
+      checked(results[1], options.ops.size(), options.key, "groups of extra outputs");
+  for (size_t op = 0; op < options.ops.size(); ++op)
+    write_all(
+        call, write,
+        checked(extra_outputs[op], options.ops[op].extra_outputs, options.key, "extra outputs"),
+        options.key, "an extra output");
+  if (!save) return;
+  if (!is_opaque) {
+    const auto saved = checked(results[2], options.ops.size(), options.key, "contexts");
+    for (size_t op = 0; op < options.ops.size(); ++op)
+      write_all(
+          call, write,
+          checked(saved[op], options.ops[op].context, options.key, "saved tensors of a covered op"),
+          options.key, "a saved tensor");
+    return;
+  }
+  Opaque& opaque = call.frame().opaque(call.step().writes[last]);
+  for (const auto& tensor : results[2])
+    opaque.tensors.push_back(to_tensor(tensor, options.key, "a saved tensor"));
+  opaque.fields = hold(py::reinterpret_borrow<py::object>(results[3]));
+}
+
+/// runtime.backward(key, saved, fields, grad_y, grads of extra outputs per op, params per op)
+///   -> (grad_x, grads of params per op, grads of extra inputs per op)
+void python_backward(Call& call) {
+  const py::gil_scoped_acquire gil;
+  const auto& options = call.options<PythonOptions>();
+  size_t next = 1;
+  py::list grad_extras, params, contexts;
+  for (const auto& counts : options.ops)
+    grad_extras.append(list_of(call, next, counts.extra_outputs));
+  for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
+  py::object saved = py::none(), fields = py::none();
+  if (call.step().read_names.back() == "saved") {
+    const Opaque& opaque = call.frame().opaque(call.step().reads.back());
+    py::list tensors;
+    for (const at::Tensor& tensor : opaque.tensors) tensors.append(to_python(tensor));
+    saved = tensors;
+    fields = held(opaque.fields);
+  } else {
+    for (const auto& counts : options.ops) contexts.append(list_of(call, next, counts.context));
+    saved = contexts;
+  }
+  const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
+  const auto results =
+      checked(runtime().attr("backward")(options.key, saved, fields, grad_y, grad_extras, params),
+              3, options.key, "results");
+  const auto zero_for_none = [&](size_t write, const py::handle& result) {
+    if (!call.wants(write)) return;
+    at::Tensor gradient = to_tensor(result, options.key, "a gradient");
+    TORCH_CHECK_VALUE(gradient.defined(), options.key, ": expected a gradient for ",
+                      call.out_type(write).name,
+                      ", which requires grad, got None. Return it from op_backward.");
+    call.out(write, std::move(gradient));
+  };
+  size_t write = 0;
+  zero_for_none(write++, results[0]);
+  for (const auto& [group, count] : {std::pair(1, &PythonOptions::Counts::params),
+                                     std::pair(2, &PythonOptions::Counts::extra_inputs)}) {
+    const auto per_op =
+        checked(results[static_cast<size_t>(group)], options.ops.size(), options.key,
+                group == 1 ? "groups of parameter gradients" : "groups of extra input gradients");
+    for (size_t op = 0; op < options.ops.size(); ++op)
+      for (const auto& gradient :
+           checked(per_op[op], options.ops[op].*count, options.key,
+                   group == 1 ? "parameter gradients" : "extra input gradients"))
+        zero_for_none(write++, gradient);
+  }
+}
+
+Options parse_python(const nlohmann::json& options) {
+  auto parsed = std::make_shared<PythonOptions>();
+  parsed->key = options.at("key").get<std::string>();
+  parsed->ops.push_back({options.value("extra_inputs", size_t{0}),
+                         options.value("params", size_t{0}),
+                         options.value("extra_outputs", size_t{0}), 0});
+  return parsed;
+}
+
+/// Registers the definition of a class of Python ops with so many operands; once per name.
+void register_python_op(const std::string& name, size_t extra_inputs, size_t params,
+                        size_t extra_outputs) {
+  for (const auto& known : op_names())
+    if (known == name) return;
+  auto& def = *new OpDef;  // definitions live as long as the process
+  def.name = permanent(name);
+  def.formula = "written in Python";
+  def.runs_user_code = true;
+  def.dtype = DtypeRule::promote;
+  def.parse = parse_python;
+  def.forward = python_forward;
+  BackwardStepDef backward{
+      .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
+  for (size_t i = 0; i < extra_inputs; ++i)
+    def.inputs.push_back(permanent("extra" + std::to_string(i)));
+  for (size_t i = 0; i < params; ++i) def.params.push_back(permanent("param" + std::to_string(i)));
+  for (size_t i = 0; i < extra_outputs; ++i) {
+    const auto output = permanent("extra_output" + std::to_string(i));
+    def.results.push_back({output});
+    def.extra_outputs.push_back(output);
+    backward.reads.push_back(permanent("grad_" + std::string(output)));
+  }
+  def.results.push_back({"saved", ResultDef::opaque});
+  for (const auto& param : def.params) backward.reads.push_back(param);
+  backward.reads.push_back("saved");
+  for (const auto& param : def.params)
+    backward.writes.push_back(permanent("grad_" + std::string(param)));
+  for (size_t i = 1; i < def.inputs.size(); ++i)
+    backward.writes.push_back(permanent("grad_" + std::string(def.inputs[i])));
+  def.backward = {std::move(backward)};
+  register_op(def);
+}
+
+/// The fusion of a group of ops [first, last] that a Python function returned, its operands named by op.
+const Fusion* group_fusion(Pass pass, const std::string& name, const Description& description,
+                           size_t first, size_t last, PythonOptions& options) {
+  static auto& fusions = *new std::deque<Fusion>;
+  Fusion fusion{.name = name, .pass = pass, .runs_user_code = true};
+  fusion.picture = "written in Python";
+  FusedRun ahead{.reads = {{0, "x"}}, .run = python_forward},
+      back{.writes = {{0, "grad_x"}}, .run = python_backward};
+  const auto last_member = static_cast<uint8_t>(last - first);
+  ahead.writes.push_back({last_member, description.ops[last].def->results[0].name});
+  back.reads.push_back(
+      {last_member, permanent("grad_" + std::string(description.ops[last].def->results[0].name))});
+  const auto each = [&](auto&& visit) {
+    for (size_t op = first; op <= last; ++op)
+      visit(static_cast<uint8_t>(op - first), *description.ops[op].def);
+  };
+  each([&](uint8_t member, const OpDef& def) {
+    PythonOptions::Counts counts{def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(),
+                                 0};
+    for (const auto& name : def.context)
+      for (const ResultDef& result : def.results) counts.context += result.name == name;
+    if (pass == Pass::backward) counts.context = def.context.size();
+    options.ops.push_back(counts);
+    for (size_t i = 1; i < def.inputs.size(); ++i) ahead.reads.push_back({member, def.inputs[i]});
+    for (const auto& output : def.extra_outputs) {
+      ahead.writes.push_back({member, output});
+      back.reads.push_back({member, permanent("grad_" + std::string(output))});
+    }
+  });
+  each([&](uint8_t member, const OpDef& def) {
+    for (const auto& param : def.params) {
+      ahead.reads.push_back({member, param});
+      back.reads.push_back({member, param});
+      back.writes.push_back({member, permanent("grad_" + std::string(param))});
+    }
+  });
+  each([&](uint8_t member, const OpDef& def) {
+    for (size_t i = 1; i < def.inputs.size(); ++i)
+      back.writes.push_back({member, permanent("grad_" + std::string(def.inputs[i]))});
+    for (const auto& name : def.context) {
+      if (pass == Pass::backward) back.reads.push_back({member, name});
+      if (pass != Pass::forward) continue;
+      for (const ResultDef& result : def.results)
+        if (result.name == name) ahead.writes.push_back({member, name});
+    }
+  });
+  fusion.run = pass == Pass::backward ? back : ahead;
+  if (pass == Pass::joint) {
+    fusion.backward = back;
+    fusion.keeps = {"saved"};
+  }
+  fusions.push_back(std::move(fusion));
+  return &fusions.back();
+}
+
+/// Asks Python once per plan and pass: runtime.groups(pass, op keys) -> [(first, last, key)], one per fused op.
+std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
+  const py::gil_scoped_acquire gil;
+  static constexpr const char* kPasses[] = {"joint", "forward", "backward"};
+  py::list ops;
+  for (const OpNode& op : description.ops) ops.append(op.instance);
+  std::vector<OpGroup> groups;
+  for (const auto& item : runtime().attr("groups")(kPasses[static_cast<size_t>(pass)], ops,
+                                                   description.recipe.has_value())) {
+    const auto [first, last, key, name] =
+        item.cast<std::tuple<size_t, size_t, std::string, std::string>>();
+    auto options = std::make_shared<PythonOptions>();
+    options->key = key;
+    const Fusion* fusion = group_fusion(pass, name, description, first, last, *options);
+    groups.push_back({first, last, fusion, std::move(options)});
+  }
+  return groups;
+}
+
+}  // namespace
+
+void bind_python_ops(py::module_& module) {
+  module.def("set_runtime", [](py::object object) {
+    runtime() = std::move(object);
+    set_group_fusions(groups_from_python);
+  });
+  module.def("register_python_op", register_python_op, py::arg("name"), py::arg("extra_inputs"),
+             py::arg("params"), py::arg("extra_outputs"));
+  module.def("bump_fusions_version", bump_fusions_version);
+}
+
+}  // namespace tandem::bindings

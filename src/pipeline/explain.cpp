@@ -1,0 +1,242 @@
+#include "pipeline/explain.h"
+
+#include <c10/util/Exception.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "pipeline/pipeline.h"
+#include "planner/planner.h"
+
+namespace tandem {
+
+namespace {
+
+using nlohmann::json;
+
+std::string name_of(const Plan& plan, Value value) { return plan.types[index_of(value)].name; }
+
+std::string type_of(const Plan& plan, Value value) {
+  const Type& type = plan.types[index_of(value)];
+  if (is_fp8(type.format))
+    return std::string("FP8 ") + tandem::name_of(type.format) + " (emulated on CPU)";
+  if (type.format != Format::plain) return tandem::name_of(type.format);
+  return c10::toString(type.dtype);
+}
+
+std::vector<std::string> names(const Plan& plan, const Values& values) {
+  std::vector<std::string> result;
+  for (const Value value : values)
+    if (exists(value)) result.push_back(name_of(plan, value));
+  return result;
+}
+
+std::string joined(const std::vector<std::string>& parts, const char* separator = ", ") {
+  std::string text;
+  for (const auto& part : parts) text += (text.empty() ? "" : separator) + part;
+  return text;
+}
+
+std::vector<std::string> covered(const ExplainedPlan& explained, const Step& step) {
+  std::vector<std::string> parts;
+  for (const Part& part : step.covers) {
+    const OpNode& op = explained.program->description().ops[part.op];
+    parts.push_back(op.label +
+                    (part.nth == 0 ? "" : "." + std::string(op.def->backward[part.nth - 1].name)));
+  }
+  return parts;
+}
+
+json step_json(const ExplainedPlan& explained, const Step& step) {
+  const Plan& plan = *explained.plan;
+  return {{"kind", step.kind},
+          {"covers", covered(explained, step)},
+          {"reads", names(plan, step.reads)},
+          {"writes", names(plan, step.writes)},
+          {"mutates", names(plan, step.mutates)}};
+}
+
+json plan_json(const ExplainedPlan& explained) {
+  const Plan& plan = *explained.plan;
+  json result{{"training", explained.training},
+              {"recipe", explained.recipe},
+              {"records_gradients", plan.needs_backward}};
+  for (const Step& step : plan.forward) result["forward"].push_back(step_json(explained, step));
+  for (const Kept& kept : plan.kept)
+    if (kept.part == 0) {
+      const Origin origin = plan.types[index_of(kept.value)].origin;
+      result["kept"].push_back(
+          {{"value", name_of(plan, kept.value)},
+           {"type", type_of(plan, kept.value)},
+           {"costs_memory", origin != Origin::input && origin != Origin::param}});
+    }
+  std::vector<Decision> decisions = plan.decisions;
+  if (plan.needs_backward) {
+    const BackwardPlan& backward = full_backward(plan);
+    for (const Step& step : backward.steps)
+      result["backward"].push_back(step_json(explained, step));
+    decisions.insert(decisions.end(), backward.decisions.begin(), backward.decisions.end());
+  }
+  result["fusions"] = json::array();
+  for (const Decision& decision : decisions) {
+    const json entry{{"fusion", decision.fusion},
+                     {"at", decision.place},
+                     {"made", decision.reason.empty()},
+                     {"reason", decision.reason}};
+    if (std::find(result["fusions"].begin(), result["fusions"].end(), entry) ==
+        result["fusions"].end())
+      result["fusions"].push_back(entry);
+  }
+  return result;
+}
+
+void print_steps(std::ostringstream& text, const json& plan, const char* direction) {
+  if (!plan.contains(direction)) return;
+  text << "  " << direction << "\n";
+  for (const json& step : plan.at(direction)) {
+    text << "    " << step.at("kind").get<std::string>() << ": " << joined(step.at("reads"))
+         << " -> " << joined(step.at("writes"));
+    if (step.at("covers").size() > 1)
+      text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
+    text << "\n";
+  }
+}
+
+std::string as_text(const json& document) {
+  std::ostringstream text;
+  for (const json& plan : document.at("plans")) {
+    text << "plan: " << (plan.at("training").get<bool>() ? "training" : "evaluation") << ", "
+         << (plan.at("records_gradients").get<bool>() ? "with" : "without") << " gradients, recipe "
+         << plan.at("recipe").get<std::string>() << "\n";
+    print_steps(text, plan, "forward");
+    if (plan.contains("kept")) {
+      text << "  kept for backward\n";
+      for (const json& kept : plan.at("kept"))
+        text << "    " << kept.at("value").get<std::string>() << " ("
+             << kept.at("type").get<std::string>() << ")"
+             << (kept.at("costs_memory").get<bool>() ? "" : ", the argument itself") << "\n";
+    }
+    print_steps(text, plan, "backward");
+    if (!plan.at("fusions").empty()) text << "  fusions\n";
+    for (const json& fusion : plan.at("fusions"))
+      text << "    " << (fusion.at("made").get<bool>() ? "made    " : "refused ")
+           << fusion.at("fusion").get<std::string>() << " at " << fusion.at("at").get<std::string>()
+           << (fusion.at("made").get<bool>() ? "" : ": " + fusion.at("reason").get<std::string>())
+           << "\n";
+  }
+  text << "kept for backward by the last call: " << document.at("saved_bytes")
+       << " bytes, inputs and parameters aside\n";
+  return text.str();
+}
+
+std::string escaped(const std::string& text) {
+  std::string result;
+  for (const char c : text) {
+    switch (c) {
+      case '<':
+        result += "&lt;";
+        break;
+      case '>':
+        result += "&gt;";
+        break;
+      case '&':
+        result += "&amp;";
+        break;
+      case '"':
+        result += "&quot;";
+        break;
+      default:
+        result += c;
+    }
+  }
+  return result;
+}
+
+/// The plan that says most: the last one with backward, else the last.
+const json& plan_to_draw(const json& document) {
+  const json* chosen = &document.at("plans").back();
+  for (const json& plan : document.at("plans"))
+    if (plan.contains("backward")) chosen = &plan;
+  return *chosen;
+}
+
+/// Two columns of boxes: forward downwards, backward downwards beside it, kept values between them.
+std::string as_svg(const json& document) {
+  constexpr int kWidth = 320, kBox = 52, kGap = 22, kLeft = 20, kMiddle = 190, kTop = 60;
+  const json& plan = plan_to_draw(document);
+  const auto count = [&](const char* field) {
+    return plan.contains(field) ? static_cast<int>(plan.at(field).size()) : 0;
+  };
+  const int rows = std::max({count("forward"), count("backward"), (count("kept") + 2) / 3, 1});
+  const int height = kTop + rows * (kBox + kGap) + 20, right = kLeft + kWidth + kMiddle,
+            width = right + kWidth + 20;
+  std::ostringstream svg;
+  svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << width << ' ' << height
+      << "\" width=\"" << width << "\" height=\"" << height
+      << "\" font-family=\"sans-serif\" "
+         "font-size=\"12\"><style>.box{fill:#eef3fb;stroke:#4a6fa5}.fused{fill:#e3f4e4;stroke:#"
+         "3d8b40}"
+      << ".t{fill:#1b1b1b}.s{fill:#555;font-size:10px}.h{fill:#777;font-size:14px}.a{stroke:#888;"
+         "marker-end:url(#m)}</style>"
+      << "<defs><marker id=\"m\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"7\" "
+         "markerHeight=\"7\" orient=\"auto\">"
+      << "<path d=\"M0 0L8 4L0 8z\" fill=\"#888\"/></marker></defs>";
+  const auto label = [&](int x, int y, const char* style, std::string text, size_t most) {
+    if (text.size() > most) text = text.substr(0, most - 3) + "...";
+    svg << "<text class=\"" << style << "\" x=\"" << x << "\" y=\"" << y << "\">" << escaped(text)
+        << "</text>";
+  };
+  label(kLeft, 30, "h", "forward", 40);
+  label(right, 30, "h", "backward", 40);
+  label(kLeft + kWidth + 20, 30, "h", "kept", 40);
+  const auto column = [&](const char* direction, int x) {
+    for (int i = 0; i < count(direction); ++i) {
+      const json& step = plan.at(direction)[static_cast<size_t>(i)];
+      const int y = kTop + i * (kBox + kGap);
+      svg << "<rect class=\"" << (step.at("covers").size() > 1 ? "fused" : "box") << "\" x=\"" << x
+          << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox << "\" rx=\"6\"/>";
+      label(x + 10, y + 18, "t", step.at("kind"), 46);
+      label(x + 10, y + 32, "s", "reads " + joined(step.at("reads")), 62);
+      label(x + 10, y + 45, "s", "writes " + joined(step.at("writes")), 62);
+      if (i > 0)
+        svg << "<line class=\"a\" x1=\"" << x + kWidth / 2 << "\" y1=\"" << y - kGap << "\" x2=\""
+            << x + kWidth / 2 << "\" y2=\"" << y << "\"/>";
+    }
+  };
+  column("forward", kLeft);
+  column("backward", right);
+  for (int i = 0; i < count("kept"); ++i) {
+    const json& kept = plan.at("kept")[static_cast<size_t>(i)];
+    label(kLeft + kWidth + 12, kTop + 14 + i * 24, "s", kept.at("value"), 32);
+    label(kLeft + kWidth + 12, kTop + 25 + i * 24, "s",
+          kept.at("costs_memory").get<bool>() ? kept.at("type").get<std::string>() : "the argument",
+          32);
+  }
+  svg << "</svg>";
+  return svg.str();
+}
+
+}  // namespace
+
+std::string explain(const std::vector<ExplainedPlan>& plans, int64_t saved_bytes,
+                    ExplainFormat format) {
+  TORCH_CHECK_VALUE(!plans.empty(),
+                    "explain: expected a pipeline that has run, got one without a call. Run it "
+                    "once on the tensors that ",
+                    "you will use: a plan depends on their dtypes and on what requires grad.");
+  json document{{"saved_bytes", saved_bytes}, {"plans", json::array()}};
+  for (const ExplainedPlan& plan : plans) document["plans"].push_back(plan_json(plan));
+  switch (format) {
+    case ExplainFormat::text:
+      return as_text(document);
+    case ExplainFormat::svg:
+      return as_svg(document);
+    case ExplainFormat::html:
+      return "<div>" + as_svg(document) + "<pre>" + escaped(as_text(document)) + "</pre></div>";
+    case ExplainFormat::json:
+      return document.dump(2);
+  }
+  return "";
+}
+
+}  // namespace tandem

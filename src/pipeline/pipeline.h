@@ -1,0 +1,62 @@
+// A pipeline as the fronts hold it: a list of ops, its programs by state, its weight workspaces. A cache only: nothing here is saved.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "autograd/call.h"
+#include "pipeline/autocast.h"
+#include "tandem/export.h"
+#include "tandem/report.h"
+
+namespace tandem {
+
+class TANDEM_API Pipeline {
+ public:
+  /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where one of these is not made.
+  explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {});
+
+  /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the thread's recipe.
+  ///
+  /// Shapes: inputs are the main input and one per unbound extra input; the outputs likewise.
+  /// Throws: c10::ValueError where tensors do not fit the ops.
+  Outputs operator()(at::TensorList inputs, at::TensorList params, bool training);
+
+  /// The description of a state: what tandem::pipeline takes.
+  std::string description(bool training, bool fuse = true,
+                          const std::vector<std::string>& skipped_fusions = {}) const;
+
+  std::string explain(ExplainFormat format) const;
+  /// Bytes that the last call with grad kept for backward, inputs and parameters aside.
+  int64_t saved_bytes() const { return saved_bytes_.load(std::memory_order_relaxed); }
+  /// Names of the fusions that any plan so far has made.
+  std::vector<std::string> fusions_made() const;
+
+ private:
+  struct State {
+    const ActiveRecipe* recipe;
+    bool training;
+    uint64_t fusions_version;
+    std::shared_ptr<Program> program;
+    std::vector<at::Tensor> workspaces;  ///< of `recipe`
+    const State* older;
+  };
+  State& state(bool training);
+  std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
+                      bool fuse, bool cache_weights,
+                      const std::vector<std::string>& skipped_fusions) const;
+  std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
+                                         State& state);
+
+  std::string ops_;
+  std::vector<std::string> required_fusions_;
+  std::atomic<State*> newest_{nullptr};
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<State>> states_;
+  std::atomic<int64_t> saved_bytes_{0};
+};
+
+}  // namespace tandem

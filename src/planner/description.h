@@ -1,0 +1,60 @@
+// Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the fronts write.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/fusion.h"
+#include "core/op_def.h"
+#include "quantization/recipe.h"
+
+namespace tandem {
+
+/// An extra input or output of an op: bound to a channel, or an argument or result of the pipeline.
+struct Binding {
+  std::string channel;    ///< empty where unbound
+  bool to_caller = true;  ///< outputs: returned as well
+};
+
+/// An op of a pipeline with its bindings.
+struct OpNode {
+  const OpDef* def = nullptr;
+  Options options;
+  std::string label;             ///< "2.swiglu", as `explain` and errors name it
+  std::vector<uint16_t> params;  ///< positions in the pipeline's parameter list
+  std::vector<Binding> extra_inputs, extra_outputs;
+  bool in_place = false;
+  std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
+};
+
+/// A run of ops that a user's fusion function has fused: ops [first, last].
+struct OpGroup {
+  size_t first = 0, last = 0;
+  const Fusion* fusion = nullptr;  ///< owned by whoever registered it
+  Options options;
+};
+
+struct Description {
+  std::vector<OpNode> ops;
+  std::optional<Float8CurrentScaling> recipe;
+  bool training = true;
+  bool fuse = true;            ///< false: no fusion at all, what `verify` compares with
+  bool cache_weights = false;  ///< workspaces are passed in for the codes of weights
+  std::vector<std::string> skipped_fusions;  ///< by name: `verify` bisects with it
+  std::vector<std::string>
+      required_fusions;          ///< an error with the reason where one of these is not made
+  uint64_t fusions_version = 0;  ///< of the registered user fusions
+
+  size_t param_count() const;
+  /// Ops whose extra inputs come from the caller, in order of ops then slots.
+  size_t extra_input_count() const;
+};
+
+/// Reads a description and resolves its channels. Throws c10::ValueError on unknown ops, bad options, and on channels with several
+/// producers, no producer, or no earlier one.
+std::shared_ptr<const Description> parse_description(std::string_view json);
+
+}  // namespace tandem

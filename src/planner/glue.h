@@ -1,0 +1,28 @@
+// Steps that no op asks for and lowering puts between ops: casts, sums of gradients, seeds, quantize points, weight codes.
+#pragma once
+
+#include "core/step.h"
+#include "quantization/recipe.h"
+
+namespace tandem {
+
+/// y = x in another dtype.
+Step cast_step(Value x, Value y);
+/// y = a + b: the gradient of a value with several readers. With one operand undefined it is a rename.
+Step add_step(Value a, Value b, Value y);
+/// y is x under another number, where only their gradients differ.
+Step rename_step(Value x, Value y);
+/// seed = one int64 from the generator of x's device.
+Step seed_step(Value x, Value seed);
+/// codes = x in the point's format.
+Step quantize_step(Value x, Value codes, const QuantizePoint& point);
+/// y = decoded codes.
+Step dequantize_step(Value codes, Value y);
+/// codes = those of the weight in its workspace (codes, dequant_scale, amax, stamp), made again where the weight has changed.
+Step refresh_weight_step(Value weight, const Values& workspace, Value codes,
+                         const QuantizePoint& point, bool backward);
+
+/// Kinds that other files of the planner ask for.
+inline constexpr std::string_view kAddKind = "add", kQuantizeKind = "quantize";
+
+}  // namespace tandem

@@ -1,0 +1,60 @@
+// The part of a plan's key that is read from tensors and from torch's state at every call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+namespace tandem {
+
+/// Words that decide which plan serves a call. Filled and compared without allocation for up to 30 tensors.
+class PlanKey {
+ public:
+  struct Call {
+    bool grad_mode = false;  ///< whether gradients are recorded
+    bool traced = false;  ///< through the dispatcher: nothing may mutate arguments or return them
+    at::ScalarType autocast_dtype =
+        at::ScalarType::Undefined;  ///< of the input's device type; Undefined outside autocast
+    bool deterministic = false;
+  };
+  struct TensorTraits {
+    bool defined, requires_grad;
+    at::ScalarType dtype;
+    at::Device device;
+  };
+
+  explicit PlanKey(const Call& call) {
+    words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
+                     uint32_t{call.traced} << 1 | uint32_t{call.deterministic} << 2);
+  }
+
+  void add(const at::Tensor& tensor, bool grad_mode) {
+    if (!tensor.defined()) {
+      words_.push_back(0);
+      return;
+    }
+    const at::Device device = tensor.device();
+    words_.push_back(1u | uint32_t{grad_mode && tensor.requires_grad()} << 1 |
+                     static_cast<uint32_t>(tensor.scalar_type()) << 8 |
+                     static_cast<uint32_t>(device.type()) << 16 |
+                     static_cast<uint32_t>(static_cast<uint8_t>(device.index())) << 24);
+  }
+
+  Call call() const {
+    return {(words_[0] & 1u) != 0, (words_[0] & 2u) != 0,
+            static_cast<at::ScalarType>(words_[0] >> 8 & 0xFF), (words_[0] & 4u) != 0};
+  }
+  size_t tensor_count() const { return words_.size() - 1; }
+  TensorTraits tensor(size_t i) const {
+    const uint32_t word = words_[i + 1];
+    return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF),
+            at::Device(static_cast<at::DeviceType>(word >> 16 & 0xFF),
+                       static_cast<at::DeviceIndex>(word >> 24))};
+  }
+
+  bool operator==(const PlanKey& other) const { return words_ == other.words_; }
+
+ private:
+  c10::SmallVector<uint32_t, 31> words_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,25 @@
+// The planner: from a description and a key to a plan, and from a plan and a mask to a backward program.
+#pragma once
+
+#include <memory>
+
+#include "core/plan.h"
+#include "planner/description.h"
+#include "planner/fuse.h"
+#include "planner/key.h"
+
+namespace tandem {
+
+/// Plans forward and backward: lowers, puts quantize points, runs the joint and the forward pass, derives what is kept.
+///
+/// Throws: c10::ValueError where the tensors do not fit the description, or where a required fusion cannot be made, with the reason.
+std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
+                                      const UserFusions& user_fusions);
+
+/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask and kept in the plan.
+const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask);
+
+/// The backward program where every gradient is given and asked for: what `explain` shows.
+const BackwardPlan& full_backward(const Plan& plan);
+
+}  // namespace tandem

@@ -1,0 +1,83 @@
+#include "planner/registry.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+namespace tandem {
+
+namespace {
+
+struct Registry {
+  struct Entry {
+    uint64_t id;
+    const Fusion* fusion;
+  };
+  std::mutex mutex;
+  std::deque<Fusion> fusions;  // plans hold pointers: removed ones stay
+  std::vector<Entry> order;
+  uint64_t next_id = 1;
+  std::atomic<uint64_t> version{0};
+  std::function<std::vector<OpGroup>(Pass, const Description&)> groups;
+};
+Registry& registry() {
+  static Registry& registry = *new Registry;  // outlives static handles
+  return registry;
+}
+
+}  // namespace
+
+FusionHandle register_fusion(Fusion fusion, bool prepend) {
+  TORCH_CHECK_VALUE(!fusion.pattern.empty() && fusion.run.run != nullptr, "fusion \"", fusion.name,
+                    "\": expected a pattern and an implementation, got ",
+                    fusion.pattern.empty() ? "no pattern" : "no implementation",
+                    ". Name the kinds of the steps it replaces, and a function.");
+  TORCH_CHECK_VALUE((fusion.pass == Pass::joint) == (fusion.backward.run != nullptr), "fusion \"",
+                    fusion.name, "\": expected a backward half exactly for the joint pass, got ",
+                    fusion.pass == Pass::joint ? "none" : "one for another pass",
+                    ". Choose the pass accordingly.");
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& entry : all.order)
+    TORCH_CHECK_VALUE(entry.fusion->name != fusion.name, "fusion: expected a new name, got \"",
+                      fusion.name, "\", which is registered. Remove the other one first.");
+  all.fusions.push_back(std::move(fusion));
+  const Registry::Entry entry{all.next_id++, &all.fusions.back()};
+  all.order.insert(prepend ? all.order.begin() : all.order.end(), entry);
+  ++all.version;
+  return FusionHandle(entry.id);
+}
+
+void FusionHandle::remove() {
+  if (id_ == 0) return;
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.order, [&](const Registry::Entry& entry) { return entry.id == id_; });
+  ++all.version;
+  id_ = 0;
+}
+
+uint64_t fusions_version() { return registry().version.load(std::memory_order_relaxed); }
+
+void bump_fusions_version() { ++registry().version; }
+
+UserFusions user_fusions() {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  UserFusions fusions;
+  for (const auto& entry : all.order) fusions.patterns.push_back(entry.fusion);
+  fusions.groups = all.groups;
+  return fusions;
+}
+
+void set_group_fusions(
+    std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.groups = std::move(groups);
+}
+
+}  // namespace tandem

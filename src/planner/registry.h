@@ -1,0 +1,49 @@
+// Fusions that users register, from C++ and Python.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "core/fusion.h"
+#include "planner/fuse.h"
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// A registered fusion; `remove()` or destruction takes it out again. Whatever is cached is planned anew either way.
+class TANDEM_API FusionHandle {
+ public:
+  explicit FusionHandle(uint64_t id) : id_(id) {}
+  FusionHandle(FusionHandle&& other) noexcept : id_(std::exchange(other.id_, 0)) {}
+  FusionHandle& operator=(FusionHandle&& other) noexcept {
+    remove();
+    id_ = std::exchange(other.id_, 0);
+    return *this;
+  }
+  ~FusionHandle() { remove(); }
+  void remove();
+  /// Leaves the fusion registered for the life of the process.
+  void release() { id_ = 0; }
+
+ private:
+  uint64_t id_;
+};
+
+/// Registers a fusion after (`prepend`: before) the user fusions of its pass. Throws c10::ValueError if the name is taken or the fusion
+/// has no pattern, no implementation, or, joint, no backward half.
+TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
+
+/// Changes with every registration and removal; part of every description.
+TANDEM_API uint64_t fusions_version();
+
+/// The user fusions as they are now. The pointers stay valid as long as the process runs.
+TANDEM_API UserFusions user_fusions();
+
+/// How a front that has fusions over op lists is asked for them.
+TANDEM_API void set_group_fusions(
+    std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups);
+/// To be called by such a front whenever its fusions change.
+TANDEM_API void bump_fusions_version();
+
+}  // namespace tandem
