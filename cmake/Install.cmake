@@ -24,6 +24,11 @@ endif()
 set_target_properties(tandem PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${torch_rpath}")
 install(TARGETS tandem EXPORT tandemTargets LIBRARY DESTINATION lib)
 install(DIRECTORY include/tandem DESTINATION include FILES_MATCHING PATTERN "*.h")
+# What tandem/extension.h includes: the tables that an op or a fusion of one's own becomes an entry of.
+foreach(folder core kernel_ops planner quantization kernels)
+  install(DIRECTORY src/${folder} DESTINATION include/tandem/extension FILES_MATCHING PATTERN "*.h" PATTERN "cpu" EXCLUDE
+          PATTERN "cuda" EXCLUDE)
+endforeach()
 install(FILES ${PROJECT_BINARY_DIR}/generated/tandem/version.h DESTINATION include/tandem)
 if(TARGET tandem_cli)
   set_target_properties(tandem_cli PROPERTIES INSTALL_RPATH "${program_rpath}")

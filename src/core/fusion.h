@@ -49,9 +49,9 @@ struct Fusion {
   std::vector<std::string_view> pattern;
   FusedRun run;
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.
-  FusedRun backward;
+  FusedRun backward = {};
   /// Joint fusions: names of private values, kept from forward to backward; they follow the writes of `run` and the reads of `backward`.
-  Names keeps;
+  Names keeps = {};
   Refusal (*refuse)(const Match& match) = nullptr;
   std::string_view picture;
   bool runs_user_code = false;

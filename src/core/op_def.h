@@ -67,20 +67,21 @@ struct RoleOf {
 struct OpDef {
   std::string_view name;
   std::string_view formula;
-  std::string_view family;  ///< a second name that patterns may match ("activation"), or empty
-  Names inputs = {"x"};     ///< the main input, then the extra ones
-  Names params;
+  std::string_view family = {};  ///< a second name that patterns may match ("activation"), or empty
+  Names inputs = {"x"};          ///< the main input, then the extra ones
+  Names params = {};
   std::vector<ResultDef> results = {{"y"}};  ///< the main output first
-  Names extra_outputs;                       ///< results that are outputs besides the main one
+  Names extra_outputs = {};                  ///< results that are outputs besides the main one
   DtypeRule dtype = DtypeRule::input;
-  std::vector<Same> same;            ///< results that are an operand
-  std::vector<Same> same_gradients;  ///< gradients of operands that are the gradient of a result
-  std::vector<RoleOf> roles;
+  std::vector<Same> same = {};  ///< results that are an operand
+  std::vector<Same> same_gradients =
+      {};  ///< gradients of operands that are the gradient of a result
+  std::vector<RoleOf> roles = {};
   Run forward = nullptr;
-  std::vector<BackwardStepDef> backward;
-  Names reemits;       ///< results that a backward step can write again while it reads its inputs
-  Names reemit_reads;  ///< operands that it reads only then
-  Names context;       ///< ordered: what `saved_tensors` means to Python
+  std::vector<BackwardStepDef> backward = {};
+  Names reemits = {};  ///< results that a backward step can write again while it reads its inputs
+  Names reemit_reads = {};   ///< operands that it reads only then
+  Names context = {};        ///< ordered: what `saved_tensors` means to Python
   bool views_input = false;  ///< y may share the memory of x
   Run forward_in_place =
       nullptr;  ///< writes y into the extra input's own memory, where the user asked for it

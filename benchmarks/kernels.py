@@ -1,0 +1,145 @@
+"""Norms, activations and quantization at 4096x1024 against eager, torch.compile and the limit of memory, two threads, cold arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.timing import Rotation, interleaved, table, verdict
+
+ROWS, HIDDEN = 4096, 1024
+op = torch.ops.tandem
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
+
+
+def norm_statistics(x: torch.Tensor, eps: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = x.float()
+    mean = wide.mean(-1)
+    return (wide.square().mean(-1) + eps).rsqrt(), mean, (wide.var(-1, unbiased=False) + eps).rsqrt()
+
+
+def rms_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, inv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x_hat = x.float() * inv[:, None]
+    wide = g.float()
+    gw = wide * w.float()
+    grad_x = inv[:, None] * (gw - x_hat * (gw * x_hat).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), (wide * x_hat).sum(0).to(w.dtype)
+
+
+def current_scaling(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = x.abs().amax().float()
+    scale = 448.0 / amax
+    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal()
+
+
+class Case:
+    """One kernel: what Tandem runs, what torch runs, the least bytes it must move."""
+
+    def __init__(self, name: str, make: Callable, tandem: Callable, torch_: Callable, reads: int, writes: int, elements: int,
+                 exponentials: bool = False, compiled_only: Callable | None = None) -> None:
+        self.name, self.make, self.tandem, self.torch = name, make, tandem, torch_
+        self.reads, self.writes, self.elements, self.exponentials = reads, writes, elements, exponentials
+
+
+def cases(dtype: torch.dtype) -> list[Case]:
+    n = ROWS * HIDDEN
+    new = lambda *shape: torch.randn(*shape, dtype=torch.float32).to(dtype)  # noqa: E731
+    w, b = new(HIDDEN), new(HIDDEN)
+    x0 = new(ROWS, HIDDEN)
+    inv_rms, mean, inv_std = norm_statistics(x0)
+    torch_mean, torch_rstd = torch.native_layer_norm(x0, [HIDDEN], w, b, 1e-5)[1:]
+    pair = lambda: (new(ROWS, HIDDEN), new(ROWS, HIDDEN))  # noqa: E731
+    triple = lambda: (new(ROWS, HIDDEN), new(ROWS, HIDDEN), new(ROWS, HIDDEN))  # noqa: E731
+    layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+    all3, all4 = [True, True, False], [True, True, True, False]
+    return [
+        Case("rms_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.rms_norm_forward(x, w, 1e-5, False),
+             lambda x: F.rms_norm(x, (HIDDEN,), w, 1e-5), n, n, n),
+        Case("rms_norm backward", pair, lambda g, x: op.rms_norm_backward(g, x, w, inv_rms, None, False, all3),
+             lambda g, x: rms_norm_backward(g, x, w, inv_rms), 2 * n, n, n),
+        Case("rms_norm backward + residual", triple, lambda g, x, r: op.rms_norm_backward(g, x, w, inv_rms, r, False, all3),
+             lambda g, x, r: (lambda gx, gw: (gx + r, gw))(*rms_norm_backward(g, x, w, inv_rms)), 3 * n, n, n),
+        Case("layer_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.layer_norm_forward(x, w, b, 1e-5, False),
+             lambda x: F.layer_norm(x, (HIDDEN,), w, b, 1e-5), n, n, n),
+        Case("layer_norm backward", pair, lambda g, x: op.layer_norm_backward(g, x, w, b, mean, inv_std, None, False, all4),
+             lambda g, x: layer_norm_backward(g, x, [HIDDEN], torch_mean, torch_rstd, w, b, [True] * 3), 2 * n, n, n),
+        Case("layer_norm backward + residual", triple, lambda g, x, r: op.layer_norm_backward(g, x, w, b, mean, inv_std, r, False, all4),
+             lambda g, x, r: (lambda gx, gw, gb: (gx + r, gw, gb))(*layer_norm_backward(g, x, [HIDDEN], torch_mean, torch_rstd, w, b, [True] * 3)),
+             3 * n, n, n),
+        Case("swiglu forward", lambda: (new(ROWS, 2 * HIDDEN),), lambda x: op.glu_forward(x, None, "silu", [False, True]), swiglu, 2 * n, n, n, True),
+        Case("swiglu backward", lambda: (new(ROWS, HIDDEN), new(ROWS, 2 * HIDDEN)), lambda g, x: op.glu_backward(g, x, "silu", all3[:1] + [False, False]),
+             _swiglu_backward, 3 * n, 2 * n, n, True),
+        Case("bias+gelu forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.activation_forward(x, b, "gelu", [False, True]),
+             lambda x: F.gelu(x + b, approximate="tanh"), n, n, n, True),
+        Case("bias+gelu backward", pair, lambda g, x: op.activation_backward(g, x, "gelu", all3), _gelu_backward, 2 * n, n, n, True),
+    ]
+
+
+def _swiglu_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((torch.ops.aten.silu_backward(g * b, a), g * F.silu(a)), -1)
+
+
+def _gelu_backward(g: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grad = torch.ops.aten.gelu_backward(g, z, approximate="tanh")
+    return grad, grad.sum(0)
+
+
+def exponential_seconds(elements: int) -> float:
+    """Time of the vector exp alone: torch.exp on data in cache, one thread, scaled to two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x, y = torch.randn(4096), torch.empty(4096)
+    seconds = interleaved({"exp": lambda: torch.exp(x, out=y)})["exp"]
+    torch.set_num_threads(threads)
+    return seconds / x.numel() * elements / 2
+
+
+def limit_seconds(dtype: torch.dtype) -> Callable[[int, int], float]:
+    """Seconds of a plain vector loop per (elements read, elements written), into new outputs: x + y, and -x."""
+    sums = Rotation(lambda: (torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(ROWS, HIDDEN).to(dtype)))
+    times = interleaved({"add": lambda: torch.add(*sums()), "neg": lambda: torch.neg(sums()[0])})
+    n = ROWS * HIDDEN
+    read = max(times["add"] - times["neg"], 0.1 * times["neg"]) / n
+    write = max(times["neg"] / n - read, read)
+    return lambda reads, writes: reads * read + writes * write
+
+
+def run() -> str:
+    torch.set_num_threads(2)
+    text = []
+    for dtype in (torch.float32, torch.bfloat16):
+        limit = limit_seconds(dtype)
+        rows = []
+        for case in cases(dtype):
+            torch._dynamo.reset()
+            compiled = torch.compile(case.torch, dynamic=False)
+            rotation = Rotation(case.make)
+            with torch.no_grad():
+                times = interleaved({"tandem": lambda: case.tandem(*rotation()), "eager": lambda: case.torch(*rotation()),
+                                     "compile": lambda: compiled(*rotation())}, rounds=11, seconds=0.03)
+            best = min(times["eager"], times["compile"])
+            bound, share = limit(case.reads, case.writes), 0.75
+            if case.exponentials:
+                bound, share = max(bound, exponential_seconds(case.elements)), 0.7
+            bytes_moved = (case.reads + case.writes) * dtype.itemsize
+            reached = best / times["tandem"] >= 1.8 or bound / times["tandem"] >= share
+            rows.append([case.name, *(f"{times[k] * 1e6:.0f}" for k in ("tandem", "eager", "compile")), f"{bytes_moved / times['tandem'] / 1e9:.0f}",
+                         f"{best / times['tandem']:.2f}", f"{bound / times['tandem']:.2f}", f">= 1.8 or {share}", verdict(reached)])
+        text.append(table(f"{ROWS}x{HIDDEN} {dtype}, us", ["kernel", "tandem", "eager", "compile", "GB/s", "x best rival", "x limit", "bar", ""], rows))
+    rotation = Rotation(lambda: (torch.randn(ROWS, HIDDEN).bfloat16(),))
+    torch._dynamo.reset()
+    compiled = torch.compile(current_scaling, dynamic=False)
+    with torch.no_grad():
+        times = interleaved({"tandem": lambda: op.quantize_current(*rotation(), "e4m3", 0.0, False), "eager": lambda: current_scaling(*rotation()),
+                             "compile": lambda: compiled(*rotation())}, rounds=15, seconds=0.03)
+    ratios = times["eager"] / times["tandem"], times["compile"] / times["tandem"]
+    text.append(f"quantize to E4M3, current scaling, {ROWS}x{HIDDEN} bfloat16: {times['tandem'] * 1e6:.0f} us, "
+                f"{ratios[0]:.1f}x eager (bar 8: {verdict(ratios[0] >= 8)}), {ratios[1]:.2f}x torch.compile (bar 2.2: {verdict(ratios[1] >= 2.2)})")
+    return "\n\n".join(text)

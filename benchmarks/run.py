@@ -1,0 +1,41 @@
+"""`make bench`: prints the figures of README.md with their bars. `run.py host kernels block` chooses sections."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = ("host", "block", "kernels")
+
+
+def section(name: str) -> None:
+    import importlib
+
+    print(importlib.import_module(f"benchmarks.{name}").run(), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--section"]:
+        section(arguments[1])
+        return 0
+    chosen = arguments or list(SECTIONS)
+    unknown = [name for name in chosen if name not in SECTIONS]
+    if unknown:
+        print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all.", file=sys.stderr)
+        return 2
+    # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
+    environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}
+    for name in chosen:
+        environment["OMP_NUM_THREADS"] = "1" if name == "host" else "2"
+        status = subprocess.run([sys.executable, __file__, "--section", name], env=environment, cwd=ROOT, check=False).returncode
+        if status != 0:
+            return status
+        print(flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+// An op and a fusion of one's own in C++: y = max(x - shift, 0), fused with the constant_scale behind it.
+#include <ATen/ATen.h>
+#include <tandem/extension.h>
+#include <tandem/tandem.h>
+
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+namespace {
+
+struct ShiftOptions {
+  double shift = 0;
+};
+
+tandem::Options parse(const nlohmann::json& options) {
+  return std::make_shared<ShiftOptions>(ShiftOptions{options.value("shift", 0.0)});
+}
+
+void forward(tandem::Call& call) {
+  enum Read { x };
+  call.out(0, at::relu(call.in(x) - call.options<ShiftOptions>().shift));
+}
+
+void backward(tandem::Call& call) {
+  enum Read { grad_y, x };
+  call.out(0, call.in(grad_y) * (call.in(x) > call.options<ShiftOptions>().shift));
+}
+
+const tandem::OpDef kShiftedRelu{
+    .name = "shifted_relu",
+    .formula = "y = max(x - shift, 0)",
+    .forward = forward,
+    .backward = {{.name = "backward", .reads = {"grad_y", "x"}, .writes = {"grad_x"}, .run = backward}},
+    .parse = parse,
+};
+TANDEM_REGISTER_OP(kShiftedRelu);
+
+// One step for two. It writes only the end: where backward demanded what lies between, the planner would refuse it and say so.
+void shifted_relu_scale(tandem::Call& call) {
+  const double shift = call.options<ShiftOptions>(0).shift;
+  call.out(0, at::relu(call.in(0) - shift) * 3.0);
+}
+
+tandem::Refusal refuse_large(const tandem::Match& match) {
+  if (match.type({0, "x"}).dtype == at::kFloat) return std::nullopt;
+  return "it knows float32 only";
+}
+
+}  // namespace
+
+int main() {
+  const auto fusion = tandem::register_fusion({
+      .name = "shifted_relu_scale",
+      .pattern = {"shifted_relu", "constant_scale"},
+      .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = shifted_relu_scale},
+      .refuse = refuse_large,
+      .picture = "x -> shifted_relu -> constant_scale -> y",
+  });
+  const tandem::Op shifted{"shifted_relu", R"([{"op": "shifted_relu", "options": {"shift": 0.5}, "params": []}])", {}};
+  tandem::Sequential pipeline(std::vector<tandem::Op>{shifted, tandem::ops::constant_scale(3)});
+  const at::Tensor x = at::tensor({0.0f, 1.0f, 2.0f}).set_requires_grad(true);
+  const at::Tensor y = pipeline->forward(x);
+  y.sum().backward();
+  std::cout << y << "\n" << x.grad() << "\n" << pipeline->explain();
+}
