@@ -1,0 +1,37 @@
+"""Every Python block of README.md and docs/ runs; every C++ block stands word for word in an example that the tests build and run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list:
+    found = []
+    for page in PAGES:
+        for number, text in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)):
+            found.append(pytest.param(page, text, id=f"{page.name}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_block_runs(page, code, tmp_path, monkeypatch):
+    source = tmp_path / "block.py"  # a file, so that the source of a class can be found
+    source.write_text(code)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(source), "exec"), {"__name__": f"block_of_{page.stem}"})
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("cpp"))
+def test_cpp_block_stands_in_an_example(page, code):
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.cpp")]
+    assert any(code in example for example in examples), f"{page.name}: a C++ block that no example holds:\n{code}"
+
+
+def test_pages_link_to_what_exists():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
