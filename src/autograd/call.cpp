@@ -114,7 +114,7 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
                      at::globalContext().deterministicAlgorithms()};
   const at::DeviceType device =
       arguments.inputs[0].defined() ? arguments.inputs[0].device().type() : at::kCPU;
-  if (at::autocast::is_autocast_enabled(device))
+  if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
     call.autocast_dtype = at::autocast::get_autocast_dtype(device);
   PlanKey key(call);
   for (const at::TensorList list : {arguments.inputs, arguments.params})

@@ -121,6 +121,12 @@ int64_t PipelineBackward::saved_bytes() const {
   return bytes;
 }
 
+std::vector<int64_t> PipelineBackward::kept_bytes() const {
+  std::vector<int64_t> bytes;
+  for (const uint16_t place : saved_at_) bytes.push_back(saved_[place].bytes);
+  return bytes;
+}
+
 void PipelineBackward::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   saved_.clear();

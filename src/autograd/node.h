@@ -45,6 +45,7 @@ class PipelineBackward : public torch::autograd::Node {
   void save(Frame& frame, at::TensorList inputs, at::TensorList params, at::TensorList workspaces);
 
   int64_t saved_bytes() const;
+  std::vector<int64_t> kept_bytes() const;
 
  private:
   using Tensors = torch::autograd::variable_list;

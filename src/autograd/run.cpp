@@ -144,6 +144,14 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   return outputs;
 }
 
+std::vector<int64_t> kept_bytes(const Outputs& outputs) {
+  for (const at::Tensor& output : outputs)
+    if (const auto node = output.grad_fn())
+      if (const auto* pipeline = dynamic_cast<const PipelineBackward*>(node.get()))
+        return pipeline->kept_bytes();
+  return {};
+}
+
 int64_t saved_bytes(const Outputs& outputs) {
   for (const at::Tensor& output : outputs)
     if (const auto node = output.grad_fn())

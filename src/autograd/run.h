@@ -30,6 +30,8 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
 
 /// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node.
 int64_t saved_bytes(const Outputs& outputs);
+/// The same by entry of Plan::kept; an entry that shares its tensor with an earlier one repeats its bytes.
+std::vector<int64_t> kept_bytes(const Outputs& outputs);
 
 /// Gradients of `outputs` with respect to `inputs`; undefined where an output does not depend on an input.
 std::vector<at::Tensor> gradients_of(at::TensorList outputs, at::TensorList inputs,

@@ -246,10 +246,7 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   };
   each([&](uint8_t member, const OpDef& def) {
     PythonOptions::Counts counts{def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(),
-                                 0};
-    for (const auto& name : def.context)
-      for (const ResultDef& result : def.results) counts.context += result.name == name;
-    if (pass == Pass::backward) counts.context = def.context.size();
+                                 def.context.size()};
     options.ops.push_back(counts);
     for (size_t i = 1; i < def.inputs.size(); ++i) ahead.reads.push_back({member, def.inputs[i]});
     for (const auto& output : def.extra_outputs) {
@@ -269,9 +266,7 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
       back.writes.push_back({member, permanent("grad_" + std::string(def.inputs[i]))});
     for (const auto& name : def.context) {
       if (pass == Pass::backward) back.reads.push_back({member, name});
-      if (pass != Pass::forward) continue;
-      for (const ResultDef& result : def.results)
-        if (result.name == name) ahead.writes.push_back({member, name});
+      if (pass == Pass::forward) ahead.writes.push_back({member, name});  // operands: see fuse_groups
     }
   });
   fusion.run = pass == Pass::backward ? back : ahead;

@@ -62,14 +62,21 @@ json plan_json(const ExplainedPlan& explained) {
               {"recipe", explained.recipe},
               {"records_gradients", plan.needs_backward}};
   for (const Step& step : plan.forward) result["forward"].push_back(step_json(explained, step));
-  for (const Kept& kept : plan.kept)
-    if (kept.part == 0) {
-      const Origin origin = plan.types[index_of(kept.value)].origin;
-      result["kept"].push_back(
-          {{"value", name_of(plan, kept.value)},
-           {"type", type_of(plan, kept.value)},
-           {"costs_memory", origin != Origin::input && origin != Origin::param}});
+  for (size_t k = 0; k < plan.kept.size(); ++k) {
+    const Value value = plan.kept[k].value;
+    const int64_t bytes = k < explained.kept_bytes.size() ? explained.kept_bytes[k] : 0;
+    if (plan.kept[k].part != 0) {  // a further tensor of the value before
+      json& known = result["kept"].back()["bytes"];
+      known = known.get<int64_t>() + bytes;
+      continue;
     }
+    const Origin origin = plan.types[index_of(value)].origin;
+    result["kept"].push_back(
+        {{"value", name_of(plan, value)},
+         {"type", type_of(plan, value)},
+         {"bytes", bytes},
+         {"costs_memory", origin != Origin::input && origin != Origin::param}});
+  }
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {
     const BackwardPlan& backward = full_backward(plan);
@@ -114,7 +121,8 @@ std::string as_text(const json& document) {
       for (const json& kept : plan.at("kept"))
         text << "    " << kept.at("value").get<std::string>() << " ("
              << kept.at("type").get<std::string>() << ")"
-             << (kept.at("costs_memory").get<bool>() ? "" : ", the argument itself") << "\n";
+             << (kept.at("costs_memory").get<bool>() ? ", " + kept.at("bytes").dump() + " bytes"
+                                                : ", the argument itself") << "\n";
     }
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";

@@ -80,6 +80,14 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
   return state.workspaces;
 }
 
+void Pipeline::note_kept(State& state, const Plan& plan, const Outputs& outputs) {
+  const int64_t total = tandem::saved_bytes(outputs);
+  if (saved_bytes_.exchange(total, std::memory_order_relaxed) == total) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(state.kept, [&](const auto& entry) { return entry.first == &plan; });
+  state.kept.emplace_back(&plan, kept_bytes(outputs));
+}
+
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
   Arguments arguments{inputs, params, {}};
   if (!is_direct(arguments)) return call_op(arguments, description(training));
@@ -92,8 +100,7 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     arguments.workspaces = workspaces;
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
-  if (plan->needs_backward)
-    saved_bytes_.store(tandem::saved_bytes(outputs), std::memory_order_relaxed);
+  if (plan->needs_backward) note_kept(current, *plan, outputs);
   return outputs;
 }
 
@@ -102,9 +109,12 @@ std::string Pipeline::explain(ExplainFormat format) const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
-      for (const auto& plan : state->program->plans())
+      for (const auto& plan : state->program->plans()) {
         plans.push_back({plan, state->program.get(), state->training,
-                         state->recipe ? state->recipe->json : "none"});
+                         state->recipe ? state->recipe->json : "none", {}});
+        for (const auto& [known, bytes] : state->kept)
+          if (known == plan.get()) plans.back().kept_bytes = bytes;
+      }
   }
   return tandem::explain(plans, saved_bytes(), format);
 }

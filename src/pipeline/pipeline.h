@@ -43,11 +43,13 @@ class TANDEM_API Pipeline {
     std::shared_ptr<Program> program;
     std::vector<at::Tensor> workspaces;  ///< of `recipe`
     const State* older;
+    std::vector<std::pair<const Plan*, std::vector<int64_t>>> kept = {};  ///< bytes by entry, of each plan's last call with grad
   };
   State& state(bool training);
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                       bool fuse, bool cache_weights,
                       const std::vector<std::string>& skipped_fusions) const;
+  void note_kept(State& state, const Plan& plan, const Outputs& outputs);
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
                                          State& state);
 

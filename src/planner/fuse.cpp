@@ -273,6 +273,8 @@ void fuse_groups(Steps& steps, Pass, const std::vector<OpGroup>& groups, const F
     }
     Step step = fused_step(*group.fusion, group.fusion->run, group_lookup(group, scope));
     step.options = {group.options};
+    for (Value& value : step.writes)  // of a context: what comes from outside is there already
+      if (exists(value) && reads(step, value)) value = Value::none;
     Replacement replacement(steps, members, scope);
     const Refusal refusal = replacement.check(step.writes, step.reads);
     note(scope, *group.fusion, place, refusal);
