@@ -1,0 +1,34 @@
+"""Tandem: an operation fuser for training with PyTorch.
+
+>>> import tandem, tandem.ops as ops
+>>> mlp = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 256), ops.SwiGLU(), ops.Linear(128, 64))
+>>> y = mlp(torch.randn(8, 64))
+>>> print(tandem.explain(mlp))
+"""
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tandem._versions import check_torch
+
+check_torch(torch.__version__)
+
+from tandem import _C, recipe  # noqa: E402
+from tandem._autocast import autocast  # noqa: E402
+from tandem import ops  # noqa: E402
+from tandem._report import Verification, explain, verify  # noqa: E402
+
+__version__: str = _C.version()
+__all__ = ["Verification", "__version__", "autocast", "explain", "ops", "recipe", "verify", "weights_changed"]
+
+
+def weights_changed() -> None:
+    """Says that parameters were written by something that is no `torch.optim` optimizer, through `.data`: codes made of them are stale."""
+    _C.weights_changed()
+
+
+def _after_step(*_: object) -> None:
+    _C.weights_changed()  # fused optimizers write without moving version counters
+
+
+register_optimizer_step_post_hook(_after_step)

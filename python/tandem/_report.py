@@ -1,0 +1,27 @@
+"""`tandem.explain` and `tandem.verify`."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.ops import Sequential
+from tandem.ops.reporting import Verification
+
+
+def explain(pipeline: Sequential, format: str = "text") -> str:
+    """What was planned for a container, and why; see `tandem.ops.Sequential.explain`."""
+    return _container("explain", pipeline).explain(format)
+
+
+def verify(pipeline: Sequential, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
+    """Compares fused with unfused; see `tandem.ops.Sequential.verify`."""
+    return _container("verify", pipeline).verify(x, *extra_inputs, masks=masks)
+
+
+def _container(function: str, pipeline: Sequential) -> Sequential:
+    if not isinstance(pipeline, Sequential):
+        raise TypeError(f"{function}: expected a tandem.ops.Sequential, got {type(pipeline).__name__}. Put the ops into one.")
+    return pipeline
+
+
+__all__ = ["Verification", "explain", "verify"]

@@ -1,0 +1,158 @@
+"""Runs code of users when the library reaches a step that is written in Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem import _C
+from tandem.ops import fusions, python_op
+from tandem.ops.context import OperationContext
+
+if TYPE_CHECKING:
+    from tandem.ops.op import BasicOperation
+
+Tensors = Sequence[torch.Tensor | None]
+_QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+
+
+@dataclass
+class _Fields:
+    """What one call leaves to its backward besides tensors. Lives in the node, so it holds no module: `ghosts` have no parameters."""
+
+    contexts: list[OperationContext]
+    counts: list[int]  # tensors of each context
+    ghost: Any
+    y_like: tuple[Sequence[int], torch.dtype, torch.device] | None
+
+
+def _ghost(op: BasicOperation) -> BasicOperation:
+    """A copy that shares everything with an op but its parameters: what runs backward where the op itself is gone."""
+    ghost = object.__new__(type(op))
+    ghost.__dict__.update(op.__dict__)
+    ghost.__dict__["_parameters"] = dict.fromkeys(op._parameters)
+    ghost.__dict__.pop("_owner", None)
+    return ghost
+
+
+@contextlib.contextmanager
+def _standing_in(ops: Iterable[BasicOperation], params: Sequence[Tensors]) -> Iterator[None]:
+    """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
+    replaced = []
+    for op, own in zip(ops, params, strict=True):
+        for (module, name), tensor in zip(op.parameter_places(), own, strict=False):
+            if module._parameters.get(name) is not tensor:
+                replaced.append((module._parameters, name, module._parameters.get(name)))
+                module._parameters[name] = tensor
+    try:
+        yield
+    finally:
+        for parameters, name, own_tensor in reversed(replaced):
+            parameters[name] = own_tensor
+
+
+def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
+    return [tuple(context.to_save or ()) for context in contexts]
+
+
+def _fields(contexts: list[OperationContext], saved: Sequence[Tensors], ghost: Any, y: torch.Tensor) -> _Fields:
+    for context in contexts:
+        context.to_save = None
+    y_like = (y.shape, y.dtype, y.device) if isinstance(y, torch.Tensor) else None  # the library refuses what is no tensor
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like)
+
+
+def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
+    """Calls a forward of the `fuser_` or `op_` family in its style."""
+    if op._forward_prefix == "op":
+        styled = _QUANTIZERS if op._styles["op"] == "one-piece" else {}
+        return op.op_forward(contexts[0], x, **styled, **kwargs[0]), [()]
+    arguments = {"basic_op_extra_inputs": [tuple(e) for e in extras], **_QUANTIZERS, "basic_op_kwargs": kwargs}
+    return op.fuser_forward(contexts, x, **arguments)
+
+
+def _run_backward(op: Any, contexts: list[OperationContext], grad_y: torch.Tensor, grad_extras: Sequence[Tensors], params: int) -> Any:
+    if op._forward_prefix == "op" and not op.is_fused_op:
+        grad_x, grad_params = op.op_backward(contexts[0], grad_y)
+        return grad_x, [_as_list(grad_params)], [()]
+    return op.fuser_backward(contexts, grad_y, basic_op_grad_extra_outputs=[tuple(g) for g in grad_extras])
+
+
+def _as_list(grads: Any) -> list[torch.Tensor | None]:
+    if grads is None:
+        return []
+    return [grads] if isinstance(grads, torch.Tensor) else list(grads)
+
+
+class Runtime:
+    """The object that the library calls; see src/bindings/python_ops.cpp for what it passes."""
+
+    def forward(self, key: str, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
+        fused = fusions.fused_op(key)
+        if fused is not None:
+            return self._forward_fused(fused, x, extras, params, save)
+        op, kwargs = python_op.live_op(key)
+        if op is None:
+            raise RuntimeError(f"{key}: expected an op that is alive, got one that is gone. Keep the module that holds it.")
+        context = OperationContext(requires_grad=save)
+        with _standing_in((op,), params):
+            y, extra_outputs = _run_forward(op, [context], x, extras, [dict(kwargs)])
+        saved = _saved_of([context]) if save else [()]
+        fields = _fields([context], saved, _ghost(op), y) if save else None
+        return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
+
+    def _forward_fused(self, fused: fusions.Fused, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
+        op, basics = fused.get()
+        contexts = [OperationContext(requires_grad=save) for _ in basics]
+        with _standing_in(basics, params):
+            y, extra_outputs = _run_forward(op, contexts, x, extras, [{} for _ in basics])
+        saved = _saved_of(contexts) if save else [() for _ in basics]
+        if fused.pass_name == "joint":
+            flat = [tensor for tensors in saved for tensor in tensors]
+            return y, [tuple(group) for group in extra_outputs], flat, _fields(contexts, saved, None, y) if save else None
+        if save:
+            saved = [fusions.written_context(fused, basic, tensors) for basic, tensors in zip(basics, saved, strict=True)]
+        return y, [tuple(group) for group in extra_outputs], saved, None
+
+    def backward(
+        self, key: str, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
+    ) -> Any:
+        fused = fusions.fused_op(key)
+        if fused is not None:
+            op, basics = fused.get()
+        else:
+            op, _ = python_op.live_op(key)
+            op = op if op is not None else fields.ghost
+            basics = (op,)
+        if fields is not None:
+            contexts, tensors = [], iter(saved)
+            for kept, count in zip(fields.contexts, fields.counts, strict=True):
+                context = OperationContext()
+                context.__dict__.update(kept.__dict__)
+                context.saved_tensors = tuple(next(tensors) for _ in range(count))
+                contexts.append(context)
+            if grad_y is None:
+                shape, dtype, device = fields.y_like
+                grad_y = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            contexts = [OperationContext(saved_tensors=tuple(own)) for own in saved]
+            if grad_y is None:
+                raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
+        with _standing_in(basics, params):
+            grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+        return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
+
+    def groups(self, pass_name: str, instances: list[str], quantized: bool) -> list[tuple[int, int, str, str]]:
+        return fusions.groups(pass_name, instances, quantized)
+
+
+def install() -> None:
+    """Makes the library call this module; once, when the package is imported."""
+    _C.set_runtime(Runtime())
+
+
+__all__ = ["Runtime", "install"]

@@ -1,0 +1,47 @@
+"""Operations, and the container that runs lists of them as few fused steps. Names and arguments are those of transformer_engine."""
+
+from tandem import _runtime
+from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from tandem.ops.context import OperationContext
+from tandem.ops.fusions import (
+    FusionHandle,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from tandem.ops.linear import BasicLinear, Bias, Linear
+from tandem.ops.norm import LayerNorm, RMSNorm
+from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from tandem.ops.sequential import Sequential
+from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
+
+_runtime.install()
+
+__all__ = [
+    "AddExtraInput",
+    "BasicLinear",
+    "BasicOperation",
+    "Bias",
+    "ConstantScale",
+    "Dropout",
+    "FusedOperation",
+    "FusibleOperation",
+    "FusionHandle",
+    "GEGLU",
+    "GELU",
+    "Identity",
+    "LayerNorm",
+    "Linear",
+    "MakeExtraOutput",
+    "OperationContext",
+    "Quantize",
+    "RMSNorm",
+    "ReLU",
+    "Reshape",
+    "Sequential",
+    "SiLU",
+    "SwiGLU",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]

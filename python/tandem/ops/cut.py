@@ -1,0 +1,83 @@
+"""Parts of a run that is cut around units with hooks. What a channel carried from part to part becomes an argument and a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem.ops.run import Kwargs, OpRun
+
+if TYPE_CHECKING:
+    from tandem.ops.op import FusibleOperation
+
+
+@dataclass
+class Part:
+    """Consecutive units: a pipeline of their own, or one unit that is called as a module."""
+
+    run: OpRun | None
+    unit: FusibleOperation | None
+    bindings: tuple | None  # None where the unit has no extra inputs or outputs
+    first: int  # of its basic ops
+    count: int
+    inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
+    outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result, and whether the caller gets it
+
+    def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Any:
+        own = {i - self.first: k for i, k in (kwargs or {}).items() if self.first <= i < self.first + self.count}
+        if self.run is not None:
+            outputs = self.run(x, extra, training, own or None)
+        else:
+            named: dict[str, Any] = {} if self.bindings is None else {"_bindings": self.bindings}
+            if own and self.unit.is_fused_op:
+                named["basic_op_kwargs"] = [own.get(i, {}) for i in range(self.count)]
+            elif own:
+                named.update(own[0])
+            outputs = self.unit(x, *extra, **named)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def parts_of(run: OpRun, hooked: tuple[int, ...]) -> list[Part]:
+    """The parts of `run`, whose units at the positions `hooked` stand alone."""
+    groups: list[list[int]] = []
+    for index in range(len(run.units)):
+        if index in hooked or not groups or groups[-1][-1] in hooked:
+            groups.append([])
+        groups[-1].append(index)
+    readers: dict[str, list[int]] = {}
+    for index, (inputs, _) in enumerate(run.bindings):
+        for channel in inputs:
+            if channel is not None:
+                readers.setdefault(channel, []).append(index)
+    parts, first = [], 0
+    for group in groups:
+        units = [run.units[index] for index in group]
+        count = sum(len(unit.flat_ops()) for unit in units)
+        parts.append(_part(run, units, group[0] in hooked, first, count, readers))
+        first += count
+    return parts
+
+
+def _part(
+    run: OpRun, units: Sequence[FusibleOperation], alone: bool, first: int, count: int, readers: dict[str, list[int]]
+) -> Part:
+    inside = range(first, first + count)
+    own = {channel for index in inside for channel, _ in run.bindings[index][1] if channel is not None}
+    bindings, arguments, results = [], [], []
+    for index in inside:
+        inputs, outputs = run.bindings[index]
+        arguments += [channel for channel in inputs if channel not in own]
+        here = []
+        for channel, to_caller in outputs:
+            is_read_outside = any(reader not in inside for reader in readers.get(channel, ()))
+            if to_caller or is_read_outside:
+                results.append((channel, to_caller))
+            here.append((channel, to_caller or is_read_outside))
+        bindings.append((tuple(channel if channel in own else None for channel in inputs), tuple(here)))
+    has_extras = any(inputs or outputs for inputs, outputs in bindings)
+    bound = tuple(bindings) if has_extras else None
+    part_run = None if alone else OpRun(units, tuple(bindings), run.required)
+    return Part(part_run, units[0] if alone else None, bound, first, count, tuple(arguments), tuple(results))

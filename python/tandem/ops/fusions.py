@@ -1,0 +1,209 @@
+"""Fusions that users register as functions over lists of ops."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import Self
+
+from tandem import _C
+from tandem.ops import python_op
+from tandem.ops.changes import structure
+
+if TYPE_CHECKING:
+    from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
+
+FusionFunction = Callable[..., "list[FusibleOperation]"]
+
+_PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
+_functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
+_numbers = itertools.count()
+
+
+class FusionHandle:
+    """A registered fusion. `remove()`, or the end of a `with` block, takes it out; what was planned is planned again."""
+
+    def __init__(self, pass_name: str, function: FusionFunction) -> None:
+        self._pass_name, self._function, self._is_registered = pass_name, function, True
+
+    def remove(self) -> None:
+        """Takes the fusion out. Does nothing the second time."""
+        if not self._is_registered:
+            return
+        self._is_registered = False
+        _functions[self._pass_name].remove(self._function)
+        _changed(-1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
+    """Registers a fusion of forward.
+
+    `func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
+    list with `FusedOperation` objects in place of the runs that they replace.
+    """
+    return _register("forward", func, prepend)
+
+
+def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
+    """Registers a fusion of backward. As `register_forward_fusion`."""
+    return _register("backward", func, prepend)
+
+
+def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
+    """Registers a fusion of both directions, which may save what it likes in between. As `register_forward_fusion`."""
+    return _register("joint", func, prepend)
+
+
+def name_of(function: FusionFunction) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
+
+
+def _register(pass_name: str, function: FusionFunction, prepend: bool) -> FusionHandle:
+    register = f"register_{_PASSES[pass_name]}_fusion"
+    if not callable(function):
+        raise TypeError(f"{register}: expected a function over the op list, got {type(function).__name__}. Pass func(ops, *, recipe).")
+    if function in _functions[pass_name]:
+        raise ValueError(f"{register}: expected a new function, got {name_of(function)}, which is registered. Remove its handle first.")
+    _functions[pass_name].insert(0 if prepend else len(_functions[pass_name]), function)
+    _changed(1)
+    return FusionHandle(pass_name, function)
+
+
+def _changed(count: int) -> None:
+    python_op.count_fusions(count)
+    _C.bump_fusions_version()
+    structure.change()
+
+
+class Fused:
+    """A fused op that a plan refers to by its key. The basic ops hold it; where they are gone, a copy without parameters stands in."""
+
+    def __init__(self, op: FusedOperation, pass_name: str, name: str) -> None:
+        from tandem._runtime import _ghost
+
+        self.pass_name, self.name = pass_name, name
+        self._op = weakref.ref(op)
+        self._ghost = copy.copy(op)
+        self._ghost.__dict__["_modules"] = {**op._modules}
+        ghosts = torch.nn.ModuleList()
+        for index, basic in enumerate(op.flat_ops()):
+            ghosts._modules[str(index)] = _ghost(basic)
+        self._ghost._modules["basic_ops"] = ghosts
+
+    def get(self) -> tuple[FusedOperation, Sequence[BasicOperation]]:
+        op = self._op()
+        op = op if op is not None else self._ghost
+        return op, op.flat_ops()
+
+
+_fused: dict[str, Fused] = {}
+
+
+def fused_op(key: str) -> Fused | None:
+    return _fused.get(key)
+
+
+def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What a fused forward saved on the context of an op of the library, as the values that the op's own backward reads."""
+    if len(saved) != len(basic._context):
+        raise ValueError(
+            f"{fused.name}: expected {len(basic._context)} saved tensors on the context of {basic._get_name()} "
+            f"({', '.join(basic._context) or 'none'}), got {len(saved)}. Save what its own forward saves."
+        )
+    return list(saved)
+
+
+def groups(pass_name: str, instances: Sequence[str], quantized: bool) -> list[tuple[int, int, str, str]]:
+    """Asks the functions of a pass: (first op, last op, key, name of the function) of each fused op that they return."""
+    if not _functions[pass_name]:
+        return []
+    ops = [python_op.instance(name) for name in instances]
+    if any(op is None for op in ops):
+        return []
+    current: list[Any] = list(ops)
+    made_by: dict[int, str] = {}
+    for function in _functions[pass_name]:
+        current = _call(function, pass_name, current, ops, quantized)
+        for op in current:
+            if op.is_fused_op:
+                made_by.setdefault(id(op), name_of(function))
+    found, first = [], 0
+    for op in current:
+        count = len(op.flat_ops())
+        if op.is_fused_op:
+            found.append((first, first + count - 1, _keep(op, pass_name, made_by[id(op)]), made_by[id(op)]))
+        first += count
+    return found
+
+
+def _recipe(quantized: bool) -> Any:
+    from tandem._autocast import current_recipe
+
+    return current_recipe() if quantized else None
+
+
+def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], quantized: bool) -> list[Any]:
+    name = name_of(function)
+    try:
+        returned = function(list(current), recipe=_recipe(quantized))
+    except Exception as error:
+        raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
+    from tandem.ops.op import FusibleOperation
+
+    if not isinstance(returned, list | tuple) or not all(isinstance(op, FusibleOperation) for op in returned):
+        kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
+        raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
+    covered = [basic for op in returned for basic in op.flat_ops()]
+    if [id(op) for op in covered] != [id(op) for op in ops]:
+        raise ValueError(
+            f"{name}: expected ops that cover {[op._get_name() for op in ops]} once and in order, got "
+            f"{[op._get_name() for op in covered]}. Return every op of the list, alone or in one fused op."
+        )
+    for op in returned:
+        if op.is_fused_op:
+            _check_directions(op, pass_name, name)
+    return list(returned)
+
+
+def _check_directions(op: FusedOperation, pass_name: str, name: str) -> None:
+    from tandem.ops.op import FusibleOperation
+
+    if pass_name in ("joint", "forward") and op._forward_prefix != "fuser":
+        raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
+    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusibleOperation.fuser_backward:
+        raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")
+    for basic in op.flat_ops():
+        if pass_name != "joint" and basic.is_python_op:
+            raise TypeError(
+                f"{name}: expected ops of the library in {op._get_name()}, got {basic._get_name()}, written in Python, whose saved state only "
+                "it knows. Use register_forward_backward_fusion."
+            )
+
+
+def _keep(op: FusedOperation, pass_name: str, name: str) -> str:
+    key = f"{op._get_name()}@{next(_numbers)}"
+    _fused[key] = Fused(op, pass_name, name)
+    op.flat_ops()[0].__dict__.setdefault("_fused_ops", []).append(op)  # alive as long as the op
+    return key
+
+
+__all__ = [
+    "FusionHandle",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]

@@ -1,0 +1,144 @@
+"""Products with a weight: `Linear`, and the basic ops that it stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from tandem.ops.arguments import at_default, positive
+from tandem.ops.checkpoint import rename
+from tandem.ops.op import BasicOperation, FusedOperation, _drop_extra_state
+
+
+class BasicLinear(BasicOperation):
+    """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
+
+    _kind = "basic_linear"
+    _parameter_names = ("weight",)
+    _context = ("x", "weight")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
+        at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options)
+        at_default("BasicLinear", False, sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)
+        self.in_features = positive("BasicLinear", "in_features", in_features)
+        self.out_features = positive("BasicLinear", "out_features", out_features)
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws `weight` from U(-1/sqrt(in_features), 1/sqrt(in_features))."""
+        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Bias(BasicOperation):
+    """y = x + bias, over the last dimension."""
+
+    _kind = "bias"
+    _parameter_names = ("bias",)
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        at_default("Bias", False, tensor_parallel=tensor_parallel)
+        at_default("Bias", tensor_parallel_group=tensor_parallel_group)
+        self.size = positive("Bias", "size", size)
+        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets `bias` to zero."""
+        torch.nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
+
+
+class Linear(FusedOperation):
+    """y = x weight^T + bias: `BasicLinear`, then `Bias`.
+
+    The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
+    `basic_ops` are views of it for fusion functions: they own nothing.
+    """
+
+    _TE_NAMES: ClassVar[dict[str, str]] = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        at_default("Linear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
+        at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
+        at_default("Linear", False, sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)
+        parts: list[BasicOperation] = [BasicLinear(in_features, out_features, device=device, dtype=dtype)]
+        if bias:
+            parts.append(Bias(out_features, device=device, dtype=dtype))
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = parts[0].weight
+        self.register_parameter("bias", parts[1].bias if bias else None)
+        for part in parts:
+            part.__dict__["_parameters"] = self._parameters
+            part.__dict__["_owner"] = self
+        self.__dict__["basic_ops"] = tuple(parts)
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        return self.basic_ops
+
+    def reset_parameters(self) -> None:
+        """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
+        for part in self.basic_ops:
+            part.reset_parameters()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name == "bias" and param is not None and len(self.__dict__.get("basic_ops", (0, 0))) == 1:
+            raise ValueError(
+                "Linear: expected no bias, as it was built with bias=False, got a parameter. Build it with bias=True."
+            )
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        rename(state_dict, prefix, self._TE_NAMES)
+        for index in range(2):
+            _drop_extra_state(state_dict, f"{prefix}basic_ops.{index}._extra_state")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,63 @@
+"""Norms over the last dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tandem.ops.arguments import at_default, hidden_size
+from tandem.ops.op import BasicOperation
+
+
+class _Norm(BasicOperation):
+    _option_names = ("eps", "zero_centered_gamma")
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        at_default(name, 0, sm_margin=sm_margin)
+        hidden = hidden_size(name, normalized_shape)
+        self.eps = float(eps)
+        if not self.eps >= 0:
+            raise ValueError(f"{name}: expected eps >= 0, got {eps}. Pass a small positive number such as 1e-5.")
+        self.zero_centered_gamma = bool(zero_centered_gamma)
+        for parameter in self._parameter_names:
+            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters so that the norm neither scales nor shifts."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if "bias" in self._parameter_names:
+            torch.nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with `zero_centered_gamma`."""
+
+    _kind = "rms_norm"
+    _parameter_names = ("weight",)
+    _context = ("x", "inv_rms")
+    _context_results = ("inv_rms",)
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias; with `zero_centered_gamma` the factor is 1 + weight."""
+
+    _kind = "layer_norm"
+    _parameter_names = ("weight", "bias")
+    _context = ("x", "mean", "inv_std")
+    _context_results = ("mean", "inv_std")

@@ -1,0 +1,268 @@
+"""Base classes of operations that a pipeline may fuse."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from tandem.ops.channels import ChannelsMixin
+from tandem.ops.context import OperationContext
+from tandem.ops.run import OpRun, Outputs
+from tandem.ops.changes import structure
+from tandem.ops.styles import PREFIXES, call_accepting, style_of
+
+_EXTRA_STATE = "_extra_state"
+_instances = itertools.count(1)
+
+
+class FusibleOperation(torch.nn.Module):
+    """An operation that a `Sequential` may run in one pipeline with its neighbours."""
+
+    _styles: ClassVar[Mapping[str, str]] = {}
+    _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_instance", "_fused_ops")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:
+            return  # the base classes name all methods
+        styles = {prefix: style for prefix in PREFIXES if (style := style_of(cls, prefix)) is not None}
+        cls._styles = {**cls._styles, **styles}
+        if styles:
+            cls._forward_prefix = "fuser" if "fuser" in styles else "op"
+        for prefix, style in styles.items():
+            if style == "split":  # the composed form replaces a base's one-piece form
+                setattr(cls, f"{prefix}_forward", getattr(_Composed, f"{prefix}_forward"))
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this stands for several basic ops."""
+        raise NotImplementedError
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        """The basic ops that this stands for, in order."""
+        raise NotImplementedError
+
+    @property
+    def _holder(self) -> torch.nn.Module:
+        """The module that owns the parameters."""
+        return self.__dict__.get("_owner", self)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor | None, ...]],
+        prev_op_grad_output_quantizer: None = None,
+        next_op_input_quantizer: None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """Runs the covered ops: the output, and the extra outputs of each. All lists have one entry per covered op."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_compute and "
+            "fuser_forward_save_ctx."
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
+        """The gradient of the input, those of the parameters of each covered op, those of its extra inputs."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward."
+        )
+
+    def _run_alone(self, bindings: tuple | None) -> OpRun:
+        """The pipeline of this alone, made once."""
+        runs = self.__dict__.setdefault("_alone", {})
+        if bindings not in runs:
+            units = self.flat_ops() if self.is_fused_op else (self,)
+            runs[bindings] = OpRun(units, bindings, owner=self)
+        return runs[bindings]
+
+    @torch._dynamo.assume_constant_result
+    def _prepare(self, bindings: tuple | None) -> bool:
+        self._run_alone(bindings).prepare()
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        _drop_extra_state(state_dict, prefix + _EXTRA_STATE)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class BasicOperation(ChannelsMixin, FusibleOperation):
+    """One operation. Subclasses written in Python define a forward in one of two styles (see `tandem.ops.styles`) and `op_backward`.
+
+    What a subclass computes with, besides tensors, should be plain attributes (numbers, texts, tuples of them); `fuser_options` names
+    them where others are set too. Compiled code of two ops is shared exactly if their source and these attributes are equal.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    fuser_options: ClassVar[Sequence[str] | None] = None
+
+    _kind: ClassVar[str] = ""  # name in the library
+    _option_names: ClassVar[tuple[str, ...]] = ()
+    _parameter_names: ClassVar[tuple[str, ...]] = ()
+    _context: ClassVar[tuple[str, ...]] = ()  # what `saved_tensors` holds
+    _context_results: ClassVar[tuple[str, ...]] = ()  # those of them that forward computes
+    _depends_on_training: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._option_names and self.__dict__.get("_extra_tensor_channels_locked"):
+            structure.change()
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_extra_tensor_channels_locked"] = False  # a copy is not captured yet
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    @property
+    def is_python_op(self) -> bool:
+        """Whether the forward is written in Python."""
+        return self._forward_prefix is not None
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        return (self,)
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _bindings: tuple | None = None, **kwargs: Any) -> Outputs:
+        """Runs the op alone. `kwargs` go to a forward that is written in Python."""
+        if torch.compiler.is_compiling():
+            self._prepare(_bindings)
+        return self._run_alone(_bindings)(input, extra_inputs, self.training, {0: kwargs} if kwargs else None)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: None = None,
+        next_op_input_quantizer: None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The one-piece forward: computes, and saves on `ctx` what `op_backward` reads."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and "
+            "op_forward_save_ctx; an op of the library is called as op(x)."
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """The gradient of the input, and those of the parameters in the order of `parameters()`."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define op_backward, or fuser_backward."
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._option_names}
+
+    def parameter_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Module and name of each parameter, in the order in which gradients are returned."""
+        if not self.is_python_op:
+            yield from ((self._holder, name) for name in self._parameter_names)
+            return
+        seen: set[int] = set()
+        for module in self.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    yield module, name
+
+    @property
+    def instance_id(self) -> str:
+        """A text that no other op of this process has."""
+        if "_instance" not in self.__dict__:
+            self.__dict__["_instance"] = f"{type(self).__qualname__}@{next(_instances)}"
+        return self.__dict__["_instance"]
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for several basic ops. Fusion functions return these; it holds no state of its own.
+
+    A forward (`fuser_forward`, or `fuser_forward_compute` and `fuser_forward_save_ctx`) and `fuser_backward` may be missing independently,
+    according to the pass that it is registered for.
+    """
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if len(self.basic_ops) == 0:
+            raise ValueError(
+                f"{type(self).__qualname__}: expected at least one basic op, got none. Pass the ops that it stands for."
+            )
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        _bindings: tuple | None = None,
+    ) -> Outputs:
+        """Runs the basic ops in a pipeline of their own, in which they may fuse."""
+        if torch.compiler.is_compiling():
+            self._prepare(_bindings)
+        kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
+        return self._run_alone(_bindings)(input, extra_inputs, self.training, kwargs or None)
+
+
+class _Composed:
+    """One-piece forwards of classes that are written in the split style."""
+
+    def op_forward(
+        self: Any,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: None = None,
+        next_op_input_quantizer: None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`op_forward_compute`, then `op_forward_save_ctx`."""
+        quantizers = {
+            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": next_op_input_quantizer,
+        }
+        output, tensors = call_accepting(self.op_forward_compute, input_, optional=quantizers, **kwargs)
+        call_accepting(self.op_forward_save_ctx, ctx, input_, tensors, optional={**quantizers, **kwargs})
+        return output
+
+    def fuser_forward(self: Any, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, **kwargs: Any) -> Any:
+        """`fuser_forward_compute`, then `fuser_forward_save_ctx`."""
+        output, extra_outputs, tensors = call_accepting(self.fuser_forward_compute, input_, optional=kwargs)
+        call_accepting(self.fuser_forward_save_ctx, basic_op_ctxs, input_, tensors, optional=kwargs)
+        return output, extra_outputs
+
+
+def _drop_extra_state(state_dict: dict[str, Any], key: str) -> None:
+    """Takes TransformerEngine's quantization state out of a state dict; it is never read, as it would have to be unpickled."""
+    from tandem.ops.checkpoint import warn_about_extra_state
+
+    state = state_dict.pop(key, None)
+    if isinstance(state, torch.Tensor) and state.numel() != 0 or state is not None and not isinstance(state, torch.Tensor):
+        warn_about_extra_state(key)

@@ -1,0 +1,248 @@
+"""The container: a list of modules whose runs of fusible ops are pipelines."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, overload
+
+import torch
+from torch.compiler import is_compiling
+from typing_extensions import Self
+
+from tandem.ops.op import FusibleOperation
+from tandem.ops.reporting import ReportingMixin
+from tandem.ops.run import OpRun, Outputs
+from tandem.ops.changes import structure
+
+
+class Sequential(ReportingMixin, torch.nn.Module):
+    """Runs modules one after another. Consecutive fusible operations are planned as one pipeline; other modules stand between pipelines.
+
+    Extra inputs follow the input, in order of the ops that take them; extra outputs follow the output, in order of the ops that make them.
+    """
+
+    def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self._required: tuple[str, ...] = ()
+        self._forget()
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(args)
+
+    # The list.
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        self._forget()
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module) or name in self.__dict__.get("_modules", ()):
+            self._forget()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._forget()
+        super().__delattr__(name)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequential: ...
+    def __getitem__(self, index: int | slice) -> torch.nn.Module:
+        """The module at a position; for a slice a new container that shares the modules."""
+        if isinstance(index, slice):
+            return type(self)(dict(list(self._modules.items())[index]))
+        return self._modules[self._name_at(index)]
+
+    def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+        if not isinstance(index, slice):
+            setattr(self, self._name_at(index), _checked(module))
+            return
+        modules = [_checked(item) for item in module]
+        names = list(self._modules)[index]
+        if len(names) == len(modules):
+            for name, item in zip(names, modules, strict=True):
+                setattr(self, name, item)
+            return
+        replaced = list(self._modules.values())
+        replaced[index] = modules  # the error of a list where an extended slice does not fit
+        self._replace_all(replaced)
+
+    def __delitem__(self, index: int | slice) -> None:
+        names = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
+        for name in names:
+            delattr(self, name)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules.values())
+
+    def __add__(self, other: Iterable[torch.nn.Module]) -> Sequential:
+        if not isinstance(other, Iterable):
+            return NotImplemented
+        return type(self)(*self, *other)
+
+    def __iadd__(self, other: Iterable[torch.nn.Module]) -> Self:
+        return self.extend(other)
+
+    def append(self, module: torch.nn.Module) -> Self:
+        """Adds a module at the end."""
+        numbers = [int(name) for name in self._modules if name.isdigit()]
+        self.add_module(str(max(numbers, default=-1) + 1), _checked(module))
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Self:
+        """Adds modules at the end."""
+        for module in list(modules):
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Self:
+        """Adds a module before a position; modules get the names 0, 1, 2, ... again."""
+        modules = list(self)
+        modules.insert(index, _checked(module))
+        self._replace_all(modules)
+        return self
+
+    def pop(self, index: int | slice = -1) -> torch.nn.Module:
+        """Removes and returns a module, or those of a slice."""
+        module = self[index]
+        del self[index]
+        return module
+
+    def _replace_all(self, modules: list[torch.nn.Module]) -> None:
+        self._forget()
+        self._modules.clear()
+        for position, module in enumerate(modules):
+            self._modules[str(position)] = module
+
+    def _name_at(self, index: int) -> str:
+        position = operator.index(index)
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"Sequential: expected an index in [{-len(self)}, {len(self)}), got {position}. It has {len(self)} modules.")
+        return list(self._modules)[position]
+
+    # The call.
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        op_kwargs: Mapping[FusibleOperation | int, Mapping[str, Any]] | None = None,
+    ) -> Outputs:
+        """The output, followed by the extra outputs if there are any.
+
+        `op_kwargs`: arguments for the forward of ops that are written in Python, by op or by position here.
+        """
+        if not is_compiling():
+            pipeline = self._pipeline
+            if pipeline is not None and self._token is structure.token and not extra_inputs and op_kwargs is None:
+                outputs = pipeline(input, self.training)
+                if outputs is not None:
+                    return outputs
+            elif self._token is not structure.token:
+                self._prepare()
+        else:
+            self._prepare()
+        runs = self._runs
+        if len(runs) == 1 and op_kwargs is None:
+            run = runs[0]
+            if isinstance(run, OpRun):
+                return run(input, extra_inputs, self.training)
+        return self._walk(input, extra_inputs, op_kwargs)
+
+    def _walk(self, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
+        kwargs = self._kwargs_by_run(op_kwargs) if op_kwargs else {}
+        results: list[torch.Tensor] = []
+        for position, run in enumerate(self._runs):
+            if not isinstance(run, OpRun):
+                x = run(x)
+                continue
+            given, extra = extra[: run.num_extra_inputs], extra[run.num_extra_inputs :]
+            outputs = run(x, given, self.training, kwargs.get(position))
+            if isinstance(outputs, tuple):
+                x = outputs[0]
+                results.extend(outputs[1:])
+            else:
+                x = outputs
+        if extra:
+            expected = sum(run.num_extra_inputs for run in self._runs if isinstance(run, OpRun))
+            raise ValueError(
+                f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
+                "the last."
+            )
+        return (x, *results) if results else x
+
+    def _kwargs_by_run(self, op_kwargs: Mapping[Any, Any]) -> dict[int, dict[int, Mapping[str, Any]]]:
+        modules = list(self)
+        wanted = {}
+        for key, kwargs in op_kwargs.items():
+            op = self[key] if isinstance(key, int) else key
+            if not any(op is module for module in modules):
+                raise ValueError(f"op_kwargs: expected ops of this Sequential or their positions, got {_shown(key)}. Use one of its ops as key.")
+            if not isinstance(op, FusibleOperation) or op.is_fused_op or not op.is_python_op:
+                raise ValueError(f"op_kwargs: expected basic ops written in Python, got {_shown(op)}. Other ops take no arguments per call.")
+            wanted[id(op)] = kwargs
+        found: dict[int, dict[int, Mapping[str, Any]]] = {}
+        for position, run in enumerate(self._runs):
+            if isinstance(run, OpRun):
+                own = {index: wanted[id(op)] for index, op in enumerate(run.basic_ops) if id(op) in wanted}
+                if own:
+                    found[position] = own
+        return found
+
+    # What is made of the list.
+
+    def _forget(self) -> None:
+        self.__dict__["_runs"] = None
+        self.__dict__["_pipeline"] = None
+        self.__dict__["_token"] = ""
+
+    @torch._dynamo.assume_constant_result
+    def _prepare(self) -> bool:
+        """Makes the pipelines of the list as it is now. Tracing calls it, and guards what it leaves in `_runs`."""
+        if self._token == structure.token:
+            return True
+        runs = self.__dict__["_runs"]
+        if runs is None:
+            runs = self._make_runs()
+        for run in runs:
+            if isinstance(run, OpRun):
+                run.prepare()
+        is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
+        self.__dict__["_pipeline"] = runs[0].plain_pipeline() if is_simple else None
+        self.__dict__["_runs"] = runs
+        self.__dict__["_token"] = structure.token
+        return True
+
+    def _make_runs(self) -> list[OpRun | torch.nn.Module]:
+        runs: list[OpRun | torch.nn.Module] = []
+        units: list[FusibleOperation] = []
+        for module in [*self._modules.values(), None]:
+            if isinstance(module, FusibleOperation):
+                units.append(module)
+                continue
+            if units:
+                runs.append(OpRun(units, None, self._required))
+                units = []
+            if module is not None:
+                runs.append(module)
+        return runs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": None, "_pipeline": None, "_token": ""}
+
+
+def _checked(module: Any) -> torch.nn.Module:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"Sequential: expected modules, got {type(module).__name__}. Pass operations or other torch.nn.Module objects.")
+    return module
+
+
+def _shown(key: Any) -> str:
+    return type(key).__name__ if isinstance(key, torch.nn.Module) else repr(key)

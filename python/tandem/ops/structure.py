@@ -1,0 +1,110 @@
+"""Ops that move, copy, scale, drop or round values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tandem.ops.op import BasicOperation
+
+
+class Identity(BasicOperation):
+    """y = x."""
+
+    _kind = "identity"
+
+
+class Reshape(BasicOperation):
+    """y = x.reshape(shape); one size may be -1."""
+
+    _kind = "reshape"
+    _option_names = ("shape",)
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(int(size) for size in shape)
+        if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
+            raise ValueError(f"Reshape: expected sizes >= 0 and at most one -1, got {self.shape}. One size can be inferred.")
+
+    def extra_repr(self) -> str:
+        return f"shape={self.shape}"
+
+
+class ConstantScale(BasicOperation):
+    """y = x scale."""
+
+    _kind = "constant_scale"
+    _option_names = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def _options(self) -> dict[str, Any]:
+        return {"factor": self.scale}
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+class Dropout(BasicOperation):
+    """In training zero with probability p, else x / (1 - p); y = x in evaluation. Its own `training` flag counts."""
+
+    _kind = "dropout"
+    _option_names = ("p",)
+    _depends_on_training = True
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = float(p)
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"Dropout: expected a probability p in [0, 1], got {p}. p is the share that becomes zero.")
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Quantize(BasicOperation):
+    """Under a recipe, x rounded to the format of inputs (`forward`), the gradient to that of gradients (`backward`)."""
+
+    _kind = "quantize"
+    _option_names = ("quantize_forward", "quantize_backward")
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self.quantize_forward = bool(forward)
+        self.quantize_backward = bool(backward)
+
+    def _options(self) -> dict[str, Any]:
+        return {"forward": self.quantize_forward, "backward": self.quantize_backward}
+
+    def extra_repr(self) -> str:
+        return f"forward={self.quantize_forward}, backward={self.quantize_backward}"
+
+
+class AddExtraInput(BasicOperation):
+    """y = x + extra. `in_place` writes the sum into the extra input."""
+
+    _kind = "add_extra_input"
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = bool(in_place)
+
+    def extra_repr(self) -> str:
+        return f"in_place={self.in_place}"
+
+
+class MakeExtraOutput(BasicOperation):
+    """y = x, and x is an extra output. `in_place` permits adding gradients in memory that is dead afterwards."""
+
+    _kind = "make_extra_output"
+    num_extra_outputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = bool(in_place)
+
+    def extra_repr(self) -> str:
+        return f"in_place={self.in_place}"

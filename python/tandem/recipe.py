@@ -1,0 +1,72 @@
+"""Recipes: the choice of low-precision format and scaling, as frozen values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Float8CurrentScaling", "Format", "Recipe"]
+
+
+class Format(enum.Enum):
+    """FP8 formats of the operands of a product: E4M3 everywhere, or, HYBRID, E5M2 for gradients."""
+
+    E4M3 = "E4M3"
+    HYBRID = "HYBRID"
+
+
+class Recipe:
+    """Base of all recipes."""
+
+    def to_json(self) -> str:
+        """The recipe as canonical JSON: what descriptions of pipelines hold."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one scale per tensor, from the largest magnitude of the tensor as it is.
+
+    scale = FP8 maximum / max(amax, epsilon), rounded down to a power of two with `use_power_2_scales`.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    amax_epsilon_input: float = 0.0
+    amax_epsilon_weight: float = 0.0
+    amax_epsilon_grad_output: float = 0.0
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise ValueError(
+                f"Float8CurrentScaling: expected fp8_format to be Format.HYBRID or Format.E4M3, got {self.fp8_format!r}. "
+                "Take it from tandem.recipe.Format."
+            )
+        if type(self.use_power_2_scales) is not bool:
+            raise ValueError(
+                f"Float8CurrentScaling: expected use_power_2_scales to be True or False, got {self.use_power_2_scales!r}. "
+                "Pass a bool."
+            )
+        for name in ("amax_epsilon_input", "amax_epsilon_weight", "amax_epsilon_grad_output"):
+            epsilon = getattr(self, name)
+            if not 0 <= epsilon < float("inf"):
+                raise ValueError(
+                    f"Float8CurrentScaling: expected {name} to be finite and at least 0, got {epsilon!r}. It is the least amax."
+                )
+        for name, default in (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None)):
+            if getattr(self, name) != default:
+                raise NotImplementedError(
+                    f"Float8CurrentScaling: expected {name}={default}, got {getattr(self, name)!r}. "
+                    "This version knows the default only."
+                )
+
+    def to_json(self) -> str:  # formatted by hand, as Dynamo traces it
+        epsilons = f"[{float(self.amax_epsilon_input)},{float(self.amax_epsilon_weight)},{float(self.amax_epsilon_grad_output)}]"
+        power_2 = "true" if self.use_power_2_scales else "false"
+        return (
+            f'{{"amax_epsilon":{epsilons},"fp8_format":"{self.fp8_format.value}",'
+            f'"name":"Float8CurrentScaling","use_power_2_scales":{power_2}}}'
+        )

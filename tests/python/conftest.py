@@ -1,0 +1,20 @@
+"""What the tests of the Python package share."""
+
+import pytest
+import torch
+
+import tandem
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    torch.manual_seed(20240)
+    yield
+    assert tandem._C.active_recipe() is None, "a test left an autocast region open"
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

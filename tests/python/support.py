@@ -1,0 +1,107 @@
+"""References and comparisons for the tests of the Python package."""
+
+import torch
+import torch.nn.functional as F
+
+import tandem.ops as ops
+
+# Largest distance from the float64 result, relative to its largest element: a few roundings of the dtype.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def gated(function):
+    def apply(x):
+        a, b = x.chunk(2, -1)
+        return function(a) * b
+
+    return apply
+
+
+def tanh_gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+# Op with 8 input features, and what it computes of the input and its parameters.
+OPS = {
+    "Linear": (lambda **k: ops.Linear(8, 6, **k), F.linear),
+    "Linear without bias": (lambda **k: ops.Linear(8, 6, bias=False, **k), F.linear),
+    "BasicLinear": (lambda **k: ops.BasicLinear(8, 6, **k), F.linear),
+    "Bias": (lambda **k: ops.Bias(8, **k), lambda x, bias: x + bias),
+    "RMSNorm": (
+        lambda **k: ops.RMSNorm(8, **k),
+        lambda x, w: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w,
+    ),
+    "RMSNorm zero-centered": (
+        lambda **k: ops.RMSNorm(8, eps=1e-3, zero_centered_gamma=True, **k),
+        lambda x, w: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-3) * (1 + w),
+    ),
+    "LayerNorm": (lambda **k: ops.LayerNorm(8, **k), lambda x, w, b: F.layer_norm(x, (8,), w, b)),
+    "LayerNorm zero-centered": (
+        lambda **k: ops.LayerNorm(8, zero_centered_gamma=True, **k),
+        lambda x, w, b: F.layer_norm(x, (8,), 1 + w, b),
+    ),
+    "GELU": (lambda **_: ops.GELU(), tanh_gelu),
+    "SiLU": (lambda **_: ops.SiLU(), F.silu),
+    "ReLU": (lambda **_: ops.ReLU(), F.relu),
+    "SwiGLU": (lambda **_: ops.SwiGLU(), gated(F.silu)),
+    "GEGLU": (lambda **_: ops.GEGLU(), gated(tanh_gelu)),
+    "Identity": (lambda **_: ops.Identity(), lambda x: x * 1),
+    "Quantize": (lambda **_: ops.Quantize(), lambda x: x * 1),
+    "ConstantScale": (lambda **_: ops.ConstantScale(-1.5), lambda x: x * -1.5),
+    "Reshape": (lambda **_: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
+    "Dropout 0": (lambda **_: ops.Dropout(0.0), lambda x: x * 1),
+    "Dropout 1": (lambda **_: ops.Dropout(1.0), lambda x: x * 0),
+}
+
+
+def randomize(module):
+    """Parameters that are neither zero nor one."""
+    with torch.no_grad():
+        for param in module.parameters():
+            param.normal_()
+    return module
+
+
+def close(actual, expected, dtype=None):
+    """Asserts that `actual` is as near to the float64 `expected` as its dtype allows."""
+    dtype = dtype or actual.dtype
+    assert actual.shape == expected.shape
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    bound = TOLERANCES[dtype] * max(scale, 1.0)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=bound, equal_nan=True)
+
+
+def double_leaves(tensors):
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def check_against(module, reference, x):
+    """Output and all gradients of `module` against `reference` of float64 copies of x and the parameters."""
+    params = list(module.parameters())
+    x64, *params64 = double_leaves([x, *params])
+    y, y64 = module(x), reference(x64, *params64)
+    close(y, y64)
+    grad = torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
+    asked = [t for t in (x, *params) if t.requires_grad]
+    asked64 = [t for t in (x64, *params64) if t.requires_grad]
+    if not asked:
+        assert not y.requires_grad
+        return
+    grads = torch.autograd.grad(y, asked, grad)
+    for actual, expected in zip(grads, torch.autograd.grad(y64, asked64, grad.double()), strict=True):
+        assert actual.dtype == y.dtype or actual.dtype in [t.dtype for t in asked]
+        close(actual, expected)
+
+
+def llama_mlp(hidden=16, inner=24, **kwargs):
+    return ops.Sequential(
+        ops.RMSNorm(hidden, **kwargs),
+        ops.Linear(hidden, 2 * inner, bias=False, **kwargs),
+        ops.SwiGLU(),
+        ops.Linear(inner, hidden, bias=False, **kwargs),
+    )
+
+
+def llama_mlp_reference(x, norm, up, down):
+    h = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norm
+    return F.linear(gated(F.silu)(F.linear(h, up)), down)

@@ -1,0 +1,311 @@
+"""The pipeline as an autograd node: flags, versions, hooks, lifetimes."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import check_against, llama_mlp, llama_mlp_reference, randomize
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tandem
+import tandem.ops as ops
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_no_flag_is_touched(mode):
+    box = ops.Sequential(ops.Identity(), ops.MakeExtraOutput(), ops.Linear(4, 4), ops.GELU())
+    leaf = torch.randn(2, 4, requires_grad=True)
+    x = leaf * 1
+    with mode():
+        y, extra = box(x)
+        assert not y.requires_grad and y.grad_fn is None
+        assert box[0](x) is x and extra is x
+    assert x.requires_grad and x.grad_fn is not None and not x.is_leaf
+    with torch.inference_mode():
+        inside = torch.randn(2, 4)
+        assert box(inside)[0].is_inference()
+
+
+def test_outputs_require_grad_only_from_the_first_op_that_needs_it():
+    box = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(4, 4), ops.MakeExtraOutput())
+    y, before, after = box(torch.randn(2, 4))
+    assert y.requires_grad and after.requires_grad and not before.requires_grad
+    box.requires_grad_(False)
+    assert not any(t.requires_grad for t in box(torch.randn(2, 4)))
+
+
+def test_with_grad_outputs_are_new_objects():
+    x = torch.randn(3, requires_grad=True)
+    y = ops.Identity()(x)
+    assert y is not x and y.data_ptr() == x.data_ptr() and x.is_leaf and x.grad_fn is None
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+def test_retain_graph_and_a_graph_that_was_used():
+    box, x = randomize(llama_mlp()), torch.randn(3, 16, requires_grad=True)
+    y = box(x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
+    with pytest.raises(RuntimeError, match="expected a graph that still holds its saved tensors, got one already used by backward"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_gradients_are_right_to_the_last_digit_of_float64():
+    box = randomize(llama_mlp(dtype=torch.float64))
+    box.insert(1, ops.MakeExtraOutput())
+    box.append(ops.AddExtraInput())
+    box.append(ops.LayerNorm(16, dtype=torch.float64))
+    x, extra = (torch.randn(3, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda x, e, *_: box(x, e), (x, extra, *box.parameters()), fast_mode=True)
+
+
+def test_double_backward_is_refused_not_wrong():
+    box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(box(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="pipeline: expected at most one backward, got a backward of the backward"):
+        (grad.pow(2).sum() + box(x).sum()).backward()
+
+
+def test_saved_tensor_hooks_see_every_kept_tensor_once():
+    box, x = randomize(llama_mlp()), torch.randn(3, 16, requires_grad=True)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.clone()
+
+    def unpack(tensor):
+        unpacked.append(tensor)
+        return tensor
+
+    expected = torch.autograd.grad(box(x).sum(), [x, *box.parameters()])
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = box(x)
+    assert len({t.data_ptr() for t in packed}) == len(packed)
+    assert sum(t.numel() * t.element_size() for t in packed if t.data_ptr() not in given(box, x)) == box.saved_bytes()
+    actual = torch.autograd.grad(y.sum(), [x, *box.parameters()])
+    assert len(unpacked) == len(packed)
+    torch.testing.assert_close(actual, expected)
+
+
+def given(box, x):
+    return {t.data_ptr() for t in (x, *box.parameters())}
+
+
+def test_the_mlp_keeps_the_pre_activation_and_statistics_only():
+    box = llama_mlp()
+    box(torch.randn(3, 16, requires_grad=True))
+    assert box.saved_bytes() == 4 * (3 * 48 + 3)  # of RMSNorm, Linear, SwiGLU and Linear, others are written again in backward
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant):
+    box, x = ops.Sequential(*randomize(llama_mlp()), ops.Dropout(0.5)), torch.randn(3, 16, requires_grad=True)
+    torch.manual_seed(5)
+    expected = torch.autograd.grad(box(x).sum(), [x, *box.parameters()])
+    torch.manual_seed(5)
+    y = checkpoint(box, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    for actual, e in zip([x.grad, *(p.grad for p in box.parameters())], expected, strict=True):
+        torch.testing.assert_close(actual, e)
+
+
+def live_bytes():
+    gc.collect()
+    seen = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            seen[thing.data_ptr()] = thing.numel() * thing.element_size()
+    return sum(seen.values())
+
+
+def test_activations_are_free_after_backward_although_the_output_lives():
+    box = randomize(llama_mlp(64, 512))
+    x = torch.randn(256, 64, requires_grad=True)
+    released = []
+
+    class Watched(ops.BasicOperation):
+        def op_forward_compute(self, input_):
+            released.append(weakref.ref(tensor := input_ * 1))
+            return input_ * 1, [tensor]
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+            ctx.save_for_backward(*tensors_to_save)
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, []
+
+    box.append(Watched())
+    y = box(x)
+    assert box.saved_bytes() > 256 * 1024 * 4
+    y.sum().backward()
+    gc.collect()
+    assert released[0]() is None
+    assert y.grad_fn is not None
+    before = live_bytes()
+    y = box(x)
+    y.sum().backward()
+    assert live_bytes() <= before + y.numel() * 4
+
+
+def test_the_graph_refers_to_no_module():
+    box, x = llama_mlp(), torch.randn(3, 16, requires_grad=True)
+    y = box(x)
+    references = [weakref.ref(module) for module in box.modules()]
+    del box
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_replaced_parameter_counts_at_once():
+    box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4)
+    box(x).sum().backward()
+    old = box[0].weight
+    old.grad = None
+    box[0].weight = nn.Parameter(torch.randn(4, 4))
+    check_against(box, lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"), x)
+    box(x).sum().backward()
+    assert box[0].weight.grad is not None and old.grad is None
+
+
+def test_casting_and_moving_between_calls():
+    box, x = randomize(llama_mlp()), torch.randn(3, 16)
+    box(x)
+    box.double()
+    check_against(box, llama_mlp_reference, x.double().requires_grad_())
+    box.to(torch.bfloat16)
+    check_against(box, llama_mlp_reference, x.bfloat16().requires_grad_())
+    box.to("meta")
+    assert box(x.bfloat16().to("meta")).device.type == "meta"
+    box.float().to_empty(device="cpu")
+    check_against(randomize(box), llama_mlp_reference, x.requires_grad_())
+
+
+def test_requires_grad_may_change_between_calls():
+    box = randomize(llama_mlp())
+    for frozen in ([], [0], [1, 2], [0, 1, 2], []):
+        for index, param in enumerate(box.parameters()):
+            param.requires_grad_(index not in frozen)
+        check_against(box, llama_mlp_reference, torch.randn(3, 16, requires_grad=True))
+        check_against(box, llama_mlp_reference, torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("write", ["input", "weight", "output"])
+def test_writing_in_place_what_backward_reads_raises(write):
+    box = ops.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4), ops.GELU(), ops.Reshape((-1,)))
+    x = torch.randn(2, 2, 4, requires_grad=True) * 1
+    y = box(x)
+    with torch.no_grad():
+        {"input": x, "weight": box[1].weight, "output": y}[write].mul_(2)
+    if write == "output":
+        y.sum().backward()  # nobody reads it
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_output_that_backward_reads_is_watched():
+    linear, gelu = ops.Linear(4, 4), ops.GELU()
+    box = ops.Sequential(linear, ops.MakeExtraOutput(), gelu)
+    y, z = box(torch.randn(2, 4))
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_two_threads():
+    box = randomize(llama_mlp())
+    x = torch.randn(3, 16)
+    expected = [torch.autograd.grad(box(x * n).sum(), list(box.parameters())) for n in range(1, 9)]
+    errors = []
+
+    def work(n):
+        try:
+            for _ in range(20):
+                actual = torch.autograd.grad(box(x * n).sum(), list(box.parameters()))
+                torch.testing.assert_close(actual, expected[n - 1])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not errors
+
+
+def test_functorch():
+    box = ops.Sequential(ops.LayerNorm(4), ops.Linear(4, 8), ops.SwiGLU(), ops.RMSNorm(4))
+    params = {name: p.detach() for name, p in box.named_parameters()}
+    x = torch.randn(5, 4)
+
+    def run(params, x):
+        return torch.func.functional_call(box, params, (x,))
+
+    def reference(params, x):
+        h = F.linear(F.layer_norm(x, (4,), params["0.weight"], params["0.bias"]), params["1.weight"], params["1.bias"])
+        a, b = h.chunk(2, -1)
+        g = F.silu(a) * b
+        return g * torch.rsqrt((g * g).mean(-1, keepdim=True) + 1e-5) * params["3.weight"]
+
+    def loss(function):
+        return lambda params, x: function(params, x).pow(2).sum()
+
+    torch.testing.assert_close(torch.func.vmap(run, (None, 0))(params, x), reference(params, x))
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f), (None, 0))):
+        actual, expected = transform(loss(run))(params, x), transform(loss(reference))(params, x)
+        for name in params:
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
+    tangent = torch.randn_like(x)
+    actual = torch.func.jvp(lambda x: run(params, x), (x,), (tangent,))
+    torch.testing.assert_close(actual, torch.func.jvp(lambda x: reference(params, x), (x,), (tangent,)), rtol=1e-4, atol=1e-5)
+
+
+def test_torch_autocast_decides_the_dtype():
+    box = randomize(llama_mlp())
+    x = torch.randn(3, 16, requires_grad=True)
+    assert box(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        y = box(x)
+    assert y.dtype == torch.bfloat16
+    reference = llama_mlp_reference(x, *box.parameters())
+    torch.testing.assert_close(y.float(), reference, rtol=0, atol=3e-2 * reference.abs().max().item())
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and box[1].weight.grad.dtype == torch.float32
+    assert box(x).dtype == torch.float32
+
+
+def test_nothing_is_planned_twice():
+    box = ops.Sequential(*llama_mlp(), ops.Dropout(0.1))
+    x = torch.randn(3, 16, requires_grad=True)
+
+    def everything():
+        for training in (True, False):
+            box.train(training)
+            box(x).sum().backward()
+            with torch.no_grad():
+                box(x[:2])
+            with tandem.autocast():
+                box(x).sum().backward()
+
+    everything()
+    made = tandem._C.plans_made()
+    for _ in range(3):
+        everything()
+    copy.deepcopy(box)(x)
+    assert tandem._C.plans_made() == made
+
+
+def test_ddp_like_use_of_frozen_inputs():
+    box = randomize(llama_mlp())
+    check_against(box, llama_mlp_reference, torch.randn(3, 16))
+    inputs = torch.randn(2, 3, 16)
+    assert box(inputs).shape == (2, 3, 16)

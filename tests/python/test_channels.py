@@ -1,0 +1,160 @@
+"""Extra inputs and outputs, and the channels between them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tandem.ops as ops
+
+
+def residual(*inner):
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        *inner,
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def test_a_channel_carries_a_residual():
+    block = residual(ops.Linear(4, 4), ops.GELU())
+    x = torch.randn(3, 4, requires_grad=True)
+    y = block(x)
+    expected = x + F.gelu(F.linear(x, block[1].weight, block[1].bias), approximate="tanh")
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn(3, 4)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
+
+
+def test_a_channel_may_be_returned_too_and_read_twice():
+    block = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a"),
+        ops.ConstantScale(2.0),
+        ops.AddExtraInput().set_extra_input_channel(0, "a"),
+        ops.AddExtraInput().set_extra_input_channel(0, "a"),
+        ops.AddExtraInput(),
+    )
+    x, other = torch.randn(2, 3, requires_grad=True).unbind()
+    y, a = block(x, other)
+    torch.testing.assert_close(y, 4 * x + other)
+    assert torch.equal(a, x)
+    grads = torch.autograd.grad(y.sum() + 3 * a.sum(), (x, other))
+    assert torch.equal(grads[0], torch.full((3,), 7.0)) and torch.equal(grads[1], torch.ones(3))
+
+
+def test_a_channel_without_reader_is_legal_and_none_unbinds():
+    op = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
+    x = torch.randn(3)
+    assert torch.equal(ops.Sequential(op, ops.Identity())(x), x)
+    free = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
+    free.set_extra_output_channel(0, None, output_to_caller=False)
+    y, extra = free(x)
+    assert torch.equal(y, x) and torch.equal(extra, x)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("hooked", [(), (1,), (0, 3), (0, 1, 2, 3)], ids=str)
+def test_channels_cross_cuts(hooked, in_place):
+    def make():
+        return ops.Sequential(
+            ops.MakeExtraOutput(in_place=in_place).set_extra_output_channel(0, "r", output_to_caller=in_place),
+            linear,
+            ops.GELU(),
+            ops.AddExtraInput(in_place=in_place).set_extra_input_channel(0, "r"),
+            ops.AddExtraInput(),
+            ops.MakeExtraOutput(),
+        )
+
+    linear = ops.Linear(4, 4)
+    x, other = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    expected = make()(x, other)
+    block = make()
+    for index in hooked:
+        block[index].register_forward_hook(lambda *_: None)
+    actual = block(x, other)
+    assert len(actual) == len(expected) == 2 + in_place
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    loss = sum(((n + 1) * a).sum() for n, a in enumerate(actual))
+    expected_loss = sum(((n + 1) * e).sum() for n, e in enumerate(expected))
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, other)), torch.autograd.grad(expected_loss, (x, other)))
+
+
+def test_in_place_addition_writes_the_callers_tensor():
+    add = ops.AddExtraInput(in_place=True)
+    x, extra = torch.ones(3), torch.ones(3)
+    version = extra._version
+    y = add(x, extra)
+    assert torch.equal(y, torch.full((3,), 2.0)) and torch.equal(extra, y) and extra._version > version
+    with pytest.raises(ValueError, match="expected a tensor that may be written in place, got a leaf that requires grad. Use in_place=False"):
+        add(x, torch.ones(3, requires_grad=True))
+    both = torch.ones(2, 3, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="expected x unchanged until the end of the call, as backward reads it, got an in-place"):
+        ops.Sequential(ops.Linear(3, 3), ops.AddExtraInput(in_place=True))(both, both)
+
+
+ADD, MAKE = ops.AddExtraInput, ops.MakeExtraOutput
+SETTER_ERRORS = [
+    (lambda: ADD().set_extra_input_channel(1, "a"), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got 1"),
+    (lambda: ADD().set_extra_input_channel(-1, ""), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got -1"),
+    (lambda: ops.GELU().set_extra_input_channel(0, "a"), IndexError, "GELU: expected the index of one of its 0 extra inputs, got 0"),
+    (lambda: ADD().set_extra_input_channel(0, ""), ValueError, "expected channel to be a non-empty string or None, got ''"),
+    (lambda: ADD().set_extra_input_channel(0, 3), ValueError, "expected channel to be a non-empty string or None, got 3"),
+    (lambda: ADD().set_extra_output_channel(0, "a"), IndexError, "AddExtraInput: expected the index of one of its 0 extra outputs, got 0"),
+    (lambda: MAKE().set_extra_output_channel(0, "", output_to_caller=1), ValueError, "None unbinds the extra output"),
+    (lambda: MAKE().set_extra_output_channel(0, "a", output_to_caller=1), TypeError, "expected output_to_caller to be True or False, got 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), SETTER_ERRORS)
+def test_errors_of_setters_come_in_order(call, kind, text):
+    with pytest.raises(kind) as error:
+        call()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("capture", ["alone", "in a container"])
+def test_channels_are_locked_by_the_first_call(capture):
+    make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    x = torch.ones(1)
+    if capture == "alone":
+        make(x), add(x, x)
+    else:
+        ops.Sequential(make, add)(x, x)
+    text = "expected an op that no pipeline has captured yet, got one that has run, so its channels are locked. Bind channels before"
+    with pytest.raises(RuntimeError, match=text):
+        add.set_extra_input_channel(0, "a")
+    with pytest.raises(RuntimeError, match=text):
+        make.set_extra_output_channel(0, "a")
+    with pytest.raises(IndexError):
+        add.set_extra_input_channel(1, "a")
+
+
+PLANNING_ERRORS = [
+    ([(MAKE, "a"), (MAKE, "a")], 'channel "a": expected one producer, got multiple producers, op 0 and op 1. Rename one'),
+    ([(MAKE, "a"), (ADD, "b")], 'channel "b": expected a producer before op 1, but it has no producer, got only its reader'),
+    ([(ADD, "a"), (MAKE, "a")], 'channel "a": expected a producer before op 0, but it has no earlier producer, got op 1'),
+]
+
+
+@pytest.mark.parametrize(("listed", "text"), PLANNING_ERRORS)
+def test_errors_of_wiring(listed, text):
+    made = [
+        kind().set_extra_input_channel(0, channel) if kind is ADD else kind().set_extra_output_channel(0, channel)
+        for kind, channel in listed
+    ]
+    with pytest.raises(ValueError) as error:
+        ops.Sequential(*made)(torch.ones(1))
+    assert text in str(error.value)
+
+
+def test_channels_end_at_plain_modules():
+    block = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a"), torch.nn.ReLU(), ops.AddExtraInput().set_extra_input_channel(0, "a")
+    )
+    with pytest.raises(ValueError, match="it has no producer"):
+        block(torch.ones(1))
+
+
+def test_an_op_alone_with_a_bound_input_has_no_producer():
+    with pytest.raises(ValueError, match="it has no producer"):
+        ops.AddExtraInput().set_extra_input_channel(0, "a")(torch.ones(1))

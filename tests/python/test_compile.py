@@ -1,0 +1,253 @@
+"""Under torch.compile: one graph, the numbers of eager, no Python per step, nothing saved that is written again."""
+
+import sys
+
+import pytest
+import torch
+from python_ops import SplitScale, SplitSwap, WholeSin
+from support import llama_mlp, randomize
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tandem
+import tandem.ops as ops
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def compiled(module, backend="aot_eager", **kwargs):
+    return torch.compile(module, fullgraph=True, backend=backend, **kwargs)
+
+
+def compare(box, function, x):
+    asked = [x, *box.parameters()]
+    expected = torch.autograd.grad(box(x).pow(2).sum(), asked)
+    actual = torch.autograd.grad(function(x).pow(2).sum(), asked)
+    torch.testing.assert_close(function(x), box(x))
+    torch.testing.assert_close(actual, expected)
+
+
+BOXES = {
+    "LLaMA MLP": llama_mlp,
+    "Python ops": lambda: ops.Sequential(ops.Linear(16, 16), SplitScale(), WholeSin(), ops.GELU()),
+    "residual": lambda: ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        *llama_mlp(),
+        ops.AddExtraInput().set_extra_input_channel(0, "r"),
+    ),
+    "plain modules": lambda: ops.Sequential(ops.LayerNorm(16), torch.nn.Linear(16, 16), ops.ReLU(), torch.nn.Tanh()),
+    "one op": lambda: ops.Linear(16, 8),
+}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_static_shapes(name):
+    box = randomize(BOXES[name]())
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(box, fullgraph=True, backend=counter, dynamic=False)
+    x = torch.randn(6, 16, requires_grad=True)
+    compare(box, function, x)
+    assert counter.frame_count == 1
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), box(x))
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_dynamic_shapes(name):
+    box = randomize(BOXES[name]())
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(box, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (6, 7, 19):
+        compare(box, function, torch.randn(rows, 16, requires_grad=True))
+    assert counter.frame_count == 1
+
+
+def test_inductor():
+    box = randomize(llama_mlp())
+    compare(box, compiled(box, "inductor"), torch.randn(6, 16, requires_grad=True))
+
+
+def test_extra_inputs_and_outputs():
+    box = ops.Sequential(ops.ConstantScale(2.0), SplitSwap(), ops.MakeExtraOutput(), ops.AddExtraInput())
+    inputs = [torch.randn(4, requires_grad=True) for _ in range(3)]
+    function = compiled(box)
+    actual, expected = function(*inputs), box(*inputs)
+    torch.testing.assert_close(actual, expected)
+
+    def loss(outputs):
+        return sum(((n + 1) * y).sum() for n, y in enumerate(outputs))
+
+    torch.testing.assert_close(torch.autograd.grad(loss(actual), inputs), torch.autograd.grad(loss(expected), inputs))
+
+
+def test_arguments_per_call():
+    sin = WholeSin()
+    box = ops.Sequential(ops.Identity(), sin)
+    function = compiled(lambda x: box(x, op_kwargs={1: {"shift": 0.5}}))
+    x = torch.randn(3)
+    torch.testing.assert_close(function(x), torch.sin(x + 0.5))
+
+
+def test_no_python_runs_in_a_compiled_step():
+    box = randomize(ops.Sequential(*llama_mlp(), SplitScale()))
+    function = compiled(box, "inductor")
+    x = torch.randn(6, 16, requires_grad=True)
+    function(x).sum().backward()
+    function(x).sum().backward()
+    called = set()
+
+    def profile(frame, event, _):
+        if event == "call" and "tandem" in frame.f_code.co_filename.split("/")[-3:-1]:
+            called.add(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        function(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert called <= {"Sequential.forward"}  # whose code Dynamo has replaced
+
+
+def test_autocast_around_and_inside():
+    box, x = randomize(llama_mlp()), torch.randn(6, 16)
+    plain = box(x)
+    other = tandem.recipe.Float8CurrentScaling(use_power_2_scales=True)
+    with tandem.autocast():
+        quantized = box(x)
+    with tandem.autocast(recipe=other):
+        coarse = box(x)
+    function = compiled(box)
+    for _ in range(2):
+        torch.testing.assert_close(function(x), plain)
+        with tandem.autocast():
+            torch.testing.assert_close(function(x), quantized)
+            with tandem.autocast(enabled=False):
+                torch.testing.assert_close(function(x), plain)
+        with tandem.autocast(recipe=other):
+            torch.testing.assert_close(function(x), coarse)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x):
+        before = box(x)
+        with tandem.autocast():
+            return before, box(x), tandem.autocast(enabled=False)
+
+    torch.testing.assert_close(inside(x)[:2], (plain, quantized))
+    torch.testing.assert_close(box(x), plain)
+
+
+def test_gradients_of_a_quantized_pipeline():
+    box = randomize(llama_mlp())
+    with tandem.autocast():
+        compare(box, compiled(box), torch.randn(6, 16, requires_grad=True))
+
+
+def test_train_and_eval():
+    box = ops.Sequential(ops.ConstantScale(2.0), ops.Dropout(0.5))
+    function, x = compiled(box), torch.ones(1000)
+    first, second = function(x), function(x)
+    assert 300 < (first == 0).sum() < 700
+    assert not torch.equal(first, second)
+    torch.manual_seed(4)
+    third = function(x)
+    torch.manual_seed(4)
+    assert torch.equal(function(x), third)
+    box.eval()
+    assert torch.equal(function(x), 2 * x)
+    box.train()
+    box[1].eval()
+    assert torch.equal(function(x), 2 * x)
+
+
+def test_changes_of_the_list_and_of_options_are_seen():
+    box = ops.Sequential(ops.ConstantScale(2.0))
+    function, x = torch.compile(box, backend="eager"), torch.ones(2)
+    assert torch.equal(function(x), 2 * x)
+    box.append(ops.ConstantScale(3.0))
+    assert torch.equal(function(x), 6 * x)
+    box[0].scale = 5.0
+    assert torch.equal(function(x), 15 * x)
+
+
+def test_a_fusion_that_is_registered_later_is_seen():
+    from test_fusions_python import JointSquare, replacing
+
+    box = ops.Sequential(ops.SiLU(), ops.SiLU())
+    function, x = torch.compile(box, backend="aot_eager"), torch.randn(4)
+    plain = box(x)
+    torch.testing.assert_close(function(x), plain)
+    fuse = replacing([ops.SiLU, ops.SiLU], JointSquare)
+    with ops.register_forward_backward_fusion(fuse):
+        y = x.clone().requires_grad_()
+        torch.testing.assert_close(function(y), x * x)
+        torch.testing.assert_close(torch.autograd.grad(function(y).sum(), y)[0], 2 * x)
+    torch.testing.assert_close(function(x), plain)
+
+
+def test_hooks_that_are_there_before_compiling():
+    box = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), ops.ConstantScale(5.0))
+    box[1].register_forward_hook(lambda module, arguments, output: output + 1)
+    x = torch.ones(2)
+    assert torch.equal(compiled(box)(x), 35 * x)
+
+
+def saved_by(function):
+    bytes_of = {}
+
+    def pack(tensor):
+        bytes_of[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function().sum().backward()
+    return bytes_of
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_is_written_again_in_backward_is_not_saved(backend):
+    from torch._functorch import config
+
+    box = randomize(llama_mlp(32, 64))
+    x = torch.randn(128, 32, requires_grad=True)
+    function = compiled(box, backend)
+    with config.patch(activation_memory_budget=1.0):
+        function(x).sum().backward()
+    given = {t.data_ptr() for t in (x, *box.parameters())}
+    eager = sum(size for pointer, size in saved_by(lambda: box(x)).items() if pointer not in given)
+    traced = sum(size for pointer, size in saved_by(lambda: function(x)).items() if pointer not in given)
+    assert eager == 4 * (128 * 128 + 128)
+    assert traced <= eager
+
+
+def test_export_keeps_the_pipeline():
+    box = randomize(llama_mlp())
+    x = torch.randn(6, 16)
+    program = torch.export.export(box, (x,))
+    assert "tandem.pipeline" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), box(x))
+    decomposed = program.run_decompositions()
+    assert "tandem.pipeline" not in str(decomposed.graph) and "tandem" in str(decomposed.graph)
+    torch.testing.assert_close(decomposed.module()(x), box(x))
+
+
+def test_ops_of_equal_source_and_options_have_one_description():
+    from tandem.ops import python_op
+
+    class Configured(WholeSin):
+        def __init__(self, option):
+            super().__init__()
+            self.option = option
+
+    def key(op):
+        return python_op.fingerprint(op)
+
+    assert key(SplitScale(2.0)) == key(SplitScale(2.0)) != key(SplitScale(3.0))
+    assert key(Configured((1, "a", None, 2.5))) == key(Configured((1, "a", None, 2.5)))
+    assert key(Configured(1)) != key(Configured(True)) and key(Configured([1])) != key(Configured((1,)))
+    assert key(Configured({"a": torch.float32})) != key(Configured({"a": torch.float64}))
+    assert key(Configured(object())) != key(Configured(object()))  # what cannot be told is never shared
+    assert key(SplitScale()) != key(SplitScale().eval())
+    namespace = {"ops": ops}
+    exec("class Sourceless(ops.BasicOperation):\n  def op_forward(self, ctx, input_, **_): return input_", namespace)  # noqa: S102
+    assert key(namespace["Sourceless"]()) != key(namespace["Sourceless"]())
+    declared = type("Declared", (Configured,), {"fuser_options": ()})
+    assert key(declared(object())) != key(declared(object()))  # made by type(): no source

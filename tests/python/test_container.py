@@ -1,0 +1,269 @@
+"""Sequential as a list, its state dicts, its calls."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+from torch import nn
+
+import tandem
+import tandem.ops as ops
+
+
+def names(container):
+    return list(container._modules)
+
+
+def five():
+    return [ops.ConstantScale(float(n)) for n in range(1, 6)]
+
+
+def test_it_behaves_as_a_list():
+    modules = five()
+    box = ops.Sequential(*modules)
+    reference = list(modules)
+    assert len(box) == 5 and list(box) == reference
+    assert box[0] is reference[0] and box[-1] is reference[-1]
+    extra = ops.Identity()
+    assert box.append(extra) is box
+    reference.append(extra)
+    assert box.insert(2, nn.ReLU()) is box
+    reference.insert(2, box[2])
+    assert box.extend([ops.GELU(), ops.SiLU()]) is box
+    reference.extend([box[-2], box[-1]])
+    assert list(box) == reference and names(box) == [str(n) for n in range(9)]
+    assert box.pop() is reference.pop() and box.pop(0) is reference.pop(0)
+    del box[1]
+    del reference[1]
+    assert list(box) == reference
+    del box[-2:]
+    del reference[-2:]
+    assert list(box) == reference
+    box += [extra]
+    assert box[-1] is extra and isinstance(box, ops.Sequential)
+    both = box + [modules[0]]
+    assert list(both) == [*box, modules[0]] and len(box) + 1 == len(both)
+
+
+def test_new_keys_follow_the_largest_number():
+    box = ops.Sequential(*five())
+    del box[0]
+    box.append(ops.Identity())
+    assert names(box) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_slice_shares_modules_and_keeps_names():
+    box = ops.Sequential(*five())
+    part = box[1:4]
+    assert isinstance(part, ops.Sequential)
+    assert list(part) == list(box)[1:4] and names(part) == ["1", "2", "3"]
+    assert torch.equal(part(torch.ones(1)), torch.tensor([24.0]))
+    assert list(box[::-2]) == list(box)[::-2]
+
+
+def test_slice_assignment_is_that_of_lists():
+    for index, count in [(slice(1, 3), 2), (slice(1, 3), 0), (slice(1, 3), 4), (slice(0, 0), 1), (slice(None, None, 2), 3)]:
+        box, new = ops.Sequential(*five()), [ops.Identity() for _ in range(count)]
+        expected = list(box)
+        box(torch.ones(1))
+        box[index] = new
+        expected[index] = new
+        assert list(box) == expected
+        product = torch.tensor([float(torch.tensor([op.scale for op in expected if isinstance(op, ops.ConstantScale)]).prod())])
+        assert torch.equal(box(torch.ones(1)), product)
+    with pytest.raises(ValueError, match="extended slice of size 3"):
+        ops.Sequential(*five())[::2] = [ops.Identity()]
+
+
+def test_a_dict_names_the_modules():
+    box = ops.Sequential({"norm": ops.RMSNorm(4), "up": ops.Linear(4, 4)})
+    assert names(box) == ["norm", "up"] and box.up is box[1]
+    assert sorted(box.state_dict()) == ["norm.weight", "up.bias", "up.weight"]
+    box.up = ops.Identity()
+    assert torch.equal(box(torch.ones(1, 4)), box.norm(torch.ones(1, 4)))
+    box.add_module("down", ops.ConstantScale(2.0))
+    assert torch.equal(box(torch.ones(1, 4)), 2 * box.norm(torch.ones(1, 4)))
+    del box.down
+    assert len(box) == 2
+
+
+def test_every_change_counts_at_the_next_call():
+    box, x = ops.Sequential(ops.ConstantScale(2.0)), torch.ones(1)
+    assert box(x) == 2
+    box.append(ops.ConstantScale(3.0))
+    assert box(x) == 6
+    box[0] = ops.ConstantScale(5.0)
+    assert box(x) == 15
+    box.insert(0, nn.Identity())
+    assert box(x) == 15
+    box.pop()
+    assert box(x) == 5
+    del box[1]
+    assert torch.equal(box(x), x)
+
+
+ERRORS = [
+    (lambda box: box[5], IndexError, r"Sequential: expected an index in \[-5, 5\), got 5. It has 5 modules."),
+    (lambda box: box[-6], IndexError, r"expected an index in \[-5, 5\), got -6"),
+    (lambda box: box.append(3), TypeError, "Sequential: expected modules, got int. Pass operations"),
+    (lambda box: box.__setitem__(0, None), TypeError, "Sequential: expected modules, got NoneType"),
+    (lambda box: box(torch.ones(1), torch.ones(1)), ValueError, "pipeline: expected 0 extra inputs, .*, got 1. Pass them"),
+    (lambda box: box + 3, TypeError, "unsupported operand"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), ERRORS)
+def test_errors(change, kind, text):
+    with pytest.raises(kind, match=text):
+        change(ops.Sequential(*five()))
+
+
+def test_extra_inputs_go_to_the_pipelines_that_take_them():
+    box = ops.Sequential(ops.AddExtraInput(), nn.ReLU(), ops.MakeExtraOutput(), ops.AddExtraInput())
+    x, a, b = torch.randn(3, 4).unbind()
+    y, extra = box(x, a, b)
+    assert torch.equal(extra, (x + a).relu()) and torch.equal(y, extra + b)
+    with pytest.raises(ValueError, match="Sequential: expected 2 extra inputs, .* got 3. Leave out the last."):
+        box(x, a, b, b)
+    with pytest.raises(ValueError, match="pipeline: expected 1 extra inputs, .* got 0"):
+        box(x, a)
+
+
+def test_an_empty_container_returns_its_input():
+    x = torch.ones(2)
+    assert ops.Sequential()(x) is x
+
+
+def test_plain_modules_stand_between_pipelines():
+    plain = nn.Linear(6, 6)
+    box = ops.Sequential(ops.Linear(4, 6), ops.GELU(), plain, nn.Tanh(), ops.RMSNorm(6))
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = box[4](torch.tanh(plain(box[1](box[0](x)))))
+    torch.testing.assert_close(box(x), expected)
+    box(x).sum().backward()
+    assert all(p.grad is not None for p in box.parameters())
+
+
+def test_state_dict_keys_are_parameter_names():
+    box = ops.Sequential(ops.LayerNorm(4), ops.Linear(4, 2), ops.Linear(2, 2, bias=False))
+    assert list(box.state_dict()) == [name for name, _ in box.named_parameters()]
+    assert list(box.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+    other = ops.Sequential(ops.LayerNorm(4), ops.Linear(4, 2), ops.Linear(2, 2, bias=False))
+    assert str(other.load_state_dict(box.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(other(torch.ones(1, 4)), box(torch.ones(1, 4)))
+    missing = other.load_state_dict({}, strict=False).missing_keys
+    assert "1.weight" in missing
+
+
+def test_state_dicts_of_transformer_engine_load_and_extra_state_is_never_read(recwarn):
+    state = {
+        "0.weight": torch.full((4,), 2.0),
+        "0._extra_state": torch.empty(0, dtype=torch.uint8),
+        "1.basic_ops.0.weight": torch.ones(2, 4),
+        "1.basic_ops.0._extra_state": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "1.basic_ops.1.bias": torch.zeros(2),
+        "1.basic_ops.1._extra_state": torch.tensor([1], dtype=torch.uint8),
+    }
+    from tandem.ops import checkpoint
+
+    checkpoint._warn_once.cache_clear()
+    box = ops.Sequential(ops.RMSNorm(4), ops.Linear(4, 2))
+    assert str(box.load_state_dict(state)) == "<All keys matched successfully>"
+    assert torch.equal(box[1].weight, torch.ones(2, 4))
+    warned = [str(w.message) for w in recwarn if "_extra_state" in str(w.message)]
+    assert len(warned) == 1 and "expected no quantization state in the state dict, got a non-empty" in warned[0]
+    linear = ops.Linear(4, 2)
+    linear.load_state_dict({"basic_ops.0.weight": torch.ones(2, 4), "basic_ops.1.bias": torch.ones(2)})
+    assert torch.equal(linear.bias, torch.ones(2))
+
+
+def test_parts_of_a_linear_are_views_of_its_parameters():
+    linear = ops.Linear(3, 2)
+    weight, bias = linear.basic_ops
+    assert weight.weight is linear.weight and bias.bias is linear.bias
+    linear.weight = nn.Parameter(torch.zeros(2, 3))
+    assert weight.weight is linear.weight
+    assert list(linear.children()) == []
+    with pytest.raises(ValueError, match="Linear: expected no bias, as it was built with bias=False, got a parameter"):
+        ops.Linear(3, 2, bias=False).bias = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(clone):
+    box = randomize(llama_mlp())
+    x = torch.randn(3, 16)
+    expected = box(x)
+    copied = clone(box)
+    assert torch.equal(copied(x), expected)
+    with torch.no_grad():
+        copied[1].weight.zero_()
+    assert torch.equal(box(x), expected) and not copied(x).any()
+    copied(x).sum().backward()
+    assert copied[1].basic_ops[0].weight is copied[1].weight
+    assert copied[3].weight.grad is not None and box[3].weight.grad is None
+
+
+def test_hooks_of_inner_ops_fire_and_numbers_stay():
+    box = randomize(llama_mlp())
+    x = torch.randn(3, 16, requires_grad=True)
+    expected = box(x)
+    expected_grad = torch.autograd.grad(expected.sum(), x)[0]
+    fired = []
+    handles = [
+        box[1].register_forward_hook(lambda *_: fired.append("forward")),
+        box[2].register_forward_pre_hook(lambda *_: fired.append("pre")),
+        box[3].register_full_backward_hook(lambda *_: fired.append("backward")),
+        box[1].basic_ops[0].register_forward_hook(lambda *_: fired.append("part")),
+    ]
+    y = box(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected_grad)
+    assert fired == ["part", "forward", "pre", "backward"]
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(box(x), expected) and len(fired) == 4
+
+
+def test_a_hook_may_replace_the_output():
+    box = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+    box[0].register_forward_hook(lambda module, args, output: output + 1)
+    assert box(torch.ones(1)) == 9
+
+
+def test_hooks_of_quantized_ops_change_no_number():
+    box = randomize(llama_mlp())
+    x = torch.randn(3, 16)
+    with tandem.autocast():
+        expected = box(x)
+        box[1].register_forward_hook(lambda *_: None)
+        assert torch.equal(box(x), expected)
+
+
+def test_parametrized_weights_are_operands():
+    box = ops.Sequential(ops.Linear(4, 4), ops.GELU())
+    x, bias = torch.randn(2, 4), box[0].bias
+    nn.utils.parametrizations.weight_norm(box[0])
+    y = box(x)
+    expected = nn.functional.gelu(nn.functional.linear(x, box[0].weight, bias), approximate="tanh")
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert all(p.grad is not None for p in box.parameters())
+    nn.utils.parametrize.remove_parametrizations(box[0], "weight")
+    torch.testing.assert_close(box(x), expected)
+
+
+def test_an_op_that_stands_twice_gets_both_gradients():
+    linear = randomize(ops.Linear(4, 4))
+    x = torch.randn(2, 4)
+    ops.Sequential(linear, linear)(x).sum().backward()
+    actual = linear.weight.grad.clone()
+    linear.zero_grad()
+    nn.functional.linear(nn.functional.linear(x, linear.weight, linear.bias), linear.weight, linear.bias).sum().backward()
+    torch.testing.assert_close(actual, linear.weight.grad)
+
+
+def test_nested_containers_are_modules_of_their_own():
+    box = ops.Sequential(ops.ConstantScale(2.0), ops.Sequential(ops.ConstantScale(3.0)), ops.ConstantScale(5.0))
+    assert box(torch.ones(1)) == 30

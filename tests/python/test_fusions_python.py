@@ -1,0 +1,271 @@
+"""Fusions that Python functions make."""
+
+import gc
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+
+import tandem
+import tandem.ops as ops
+
+
+class ForwardLinearGelu(ops.FusedOperation):
+    calls = 0
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **_):
+        type(self).calls += 1
+        linear, bias, _gelu = self.flat_ops()
+        z = torch.nn.functional.linear(input_, linear.weight, bias.bias)
+        if basic_op_ctxs[0].requires_grad:
+            basic_op_ctxs[0].save_for_backward(input_, linear.weight)
+            basic_op_ctxs[2].save_for_backward(z)
+        return torch.nn.functional.gelu(z, approximate="tanh"), [(), (), ()]
+
+
+class BackwardActivationLinear(ops.FusedOperation):
+    calls = 0
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        type(self).calls += 1
+        x, weight = basic_op_ctxs[0].saved_tensors
+        (z,) = basic_op_ctxs[2].saved_tensors
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            (grad_z,) = torch.autograd.grad(torch.nn.functional.gelu(z, approximate="tanh"), z, grad_output)
+        return grad_z @ weight, [[grad_z.t() @ x], [grad_z.sum(0)], []], [(), (), ()]
+
+
+class JointSquare(ops.FusedOperation):
+    """silu, silu as x^2: other numbers, so that a test sees which ran."""
+
+    def fuser_forward_compute(self, input_, *, basic_op_extra_inputs):
+        return input_ * input_, [(), ()], [input_]
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save):
+        basic_op_ctxs[1].save_for_backward(*tensors_to_save)
+        basic_op_ctxs[0].two = 2
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        (x,) = basic_op_ctxs[1].saved_tensors
+        return basic_op_ctxs[0].two * x * grad_output, [(), ()], [(), ()]
+
+
+def replacing(kinds, fused_class):
+    def replace(found, *, recipe=None):
+        out, index = [], 0
+        while index < len(found):
+            window = found[index : index + len(kinds)]
+            if [type(op).__mro__[0] for op in window] == kinds or (
+                len(window) == len(kinds) and all(isinstance(op, kind) for op, kind in zip(window, kinds, strict=True))
+            ):
+                out.append(fused_class(window))
+                index += len(kinds)
+            else:
+                out.append(found[index])
+                index += 1
+        return out
+
+    replace.__qualname__ = f"fuse_into_{fused_class.__name__}"
+    return replace
+
+
+LINEAR_GELU = [ops.BasicLinear, ops.Bias, ops.GELU]
+
+
+def box_of():
+    return ops.Sequential(ops.Linear(4, 4), ops.GELU(), ops.Linear(4, 4))
+
+
+def grads_of(box, x):
+    return torch.autograd.grad(box(x).pow(2).sum(), [x, *box.parameters()])
+
+
+def test_forward_fusion_runs_and_gives_the_numbers_of_the_unfused_ops():
+    box, x = randomize(box_of()), torch.randn(3, 4, requires_grad=True)
+    y, expected = box(x), grads_of(box, x)
+    ForwardLinearGelu.calls = 0
+    with ops.register_forward_fusion(replacing(LINEAR_GELU, ForwardLinearGelu)):
+        torch.testing.assert_close(box(x), y)
+        torch.testing.assert_close(grads_of(box, x), expected)
+        assert ForwardLinearGelu.calls == 2
+        assert "fuse_into_ForwardLinearGelu" in box.fusions_made()
+        assert "made    fuse_into_ForwardLinearGelu at ops 0 to 2" in box.explain()
+        with torch.no_grad():
+            torch.testing.assert_close(box(x), y)
+        assert ForwardLinearGelu.calls == 3
+        assert box.verify(x)
+    ForwardLinearGelu.calls = 0
+    assert torch.equal(box(x), y) and ForwardLinearGelu.calls == 0
+
+
+def test_backward_fusion_reads_the_contexts_that_the_ops_of_the_library_leave():
+    box, x = randomize(box_of()), torch.randn(3, 4, requires_grad=True)
+    expected = grads_of(box, x)
+    BackwardActivationLinear.calls = 0
+    with ops.register_backward_fusion(replacing(LINEAR_GELU, BackwardActivationLinear)):
+        torch.testing.assert_close(grads_of(box, x), expected)
+        assert BackwardActivationLinear.calls == 1
+        assert "made    fuse_into_BackwardActivationLinear at ops 0 to 2" in box.explain()
+        y = randomize(box_of())(x)
+        gc.collect()
+        y.sum().backward()
+        assert BackwardActivationLinear.calls == 2
+
+
+def test_forward_and_backward_fusions_are_independent():
+    box, x = randomize(box_of()), torch.randn(3, 4, requires_grad=True)
+    expected = grads_of(box, x)
+    with (
+        ops.register_forward_fusion(replacing(LINEAR_GELU, ForwardLinearGelu)),
+        ops.register_backward_fusion(replacing(LINEAR_GELU, BackwardActivationLinear)),
+    ):
+        torch.testing.assert_close(grads_of(box, x), expected)
+        assert {"fuse_into_ForwardLinearGelu", "fuse_into_BackwardActivationLinear"} <= set(box.fusions_made())
+
+
+def test_a_joint_fusion_saves_what_it_likes():
+    box, x = ops.Sequential(ops.ConstantScale(3.0), ops.SiLU(), ops.SiLU(), ops.ConstantScale(5.0)), torch.randn(4, requires_grad=True)
+    plain = box(x)
+    with ops.register_forward_backward_fusion(replacing([ops.SiLU, ops.SiLU], JointSquare)):
+        y = box(x)
+        torch.testing.assert_close(y, 5 * (3 * x) ** 2)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 90 * x)
+        assert "made    fuse_into_JointSquare at ops 1 to 2" in box.explain()
+        assert not box.verify(x)
+        assert "fuse_into_JointSquare" in str(box.verify(x))
+    assert torch.equal(box(x), plain)
+
+
+def test_joint_fusions_cover_ops_written_in_python():
+    from python_ops import WholeSin
+
+    with ops.register_forward_backward_fusion(replacing([WholeSin, ops.SiLU], JointSquare)):
+        box, x = ops.Sequential(WholeSin(), ops.SiLU()), torch.randn(4, requires_grad=True)
+        y = box(x)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 2 * x)
+
+
+def test_handles_order_and_calls_per_plan():
+    seen = []
+
+    def named(name):
+        def look(found, *, recipe=None):
+            seen.append((name, [type(op).__name__ for op in found], recipe))
+            return found
+
+        return look
+
+    box, x = ops.Sequential(ops.Linear(4, 4), ops.SiLU()), torch.randn(2, 4)
+    first = ops.register_forward_fusion(named("first"))
+    second = ops.register_forward_fusion(named("second"), prepend=True)
+    assert isinstance(first, ops.FusionHandle)
+    box(x)
+    box(x)
+    assert [name for name, *_ in seen] == ["second", "first"]
+    assert seen[0][1:] == (["BasicLinear", "Bias", "SiLU"], None)
+    with tandem.autocast():
+        box(x)
+    assert seen[-1][2] == tandem.recipe.Float8CurrentScaling() and len(seen) == 4
+    first.remove()
+    first.remove()
+    box(x)
+    assert seen[-1][0] == "second" and len(seen) == 5
+    second.remove()
+    box(x)
+    assert len(seen) == 5
+
+
+def fails(found, *, recipe=None):
+    raise KeyError("oh")
+
+
+def drops(found, *, recipe=None):
+    return found[1:]
+
+
+def reorders(found, *, recipe=None):
+    return found[::-1]
+
+
+def returns_nothing(found, *, recipe=None):
+    return None
+
+
+def returns_texts(found, *, recipe=None):
+    return ["a"]
+
+
+def without_forward(found, *, recipe=None):
+    return [BackwardActivationLinear(found)]
+
+
+def without_backward(found, *, recipe=None):
+    return [ForwardLinearGelu(found)]
+
+
+JOINT, FORWARD, BACKWARD = ops.register_forward_backward_fusion, ops.register_forward_fusion, ops.register_backward_fusion
+ERRORS = [
+    (FORWARD, fails, RuntimeError, "fails: expected a list of ops, got KeyError: 'oh'"),
+    (FORWARD, drops, ValueError, "drops: expected ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['Bias', 'GELU']"),
+    (BACKWARD, drops, ValueError, "drops: expected ops that cover"),
+    (JOINT, reorders, ValueError, "reorders: expected ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['GELU', 'Bias'"),
+    (FORWARD, returns_nothing, TypeError, "returns_nothing: expected a list of fusible operations, got NoneType"),
+    (FORWARD, returns_texts, TypeError, "returns_texts: expected a list of fusible operations, got ['str']"),
+    (FORWARD, without_forward, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
+    (JOINT, without_forward, TypeError, "without_forward: expected BackwardActivationLinear with a forward, got none"),
+    (BACKWARD, without_backward, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
+    (JOINT, without_backward, TypeError, "without_backward: expected ForwardLinearGelu with a backward, got none"),
+]
+
+
+@pytest.mark.parametrize(("register", "function", "kind", "text"), ERRORS)
+def test_wrong_functions_are_reported_by_name(register, function, kind, text):
+    with register(function), pytest.raises(kind) as error:
+        ops.Sequential(ops.Linear(4, 4), ops.GELU())(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert text in str(error.value)
+
+
+def test_python_ops_need_joint_fusions():
+    from python_ops import WholeSin
+
+    def covers_python(found, *, recipe=None):
+        return [ForwardLinearGelu(found)]
+
+    with ops.register_forward_fusion(covers_python), pytest.raises(TypeError) as error:
+        WholeSin()(torch.ones(1))
+    assert "expected ops of the library in ForwardLinearGelu, got WholeSin, written in Python" in str(error.value)
+
+
+def test_a_forward_fusion_must_save_what_the_ops_save():
+    class Forgets(ForwardLinearGelu):
+        def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+            result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+            basic_op_ctxs[2].to_save = None
+            return result
+
+    with ops.register_forward_fusion(replacing(LINEAR_GELU, Forgets)), pytest.raises(ValueError) as error:
+        box_of()(torch.randn(2, 4, requires_grad=True))
+    assert "fuse_into_Forgets: expected 1 saved tensors on the context of GELU (x), got 0" in str(error.value)
+
+
+@pytest.mark.parametrize("register", [JOINT, FORWARD, BACKWARD])
+def test_duplicates_and_non_functions_are_refused(register):
+    def same(found, *, recipe=None):
+        return found
+
+    with register(same), pytest.raises(ValueError, match="expected a new function, got .*same, which is registered. Remove its handle"):
+        register(same)
+    with register(same):
+        pass
+    with pytest.raises(TypeError, match="expected a function over the op list, got int"):
+        register(3)
+
+
+def test_fusions_of_the_library_and_of_the_user_share_a_pipeline():
+    box = ops.Sequential(*randomize(llama_mlp(4, 4)), *randomize(box_of()))
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = grads_of(box, x)
+    with ops.register_forward_fusion(replacing(LINEAR_GELU, ForwardLinearGelu)):
+        torch.testing.assert_close(grads_of(box, x), expected)
+        assert len(box.fusions_made()) > 1

@@ -1,0 +1,208 @@
+"""Every op against a float64 reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import OPS, TOLERANCES, check_against, randomize
+
+import tandem.ops as ops
+
+DTYPES = list(TOLERANCES)
+HIDDEN = 8
+
+
+def inputs(layout):
+    if layout == "strided":
+        return torch.randn(5, 2 * HIDDEN)[:, ::2]
+    if layout == "transposed":
+        return torch.randn(HIDDEN, 5).t()
+    if layout == "expanded":
+        return torch.randn(1, HIDDEN).expand(5, HIDDEN)
+    if layout == "broadcast within rows":
+        return torch.randn(5, 1).expand(5, HIDDEN)
+    if layout == "empty":
+        return torch.randn(0, HIDDEN)
+    if layout == "one row":
+        return torch.randn(1, HIDDEN)
+    if layout == "vector":
+        return torch.randn(HIDDEN)
+    return torch.randn(2, 3, 1, HIDDEN)
+
+
+LAYOUTS = ["strided", "transposed", "expanded", "broadcast within rows", "empty", "one row", "vector", "four dimensions"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_values_and_gradients(name, dtype):
+    make, reference = OPS[name]
+    module = randomize(make(dtype=dtype))
+    check_against(module, reference, torch.randn(5, HIDDEN).to(dtype).requires_grad_())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_layouts(name, layout):
+    make, reference = OPS[name]
+    x = inputs(layout).detach().requires_grad_()
+    check_against(randomize(make()), reference, x)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_subset_of_requires_grad(name):
+    make, reference = OPS[name]
+    count = len(list(make().parameters()))
+    for mask in range(2 ** (count + 1)):
+        module = randomize(make())
+        for bit, param in enumerate(module.parameters()):
+            param.requires_grad_(bool(mask >> bit & 1))
+        check_against(module, reference, torch.randn(5, HIDDEN, requires_grad=bool(mask >> count & 1)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", [n for n in OPS if n != "Dropout 1"])
+def test_nan_and_infinity_go_where_they_go_in_torch(name, value):
+    make, reference = OPS[name]
+    module = randomize(make())
+    x = torch.randn(3, HIDDEN)
+    x[1, 2] = value
+    expected = reference(x.double(), *[p.detach().double() for p in module.parameters()]).float()
+    actual = module(x)
+    is_limit = expected.isnan() & (actual == 0) if value < 0 else torch.zeros_like(expected, dtype=torch.bool)
+    assert torch.equal(actual.isnan() | is_limit, expected.isnan())  # x sigmoid(x) at -infinity: the limit, where torch has NaN
+    assert torch.equal(actual.isinf(), expected.isinf())
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(0, 9), hidden=st.integers(1, 40), name=st.sampled_from(["RMSNorm", "LayerNorm", "Linear"]))
+def test_any_size(rows, hidden, name):
+    module = randomize(ops.Linear(hidden, 3) if name == "Linear" else getattr(ops, name)(hidden))
+    reference = {
+        "RMSNorm": OPS["RMSNorm"][1],
+        "LayerNorm": lambda x, w, b: torch.nn.functional.layer_norm(x, (hidden,), w, b),
+        "Linear": torch.nn.functional.linear,
+    }[name]
+    check_against(module, reference, torch.linspace(-3, 3, rows * hidden).reshape(rows, hidden).requires_grad_())
+
+
+def test_dropout_drops_a_share_scales_the_rest_and_repeats_in_backward():
+    op = ops.Dropout(0.25)
+    x = torch.ones(100, 100, requires_grad=True)
+    y = op(x)
+    y.sum().backward()
+    assert y.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert torch.equal(x.grad, y.detach())
+    assert not torch.equal(op(x), y)
+    torch.manual_seed(3)
+    first = op(x)
+    torch.manual_seed(3)
+    assert torch.equal(op(x), first)
+    assert op.eval()(x) is x or torch.equal(op(x), x)
+
+
+def test_the_training_flag_of_each_dropout_counts():
+    both = ops.Sequential(ops.Identity(), ops.Dropout(1.0), ops.ConstantScale(2.0), ops.Dropout(1.0))
+    x = torch.ones(4)
+    assert both(x).sum() == 0
+    both[1].eval()
+    assert both(x).sum() == 0
+    both[3].eval()
+    assert torch.equal(both(x), 2 * x)
+    both.eval()
+    both[1].train()
+    assert both(x).sum() == 0
+
+
+def test_an_option_that_changes_counts_at_the_next_call():
+    scale = ops.ConstantScale(2.0)
+    both = ops.Sequential(ops.Identity(), scale)
+    x = torch.ones(3)
+    assert torch.equal(both(x), 2 * x)
+    scale.scale = 3.0
+    assert torch.equal(both(x), 3 * x)
+    assert torch.equal(scale(x), 3 * x)
+
+
+BAD_ARGUMENTS = [
+    (lambda: ops.Linear(0, 3), ValueError, "BasicLinear: expected in_features to be a whole number > 0, got 0"),
+    (lambda: ops.Linear(3, True), ValueError, "expected out_features to be a whole number > 0, got True"),
+    (lambda: ops.Bias(-1), ValueError, "Bias: expected size to be a whole number > 0, got -1"),
+    (lambda: ops.RMSNorm(8, eps=-1), ValueError, "RMSNorm: expected eps >= 0, got -1"),
+    (lambda: ops.LayerNorm((2, 4)), NotImplementedError, "LayerNorm: expected normalized_shape with one size, got (2, 4)"),
+    (lambda: ops.LayerNorm(8, sm_margin=2), NotImplementedError, "LayerNorm: expected sm_margin=0, got 2"),
+    (lambda: ops.Dropout(1.5), ValueError, "Dropout: expected a probability p in [0, 1], got 1.5"),
+    (lambda: ops.Reshape((-1, -1)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1)"),
+    (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
+    (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),
+    (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
+    (lambda: ops.Bias(4, tensor_parallel=True), NotImplementedError, "Bias: expected tensor_parallel=False, got True"),
+]
+for argument, value in [
+    ("tensor_parallel_mode", "column"),
+    ("tensor_parallel_group", 1),
+    ("sequence_parallel", True),
+    ("rng_state_tracker_function", id),
+    ("accumulate_into_main_grad", True),
+]:
+    BAD_ARGUMENTS.append(
+        (
+            lambda argument=argument, value=value: ops.Linear(4, 4, **{argument: value}),
+            NotImplementedError,
+            f"Linear: expected {argument}=",
+        )
+    )
+    BAD_ARGUMENTS.append(
+        (
+            lambda argument=argument, value=value: ops.BasicLinear(4, 4, **{argument: value}),
+            NotImplementedError,
+            f"BasicLinear: expected {argument}=",
+        )
+    )
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), BAD_ARGUMENTS)
+def test_bad_arguments_say_expected_and_got(make, kind, text):
+    with pytest.raises(kind) as error:
+        make()
+    assert text in str(error.value)
+
+
+def test_wrong_shapes_say_expected_and_got():
+    with pytest.raises(ValueError, match=r"linear: expected x with 8 features in its last dimension.*got x of shape \[2, 7\]"):
+        ops.Linear(8, 3)(torch.randn(2, 7))
+    with pytest.raises(ValueError, match=r"reshape: expected x with a multiple of 4 elements for shape \[-1, 4\], got x of shape"):
+        ops.Reshape((-1, 4))(torch.randn(3))
+
+
+def test_parameters_start_as_documented():
+    linear = ops.Linear(16, 4)
+    assert linear.weight.abs().max() <= 0.25
+    assert torch.equal(linear.bias, torch.zeros(4))
+    norm = ops.LayerNorm(4)
+    assert torch.equal(norm.weight, torch.ones(4)) and torch.equal(norm.bias, torch.zeros(4))
+    assert torch.equal(ops.RMSNorm(4, zero_centered_gamma=True).weight, torch.zeros(4))
+
+
+def test_device_none_is_the_default_device():
+    with torch.device("meta"):
+        assert {p.device.type for p in ops.Sequential(ops.LayerNorm(4), ops.Linear(4, 4)).parameters()} == {"meta"}
+
+
+def test_a_meta_module_works_after_to_empty_and_reset_parameters():
+    norm, linear = ops.LayerNorm(4, device="meta"), ops.Linear(4, 4, device="meta")
+    both = ops.Sequential(norm, linear).to_empty(device="cpu")
+    norm.reset_parameters()
+    linear.reset_parameters()
+    y = both(torch.randn(2, 4))
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in both.parameters())
+
+
+def test_repr_names_the_options():
+    assert repr(ops.Linear(4, 2, bias=False)) == "Linear(in_features=4, out_features=2, bias=False)"
+    assert repr(ops.RMSNorm(4)) == "RMSNorm(4, eps=1e-05, zero_centered_gamma=False)"
+    for op in (ops.Dropout(0.5), ops.ConstantScale(2), ops.Reshape((2, -1)), ops.Quantize(), ops.AddExtraInput(), ops.Bias(3)):
+        assert "=" in repr(op)
+    assert "in_place=False" in repr(ops.MakeExtraOutput()) and "out_features=2" in repr(ops.BasicLinear(1, 2))

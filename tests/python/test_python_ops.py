@@ -1,0 +1,291 @@
+"""Ops written in Python: styles, contexts, extra inputs and outputs, lifetimes, errors."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
+
+import tandem.ops as ops
+
+
+def test_both_styles_run_between_ops_of_the_library():
+    scale, sin = SplitScale(), WholeSin()
+    box = ops.Sequential(ops.Linear(4, 4), scale, sin, ops.GELU())
+    x = torch.randn(3, 4, requires_grad=True)
+    h = torch.sin(torch.nn.functional.linear(x, box[0].weight, box[0].bias) * 2 * scale.weight)
+    expected = torch.nn.functional.gelu(h, approximate="tanh")
+    asked = [x, *box.parameters()]
+    torch.testing.assert_close(box(x), expected)
+    torch.testing.assert_close(torch.autograd.grad(box(x).sum(), asked), torch.autograd.grad(expected.sum(), asked))
+    with torch.no_grad():
+        torch.testing.assert_close(box(x), expected)
+    assert torch.autograd.gradcheck(copy.deepcopy(box).double(), (x.detach().double().requires_grad_(),))
+
+
+@pytest.mark.parametrize("swap", [SplitSwap, WholeSwap])
+def test_extra_inputs_and_outputs(swap):
+    box = ops.Sequential(ops.ConstantScale(5.0), swap(), ops.GELU())
+    x, extra = (torch.randn(3, requires_grad=True) for _ in range(2))
+    y, other = box(x, extra)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(2 * extra, approximate="tanh"))
+    torch.testing.assert_close(other, 15 * x)
+    grads = torch.autograd.grad(other.sum(), (x, extra), retain_graph=True, allow_unused=True)
+    assert torch.equal(grads[0], torch.full((3,), 15.0)) and (grads[1] is None or not grads[1].any())
+    grads = torch.autograd.grad(y.sum() + other.sum(), (x, extra))
+    assert torch.equal(grads[0], torch.full((3,), 15.0))
+    alone = swap()(x, extra)
+    assert torch.equal(alone[0], 2 * extra) and torch.equal(alone[1], 3 * x)
+    loop = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False), swap().set_extra_input_channel(0, "a")
+    )
+    y, other = loop(x)
+    assert torch.equal(torch.autograd.grad(y.sum() + other.sum(), x)[0], torch.full((3,), 5.0))
+
+
+def test_the_one_piece_form_of_a_split_op_is_callable():
+    op, ctx, x = SplitScale(3.0), ops.OperationContext(), torch.randn(2)
+    assert torch.equal(op.op_forward(ctx, x), x * 3 * 1.5)
+    assert ctx.to_save[0] is x and ctx.factor == 3.0
+    ctxs = [ops.OperationContext()]
+    y, extra = SplitSwap().fuser_forward(ctxs, x, basic_op_extra_inputs=[(x,)], basic_op_kwargs=[{}])
+    assert torch.equal(y, 2 * x) and torch.equal(extra[0][0], 3 * x) and ctxs[0].factors == (2, 3)
+
+
+def test_arguments_per_call():
+    sin, plain = WholeSin(), ops.GELU()
+    box = ops.Sequential(plain, sin)
+    x = torch.randn(3)
+    expected = torch.sin(plain(x) + 0.25)
+    assert torch.equal(box(x, op_kwargs={sin: {"shift": 0.25}}), expected)
+    assert torch.equal(box(x, op_kwargs={1: {"shift": 0.25}}), expected)
+    assert torch.equal(box(x), torch.sin(plain(x)))
+    assert torch.equal(sin(x, shift=0.25), torch.sin(x + 0.25))
+    for key, text in [
+        (plain, "op_kwargs: expected basic ops written in Python, got GELU"),
+        (ops.GELU(), "op_kwargs: expected ops of this Sequential or their positions, got GELU"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            box(x, op_kwargs={key: {"shift": 1}})
+    with pytest.raises(TypeError, match="op_kwargs: expected plain values .* got shift of type Tensor. Pass tensors as extra inputs"):
+        box(x, op_kwargs={sin: {"shift": x}})
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        box(x, op_kwargs={sin: {"other": 1}})
+
+
+def define(**methods):
+    return type("Mine", (ops.BasicOperation,), methods)
+
+
+def anything(self, *arguments, **kwargs): ...
+
+
+HALVES = [
+    (["op_forward_compute"], "Mine: expected the pair op_forward_compute and op_forward_save_ctx, got op_forward_compute alone. Define op_forward_save_ctx"),
+    (["op_forward_save_ctx"], "got op_forward_save_ctx alone. Define op_forward_compute too"),
+    (["fuser_forward_compute"], "got fuser_forward_compute alone. Define fuser_forward_save_ctx too"),
+    (["fuser_forward_save_ctx"], "got fuser_forward_save_ctx alone. Define fuser_forward_compute too"),
+    (
+        ["op_forward", "op_forward_compute", "op_forward_save_ctx"],
+        "Mine: expected either op_forward or the pair op_forward_compute and op_forward_save_ctx, got op_forward and op_forward_compute",
+    ),
+    (["fuser_forward", "fuser_forward_compute"], "expected either fuser_forward or the pair"),
+]
+
+
+@pytest.mark.parametrize(("methods", "text"), HALVES)
+def test_half_a_pair_or_a_mix_is_refused_when_the_class_is_defined(methods, text):
+    with pytest.raises(TypeError) as error:
+        define(**dict.fromkeys(methods, anything))
+    assert text in str(error.value)
+    with pytest.raises(TypeError):
+        type("Fused", (ops.FusedOperation,), dict.fromkeys([m for m in methods if "fuser" in m] or ["fuser_forward_compute"], anything))
+
+
+def test_a_subclass_replaces_the_style_of_its_base():
+    class Whole(SplitScale):
+        def op_forward(self, ctx, input_, **_):
+            ctx.save_for_backward(input_, self.weight)
+            ctx.factor = 7.0
+            return input_ * 7.0 * self.weight
+
+    class SplitAgain(Whole):
+        def op_forward_compute(self, input_):
+            return input_ * 9.0 * self.weight, (input_, self.weight)
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+            ctx.save_for_backward(*tensors_to_save)
+            ctx.factor = 9.0
+
+    class HalfOfAPair(SplitAgain):
+        def op_forward_compute(self, input_):
+            return input_ * 11.0 * self.weight, (input_, self.weight)
+
+    class MyGELU(ops.GELU):
+        def op_forward(self, ctx, input_, **_):
+            ctx.save_for_backward(input_)
+            return input_ * 13
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * 13, ()
+
+    x = torch.ones(1, requires_grad=True)
+    for op, factor in [(Whole(), 10.5), (SplitAgain(), 13.5), (HalfOfAPair(), 16.5), (MyGELU(), 13), (SplitScale(), 3)]:
+        assert op(x) == factor, type(op)
+    for op, factor in [(Whole(), 10.5), (SplitAgain(), 13.5), (MyGELU(), 13)]:
+        assert torch.autograd.grad(op(x), x)[0] == factor
+    assert SplitAgain().op_forward(ops.OperationContext(), x) == 13.5
+
+
+def test_methods_that_are_missing_say_so():
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="GELU: expected a forward written in Python, got none. Define op_forward"):
+        ops.GELU().op_forward(ops.OperationContext(), x)
+    with pytest.raises(NotImplementedError, match="GELU: expected a forward written in Python, got none. Define fuser_forward"):
+        ops.GELU().fuser_forward([], x, basic_op_extra_inputs=[], basic_op_kwargs=[])
+    forward_only = define(op_forward=lambda self, ctx, input_, **_: input_ * 1)()
+    with pytest.raises(NotImplementedError, match="Mine: expected a backward written in Python, got none. Define op_backward"):
+        forward_only(x).sum().backward()
+    fuser_only = define(fuser_forward=lambda self, ctxs, input_, **_: (input_ * 1, [()]))()
+    with pytest.raises(NotImplementedError, match="Mine: expected a backward written in Python, got none. Define fuser_backward"):
+        fuser_only(x).sum().backward()
+
+
+class Wrong(ops.BasicOperation):
+    """Returns what it is told to."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, forward, backward=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.returns = (forward, backward)
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return self.returns[0](input_)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return self.returns[1](grad_output)
+
+
+def fine(x):
+    return x * 1, [(x * 2,)]
+
+
+RESULTS = [
+    (lambda x: (None, [(x,)]), None, ValueError, "expected the output, which is required by an operation outside, got None. Return it."),
+    (lambda x: (3, [(x,)]), None, TypeError, "expected the output to be a tensor or None, got int. Return tensors."),
+    (lambda x: (x, []), None, ValueError, "expected 1 groups of extra outputs, got 0. Return one for each"),
+    (lambda x: (x, [()]), None, ValueError, "expected 1 extra outputs, got 0"),
+    (fine, lambda g: (g, [()], [()]), ValueError, "expected 1 parameter gradients, got 0"),
+    (fine, lambda g: (g, [], [()]), ValueError, "expected 1 groups of parameter gradients, got 0"),
+    (fine, lambda g: (g, [(g,)], []), ValueError, "expected 1 groups of extra input gradients, got 0"),
+    (fine, lambda g: (None, [(g,)], [()]), ValueError, "which requires grad, got None. Return it from op_backward."),
+    (fine, lambda g: (3, [(g,)], [()]), TypeError, "expected a gradient to be a tensor or None, got int"),
+]
+
+
+@pytest.mark.parametrize(("forward", "backward", "kind", "text"), RESULTS)
+def test_wrong_results_name_the_op(forward, backward, kind, text):
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(kind) as error:
+        y, extra = Wrong(forward, backward)(x)
+        (y + extra).sum().backward()
+    assert text in str(error.value) and "Wrong" in str(error.value)
+
+
+def test_an_unused_output_gives_zeros_and_none():
+    seen = []
+
+    class Watch(Wrong):
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            seen.append((grad_output, basic_op_grad_extra_outputs[0][0]))
+            return grad_output, [(grad_output.sum().reshape(1),)], [()]
+
+    x = torch.ones(2, requires_grad=True)
+    y, _ = Watch(fine)(x)
+    y.sum().backward()
+    _, extra = Watch(fine)(x)
+    extra.sum().backward()
+    assert seen[0][1] is None
+    assert torch.equal(seen[1][0], torch.zeros(2)) and torch.equal(seen[1][1], torch.ones(2))
+
+
+def test_exceptions_of_user_code_arrive_as_they_are():
+    class Special(Exception):
+        pass
+
+    def fail(*_, **__):
+        raise Special("mine")
+
+    with pytest.raises(Special, match="mine"):
+        define(op_forward=fail)()(torch.ones(1))
+    op = define(op_forward=lambda self, ctx, input_, **_: input_ * 1, op_backward=fail)()
+    with pytest.raises(Special, match="mine"):
+        op(torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def test_backward_works_when_the_op_is_gone():
+    x = torch.ones(2, requires_grad=True)
+    y = ops.Sequential(SplitScale(), WholeSin())(x)
+    gc.collect()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 3 * torch.cos(torch.tensor([3.0, 3.0])))
+
+
+def test_every_instance_has_its_own_state():
+    box = ops.Sequential(SplitScale(2.0), SplitScale(2.0), SplitScale(5.0))
+    with torch.no_grad():
+        box[1].weight.fill_(10)
+    x = torch.ones(1)
+    assert box(x) == 2 * 1.5 * 2 * 10 * 5 * 1.5
+    for clone in (copy.deepcopy(box), pickle.loads(pickle.dumps(box))):
+        assert clone(x) == box(x)
+        clone[0].factor = 20.0
+        assert clone(x) == 10 * box(x)
+
+
+def test_the_context_keeps_the_last_save_and_free_attributes():
+    ctx = ops.OperationContext()
+    assert ctx.saved_tensors is None and ctx.to_save is None and ctx.requires_grad
+    one, two = torch.ones(1), torch.zeros(1)
+    ctx.save_for_backward(one)
+    ctx.save_for_backward(two, None)
+    assert ctx.to_save[0] is two and ctx.to_save[1] is None
+    ctx.anything = 3
+    assert ctx.anything == 3
+
+
+def test_saving_none_and_in_place_writes_to_what_is_saved():
+    class Keeps(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            ctx.save_for_backward(None, input_)
+            return input_ * input_
+
+        def op_backward(self, ctx, grad_output):
+            nothing, x = ctx.saved_tensors
+            assert nothing is None
+            return 2 * x * grad_output, ()
+
+    leaf = torch.ones(2, requires_grad=True)
+    x = leaf * 3
+    y = Keeps()(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0], torch.full((2,), 18.0))
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_fused_operations_that_are_listed_run_their_basic_ops():
+    with pytest.raises(ValueError, match="FusedOperation: expected at least one basic op, got none. Pass the ops"):
+        ops.FusedOperation([])
+    linear = ops.Linear(4, 4)
+    fused = ops.FusedOperation([linear, ops.GELU()])
+    x = torch.randn(2, 4)
+    expected = torch.nn.functional.gelu(linear(x), approximate="tanh")
+    torch.testing.assert_close(fused(x), expected)
+    torch.testing.assert_close(ops.Sequential(ops.Identity(), fused)(x), expected)
+    assert fused.is_fused_op and not ops.GELU().is_fused_op

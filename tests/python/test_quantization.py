@@ -1,0 +1,193 @@
+"""Float8CurrentScaling: numbers against an emulation, weights quantized when they must be, refusals."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+
+import tandem
+import tandem.ops as ops
+from tandem.recipe import Float8CurrentScaling, Format
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def rounded(x, dtype, power_2=False, epsilon=0.0):
+    """x on the grid of current scaling, in float64: scale = largest / amax, and what its inverse gives back."""
+    largest = torch.tensor(LARGEST[dtype], dtype=torch.float32)
+    amax = x.detach().float().abs().max().clamp(min=epsilon)
+    if amax == 0:
+        return x.double() * 0
+    scale = largest / amax
+    if power_2:
+        scale = torch.exp2(torch.floor(torch.log2(scale.double()))).float()
+    codes = (x.float() * scale).clamp(-largest, largest).to(dtype)
+    return codes.double() * (1 / scale).double()
+
+
+def emulated(x, weight, bias, grad, recipe):
+    wide = torch.float8_e5m2 if recipe.fp8_format is Format.HYBRID else torch.float8_e4m3fn
+    e4m3 = torch.float8_e4m3fn
+    qx, qw = rounded(x, e4m3, recipe.use_power_2_scales, recipe.amax_epsilon_input), rounded(
+        weight, e4m3, recipe.use_power_2_scales, recipe.amax_epsilon_weight
+    )
+    qg = rounded(grad, wide, recipe.use_power_2_scales, recipe.amax_epsilon_grad_output)
+    return qx @ qw.t() + bias.double(), qg @ qw, qg.t() @ qx, grad.double().sum(0)
+
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8CurrentScaling(fp8_format=Format.E4M3),
+    Float8CurrentScaling(use_power_2_scales=True),
+    Float8CurrentScaling(amax_epsilon_input=10.0, amax_epsilon_weight=5.0, amax_epsilon_grad_output=20.0),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.to_json())
+@pytest.mark.parametrize("shape", [(5, 8, 6), (1, 3, 2), (33, 17, 31)])
+def test_linear_is_the_product_of_rounded_operands(recipe, shape):
+    rows, fan_in, fan_out = shape
+    linear = randomize(ops.Linear(fan_in, fan_out))
+    x, grad = torch.randn(rows, fan_in, requires_grad=True), torch.randn(rows, fan_out)
+    with tandem.autocast(recipe=recipe):
+        y = linear(x)
+    grads = torch.autograd.grad(y, [x, linear.weight, linear.bias], grad)
+    for actual, expected in zip((y, *grads), emulated(x, linear.weight, linear.bias, grad, recipe), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4e-6 * max(1.0, expected.abs().max().item()))
+
+
+def test_fused_and_unfused_agree_under_a_recipe():
+    box = randomize(llama_mlp(32, 48))
+    with tandem.autocast():
+        outcome = tandem.verify(box, torch.randn(6, 32, requires_grad=True))
+    assert outcome, str(outcome)
+
+
+def test_quantize_rounds_where_a_recipe_is_on():
+    x = torch.randn(4, 8, requires_grad=True)
+    op = ops.Quantize(forward=True, backward=True)
+    assert torch.equal(op(x), x)
+    with tandem.autocast():
+        y = op(x)
+    torch.testing.assert_close(y.double(), rounded(x, torch.float8_e4m3fn), rtol=0, atol=1e-6)
+    grad = torch.randn(4, 8)
+    actual = torch.autograd.grad(y, x, grad)[0]
+    torch.testing.assert_close(actual.double(), rounded(grad, torch.float8_e5m2), rtol=0, atol=1e-6)
+
+
+def counts_of(function):
+    made, reused = tandem._C.refresh_counts()
+    function()
+    new_made, new_reused = tandem._C.refresh_counts()
+    return new_made - made, new_reused - reused
+
+
+def test_a_weight_is_quantized_once_per_outermost_region():
+    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
+
+    def region():
+        with tandem.autocast():
+            linear(x)
+            with tandem.autocast():
+                linear(x)
+            linear(x)
+
+    assert counts_of(region) == (1, 2)
+    assert counts_of(region) == (1, 2)
+
+
+def quantized(linear, x):
+    with tandem.autocast():
+        return linear(x)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_step_makes_codes_stale(fused):
+    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=fused)
+    with tandem.autocast():
+        before = linear(x)
+        before.sum().backward()
+        optimizer.step()
+        after = linear(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, quantized(linear, x))
+
+
+def test_writes_that_nobody_sees_need_a_word():
+    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
+    with tandem.autocast():
+        linear(x)
+        linear.weight.data.mul_(0)
+        tandem.weights_changed()
+        assert torch.equal(linear(x), linear.bias.expand(4, 8))
+        with torch.no_grad():
+            linear.weight.fill_(1)  # moves the version counter
+        assert linear(x).abs().sum() > 0
+        linear.weight = torch.nn.Parameter(torch.zeros(8, 8))
+        assert torch.equal(linear(x), linear.bias.expand(4, 8))
+
+
+def test_nested_regions_and_disabled_ones():
+    linear, x = ops.Linear(8, 8), torch.randn(4, 8)
+    plain, other = linear(x), Float8CurrentScaling(use_power_2_scales=True)
+    with tandem.autocast():
+        outer = linear(x)
+        with tandem.autocast(enabled=False):
+            assert torch.equal(linear(x), plain)
+            with tandem.autocast(recipe=other):
+                inner = linear(x)
+        assert torch.equal(linear(x), outer)
+    assert torch.equal(linear(x), plain)
+    assert not torch.equal(outer, plain) and not torch.equal(inner, outer)
+
+    @tandem.autocast()
+    def decorated():
+        return linear(x)
+
+    assert torch.equal(decorated(), outer)
+    with pytest.raises(KeyError), tandem.autocast():
+        raise KeyError
+    assert torch.equal(linear(x), plain)
+
+
+def test_recipes_are_frozen_values():
+    recipe = Float8CurrentScaling()
+    assert recipe == Float8CurrentScaling() and hash(recipe) == hash(Float8CurrentScaling())
+    assert recipe.fp8_format is Format.HYBRID and recipe.use_power_2_scales is False
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.use_power_2_scales = True
+    assert json.loads(recipe.to_json()) == {
+        "name": "Float8CurrentScaling",
+        "fp8_format": "HYBRID",
+        "use_power_2_scales": False,
+        "amax_epsilon": [0.0, 0.0, 0.0],
+    }
+    with tandem.autocast():
+        assert json.loads(tandem._C.active_recipe()) == json.loads(recipe.to_json())
+
+
+ERRORS = [
+    (lambda: Float8CurrentScaling(fp8_format="HYBRID"), ValueError, "expected fp8_format to be Format.HYBRID or Format.E4M3, got 'HYBRID'"),
+    (lambda: Float8CurrentScaling(use_power_2_scales=1), ValueError, "expected use_power_2_scales to be True or False, got 1"),
+    (lambda: Float8CurrentScaling(amax_epsilon_weight=-1.0), ValueError, "expected amax_epsilon_weight to be finite and at least 0, got -1.0"),
+    (lambda: Float8CurrentScaling(fp8_dpa=True), NotImplementedError, "expected fp8_dpa=False, got True"),
+    (lambda: Float8CurrentScaling(fp8_mha=True), NotImplementedError, "expected fp8_mha=False, got True"),
+    (
+        lambda: Float8CurrentScaling(backward_override="dequantized"),
+        NotImplementedError,
+        "Float8CurrentScaling: expected backward_override=None, got 'dequantized'",
+    ),
+    (lambda: tandem.autocast(calibrating=True), NotImplementedError, "autocast: expected calibrating=False, got True"),
+    (lambda: tandem.autocast(amax_reduction_group=3), NotImplementedError, "autocast: expected amax_reduction_group=None, got 3"),
+    (lambda: tandem.autocast(recipe="fp8"), TypeError, "autocast: expected recipe to be a recipe of tandem.recipe or None, got str"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "text"), ERRORS)
+def test_errors(make, kind, text):
+    with pytest.raises(kind) as error:
+        make()
+    assert text in str(error.value)

@@ -1,0 +1,140 @@
+"""The checking scripts pass on a tree that keeps the rules and fail on each way of breaking one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+GOOD_TREE = {
+    "src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp)\n"
+    "set_property(SOURCE plan.cpp APPEND PROPERTY COMPILE_DEFINITIONS N=1)\n",
+    "src/core/plan.h": '#include <ATen/core/Tensor.h>\n#include "kernel_ops/norm.h"\n#include "tandem/export.h"\n',
+    "src/core/plan.cpp": '#include "core/plan.h"\n'
+    "void f(int n) {\n"
+    '  TORCH_CHECK_VALUE(n == g(1, ","), "plan: expected one step, got ", n,  // a comment with "text"\n'
+    '                    ". Pass " "one.");\n'
+    "}\n",
+    "src/kernel_ops/norm.h": "#pragma once\n",
+    "src/kernels/CMakeLists.txt": "target_sources(tandem_kernels PRIVATE cpu/norm.cpp)\n",
+    "src/kernels/cpu/norm.cpp": '#include "kernels/norm.h"\n',
+    "src/kernels/norm.h": "#pragma once\n",
+    "src/kernels/cuda/norm.cu": "#include <cuda_runtime.h>\n",
+    "src/kernels/cuda/sources.cmake": "set(tandem_cuda_sources norm.cu)\n",
+    "src/autograd/node.h": "#include <torch/csrc/autograd/function.h>\n",
+    "src/bindings/tensor.h": "#include <torch/csrc/autograd/python_variable.h>\n",
+    "tests/core/plan_test.cpp": 'EXPECT_TEXT("plan: expected one step");\n',
+    "tests/core/CMakeLists.txt": "target_sources(tandem_tests PRIVATE plan_test.cpp)\n",
+}
+
+
+def run(script: str, root: Path, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *flags, str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def write(root: Path, tree: dict[str, str]) -> Path:
+    for name, text in tree.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("script", ["check_layout.py", "check_messages.py"])
+def test_a_good_tree_passes(tmp_path, script):
+    result = run(script, write(tmp_path, GOOD_TREE))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", ["check_layout.py", "check_messages.py"])
+def test_this_repository_passes(script):
+    result = run(script, ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+BROKEN_LAYOUTS = {
+    "file too long": ({"src/core/plan.h": "\n" * 701}, "src/core/plan.h: expected at most 700 lines, got 701"),
+    "median too long": (
+        {name: "\n" * 300 for name in GOOD_TREE if not name.endswith(("txt", "cmake"))},
+        "expected a median of at most 200 lines per file, got 300",
+    ),
+    "arrow up": ({"src/core/plan.h": '#include "planner/planner.h"\n'}, "planner lies above core"),
+    "kernel ops see core": ({"src/kernel_ops/norm.h": '#include "core/plan.h"\n'}, "core lies above kernel_ops"),
+    "core sees the front": ({"src/core/plan.h": "#include <tandem/tandem.h>\n"}, "tandem lies above core"),
+    "unknown folder": ({"src/helpers/all.h": "\n"}, "expected a folder of LAYERS in check_layout.py, got helpers"),
+    "torch in a kernel": ({"src/kernels/norm.h": "#include <ATen/ATen.h>\n"}, "kernels know no torch"),
+    "autograd elsewhere": (
+        {"src/core/plan.h": "#include <torch/csrc/autograd/variable.h>\n"},
+        "only src/autograd includes torch/csrc/autograd",
+    ),
+    "bindings include more of autograd": (
+        {"src/bindings/tensor.h": "#include <torch/csrc/autograd/engine.h>\n"},
+        "only src/autograd includes torch/csrc/autograd",
+    ),
+    "CUDA elsewhere": (
+        {"src/kernel_ops/norm.h": "#include <cuda_runtime.h>\n"},
+        "only src/kernels/cuda includes CUDA headers",
+    ),
+    "CUDA switch": ({"src/core/plan.h": "#if defined(TANDEM_CUDA)\n"}, "expected no TANDEM_CUDA outside cmake/"),
+    "source not listed": ({"src/core/value.cpp": "\n"}, "src/core/value.cpp: expected the CMakeLists.txt"),
+    "CUDA source not listed": ({"src/kernels/cuda/gelu.cu": "\n"}, "src/kernels/cuda/gelu.cu: expected the"),
+    "listed in a comment only": (
+        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE # plan.cpp\n)\n"},
+        "src/core/plan.cpp: expected the CMakeLists.txt",
+    ),
+    "listed but absent": (
+        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp gone.cpp)\n"},
+        "src/core/gone.cpp: expected a file",
+    ),
+    "listed twice": (
+        {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp plan.cpp)\n"},
+        "src/core/plan.cpp: expected one list to name it, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), BROKEN_LAYOUTS.values(), ids=BROKEN_LAYOUTS.keys())
+def test_broken_layout_fails(tmp_path, change, text):
+    result = run("check_layout.py", write(tmp_path, GOOD_TREE | change))
+    assert result.returncode == 1
+    assert text in result.stderr
+
+
+def check_of(*arguments: str, kind: str = "VALUE") -> dict[str, str]:
+    return {"src/core/plan.cpp": f"void f() {{\n  TORCH_CHECK_{kind}({', '.join(arguments)});\n}}\n"}
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        (check_of("ok", '"plan: wrong number of steps"'), "got no expected and no got"),
+        (check_of("ok", '"plan: expected one step"', kind="TYPE"), "got no got"),
+        (check_of("ok", '"plan: got two steps"', kind="NOT_IMPLEMENTED"), "got no expected"),
+        (check_of("ok"), "(no text)"),
+        (check_of('name != "expected, got"', '"plan: wrong name"'), "got no expected and no got"),
+        (check_of("ok", '"plan: wrong name" /* "expected", "got" */'), "got no expected and no got"),
+        (check_of("ok", '"unexpected and forgotten"'), "got no expected and no got"),
+    ],
+)
+def test_incomplete_message_fails(tmp_path, change, lacking):
+    result = run("check_messages.py", write(tmp_path, GOOD_TREE | change))
+    assert result.returncode == 1
+    assert "src/core/plan.cpp:2:" in result.stderr
+    assert lacking in result.stderr
+
+
+def test_words_in_adjacent_literals_count(tmp_path):
+    change = check_of("ok", '"plan: expe" "cted one"\n    ", g" "ot ", n')
+    result = run("check_messages.py", write(tmp_path, GOOD_TREE | change))
+    assert result.returncode == 0, result.stderr
+
+
+def test_messages_that_no_test_mentions_are_counted_and_listed(tmp_path):
+    assert "1 messages, 0 incomplete, 0 that no test" in run("check_messages.py", write(tmp_path, GOOD_TREE)).stdout
+    change = check_of("ok", '"planner: expected a list of ops, got ", n')
+    result = run("check_messages.py", write(tmp_path, GOOD_TREE | change), "--list")
+    assert result.returncode == 0
+    assert "1 messages, 0 incomplete, 1 that no test" in result.stdout
+    assert "src/core/plan.cpp:2: planner: expected a list of ops" in result.stdout
