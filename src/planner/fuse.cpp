@@ -306,8 +306,14 @@ Refusal join(Steps& forward, Steps& backward, const Fusion& fusion, const Member
         return true;
     return false;
   };
+  // What a backward step could write again, forward writes anyway.
+  Steps gradients_only = backward;
+  for (const size_t m : backward_members)
+    for (size_t w = 0; w < gradients_only[m].writes.size(); ++w)
+      if (!gradients_only[m].write_names[w].starts_with("grad_") && !gradients_only[m].covers.empty())
+        gradients_only[m].writes[w] = Value::none;
   Replacement forward_half(forward, forward_members, forward_scope),
-      backward_half(backward, backward_members, scope);
+      backward_half(gradients_only, backward_members, scope);
   if (auto refusal = forward_half.check(ahead.writes, ahead.reads)) return "forward: " + *refusal;
   if (auto refusal = backward_half.check(back.writes, back.reads)) return "backward: " + *refusal;
   drop_undemanded_writes(ahead, forward_half);

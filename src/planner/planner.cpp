@@ -191,6 +191,13 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   std::vector<bool> is_free(program.types.size());
   for (const Values* list : {&program.inputs, &program.params, &program.outputs})
     for (const Value value : *list) is_free[index_of(value)] = true;
+  std::vector<OpGroup> backward_groups;
+  if (!program.backward.empty()) backward_groups = groups_of(Pass::backward, description, user);
+  for (const OpGroup& group : backward_groups)  // these write gradients only
+    for (const Step& step : program.backward)
+      if (!step.covers.empty() && step.covers.front().op >= group.first && step.covers.back().op <= group.last)
+        for (size_t w = 0; w < step.writes.size(); ++w)
+          if (exists(step.writes[w]) && !step.write_names[w].starts_with("grad_")) is_free[index_of(step.writes[w])] = true;
   std::vector<Names> reemit_reads;
   for (const OpNode& op : description.ops) reemit_reads.push_back(op.def->reemit_reads);
   choose_reemitted(program.backward, is_free, reemit_reads);
@@ -235,7 +242,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
       std::any_of(program.gradients.begin(), program.gradients.end(), exists)) {
     auto backward = std::make_shared<BackwardFusions>();
     backward->patterns = fusions_of(Pass::backward, description, user);
-    backward->groups = groups_of(Pass::backward, description, user);
+    backward->groups = backward_groups;
     backward->operands = program.operands;
     backward->skipped = description.skipped_fusions;
     plan->backward_fusions = std::move(backward);
