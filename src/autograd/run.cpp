@@ -79,16 +79,24 @@ class Versions {
   c10::SmallVector<int64_t, 16> versions_;
 };
 
+/// What an in-place step writes must be writable, and no second such step may write the same memory: a kept result would change.
 void check_in_place(const Plan& plan, const Arguments& arguments) {
-  if (!plan.mutates_arguments || !c10::GradMode::is_enabled()) return;
+  if (!plan.mutates_arguments) return;
+  c10::SmallVector<const at::Tensor*, 4> written;
   for (const Step& step : plan.forward)
     for (const Value value : step.mutates)
-      for (size_t i = 0; i < plan.inputs.size(); ++i)
-        TORCH_CHECK_VALUE(plan.inputs[i] != value || !(arguments.inputs[i].requires_grad() &&
-                                                       arguments.inputs[i].is_leaf()),
-                          step.kind,
-                          ": expected a tensor that may be written in place, got a leaf that "
-                          "requires grad. Use in_place=False.");
+      for (size_t i = 0; i < plan.inputs.size(); ++i) {
+        if (plan.inputs[i] != value) continue;
+        const at::Tensor& input = arguments.inputs[i];
+        TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && input.requires_grad() && input.is_leaf()),
+                          step.kind, ": expected a tensor that may be written in place, got a leaf ",
+                          "that requires grad. Use in_place=False.");
+        for (const at::Tensor* other : written)
+          TORCH_CHECK_VALUE(!other->is_alias_of(input), step.kind, ": expected memory that no other ",
+                            "in-place op of the pipeline writes, got the same twice. Use ",
+                            "in_place=False, or pass a copy.");
+        written.push_back(&input);
+      }
 }
 
 /// Extra keys that are on while autocast is: steps have their dtypes from the plan.
