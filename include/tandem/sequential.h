@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,7 +46,15 @@ class TANDEM_API SequentialImpl : public torch::nn::Module {
 
   std::unique_ptr<Pipeline> pipeline_;
 };
-TORCH_MODULE(Sequential);
+
+/// A shared handle, as those of torch::nn.
+class Sequential : public torch::nn::ModuleHolder<SequentialImpl> {
+ public:
+  using torch::nn::ModuleHolder<SequentialImpl>::ModuleHolder;
+  using Impl = SequentialImpl;
+  explicit Sequential(std::initializer_list<Op> ops, const at::TensorOptions& options = {})
+      : ModuleHolder(std::make_shared<SequentialImpl>(std::vector<Op>(ops), options)) {}
+};
 
 inline VerifyReport verify(const Sequential& pipeline, const at::Tensor& x,
                            at::TensorList extra_inputs = {}) {

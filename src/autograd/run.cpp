@@ -88,11 +88,13 @@ void check_in_place(const Plan& plan, const Arguments& arguments) {
       for (size_t i = 0; i < plan.inputs.size(); ++i) {
         if (plan.inputs[i] != value) continue;
         const at::Tensor& input = arguments.inputs[i];
-        TORCH_CHECK_VALUE(!(c10::GradMode::is_enabled() && input.requires_grad() && input.is_leaf()),
-                          step.kind, ": expected a tensor that may be written in place, got a leaf ",
-                          "that requires grad. Use in_place=False.");
+        TORCH_CHECK_VALUE(
+            !(c10::GradMode::is_enabled() && input.requires_grad() && input.is_leaf()), step.kind,
+            ": expected a tensor that may be written in place, got a leaf ",
+            "that requires grad. Use in_place=False.");
         for (const at::Tensor* other : written)
-          TORCH_CHECK_VALUE(!other->is_alias_of(input), step.kind, ": expected memory that no other ",
+          TORCH_CHECK_VALUE(!other->is_alias_of(input), step.kind,
+                            ": expected memory that no other ",
                             "in-place op of the pipeline writes, got the same twice. Use ",
                             "in_place=False, or pass a copy.");
         written.push_back(&input);

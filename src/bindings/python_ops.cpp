@@ -266,7 +266,8 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
       back.writes.push_back({member, permanent("grad_" + std::string(def.inputs[i]))});
     for (const auto& name : def.context) {
       if (pass == Pass::backward) back.reads.push_back({member, name});
-      if (pass == Pass::forward) ahead.writes.push_back({member, name});  // operands: see fuse_groups
+      if (pass == Pass::forward)
+        ahead.writes.push_back({member, name});  // operands: see fuse_groups
     }
   });
   fusion.run = pass == Pass::backward ? back : ahead;

@@ -46,14 +46,14 @@ struct Fusion {
   std::string name;
   Pass pass = Pass::forward;
   /// Kinds or families of steps, alternatives separated by '|'; each step reads a result of the one before it.
-  std::vector<std::string_view> pattern;
-  FusedRun run;
+  std::vector<std::string_view> pattern = {};
+  FusedRun run = {};
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.
   FusedRun backward = {};
   /// Joint fusions: names of private values, kept from forward to backward; they follow the writes of `run` and the reads of `backward`.
   Names keeps = {};
   Refusal (*refuse)(const Match& match) = nullptr;
-  std::string_view picture;
+  std::string_view picture = {};
   bool runs_user_code = false;
 };
 

@@ -80,6 +80,11 @@ Tensor fresh(const Tensor& result, const Tensor& operand) {
   return result.is_same(operand) ? result.clone() : result;
 }
 
+/// Kernels always write y.
+Tensor or_scratch(const Tensor& result, const Tensor& x, const ResultSpec& spec) {
+  return result.defined() ? result : at::empty_symint(spec.sizes, x.options().dtype(spec.dtype));
+}
+
 /// Kernels always write grad_z: column sums are of grad_z as rounded.
 Tensor or_scratch(const Tensor& result, const Tensor& z) {
   return result.defined() ? result : at::empty(z.sizes(), z.options());
@@ -101,9 +106,9 @@ Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>&
 
 void ActivationForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
                             std::string_view activation, std::array<bool, 2>, Results<2>& results) {
-  kernels::cpu::activation_forward(activation_of(activation), RowsIn(x), VectorIn(bias),
-                                   element_of(sum_dtype(x, bias)), rows_out(results[0]),
-                                   rows_out(results[1]));
+  kernels::cpu::activation_forward(
+      activation_of(activation), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
+      rows_out(results[0]), rows_out(or_scratch(results[1], x, like(x, sum_dtype(x, bias)))));
 }
 
 Results<2> ActivationForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
@@ -150,9 +155,10 @@ Specs<2> GluForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
 
 void GluForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
                      std::string_view activation, std::array<bool, 2>, Results<2>& results) {
-  kernels::cpu::glu_forward(activation_of(activation), RowsIn(x), VectorIn(bias),
-                            element_of(sum_dtype(x, bias)), rows_out(results[0]),
-                            rows_out(results[1]));
+  kernels::cpu::glu_forward(
+      activation_of(activation), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
+      rows_out(results[0]),
+      rows_out(or_scratch(results[1], x, half_of(x, sum_dtype(x, bias), true))));
 }
 
 Results<2> GluForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
@@ -168,6 +174,10 @@ Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_
                              std::array<bool, 3> output_mask) {
   activation_of(activation);
   check_even_last_dim("glu_backward", z);
+  TORCH_CHECK_VALUE(grad_y.sym_sizes() == half_of(z, z.scalar_type(), true).sizes,
+                    "glu_backward: expected grad_y with half the last dimension of z, ",
+                    z.sym_sizes(), ", got ", grad_y.sym_sizes(),
+                    ". Pass the gradient of what the forward op returned.");
   return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
           half_of(z, grad_y.scalar_type(), output_mask[2])};
 }

@@ -26,6 +26,22 @@ inline void check_same_shape(std::string_view op, const at::Tensor& a, std::stri
                     a_name, " before the call.");
 }
 
+/// `statistic` must have one element per row of x.
+inline void check_statistic(std::string_view op, const at::Tensor& x, const at::Tensor& statistic,
+                            std::string_view name) {
+  c10::SymInt rows = 1;
+  for (const c10::SymInt& size : x.sym_sizes().slice(0, x.sym_sizes().size() - 1)) rows *= size;
+  TORCH_CHECK_VALUE(statistic.sym_numel() == rows, op, ": expected ", name, " with ", rows,
+                    " elements, one per row of x ", x.sym_sizes(), ", got shape ",
+                    statistic.sym_sizes(), ". Pass what the forward op returned.");
+}
+
+inline void check_one_element(std::string_view op, const at::Tensor& tensor,
+                              std::string_view name) {
+  TORCH_CHECK_VALUE(tensor.sym_numel() == 1, op, ": expected ", name,
+                    " with one element, got shape ", tensor.sym_sizes(), ". Pass a scalar tensor.");
+}
+
 inline void check_even_last_dim(std::string_view op, const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) % 2 == 0, op,
                     ": expected x with an even last dimension, two halves, got ", x.sym_sizes(),

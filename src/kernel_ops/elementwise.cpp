@@ -82,6 +82,7 @@ Specs<1> Dropout::shapes(const Tensor& x, const Tensor& seed, double p) {
                     ". p is the share that becomes zero.");
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout: expected an int64 seed, got ",
                    seed.scalar_type(), ". Draw it with tandem::draw_seed.");
+  check_one_element("dropout", seed, "a seed");
   return {like(x)};
 }
 

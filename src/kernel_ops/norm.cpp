@@ -67,9 +67,12 @@ Results<2> RmsNormForward::reference(const Tensor& x, const Tensor& weight, doub
 }
 
 Specs<3> RmsNormBackward::shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                 const Tensor&, const std::optional<Tensor>&, bool,
-                                 std::array<bool, 3> output_mask) {
+                                 const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
+                                 bool, std::array<bool, 3> output_mask) {
   check_same_shape("rms_norm_backward", grad_y, "grad_y", x, "x");
+  check_last_dim("rms_norm_backward", x, weight, "weight");
+  check_statistic("rms_norm_backward", x, inv_rms, "inv_rms");
+  if (grad_residual) check_same_shape("rms_norm_backward", *grad_residual, "grad_residual", x, "x");
   return {like(x, x.scalar_type(), output_mask[0]),
           like(weight, weight.scalar_type(), output_mask[1]),
           like(x, weight.scalar_type(), output_mask[2])};
@@ -133,10 +136,17 @@ Results<3> LayerNormForward::reference(const Tensor& x, const Tensor& weight, co
 }
 
 Specs<4> LayerNormBackward::shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                   const std::optional<Tensor>& bias, const Tensor&, const Tensor&,
-                                   const std::optional<Tensor>&, bool,
+                                   const std::optional<Tensor>& bias, const Tensor& mean,
+                                   const Tensor& inv_std,
+                                   const std::optional<Tensor>& grad_residual, bool,
                                    std::array<bool, 4> output_mask) {
   check_same_shape("layer_norm_backward", grad_y, "grad_y", x, "x");
+  check_last_dim("layer_norm_backward", x, weight, "weight");
+  if (bias) check_last_dim("layer_norm_backward", x, *bias, "bias");
+  check_statistic("layer_norm_backward", x, mean, "mean");
+  check_statistic("layer_norm_backward", x, inv_std, "inv_std");
+  if (grad_residual)
+    check_same_shape("layer_norm_backward", *grad_residual, "grad_residual", x, "x");
   TORCH_INTERNAL_ASSERT(bias || !output_mask[3],
                         "layer_norm_backward: y needs the bias that forward added");
   return {like(x, x.scalar_type(), output_mask[0]),

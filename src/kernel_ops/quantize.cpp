@@ -52,7 +52,10 @@ FormatTraits traits(kernels::Fp8Format format) {
 Tensor encode(const Tensor& scaled, kernels::Fp8Format format) {
   const FormatTraits f = traits(format);
   const Tensor x = scaled.to(at::kDouble), magnitude = at::clamp(at::abs(x), 0, f.max);
-  const Tensor exponent = at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent);
+  // frexp gives zero the exponent 0, as if it lay in [0.5, 1).
+  const Tensor exponent =
+      at::where(magnitude == 0, f.min_exponent,
+                at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent));
   const Tensor quantum =
       at::ldexp(at::scalar_tensor(1.0, x.options()), (exponent - f.mantissa_bits).to(at::kDouble));
   const Tensor steps =
@@ -121,9 +124,10 @@ Results<3> QuantizeCurrent::reference(const Tensor& x, std::string_view format, 
   return {encode(source * scale, fp8), dequant_scale, amax};
 }
 
-Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor&, std::string_view format,
-                            at::ScalarType dtype) {
+Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
+                            std::string_view format, at::ScalarType dtype) {
   fp8_format(format);
+  check_one_element("dequantize", dequant_scale, "dequant_scale");
   return {like(codes, dtype)};
 }
 
@@ -158,8 +162,10 @@ Results<1> Decode::reference(const Tensor& codes, std::string_view format) {
   return {decode_values(codes, fp8_format(format))};
 }
 
-Specs<1> ScaleProduct::shapes(const Tensor& product, const Tensor&, const Tensor&,
+Specs<1> ScaleProduct::shapes(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
                               at::ScalarType dtype) {
+  check_one_element("scale_product", a_scale, "a_scale");
+  check_one_element("scale_product", b_scale, "b_scale");
   return {like(product, dtype)};
 }
 

@@ -122,7 +122,8 @@ std::string as_text(const json& document) {
         text << "    " << kept.at("value").get<std::string>() << " ("
              << kept.at("type").get<std::string>() << ")"
              << (kept.at("costs_memory").get<bool>() ? ", " + kept.at("bytes").dump() + " bytes"
-                                                : ", the argument itself") << "\n";
+                                                     : ", the argument itself")
+             << "\n";
     }
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";

@@ -15,8 +15,9 @@ struct ExplainedPlan {
   std::shared_ptr<const Plan> plan;
   const Program* program;
   bool training;
-  std::string recipe;               ///< as JSON, or "none"
-  std::vector<int64_t> kept_bytes;  ///< by entry of Plan::kept; empty where no call with grad was made
+  std::string recipe;  ///< as JSON, or "none"
+  std::vector<int64_t>
+      kept_bytes;  ///< by entry of Plan::kept; empty where no call with grad was made
 };
 
 /// `saved_bytes`: kept by the last call with grad. Throws c10::ValueError where no call has been made yet: a plan depends on its tensors.

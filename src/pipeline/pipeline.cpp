@@ -110,8 +110,11 @@ std::string Pipeline::explain(ExplainFormat format) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
       for (const auto& plan : state->program->plans()) {
-        plans.push_back({plan, state->program.get(), state->training,
-                         state->recipe ? state->recipe->json : "none", {}});
+        plans.push_back({plan,
+                         state->program.get(),
+                         state->training,
+                         state->recipe ? state->recipe->json : "none",
+                         {}});
         for (const auto& [known, bytes] : state->kept)
           if (known == plan.get()) plans.back().kept_bytes = bytes;
       }

@@ -43,7 +43,8 @@ class TANDEM_API Pipeline {
     std::shared_ptr<Program> program;
     std::vector<at::Tensor> workspaces;  ///< of `recipe`
     const State* older;
-    std::vector<std::pair<const Plan*, std::vector<int64_t>>> kept = {};  ///< bytes by entry, of each plan's last call with grad
+    std::vector<std::pair<const Plan*, std::vector<int64_t>>> kept =
+        {};  ///< bytes by entry, of each plan's last call with grad
   };
   State& state(bool training);
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,

@@ -310,7 +310,8 @@ Refusal join(Steps& forward, Steps& backward, const Fusion& fusion, const Member
   Steps gradients_only = backward;
   for (const size_t m : backward_members)
     for (size_t w = 0; w < gradients_only[m].writes.size(); ++w)
-      if (!gradients_only[m].write_names[w].starts_with("grad_") && !gradients_only[m].covers.empty())
+      if (!gradients_only[m].write_names[w].starts_with("grad_") &&
+          !gradients_only[m].covers.empty())
         gradients_only[m].writes[w] = Value::none;
   Replacement forward_half(forward, forward_members, forward_scope),
       backward_half(gradients_only, backward_members, scope);

@@ -297,6 +297,9 @@ class Lowering {
       y = program_.add(std::move(type));
       program_.requires_grad[index_of(y)] = needs_grad(x);
       program_.forward.push_back(rename_step(x, y));
+      for (const Format format : {Format::fp8_e4m3, Format::fp8_e5m2})
+        if (const auto codes = forward_codes_.find({x, format}); codes != forward_codes_.end())
+          forward_codes_[{y, format}] = codes->second;
       events_.push_back({Event::quantize_gradient, index, x, y});
     }
     names.bind("y", y);

@@ -195,9 +195,11 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   if (!program.backward.empty()) backward_groups = groups_of(Pass::backward, description, user);
   for (const OpGroup& group : backward_groups)  // these write gradients only
     for (const Step& step : program.backward)
-      if (!step.covers.empty() && step.covers.front().op >= group.first && step.covers.back().op <= group.last)
+      if (!step.covers.empty() && step.covers.front().op >= group.first &&
+          step.covers.back().op <= group.last)
         for (size_t w = 0; w < step.writes.size(); ++w)
-          if (exists(step.writes[w]) && !step.write_names[w].starts_with("grad_")) is_free[index_of(step.writes[w])] = true;
+          if (exists(step.writes[w]) && !step.write_names[w].starts_with("grad_"))
+            is_free[index_of(step.writes[w])] = true;
   std::vector<Names> reemit_reads;
   for (const OpNode& op : description.ops) reemit_reads.push_back(op.def->reemit_reads);
   choose_reemitted(program.backward, is_free, reemit_reads);
