@@ -1,0 +1,157 @@
+// in_place=True: writes into the caller's tensor, or an error where autograd needs its old value.
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+
+#include "core/call.h"
+#include "pipeline/pipeline.h"
+#include "support/plans.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+const std::string kAdd = R"(add_extra_input {"in_place": true})";
+
+Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) {
+  return Pipeline(ops_json(ops))(inputs, params, true);
+}
+
+TEST(InPlace, WritesTheSumIntoTheCallersTensor) {
+  const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2), sum = x + extra;
+  const auto version = extra._version();
+  const Outputs outputs = call({kAdd}, {x, extra});
+  EXPECT_TRUE(outputs[0].is_same(extra));
+  EXPECT_TRUE(same(extra, sum));
+  EXPECT_EQ(extra._version(), version + 1);
+}
+
+TEST(InPlace, WithGradTheOutputIsANewObjectOnThatMemory) {
+  const at::Tensor x = leaf({2, 4}), extra = random({2, 4}, at::kFloat, 2),
+                   sum = x.detach() + extra;
+  const Outputs outputs = call({kAdd}, {x, extra});
+  EXPECT_FALSE(outputs[0].is_same(extra));
+  EXPECT_TRUE(outputs[0].is_alias_of(extra));
+  EXPECT_FALSE(extra.requires_grad());
+  EXPECT_TRUE(same(extra, sum));
+  outputs[0].sum().backward();
+  EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 1));
+}
+
+TEST(InPlace, AGradientReachesAnExtraInputWithAHistory) {
+  const at::Tensor x = leaf({2, 4}), before = leaf({2, 4}), extra = before * 3;
+  call({kAdd}, {x, extra})[0].sum().backward();
+  EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 3));
+}
+
+TEST(InPlace, ALeafIsRefusedUnlessNoGradIsRecorded) {
+  const at::Tensor x = random({2, 4}), extra = leaf({2, 4});
+  EXPECT_THAT(
+      [&] {
+        call({kAdd}, {x, extra});
+      },
+      ThrowsText<c10::ValueError>(
+          "add_extra_input.in_place: expected a tensor that may be written in place",
+          ": expected a tensor that may be written in place, got a leaf that requires grad",
+          "Use in_place=False"));
+  const c10::AutoGradMode no_grad(false);
+  EXPECT_NO_THROW(call({kAdd}, {x, extra}));
+}
+
+TEST(InPlace, OfAnotherShapeIsRefused) {
+  EXPECT_THAT(
+      [] {
+        call({kAdd}, {random({2, 4}), random({4})});
+      },
+      ThrowsText<c10::ValueError>("add_extra_input: expected the extra input"));
+}
+
+TEST(InPlace, OnATensorThatBackwardReadsIsRefused) {
+  const at::Tensor x = leaf({2, 4}) * 1;
+  EXPECT_THAT(
+      [&] {
+        call({"gelu", kAdd}, {x, x});
+      },
+      ThrowsText<c10::Error>("pipeline: expected x unchanged until the end of the call",
+                             " unchanged until the end of the call, as backward reads it",
+                             "Use in_place=False, or write into a copy"));
+}
+
+TEST(InPlace, WhatWasSavedBeforeIsChecked) {
+  const at::Tensor x = leaf({2, 4}) * 1;
+  const at::Tensor y = call({"gelu"}, {x})[0];
+  call({kAdd}, {random({2, 4}), x});
+  EXPECT_THAT([&] { y.sum().backward(); },
+              ThrowsText<c10::Error>("modified by an inplace operation"));
+}
+
+TEST(InPlace, TheSameMemoryTwiceIsRefused) {
+  const at::Tensor extra = random({2, 4});
+  EXPECT_THAT(
+      [&] {
+        call({kAdd, kAdd}, {random({2, 4}), extra, extra.view({2, 4})});
+      },
+      ThrowsText<c10::ValueError>(
+          ": expected memory that no other in-place op of the pipeline writes",
+          "got the same twice", "or pass a copy"));
+  EXPECT_NO_THROW(call({kAdd, kAdd}, {random({2, 4}), extra, extra.clone()}));
+}
+
+TEST(InPlace, OnAChannelIsAPermissionThatNobodyNeeds) {
+  const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
+                   "gelu",
+                   R"(add_extra_input {"extra_inputs": [{"channel": "r"}], "in_place": true})"};
+  const at::Tensor x = random({2, 4}), before = x.clone();
+  call(ops, {x});
+  EXPECT_TRUE(same(x, before));
+  EXPECT_TRUE(gradients_match(function_of(ops), {leaf({2, 4}, at::kDouble)}));
+}
+
+TEST(InPlace, ThroughTheDispatcherNothingIsWritten) {
+  const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2),
+                   before = extra.clone();
+  const RunResult result = run({kAdd}, {x, extra}, {}, "{}", Path::dispatch);
+  EXPECT_TRUE(same(extra, before));
+  EXPECT_TRUE(same(result.outputs[0], x + before));
+}
+
+void multiply(Call& call) { call.out(0, call.in(0) * call.in(1)); }
+void multiply_in_place(Call& call) {
+  call.in(1).mul_(call.in(0));
+  call.out(0, call.in(1));
+}
+
+/// y = x * extra, whose backward reads what `in_place` overwrites.
+const OpDef kMultiply{
+    .name = "test_multiply",
+    .formula = "y = x extra",
+    .inputs = {"x", "extra"},
+    .dtype = DtypeRule::promote,
+    .forward = multiply,
+    .backward =
+        {{.name = "grad_x", .reads = {"grad_y", "extra"}, .writes = {"grad_x"}, .run = multiply},
+         {.name = "grad_extra",
+          .reads = {"grad_y", "x"},
+          .writes = {"grad_extra"},
+          .run = multiply}},
+    .forward_in_place = multiply_in_place,
+    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
+};
+TANDEM_REGISTER_OP(kMultiply);
+
+TEST(InPlace, OfAnOperandThatBackwardReadsIsRefusedByThePlan) {
+  EXPECT_THAT(
+      [] {
+        Planned({R"(test_multiply {"in_place": true})"}, {leaf({2}), random({2})}, {});
+      },
+      ThrowsText<c10::ValueError>(
+          "test_multiply.in_place: expected an argument that backward does not read",
+          ": expected an argument that backward does not read, got extra 0",
+          ", whose old value another op needs. Use in_place=False."));
+  EXPECT_NO_THROW(
+      Planned({R"(test_multiply {"in_place": true})"}, {random({2}), leaf({2}) * 1}, {}));
+  EXPECT_TRUE(gradients_match(function_of({"test_multiply"}, 2),
+                              {leaf({3}, at::kDouble), leaf({3}, at::kDouble, 2)}));
+}
+
+}  // namespace
+}  // namespace tandem::testing

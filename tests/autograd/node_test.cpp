@@ -1,0 +1,217 @@
+// The node: what it saves, checks, refuses and lets go.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <thread>
+
+#include "pipeline/pipeline.h"
+#include "support/memory.h"
+#include "support/plans.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+const Ops kMlp = {"rms_norm", "basic_linear", "swiglu", "basic_linear"};
+
+Tensors mlp_params(int64_t hidden = 8, int64_t features = 12) {
+  return {leaf({hidden}), leaf({2 * features, hidden}), leaf({hidden, features})};
+}
+
+Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) {
+  return Pipeline(ops_json(ops))(inputs, params, true);
+}
+
+void differentiate(const at::Tensor& y, const Tensors& asked, bool retain = false,
+                   bool create = false) {
+  torch::autograd::grad({y}, {asked.begin(), asked.end()}, {at::ones_like(y)}, retain, create,
+                        /*allow_unused=*/true);
+}
+
+TEST(Node, RunsAgainWithRetainGraphOnly) {
+  const at::Tensor x = leaf({3, 8});
+  const auto params = mlp_params();
+  const at::Tensor y = call(kMlp, {x}, params)[0];
+  const auto gradient = [&](bool retain) {
+    return torch::autograd::grad({y}, {x}, {at::ones_like(y)}, retain, false, true)[0];
+  };
+  const at::Tensor first = gradient(true);
+  EXPECT_TRUE(same(gradient(true), first));
+  EXPECT_TRUE(same(gradient(false), first));
+  EXPECT_THAT(
+      [&] { gradient(false); },
+      ThrowsText<c10::Error>("pipeline: expected a graph that still holds its saved tensors",
+                             "got one already used by backward()", "Pass retain_graph=True"));
+}
+
+TEST(Node, RefusesASecondDerivative) {
+  const at::Tensor x = leaf({3, 8});
+  const at::Tensor y = call({"gelu"}, {x})[0];
+  const at::Tensor gradient =
+      torch::autograd::grad({y}, {x}, {at::ones_like(y)}, true, /*create_graph=*/true)[0];
+  EXPECT_TRUE(gradient.requires_grad());
+  EXPECT_THAT([&] { gradient.sum().backward(); },
+              ThrowsText<c10::Error>("pipeline: expected at most one backward, got a backward of "
+                                     "the backward",
+                                     "torch.func.grad"));
+}
+
+TEST(Node, FindsAnInPlaceWriteToASavedInput) {
+  const at::Tensor x = leaf({3, 8}), base = x * 1;
+  const at::Tensor y = call({"gelu"}, {base})[0];
+  base.detach().add_(1);
+  EXPECT_THAT([&] { y.sum().backward(); },
+              ThrowsText<c10::Error>("modified by an inplace operation"));
+}
+
+TEST(Node, FindsAnInPlaceWriteBehindAReshape) {
+  const at::Tensor x = leaf({3, 8}), base = x * 1;
+  const at::Tensor y = call({R"(reshape {"options": {"shape": [8, 3]}})", "gelu"}, {base})[0];
+  base.detach().add_(1);
+  EXPECT_THAT([&] { y.sum().backward(); },
+              ThrowsText<c10::Error>("modified by an inplace operation"))
+      << "a view made below autograd would have a version counter of its own";
+}
+
+TEST(Node, FindsAnInPlaceWriteToAParameterAndToAnOutput) {
+  const at::Tensor x = leaf({3, 8});
+  const auto params = mlp_params();
+  const at::Tensor y = call(kMlp, {x}, params)[0];
+  params[1].detach().mul_(2);
+  EXPECT_THAT([&] { y.sum().backward(); },
+              ThrowsText<c10::Error>("modified by an inplace operation"));
+  const Outputs outputs = call({"gelu", "make_extra_output", "silu"}, {x});
+  outputs[1].detach().mul_(2);
+  EXPECT_THAT([&] { outputs[0].sum().backward(); },
+              ThrowsText<c10::Error>("modified by an inplace operation"));
+}
+
+TEST(Node, ReshapedInputsAreViewedAgainInBackward) {
+  const Ops ops = {R"(reshape {"options": {"shape": [8, 3]}})", "gelu"};
+  EXPECT_TRUE(gradients_match(function_of(ops), {leaf({3, 8}, at::kDouble)}));
+  EXPECT_EQ(run(ops, {leaf({3, 8})}, {}).saved_bytes, 0) << "the argument itself is saved";
+}
+
+TEST(Node, LetsGoOfEveryActivationAfterBackward) {
+  const at::Tensor x = leaf({64, 8});
+  const auto params = mlp_params();
+  Pipeline pipeline(ops_json(kMlp));
+  const Tensors inputs{x};
+  pipeline(inputs, params, true)[0].sum().backward();  // gradients and plans exist from now on
+  const LiveBytes live;
+  {
+    const at::Tensor y = pipeline(inputs, params, true)[0];
+    EXPECT_EQ(live.bytes(), pipeline.saved_bytes() + static_cast<int64_t>(y.nbytes()));
+    differentiate(y, {x});
+    EXPECT_EQ(live.bytes(), static_cast<int64_t>(y.nbytes())) << "y still has its node";
+  }
+  EXPECT_EQ(live.bytes(), 0);
+}
+
+TEST(Node, LetsGoOfEverythingWithTheOutput) {
+  const LiveBytes live;
+  {
+    const auto params = mlp_params();
+    const at::Tensor y = call(kMlp, {leaf({64, 8})}, params)[0];
+  }
+  EXPECT_EQ(live.bytes(), 0);
+}
+
+TEST(Node, RetainedActivationsStay) {
+  const at::Tensor x = leaf({64, 8});
+  const auto params = mlp_params();
+  const LiveBytes live;
+  const at::Tensor y = call(kMlp, {x}, params)[0];
+  const int64_t held = live.bytes();
+  differentiate(y, {x}, /*retain=*/true);
+  EXPECT_EQ(live.bytes(), held) << "neither more nor less";
+  differentiate(y, {x});
+  EXPECT_EQ(live.bytes(), static_cast<int64_t>(y.nbytes()));
+}
+
+TEST(Node, GradientsAccumulateOverCalls) {
+  const at::Tensor x = leaf({3, 8});
+  const auto params = mlp_params();
+  Pipeline pipeline(ops_json(kMlp));
+  const Tensors inputs{x};
+  pipeline(inputs, params, true)[0].sum().backward();
+  const at::Tensor once = params[1].grad().clone();
+  pipeline(inputs, params, true)[0].sum().backward();
+  EXPECT_TRUE(near(params[1].grad(), once * 2));
+}
+
+TEST(Node, OnePipelineOnManyThreads) {
+  Pipeline pipeline(ops_json(kMlp));
+  const auto params = mlp_params();
+  const auto gradients = [&](uint64_t seed) {
+    const Tensors inputs{leaf({16, 8}, at::kFloat, seed)};
+    Tensors asked = inputs;
+    asked.insert(asked.end(), params.begin(), params.end());
+    const Outputs outputs = pipeline(inputs, params, true);
+    const Tensors grad{random({16, 8})};
+    return gradients_of(outputs, asked, grad);
+  };
+  std::vector<std::vector<Tensors>> found(4, std::vector<Tensors>(20));
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < found.size(); ++t)
+    threads.emplace_back([&, t] {
+      for (size_t i = 0; i < found[t].size(); ++i) found[t][i] = gradients(i);
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < 20; ++i)
+    for (const auto& thread : found) EXPECT_TRUE(near(thread[i], gradients(i))) << i;
+}
+
+TEST(Node, OneGraphOnTwoThreads) {
+  const at::Tensor x = leaf({16, 8});
+  const auto params = mlp_params();
+  const at::Tensor y = call(kMlp, {x}, params)[0];
+  std::vector<at::Tensor> found(2);
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < 2; ++t)
+    threads.emplace_back([&, t] {
+      found[t] = torch::autograd::grad({y}, {x}, {at::ones_like(y)}, /*retain_graph=*/true)[0];
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(same(found[0], found[1]));
+}
+
+/// A backward that writes NaN.
+const OpDef kNotANumber{
+    .name = "test_not_a_number",
+    .formula = "y = x, whose gradient is NaN",
+    .forward = [](Call& call) { call.out(0, call.in(0).clone()); },
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y"},
+                  .writes = {"grad_x"},
+                  .run = [](Call& call) { call.out(0, call.in(0) * NAN); }}},
+    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
+};
+TANDEM_REGISTER_OP(kNotANumber);
+
+TEST(Node, AnomalyModeNamesTheStepThatWritesNaN) {
+  const at::Tensor y = call({"identity", "test_not_a_number", "gelu"}, {leaf({2})})[0];
+  torch::autograd::AnomalyMode::set_enabled(true, /*check_nan=*/true);
+  EXPECT_THAT([&] { y.sum().backward(); },
+              ThrowsText<c10::Error>("pipeline: expected finite gradients, got NaN from step "
+                                     "test_not_a_number.backward of op 1",
+                                     "which writes grad of x"));
+  torch::autograd::AnomalyMode::set_enabled(false);
+}
+
+TEST(Node, WrongNumberOfWorkspaces) {
+  const Tensors inputs{random({2, 4})}, params{random({4, 4})}, one{random({1})};
+  const Planned planned({"basic_linear"}, inputs, params);
+  EXPECT_THAT(
+      [&] {
+        run_pipeline(planned.shared_plan(), {inputs, params, one}, Path::direct);
+      },
+      ThrowsText<c10::ValueError>("pipeline: expected 0 workspace tensors, got 1",
+                                  " workspace tensors, got ",
+                                  "Allocate them for the weights of this pipeline"));
+}
+
+}  // namespace
+}  // namespace tandem::testing

@@ -1,0 +1,87 @@
+// The registry of op definitions and what it refuses.
+#include <nlohmann/json.hpp>
+
+#include "core/op_def.h"
+#include "core/value.h"
+#include "ops/options.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+OpDef definition(std::string_view name) {
+  return {.name = name, .formula = "y = x", .parse = ops::parse_no_options};
+}
+
+TEST(OpRegistry, KnowsTheBuiltInOps) {
+  EXPECT_THAT(op_names(),
+              ::testing::IsSupersetOf({"add_extra_input", "basic_linear", "bias", "constant_scale",
+                                       "dropout", "geglu", "gelu", "identity", "layer_norm",
+                                       "make_extra_output", "quantize", "relu", "reshape",
+                                       "rms_norm", "silu", "swiglu"}));
+  EXPECT_EQ(op_def("swiglu").family, "glu");
+}
+
+TEST(OpRegistryErrors, UnknownOpListsTheNames) {
+  EXPECT_THAT(
+      [] { op_def("softmax"); },
+      ThrowsText<c10::ValueError>("op: expected one of ", "add_extra_input, ", "got \"softmax\"",
+                                  "Register the op before the pipeline that uses it"));
+}
+
+TEST(OpRegistryErrors, TakenName) {
+  static const OpDef taken = definition("gelu");
+  EXPECT_THAT([] { register_op(taken); },
+              ThrowsText<c10::ValueError>("op: expected a new name, got \"gelu\"",
+                                          "op: expected a new name, got \"", "Rename the op"));
+}
+
+TEST(OpRegistryErrors, WithoutParser) {
+  static OpDef bare = definition("test_bare");
+  bare.parse = nullptr;
+  EXPECT_THAT([] { register_op(bare); },
+              ThrowsText<c10::ValueError>("op test_bare: expected a function",
+                                          ": expected a function that parses its options, got none",
+                                          "Use one that accepts only {}"));
+}
+
+TEST(OpRegistryErrors, NamesThatAreNotDeclared) {
+  const auto refused = [](OpDef def, const char* where, const char* name) {
+    static std::vector<std::unique_ptr<OpDef>> definitions;
+    definitions.push_back(std::make_unique<OpDef>(std::move(def)));
+    EXPECT_THAT([&] { register_op(*definitions.back()); },
+                ThrowsText<c10::ValueError>(
+                    "op test_names: expected", where, " to name one of its operands or results",
+                    std::string("got \"") + name + "\"", "Declare it in inputs"));
+  };
+  OpDef def = definition("test_names");
+  def.same = {{"z", "x"}};
+  refused(def, "same", "z");
+  def = definition("test_names");
+  def.same = {{"y", "y"}};
+  refused(def, "same", "y");
+  def = definition("test_names");
+  def.reemits = {"z"};
+  refused(def, "reemits", "z");
+  def = definition("test_names");
+  def.extra_outputs = {"z"};
+  refused(def, "extra_outputs", "z");
+  def = definition("test_names");
+  def.backward = {{.name = "backward", .reads = {"grad_z"}, .writes = {"grad_x"}}};
+  refused(def, "the reads of a backward step", "z");
+  def.backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_y"}}};
+  refused(def, "the writes of a backward step", "y");
+  def.backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x", "y"}}};
+  refused(def, "a write that is no gradient", "y");
+}
+
+TEST(Values, PartsAndNamesOfFormats) {
+  EXPECT_EQ(tensors_per_value(Format::plain), 1u);
+  EXPECT_EQ(tensors_per_value(Format::fp8_e5m2), 3u);
+  EXPECT_EQ(tensors_per_value(Format::shape), 0u);
+  EXPECT_STREQ(name_of(Format::fp8_e4m3), "e4m3");
+  EXPECT_FALSE(exists(Value::none));
+}
+
+}  // namespace
+}  // namespace tandem::testing

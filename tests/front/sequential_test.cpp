@@ -1,0 +1,201 @@
+// The C++ front: ops as values, tandem::Sequential as a torch::nn::Module.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/silu.h>
+#include <gmock/gmock.h>
+
+#include "core/call.h"
+#include "planner/registry.h"
+#include "support/tensors.h"
+#include "support/throws.h"
+#include "tandem/tandem.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::vector<std::string> names_of(const Sequential& model) {
+  std::vector<std::string> names;
+  for (const auto& parameter : model->named_parameters()) names.push_back(parameter.key());
+  return names;
+}
+
+Sequential mlp() {
+  return Sequential(
+      {ops::rms_norm(8), ops::linear(8, 24, /*bias=*/false), ops::swiglu(), ops::linear(12, 8)});
+}
+
+TEST(Sequential, ParametersAreNamedByPlaceInTheList) {
+  EXPECT_THAT(names_of(mlp()), ElementsAre("0.weight", "1.weight", "3.weight", "3.bias"));
+  EXPECT_THAT(names_of(Sequential({ops::gelu(), ops::layer_norm(4), ops::linear(4, 2)})),
+              ElementsAre("1.weight", "1.bias", "2.weight", "2.bias"));
+}
+
+TEST(Sequential, ParametersStartAsTorchsDo) {
+  Sequential model(
+      {ops::linear(16, 64), ops::rms_norm(64), ops::rms_norm(64, 1e-5, true), ops::layer_norm(64)});
+  const auto parameters = model->named_parameters();
+  EXPECT_EQ(parameters["0.weight"].sizes(), (std::vector<int64_t>{64, 16}));
+  EXPECT_LE(parameters["0.weight"].abs().max().item<float>(), 0.25f);
+  EXPECT_GT(parameters["0.weight"].abs().max().item<float>(), 0.2f);
+  EXPECT_EQ(parameters["0.bias"].abs().max().item<float>(), 0);
+  EXPECT_EQ(parameters["1.weight"].min().item<float>(), 1);
+  EXPECT_EQ(parameters["2.weight"].abs().max().item<float>(), 0) << "zero-centered gamma is 1 + w";
+  EXPECT_EQ(parameters["3.bias"].abs().max().item<float>(), 0);
+  EXPECT_TRUE(parameters["0.weight"].requires_grad());
+}
+
+TEST(Sequential, OptionsOfTheTensors) {
+  Sequential model({ops::linear(4, 4)}, at::TensorOptions().dtype(at::kBFloat16));
+  for (const at::Tensor& parameter : model->parameters())
+    EXPECT_EQ(parameter.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(model->forward(random({2, 4}, at::kBFloat16)).scalar_type(), at::kBFloat16);
+}
+
+TEST(Sequential, ForwardIsWhatTheOpsSay) {
+  Sequential model = mlp();
+  const auto p = model->named_parameters();
+  const at::Tensor x = random({5, 8});
+  const at::Tensor up =
+      at::linear(at::rms_norm(x, {8}, p["0.weight"], 1e-5), p["1.weight"]).detach();
+  const at::Tensor expected = at::linear(at::silu(up.narrow(-1, 0, 12)) * up.narrow(-1, 12, 12),
+                                         p["3.weight"], p["3.bias"]);
+  EXPECT_TRUE(near(model->forward(x).detach(), expected.detach()));
+}
+
+TEST(Sequential, TrainsAndEvaluates) {
+  Sequential model({ops::dropout(0.5)});
+  const at::Tensor x = random({10, 10});
+  EXPECT_FALSE(same(model->forward(x), x));
+  model->eval();
+  EXPECT_TRUE(same(model->forward(x), x));
+}
+
+TEST(Sequential, GradientsReachTheParameters) {
+  Sequential model = mlp();
+  model->forward(random({5, 8})).sum().backward();
+  for (const at::Tensor& parameter : model->parameters()) EXPECT_TRUE(parameter.grad().defined());
+  EXPECT_EQ(model->saved_bytes(), 5 * 24 * 4 + 5 * 4) << "the product and the norm's statistic";
+}
+
+TEST(Sequential, EveryOpRuns) {
+  const at::Tensor x = random({4, 8});
+  const std::vector<std::pair<Op, std::vector<int64_t>>> cases = {
+      {ops::linear(8, 6), {4, 6}},
+      {ops::rms_norm(8), {4, 8}},
+      {ops::layer_norm(8, 1e-6, true), {4, 8}},
+      {ops::swiglu(), {4, 4}},
+      {ops::geglu(), {4, 4}},
+      {ops::gelu(), {4, 8}},
+      {ops::silu(), {4, 8}},
+      {ops::relu(), {4, 8}},
+      {ops::identity(), {4, 8}},
+      {ops::dropout(), {4, 8}},
+      {ops::constant_scale(0.5), {4, 8}},
+      {ops::reshape({2, -1}), {2, 16}},
+      {ops::quantize(), {4, 8}},
+  };
+  for (const auto& [op, shape] : cases) {
+    Sequential model(std::vector<Op>{op});
+    EXPECT_EQ(model->forward(x).sizes(), shape) << op.name;
+    const Autocast region;
+    EXPECT_EQ(model->forward(x).sizes(), shape) << op.name;
+  }
+}
+
+TEST(Sequential, ChannelsAndExtraTensors) {
+  Sequential residual({ops::make_extra_output("r", false), ops::gelu(), ops::add_extra_input("r")});
+  const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2);
+  Sequential gelu({ops::gelu()});
+  EXPECT_TRUE(near(residual->forward(x), gelu->forward(x) + x));
+  Sequential open({ops::make_extra_output(), ops::add_extra_input()});
+  const auto outputs = open->forward(x, {extra});
+  ASSERT_EQ(outputs.size(), 2u);
+  EXPECT_TRUE(same(outputs[0], x + extra));
+  EXPECT_TRUE(same(outputs[1], x));
+  Sequential in_place({ops::add_extra_input("", /*in_place=*/true)});
+  EXPECT_TRUE(in_place->forward(x, {extra})[0].is_same(extra));
+}
+
+TEST(Sequential, AReplacedParameterTakesEffect) {
+  Sequential model({ops::linear(4, 4, false)});
+  const at::Tensor x = random({2, 4}), before = model->forward(x).detach().clone();
+  {
+    const c10::AutoGradMode no_grad(false);
+    model->parameters()[0].mul_(2);
+  }
+  EXPECT_TRUE(near(model->forward(x).detach(), before * 2));
+}
+
+TEST(SequentialErrors, OneOutputIsExpected) {
+  Sequential model({ops::make_extra_output()});
+  EXPECT_THAT([&] { model->forward(random({2})); },
+              ThrowsText<c10::ValueError>("Sequential: expected one output, got 2",
+                                          "Sequential: expected one output, got ",
+                                          "Call forward(x, extra_inputs)"));
+}
+
+TEST(SequentialErrors, ExtraInputsAreMissing) {
+  Sequential model({ops::add_extra_input()});
+  EXPECT_THAT([&] { model->forward(random({2})); },
+              ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1"));
+}
+
+TEST(SequentialErrors, SizesAreChecked) {
+  EXPECT_THAT([] { ops::linear(0, 4); },
+              ThrowsText<c10::ValueError>("linear: expected in_features > 0, got 0",
+                                          "Give the size of the last dimension"));
+  EXPECT_THAT([] { ops::linear(4, -1); },
+              ThrowsText<c10::ValueError>("linear: expected out_features > 0, got -1"));
+  EXPECT_THAT([] { ops::rms_norm(0); },
+              ThrowsText<c10::ValueError>("rms_norm: expected hidden > 0"));
+  EXPECT_THAT([] { ops::layer_norm(0); },
+              ThrowsText<c10::ValueError>("layer_norm: expected hidden > 0"));
+}
+
+TEST(SequentialErrors, ChannelsAreCheckedWhereItIsMade) {
+  EXPECT_THAT([] { Sequential({ops::add_extra_input("nowhere")}); },
+              ThrowsText<c10::ValueError>("channel \"nowhere\"", "no producer"));
+  EXPECT_THAT([] { Sequential({ops::dropout(2)}); },
+              ThrowsText<c10::ValueError>("dropout: expected a probability p in [0, 1]"));
+}
+
+TEST(Sequential, ExplainsInFourFormats) {
+  Sequential model = mlp();
+  EXPECT_THAT([&] { model->explain(); }, ThrowsText<c10::ValueError>("explain: expected"));
+  model->forward(random({5, 8}));
+  EXPECT_THAT(model->explain(), HasSubstr("plan: training, with gradients"));
+  EXPECT_THAT(model->explain(ExplainFormat::svg), ::testing::StartsWith("<svg"));
+  EXPECT_THAT(model->explain(ExplainFormat::html), ::testing::StartsWith("<div>"));
+  EXPECT_THAT(model->explain(ExplainFormat::json), ::testing::StartsWith("{"));
+}
+
+TEST(Sequential, Verifies) {
+  Sequential model = mlp();
+  const at::Tensor x = leaf({5, 8});
+  EXPECT_TRUE(verify(model, x).passed);
+  Sequential open({ops::linear(8, 8), ops::add_extra_input()});
+  EXPECT_TRUE(verify(open, x, {random({5, 8})}).passed);
+}
+
+TEST(Sequential, VerifyNamesAWrongFusion) {
+  const FusionHandle handle = register_fusion(
+      {.name = "test_wrong_linear",
+       .pattern = {"basic_linear", "bias"},
+       .run = {.reads = {{0, "x"}, {0, "weight"}}, .writes = {{1, "y"}}, .run = [](Call& call) {
+                 call.out(0, call.in(0).matmul(call.in(1).t()) + 1);
+               }}});
+  Sequential model({ops::linear(8, 8)});
+  const VerifyReport report = verify(model, leaf({5, 8}));
+  EXPECT_FALSE(report.passed);
+  EXPECT_THAT(report.text, HasSubstr("fusion \"test_wrong_linear\""))
+      << "also where the model has not run yet";
+}
+
+TEST(Front, KnowsItsInstructionSets) { EXPECT_FALSE(cpu_targets().empty()); }
+
+}  // namespace
+}  // namespace tandem::testing

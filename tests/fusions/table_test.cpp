@@ -1,0 +1,60 @@
+// The table of built-in fusions: its order, and that each entry is whole.
+#include <gmock/gmock.h>
+
+#include <set>
+
+#include "core/fusion.h"
+#include "core/step.h"
+
+namespace tandem::testing {
+namespace {
+
+TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
+  std::set<std::string> names;
+  for (const Pass pass : {Pass::joint, Pass::forward, Pass::backward}) {
+    size_t longest = 100;
+    for (const Fusion& fusion : built_in_fusions(pass)) {
+      EXPECT_EQ(fusion.pass, pass) << fusion.name;
+      EXPECT_TRUE(names.insert(fusion.name).second) << fusion.name;
+      EXPECT_LE(fusion.pattern.size(), longest) << fusion.name;
+      longest = fusion.pattern.size();
+      EXPECT_NE(fusion.run.run, nullptr) << fusion.name;
+      EXPECT_FALSE(fusion.picture.empty()) << fusion.name;
+      for (const auto* operands : {&fusion.run.reads, &fusion.run.writes})
+        for (const MemberOperand& operand : *operands)
+          EXPECT_LT(operand.member, fusion.pattern.size()) << fusion.name;
+    }
+  }
+  EXPECT_THAT(names,
+              ::testing::IsSupersetOf(
+                  {"linear_bias", "linear_bias_add", "linear_bias_glu", "linear_bias_activation",
+                   "rms_norm_quantize", "layer_norm_quantize", "rms_norm_backward_add",
+                   "layer_norm_backward_add", "glu_backward_bias", "activation_backward_bias"}));
+}
+
+TEST(FusionMatch, FindsOperandsByMemberAndName) {
+  Step first, second;
+  first.read_names = {"x"};
+  first.reads = {Value{0}};
+  first.write_names = {"y"};
+  first.writes = {Value{1}};
+  second.read_names = {"a", "b"};
+  second.reads = {Value{1}, Value{2}};
+  second.write_names = {"y"};
+  second.writes = {Value{3}};
+  const std::vector<const Step*> steps{&first, &second};
+  std::vector<Type> types(4);
+  types[0].dtype = at::kHalf;
+  const Match match{steps, types};
+  EXPECT_EQ((match[{0, "x"}]), Value{0});
+  EXPECT_EQ((match[{1, "b"}]), Value{2});
+  EXPECT_EQ((match[{1, "y"}]), Value{3});
+  EXPECT_EQ((match[{1, kOtherRead}]), Value{2}) << "the read that no member writes";
+  EXPECT_EQ((match[{0, "weight"}]), Value::none);
+  EXPECT_EQ((match.type({0, "x"}).dtype), at::kHalf);
+  second.reads = {Value{1}, Value{1}};
+  EXPECT_EQ((match[{1, kOtherRead}]), Value::none);
+}
+
+}  // namespace
+}  // namespace tandem::testing

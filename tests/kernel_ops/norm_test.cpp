@@ -1,0 +1,227 @@
+// Norms as kernel ops: the CPU kernel is the composite reference, within one rounding.
+#include "kernel_ops/norm.h"
+
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/rms_norm.h>
+
+#include "kernel_ops/quantize.h"
+#include "support/kernel_ops.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using namespace kernel_ops;
+using std::array;
+using Optional = std::optional<at::Tensor>;
+constexpr double kEps = 1e-5;
+
+class NormOp : public ::testing::TestWithParam<bool> {
+ protected:
+  bool zero_centered() const { return GetParam(); }
+};
+INSTANTIATE_TEST_SUITE_P(Gamma, NormOp, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "zero_centered" : "plain"; });
+
+TEST_P(NormOp, RmsForwardMatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    for (const auto dtype : {x.scalar_type(), at::kFloat})
+      EXPECT_TRUE(matches_reference<RmsNormForward>(x, random({x.size(-1)}, dtype, 8), kEps,
+                                                    zero_centered()));
+  });
+}
+
+TEST_P(NormOp, LayerNormForwardMatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    for (const auto dtype : {x.scalar_type(), at::kFloat})
+      EXPECT_TRUE(matches_reference<LayerNormForward>(x, random({x.size(-1)}, dtype, 8),
+                                                      random({x.size(-1)}, dtype, 9), kEps,
+                                                      zero_centered()));
+  });
+}
+
+/// What cancels in grad_x = statistic * (g - ...).
+double magnitude_of(const at::Tensor& statistic, const at::Tensor& grad_y) {
+  if (grad_y.numel() == 0) return 0;
+  constexpr double kGamma = 4;  // normal numbers, or those and 1
+  return statistic.max().item<double>() * grad_y.abs().max().item<double>() * kGamma;
+}
+
+TEST_P(NormOp, RmsBackwardMatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                     grad_y = random(x.sizes(), x.scalar_type(), 4),
+                     residual = random(x.sizes(), x.scalar_type(), 5);
+    const at::Tensor inv_rms = RmsNormForward::reference(x, weight, kEps, zero_centered())[1];
+    for (const auto& mask : {array{true, true, true}, array{false, true, false},
+                             array{true, false, false}, array{false, false, true}})
+      for (const Optional& extra : {Optional(), Optional(residual)})
+        EXPECT_TRUE(matches_reference_at<RmsNormBackward>(magnitude_of(inv_rms, grad_y), grad_y, x,
+                                                          weight, inv_rms, extra, zero_centered(),
+                                                          mask));
+  });
+}
+
+TEST_P(NormOp, LayerNormBackwardMatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                     bias = random({x.size(-1)}, x.scalar_type(), 9),
+                     grad_y = random(x.sizes(), x.scalar_type(), 4),
+                     residual = random(x.sizes(), x.scalar_type(), 5);
+    const auto [y, mean, inv_std] =
+        LayerNormForward::reference(x, weight, bias, kEps, zero_centered());
+    EXPECT_TRUE(matches_reference_at<LayerNormBackward>(
+        magnitude_of(inv_std, grad_y), grad_y, x, weight, Optional(bias), mean, inv_std,
+        Optional(residual), zero_centered(), array{true, true, true, true}));
+    EXPECT_TRUE(matches_reference_at<LayerNormBackward>(
+        magnitude_of(inv_std, grad_y), grad_y, x, weight, Optional(), mean, inv_std, Optional(),
+        zero_centered(), array{true, false, true, false}));
+  });
+}
+
+TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                     bias = random({x.size(-1)}, x.scalar_type(), 9);
+    for (const bool want_y : {true, false}) {
+      const auto rms =
+          dispatch<RmsNormQuantize>(x, weight, kEps, zero_centered(), "e4m3", 0.0, false, want_y);
+      const auto rms_y = dispatch<RmsNormForward>(x, weight, kEps, zero_centered());
+      const auto rms_codes = dispatch<QuantizeCurrent>(rms_y[0], "e4m3", 0.0, false);
+      if (want_y) {
+        EXPECT_TRUE(same(rms[0], rms_y[0]));
+      }
+      EXPECT_EQ(want_y ? x.numel() : 0, rms[0].numel());
+      EXPECT_TRUE(same(rms[1], rms_y[1]));
+      for (size_t part = 0; part < 3; ++part)
+        EXPECT_TRUE(same(rms[2 + part], rms_codes[part])) << part;
+
+      const auto layer = dispatch<LayerNormQuantize>(x, weight, bias, kEps, zero_centered(), "e5m2",
+                                                     0.0, true, want_y);
+      const auto layer_y = dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered());
+      const auto layer_codes = dispatch<QuantizeCurrent>(layer_y[0], "e5m2", 0.0, true);
+      for (size_t part = 0; part < 3; ++part)
+        EXPECT_TRUE(same(layer[3 + part], layer_codes[part])) << part;
+    }
+  });
+}
+
+TEST_P(NormOp, NormAndQuantizeInCompositeForm) {
+  const at::Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
+  const auto rms = dispatch<RmsNormQuantize>(x, weight, kEps, zero_centered(), "e4m3", 0.0, false,
+                                             /*want_y=*/false);
+  EXPECT_EQ(rms[0].numel(), 0);
+  EXPECT_EQ(rms[2].scalar_type(), at::kByte);
+  const auto layer = dispatch<LayerNormQuantize>(x, weight, weight, kEps, zero_centered(), "e4m3",
+                                                 0.0, false, /*want_y=*/true);
+  EXPECT_TRUE(
+      same(layer[0], LayerNormForward::reference(x, weight, weight, kEps, zero_centered())[0]));
+}
+
+TEST_P(NormOp, GradientOfTheOpByItself) {
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r = dispatch<RmsNormForward>(t[0], t[1], kEps, zero_centered());
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 5}, at::kDouble), leaf({5}, at::kDouble, 2)}));
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r = dispatch<LayerNormForward>(t[0], t[1], t[2], kEps, zero_centered());
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 5}, at::kDouble), leaf({5}, at::kDouble, 2), leaf({5}, at::kDouble, 3)}));
+}
+
+TEST_P(NormOp, GradientOfTheBackwardByItself) {
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r = dispatch<RmsNormBackward>(t[0], t[1], t[2], t[3], Optional(t[4]),
+                                                 zero_centered(), array{true, true, true});
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 5}, at::kDouble), leaf({3, 5}, at::kDouble, 2), leaf({5}, at::kDouble, 3),
+       leaf({3}, at::kDouble, 4), leaf({3, 5}, at::kDouble, 5)}));
+}
+
+TEST(NormOps, AreTorchs) {
+  const at::Tensor x = random({3, 2, 40}), weight = random({40}, at::kFloat, 2),
+                   bias = random({40}, at::kFloat, 3);
+  EXPECT_TRUE(near(dispatch<RmsNormForward>(x, weight, kEps, false)[0],
+                   at::rms_norm(x, {40}, weight, kEps)));
+  EXPECT_TRUE(near(dispatch<LayerNormForward>(x, weight, bias, kEps, false)[0],
+                   at::layer_norm(x, {40}, weight, bias, kEps)));
+}
+
+TEST(NormOpErrors, WeightOfAnotherLength) {
+  EXPECT_THAT(
+      [] {
+        dispatch<RmsNormForward>(random({2, 8}), random({7}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("rms_norm: expected weight of shape [8]",
+                                  "], the last dimension of x ", "got [7]",
+                                  "Build the op with 8 features"));
+  EXPECT_THAT(
+      [] {
+        dispatch<LayerNormForward>(random({2, 8}), random({8}), random({2, 8}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("layer_norm: expected bias of shape [8]", "got [2, 8]"));
+}
+
+TEST(NormOpErrors, AScalar) {
+  EXPECT_THAT([] { dispatch<RmsNormForward>(random({}), random({1}), kEps, false); },
+              ThrowsText<c10::ValueError>(
+                  "rms_norm: ", ": expected x with at least 1 dimension, got a scalar. ",
+                  "Pass x.reshape({1})"));
+}
+
+TEST(NormOpErrors, GradientOfAnotherShape) {
+  EXPECT_THAT(
+      [] {
+        dispatch<RmsNormBackward>(random({2, 7}), random({2, 8}), random({8}), random({2}),
+                                  Optional(), false, array{true, true, true});
+      },
+      ThrowsText<c10::ValueError>("rms_norm_backward: expected grad_y of the shape of x",
+                                  "[2, 8], got [2, 7]"));
+  EXPECT_THAT(
+      [] {
+        dispatch<LayerNormBackward>(random({2, 7}), random({2, 8}), random({8}), Optional(),
+                                    random({2}), random({2}), Optional(), false,
+                                    array{true, true, true, false});
+      },
+      ThrowsText<c10::ValueError>("layer_norm_backward: expected grad_y of the shape of x"));
+}
+
+TEST(NormOpErrors, WhatForwardDidNotReturn) {
+  const array<bool, 3> all{true, true, true};
+  EXPECT_THAT(
+      [&] {
+        dispatch<RmsNormBackward>(random({2, 8}), random({2, 8}), random({7}), random({2}),
+                                  Optional(), false, all);
+      },
+      ThrowsText<c10::ValueError>("rms_norm_backward: expected weight of shape [8]", "got [7]"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<RmsNormBackward>(random({2, 8}), random({2, 8}), random({8}), random({3}),
+                                  Optional(), false, all);
+      },
+      ThrowsText<c10::ValueError>("rms_norm_backward: expected inv_rms with 2 elements",
+                                  " elements, one per row of x ", "[2, 8], got shape [3]",
+                                  "Pass what the forward op returned"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<RmsNormBackward>(random({2, 8}), random({2, 8}), random({8}), random({2}),
+                                  Optional(random({8})), false, all);
+      },
+      ThrowsText<c10::ValueError>("rms_norm_backward: expected grad_residual of the shape of x"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<LayerNormBackward>(random({2, 8}), random({2, 8}), random({8}), Optional(),
+                                    random({2}), random({1}), Optional(), false,
+                                    array{true, true, true, false});
+      },
+      ThrowsText<c10::ValueError>("layer_norm_backward: expected inv_std with 2 elements"));
+}
+
+}  // namespace
+}  // namespace tandem::testing

@@ -1,0 +1,125 @@
+// explain: text, SVG, HTML and JSON of what was planned.
+#include "pipeline/explain.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+
+#include "pipeline/pipeline.h"
+#include "support/plans.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class Explain : public ::testing::Test {
+ protected:
+  void call() {
+    const Tensors inputs{leaf({2, 8})},
+        params{leaf({12, 8}, at::kBFloat16), leaf({12}, at::kBFloat16), leaf({3, 12})};
+    pipeline_(inputs, params, true);
+  }
+  Pipeline pipeline_{ops_json({"basic_linear", "bias", "gelu", "basic_linear"})};
+};
+
+TEST_F(Explain, BeforeAnyCallIsAnError) {
+  EXPECT_THAT([&] { pipeline_.explain(ExplainFormat::text); },
+              ThrowsText<c10::ValueError>(
+                  "explain: expected a pipeline that has run, got one without a call",
+                  "Run it once on the tensors that you will use"));
+}
+
+TEST_F(Explain, TextSaysWhatRunsIsKeptAndFuses) {
+  call();
+  EXPECT_EQ(pipeline_.explain(ExplainFormat::text),
+            "plan: training, with gradients, recipe none\n"
+            "  forward\n"
+            "    cast: x -> x as BFloat16\n"
+            "    linear_bias_activation: x as BFloat16, 0.basic_linear.weight, 1.bias.bias -> "
+            "1.bias.y, 2.gelu.y   [fused: 0.basic_linear + 1.bias + 2.gelu]\n"
+            "    cast: 2.gelu.y -> 2.gelu.y as Float\n"
+            "    basic_linear: 2.gelu.y as Float, 3.basic_linear.weight -> 3.basic_linear.y\n"
+            "  kept for backward\n"
+            "    3.basic_linear.weight (Float), the argument itself\n"
+            "    2.gelu.y as Float (Float), 96 bytes\n"
+            "    1.bias.y (BFloat16), 48 bytes\n"
+            "    0.basic_linear.weight (BFloat16), the argument itself\n"
+            "    x as BFloat16 (BFloat16), 32 bytes\n"
+            "  backward\n"
+            "    basic_linear.grad_x: grad of 3.basic_linear.y, 3.basic_linear.weight -> grad of "
+            "2.gelu.y as Float\n"
+            "    basic_linear.grad_weight: grad of 3.basic_linear.y, 2.gelu.y as Float -> grad of "
+            "3.basic_linear.weight\n"
+            "    cast: grad of 2.gelu.y as Float -> grad of 2.gelu.y\n"
+            "    activation_backward_bias: grad of 2.gelu.y, 1.bias.y -> grad of 1.bias.y, grad "
+            "of 1.bias.bias   [fused: 1.bias.grad_bias + 2.gelu.backward]\n"
+            "    basic_linear.grad_x: grad of 1.bias.y, 0.basic_linear.weight -> grad of x as "
+            "BFloat16\n"
+            "    basic_linear.grad_weight: grad of 1.bias.y, x as BFloat16 -> grad of "
+            "0.basic_linear.weight\n"
+            "    cast: grad of x as BFloat16 -> grad of x\n"
+            "  fusions\n"
+            "    made    linear_bias_activation at 0.basic_linear + 1.bias + 2.gelu\n"
+            "    made    activation_backward_bias at 2.gelu.backward + 1.bias.grad_bias\n"
+            "kept for backward by the last call: " +
+                std::to_string(2 * 12 * 4 + 2 * 12 * 2 + 2 * 8 * 2) +
+                " bytes, inputs and parameters aside\n");
+}
+
+TEST_F(Explain, RefusalsAndRecipesAreThere) {
+  const Tensors inputs{leaf({2, 8})}, params{leaf({12, 8}), leaf({12}, at::kHalf), leaf({3, 12})};
+  const Autocast region;
+  pipeline_(inputs, params, true);
+  EXPECT_THAT(pipeline_.explain(ExplainFormat::text),
+              AllOf(HasSubstr("\"name\":\"Float8CurrentScaling\""),
+                    HasSubstr("x in e4m3 (FP8 e4m3 (emulated on CPU))"),
+                    HasSubstr("refused linear_bias at 0.basic_linear + 1.bias: the bias is Half")));
+}
+
+TEST_F(Explain, JsonIsTheSameDocument) {
+  call();
+  const auto document = nlohmann::json::parse(pipeline_.explain(ExplainFormat::json));
+  const auto& plan = document.at("plans").at(0);
+  EXPECT_EQ(document.at("saved_bytes"), pipeline_.saved_bytes());
+  EXPECT_EQ(plan.at("forward").size(), 4u);
+  EXPECT_EQ(plan.at("forward").at(1).at("covers"),
+            nlohmann::json({"0.basic_linear", "1.bias", "2.gelu"}));
+  EXPECT_EQ(plan.at("kept").at(0).at("costs_memory"), false);
+  EXPECT_TRUE(plan.at("fusions").at(0).at("made").get<bool>());
+}
+
+TEST_F(Explain, SvgAndHtmlArePicturesOfIt) {
+  call();
+  const std::string svg = pipeline_.explain(ExplainFormat::svg);
+  EXPECT_THAT(svg, AllOf(::testing::StartsWith("<svg xmlns="), ::testing::EndsWith("</svg>"),
+                         HasSubstr("linear_bias_activation"), HasSubstr("class=\"fused\""),
+                         HasSubstr("1.bias.y")));
+  const std::string html = pipeline_.explain(ExplainFormat::html);
+  EXPECT_THAT(html, AllOf(::testing::StartsWith("<div><svg"), HasSubstr("<pre>plan: training"),
+                          HasSubstr("-&gt; 2.gelu.y as Float"), Not(HasSubstr("-> 2.gelu.y"))));
+}
+
+TEST_F(Explain, APlanWithoutBackwardHasNone) {
+  const Tensors inputs{random({2, 8})}, params{random({12, 8}), random({12}), random({3, 12})};
+  pipeline_(inputs, params, false);
+  EXPECT_THAT(
+      pipeline_.explain(ExplainFormat::text),
+      AllOf(HasSubstr("plan: evaluation, without gradients"), Not(HasSubstr("backward\n"))));
+  EXPECT_THAT(pipeline_.explain(ExplainFormat::svg), HasSubstr("linear_bias_activation"));
+}
+
+TEST(ExplainRename, OfNoStepsAtAll) {
+  Pipeline pipeline(ops_json({"identity"}));
+  const Tensors inputs{leaf({2})};
+  pipeline(inputs, {}, true);
+  for (const auto format :
+       {ExplainFormat::text, ExplainFormat::svg, ExplainFormat::html, ExplainFormat::json})
+    EXPECT_FALSE(pipeline.explain(format).empty());
+}
+
+}  // namespace
+}  // namespace tandem::testing

@@ -1,0 +1,206 @@
+// Pipelines: states by recipe and mode, weight workspaces, what they tell.
+#include "pipeline/pipeline.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+
+#include "kernel_ops/weights.h"
+#include "planner/registry.h"
+#include "quantization/recipe.h"
+#include "support/plans.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+const Ops kMlp = {"rms_norm", "basic_linear", "swiglu", "basic_linear"};
+Tensors mlp_params() {
+  return {leaf({8}), leaf({24, 8}, at::kFloat, 2), leaf({8, 12}, at::kFloat, 3)};
+}
+
+int64_t codes_made() { return kernel_ops::refresh_counts().made; }
+
+TEST(PipelineErrors, ComeWhereItIsMade) {
+  EXPECT_THAT([] { Pipeline pipeline(R"([{"op": "softmax"}])"); },
+              ThrowsText<c10::ValueError>("op: expected one of ", "got \"softmax\""));
+}
+
+TEST(PipelineErrors, WrongNumberOfInputs) {
+  EXPECT_THAT(
+      [] {
+        const Tensors one{random({2, 4})};
+        Pipeline(ops_json({"add_extra_input"}))(one, {}, true);
+      },
+      ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1 tensors"));
+}
+
+TEST(Pipeline, TrainingAndEvaluationHavePlansOfTheirOwn) {
+  Pipeline pipeline(ops_json({"dropout"}));
+  const Tensors inputs{random({4, 4})};
+  EXPECT_TRUE(pipeline(inputs, {}, false)[0].is_same(inputs[0]));
+  EXPECT_FALSE(pipeline(inputs, {}, true)[0].is_same(inputs[0]));
+  EXPECT_THAT(pipeline.explain(ExplainFormat::text),
+              ::testing::AllOf(HasSubstr("plan: evaluation, without gradients"),
+                               HasSubstr("plan: training, without gradients")));
+}
+
+TEST(Pipeline, WeightsAreQuantizedOncePerOutermostRegion) {
+  Pipeline pipeline(ops_json(kMlp));
+  const Tensors inputs{leaf({4, 8})}, params = mlp_params();
+  const int64_t before = codes_made();
+  {
+    const Autocast outer;
+    at::Tensor y = pipeline(inputs, params, true)[0];
+    EXPECT_EQ(codes_made(), before + 2) << "two weights";
+    {
+      const Autocast inner;
+      pipeline(inputs, params, true);
+    }
+    y.sum().backward();
+    EXPECT_EQ(codes_made(), before + 2) << "backward finds them";
+  }
+  const Autocast next;
+  pipeline(inputs, params, true);
+  EXPECT_EQ(codes_made(), before + 4);
+}
+
+TEST(Pipeline, BackwardOutsideTheRegionFindsTheCodes) {
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8})};
+  at::Tensor y;
+  {
+    const Autocast region;
+    y = pipeline(inputs, params, true)[0];
+  }
+  const int64_t made = codes_made();
+  y.sum().backward();
+  EXPECT_EQ(codes_made(), made);
+}
+
+TEST(Pipeline, AnOptimizerStepInsideARegionMakesCodesAgain) {
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8})};
+  const Autocast region;
+  const at::Tensor before = pipeline(inputs, params, true)[0];
+  params[0].detach().add_(1);
+  const at::Tensor after = pipeline(inputs, params, true)[0];
+  EXPECT_FALSE(near(after, before));
+  params[0].mutable_data_ptr<float>()[0] = 1000;
+  weights_changed();
+  EXPECT_FALSE(near(pipeline(inputs, params, true)[0], after));
+}
+
+TEST(Pipeline, AWeightOfAnotherShapeGetsAnotherWorkspace) {
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Tensors inputs{leaf({4, 8})};
+  const Autocast region;
+  for (const int64_t features : {3, 5, 3}) {
+    const Tensors params{leaf({features, 8})};
+    EXPECT_EQ(pipeline(inputs, params, true)[0].size(1), features);
+  }
+}
+
+TEST(Pipeline, CachedCodesGiveTheNumbersOfFreshOnes) {
+  const Tensors inputs{leaf({4, 8})}, params = mlp_params();
+  const RunResult fresh =
+      run(kMlp, inputs, params, R"({"recipe": {"name": "Float8CurrentScaling"}})");
+  Pipeline pipeline(ops_json(kMlp));
+  const Autocast region;
+  const Outputs outputs = pipeline(inputs, params, true);
+  EXPECT_TRUE(same(outputs[0], fresh.outputs[0]));
+  Tensors asked = inputs;
+  asked.insert(asked.end(), params.begin(), params.end());
+  const Tensors grad{random({4, 8}, at::kFloat, 51)};
+  const auto gradients = gradients_of(outputs, asked, grad);
+  for (size_t i = 0; i < gradients.size(); ++i)
+    EXPECT_TRUE(same(gradients[i], fresh.gradients[i])) << i;
+}
+
+TEST(Pipeline, RecipesDoNotShareCodes) {
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Tensors inputs{random({4, 8})}, params{random({8, 8})};
+  const Autocast any;
+  const at::Tensor y = pipeline(inputs, params, true)[0];
+  Float8CurrentScaling power_of_two;
+  power_of_two.use_power_2_scales = true;
+  {
+    const Autocast inner(true, power_of_two);
+    EXPECT_FALSE(same(pipeline(inputs, params, true)[0], y));
+  }
+  EXPECT_TRUE(same(pipeline(inputs, params, true)[0], y));
+}
+
+TEST(Pipeline, RequiredFusions) {
+  const Tensors inputs{random({2, 8})}, params{random({4, 8})};
+  Pipeline pipeline(ops_json({"basic_linear"}), {"linear_bias"});
+  EXPECT_THAT([&] { pipeline(inputs, params, true); },
+              ThrowsText<c10::ValueError>("require_fusion: expected fusion \"linear_bias\""));
+}
+
+TEST(Pipeline, TellsTheFusionsItMade) {
+  Pipeline pipeline(ops_json({"basic_linear", "bias", "gelu"}));
+  const Tensors inputs{leaf({2, 8})}, params{leaf({4, 8}), leaf({4})};
+  pipeline(inputs, params, true);
+  EXPECT_THAT(pipeline.fusions_made(),
+              ::testing::ElementsAre("activation_backward_bias", "linear_bias_activation"));
+}
+
+TEST(Pipeline, ARegisteredFusionIsPlannedAtTheNextCall) {
+  Pipeline pipeline(ops_json({"gelu", "silu"}));
+  const Tensors inputs{random({2, 8})};
+  const at::Tensor y = pipeline(inputs, {}, true)[0];
+  {
+    const FusionHandle handle =
+        register_fusion({.name = "test_constant",
+                         .pattern = {"gelu", "silu"},
+                         .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = [](Call& call) {
+                                   call.out(0, call.in(0).clone().fill_(7));
+                                 }}});
+    EXPECT_EQ(pipeline(inputs, {}, true)[0].max().item<float>(), 7);
+  }
+  EXPECT_TRUE(same(pipeline(inputs, {}, true)[0], y));
+}
+
+TEST(PipelineDescription, HoldsStateAndBuild) {
+  const Pipeline pipeline(ops_json({"gelu"}));
+  const auto description = nlohmann::json::parse(pipeline.description(true));
+  EXPECT_TRUE(description.at("training").get<bool>());
+  EXPECT_TRUE(description.at("recipe").is_null());
+  EXPECT_FALSE(description.at("build").get<std::string>().empty());
+  EXPECT_NE(pipeline.description(true), pipeline.description(false));
+  EXPECT_NE(pipeline.description(true), pipeline.description(true, /*fuse=*/false));
+  EXPECT_NE(pipeline.description(true), pipeline.description(true, true, {"linear_bias"}));
+  const Autocast region;
+  EXPECT_EQ(nlohmann::json::parse(pipeline.description(true)).at("recipe"),
+            to_json(Float8CurrentScaling()));
+}
+
+TEST(AutocastRegions, NestAndSwitchOff) {
+  EXPECT_EQ(active_recipe(), nullptr);
+  {
+    const Autocast outer;
+    const ActiveRecipe* recipe = active_recipe();
+    ASSERT_NE(recipe, nullptr);
+    {
+      const Autocast off(false);
+      EXPECT_EQ(active_recipe(), nullptr);
+    }
+    EXPECT_EQ(active_recipe(), recipe);
+    const Autocast equal;
+    EXPECT_EQ(active_recipe(), recipe) << "equal recipes are one object";
+  }
+  EXPECT_EQ(active_recipe(), nullptr);
+}
+
+TEST(AutocastRegions, AnUnknownRecipeLeavesNoRegionBehind) {
+  EXPECT_THAT([] { enter_autocast(R"({"name": "MXFP4"})"); },
+              ThrowsText<c10::ValueError>("recipe: expected \"Float8CurrentScaling\""));
+  EXPECT_EQ(active_recipe(), nullptr);
+  EXPECT_EQ(kernel_ops::current_region(), 0);
+}
+
+}  // namespace
+}  // namespace tandem::testing

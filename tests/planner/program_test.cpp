@@ -1,0 +1,91 @@
+// The plan cache: one plan per key, one program per description, found without a lock.
+#include "planner/program.h"
+
+#include <gmock/gmock.h>
+
+#include <thread>
+
+#include "support/plans.h"
+
+namespace tandem::testing {
+namespace {
+
+PlanKey key_for(const Tensors& tensors, PlanKey::Call call = {.grad_mode = true}) {
+  PlanKey key(call);
+  for (const at::Tensor& tensor : tensors) key.add(tensor, call.grad_mode);
+  return key;
+}
+
+TEST(PlanCache, SameKeySamePlan) {
+  Program program(description_of({"gelu"}));
+  const int64_t before = Program::plans_made();
+  const auto& plan = program.plan_for(key_for({leaf({2, 4})}));
+  EXPECT_EQ(&program.plan_for(key_for({leaf({5, 7})})), &plan) << "a plan depends on no size";
+  EXPECT_EQ(&program.plan_for(key_for({random({4, 2}).t().requires_grad_(true)})), &plan)
+      << "nor on a stride";
+  EXPECT_EQ(Program::plans_made(), before + 1);
+}
+
+TEST(PlanCache, WhatAPlanDependsOnIsInItsKey) {
+  Program program(description_of({"gelu"}));
+  const Tensors tensors{leaf({2, 4})};
+  const std::vector<PlanKey> keys = {
+      key_for(tensors),
+      key_for(tensors, {.grad_mode = false}),
+      key_for(tensors, {.grad_mode = true, .traced = true}),
+      key_for(tensors, {.grad_mode = true, .autocast_dtype = at::kBFloat16}),
+      key_for(tensors, {.grad_mode = true, .deterministic = true}),
+      key_for({random({2, 4})}),
+      key_for({leaf({2, 4}, at::kBFloat16)}),
+      key_for({leaf({2, 4}, at::kDouble)}),
+  };
+  std::vector<const Plan*> plans;
+  for (const PlanKey& key : keys) {
+    EXPECT_THAT(plans, ::testing::Not(::testing::Contains(program.plan_for(key).get())));
+    plans.push_back(program.plan_for(key).get());
+  }
+  for (size_t i = 0; i < keys.size(); ++i)
+    EXPECT_EQ(program.plan_for(keys[i]).get(), plans[i]) << "several plans are kept";
+  std::vector<const Plan*> listed;
+  for (const auto& plan : program.plans()) listed.push_back(plan.get());
+  EXPECT_EQ(listed, plans) << "in the order in which they were made";
+}
+
+TEST(PlanCache, TheKeyTellsWhatItWasMadeFrom) {
+  const PlanKey key = key_for({leaf({2}, at::kHalf), at::Tensor(), random({2}, at::kDouble)});
+  EXPECT_EQ(key.tensor_count(), 3u);
+  EXPECT_TRUE(key.tensor(0).defined);
+  EXPECT_TRUE(key.tensor(0).requires_grad);
+  EXPECT_EQ(key.tensor(0).dtype, at::kHalf);
+  EXPECT_FALSE(key.tensor(1).defined);
+  EXPECT_FALSE(key.tensor(2).requires_grad);
+  EXPECT_EQ(key.tensor(2).device, at::Device(at::kCPU));
+  EXPECT_TRUE(key.call().grad_mode);
+  EXPECT_EQ(key.call().autocast_dtype, at::ScalarType::Undefined);
+}
+
+TEST(PlanCache, ThreadsGetOnePlan) {
+  Program program(description_of({"rms_norm", "basic_linear"}));
+  const Tensors tensors{leaf({2, 4}), leaf({4}), leaf({4, 4})};
+  const int64_t before = Program::plans_made();
+  std::vector<const Plan*> found(4);
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < found.size(); ++t)
+    threads.emplace_back([&, t] {
+      for (int repeat = 0; repeat < 100; ++repeat)
+        found[t] = program.plan_for(key_for(tensors)).get();
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(found, ::testing::Each(found[0]));
+  EXPECT_EQ(Program::plans_made(), before + 1);
+}
+
+TEST(PlanCache, OneProgramPerDescription) {
+  const std::string text = description_of({"silu", "gelu"});
+  EXPECT_EQ(program_of(text), program_of(text));
+  EXPECT_EQ(program_of(text)->text(), text);
+  EXPECT_NE(program_of(text), program_of(description_of({"gelu", "silu"})));
+}
+
+}  // namespace
+}  // namespace tandem::testing

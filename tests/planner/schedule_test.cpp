@@ -1,0 +1,121 @@
+// Order of steps and the last reader of each value.
+#include "planner/schedule.h"
+
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::ElementsAre;
+
+Step step(std::string kind, std::vector<int> reads, std::vector<int> writes,
+          std::vector<int> mutates = {}) {
+  const auto values = [](const std::vector<int>& numbers) {
+    Values list;
+    for (const int number : numbers) list.push_back(static_cast<Value>(number));
+    return list;
+  };
+  Step made;
+  made.kind = std::move(kind);
+  made.reads = values(reads);
+  made.writes = values(writes);
+  made.mutates = values(mutates);
+  return made;
+}
+
+std::vector<std::string> kinds(const Steps& steps) {
+  std::vector<std::string> names;
+  for (const Step& step : steps) names.push_back(step.kind);
+  return names;
+}
+
+TEST(Schedule, WritersComeBeforeReadersElseTheOrderStays) {
+  Steps steps{step("c", {2}, {3}), step("a", {0}, {1}), step("b", {1}, {2}), step("d", {0}, {4})};
+  schedule(steps);
+  EXPECT_THAT(kinds(steps), ElementsAre("a", "b", "c", "d"));
+}
+
+TEST(Schedule, MutationsOfOneValueKeepTheirOrder) {
+  Steps steps{step("first", {2}, {3}, {9}), step("second", {0}, {1}, {9}), step("a", {0}, {2})};
+  schedule(steps);
+  EXPECT_THAT(kinds(steps), ElementsAre("a", "first", "second"));
+}
+
+TEST(Schedule, ACircleIsABrokenInvariant) {
+  Steps steps{step("a", {1}, {2}), step("b", {2}, {1})};
+  EXPECT_THAT([&] { schedule(steps); },
+              ThrowsText<c10::Error>("a plan's steps depend on each other in a circle"));
+}
+
+TEST(Schedule, ValuesFromForwardAreThoseThatNoStepWrites) {
+  const Steps steps{step("a", {0, 5}, {1}), step("b", {1, 0, 6}, {2})};
+  EXPECT_THAT(values_from_forward(steps, {Value{5}}), ElementsAre(Value{0}, Value{6}));
+}
+
+TEST(Schedule, AValueDiesAtItsLastReaderUnlessItStays) {
+  std::vector<Type> types(5);
+  types[2].view_of = Value{1};
+  Steps steps{step("a", {0}, {1}), step("b", {1}, {2}), step("c", {1, 2}, {3}),
+              step("d", {3}, {4})};
+  std::vector<bool> stays(5);
+  stays[4] = true;
+  find_dead(steps, stays, types);
+  const auto dead = [&](size_t s) {
+    std::vector<std::pair<int, bool>> list;
+    for (const Dead& entry : steps[s].dead)
+      list.emplace_back(static_cast<int>(entry.value), entry.reusable);
+    return list;
+  };
+  EXPECT_THAT(dead(0), ElementsAre(std::pair(0, false))) << "not written here: an argument";
+  EXPECT_TRUE(dead(1).empty());
+  EXPECT_THAT(dead(2), ElementsAre(std::pair(1, true), std::pair(2, false))) << "2 may be a view";
+  EXPECT_THAT(dead(3), ElementsAre(std::pair(3, true)));
+}
+
+TEST(Schedule, WhatUserCodeHasSeenIsNotReused) {
+  std::vector<Type> types(4);
+  Steps steps{step("ours", {0}, {1}), step("theirs", {1}, {2}), step("ours", {2}, {3})};
+  steps[1].runs_user_code = true;
+  std::vector<bool> stays(4);
+  stays[0] = stays[3] = true;
+  find_dead(steps, stays, types);
+  EXPECT_FALSE(steps[1].dead.at(0).reusable);
+  EXPECT_FALSE(steps[2].dead.at(0).reusable);
+}
+
+TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {
+  const auto backward = [](std::vector<int> reader_reads) {
+    // "writer" may write 7 again, behind gradient 10 that "before" writes.
+    Steps steps{step("before", {20}, {10}), step("writer", {10, 1}, {11, 7}),
+                step("reader", std::move(reader_reads), {12})};
+    for (size_t s = 0; s < steps.size(); ++s) {
+      steps[s].covers = {{static_cast<uint16_t>(s), 1}};
+      steps[s].write_names = {"grad_x"};
+    }
+    steps[1].write_names = {"grad_x", "y"};
+    return steps;
+  };
+  const std::vector<Names> nothing(3);
+  const std::vector<bool> free(32);
+  Steps steps = backward({20, 7});
+  choose_reemitted(steps, free, nothing);
+  EXPECT_EQ(steps[1].writes[1], Value{7});
+
+  steps = backward({20});
+  choose_reemitted(steps, free, nothing);
+  EXPECT_EQ(steps[1].writes[1], Value::none) << "nobody reads it";
+
+  steps = backward({20, 7});
+  steps[0].reads.push_back(Value{7});
+  choose_reemitted(steps, free, nothing);
+  EXPECT_EQ(steps[1].writes[1], Value::none) << "an ancestor of the writer reads it";
+
+  steps = backward({20, 7});
+  std::vector<bool> argument(32);
+  argument[7] = true;
+  choose_reemitted(steps, argument, nothing);
+  EXPECT_EQ(steps[1].writes[1], Value::none) << "an argument costs nothing to keep";
+}
+
+}  // namespace
+}  // namespace tandem::testing

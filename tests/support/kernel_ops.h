@@ -1,0 +1,35 @@
+// A kernel op's CPU kernel against its composite reference.
+#pragma once
+
+#include "kernel_ops/kernel_op.h"
+#include "support/tensors.h"
+
+namespace tandem::testing {
+
+/// What the dispatcher's CPU kernel returns for these arguments must be what K::reference returns.
+template <typename K, typename... Args>
+::testing::AssertionResult matches_reference(const Args&... args) {
+  const auto got = kernel_ops::dispatch<K>(args...), expected = K::reference(args...);
+  return near(got, expected);
+}
+/// The same where terms of this magnitude cancel.
+template <typename K, typename... Args>
+::testing::AssertionResult matches_reference_at(double magnitude, const Args&... args) {
+  const auto got = kernel_ops::dispatch<K>(args...), expected = K::reference(args...);
+  return near(got, expected, magnitude);
+}
+
+/// Calls `check(x)` for every dtype, layout, row count and width that kernels treat differently.
+template <typename Check>
+void for_every_case(int64_t width_step, Check&& check) {
+  for (const at::ScalarType dtype : kKernelDtypes)
+    for (const Layout& layout : layouts())
+      for (const int64_t rows : {0, 1, 7})
+        for (const int64_t width : {1, 7, 16, 67}) {
+          SCOPED_TRACE(::testing::Message()
+                       << dtype << " " << layout << " " << rows << "x" << width * width_step);
+          check(layout.make(dtype, rows, width * width_step, 3));
+        }
+}
+
+}  // namespace tandem::testing
