@@ -1,0 +1,142 @@
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/cpu/Utils.h>
+#include <tandem/tandem.h>
+#include <torch/version.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "commands.h"
+#include "errors.h"
+#include "strings.h"
+#include "text_data.h"
+
+namespace tandem::cli {
+
+namespace {
+
+using nlohmann::json;
+
+/// One thing that is there or not, and what to do about it.
+struct Finding {
+  std::string name, value;
+  bool good = true;
+  std::string remedy = {};
+};
+
+void to_json(json& to, const Finding& from) {
+  to = {{"name", from.name}, {"value", from.value}, {"good", from.good}, {"remedy", from.remedy}};
+}
+
+/// The version of the libtorch that runs, out of its build description; the headers know only what
+/// we were built with.
+std::string running_torch() {
+  const std::string config = at::show_config(), key = "TORCH_VERSION=";
+  const size_t found = config.find(key);
+  if (found == std::string::npos) return "unknown";
+  const size_t begin = found + key.size();
+  return config.substr(begin, config.find_first_of(", \n", begin) - begin);
+}
+
+Finding torch_finding() {
+  const std::string built = TORCH_VERSION, running = running_torch();
+  const auto release = [](const std::string& version) {
+    return version.substr(0, version.find('+'));
+  };
+  const bool same = running == "unknown" || release(built) == release(running);
+  return {"libtorch", "built against " + built + ", running " + running, same,
+          same ? "" : "Build Tandem against the libtorch that it runs with."};
+}
+
+std::string cpu_name() {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  std::vector<std::string> names;
+  for (const auto& [name, value] : capabilities) {
+    if (value.isBool() && value.toBool() &&
+        (name.starts_with("avx") || name.starts_with("amx") || name.starts_with("sve"))) {
+      names.push_back(name);
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return join(names);
+}
+
+std::vector<Finding> examine() {
+  const auto cores = std::thread::hardware_concurrency();
+  const std::vector<std::string> targets = cpu_targets();
+  const bool openmp = at::hasOpenMP(), cuda = at::hasCUDA();
+  std::error_code error;
+  const std::filesystem::path text = default_text();
+  const bool has_text = std::filesystem::exists(text, error);
+  return {
+      {"tandem", version()},
+      torch_finding(),
+      {"CPU kernels", targets.empty() ? "none" : join(targets), !targets.empty(),
+       targets.empty() ? "Build Tandem for this processor: no vector code of it runs here." : ""},
+      {"CPU instructions", cpu_name()},
+      {"threads", format("%d of %u cores", at::get_num_threads(), cores)},
+      {"OpenMP in libtorch", openmp ? "yes" : "no", openmp,
+       openmp ? "" : "Install a libtorch with OpenMP to use more than one core."},
+      {"matrix products",
+       join({at::hasMKL() ? "MKL" : "no MKL", at::hasMKLDNN() ? "oneDNN" : "no oneDNN"}),
+       at::hasMKL() || at::hasMKLDNN(),
+       at::hasMKL() || at::hasMKLDNN() ? ""
+                                       : "Install the official torch wheel: products run slowly."},
+      {"GPU",
+       cuda ? format("%d CUDA device(s)", static_cast<int>(at::getNumGPUs()))
+            : "none that libtorch can use",
+       true,
+       cuda ? ""
+            : "Nothing is wrong: FP8 is emulated on the CPU. For a GPU, install a CUDA build of "
+              "torch."},
+      {"text for tandem train", has_text ? text.string() : "missing", has_text,
+       has_text ? "" : "Pass a file of your own: tandem train --text FILE."},
+  };
+}
+
+int doctor(bool as_json) {
+  const std::vector<Finding> findings = examine();
+  const bool healthy =
+      std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.good; });
+  if (as_json) {
+    std::printf("%s\n", json{{"command", "doctor"},
+                             {"healthy", healthy},
+                             {"tandem", version()},
+                             {"torch_built", TORCH_VERSION},
+                             {"torch_running", running_torch()},
+                             {"cpu_targets", cpu_targets()},
+                             {"threads", at::get_num_threads()},
+                             {"cuda", at::hasCUDA()},
+                             {"findings", findings}}
+                            .dump(1)
+                            .c_str());
+    return kExitOk;
+  }
+  for (const Finding& finding : findings) {
+    std::printf("%s %-22s %s\n", finding.good ? "ok     " : "MISSING", finding.name.c_str(),
+                finding.value.c_str());
+    if (!finding.remedy.empty()) std::printf("%31s%s\n", "", finding.remedy.c_str());
+  }
+  std::printf("%s\n",
+              healthy ? "All that Tandem needs is here." : "Something is missing; see above.");
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& tandem, Action& action) {
+  const auto as_json = std::make_shared<bool>(false);
+  CLI::App& app = *tandem.add_subcommand(
+      "doctor", "Say what Tandem finds on this machine, what is missing, and what to do about it.");
+  app.add_flag("--json", *as_json, "print one JSON document");
+  app.callback([&action, as_json] { action = [as_json] { return doctor(*as_json); }; });
+}
+
+}  // namespace tandem::cli

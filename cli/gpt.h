@@ -1,0 +1,51 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpt_layers.h"
+
+namespace tandem::cli {
+
+enum class Modules { plain, tandem };  ///< what computes all but embedding and attention
+
+/// A byte-level transformer: pre-norm, rotary positions, causal attention, SwiGLU.
+///
+/// Shapes:  bytes int64 [batch, length], length <= context -> logits [batch, length, 256].
+/// Source:  Radford et al. 2019 (GPT-2), with Su et al. 2021 (rotary, arXiv:2104.09864) and Shazeer
+///          2020 (SwiGLU, arXiv:2002.05202).
+class Gpt {
+ public:
+  Gpt(const GptConfig& config, Modules modules, at::ScalarType dtype);
+
+  at::Tensor forward(const at::Tensor& bytes);
+  /// Same names, order and shapes whatever the modules are.
+  const NamedTensors& parameters() const { return parameters_; }
+  /// Normal(0, 0.02) for matrices, less for those that add to the residual stream; ones for norms,
+  /// zeros for biases.
+  void initialize(int64_t seed);
+  std::string mlp_plan_svg() { return layers_.front()->mlp_plan_svg(); }
+
+ private:
+  at::Tensor attend(const at::Tensor& qkv) const;
+  at::Tensor rotate(const at::Tensor& x) const;
+
+  GptConfig config_;
+  at::Tensor embedding_, cosines_, signed_sines_;
+  std::vector<std::unique_ptr<GptLayer>> layers_;
+  std::unique_ptr<GptHead> head_;
+  NamedTensors parameters_;
+};
+
+/// Mean cross entropy of `targets` under `logits`, in nats; a scalar.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets);
+
+/// `prompt` continued by `length` bytes drawn from what `forward` makes of the last `context`.
+std::string generate(const std::function<at::Tensor(const at::Tensor&)>& forward,
+                     const std::string& prompt, int64_t length, int64_t context, int64_t seed);
+
+}  // namespace tandem::cli

@@ -1,0 +1,27 @@
+#pragma once
+
+#include "pipeline_syntax.h"
+
+namespace tandem::cli {
+
+/// The ops of a workload as a user of libtorch would write them, one function after the other, on
+/// the same parameters: what `tandem bench` compares with. Quantize does nothing here.
+class PlainPipeline {
+ public:
+  explicit PlainPipeline(const Workload& workload);
+
+  /// Main output, then extra outputs.
+  std::vector<at::Tensor> forward(const at::Tensor& x, at::TensorList extra_inputs) const;
+
+ private:
+  struct BoundOp {
+    OpText text;
+    at::Tensor weight, bias;
+  };
+
+  at::Tensor apply(const BoundOp& op, const at::Tensor& x) const;
+
+  std::vector<BoundOp> ops_;
+};
+
+}  // namespace tandem::cli

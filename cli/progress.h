@@ -1,0 +1,40 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace tandem::cli {
+
+/// One line on stderr: redrawn in place on a terminal, printed now and then elsewhere, not at all
+/// when disabled.
+class Progress {
+ public:
+  Progress(bool enabled, int64_t total);
+  ~Progress();
+
+  /// `done` of the total, after `label`; `details` follows the bar.
+  void show(const std::string& label, int64_t done, const std::string& details);
+  /// Ends the line, so that other output starts on a fresh one.
+  void finish();
+
+ private:
+  bool due(bool last);
+
+  bool enabled_, terminal_, open_ = false;
+  int64_t total_;
+  std::chrono::steady_clock::time_point shown_{};
+};
+
+/// Seconds per step over the last few: steady enough to read, quick enough to follow.
+class Pace {
+ public:
+  void add(double step_seconds);
+  double step_seconds() const { return pace_; }
+  double remaining_seconds(int64_t steps) const { return pace_ * static_cast<double>(steps); }
+
+ private:
+  double pace_ = 0;
+};
+
+}  // namespace tandem::cli

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+namespace tandem::cli {
+
+/// What is left of a run when it has ended.
+struct RunResult {
+  std::string run;
+  double validation_bits_per_byte = 0;
+  double tokens_per_second = 0;      ///< median over steps
+  double saved_bytes_per_token = 0;  ///< kept for backward, parameters aside
+  double peak_memory_bytes = 0;      ///< beyond what the process held before
+};
+
+void to_json(nlohmann::json& to, const RunResult& from);
+void from_json(const nlohmann::json& from, RunResult& to);
+
+/// The results as lines of aligned columns.
+std::string results_table(const std::vector<RunResult>& results);
+
+struct Report {
+  std::string title;  ///< the configuration in words
+  std::vector<RunResult> results;
+  const nlohmann::json* log;  ///< rows with "run", "step" and "bits_per_byte"
+  std::string plan_svg, sample;
+};
+
+/// One HTML page that needs nothing beside it: loss curves, table, plan of an MLP block, sample.
+std::string report_html(const Report& report);
+
+}  // namespace tandem::cli

@@ -1,0 +1,170 @@
+#include "safetensors.h"
+
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <bit>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <utility>
+
+#include "errors.h"
+#include "files.h"
+
+namespace tandem::cli {
+
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "safetensors data is little-endian");
+
+using nlohmann::json;
+
+constexpr size_t kLengthBytes = 8;
+
+constexpr std::array<std::pair<at::ScalarType, std::string_view>, 6> kDtypes{{
+    {at::kFloat, "F32"},
+    {at::kBFloat16, "BF16"},
+    {at::kHalf, "F16"},
+    {at::kDouble, "F64"},
+    {at::kLong, "I64"},
+    {at::kByte, "U8"},
+}};
+
+std::string_view bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+/// Reads the parts of one file; each failure says what of the format was expected.
+class Reader {
+ public:
+  Reader(const std::filesystem::path& path, std::string content)
+      : path_(path), content_(std::move(content)) {}
+
+  NamedTensors tensors() const {
+    const json header = read_header();
+    NamedTensors read;
+    for (const auto& [name, entry] : header.items()) {
+      if (name != "__metadata__") read.push_back({name, read_tensor(name, entry)});
+    }
+    return read;
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& expected, const std::string& got) const {
+    throw UserError(
+        "expected " + expected + " in " + path_.string() + ", got " + got +
+        ". The file is damaged: restore it from a copy, or start again without --resume.");
+  }
+
+  size_t data_begin() const { return kLengthBytes + header_bytes(); }
+
+  size_t header_bytes() const {
+    uint64_t length = 0;
+    if (content_.size() < kLengthBytes)
+      refuse("8 bytes of header length", std::to_string(content_.size()) + " bytes");
+    std::memcpy(&length, content_.data(), kLengthBytes);
+    if (length > content_.size() - kLengthBytes) {
+      refuse("a header of " + std::to_string(length) + " bytes",
+             std::to_string(content_.size() - kLengthBytes));
+    }
+    return static_cast<size_t>(length);
+  }
+
+  json read_header() const {
+    const std::string_view text = std::string_view(content_).substr(kLengthBytes, header_bytes());
+    json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (!header.is_object()) refuse("a JSON object as header", "something else");
+    return header;
+  }
+
+  at::Tensor read_tensor(const std::string& name, const json& entry) const try {
+    const auto dtype = entry.at("dtype").get<std::string>();
+    const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+    const auto [begin, end] = entry.at("data_offsets").get<std::pair<size_t, size_t>>();
+    const auto known = std::find_if(kDtypes.begin(), kDtypes.end(),
+                                    [&](const auto& d) { return d.second == dtype; });
+    if (known == kDtypes.end()) refuse("a known dtype for " + name, dtype);
+
+    const size_t available = content_.size() - data_begin();
+    size_t bytes = c10::elementSize(known->first);
+    for (const int64_t extent : shape) {
+      if (extent < 0 || (extent > 0 && bytes > available / static_cast<size_t>(extent))) {
+        refuse("a shape of " + name + " that fits in " + std::to_string(available) + " bytes",
+               entry.at("shape").dump());
+      }
+      bytes *= static_cast<size_t>(extent);
+    }
+    if (begin > end || end > available || end - begin != bytes) {
+      refuse(std::to_string(bytes) + " bytes of data for " + name,
+             "offsets " + entry.at("data_offsets").dump() + " of " + std::to_string(available));
+    }
+    at::Tensor tensor = at::empty(shape, known->first);
+    if (bytes > 0)
+      std::memcpy(tensor.mutable_data_ptr(), content_.data() + data_begin() + begin, bytes);
+    return tensor;
+  } catch (const json::exception&) {
+    refuse("dtype, shape and data_offsets of " + name, entry.dump());
+  }
+
+  const std::filesystem::path& path_;
+  std::string content_;
+};
+
+}  // namespace
+
+FileDigest write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors) {
+  json header = json::object();
+  std::vector<at::Tensor> contiguous;
+  size_t offset = 0;
+  for (const auto& [name, tensor] : tensors) {
+    const auto known = std::find_if(kDtypes.begin(), kDtypes.end(),
+                                    [&](const auto& d) { return d.first == tensor.scalar_type(); });
+    TORCH_INTERNAL_ASSERT(known != kDtypes.end(), "safetensors has no name for ",
+                          tensor.scalar_type());
+    contiguous.push_back(tensor.detach().contiguous());
+    header[name] = {{"dtype", known->second},
+                    {"shape", tensor.sizes().vec()},
+                    {"data_offsets", {offset, offset + tensor.nbytes()}}};
+    offset += tensor.nbytes();
+  }
+  std::string text = header.dump();
+  text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes,
+              ' ');  // data starts aligned
+  const uint64_t length = text.size();
+
+  AtomicFile file(path);
+  Checksum checksum;
+  FileDigest digest;
+  const auto write = [&](std::string_view bytes) {
+    file.write(bytes);
+    checksum.add(bytes);
+    digest.bytes += static_cast<int64_t>(bytes.size());
+  };
+  write({reinterpret_cast<const char*>(&length), sizeof length});
+  write(text);
+  for (const at::Tensor& tensor : contiguous) write(bytes_of(tensor));
+  file.commit();
+  digest.checksum = checksum.hex();
+  return digest;
+}
+
+NamedTensors read_safetensors(const std::filesystem::path& path, const FileDigest* expected) {
+  std::string content =
+      read_file(path, "a safetensors file", "Restore it, or start again without --resume.");
+  if (expected) {
+    Checksum checksum;
+    checksum.add(content);
+    const FileDigest found{static_cast<int64_t>(content.size()), checksum.hex()};
+    if (found != *expected) {
+      throw UserError(
+          "expected " + path.string() + " with " + std::to_string(expected->bytes) +
+          " bytes and checksum " + expected->checksum + ", got " + std::to_string(found.bytes) +
+          " bytes and " + found.checksum +
+          ". The file is damaged: restore it from a copy, or start again without --resume.");
+    }
+  }
+  return Reader(path, std::move(content)).tensors();
+}
+
+}  // namespace tandem::cli

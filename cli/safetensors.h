@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace tandem::cli {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+using NamedTensors = std::vector<NamedTensor>;
+
+/// What tells a file from a damaged copy of it.
+struct FileDigest {
+  int64_t bytes = 0;
+  std::string checksum;
+  bool operator==(const FileDigest&) const = default;
+};
+
+/// Writes tensors in the safetensors format, atomically: 8 bytes of header length, a JSON header,
+/// the raw data.
+///
+/// Dtypes:  float32, bfloat16, float16, float64, int64, uint8.
+/// Throws:  UserError when the disk refuses.
+/// Source:  https://huggingface.co/docs/safetensors, "Format".
+FileDigest write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
+
+/// Reads them back and checks every number of the header before it is used. With `expected`, the
+/// file must be that one.
+///
+/// Throws:  UserError for a file that is missing, truncated or damaged (test
+///          test_damaged_checkpoint).
+NamedTensors read_safetensors(const std::filesystem::path& path,
+                              const FileDigest* expected = nullptr);
+
+}  // namespace tandem::cli

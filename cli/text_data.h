@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+namespace tandem::cli {
+
+/// Bytes to predict: `targets` is `inputs` one byte later. Both int64 [batch, context].
+struct Batch {
+  at::Tensor inputs, targets;
+};
+
+/// A text as bytes: the first nine tenths are for training, the rest for validation.
+///
+/// A training batch depends on the seed and the step alone, so a resumed run draws what the
+/// uninterrupted one would have.
+/// Throws: UserError for a text that is missing, unreadable, empty or too short (test
+///         test_text_errors).
+class TextData {
+ public:
+  TextData(const std::filesystem::path& path, int64_t context);
+
+  Batch training_batch(int64_t batch, int64_t seed, int64_t step) const;
+  /// Batch `index` of `count`, spread evenly over the validation part.
+  Batch validation_batch(int64_t batch, int64_t index, int64_t count) const;
+
+  int64_t bytes() const { return static_cast<int64_t>(text_.size()); }
+  std::string checksum() const;
+  /// The first `length` bytes of the validation part: a prompt that training has not seen.
+  std::string prompt(int64_t length) const;
+
+ private:
+  Batch gather(const std::vector<int64_t>& offsets) const;
+
+  std::string text_;
+  int64_t context_, training_bytes_;
+};
+
+/// The text that comes with Tandem: in share/tandem of the prefix, or in data/ of the source tree,
+/// that the program lies in.
+std::filesystem::path default_text();
+
+}  // namespace tandem::cli

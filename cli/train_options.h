@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "gpt_layers.h"
+
+namespace tandem::cli {
+
+/// Everything `tandem train` can be told; these defaults are what `make run` trains.
+struct TrainOptions {
+  // the model
+  int64_t layers = 4;
+  int64_t hidden = 192;
+  int64_t heads = 6;
+  int64_t context = 128;
+  std::string dtype = "auto";
+  // the training
+  int64_t batch = 8;
+  int64_t steps = 500;
+  int64_t warmup = 50;
+  double learning_rate = 2e-3;
+  double weight_decay = 0.1;
+  double clip = 1.0;
+  int64_t seed = 1;
+  std::string runs = "plain,tandem,fp8";
+  std::string text;
+  // the surroundings: these change no number
+  int64_t threads = 0;
+  int64_t log_every = 5;
+  int64_t checkpoint_every = 100;
+  std::string out = "out";
+
+  GptConfig gpt() const { return {layers, hidden, heads, context}; }
+  std::vector<std::string> run_names() const;
+  int64_t step_tokens() const { return batch * context; }
+};
+
+/// What decides the numbers of a training, by option name; a checkpoint holds it.
+nlohmann::json configuration_of(const TrainOptions& options);
+
+/// `options` with the configuration of a checkpoint in place of its own; the options in `given`
+/// must agree with it.
+///
+/// Throws: UserError naming the first option that differs (test test_mismatched_checkpoint).
+TrainOptions with_configuration(TrainOptions options, const nlohmann::json& configuration,
+                                const std::vector<std::string>& given);
+
+/// Fills what is left to the machine (`auto`, 0 threads, the text) and checks what options demand
+/// of each other.
+TrainOptions resolved(TrainOptions options);
+
+}  // namespace tandem::cli

@@ -1,0 +1,252 @@
+#include "train_session.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <fstream>
+#include <numeric>
+#include <utility>
+
+#include "checkpoint.h"
+#include "errors.h"
+#include "files.h"
+#include "memory.h"
+#include "progress.h"
+#include "strings.h"
+
+namespace tandem::cli {
+
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr int64_t kSampleBytes = 240;
+
+volatile std::sig_atomic_t interrupted = 0;
+
+/// The first Ctrl-C or SIGTERM asks for a stop at the next step; a second one ends the process at
+/// once.
+void catch_interrupts() {
+  struct sigaction action {};
+  action.sa_handler = [](int) { interrupted = 1; };
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  ::sigaction(SIGINT, &action, nullptr);
+  ::sigaction(SIGTERM, &action, nullptr);
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+fs::path metrics_path(const TrainOptions& options) {
+  return fs::path(options.out) / "metrics.jsonl";
+}
+fs::path report_path(const TrainOptions& options) { return fs::path(options.out) / "report.html"; }
+
+}  // namespace
+
+TrainSession::TrainSession(const TrainOptions& options, bool quiet)
+    : options_(resolved(options)),
+      runs_(options_.run_names()),
+      quiet_(quiet),
+      text_(options_.text, options_.context),
+      text_checksum_(text_.checksum()) {
+  at::set_num_threads(static_cast<int>(options_.threads));
+  require_writable_folder(options_.out);
+}
+
+void TrainSession::resume(const json& state) try {
+  const std::string checksum = state.at("text").at("fnv1a64");
+  if (checksum != text_checksum_) {
+    throw UserError("expected the text that the checkpoint was trained on (checksum " + checksum +
+                    "), got " + options_.text + " (" + text_checksum_ +
+                    "). Pass that text with --text, or start again without --resume.");
+  }
+  state.at("run_index").get_to(run_index_);
+  state.at("step").get_to(step_);
+  state.at("results").get_to(results_);
+  state.at("losses").get_to(losses_);
+  state.at("step_seconds").get_to(step_seconds_);
+  state.at("plan_svg").get_to(plan_svg_);
+  log_ = state.at("log");
+  const bool fits = run_index_ < runs_.size() && results_.size() == run_index_ && step_ >= 0 &&
+                    step_ <= options_.steps && losses_.size() == static_cast<size_t>(step_) &&
+                    step_seconds_.size() == losses_.size() && log_.is_array();
+  if (!fits) throw json::other_error::create(0, "run_index, step and losses disagree", nullptr);
+  restored_ = load_checkpoint_tensors(options_.out, state);
+  Training(options_, runs_[run_index_], text_).restore(restored_, step_);  // fits, or throws
+} catch (const json::exception& error) {
+  throw UserError("expected the state of a training in " + checkpoint_path(options_.out).string() +
+                  ", got a document without it (" + error.what() +
+                  "). Restore the file from a copy, or start again without --resume.");
+}
+
+void TrainSession::save(const std::string& run, const Training& training) {
+  const json state{{"configuration", configuration_of(options_)},
+                   {"text", {{"bytes", text_.bytes()}, {"fnv1a64", text_checksum_}}},
+                   {"run", run},
+                   {"run_index", run_index_},
+                   {"step", step_},
+                   {"results", results_},
+                   {"log", log_},
+                   {"losses", losses_},
+                   {"step_seconds", step_seconds_},
+                   {"plan_svg", plan_svg_}};
+  save_checkpoint(options_.out, run + "-" + std::to_string(step_), state, training.state());
+}
+
+/// Starts metrics.jsonl with the rows known so far: none, or those of the checkpoint.
+void TrainSession::begin_metrics() const {
+  std::string lines;
+  for (const json& row : log_) lines += row.dump() + "\n";
+  for (const RunResult& result : results_) {
+    json row = result;
+    row["final"] = true;
+    lines += row.dump() + "\n";
+  }
+  write_file(metrics_path(options_), lines);
+}
+
+void TrainSession::append(const json& row) {
+  std::ofstream stream(metrics_path(options_), std::ios::app);
+  stream << row.dump() + "\n" << std::flush;
+  if (!stream)
+    throw UserError("expected space for " + metrics_path(options_).string() +
+                    ", got a failed write. Free some space.");
+}
+
+void TrainSession::log_step(const std::string& run, int64_t step, const StepMetrics& metrics) {
+  losses_.push_back(metrics.bits_per_byte);
+  step_seconds_.push_back(metrics.seconds);
+  if ((step + 1) % options_.log_every != 0 && step + 1 != options_.steps) return;
+  const auto rows =
+      std::min<std::ptrdiff_t>(options_.log_every, static_cast<std::ptrdiff_t>(losses_.size()));
+  const double mean =
+      std::accumulate(losses_.end() - rows, losses_.end(), 0.0) / static_cast<double>(rows);
+  log_.push_back(
+      {{"run", run},
+       {"step", step + 1},
+       {"bits_per_byte", mean},
+       {"learning_rate", metrics.learning_rate},
+       {"gradient_norm", metrics.gradient_norm},
+       {"tokens_per_second", static_cast<double>(options_.step_tokens()) / metrics.seconds}});
+  append(log_.back());
+}
+
+void TrainSession::finish_one(const std::string& run, Training& training,
+                              int64_t peak_memory_bytes) {
+  RunResult result;
+  result.run = run;
+  const double seconds = median(step_seconds_);
+  result.tokens_per_second =
+      seconds > 0 ? static_cast<double>(options_.step_tokens()) / seconds : 0;
+  result.peak_memory_bytes = static_cast<double>(peak_memory_bytes);
+  result.saved_bytes_per_token = training.saved_bytes_per_token();
+  if (std::string svg = training.mlp_plan_svg(); !svg.empty()) plan_svg_ = std::move(svg);
+  result.validation_bits_per_byte = training.validation_bits_per_byte();
+  results_.push_back(result);
+  json row = result;
+  row["final"] = true;
+  append(row);
+  write_safetensors(fs::path(options_.out) / ("model-" + run + ".safetensors"),
+                    training.parameters());
+  if (run_index_ + 1 == runs_.size()) sample_ = printable(training.sample(kSampleBytes));
+}
+
+bool TrainSession::train_one(const std::string& run) {
+  Training(options_, run, text_).step(0);  // buffers that libraries keep for good count for no run
+  PeakMemory memory;
+  memory.start();
+  Training training(options_, run, text_);
+  if (!restored_.empty()) training.restore(std::exchange(restored_, {}), step_);
+  const auto steps_before = static_cast<int64_t>(run_index_) * options_.steps;
+  const int64_t all_steps = static_cast<int64_t>(runs_.size()) * options_.steps;
+  Progress progress(!quiet_, options_.steps);
+  Pace pace;
+  while (step_ < options_.steps) {
+    if (interrupted) {
+      progress.finish();
+      save(run, training);
+      return false;
+    }
+    const StepMetrics metrics = training.step(step_);
+    if (!std::isfinite(metrics.bits_per_byte)) {
+      progress.finish();
+      throw UserError("expected a finite loss, got " + format("%g", metrics.bits_per_byte) +
+                      " at step " + std::to_string(step_ + 1) + " of run " + run +
+                      ". Pass a smaller --learning-rate or --clip.");
+    }
+    log_step(run, step_, metrics);
+    ++step_;
+    pace.add(metrics.seconds);
+    progress.show(
+        format("%-6s", run.c_str()), step_,
+        format("%.3f bits/byte  %.0f tokens/s  ETA %s", metrics.bits_per_byte,
+               static_cast<double>(options_.step_tokens()) / pace.step_seconds(),
+               duration_text(pace.remaining_seconds(all_steps - steps_before - step_)).c_str()));
+    const bool due = options_.checkpoint_every > 0 &&
+                     (step_ % options_.checkpoint_every == 0 || step_ == options_.steps);
+    if (due) save(run, training);
+  }
+  progress.finish();
+  finish_one(run, training, memory.bytes());
+  return true;
+}
+
+bool TrainSession::run() {
+  catch_interrupts();
+  begin_metrics();
+  for (; run_index_ < runs_.size(); ++run_index_) {
+    if (!train_one(runs_[run_index_])) return false;
+    step_ = 0;
+    losses_.clear();
+    step_seconds_.clear();
+  }
+  write_file(report_path(options_), report_html({title(), results_, &log_, plan_svg_, sample_}));
+  return true;
+}
+
+json TrainSession::document(bool finished) const {
+  json document{
+      {"command", "train"},  {"finished", finished}, {"configuration", configuration_of(options_)},
+      {"results", results_}, {"log", log_},          {"metrics", metrics_path(options_).string()}};
+  if (finished) {
+    document["sample"] = sample_;
+    document["report"] = report_path(options_).string();
+  } else {
+    document["stopped"] = {{"run", runs_[run_index_]}, {"step", step_}};
+    document["resume"] = resume_command();
+  }
+  return document;
+}
+
+std::string TrainSession::summary() const {
+  return results_table(results_) + "\nText drawn from the last model:\n" + sample_ +
+         "\n\nCurves and plan: " + report_path(options_).string() +
+         "\nNumbers:         " + metrics_path(options_).string() + "\n";
+}
+
+std::string TrainSession::resume_command() const {
+  return options_.out == TrainOptions().out ? "tandem train --resume"
+                                            : "tandem train --resume --out " + options_.out;
+}
+
+std::string TrainSession::title() const {
+  return format(
+      "GPT with %lld layers, hidden %lld, %lld heads, context %lld; %s; %lld steps of %lld x %lld "
+      "bytes; %s; threads: %lld",
+      static_cast<long long>(options_.layers), static_cast<long long>(options_.hidden),
+      static_cast<long long>(options_.heads), static_cast<long long>(options_.context),
+      options_.dtype.c_str(), static_cast<long long>(options_.steps),
+      static_cast<long long>(options_.batch), static_cast<long long>(options_.context),
+      fs::path(options_.text).filename().c_str(), static_cast<long long>(options_.threads));
+}
+
+}  // namespace tandem::cli

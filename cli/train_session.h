@@ -1,0 +1,65 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "report.h"
+#include "safetensors.h"
+#include "text_data.h"
+#include "train_options.h"
+#include "training.h"
+
+namespace tandem::cli {
+
+/// The runs of one `tandem train`, one after the other, with what they write.
+///
+/// Writes into the --out folder: metrics.jsonl as it goes; checkpoint.json with its tensors;
+/// model-<run>.safetensors and report.html at the end. Nothing is written before everything given
+/// has been checked.
+class TrainSession {
+ public:
+  /// Throws: UserError for options, text, folder or checkpoint that will not do.
+  TrainSession(const TrainOptions& options, bool quiet);
+
+  /// Goes on from the checkpoint in the --out folder. Throws: UserError when it does not fit, with
+  /// nothing overwritten.
+  void resume(const nlohmann::json& state);
+
+  /// Trains until done (true) or until SIGINT or SIGTERM, after saving (false).
+  bool run();
+
+  /// Everything as one document.
+  nlohmann::json document(bool finished) const;
+  /// Table, sample and the files that were written, for people.
+  std::string summary() const;
+  std::string resume_command() const;
+  std::string title() const;
+
+ private:
+  bool train_one(const std::string& run);
+  void log_step(const std::string& run, int64_t step, const StepMetrics& metrics);
+  void finish_one(const std::string& run, Training& training, int64_t peak_memory_bytes);
+  void save(const std::string& run, const Training& training);
+  void append(const nlohmann::json& row);
+  void begin_metrics() const;
+
+  const TrainOptions options_;
+  const std::vector<std::string> runs_;
+  const bool quiet_;
+  const TextData text_;
+  const std::string text_checksum_;
+
+  // what a checkpoint holds
+  size_t run_index_ = 0;
+  int64_t step_ = 0;
+  nlohmann::json log_ = nlohmann::json::array();
+  std::vector<RunResult> results_;
+  std::vector<double> losses_, step_seconds_;  ///< of the present run, by step
+  std::string plan_svg_;
+
+  NamedTensors restored_;  ///< tensors of a checkpoint, until its run goes on
+  std::string sample_;
+};
+
+}  // namespace tandem::cli

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <torch/optim/adamw.h>
+
+#include <cstdint>
+#include <string>
+
+#include "gpt.h"
+#include "text_data.h"
+#include "train_options.h"
+
+namespace tandem::cli {
+
+struct StepMetrics {
+  double bits_per_byte, gradient_norm, learning_rate, seconds;
+};
+
+/// One run: a model, its optimizer and the text. Runs differ in what computes; batches and initial
+/// parameters are the same.
+///
+/// With bfloat16, the optimizer works on float32 copies of the parameters: updates are smaller than
+/// bfloat16 can add.
+class Training {
+ public:
+  Training(const TrainOptions& options, const std::string& run, const TextData& text);
+
+  StepMetrics step(int64_t index);
+  double validation_bits_per_byte();
+  /// Bytes kept between forward and backward, parameters aside, for each byte of text in a batch.
+  double saved_bytes_per_token();
+  std::string sample(int64_t length);
+  std::string mlp_plan_svg() { return model_.mlp_plan_svg(); }
+
+  /// float32 parameters by name.
+  NamedTensors parameters() const;
+  /// Parameters, both moments of each, and the state of the random generator.
+  NamedTensors state() const;
+  /// Goes on from `state` after `steps` steps. Throws: UserError for other names or shapes (test
+  /// test_mismatched_checkpoint).
+  void restore(const NamedTensors& state, int64_t steps);
+
+ private:
+  at::Tensor loss(const Batch& batch);
+  at::Tensor forward(const at::Tensor& bytes);
+  double learning_rate(int64_t step) const;
+  torch::optim::AdamW make_optimizer() const;
+
+  const TrainOptions& options_;
+  const TextData& text_;
+  const bool fp8_;
+  Gpt model_;
+  std::vector<at::Tensor>
+      masters_;  ///< what the optimizer sees: the parameters, or float32 copies of them
+  torch::optim::AdamW optimizer_;
+};
+
+}  // namespace tandem::cli
