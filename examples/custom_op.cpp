@@ -18,7 +18,8 @@ tandem::Options parse(const nlohmann::json& options) {
 
 void forward(tandem::Call& call) {
   enum Read { x };
-  call.out(0, at::relu(call.in(x) - call.options<ShiftOptions>().shift));
+  const double shift = call.options<ShiftOptions>().shift;
+  call.out(0, at::relu(call.in(x)-shift));
 }
 
 void backward(tandem::Call& call) {
@@ -30,7 +31,8 @@ const tandem::OpDef kShiftedRelu{
     .name = "shifted_relu",
     .formula = "y = max(x - shift, 0)",
     .forward = forward,
-    .backward = {{.name = "backward", .reads = {"grad_y", "x"}, .writes = {"grad_x"}, .run = backward}},
+    .backward =
+        {{.name = "backward", .reads = {"grad_y", "x"}, .writes = {"grad_x"}, .run = backward}},
     .parse = parse,
 };
 TANDEM_REGISTER_OP(kShiftedRelu);
@@ -56,8 +58,9 @@ int main() {
       .refuse = refuse_large,
       .picture = "x -> shifted_relu -> constant_scale -> y",
   });
-  const tandem::Op shifted{"shifted_relu", R"([{"op": "shifted_relu", "options": {"shift": 0.5}, "params": []}])", {}};
-  tandem::Sequential pipeline(std::vector<tandem::Op>{shifted, tandem::ops::constant_scale(3)});
+  const tandem::Op shifted{
+      "shifted_relu", R"([{"op": "shifted_relu", "options": {"shift": 0.5}, "params": []}])", {}};
+  tandem::Sequential pipeline({shifted, tandem::ops::constant_scale(3)});
   const at::Tensor x = at::tensor({0.0f, 1.0f, 2.0f}).set_requires_grad(true);
   const at::Tensor y = pipeline->forward(x);
   y.sum().backward();

@@ -6,7 +6,8 @@
 
 int main() {
   namespace ops = tandem::ops;
-  tandem::Sequential mlp(std::vector<tandem::Op>{ops::rms_norm(64), ops::linear(64, 256), ops::swiglu(), ops::linear(128, 64)});
+  tandem::Sequential mlp(
+      {ops::rms_norm(64), ops::linear(64, 256), ops::swiglu(), ops::linear(128, 64)});
   torch::optim::AdamW optimizer(mlp->parameters(), 1e-3);
   const at::Tensor x = torch::randn({32, 64}), target = torch::randn({32, 64});
   for (int step = 0; step < 20; ++step) {
