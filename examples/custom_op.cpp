@@ -19,7 +19,7 @@ tandem::Options parse(const nlohmann::json& options) {
 void forward(tandem::Call& call) {
   enum Read { x };
   const double shift = call.options<ShiftOptions>().shift;
-  call.out(0, at::relu(call.in(x)-shift));
+  call.out(0, at::relu(at::sub(call.in(x), shift)));
 }
 
 void backward(tandem::Call& call) {
