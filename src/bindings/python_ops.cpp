@@ -234,8 +234,8 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   static auto& fusions = *new std::deque<Fusion>;
   Fusion fusion{.name = name, .pass = pass, .runs_user_code = true};
   fusion.picture = "written in Python";
-  FusedRun ahead{.reads = {{0, "x"}}, .run = python_forward},
-      back{.writes = {{0, "grad_x"}}, .run = python_backward};
+  FusedRun ahead{.reads = {{0, "x"}}, .writes = {}, .run = python_forward},
+      back{.reads = {}, .writes = {{0, "grad_x"}}, .run = python_backward};
   const auto last_member = static_cast<uint8_t>(last - first);
   ahead.writes.push_back({last_member, description.ops[last].def->results[0].name});
   back.reads.push_back(
