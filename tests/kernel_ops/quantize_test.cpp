@@ -68,7 +68,7 @@ TEST_P(QuantizeOp, OneNumberSetsTheScale) {
                               double{INFINITY}, double{NAN}})
     for (const auto dtype : kKernelDtypes) {
       SCOPED_TRACE(::testing::Message() << number << " " << dtype);
-      expect_same_bits(at::full({3}, number, at::TensorOptions().dtype(dtype)));
+      expect_same_bits(at::full({3}, number, at::kDouble).to(dtype));
     }
 }
 
