@@ -118,10 +118,10 @@ FileDigest write_safetensors(const std::filesystem::path& path, const NamedTenso
   std::vector<at::Tensor> contiguous;
   size_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
+    const at::ScalarType dtype = tensor.scalar_type();
     const auto known = std::find_if(kDtypes.begin(), kDtypes.end(),
-                                    [&](const auto& d) { return d.first == tensor.scalar_type(); });
-    TORCH_INTERNAL_ASSERT(known != kDtypes.end(), "safetensors has no name for ",
-                          tensor.scalar_type());
+                                    [&](const auto& d) { return d.first == dtype; });
+    TORCH_INTERNAL_ASSERT(known != kDtypes.end(), "safetensors has no name for ", dtype);
     contiguous.push_back(tensor.detach().contiguous());
     header[name] = {{"dtype", known->second},
                     {"shape", tensor.sizes().vec()},
