@@ -94,6 +94,14 @@ json plan_json(const ExplainedPlan& explained) {
         result["fusions"].end())
       result["fusions"].push_back(entry);
   }
+  for (const char* direction : {"forward", "backward"})
+    if (result.contains(direction))
+      for (json& step : result[direction])
+        step["fused"] =
+            std::any_of(decisions.begin(), decisions.end(), [&](const Decision& decision) {
+              return decision.reason.empty() &&
+                     decision.fusion == step.at("kind").get<std::string>();
+            });
   return result;
 }
 
@@ -103,7 +111,7 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
   for (const json& step : plan.at(direction)) {
     text << "    " << step.at("kind").get<std::string>() << ": " << joined(step.at("reads"))
          << " -> " << joined(step.at("writes"));
-    if (step.at("covers").size() > 1)
+    if (step.at("fused").get<bool>())
       text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
     text << "\n";
   }
@@ -202,11 +210,11 @@ std::string as_svg(const json& document) {
     for (int i = 0; i < count(direction); ++i) {
       const json& step = plan.at(direction)[static_cast<size_t>(i)];
       const int y = kTop + i * (kBox + kGap);
-      svg << "<rect class=\"" << (step.at("covers").size() > 1 ? "fused" : "box") << "\" x=\"" << x
+      svg << "<rect class=\"" << (step.at("fused").get<bool>() ? "fused" : "box") << "\" x=\"" << x
           << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox << "\" rx=\"6\"/>";
       label(x + 10, y + 18, "t", step.at("kind"), 46);
-      label(x + 10, y + 32, "s", "reads " + joined(step.at("reads")), 62);
-      label(x + 10, y + 45, "s", "writes " + joined(step.at("writes")), 62);
+      label(x + 10, y + 32, "s", "reads " + joined(step.at("reads")), 52);
+      label(x + 10, y + 45, "s", "writes " + joined(step.at("writes")), 52);
       if (i > 0)
         svg << "<line class=\"a\" x1=\"" << x + kWidth / 2 << "\" y1=\"" << y - kGap << "\" x2=\""
             << x + kWidth / 2 << "\" y2=\"" << y << "\"/>";

@@ -82,14 +82,15 @@ TEST_P(NormFusion, BackwardAddWorksThroughTheDispatcher) {
   EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
 }
 
-TEST_P(NormFusion, BackwardAddIsRefusedWhereTheNormsOwnGradientIsAskedFor) {
-  // x as an input of another op, whose gradient is a sum of three: only the last sum has the norm's gradient in it.
+TEST_P(NormFusion, BackwardAddIsRefusedWhereTheSumHasNoOtherTerm) {
+  // x + x before the norm: its gradient is added to itself.
   const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
-                   norm(), R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})"};
+                   R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})", norm()};
   Tensors weights = params();
   weights.pop_back();
   const Planned planned(ops, {leaf({3, 8})}, weights);
-  EXPECT_THAT(planned.decisions(), Contains(HasSubstr("_backward_add")));
+  EXPECT_THAT(planned.decisions(), Contains(norm() + "_backward_add at 2." + norm() +
+                                            ".backward + add: the sum has no other term"));
   EXPECT_TRUE(fused_equals_unfused(ops, {leaf({3, 8})}, weights));
 }
 
