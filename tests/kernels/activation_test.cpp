@@ -45,7 +45,8 @@ float rounded(float value, Element element) {
 
 /// The distance from |value| to the next float32 above it, at least that of `floor`.
 double ulp(double value, double floor) {
-  return std::ldexp(1.0, std::ilogb(std::max(std::fabs(value), floor)) - 23);
+  const double magnitude = std::max(std::fabs(value), floor);
+  return std::isnormal(magnitude) ? std::ldexp(1.0, std::ilogb(magnitude) - 23) : INFINITY;
 }
 
 /// As activation.h states, for act(z), or act(z) * factor: a product that is rounded once more.
