@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+import tandem  # noqa: F401  (registers torch.ops.tandem)
+
 from benchmarks.timing import Rotation, interleaved, table, verdict
 
 ROWS, HIDDEN = 4096, 1024
