@@ -8,6 +8,8 @@
 #include <string>
 #include <unordered_map>
 
+#include "tandem/memory.h"
+
 namespace tandem::cli {
 
 namespace {
@@ -72,7 +74,8 @@ int64_t saved_for_backward_bytes(const std::function<void()>& forward,
 }
 
 void PeakMemory::start() {
-  ::malloc_trim(0);  // what earlier work freed is not ours
+  empty_cache();  // what earlier work freed is not ours
+  ::malloc_trim(0);
   std::ofstream("/proc/self/clear_refs") << "5";
   before_ = status_bytes("VmRSS");
 }

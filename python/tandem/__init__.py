@@ -14,12 +14,25 @@ from tandem._versions import check_torch
 check_torch(torch.__version__)
 
 from tandem import _C, recipe  # noqa: E402
+from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
-__all__ = ["Verification", "__version__", "autocast", "explain", "ops", "recipe", "verify", "weights_changed"]
+__all__ = [
+    "Verification",
+    "__version__",
+    "autocast",
+    "cached_bytes",
+    "empty_cache",
+    "explain",
+    "ops",
+    "recipe",
+    "set_cache_limit",
+    "verify",
+    "weights_changed",
+]
 
 
 def weights_changed() -> None:

@@ -193,10 +193,10 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
       }
     }
     run_step(frame, step);
-    for (const Dead& dead : step.dead)
-      if (const int16_t kept = plan.kept_at[index_of(dead.value)]; kept >= 0)
+    for (const Value dead : step.dead)
+      if (const int16_t kept = plan.kept_at[index_of(dead)]; kept >= 0)
         for (size_t k = static_cast<size_t>(kept);
-             k < plan.kept.size() && plan.kept[k].value == dead.value; ++k)
+             k < plan.kept.size() && plan.kept[k].value == dead; ++k)
           drop(saved_at_[k]);
     if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
   }

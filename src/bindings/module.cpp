@@ -12,6 +12,7 @@
 #include "pipeline/verify.h"
 #include "planner/program.h"
 #include "planner/registry.h"
+#include "tandem/memory.h"
 #include "tandem/version.h"
 
 namespace py = pybind11;
@@ -147,6 +148,12 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("set_check_weights", &kernel_ops::set_check_weights);
+  module.def("cached_bytes", &cached_bytes,
+             "Bytes of freed memory that are kept for the next CPU tensors of a pipeline.");
+  module.def("empty_cache", &empty_cache, "Gives all cached bytes back to the system.");
+  module.def("set_cache_limit", &set_cache_limit, py::arg("bytes"),
+             "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
+             "Returns the limit before.");
   module.def("refresh_counts", [] {
     const auto counts = kernel_ops::refresh_counts();
     return py::make_tuple(counts.made, counts.reused);

@@ -47,10 +47,10 @@ class TANDEM_API Frame {
     shapes_.resize(shapes);
   }
 
-  /// A fresh contiguous tensor like `like`; on the direct path, memory of a dead value of this frame where one fits.
+  /// A fresh contiguous tensor on the device of `like`.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
-  /// Drops a value that nobody reads any more and keeps its memory for `allocate` if this frame owns it alone.
-  void retire(Value value, bool reusable);
+  /// Drops a value that nobody reads any more. What this frame alone held serves the next `allocate` (kernel_ops/memory.h).
+  void drop(Value value);
 
  private:
   Path path_;
@@ -58,7 +58,6 @@ class TANDEM_API Frame {
   const std::vector<Type>& types_;
   const std::vector<uint16_t>& slot_of_;
   c10::SmallVector<at::Tensor, 48> tensors_;
-  c10::SmallVector<at::Tensor, 4> spare_;
   std::vector<Opaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
 };

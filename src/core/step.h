@@ -16,12 +16,6 @@ struct Part {
   auto operator<=>(const Part&) const = default;
 };
 
-/// A value that nobody reads after a step; its memory may serve again if a step of our own wrote it.
-struct Dead {
-  Value value;
-  bool reusable;
-};
-
 /// One call of an implementation.
 struct Step {
   std::string
@@ -37,7 +31,7 @@ struct Step {
   std::vector<Options>
       options;  ///< one per op that the step covers, in op order; one for a quantize step
   bool runs_user_code = false;
-  std::vector<Dead> dead;  ///< values whose last reader this step is
+  Values dead;  ///< values whose last reader this step is
 };
 using Steps = std::vector<Step>;
 

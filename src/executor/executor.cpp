@@ -38,7 +38,7 @@ void run_step(Frame& frame, const Step& step) {
     if (exists(value))
       TORCH_INTERNAL_ASSERT(is_written(frame, value), step.kind, " did not write ",
                             frame.type(value).name);
-  for (const Dead& dead : step.dead) frame.retire(dead.value, dead.reusable);
+  for (const Value value : step.dead) frame.drop(value);
 }
 
 void run_forward(Frame& frame, const Plan& plan) {

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "kernel_ops/kernel_op.h"
+#include "kernel_ops/memory.h"
 
 namespace tandem::kernel_ops {
 
@@ -46,25 +47,17 @@ struct Kernels;
 
 template <typename K, size_t N, typename... Args>
 struct Kernels<K, Specs<N> (*)(Args...)> {
-  static Results<N> allocate(const Tensor& like, const Specs<N>& specs) {
-    Results<N> results;
-    for (size_t i = 0; i < N; ++i)
-      results[i] = at::empty_symint(
-          specs[i].sizes,
-          like.options().dtype(specs[i].dtype).memory_format(at::MemoryFormat::Contiguous));
-    return results;
-  }
-
   static auto cpu(Args... args) {
     const Tensor* first = nullptr;
     bool all_kernel_dtypes = true;
     (note_tensor(args, first, all_kernel_dtypes), ...);
     const Specs<N> specs = K::shapes(args...);
     if (!all_kernel_dtypes) return returned(K::reference(args...));
-    Results<N> results = allocate(*first, specs);
-    Results<N> wanted = results;
-    for (size_t i = 0; i < N; ++i)
-      if (!specs[i].wanted) wanted[i] = Tensor();
+    Results<N> results, wanted;
+    for (size_t i = 0; i < N; ++i) {
+      results[i] = empty_cpu(C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype);
+      if (specs[i].wanted) wanted[i] = results[i];
+    }
     K::cpu(args..., wanted);
     return returned(std::move(results));
   }
@@ -73,7 +66,13 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
     const Tensor* first = nullptr;
     bool unused = true;
     (note_tensor(args, first, unused), ...);
-    return returned(allocate(*first, K::shapes(args...)));
+    const Specs<N> specs = K::shapes(args...);
+    Results<N> results;
+    for (size_t i = 0; i < N; ++i)
+      results[i] = at::empty_symint(
+          specs[i].sizes,
+          first->options().dtype(specs[i].dtype).memory_format(at::MemoryFormat::Contiguous));
+    return returned(std::move(results));
   }
 
   static auto reference(Args... args) {

@@ -1,5 +1,6 @@
 #include "ops/product.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -8,9 +9,32 @@
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 
+namespace at::native {
+// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak, so that one without it loads too.
+__attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& result,
+                                         float beta, float alpha);
+}  // namespace at::native
+
 namespace tandem::ops {
 
 namespace {
+
+/// Whether oneDNN is the faster way to this product. at::mm takes it for bfloat16 too, after 5 us of checks, but gives float32 to MKL,
+/// which on processors of other makers than Intel is 7 to 15 % slower (Zen 4, benchmarks/products.py).
+bool prefers_onednn(const at::Tensor& a, const at::Tensor& b) {
+#if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512vl") &&
+                                 __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq");
+  static const bool has_slow_mkl = !__builtin_cpu_is("intel");
+  constexpr int64_t kWorthIt = 1 << 20;  // multiplications that take as long as oneDNN's set-up
+  return at::native::mkldnn_matmul != nullptr && has_avx512 &&
+         (a.scalar_type() == at::kBFloat16 || (a.scalar_type() == at::kFloat && has_slow_mkl)) &&
+         a.size(0) * a.size(1) * b.size(1) >= kWorthIt && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
 
 /// A view without a dispatch: the direct path holds plain tensors only.
 at::Tensor raw_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -43,7 +67,11 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b,
     at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), a.scalar_type(), a);
     at::Tensor target =
         result.dim() == 2 ? result : raw_view(result, {a.size(0), b.size(1)}, {b.size(1), 1});
-    at::cpu::mm_out(target, a, b);
+    if (prefers_onednn(a, b)) {
+      at::native::mkldnn_matmul(a, b, target, /*beta=*/0, /*alpha=*/1);
+    } else {
+      at::cpu::mm_out(target, a, b);
+    }
     return result;
   }
   const at::Tensor result = at::mm(a, b);

@@ -238,7 +238,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
                              &program.workspaces})
     for (const Value value : *list) stays[index_of(value)] = true;
   for (const Kept& kept : plan->kept) stays[index_of(kept.value)] = true;
-  find_dead(program.forward, stays, program.types);
+  find_dead(program.forward, stays);
 
   if (!program.backward.empty() ||
       std::any_of(program.gradients.begin(), program.gradients.end(), exists)) {
@@ -362,7 +362,7 @@ const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
   for (const Value value : sliced->gradients)
     if (exists(value)) stays[index_of(value)] = true;
   for (const Value value : plan.workspaces) stays[index_of(value)] = true;
-  find_dead(sliced->steps, stays, types);
+  find_dead(sliced->steps, stays);
   return plan.backward_plans.insert(std::move(sliced));
 }
 

@@ -117,25 +117,14 @@ Values values_from_forward(const Steps& backward, const Values& output_gradients
   return values;
 }
 
-void find_dead(Steps& steps, const std::vector<bool>& stays, const std::vector<Type>& types) {
-  std::map<Value, bool> reusable;  // values written here, by whether a step of our own wrote them
-  for (Step& step : steps) {
-    step.dead.clear();
-    for (const Value value : step.writes)
-      if (exists(value))
-        reusable[value] =
-            !step.runs_user_code && !exists(types[index_of(value)].view_of) && step.mutates.empty();
-  }
+void find_dead(Steps& steps, const std::vector<bool>& stays) {
   std::set<Value> seen;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    step->dead.clear();
     for (const Values* list : {&step->reads, &step->writes})
-      for (const Value value : *list) {
-        if (!exists(value) || stays[index_of(value)] || !seen.insert(value).second) continue;
-        const auto written = reusable.find(value);
-        // What user code has read may still be referenced by it.
-        step->dead.push_back(
-            {value, written != reusable.end() && written->second && !step->runs_user_code});
-      }
+      for (const Value value : *list)
+        if (exists(value) && !stays[index_of(value)] && seen.insert(value).second)
+          step->dead.push_back(value);
   }
 }
 

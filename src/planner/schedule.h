@@ -23,6 +23,6 @@ void schedule(Steps& steps);
 Values values_from_forward(const Steps& backward, const Values& output_gradients);
 
 /// Fills in `dead` of every step. `stays` holds values that outlive the run.
-void find_dead(Steps& steps, const std::vector<bool>& stays, const std::vector<Type>& types);
+void find_dead(Steps& steps, const std::vector<bool>& stays);
 
 }  // namespace tandem

@@ -53,34 +53,15 @@ TEST(Schedule, ValuesFromForwardAreThoseThatNoStepWrites) {
 }
 
 TEST(Schedule, AValueDiesAtItsLastReaderUnlessItStays) {
-  std::vector<Type> types(5);
-  types[2].view_of = Value{1};
   Steps steps{step("a", {0}, {1}), step("b", {1}, {2}), step("c", {1, 2}, {3}),
               step("d", {3}, {4})};
   std::vector<bool> stays(5);
   stays[4] = true;
-  find_dead(steps, stays, types);
-  const auto dead = [&](size_t s) {
-    std::vector<std::pair<int, bool>> list;
-    for (const Dead& entry : steps[s].dead)
-      list.emplace_back(static_cast<int>(entry.value), entry.reusable);
-    return list;
-  };
-  EXPECT_THAT(dead(0), ElementsAre(std::pair(0, false))) << "not written here: an argument";
-  EXPECT_TRUE(dead(1).empty());
-  EXPECT_THAT(dead(2), ElementsAre(std::pair(1, true), std::pair(2, false))) << "2 may be a view";
-  EXPECT_THAT(dead(3), ElementsAre(std::pair(3, true)));
-}
-
-TEST(Schedule, WhatUserCodeHasSeenIsNotReused) {
-  std::vector<Type> types(4);
-  Steps steps{step("ours", {0}, {1}), step("theirs", {1}, {2}), step("ours", {2}, {3})};
-  steps[1].runs_user_code = true;
-  std::vector<bool> stays(4);
-  stays[0] = stays[3] = true;
-  find_dead(steps, stays, types);
-  EXPECT_FALSE(steps[1].dead.at(0).reusable);
-  EXPECT_FALSE(steps[2].dead.at(0).reusable);
+  find_dead(steps, stays);
+  EXPECT_THAT(steps[0].dead, ElementsAre(Value{0})) << "an argument";
+  EXPECT_TRUE(steps[1].dead.empty());
+  EXPECT_THAT(steps[2].dead, ElementsAre(Value{1}, Value{2}));
+  EXPECT_THAT(steps[3].dead, ElementsAre(Value{3}));
 }
 
 TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {

@@ -1,0 +1,21 @@
+// Memory for large CPU tensors. A fresh page costs 1 to 2 us at its first touch, and the C library maps and unmaps the megabytes of a
+// training step anew in every step; Tandem therefore keeps freed blocks and hands them out again.
+#pragma once
+
+#include <cstdint>
+
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// Bytes of freed blocks that are kept for the next tensors of this process. Blocks that many allocations passed by are given back.
+TANDEM_API int64_t cached_bytes();
+
+/// Gives all cached bytes back to the system.
+TANDEM_API void empty_cache();
+
+/// Keeps at most `bytes` cached from now on, 0: none. At first an eighth of the machine's memory. Returns the limit before.
+/// Throws ValueError where `bytes` is negative.
+TANDEM_API int64_t set_cache_limit(int64_t bytes);
+
+}  // namespace tandem

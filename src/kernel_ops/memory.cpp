@@ -1,0 +1,197 @@
+#include "kernel_ops/memory.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "tandem/memory.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+// Smaller ones come from the C library's free lists, whose pages stay mapped.
+constexpr size_t kWorthCaching = 64 * 1024;
+// Sizes are rounded up to this, so that sequences of about one length share blocks.
+constexpr size_t kGranularity = 16 * 1024;
+// A block that so many allocations passed by belongs to shapes that are gone.
+constexpr uint64_t kPatience = 4096;
+// Between the header and the data, whose alignment is the header's.
+constexpr size_t kHeader = 64;
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kSanitized = __has_feature(address_sanitizer);
+#else
+constexpr bool kSanitized = false;
+#endif
+
+int64_t default_limit() {
+  // To the sanitizer a block in the cache is alive: it would not see who uses it.
+  return kSanitized ? 0 : static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 8;
+}
+
+/// What stands ahead of the data: torch's allocators are asked to free by the data's address alone.
+struct Block {
+  size_t capacity;        // bytes of data
+  uint64_t freed_at = 0;  // the count of allocations when it was freed
+
+  void* data() { return reinterpret_cast<char*>(this) + kHeader; }
+  static Block* of(void* data) {
+    return reinterpret_cast<Block*>(static_cast<char*>(data) - kHeader);
+  }
+};
+static_assert(sizeof(Block) <= kHeader);
+
+class BlockAllocator final : public c10::Allocator {
+ public:
+  static BlockAllocator& instance() {
+    // Never ends: tensors in other static objects may be freed later than any of ours.
+    static auto* allocator = new BlockAllocator;
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    Block* block = take(bytes);
+    if (block == nullptr) block = make(bytes);
+    c10::profiledCPUMemoryReporter().New(block->data(), block->capacity);
+    return {block->data(), block->data(), &free_data, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_data; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  int64_t cached() {
+    const std::lock_guard lock(mutex_);
+    return cached_;
+  }
+  void release_all() {
+    Blocks released;
+    {
+      const std::lock_guard lock(mutex_);
+      released.swap(free_);
+      cached_ = 0;
+    }
+    give_back(released);
+  }
+  int64_t set_limit(int64_t bytes) {
+    Blocks released;
+    int64_t before;
+    {
+      const std::lock_guard lock(mutex_);
+      before = std::exchange(limit_, bytes);
+      shrink(released);
+    }
+    give_back(released);
+    return before;
+  }
+
+ private:
+  using Blocks = std::vector<Block*>;
+
+  static void free_data(void* data) {
+    if (data == nullptr) return;
+    c10::profiledCPUMemoryReporter().Delete(data);
+    instance().keep(Block::of(data));
+  }
+  static void give_back(const Blocks& blocks) {
+    for (Block* block : blocks) c10::free_cpu(block);
+  }
+
+  /// The block freed last that is large enough and at most a quarter too large: what was written last is most likely in the cache.
+  Block* take(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ++allocations_;
+    for (auto block = free_.rbegin(); block != free_.rend(); ++block) {
+      const size_t capacity = (*block)->capacity;
+      if (capacity < bytes || capacity - capacity / 5 > std::max(bytes, kGranularity)) continue;
+      Block* taken = *block;
+      free_.erase(std::next(block).base());
+      cached_ -= static_cast<int64_t>(capacity);
+      return taken;
+    }
+    return nullptr;
+  }
+
+  Block* make(size_t bytes) {
+    Blocks released;
+    {
+      const std::lock_guard lock(mutex_);
+      while (!free_.empty() && allocations_ - free_.front()->freed_at > kPatience)
+        release_oldest(released);
+    }
+    give_back(released);
+    const size_t capacity = (bytes + kGranularity - 1) / kGranularity * kGranularity;
+    void* memory = nullptr;
+    try {
+      memory = c10::alloc_cpu(kHeader + capacity);
+    } catch (const c10::Error&) {
+      release_all();
+      memory = c10::alloc_cpu(kHeader + capacity);
+    }
+    return new (memory) Block{capacity};
+  }
+
+  void keep(Block* block) {
+    Blocks released;
+    {
+      const std::lock_guard lock(mutex_);
+      block->freed_at = allocations_;
+      free_.push_back(block);
+      cached_ += static_cast<int64_t>(block->capacity);
+      shrink(released);
+    }
+    give_back(released);
+  }
+
+  // The mutex is held in both; the memory is given back after it is not.
+  void shrink(Blocks& released) {
+    while (cached_ > limit_) release_oldest(released);
+  }
+  void release_oldest(Blocks& released) {
+    released.push_back(free_.front());
+    cached_ -= static_cast<int64_t>(free_.front()->capacity);
+    free_.erase(free_.begin());
+  }
+
+  std::mutex mutex_;
+  Blocks free_;  // the one freed last at the end
+  int64_t cached_ = 0;
+  int64_t limit_ = default_limit();
+  uint64_t allocations_ = 0;
+};
+
+}  // namespace
+
+at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  if (bytes < kWorthCaching)
+    return at::detail::empty_cpu(sizes, dtype, /*pin_memory=*/false, std::nullopt);
+  return at::Tensor(at::detail::empty_generic(sizes, &BlockAllocator::instance(),
+                                              c10::DispatchKeySet(c10::DispatchKey::CPU), dtype,
+                                              std::nullopt));
+}
+
+}  // namespace tandem::kernel_ops
+
+namespace tandem {
+
+int64_t cached_bytes() { return kernel_ops::BlockAllocator::instance().cached(); }
+
+void empty_cache() { kernel_ops::BlockAllocator::instance().release_all(); }
+
+int64_t set_cache_limit(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "set_cache_limit: expected a number of bytes of at least 0, got ",
+                    bytes, ". 0 keeps nothing.");
+  return kernel_ops::BlockAllocator::instance().set_limit(bytes);
+}
+
+}  // namespace tandem

@@ -1,0 +1,130 @@
+// Memory of large CPU tensors: what is freed serves again, within the limit.
+#include "kernel_ops/memory.h"
+
+#include <thread>
+
+#include "support/tensors.h"
+#include "support/throws.h"
+#include "tandem/memory.h"
+
+namespace tandem::testing {
+namespace {
+
+using kernel_ops::empty_cpu;
+
+constexpr int64_t kBytes = 1 << 20;
+
+class Memory : public ::testing::Test {
+ protected:
+  void SetUp() override { empty_cache(); }
+  void TearDown() override {
+    set_cache_limit(before_);
+    empty_cache();
+  }
+  /// The address of a tensor that is freed at once.
+  static const void* freed(int64_t bytes) { return empty_cpu({bytes}, at::kByte).const_data_ptr(); }
+
+  int64_t before_ = set_cache_limit(int64_t{1} << 30);
+};
+
+TEST_F(Memory, OfAFreedTensorServesAgain) {
+  const void* first = freed(kBytes);
+  EXPECT_EQ(cached_bytes(), kBytes);
+  const at::Tensor again = empty_cpu({2, kBytes / 8}, at::kFloat);
+  EXPECT_EQ(again.const_data_ptr(), first);
+  EXPECT_EQ(again.sizes(), (std::vector<int64_t>{2, kBytes / 8}));
+  EXPECT_TRUE(again.is_contiguous());
+  EXPECT_EQ(cached_bytes(), 0);
+  EXPECT_NE(empty_cpu({kBytes}, at::kByte).const_data_ptr(), first) << "it serves one tensor only";
+}
+
+TEST_F(Memory, OfATensorThatOthersHoldDoesNot) {
+  at::Tensor tensor = empty_cpu({kBytes}, at::kByte);
+  const at::Tensor view = tensor.view({2, -1});
+  tensor = at::Tensor();
+  EXPECT_EQ(cached_bytes(), 0);
+  EXPECT_NE(empty_cpu({kBytes}, at::kByte).const_data_ptr(), view.const_data_ptr());
+}
+
+TEST_F(Memory, ServesAboutItsSizeOnly) {
+  const void* first = freed(kBytes);
+  EXPECT_NE(freed(kBytes + 1), first) << "too small";
+  empty_cache();
+  first = freed(kBytes);
+  EXPECT_NE(empty_cpu({kBytes / 2}, at::kByte).const_data_ptr(), first) << "too large";
+  EXPECT_EQ(empty_cpu({kBytes * 9 / 10}, at::kByte).const_data_ptr(), first);
+}
+
+TEST_F(Memory, IsAlignedForVectors) {
+  for (const int64_t bytes : {65536, 65537, 1 << 20, 40 << 20})
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(empty_cpu({bytes}, at::kByte).const_data_ptr()) % 64, 0u)
+        << bytes;
+}
+
+TEST_F(Memory, OfSmallTensorsIsTheCLibrarys) {
+  freed(1024);
+  EXPECT_EQ(cached_bytes(), 0);
+  EXPECT_EQ(empty_cpu({0, 7}, at::kFloat).numel(), 0);
+}
+
+TEST_F(Memory, TheLimitLetsTheOldestGo) {
+  set_cache_limit(3 * kBytes);
+  const at::Tensor held = empty_cpu({4 * kBytes}, at::kByte);
+  freed(kBytes);
+  freed(2 * kBytes);
+  EXPECT_EQ(cached_bytes(), 3 * kBytes);
+  freed(3 * kBytes);
+  EXPECT_EQ(cached_bytes(), 3 * kBytes) << "the two before it went";
+  EXPECT_EQ(set_cache_limit(0), 3 * kBytes);
+  EXPECT_EQ(cached_bytes(), 0);
+  freed(kBytes);
+  EXPECT_EQ(cached_bytes(), 0);
+}
+
+TEST_F(Memory, WhatManyAllocationsPassedByIsGivenBack) {
+  freed(8 * kBytes);
+  for (int i = 0; i < 5000; ++i) freed(kBytes);
+  freed(2 * kBytes);  // nothing of its size is cached, so the cache is looked through
+  EXPECT_EQ(cached_bytes(), 3 * kBytes);
+}
+
+TEST_F(Memory, GrowsWithItsTensor) {
+  at::Tensor tensor = empty_cpu({kBytes}, at::kByte);
+  tensor.fill_(7);
+  tensor.resize_({2 * kBytes});
+  EXPECT_EQ(tensor[kBytes - 1].item<int>(), 7);
+  EXPECT_EQ(cached_bytes(), kBytes) << "the block that it left";
+}
+
+TEST_F(Memory, TwoThreadsShareIt) {
+  const auto work = [] {
+    for (int i = 0; i < 2000; ++i) {
+      at::Tensor a = empty_cpu({kBytes / 8 + i % 7 * 20000}, at::kByte),
+                 b = empty_cpu({kBytes / 8}, at::kByte);
+      a.data_ptr<uint8_t>()[0] = 1;
+      b.data_ptr<uint8_t>()[0] = 2;
+      ASSERT_EQ(a.data_ptr<uint8_t>()[0], 1);
+    }
+  };
+  std::thread other(work);
+  work();
+  other.join();
+  EXPECT_GT(cached_bytes(), 0);
+}
+
+TEST_F(Memory, AnAbsurdRequestFailsAsInTorchAndLosesNothing) {
+  freed(kBytes);
+  EXPECT_THAT([] { empty_cpu({int64_t{1} << 60}, at::kByte); },
+              ThrowsText<c10::Error>("can't allocate memory"));
+  EXPECT_EQ(empty_cpu({kBytes}, at::kByte).numel(), kBytes);
+}
+
+TEST_F(Memory, ANegativeLimitIsRefused) {
+  EXPECT_THAT(
+      [] { set_cache_limit(-1); },
+      ThrowsText<c10::ValueError>(
+          "set_cache_limit: expected a number of bytes of at least 0, got -1. 0 keeps nothing."));
+}
+
+}  // namespace
+}  // namespace tandem::testing
