@@ -18,7 +18,7 @@ namespace tandem::kernels::cpu::HWY_NAMESPACE {
 /// A matrix as pieces of at most `length` adjacent elements: rows, or equal parts of the whole where no gap lies between rows.
 struct Pieces {
   explicit Pieces(ConstRows x) {
-    constexpr size_t kPart = 4096;
+    constexpr size_t kPart = 32768;
     const bool adjacent = x.stride == x.cols || x.rows == 1;
     length = adjacent ? kPart : x.cols;
     distance = adjacent ? kPart : x.stride;
@@ -60,15 +60,16 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
   with_element(x.element, [&](auto element) HWY_ATTR {
     using E = decltype(element);
     with_format(format, [&](auto kind) HWY_ATTR {
-      parallel_for(
-          0, static_cast<int64_t>(pieces.count), pieces.grain(),
-          [&](int64_t first, int64_t last) HWY_ATTR {
-            const ScopedFloatMode mode;
-            for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-              quantize_row<kind()>(element, E::at(x.data, i * pieces.distance), pieces.length_of(i),
-                                   quant_scale, ordinary, codes + i * pieces.length);
-            }
-          });
+      parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
+                   [&](int64_t first, int64_t last) HWY_ATTR {
+                     const ScopedFloatMode mode;
+                     // From the end: what the search for the amax has read last is still in the cache.
+                     for (size_t i = static_cast<size_t>(last); i-- > static_cast<size_t>(first);) {
+                       quantize_row<kind()>(element, E::at(x.data, i * pieces.distance),
+                                            pieces.length_of(i), quant_scale, ordinary,
+                                            codes + i * pieces.length);
+                     }
+                   });
     });
   });
 }
