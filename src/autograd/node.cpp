@@ -205,16 +205,24 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   return results;
 }
 
-variable_list PipelineBackward::refuse_double_backward(variable_list gradients) {
-  // create_graph=True: these gradients carry no graph, so say so when one is asked for instead of dropping its terms.
-  for (at::Tensor& gradient : gradients)
-    if (gradient.defined()) gradient = gradient.detach().requires_grad_(true);
-  auto error = compat::make_node<torch::autograd::DelayedError>(
+variable_list PipelineBackward::refuse_double_backward(const variable_list& gradients,
+                                                       variable_list results) {
+  // create_graph=True: these results carry no graph of theirs. Whoever differentiates them, with respect to whatever they depend on,
+  // comes by a node that says so, instead of getting a gradient without their terms.
+  torch::autograd::edge_list edges = next_edges();
+  for (torch::autograd::Edge& edge : torch::autograd::collect_next_edges(gradients))
+    edges.push_back(std::move(edge));
+  const auto error = compat::make_node<torch::autograd::Error>(
       "pipeline: expected at most one backward, got a backward of the backward "
       "(create_graph=True). Use torch.func.grad or "
       "torch.func.hessian, which differentiate the composite form, or plain torch modules.",
-      static_cast<int64_t>(gradients.size()));
-  return (*error)(std::move(gradients));
+      std::move(edges));
+  for (at::Tensor& result : results) {
+    if (!result.defined()) continue;
+    result = result.detach();
+    torch::autograd::create_gradient_edge(result, error);
+  }
+  return results;
 }
 
 variable_list PipelineBackward::apply(variable_list&& gradients) {
@@ -230,7 +238,7 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
       [&](size_t saved) {
         if (!keep) saved_[saved].variable.reset_data();
       });
-  if (c10::GradMode::is_enabled()) return refuse_double_backward(std::move(results));
+  if (c10::GradMode::is_enabled()) return refuse_double_backward(gradients, std::move(results));
   return results;
 }
 

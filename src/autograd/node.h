@@ -54,7 +54,7 @@ class PipelineBackward : public torch::autograd::Node {
   template <typename Unpack, typename Drop>
   Tensors run(const Tensors& gradients, const std::vector<bool>& asked, Unpack&& unpack,
               Drop&& drop);
-  Tensors refuse_double_backward(Tensors gradients);
+  Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
   at::Tensor unpack(size_t kept, const compat::NodePtr& self) const;
   static at::Tensor as_saved(const SavedTensor& saved, at::Tensor tensor);
   BackwardMask mask_of(const Tensors& gradients, const std::vector<bool>& asked) const;

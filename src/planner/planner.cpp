@@ -67,11 +67,9 @@ std::multiset<Part> parts_of(const Steps& steps) {
 /// Every part that was covered must still be, exactly once.
 void check_coverage(const std::multiset<Part>& before, const Steps& after, const char* pass) {
   const std::multiset<Part> covered = parts_of(after);
-  if (covered == before) return;
-  TORCH_CHECK_VALUE(false, "planner: expected the ", pass, " pass to cover ",
-                    list_of({before.begin(), before.end()}), ", got ",
-                    list_of({covered.begin(), covered.end()}),
-                    ". A registered fusion covers the wrong ops.");
+  TORCH_INTERNAL_ASSERT(covered == before, "the ", pass, " pass was to cover ",
+                        list_of({before.begin(), before.end()}), " and covers ",
+                        list_of({covered.begin(), covered.end()}));
 }
 
 /// Removes steps whose writes nobody demands, from the end; other undemanded writes become absent. Forward steps that mutate stay;

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -70,6 +72,16 @@ def test_double_backward_is_refused_not_wrong():
     (grad,) = torch.autograd.grad(box(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="pipeline: expected at most one backward, got a backward of the backward"):
         (grad.pow(2).sum() + box(x).sum()).backward()
+
+
+@pytest.mark.parametrize("wrt", ["input", "weight", "output gradient"])
+def test_double_backward_is_refused_by_autograd_grad_too(wrt):
+    box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4, requires_grad=True)
+    dy = torch.ones(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(box(x), x, dy, create_graph=True)
+    of = {"input": x, "weight": box[0].weight, "output gradient": dy}[wrt]
+    with pytest.raises(RuntimeError, match="pipeline: expected at most one backward, got a backward of the backward"):
+        torch.autograd.grad(grad.pow(2).sum(), of)
 
 
 def test_saved_tensor_hooks_see_every_kept_tensor_once():
@@ -220,6 +232,29 @@ def test_an_output_that_backward_reads_is_watched():
         z.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_the_gil_is_free_while_steps_run():
+    interval = sys.getswitchinterval()
+    box, x = ops.Sequential(ops.Linear(1024, 1024), ops.GELU(), ops.Linear(1024, 1024)), torch.randn(1024, 1024)
+    box(x)
+    state = {"inside": False, "seen": 0}
+
+    def work():
+        state["inside"] = True
+        box(x)
+        state["inside"] = False
+
+    sys.setswitchinterval(1000)  # Python hands nothing over by itself: this thread wakes up inside the call only where the GIL is free
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive():
+            state["seen"] += state["inside"]
+            time.sleep(0.0005)
+    finally:
+        sys.setswitchinterval(interval)
+    assert state["seen"] > 0
 
 
 def test_two_threads():
