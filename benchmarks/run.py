@@ -1,4 +1,4 @@
-"""`make bench`: prints the figures of README.md with their bars. `run.py host kernels block` chooses sections."""
+"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("host", "block", "kernels")
+SECTIONS = ("host", "products", "block", "kernels")
 
 
 def section(name: str) -> None:

@@ -174,7 +174,8 @@ Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_
                              std::array<bool, 3> output_mask) {
   activation_of(activation);
   check_even_last_dim("glu_backward", z);
-  TORCH_CHECK_VALUE(grad_y.sym_sizes() == half_of(z, z.scalar_type(), true).sizes,
+  const c10::SymDimVector half = half_of(z, z.scalar_type(), true).sizes;
+  TORCH_CHECK_VALUE(grad_y.sym_sizes() == c10::SymIntArrayRef(half),
                     "glu_backward: expected grad_y with half the last dimension of z, ",
                     z.sym_sizes(), ", got ", grad_y.sym_sizes(),
                     ". Pass the gradient of what the forward op returned.");

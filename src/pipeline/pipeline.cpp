@@ -52,7 +52,7 @@ Pipeline::State& Pipeline::state(bool training) {
   auto program =
       program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.push_back(std::make_unique<State>(State{
+  states_.push_back(std::unique_ptr<State>(new State{
       recipe, training, version, std::move(program), {}, newest_.load(std::memory_order_relaxed)}));
   newest_.store(states_.back().get(), std::memory_order_release);
   return *states_.back();
@@ -80,12 +80,24 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
   return state.workspaces;
 }
 
-void Pipeline::note_kept(State& state, const Plan& plan, const Outputs& outputs) {
+Pipeline::Served& Pipeline::served(State& state, const std::shared_ptr<const Plan>& plan) {
+  for (Served* served = state.newest_served.load(std::memory_order_acquire); served != nullptr;
+       served = served->older)
+    if (served->plan == plan) return *served;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& served : state.served)
+    if (served->plan == plan) return *served;
+  state.served.push_back(
+      std::make_unique<Served>(Served{plan, state.newest_served.load(std::memory_order_relaxed)}));
+  state.newest_served.store(state.served.back().get(), std::memory_order_release);
+  return *state.served.back();
+}
+
+void Pipeline::note_kept(Served& served, const Outputs& outputs) {
   const int64_t total = tandem::saved_bytes(outputs);
   if (saved_bytes_.exchange(total, std::memory_order_relaxed) == total) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(state.kept, [&](const auto& entry) { return entry.first == &plan; });
-  state.kept.emplace_back(&plan, kept_bytes(outputs));
+  served.kept_bytes = kept_bytes(outputs);
 }
 
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
@@ -100,7 +112,7 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     arguments.workspaces = workspaces;
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
-  if (plan->needs_backward) note_kept(current, *plan, outputs);
+  if (Served& entry = served(current, plan); plan->needs_backward) note_kept(entry, outputs);
   return outputs;
 }
 
@@ -109,15 +121,9 @@ std::string Pipeline::explain(ExplainFormat format) const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
-      for (const auto& plan : state->program->plans()) {
-        plans.push_back({plan,
-                         state->program.get(),
-                         state->training,
-                         state->recipe ? state->recipe->json : "none",
-                         {}});
-        for (const auto& [known, bytes] : state->kept)
-          if (known == plan.get()) plans.back().kept_bytes = bytes;
-      }
+      for (const auto& served : state->served)
+        plans.push_back({served->plan, state->program.get(), state->training,
+                         state->recipe ? state->recipe->json : "none", served->kept_bytes});
   }
   return tandem::explain(plans, saved_bytes(), format);
 }
@@ -126,7 +132,8 @@ std::vector<std::string> Pipeline::fusions_made() const {
   std::set<std::string> names;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& state : states_)
-    for (const auto& plan : state->program->plans()) {
+    for (const auto& served : state->served) {
+      const std::shared_ptr<const Plan>& plan = served->plan;
       const auto collect = [&](const std::vector<Decision>& decisions) {
         for (const Decision& decision : decisions)
           if (decision.reason.empty()) names.insert(decision.fusion);

@@ -36,6 +36,12 @@ class TANDEM_API Pipeline {
   std::vector<std::string> fusions_made() const;
 
  private:
+  /// A plan that has served this pipeline; programs are shared with every pipeline of the same ops.
+  struct Served {
+    std::shared_ptr<const Plan> plan;
+    Served* older;
+    std::vector<int64_t> kept_bytes = {};  ///< by entry, of the last call with grad
+  };
   struct State {
     const ActiveRecipe* recipe;
     bool training;
@@ -43,14 +49,15 @@ class TANDEM_API Pipeline {
     std::shared_ptr<Program> program;
     std::vector<at::Tensor> workspaces;  ///< of `recipe`
     const State* older;
-    std::vector<std::pair<const Plan*, std::vector<int64_t>>> kept =
-        {};  ///< bytes by entry, of each plan's last call with grad
+    std::atomic<Served*> newest_served{nullptr};
+    std::vector<std::unique_ptr<Served>> served = {};
   };
   State& state(bool training);
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                       bool fuse, bool cache_weights,
                       const std::vector<std::string>& skipped_fusions) const;
-  void note_kept(State& state, const Plan& plan, const Outputs& outputs);
+  Served& served(State& state, const std::shared_ptr<const Plan>& plan);
+  void note_kept(Served& served, const Outputs& outputs);
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
                                          State& state);
 

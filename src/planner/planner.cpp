@@ -200,7 +200,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
             is_free[index_of(step.writes[w])] = true;
   std::vector<Names> reemit_reads;
   for (const OpNode& op : description.ops) reemit_reads.push_back(op.def->reemit_reads);
-  choose_reemitted(program.backward, is_free, reemit_reads);
+  choose_reemitted(program.forward, program.backward, is_free, reemit_reads);
   schedule(program.backward);
   drop_dead_steps(
       program.backward, [&](Value value) { return contains(program.gradients, value); },

@@ -6,6 +6,8 @@
 #include <map>
 #include <set>
 
+#include "planner/glue.h"
+
 namespace tandem {
 
 namespace {
@@ -36,10 +38,38 @@ std::set<size_t> ancestors_of(size_t step, const Steps& steps,
   return found;
 }
 
+/// Appends the quantize steps of forward whose codes backward reads; returns how many.
+size_t quantize_again(const Steps& forward, Steps& backward) {
+  Steps again;
+  for (const Step& step : forward)
+    if (step.kind == kQuantizeKind && step.mutates.empty() &&
+        std::any_of(backward.begin(), backward.end(),
+                    [&](const Step& reader) { return reads(reader, step.writes[0]); }))
+      again.push_back(step);
+  backward.insert(backward.end(), again.begin(), again.end());
+  return again.size();
+}
+
+/// Removes those of the last `count` steps whose source no other step writes or reads: for them alone it would have to be kept.
+void drop_needless(size_t count, Steps& backward) {
+  const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
+  backward.erase(std::remove_if(first, backward.end(),
+                                [&](const Step& again) {
+                                  const Value source = again.reads[0];
+                                  return std::none_of(
+                                      backward.begin(), first, [&](const Step& step) {
+                                        return writes(step, source) || reads(step, source);
+                                      });
+                                }),
+                 backward.end());
+}
+
 }  // namespace
 
-void choose_reemitted(Steps& backward, const std::vector<bool>& is_free_to_keep,
+void choose_reemitted(const Steps& forward, Steps& backward,
+                      const std::vector<bool>& is_free_to_keep,
                       const std::vector<Names>& reemit_reads) {
+  const size_t quantized_again = quantize_again(forward, backward);
   // A candidate is a write that is no gradient. All are taken out first, so that `writers` holds only what is sure to be written.
   struct Candidate {
     size_t step, write;
@@ -73,6 +103,7 @@ void choose_reemitted(Steps& backward, const std::vector<bool>& is_free_to_keep,
       if (const size_t read = position(backward[s].read_names, name); read != npos)
         backward[s].reads[read] = Value::none;
   }
+  drop_needless(quantized_again, backward);
 }
 
 void schedule(Steps& steps) {

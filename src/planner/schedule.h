@@ -11,7 +11,11 @@ namespace tandem {
 /// Decides for each forward value that a backward step could write again whether it does: exactly where some other step reads it and
 /// none of those is needed to get to the writer, whatever gradients are asked for. All other such writes, and what is read only for
 /// them, become absent.
-void choose_reemitted(Steps& backward, const std::vector<bool>& is_free_to_keep,
+///
+/// Where the source of quantized codes is there in backward, written again or kept for another step, backward quantizes it again, to
+/// the same bits, instead of having the codes kept.
+void choose_reemitted(const Steps& forward, Steps& backward,
+                      const std::vector<bool>& is_free_to_keep,
                       const std::vector<Names>& reemit_reads);
 
 /// Orders steps so that each runs after those that write what it reads and after earlier ones that mutate the same values; otherwise

@@ -112,6 +112,16 @@ TEST_F(Explain, APlanWithoutBackwardHasNone) {
   EXPECT_THAT(pipeline_.explain(ExplainFormat::svg), HasSubstr("linear_bias_activation"));
 }
 
+TEST_F(Explain, PlansOfOtherPipelinesOfTheSameOpsAreNotShown) {
+  call();
+  Pipeline other(ops_json({"basic_linear", "bias", "gelu", "basic_linear"}));
+  const Tensors inputs{random({2, 8})}, params{random({12, 8}), random({12}), random({3, 12})};
+  other(inputs, params, true);
+  EXPECT_THAT(other.explain(ExplainFormat::text),
+              AllOf(HasSubstr("without gradients"), Not(HasSubstr("with gradients"))));
+  EXPECT_THAT(pipeline_.explain(ExplainFormat::text), Not(HasSubstr("without gradients")));
+}
+
 TEST(ExplainRename, OfNoStepsAtAll) {
   Pipeline pipeline(ops_json({"identity"}));
   const Tensors inputs{leaf({2})};

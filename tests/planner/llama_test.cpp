@@ -6,7 +6,9 @@
 namespace tandem::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
 
@@ -121,11 +123,15 @@ TEST(LlamaMlp, UnderARecipeOperandsAreCodesAndTheProductStays) {
       "quantize: 2.swiglu.y -> 2.swiglu.y in e4m3\n"
       "quantize: 3.basic_linear.weight -> 3.basic_linear.weight in e4m3\n"
       "basic_linear: 2.swiglu.y in e4m3, 3.basic_linear.weight in e4m3 -> 3.basic_linear.y\n");
-  EXPECT_THAT(
-      planned.kept(),
-      UnorderedElementsAre("3.basic_linear.weight in e4m3", "2.swiglu.y in e4m3",
-                           "1.basic_linear.y", "1.basic_linear.weight in e4m3",
-                           "0.rms_norm.y in e4m3", "x", "0.rms_norm.weight", "0.rms_norm.inv_rms"));
+  EXPECT_THAT(planned.kept(),
+              UnorderedElementsAre("3.basic_linear.weight in e4m3", "1.basic_linear.y",
+                                   "1.basic_linear.weight in e4m3", "x", "0.rms_norm.weight",
+                                   "0.rms_norm.inv_rms"));
+  EXPECT_THAT(planned.backward(),
+              AllOf(HasSubstr("-> grad of 1.basic_linear.y, 2.swiglu.y\n"),
+                    HasSubstr("quantize: 2.swiglu.y -> 2.swiglu.y in e4m3\n"),
+                    HasSubstr("quantize: 0.rms_norm.y -> 0.rms_norm.y in e4m3\n")))
+      << "codes of what is written again are made again";
 }
 
 TEST(LlamaMlp, QuantizePointsDoNotDependOnFusion) {

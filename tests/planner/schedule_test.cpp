@@ -79,23 +79,60 @@ TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {
   const std::vector<Names> nothing(3);
   const std::vector<bool> free(32);
   Steps steps = backward({20, 7});
-  choose_reemitted(steps, free, nothing);
+  choose_reemitted({}, steps, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value{7});
 
   steps = backward({20});
-  choose_reemitted(steps, free, nothing);
+  choose_reemitted({}, steps, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "nobody reads it";
 
   steps = backward({20, 7});
   steps[0].reads.push_back(Value{7});
-  choose_reemitted(steps, free, nothing);
+  choose_reemitted({}, steps, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an ancestor of the writer reads it";
 
   steps = backward({20, 7});
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted(steps, argument, nothing);
+  choose_reemitted({}, steps, argument, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an argument costs nothing to keep";
+}
+
+TEST(Schedule, CodesAreMadeAgainWhereTheirSourceIsThere) {
+  Steps forward{step("quantize", {7}, {8})};
+  forward[0].write_names = {"codes"};
+  const auto backward = [] {
+    // "writer" may write 7 again; "reader" reads its codes.
+    Steps steps{step("writer", {10}, {11, 7}), step("reader", {20, 8}, {12})};
+    for (size_t s = 0; s < steps.size(); ++s) {
+      steps[s].covers = {{static_cast<uint16_t>(s), 1}};
+      steps[s].write_names = {"grad_x"};
+    }
+    steps[0].write_names = {"grad_x", "y"};
+    return steps;
+  };
+  const std::vector<Names> nothing(2);
+  const std::vector<bool> free(32);
+  Steps steps = backward();
+  choose_reemitted(forward, steps, free, nothing);
+  schedule(steps);
+  EXPECT_THAT(kinds(steps), ElementsAre("writer", "quantize", "reader"));
+  EXPECT_EQ(steps[0].writes[1], Value{7}) << "for the quantize step alone";
+
+  steps = backward();
+  steps[0].reads.push_back(Value{8});
+  choose_reemitted(forward, steps, free, nothing);
+  EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "the writer needs the codes";
+
+  steps = backward();
+  std::vector<bool> argument(32);
+  argument[7] = true;
+  choose_reemitted(forward, steps, argument, nothing);
+  EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "an argument may be freed earlier";
+
+  steps[1].reads.push_back(Value{7});
+  choose_reemitted(forward, steps, argument, nothing);
+  EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader", "quantize")) << "it is kept anyway";
 }
 
 }  // namespace

@@ -191,3 +191,22 @@ def test_errors(make, kind, text):
     with pytest.raises(kind) as error:
         make()
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_made_again_in_backward_are_those_of_forward(dtype):
+    together = randomize(llama_mlp(16, 32)).to(dtype)
+    apart = [ops.Sequential(op) for op in together]  # each linear keeps its codes: nothing writes its input again
+    results = []
+    for stack in ([together], apart):
+        together.zero_grad()
+        y = x = torch.randn(9, 16, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with tandem.autocast(recipe=Float8CurrentScaling()):
+            for part in stack:
+                y = part(y)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in together.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    width = together[1].weight.shape[0]
+    assert together.saved_bytes() == 9 * (width * x.element_size() + 4), "the product and the norm's statistic"
