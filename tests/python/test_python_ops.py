@@ -177,7 +177,7 @@ def fine(x):
 RESULTS = [
     (lambda x: (None, [(x,)]), None, ValueError, "expected the output, which is required by an operation outside, got None. Return it."),
     (lambda x: (3, [(x,)]), None, TypeError, "expected the output to be a tensor or None, got int. Return tensors."),
-    (lambda x: (x, []), None, ValueError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none"),
+    (lambda x: (x, []), None, ValueError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none."),
     (lambda x: (x, [()]), None, ValueError, "expected 1 extra outputs, got 0"),
     (fine, lambda g: (g, [()], [()]), ValueError, "expected 1 parameter gradients, got 0"),
     (fine, lambda g: (g, [], [()]), ValueError, "expected 1 groups of parameter gradients, got 0"),
