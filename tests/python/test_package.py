@@ -67,3 +67,18 @@ def test_a_required_fusion_that_is_not_made_is_an_error_with_the_reason():
     assert torch.equal(box.require_fusion(made)(x), box.require_fusion([])(x))
     with pytest.raises(ValueError, match='require_fusion: expected fusion "linear_bias_glu" to be made, got no steps that match'):
         box.require_fusion("linear_bias_glu")(x)
+
+
+def test_freed_memory_is_kept_within_the_limit():
+    linear, x = tandem.ops.Linear(256, 256), torch.randn(1024, 256)
+    before = tandem.set_cache_limit(1 << 30)
+    try:
+        tandem.empty_cache()
+        linear(x)
+        assert tandem.cached_bytes() == 1024 * 256 * 4
+        with pytest.raises(ValueError, match="set_cache_limit: expected a number of bytes of at least 0, got -1. 0 keeps nothing."):
+            tandem.set_cache_limit(-1)
+        assert tandem.set_cache_limit(0) == 1 << 30
+        assert tandem.cached_bytes() == 0
+    finally:
+        tandem.set_cache_limit(before)
