@@ -49,6 +49,33 @@ def test_layouts(name, layout):
     check_against(randomize(make()), reference, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "expanded", "broadcast within rows", "shifted", "three dimensions"])
+def test_large_products(layout, dtype):
+    rows, fan_in, fan_out = 130, 129, 131  # large enough for oneDNN, no multiple of a vector
+    x = {
+        "contiguous": lambda: torch.randn(rows, fan_in),
+        "strided": lambda: torch.randn(rows, 2 * fan_in)[:, ::2],
+        "transposed": lambda: torch.randn(fan_in, rows).t(),
+        "expanded": lambda: torch.randn(1, fan_in).expand(rows, fan_in),
+        "broadcast within rows": lambda: torch.randn(rows, 1).expand(rows, fan_in),
+        "shifted": lambda: torch.randn(rows * fan_in + 1)[1:].view(rows, fan_in),
+        "three dimensions": lambda: torch.randn(2, rows // 2, fan_in).transpose(0, 1),
+    }[layout]()
+    x = x.to(dtype) if dtype != torch.float32 else x
+    linear = randomize(ops.Linear(fan_in, fan_out, dtype=dtype))
+    x = x.detach().requires_grad_()
+    y = linear(x)
+    grad = torch.randn(*y.shape[:-1], 2 * fan_out).to(dtype)[..., ::2]
+    actual = [y, *torch.autograd.grad(y, [x, linear.weight, linear.bias], grad)]
+    wide = [t.detach().double().requires_grad_() for t in (x, linear.weight, linear.bias)]
+    y = torch.nn.functional.linear(*wide)
+    unit = torch.finfo(dtype).eps
+    for a, e in zip(actual, [y, *torch.autograd.grad(y, wide, grad.double())], strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), e, rtol=unit, atol=unit * 4 * e.abs().max().item())
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_every_subset_of_requires_grad(name):
     make, reference = OPS[name]
