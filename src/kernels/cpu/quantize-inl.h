@@ -119,18 +119,24 @@ struct Fp8 {
       kE4m3 ? 20 : 21;  // mantissa bits of float32 over those of the format
   static constexpr uint32_t kMax = kE4m3 ? 0x43E00000u : 0x47600000u;   // 448, 57344
   static constexpr int32_t kMinNormal = kE4m3 ? 121 << 23 : 113 << 23;  // 2^-6, 2^-14
-  static constexpr uint8_t kCodeOffset = static_cast<uint8_t>(kMinNormal >> kDropped);
   static constexpr float kSubnormalUnit = kE4m3 ? 0x1p-9f : 0x1p-16f;
   static constexpr uint32_t kRebias = kE4m3 ? 120u << 23 : 112u << 23;
   static constexpr uint32_t kFirstNan = kE4m3 ? 0x7Fu : 0x7Du;
 };
 
-/// The code of every magnitude plus kCodeOffset in the low byte, anything over it. Magnitudes that round to more than the format's
-/// largest value give no code.
+/// a where the bits of `mask` are set, b elsewhere; one instruction on targets that have it.
+template <class V>
+HWY_INLINE V select_bits(V mask, V a, V b) {
+  return hn::Xor(hn::And(hn::Xor(a, b), mask), b);
+}
+
+/// The code of every magnitude in the low byte, anything over it. Magnitudes that round to more than the format's largest value give
+/// no code.
 ///
-/// With 2^e the power of two in a magnitude, no less than the smallest normal number, the code is (e - its least) steps of a whole
-/// mantissa, plus the magnitude in units of 2^e over a mantissa's length. That is what is left in the last bits of the sum with 2^e
-/// shifted up by the bits that are dropped: the adder rounds, and subnormals are no case of their own.
+/// With 2^e the power of two in a magnitude, no less than the smallest normal number, the code is the steps of a whole mantissa from
+/// there to 2^e, plus the magnitude in units of 2^e over a mantissa's length. Those units are the last bits of the sum with 2^e shifted
+/// up by the bits that are dropped: the adder rounds, and subnormals are no case of their own. What 2^e counts too much of steps is
+/// taken off in the same sum, where it must be even to leave ties alone.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> magnitude_codes(D d, hn::Vec<D> magnitude) {
   using Format = Fp8<kFormat>;
@@ -138,9 +144,12 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> magnitude_codes(D d, hn::Vec<D> magn
   const hn::RebindToUnsigned<D> du;
   const auto exponent = hn::And(hn::BitCast(di, magnitude), hn::Set(di, 0x7F800000));
   const auto power = hn::Max(exponent, hn::Set(di, Format::kMinNormal));
-  const auto shifted_power = hn::BitCast(d, hn::Add(power, hn::Set(di, Format::kDropped << 23)));
-  const auto sum = hn::BitCast(di, hn::Add(magnitude, shifted_power));
-  return hn::BitCast(du, hn::Add(hn::Sub(sum, power), hn::ShiftRight<Format::kDropped>(power)));
+  constexpr int32_t kTooManySteps = (Format::kMinNormal >> Format::kDropped) & 0xFF;
+  static_assert(kTooManySteps % 2 == 0);
+  const auto addend =
+      hn::Add(power, hn::Set(di, (Format::kDropped << 23) + (0x100 - kTooManySteps)));
+  const auto sum = hn::BitCast(di, hn::Add(magnitude, hn::BitCast(d, addend)));
+  return hn::BitCast(du, hn::Add(sum, hn::ShiftRight<Format::kDropped>(power)));
 }
 
 /// fp8_from_float of every lane, in the low byte.
@@ -154,11 +163,9 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
   const auto is_nan = hn::RebindMask(du, hn::Gt(unsigned_bits, hn::Set(di, 0x7F800000)));
   // Clamped as integers, which order like the magnitudes and leave no case to the rounding above the largest value.
   const auto clamped = hn::Min(unsigned_bits, hn::Set(di, static_cast<int32_t>(Format::kMax)));
-  const auto offset_codes = magnitude_codes<kFormat>(d, hn::BitCast(d, clamped));
-  const auto codes = hn::Sub(offset_codes, hn::Set(du, uint32_t{Format::kCodeOffset}));
-  const auto sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(du, 0x80u));
-  const auto code = hn::Or(hn::And(codes, hn::Set(du, 0x7Fu)), sign);
-  return hn::IfThenElse(is_nan, hn::Set(du, 0x7Fu), code);
+  const auto codes = magnitude_codes<kFormat>(d, hn::BitCast(d, clamped));
+  const auto code = select_bits(hn::Set(du, 0x7Fu), codes, hn::ShiftRight<24>(bits));
+  return hn::IfThenElse(is_nan, hn::Set(du, 0x7Fu), hn::And(code, hn::Set(du, 0xFFu)));
 }
 
 /// Whether every |x * quant_scale| rounds to a code below NaN and infinity without a clamp, and no x is NaN.
@@ -185,7 +192,7 @@ HWY_INLINE void quantize_ordinary_pair(E element, const typename E::Stored* HWY_
   const hn::RebindToUnsigned<decltype(d)> du;
   const hn::ScalableTag<uint16_t> d16;
   const hn::Rebind<uint8_t, decltype(d16)> d8;
-  const auto offset_codes = [&](auto magnitude) TANDEM_INLINE_LAMBDA {
+  const auto codes_of = [&](auto magnitude) TANDEM_INLINE_LAMBDA {
     return magnitude_codes<kFormat>(d, hn::Mul(magnitude, factor));
   };
   hn::Vec<decltype(d16)> words, both;
@@ -193,19 +200,18 @@ HWY_INLINE void quantize_ordinary_pair(E element, const typename E::Stored* HWY_
     // Every other element, where it stands, is a float32 in its high half: nothing moves between lanes.
     words = hn::LoadU(d16, x);
     const auto magnitudes = hn::And(hn::BitCast(du, words), hn::Set(du, 0x7FFF7FFFu));
-    const auto even = offset_codes(hn::BitCast(d, hn::ShiftLeft<16>(magnitudes)));
-    const auto odd = offset_codes(hn::BitCast(d, hn::And(magnitudes, hn::Set(du, 0xFFFF0000u))));
+    const auto even = codes_of(hn::BitCast(d, hn::ShiftLeft<16>(magnitudes)));
+    const auto odd = codes_of(hn::BitCast(d, hn::And(magnitudes, hn::Set(du, 0xFFFF0000u))));
     both = hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(odd)), hn::BitCast(d16, even));
   } else {
     const auto first = load(element, d, x), second = load(element, d, x + hn::Lanes(d));
     words = high_words(first, second);
-    both = hn::ConcatEven(d16, hn::BitCast(d16, offset_codes(hn::Abs(second))),
-                          hn::BitCast(d16, offset_codes(hn::Abs(first))));
+    both = hn::ConcatEven(d16, hn::BitCast(d16, codes_of(hn::Abs(second))),
+                          hn::BitCast(d16, codes_of(hn::Abs(first))));
   }
-  const auto offset = hn::Set(d16, uint16_t{Fp8<kFormat>::kCodeOffset});
-  const auto unsigned_codes = hn::And(hn::Sub(both, offset), hn::Set(d16, uint16_t{0x7F}));
-  const auto signs = hn::And(hn::ShiftRight<8>(words), hn::Set(d16, uint16_t{0x80}));
-  hn::StoreU(hn::TruncateTo(d8, hn::Or(unsigned_codes, signs)), d8, codes);
+  const auto signed_codes =
+      select_bits(hn::Set(d16, uint16_t{0x7F}), both, hn::ShiftRight<8>(words));
+  hn::StoreU(hn::TruncateTo(d8, signed_codes), d8, codes);
 }
 #endif
 
