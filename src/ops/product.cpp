@@ -61,13 +61,17 @@ at::Tensor matrix(const at::Tensor& tensor, bool transposed, Path path) {
   return flat.dim() == 2 ? flat : raw_view(flat, {rows, cols}, {row_stride, col_stride});
 }
 
-at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b,
-                    c10::SymIntArrayRef sizes) {
+/// How a product may be summed. oneDNN shares a long sum of few elements out among threads, so that the last bits depend on their
+/// number; those of quantized products must not.
+enum class Sums { any, independent_of_threads };
+
+at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
+                    Sums sums = Sums::any) {
   if (call.path() == Path::direct && call.frame().has_kernels()) {
     at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), a.scalar_type(), a);
     at::Tensor target =
         result.dim() == 2 ? result : raw_view(result, {a.size(0), b.size(1)}, {b.size(1), 1});
-    if (prefers_onednn(a, b)) {
+    if (sums == Sums::any && prefers_onednn(a, b)) {
       at::native::mkldnn_matmul(a, b, target, /*beta=*/0, /*alpha=*/1);
     } else {
       at::cpu::mm_out(target, a, b);
@@ -91,8 +95,9 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
       call.run<kernel_ops::Decode>(call.in(a.read), format_name(call.format(a.read)))[0];
   const at::Tensor b_values =
       call.run<kernel_ops::Decode>(call.in(b.read), format_name(call.format(b.read)))[0];
-  const at::Tensor codes_product = multiply(call, matrix(a_values, a.transposed, call.path()),
-                                            matrix(b_values, b.transposed, call.path()), sizes);
+  const at::Tensor codes_product =
+      multiply(call, matrix(a_values, a.transposed, call.path()),
+               matrix(b_values, b.transposed, call.path()), sizes, Sums::independent_of_threads);
   return call.run<kernel_ops::ScaleProduct>(codes_product, call.in(a.read, 1), call.in(b.read, 1),
                                             dtype)[0];
 }
