@@ -1,7 +1,7 @@
 // Frames: dead values go, and their memory with them, whoever else holds them.
 #include "core/call.h"
+#include "support/memory.h"
 #include "support/tensors.h"
-#include "tandem/memory.h"
 
 namespace tandem::testing {
 namespace {
@@ -15,7 +15,7 @@ class FrameMemory : public ::testing::Test {
 };
 
 TEST_F(FrameMemory, OfADeadValueServesAgain) {
-  const int64_t limit = set_cache_limit(int64_t{1} << 30);
+  const CachedMemory cached;
   constexpr int64_t kLarge = 1 << 20;
   Frame f = frame();
   f.tensor(Value{0}) = f.allocate({kLarge}, at::kFloat, like_);
@@ -23,7 +23,6 @@ TEST_F(FrameMemory, OfADeadValueServesAgain) {
   f.drop(Value{0});
   EXPECT_FALSE(f.tensor(Value{0}).defined());
   EXPECT_EQ(f.allocate({2, kLarge}, at::kBFloat16, like_).const_data_ptr(), memory);
-  set_cache_limit(limit);
 }
 
 TEST_F(FrameMemory, IsLikeTheTensorGiven) {

@@ -7,6 +7,7 @@
 
 #include "autograd/call.h"
 #include "planner/program.h"
+#include "support/memory.h"
 #include "support/plans.h"
 #include "support/throws.h"
 
@@ -63,6 +64,7 @@ class ExecutorMemory : public ::testing::Test {
   void SetUp() override { written.clear(); }
   size_t distinct() const { return std::set<const void*>(written.begin(), written.end()).size(); }
   at::Tensor x_ = random({kRows, kCols});
+  CachedMemory cached_;
 };
 
 TEST_F(ExecutorMemory, ServesAgainInAChain) {

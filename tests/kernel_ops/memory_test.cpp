@@ -3,9 +3,9 @@
 
 #include <thread>
 
+#include "support/memory.h"
 #include "support/tensors.h"
 #include "support/throws.h"
-#include "tandem/memory.h"
 
 namespace tandem::testing {
 namespace {
@@ -16,15 +16,10 @@ constexpr int64_t kBytes = 1 << 20;
 
 class Memory : public ::testing::Test {
  protected:
-  void SetUp() override { empty_cache(); }
-  void TearDown() override {
-    set_cache_limit(before_);
-    empty_cache();
-  }
   /// The address of a tensor that is freed at once.
   static const void* freed(int64_t bytes) { return empty_cpu({bytes}, at::kByte).const_data_ptr(); }
 
-  int64_t before_ = set_cache_limit(int64_t{1} << 30);
+  CachedMemory cached_;
 };
 
 TEST_F(Memory, OfAFreedTensorServesAgain) {

@@ -1,10 +1,12 @@
-// Counts the bytes of tensors that were made on this thread and are still alive.
+// Memory in tests: bytes of tensors that were made on this thread and are still alive, and the cache of what was freed.
 #pragma once
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
+
+#include "tandem/memory.h"
 
 namespace tandem::testing {
 
@@ -26,6 +28,21 @@ class LiveBytes {
   };
   std::shared_ptr<Counter> counter_;
   c10::DebugInfoGuard guard_;
+};
+
+/// The cache of freed memory, empty and on: it is off under the address sanitizer, to which a cached block is alive.
+class CachedMemory {
+ public:
+  CachedMemory() : before_(set_cache_limit(int64_t{1} << 30)) { empty_cache(); }
+  CachedMemory(const CachedMemory&) = delete;
+  CachedMemory& operator=(const CachedMemory&) = delete;
+  ~CachedMemory() {
+    set_cache_limit(before_);
+    empty_cache();
+  }
+
+ private:
+  int64_t before_;
 };
 
 }  // namespace tandem::testing
