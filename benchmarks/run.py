@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("host", "products", "block", "kernels")
+SECTIONS = ("host", "products", "block", "memory", "kernels")
 
 
 def section(name: str) -> None:

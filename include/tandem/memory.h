@@ -1,5 +1,5 @@
-// Memory for large CPU tensors. A fresh page costs 1 to 2 us at its first touch, and the C library maps and unmaps the megabytes of a
-// training step anew in every step; Tandem therefore keeps freed blocks and hands them out again.
+// Memory for large CPU tensors. The first touch of a fresh page is a fault, and the C library maps and unmaps the megabytes of a
+// training step anew in every step; Tandem therefore keeps freed blocks and hands them out again (benchmarks/memory.py counts).
 #pragma once
 
 #include <cstdint>

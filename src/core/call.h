@@ -14,7 +14,7 @@ namespace tandem {
 
 /// How a frame runs its steps.
 enum class Path : uint8_t {
-  direct,     ///< plain tensors, no modes: device kernels with buffers of the frame's own
+  direct,     ///< plain tensors, no modes: device kernels that write into what the frame allocates
   dispatch,   ///< through the dispatcher: what tracing, modes and subclasses see
   composite,  ///< in differentiable ATen operations, under autograd: functorch, forward mode, backward of backward
 };
@@ -103,7 +103,7 @@ class Call {
     return *static_cast<const T*>(step_.options[op].get());
   }
 
-  /// Runs kernel op K on this call's path: with buffers of the frame, through the dispatcher, or in composite form.
+  /// Runs kernel op K on this call's path: into tensors of the frame, through the dispatcher, or in composite form.
   template <typename K, typename... Args>
   kernel_ops::ResultsOf<K> run(const Args&... args) {
     if (path() == Path::dispatch) return kernel_ops::dispatch<K>(args...);

@@ -19,8 +19,8 @@ namespace tandem::ops {
 
 namespace {
 
-/// Whether oneDNN is the faster way to this product. at::mm takes it for bfloat16 too, after 5 us of checks, but gives float32 to MKL,
-/// which on processors of other makers than Intel is 7 to 15 % slower (Zen 4, benchmarks/products.py).
+/// Whether oneDNN is the faster way to this product. at::mm takes it for bfloat16 too, after checks of its own, but gives float32 to
+/// MKL, which on processors of other makers than Intel is slower (benchmarks/products.py; measured on Zen 4).
 bool prefers_onednn([[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const at::Tensor& b) {
 #if defined(__x86_64__)
   static const bool has_avx512 = __builtin_cpu_supports("avx512vl") &&

@@ -50,7 +50,7 @@ HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT
     if constexpr (kSkipNan) magnitude = hn::IfThenZeroElse(hn::Gt(magnitude, infinity), magnitude);
     return hn::Max(max, magnitude);
   };
-  // Four streams at a time: from memory one alone is a seventh slower, because hardware prefetches within a page only.
+  // Four streams at a time: one alone waits for memory at each page, which hardware does not prefetch across.
   const size_t quarter = count / (4 * lanes) * lanes;
   auto max0 = hn::Zero(d), max1 = hn::Zero(d);
   for (size_t i = 0; i < quarter; i += lanes) {
