@@ -1,27 +1,36 @@
-# The three ways in. Each installs what is missing (scripts/setup.sh), builds what changed and runs.
+# The three ways in. Each installs what is missing (scripts/setup.sh), builds what it needs and is not up to date, and runs.
 #   make run   ARGS="..."                  tandem train ARGS
 #   make test  CTEST_ARGS= PYTEST_ARGS=    all tests
 #   make bench ARGS="..."                  benchmarks/run.py ARGS
-# JOBS=n sets the number of compilers that run at once.
+#   make fuzz  MINUTES=10                  random pipelines against plain torch; prints its seeds (ARGS: python -m differential --help)
+# After any of them .venv holds the package and the program. JOBS=n sets the number of compilers that run at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: run test bench setup build format clean
+.PHONY: run test bench fuzz setup build format clean
 export TANDEM_JOBS := $(JOBS)
 
-run: build
+run: export TANDEM_STARTED := $(shell date +%s.%N)
+run:
+	@scripts/setup.sh --run
+	@scripts/build.sh
 	@.venv/bin/tandem train $(ARGS)
 
 test: build
 	@scripts/test.sh
 
-bench: build
+bench: setup
+	@scripts/build.sh benchmarks
 	@.venv/bin/python benchmarks/run.py $(ARGS)
+
+fuzz: setup
+	@scripts/build.sh
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests .venv/bin/python -m differential $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 setup:
 	@scripts/setup.sh
 
 build: setup
-	@scripts/build.sh
+	@scripts/build.sh all
 
 format: setup
 	@scripts/check_format.sh --fix

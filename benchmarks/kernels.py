@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import tandem  # noqa: F401  (registers torch.ops.tandem)
 
+from benchmarks.limits import Loops, exponential_seconds
 from benchmarks.timing import Rotation, interleaved, table, verdict
 
 ROWS, HIDDEN = 4096, 1024
@@ -93,47 +94,34 @@ def _gelu_backward(g: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torc
     return grad, grad.sum(0)
 
 
-def exponential_seconds(elements: int) -> float:
-    """Time of the vector exp alone: torch.exp on data in cache, one thread, scaled to two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    x, y = torch.randn(4096), torch.empty(4096)
-    seconds = interleaved({"exp": lambda: torch.exp(x, out=y)})["exp"]
-    torch.set_num_threads(threads)
-    return seconds / x.numel() * elements / 2
-
-
-def limit_seconds(dtype: torch.dtype) -> Callable[[int, int], float]:
-    """Seconds of a plain vector loop per (elements read, elements written), into new outputs: x + y, and -x."""
-    sums = Rotation(lambda: (torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(ROWS, HIDDEN).to(dtype)))
-    times = interleaved({"add": lambda: torch.add(*sums()), "neg": lambda: torch.neg(sums()[0])})
-    n = ROWS * HIDDEN
-    read = max(times["add"] - times["neg"], 0.1 * times["neg"]) / n
-    write = max(times["neg"] / n - read, read)
-    return lambda reads, writes: reads * read + writes * write
+def share_verdict(speedup: float, share: float, bar: float) -> str:
+    """Whether a kernel is at the limit or well before its rivals; how far it is off where it is neither. No kernel can beat a limit."""
+    if share > 1.05:
+        return f"LIMIT WRONG by {share - 1:.0%}"
+    return "met" if speedup >= 1.8 or share >= bar else f"MISSED by {1 - share / bar:.0%}"
 
 
 def run() -> str:
     torch.set_num_threads(2)
     text = []
     for dtype in (torch.float32, torch.bfloat16):
-        limit = limit_seconds(dtype)
         rows = []
         for case in cases(dtype):
             torch._dynamo.reset()
             compiled = torch.compile(case.torch, dynamic=False)
             rotation = Rotation(case.make)
+            loops = Loops((ROWS, HIDDEN), dtype, case.reads // case.elements, case.writes // case.elements)
             with torch.no_grad():
                 times = interleaved({"tandem": lambda: case.tandem(*rotation()), "eager": lambda: case.torch(*rotation()),
-                                     "compile": lambda: compiled(*rotation())}, rounds=11, seconds=0.03)
+                                     "compile": lambda: compiled(*rotation()), **loops.candidates}, rounds=11, seconds=0.03)
             best = min(times["eager"], times["compile"])
-            bound, share = limit(case.reads, case.writes), 0.75
+            bound, bar = loops.seconds(times), 0.75
             if case.exponentials:
-                bound, share = max(bound, exponential_seconds(case.elements)), 0.7
+                bound, bar = max(bound, exponential_seconds(case.elements, dtype)), 0.7
             bytes_moved = (case.reads + case.writes) * dtype.itemsize
-            reached = best / times["tandem"] >= 1.8 or bound / times["tandem"] >= share
             rows.append([case.name, *(f"{times[k] * 1e6:.0f}" for k in ("tandem", "eager", "compile")), f"{bytes_moved / times['tandem'] / 1e9:.0f}",
-                         f"{best / times['tandem']:.2f}", f"{bound / times['tandem']:.2f}", f">= 1.8 or {share}", verdict(reached)])
+                         f"{best / times['tandem']:.2f}", f"{bound / times['tandem']:.2f}", f">= 1.8 or {bar}",
+                         share_verdict(best / times["tandem"], bound / times["tandem"], bar)])
         text.append(table(f"{ROWS}x{HIDDEN} {dtype}, us", ["kernel", "tandem", "eager", "compile", "GB/s", "x best rival", "x limit", "bar", ""], rows))
     rotation = Rotation(lambda: (torch.randn(ROWS, HIDDEN).bfloat16(),))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections."""
+"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections; `many` runs only where it is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("host", "products", "block", "memory", "kernels")
+SECTIONS = ("import", "host", "planning", "products", "lengths", "block", "memory", "kernels", "many")
+LONG = ("many",)  # takes minutes: runs where it is named
 
 
 def section(name: str) -> None:
@@ -21,15 +22,15 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--section"]:
         section(arguments[1])
         return 0
-    chosen = arguments or list(SECTIONS)
+    chosen = arguments or [name for name in SECTIONS if name not in LONG]
     unknown = [name for name in chosen if name not in SECTIONS]
     if unknown:
-        print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all.", file=sys.stderr)
+        print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all but many.", file=sys.stderr)
         return 2
     # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
     environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}
     for name in chosen:
-        environment["OMP_NUM_THREADS"] = "1" if name == "host" else "2"
+        environment["OMP_NUM_THREADS"] = "1" if name in ("host", "planning") else "2"
         status = subprocess.run([sys.executable, __file__, "--section", name], env=environment, cwd=ROOT, check=False).returncode
         if status != 0:
             return status

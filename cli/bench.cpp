@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -8,7 +7,7 @@
 #include "commands.h"
 #include "errors.h"
 #include "memory.h"
-#include "options.h"
+#include "output.h"
 #include "pipeline_syntax.h"
 #include "plain_pipeline.h"
 #include "progress.h"
@@ -95,16 +94,17 @@ void to_json(nlohmann::json& to, const Timing& from) {
 
 std::string microseconds(double seconds) { return format("%.1f us", seconds * 1e6); }
 
-void print(const std::vector<Timing>& timings, double plain_saved, double tandem_saved) {
-  std::printf("%-20s %14s %14s %14s %12s\n", "", "plain", "tandem", "tandem/plain",
-              timings.front().work_unit);
+std::string table(const std::vector<Timing>& timings, double plain_saved, double tandem_saved) {
+  std::string text = format("%-20s %14s %14s %14s %12s\n", "", "plain", "tandem", "tandem/plain",
+                            timings.front().work_unit);
   for (const Timing& t : timings) {
-    std::printf("%-20s %14s %14s %14.2f %12.1f\n", t.name.c_str(),
-                microseconds(t.plain_seconds).c_str(), microseconds(t.tandem_seconds).c_str(),
-                t.tandem_seconds / t.plain_seconds, t.work / t.tandem_seconds * 1e-9);
+    text += format("%-20s %14s %14s %14.2f %12.1f\n", t.name.c_str(),
+                   microseconds(t.plain_seconds).c_str(), microseconds(t.tandem_seconds).c_str(),
+                   t.tandem_seconds / t.plain_seconds, t.work / t.tandem_seconds * 1e-9);
   }
-  std::printf("%-20s %14s %14s %14.2f\n", "kept for backward", bytes_text(plain_saved).c_str(),
-              bytes_text(tandem_saved).c_str(), tandem_saved / std::max(plain_saved, 1.0));
+  return text + format("%-20s %14s %14s %14.2f\n", "kept for backward",
+                       bytes_text(plain_saved).c_str(), bytes_text(tandem_saved).c_str(),
+                       tandem_saved / std::max(plain_saved, 1.0));
 }
 
 int bench(const Arguments& arguments) {
@@ -151,9 +151,9 @@ int bench(const Arguments& arguments) {
                                   {"forward_backward", timings[1]},
                                   {"plain_saved_bytes", plain_saved},
                                   {"tandem_saved_bytes", tandem_saved}};
-    std::printf("%s\n", document.dump(1).c_str());
+    print(document.dump(1) + "\n");
   } else {
-    print(timings, plain_saved, tandem_saved);
+    print(table(timings, plain_saved, tandem_saved));
   }
   return kExitOk;
 }
@@ -162,13 +162,14 @@ int bench(const Arguments& arguments) {
 
 void add_bench(CLI::App& tandem, Action& action) {
   const auto arguments = std::make_shared<Arguments>();
-  CLI::App& app = *tandem.add_subcommand(
-      "bench", "Time a pipeline against the same ops as libtorch's own functions.");
-  app.footer(op_list_help() + kExamples);
+  CLI::App& app = add_command(
+      tandem, "bench", "Time a pipeline against the same ops as libtorch's own functions.",
+      op_list_help() + kExamples, action, [arguments] { return bench(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
-  add_whole(app, "--rounds", arguments->rounds, 1, 1'000'000, "rounds to take the median of");
-  app.add_flag("--json", arguments->json, "print one JSON document");
-  app.callback([&action, arguments] { action = [arguments] { return bench(*arguments); }; });
+  add_option(app, "--rounds", arguments->rounds, Whole{1, 1'000'000},
+             "rounds to take the median of");
+  add_flag(
+      app, "--json", [arguments] { arguments->json = true; }, "print one JSON document");
 }
 
 }  // namespace tandem::cli

@@ -12,9 +12,15 @@ using nlohmann::json;
 
 namespace {
 
-constexpr const char* kFormat = "tandem train checkpoint 1";
+constexpr const char* kFormat = "tandem train checkpoint 2";
+constexpr const char* kWithoutChecksum = "\"tandem train checkpoint 1\"";
 constexpr const char* kPrefix = "checkpoint-";
 constexpr const char* kSuffix = ".safetensors";
+
+/// Where the document holds its own checksum: a key of the outermost object, indented by one. It
+/// cannot be part of a string, which holds no newline.
+constexpr const char* kChecksum = "fnv1a64";
+constexpr std::string_view kChecksumKey = "\n \"fnv1a64\": \"";
 
 [[noreturn]] void refuse_damaged(const fs::path& path, const std::string& expected,
                                  const std::string& got) {
@@ -22,42 +28,63 @@ constexpr const char* kSuffix = ".safetensors";
                   ". Restore the file from a copy, or start again without --resume.");
 }
 
-/// Checkpoint tensors that no JSON names any more.
-void remove_other_tensors(const fs::path& folder, const fs::path& current) {
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    const std::string name = entry.path().filename().string();
-    const bool ours = name.starts_with(kPrefix) &&
-                      (name.ends_with(kSuffix) || name.ends_with(std::string(kSuffix) + ".tmp"));
-    if (ours && entry.path().filename() != current) fs::remove(entry.path(), error);
-  }
+/// Position of the first digit of the checksum in `text`, or npos.
+size_t checksum_position(std::string_view text) {
+  const size_t key = text.find(kChecksumKey);
+  if (key == std::string_view::npos) return key;
+  const size_t position = key + kChecksumKey.size();
+  const std::string_view digits = text.substr(position, Checksum::kDigits);
+  const bool whole = digits.size() == Checksum::kDigits &&
+                     digits.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+  return whole ? position : std::string_view::npos;
+}
+
+/// Checksum of every byte of `text`, with zeros for the digits at `position`.
+std::string checksum_without(std::string_view text, size_t position) {
+  Checksum checksum;
+  checksum.add(text.substr(0, position));
+  checksum.add(std::string(Checksum::kDigits, '0'));
+  checksum.add(text.substr(position + Checksum::kDigits));
+  return checksum.hex();
 }
 
 }  // namespace
 
-fs::path checkpoint_path(const fs::path& folder) { return folder / "checkpoint.json"; }
-
-void save_checkpoint(const fs::path& folder, const std::string& tag, const json& state,
+void save_checkpoint(OutFolder& out, const std::string& tag, const json& state,
                      const NamedTensors& tensors) {
   std::string name = kPrefix + tag + kSuffix;  // never the file that the present JSON names
-  for (int again = 2; fs::exists(folder / name); ++again)
+  for (int again = 2; fs::exists(fs::symlink_status(out.path() / name)); ++again)
     name = kPrefix + tag + "-" + std::to_string(again) + kSuffix;
-  const FileDigest digest = write_safetensors(folder / name, tensors);
+  const FileDigest digest = write_safetensors(out.claim(name), tensors);
   json document = state;
   document["format"] = kFormat;
   document["tensors"] = {{"file", name}, {"bytes", digest.bytes}, {"fnv1a64", digest.checksum}};
-  write_file(checkpoint_path(folder), document.dump(1) + "\n");
-  remove_other_tensors(folder, name);
+  document[kChecksum] = std::string(Checksum::kDigits, '0');
+  std::string text = document.dump(1) + "\n";
+  const size_t position = checksum_position(text);
+  text.replace(position, Checksum::kDigits, checksum_without(text, position));
+  AtomicFile file(out.claim(kCheckpointName));
+  file.write(text);
+  file.commit();
+  out.remove_others(kPrefix, name);
 }
 
 json load_checkpoint_state(const fs::path& folder) {
-  const fs::path path = checkpoint_path(folder);
+  const fs::path path = folder / kCheckpointName;
   const std::string text =
       read_file(path, "a checkpoint",
                 "Pass the --out folder of the run to go on with, or leave out --resume.");
-  json state = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (state.is_discarded())
-    refuse_damaged(path, "a JSON document", std::to_string(text.size()) + " bytes that are none");
+  const size_t position = checksum_position(text);
+  if (position == std::string::npos) {
+    const bool old = text.find(kWithoutChecksum) != std::string::npos;
+    refuse_damaged(path, "a checkpoint with a checksum",
+                   old ? "one of an older version of Tandem, which wrote none"
+                       : std::to_string(text.size()) + " bytes without it");
+  }
+  const std::string found = checksum_without(text, position),
+                    named = text.substr(position, Checksum::kDigits);
+  if (found != named) refuse_damaged(path, "a document with checksum " + named, found);
+  json state = parse_document(text);
   const bool known = state.is_object() && state.value("format", json()) == kFormat;
   if (!known)
     refuse_damaged(path, "\"format\": \"" + std::string(kFormat) + "\"", "another document");
@@ -71,7 +98,7 @@ NamedTensors load_checkpoint_tensors(const fs::path& folder, const json& state) 
   return read_safetensors(folder / fs::path(tensors.at("file").get<std::string>()).filename(),
                           &digest);
 } catch (const json::exception& error) {
-  refuse_damaged(checkpoint_path(folder), "file, bytes and fnv1a64 under \"tensors\"",
+  refuse_damaged(folder / kCheckpointName, "file, bytes and fnv1a64 under \"tensors\"",
                  error.what());
 }
 

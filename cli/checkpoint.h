@@ -4,23 +4,25 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "out_folder.h"
 #include "safetensors.h"
 
 namespace tandem::cli {
 
-/// Saves what a run needs to go on: `tensors` in a safetensors file of its own, then `state` in
-/// `folder`/checkpoint.json, which names that file with its size and checksum. Replacing the JSON
-/// is the moment the checkpoint changes: a crash before leaves the old one whole, since its tensors
-/// are deleted only afterwards.
-void save_checkpoint(const std::filesystem::path& folder, const std::string& tag,
-                     const nlohmann::json& state, const NamedTensors& tensors);
+inline constexpr const char* kCheckpointName = "checkpoint.json";
 
-std::filesystem::path checkpoint_path(const std::filesystem::path& folder);
+/// Saves what a run needs to go on: `tensors` in a safetensors file of its own, then `state` in
+/// checkpoint.json, which names that file with its size and checksum and carries a checksum of its
+/// own. Replacing the JSON is the moment the checkpoint changes: a crash before leaves the old one
+/// whole, since its tensors are deleted only afterwards.
+void save_checkpoint(OutFolder& out, const std::string& tag, const nlohmann::json& state,
+                     const NamedTensors& tensors);
 
 /// The `state` of a checkpoint; its tensors are read by `load_checkpoint_tensors` once the state is
 /// known to fit.
 ///
-/// Throws: UserError when there is none, or one that is damaged (test test_damaged_checkpoint).
+/// Throws: UserError when there is none, one that is damaged, or one of a version that wrote no
+///         checksum (tests test_damaged_checkpoint, test_random_damage_is_refused).
 nlohmann::json load_checkpoint_state(const std::filesystem::path& folder);
 NamedTensors load_checkpoint_tensors(const std::filesystem::path& folder,
                                      const nlohmann::json& state);

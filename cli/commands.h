@@ -1,15 +1,8 @@
 #pragma once
 
-#include <functional>
-
-namespace CLI {
-class App;
-}
+#include "options.h"
 
 namespace tandem::cli {
-
-/// What to run once the command line is parsed; returns the exit status.
-using Action = std::function<int()>;
 
 /// Each adds one command with its options to `app`; parsing it sets `action`.
 void add_train(CLI::App& app, Action& action);

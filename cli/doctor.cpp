@@ -5,9 +5,7 @@
 #include <tandem/tandem.h>
 #include <torch/version.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -15,6 +13,7 @@
 
 #include "commands.h"
 #include "errors.h"
+#include "output.h"
 #include "strings.h"
 #include "text_data.h"
 
@@ -106,26 +105,26 @@ int doctor(bool as_json) {
   const bool healthy =
       std::all_of(findings.begin(), findings.end(), [](const Finding& f) { return f.good; });
   if (as_json) {
-    std::printf("%s\n", json{{"command", "doctor"},
-                             {"healthy", healthy},
-                             {"tandem", version()},
-                             {"torch_built", TORCH_VERSION},
-                             {"torch_running", running_torch()},
-                             {"cpu_targets", cpu_targets()},
-                             {"threads", at::get_num_threads()},
-                             {"cuda", at::hasCUDA()},
-                             {"findings", findings}}
-                            .dump(1)
-                            .c_str());
+    const json document{{"command", "doctor"},
+                        {"healthy", healthy},
+                        {"tandem", version()},
+                        {"torch_built", TORCH_VERSION},
+                        {"torch_running", running_torch()},
+                        {"cpu_targets", cpu_targets()},
+                        {"threads", at::get_num_threads()},
+                        {"cuda", at::hasCUDA()},
+                        {"findings", findings}};
+    print(document.dump(1) + "\n");
     return kExitOk;
   }
+  std::string text;
   for (const Finding& finding : findings) {
-    std::printf("%s %-22s %s\n", finding.good ? "ok     " : "MISSING", finding.name.c_str(),
-                finding.value.c_str());
-    if (!finding.remedy.empty()) std::printf("%31s%s\n", "", finding.remedy.c_str());
+    text += format("%s %-22s %s\n", finding.good ? "ok     " : "MISSING", finding.name.c_str(),
+                   finding.value.c_str());
+    if (!finding.remedy.empty()) text += format("%31s%s\n", "", finding.remedy.c_str());
   }
-  std::printf("%s\n",
-              healthy ? "All that Tandem needs is here." : "Something is missing; see above.");
+  print(text +
+        (healthy ? "All that Tandem needs is here.\n" : "Something is missing; see above.\n"));
   return kExitOk;
 }
 
@@ -133,10 +132,12 @@ int doctor(bool as_json) {
 
 void add_doctor(CLI::App& tandem, Action& action) {
   const auto as_json = std::make_shared<bool>(false);
-  CLI::App& app = *tandem.add_subcommand(
-      "doctor", "Say what Tandem finds on this machine, what is missing, and what to do about it.");
-  app.add_flag("--json", *as_json, "print one JSON document");
-  app.callback([&action, as_json] { action = [as_json] { return doctor(*as_json); }; });
+  CLI::App& app = add_command(
+      tandem, "doctor",
+      "Say what Tandem finds on this machine, what is missing, and what to do about it.", "",
+      action, [as_json] { return doctor(*as_json); });
+  add_flag(
+      app, "--json", [as_json] { *as_json = true; }, "print one JSON document");
 }
 
 }  // namespace tandem::cli

@@ -1,11 +1,10 @@
-#include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
 #include "errors.h"
 #include "files.h"
-#include "options.h"
+#include "output.h"
 #include "pipeline_syntax.h"
 #include "strings.h"
 
@@ -59,7 +58,7 @@ int explain(const Arguments& arguments) {
   backward(workload.forward());
   const std::string text = explained(workload, arguments);
   if (arguments.output.empty()) {
-    std::fwrite(text.data(), 1, text.size(), stdout);
+    print(text);
   } else {
     write_file(arguments.output, text);
   }
@@ -70,18 +69,17 @@ int explain(const Arguments& arguments) {
 
 void add_explain(CLI::App& tandem, Action& action) {
   const auto arguments = std::make_shared<Arguments>();
-  CLI::App& app = *tandem.add_subcommand("explain",
-                                         "Run a pipeline once and print its plan: steps of forward "
-                                         "and backward, what is kept, and why what fused or not.");
-  app.footer(op_list_help() + kExamples);
+  CLI::App& app =
+      add_command(tandem, "explain",
+                  "Run a pipeline once and print its plan: steps of forward "
+                  "and backward, what is kept, and why what fused or not.",
+                  op_list_help() + kExamples, action, [arguments] { return explain(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
-  add_choice(app, "--format", arguments->format, {"text", "svg", "html", "json"}, "of the plan");
-  app.add_option("--output", arguments->output, "file to write instead of printing")
-      ->type_name("FILE")
-      ->take_last();
-  app.add_flag_callback(
-      "--json", [arguments] { arguments->format = "json"; }, "the same as --format json");
-  app.callback([&action, arguments] { action = [arguments] { return explain(*arguments); }; });
+  add_option(app, "--format", arguments->format, Choice{{"text", "svg", "html", "json"}},
+             "of the plan");
+  add_option(app, "--output", arguments->output, Text{"FILE"}, "file to write instead of printing");
+  add_flag(
+      app, "--json", [arguments] { arguments->format = "json"; }, "the same as --format json");
 }
 
 }  // namespace tandem::cli

@@ -1,12 +1,16 @@
 #include "files.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <stdexcept>
+#include <utility>
 
 #include "errors.h"
 #include "strings.h"
@@ -14,6 +18,47 @@
 namespace tandem::cli {
 
 namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::string_view kTemporarySuffix = ".tandem-tmp";
+constexpr size_t kTemporaryDigits = 8;
+
+/// ".report.html.1f0c3a9e.tandem-tmp": never the name of another process' temporary file.
+fs::path temporary_name(const fs::path& name) {
+  std::random_device random;
+  return "." + name.string() + format(".%08x", random()) + std::string(kTemporarySuffix);
+}
+
+/// Calls write(2) until all is written. Returns false with errno set when it fails.
+bool write_all(int descriptor, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return false;
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+  return true;
+}
+
+struct Descriptor {
+  explicit Descriptor(int opened) : number(opened) {}
+  ~Descriptor() {
+    if (number >= 0) ::close(number);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  const int number;
+};
+
+[[noreturn]] void refuse_writing(const char* doing, const fs::path& path,
+                                 const std::string& reason) {
+  throw UserError("expected a file that can be " + std::string(doing) + ", got " + path.string() +
+                  " (" + reason + "). Free some space or choose another folder.");
+}
+
+}  // namespace
 
 void Checksum::add(std::string_view bytes) {
   uint64_t state = state_;
@@ -26,79 +71,107 @@ std::string Checksum::hex() const {
   return format("%016llx", static_cast<unsigned long long>(state_));
 }
 
-AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)), temporary_(path_) {
-  temporary_ += ".tmp";
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)) {
+  do {
+    temporary_ = path_.parent_path() / temporary_name(path_.filename());
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  } while (descriptor_ < 0 && errno == EEXIST);
   if (descriptor_ < 0) fail("created");
 }
 
 AtomicFile::~AtomicFile() {
-  if (descriptor_ < 0) return;
-  ::close(descriptor_);
-  ::unlink(temporary_.c_str());
+  if (descriptor_ >= 0) ::close(descriptor_);
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
 }
 
 void AtomicFile::fail(const char* doing) const {
-  throw UserError("expected a file that can be " + std::string(doing) + ", got " + path_.string() +
-                  " (" + std::strerror(errno) + "). Free some space or choose another folder.");
+  refuse_writing(doing, path_, std::strerror(errno));
 }
 
 void AtomicFile::write(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t written = ::write(descriptor_, bytes.data(), bytes.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("written");
-    bytes.remove_prefix(static_cast<size_t>(written));
-  }
+  if (!write_all(descriptor_, bytes)) fail("written");
 }
 
 void AtomicFile::commit() {
   if (::fsync(descriptor_) != 0) fail("flushed to disk");
-  ::close(descriptor_);
-  descriptor_ = -1;
+  if (::close(std::exchange(descriptor_, -1)) != 0) fail("flushed to disk");
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("replaced");
+  temporary_.clear();
   const fs::path folder = path_.has_parent_path() ? path_.parent_path() : ".";
-  if (const int opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); opened >= 0) {
-    ::fsync(opened);  // makes the rename durable; a file system without that is no error
-    ::close(opened);
-  }
+  const Descriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  // Makes the rename durable; a file system without that is no error.
+  if (opened.number >= 0) ::fsync(opened.number);
+}
+
+std::string name_of_temporary(std::string_view name) {
+  constexpr size_t kTail = 1 + kTemporaryDigits + kTemporarySuffix.size();
+  if (!name.starts_with('.') || !name.ends_with(kTemporarySuffix) || name.size() <= 1 + kTail)
+    return {};
+  const std::string_view digits = name.substr(name.size() - kTail, 1 + kTemporaryDigits);
+  const bool ours = digits.front() == '.' &&
+                    digits.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos;
+  return ours ? std::string(name.substr(1, name.size() - kTail - 1)) : std::string();
 }
 
 void write_file(const fs::path& path, std::string_view content) {
-  AtomicFile file(path);
+  std::error_code error;
+  const fs::file_status status = fs::status(path, error);
+  if (fs::is_directory(status)) refuse_writing("written", path, "a folder");
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    const Descriptor opened(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+    if (opened.number < 0 || !write_all(opened.number, content))
+      refuse_writing("written", path, std::strerror(errno));
+    return;
+  }
+  const fs::path target = fs::exists(status) ? fs::canonical(path, error) : path;
+  AtomicFile file(error ? path : target);
   file.write(content);
   file.commit();
 }
 
 std::string read_file(const fs::path& path, std::string_view expected, std::string_view remedy) {
-  const auto refuse = [&](const char* reason) {
+  const auto refuse = [&](const std::string& reason) {
     throw UserError("expected " + std::string(expected) + ", got " + path.string() + " (" + reason +
                     "). " + std::string(remedy));
   };
-  std::error_code error;
-  if (fs::is_directory(path, error)) refuse("a folder");
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) refuse(std::strerror(errno));
-  std::ostringstream content;
-  content << stream.rdbuf();
-  if (stream.bad()) refuse("cannot be read to its end");
-  return std::move(content).str();
+  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat status {};
+  if (opened.number < 0 || ::fstat(opened.number, &status) != 0) refuse(std::strerror(errno));
+  if (S_ISDIR(status.st_mode)) refuse("a folder");
+  const size_t known = S_ISREG(status.st_mode) ? static_cast<size_t>(status.st_size) : 0;
+  constexpr size_t kLeast = 1 << 16;
+  std::string content;
+  size_t filled = 0;
+  try {
+    content.resize(std::max(known + 1, kLeast));  // one more, so that the end is seen at once
+    while (true) {
+      if (filled == content.size()) content.resize(2 * content.size());
+      const ssize_t got = ::read(opened.number, content.data() + filled, content.size() - filled);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) refuse(std::strerror(errno));
+      if (got == 0) break;
+      filled += static_cast<size_t>(got);
+    }
+    content.resize(filled);
+  } catch (const std::bad_alloc&) {
+    refuse(bytes_text(static_cast<double>(std::max(known, filled))) +
+           ", more than the memory that this process may use");
+  } catch (const std::length_error&) {
+    refuse("more than the memory that any process may use");
+  }
+  if (filled < known) {
+    refuse("cannot be read to its end: " + std::to_string(filled) + " of " + std::to_string(known) +
+           " bytes");
+  }
+  return content;
 }
 
-void require_writable_folder(const fs::path& folder) {
-  const auto refuse = [&](const std::string& reason) {
-    throw UserError("expected a folder that can be written, got " + folder.string() + " (" +
-                    reason + "). Pass another folder with --out.");
+nlohmann::json parse_document(std::string_view text) {
+  constexpr int kDeepest = 16;
+  const auto is_within = [](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
+    return depth <= kDeepest;
   };
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (error) refuse(error.message());
-  if (!fs::is_directory(folder, error)) refuse("not a folder");
-  const fs::path probe = folder / ".probe.tmp";
-  const int descriptor = ::open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-  if (descriptor < 0) refuse(std::strerror(errno));
-  ::close(descriptor);
-  ::unlink(probe.c_str());
+  return nlohmann::json::parse(text, is_within, /*allow_exceptions=*/false);
 }
 
 }  // namespace tandem::cli

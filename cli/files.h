@@ -2,14 +2,17 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 
 namespace tandem::cli {
 
-/// FNV-1a, 64 bits: finds damage, keeps no secrets.
+/// FNV-1a, 64 bits: finds damage, keeps no secrets. One changed byte always changes it.
 class Checksum {
  public:
+  static constexpr size_t kDigits = 16;
+
   void add(std::string_view bytes);
   std::string hex() const;
 
@@ -18,7 +21,8 @@ class Checksum {
 };
 
 /// Writes `path` so that a crash leaves the old content or the new, never a part: a temporary file
-/// beside it, fsync, rename, fsync of the folder. Without `commit` nothing changes.
+/// beside it with a name of its own, fsync, rename, fsync of the folder. Without `commit` nothing
+/// changes, and the temporary file is removed.
 ///
 /// Throws: UserError when the disk refuses (test test_unwritable_out_folder).
 class AtomicFile {
@@ -34,18 +38,29 @@ class AtomicFile {
  private:
   [[noreturn]] void fail(const char* doing) const;
 
-  std::filesystem::path path_, temporary_;
+  std::filesystem::path path_, temporary_;  ///< temporary_ is empty once it is gone
   int descriptor_ = -1;
 };
 
+/// The name for which `name` is a temporary file of an AtomicFile, or "".
+std::string name_of_temporary(std::string_view name);
+
+/// Writes a file that the user names: what is there is replaced atomically where it is a regular
+/// file or a link to one, and written to where it is a device or a pipe.
+///
+/// Throws: UserError when it cannot be written (test test_explain_output).
 void write_file(const std::filesystem::path& path, std::string_view content);
 
 /// The whole file. `expected` and `remedy` complete the error: "expected <expected>, got <path>
 /// (<reason>). <remedy>".
+///
+/// Throws: UserError when it cannot be read to its end, also for lack of memory (tests
+/// test_text_errors, test_text_that_does_not_fit_in_memory).
 std::string read_file(const std::filesystem::path& path, std::string_view expected,
                       std::string_view remedy);
 
-/// Creates `folder` if needed and proves that a file can be written there. Throws: UserError.
-void require_writable_folder(const std::filesystem::path& folder);
+/// `text` as JSON; discarded where it is none. What lies deeper than in any file of ours is dropped:
+/// copying or printing it would take a stack as deep.
+nlohmann::json parse_document(std::string_view text);
 
 }  // namespace tandem::cli

@@ -1,14 +1,17 @@
-#include <tandem/tandem.h>
+#include <c10/util/Exception.h>
+#include <tandem/version.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "commands.h"
 #include "errors.h"
+#include "output.h"
 #include "strings.h"
 
 namespace tandem::cli {
@@ -74,7 +77,16 @@ bool is_user_mistake(const c10::Error& error) {
          dynamic_cast<const c10::NotImplementedError*>(&error);
 }
 
+/// Help or the version, which CLI11 treats as errors that exit with 0.
+int print_help(const CLI::App& app, const CLI::ParseError& help) {
+  std::ostringstream text, none;
+  app.exit(help, text, none);
+  print(text.str());
+  return kExitOk;
+}
+
 int run(int argc, char** argv) {
+  guard_standard_streams();
   CLI::App app(kDescription, "tandem");
   app.footer(kFooter);
   app.set_version_flag("--version", std::string("tandem ") + version(), "the version");
@@ -87,14 +99,18 @@ int run(int argc, char** argv) {
   add_doctor(app, action);
   try {
     check_command(app, argc, argv);
-    app.parse(argc, argv);
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+      if (error.get_exit_code() != 0) throw;
+      return print_help(app, error);
+    }
     if (!action) {
-      std::fputs(app.help().c_str(), stdout);
+      print(app.help());
       return kExitOk;
     }
     return action();
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     std::fprintf(stderr, "%s: %s\n", speaker(app).c_str(), rephrase(app, error).c_str());
     return kExitUserError;
   } catch (const UserError& error) {

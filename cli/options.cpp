@@ -1,8 +1,6 @@
 #include "options.h"
 
-#include <algorithm>
-#include <charconv>
-#include <cmath>
+#include <CLI/CLI.hpp>
 
 #include "errors.h"
 #include "strings.h"
@@ -11,70 +9,74 @@ namespace tandem::cli {
 
 namespace {
 
-[[noreturn]] void refuse(const CLI::App& app, const std::string& name, const std::string& expected,
-                         const std::string& got) {
-  throw UserError("expected " + name + " to be " + expected + ", got \"" + got + "\". See tandem " +
-                  app.get_name() + " --help.");
+/// What help shows for the value.
+std::string type_name(const Bounds& bounds) {
+  if (const auto* choice = std::get_if<Choice>(&bounds)) return join(choice->words, "|");
+  if (const auto* text = std::get_if<Text>(&bounds)) return text->what;
+  return std::holds_alternative<Whole>(bounds) ? "N" : "X";
 }
 
-/// Whether all of `text` is one number in [least, most].
 template <typename T>
-bool is_number_within(const std::string& text, T least, T most) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  return error == std::errc() && end == text.data() + text.size() && value >= least &&
-         value <= most;
+void add(CLI::App& app, const std::string& name, T& value, const Bounds& bounds,
+         const std::string& help, const std::string& group) {
+  const auto check = [&app, name, bounds](const std::string& text) -> std::string {
+    if (!allows(bounds, text)) {
+      throw UserError("expected " + name + " to be " + expected(bounds) + ", got \"" + text +
+                      "\". See tandem " + app.get_name() + " --help.");
+    }
+    return {};
+  };
+  CLI::Option* option = app.add_option(name, value, help)
+                            ->type_name(type_name(bounds))
+                            ->capture_default_str()
+                            ->take_last()
+                            ->check(check, "");
+  if (!group.empty()) option->group(group);
 }
 
 }  // namespace
 
-CLI::Option* add_whole(CLI::App& app, const std::string& name, int64_t& value, int64_t least,
-                       int64_t most, const std::string& help) {
-  const auto check = [&app, name, least, most](const std::string& text) -> std::string {
-    if (!is_number_within<int64_t>(text, least, most)) {
-      refuse(app, name,
-             format("a whole number from %lld to %lld", static_cast<long long>(least),
-                    static_cast<long long>(most)),
-             text);
-    }
-    return {};
-  };
-  return app.add_option(name, value, help)
-      ->type_name("N")
-      ->capture_default_str()
-      ->take_last()
-      ->check(check, "");
+CLI::App& add_command(CLI::App& tandem, const std::string& name, const std::string& description,
+                      const std::string& footer, Action& action, Action run) {
+  CLI::App& app = *tandem.add_subcommand(name, description);
+  app.footer(footer);
+  app.callback([&action, run = std::move(run)] { action = run; });
+  return app;
 }
 
-CLI::Option* add_real(CLI::App& app, const std::string& name, double& value, double least,
-                      double most, const std::string& help) {
-  const auto check = [&app, name, least, most](const std::string& text) -> std::string {
-    if (!is_number_within<double>(text, least, most))
-      refuse(app, name, format("a number from %g to %g", least, most), text);
-    return {};
-  };
-  return app.add_option(name, value, help)
-      ->type_name("X")
-      ->capture_default_str()
-      ->take_last()
-      ->check(check, "");
+void add_option(CLI::App& app, const std::string& name, int64_t& value, const Bounds& bounds,
+                const std::string& help, const std::string& group) {
+  add(app, name, value, bounds, help, group);
 }
 
-CLI::Option* add_choice(CLI::App& app, const std::string& name, std::string& value,
-                        std::vector<std::string> choices, const std::string& help) {
-  const std::string listed = join(choices, "|");
-  const auto check = [&app, name,
-                      choices = std::move(choices)](const std::string& text) -> std::string {
-    if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
-      refuse(app, name, "one of " + join(choices), text);
-    }
-    return {};
-  };
-  return app.add_option(name, value, help)
-      ->type_name(listed)
-      ->capture_default_str()
-      ->take_last()
-      ->check(check, "");
+void add_option(CLI::App& app, const std::string& name, double& value, const Bounds& bounds,
+                const std::string& help, const std::string& group) {
+  add(app, name, value, bounds, help, group);
+}
+
+void add_option(CLI::App& app, const std::string& name, std::string& value, const Bounds& bounds,
+                const std::string& help, const std::string& group) {
+  add(app, name, value, bounds, help, group);
+}
+
+void add_flag(CLI::App& app, const std::string& name, const std::function<void()>& set,
+              const std::string& help, const std::string& group) {
+  CLI::Option* option = app.add_flag_callback(name, set, help);
+  if (!group.empty()) option->group(group);
+}
+
+void add_words(CLI::App& app, const std::string& name, std::vector<std::string>& words,
+               const std::string& help) {
+  app.add_option(name, words, help)->required();
+}
+
+std::vector<std::string> given_options(const CLI::App& app) {
+  std::vector<std::string> given;
+  for (const CLI::Option* option :
+       app.get_options([](const CLI::Option* o) { return o->count() > 0; })) {
+    given.push_back(option->get_single_name());
+  }
+  return given;
 }
 
 }  // namespace tandem::cli

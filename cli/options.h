@@ -1,19 +1,41 @@
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "bounds.h"
+
+namespace CLI {
+class App;
+}
+
 namespace tandem::cli {
 
-/// Options whose value is checked before it is converted; a bad one throws UserError with the
-/// option, what it takes, what it got and where to look (test test_option_errors).
-CLI::Option* add_whole(CLI::App& app, const std::string& name, int64_t& value, int64_t least,
-                       int64_t most, const std::string& help);
-CLI::Option* add_real(CLI::App& app, const std::string& name, double& value, double least,
-                      double most, const std::string& help);
-CLI::Option* add_choice(CLI::App& app, const std::string& name, std::string& value,
-                        std::vector<std::string> choices, const std::string& help);
+/// What to run once the command line is parsed; returns the exit status.
+using Action = std::function<int()>;
+
+/// Adds a command; parsing it makes `run` the action.
+CLI::App& add_command(CLI::App& tandem, const std::string& name, const std::string& description,
+                      const std::string& footer, Action& action, Action run);
+
+/// Options whose value is checked against its bounds before it is converted; a bad one throws
+/// UserError with the option, what it takes, what it got and where to look (test
+/// test_option_errors). Only options.cpp and main.cpp see CLI11, which takes seconds to parse.
+void add_option(CLI::App& app, const std::string& name, int64_t& value, const Bounds& bounds,
+                const std::string& help, const std::string& group = {});
+void add_option(CLI::App& app, const std::string& name, double& value, const Bounds& bounds,
+                const std::string& help, const std::string& group = {});
+void add_option(CLI::App& app, const std::string& name, std::string& value, const Bounds& bounds,
+                const std::string& help, const std::string& group = {});
+void add_flag(CLI::App& app, const std::string& name, const std::function<void()>& set,
+              const std::string& help, const std::string& group = {});
+/// All words that are no options: at least one.
+void add_words(CLI::App& app, const std::string& name, std::vector<std::string>& words,
+               const std::string& help);
+
+/// Long names, without dashes, of the options that the command line gives.
+std::vector<std::string> given_options(const CLI::App& app);
 
 }  // namespace tandem::cli

@@ -4,11 +4,13 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/randn.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <charconv>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string_view>
 
@@ -20,45 +22,53 @@ namespace tandem::cli {
 
 namespace {
 
-enum class Argument { whole, real, word };
+constexpr int64_t kMostExtent = int64_t{1} << 31;
 
-/// One op of the command line: how it is written, how it is checked, what it makes and does to the
-/// shape.
+/// An argument of an op. Without a name it is a word that the usage spells out.
+struct Argument {
+  std::string_view name;
+  Bounds bounds;
+};
+
+/// One op of the command line: how it is written, how it is checked, what it makes.
 struct Kind {
   std::string_view name, usage, meaning;
   std::vector<Argument> required, optional;
-  std::vector<std::string_view> words;  ///< allowed instead of an optional word; empty: any
   std::function<Op(const OpText&)> make;
+
+  const Argument& argument(size_t i) const {
+    return i < required.size() ? required[i] : optional[i - required.size()];
+  }
 };
 
 const std::vector<Kind>& kinds() {
-  using enum Argument;
+  constexpr double kMost = std::numeric_limits<double>::max();
+  const Whole extent{1, kMostExtent};
+  const Argument size{"SIZE", Whole{1, kMostExtent, /*minus_one=*/true}};
+  const Argument eps{"EPS", Real{0, kMost}};
+  const Argument channel{"CHANNEL", Text{"CHANNEL", /*may_be_empty=*/false}};
   static const std::vector<Kind> kinds{
       {"linear",
        "linear:IN:OUT[:nobias]",
        "matrix product and bias",
-       {whole, whole},
-       {word},
-       {"nobias"},
+       {{"IN", extent}, {"OUT", extent}},
+       {{"", Choice{{"nobias"}}}},
        [](const OpText& t) { return ops::linear(t.whole(0), t.whole(1), !t.has("nobias")); }},
       {"rms_norm",
        "rms_norm:HIDDEN[:EPS]",
        "",
-       {whole},
-       {real},
-       {},
+       {{"HIDDEN", extent}},
+       {eps},
        [](const OpText& t) { return ops::rms_norm(t.whole(0), t.real(1, 1e-5)); }},
       {"layer_norm",
        "layer_norm:HIDDEN[:EPS]",
        "",
-       {whole},
-       {real},
-       {},
+       {{"HIDDEN", extent}},
+       {eps},
        [](const OpText& t) { return ops::layer_norm(t.whole(0), t.real(1, 1e-5)); }},
       {"swiglu",
        "swiglu",
        "silu(first half) * second half",
-       {},
        {},
        {},
        [](const OpText&) { return ops::swiglu(); }},
@@ -67,32 +77,28 @@ const std::vector<Kind>& kinds() {
        "gelu(first half) * second half",
        {},
        {},
-       {},
        [](const OpText&) { return ops::geglu(); }},
-      {"gelu", "gelu", "", {}, {}, {}, [](const OpText&) { return ops::gelu(); }},
-      {"silu", "silu", "", {}, {}, {}, [](const OpText&) { return ops::silu(); }},
-      {"relu", "relu", "", {}, {}, {}, [](const OpText&) { return ops::relu(); }},
-      {"identity", "identity", "", {}, {}, {}, [](const OpText&) { return ops::identity(); }},
+      {"gelu", "gelu", "", {}, {}, [](const OpText&) { return ops::gelu(); }},
+      {"silu", "silu", "", {}, {}, [](const OpText&) { return ops::silu(); }},
+      {"relu", "relu", "", {}, {}, [](const OpText&) { return ops::relu(); }},
+      {"identity", "identity", "", {}, {}, [](const OpText&) { return ops::identity(); }},
       {"dropout",
        "dropout:P",
        "",
-       {real},
-       {},
+       {{"P", Real{0, 1}}},
        {},
        [](const OpText& t) { return ops::dropout(t.real(0, 0)); }},
       {"constant_scale",
        "constant_scale:FACTOR",
        "",
-       {real},
-       {},
+       {{"FACTOR", Real{-kMost, kMost}}},
        {},
        [](const OpText& t) { return ops::constant_scale(t.real(0, 1)); }},
       {"reshape",
        "reshape:SIZE[:SIZE...]",
-       "one size may be -1",
-       {whole},
-       {whole, whole, whole, whole},
-       {},
+       "at most five sizes; one may be -1",
+       {size},
+       {size, size, size, size},
        [](const OpText& t) {
          std::vector<int64_t> sizes;
          for (size_t i = 0; i < t.arguments.size(); ++i) sizes.push_back(t.whole(i));
@@ -102,8 +108,7 @@ const std::vector<Kind>& kinds() {
        "quantize[:forward|backward|both]",
        "as the recipe says",
        {},
-       {word},
-       {"forward", "backward", "both"},
+       {{"", Choice{{"forward", "backward", "both"}}}},
        [](const OpText& t) {
          return ops::quantize(!t.has("backward"), t.has("backward") || t.has("both"));
        }},
@@ -111,15 +116,13 @@ const std::vector<Kind>& kinds() {
        "make_extra_output[:CHANNEL]",
        "hands a copy to a channel, or to the caller",
        {},
-       {word},
-       {},
+       {channel},
        [](const OpText& t) { return ops::make_extra_output(t.channel(), t.channel().empty()); }},
       {"add_extra_input",
        "add_extra_input[:CHANNEL]",
        "adds what a channel holds, or the caller passes",
        {},
-       {word},
-       {},
+       {channel},
        [](const OpText& t) { return ops::add_extra_input(t.channel()); }},
   };
   return kinds;
@@ -148,39 +151,35 @@ const Kind& kind_of(const OpText& text) {
                   (near.empty() ? "See tandem explain --help." : "Did you mean " + near + "?"));
 }
 
-bool is_valid(const Kind& kind, Argument argument, const std::string& text) {
-  switch (argument) {
-    case Argument::whole: {
-      const auto value = number<int64_t>(text);
-      return value && (*value > 0 || (kind.name == "reshape" && *value == -1)) &&
-             *value <= int64_t{1} << 31;
-    }
-    case Argument::real:
-      return number<double>(text).has_value();
-    case Argument::word:
-      return !text.empty() && (kind.words.empty() || std::find(kind.words.begin(), kind.words.end(),
-                                                               text) != kind.words.end());
-  }
-  return false;
-}
-
 OpText parse_op(const std::string& word) {
   OpText text;
   text.arguments = split(word, ':');
   text.kind = text.arguments.front();
   text.arguments.erase(text.arguments.begin());
   const Kind& kind = kind_of(text);
-  const size_t count = text.arguments.size();
-  bool valid =
-      count >= kind.required.size() && count <= kind.required.size() + kind.optional.size();
-  for (size_t i = 0; valid && i < count; ++i) {
-    const bool required = i < kind.required.size();
-    valid = is_valid(kind, required ? kind.required[i] : kind.optional[i - kind.required.size()],
-                     text.arguments[i]);
+  const std::string usage(kind.usage), in = " in \"" + word + "\"";
+  const size_t count = text.arguments.size(), least = kind.required.size(),
+               most = least + kind.optional.size();
+  if (count < least) {
+    throw UserError("expected " + usage + ", got \"" + word + "\" without " +
+                    std::string(kind.argument(count).name) +
+                    ". Write each argument after a colon.");
   }
-  if (!valid) {
-    throw UserError("expected " + std::string(kind.usage) + ", got \"" + word +
-                    "\". Write its arguments after colons.");
+  if (count > most) {
+    throw UserError("expected " + usage +
+                    (most == 0 ? " without arguments"
+                               : " with at most " + std::to_string(most) + " arguments") +
+                    ", got " + std::to_string(count) + in + ". Leave the rest out.");
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const Argument& argument = kind.argument(i);
+    if (allows(argument.bounds, text.arguments[i])) continue;
+    const std::string place = "argument " + std::to_string(i + 1) + " of " + usage;
+    throw UserError(
+        "expected " +
+        (argument.name.empty() ? place : std::string(argument.name) + ", " + place + ",") +
+        " to be " + expected(argument.bounds) + ", got \"" + text.arguments[i] + "\"" + in +
+        ". Correct that argument.");
   }
   return text;
 }
@@ -195,11 +194,32 @@ int64_t input_width(const std::vector<OpText>& ops) {
     if (op.kind == "linear" || op.kind == "rms_norm" || op.kind == "layer_norm")
       return op.whole(0) * doubled;
     if (op.kind == "reshape") break;
-    if (is_glu(op)) doubled *= 2;
+    if (is_glu(op) && doubled < kMostExtent) doubled *= 2;  // more does not fit in any memory
   }
   throw UserError(
       "expected --width, because no op before a reshape names one, got none. Pass for example "
       "--width 1024.");
+}
+
+double elements_of(const std::vector<int64_t>& sizes) {
+  double elements = 1;
+  for (const int64_t size : sizes) elements *= std::abs(static_cast<double>(size));
+  return elements;
+}
+
+/// Refuses what this machine cannot hold, before its size is computed in whole numbers.
+void check_fits(const std::string& what, double elements, at::ScalarType dtype) {
+  const double bytes = elements * static_cast<double>(c10::elementSize(dtype));
+  const double memory =
+      static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  if (bytes <= memory) return;
+  throw UserError("expected tensors that fit in this machine's memory of " + bytes_text(memory) +
+                  ", got " + bytes_text(bytes) + " for " + what + ". Pass smaller sizes.");
+}
+
+/// The op as it was written.
+std::string described(const OpText& op) {
+  return op.arguments.empty() ? op.kind : op.kind + ":" + join(op.arguments, ":");
 }
 
 /// The shape after `op`; shapes that do not fit are for the pipeline to refuse.
@@ -240,16 +260,16 @@ at::ScalarType PipelineArguments::scalar_type() const {
 }
 
 void add_pipeline_options(CLI::App& app, PipelineArguments& arguments) {
-  app.add_option("PIPELINE", arguments.words,
-                 "ops in order, each with its arguments after colons; see below")
-      ->required();
-  add_choice(app, "--recipe", arguments.recipe, {"none", "fp8"},
+  add_words(app, "PIPELINE", arguments.words,
+            "ops in order, each with its arguments after colons; see below");
+  add_option(app, "--recipe", arguments.recipe, Choice{{"none", "fp8"}},
              "low-precision format; fp8: current scaling");
-  add_choice(app, "--dtype", arguments.dtype, {"float32", "bfloat16"}, "of input and parameters");
-  add_whole(app, "--rows", arguments.rows, 1, 1 << 24, "rows of the input");
-  add_whole(app, "--width", arguments.width, 0, 1 << 24,
-            "columns of the input; 0: as the ops demand");
-  add_whole(app, "--seed", arguments.seed, 0, 1'000'000'000, "of the random data");
+  add_option(app, "--dtype", arguments.dtype, Choice{{"float32", "bfloat16"}},
+             "of input and parameters");
+  add_option(app, "--rows", arguments.rows, Whole{1, 1 << 24}, "rows of the input");
+  add_option(app, "--width", arguments.width, Whole{0, 1 << 24},
+             "columns of the input; 0: as the ops demand");
+  add_option(app, "--seed", arguments.seed, Whole{0, 1'000'000'000}, "of the random data");
 }
 
 std::string op_list_help() {
@@ -266,8 +286,14 @@ ParsedPipeline parse_pipeline(const PipelineArguments& arguments) {
   for (const std::string& word : arguments.words) parsed.ops.push_back(parse_op(word));
   const int64_t width = arguments.width > 0 ? arguments.width : input_width(parsed.ops);
   std::vector<int64_t> shape{arguments.rows, width};
+  const at::ScalarType dtype = arguments.scalar_type();
+  check_fits("the input", elements_of(shape), dtype);
   parsed.input_sizes = shape;
   for (const OpText& op : parsed.ops) {
+    if (op.kind == "linear") {
+      const std::vector<int64_t> weight{op.whole(0), op.whole(1)};
+      check_fits("the weight of " + described(op), elements_of(weight), dtype);
+    }
     if (op.kind == "add_extra_input" && op.channel().empty())
       parsed.extra_input_sizes.push_back(shape);
     if (op.kind == "linear") {
@@ -276,7 +302,13 @@ ParsedPipeline parse_pipeline(const PipelineArguments& arguments) {
       parsed.product_flops +=
           2 * rows * static_cast<double>(op.whole(0)) * static_cast<double>(op.whole(1));
     }
+    if (op.kind == "reshape") {
+      std::vector<int64_t> sizes;
+      for (size_t i = 0; i < op.arguments.size(); ++i) sizes.push_back(op.whole(i));
+      check_fits("the result of " + described(op), elements_of(sizes), dtype);
+    }
     shape = shape_after(op, std::move(shape));
+    check_fits("the result of " + described(op), elements_of(shape), dtype);
   }
   return parsed;
 }

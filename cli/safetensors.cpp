@@ -73,7 +73,7 @@ class Reader {
 
   json read_header() const {
     const std::string_view text = std::string_view(content_).substr(kLengthBytes, header_bytes());
-    json header = json::parse(text, nullptr, /*allow_exceptions=*/false);
+    json header = parse_document(text);
     if (!header.is_object()) refuse("a JSON object as header", "something else");
     return header;
   }
@@ -88,10 +88,12 @@ class Reader {
 
     const size_t available = content_.size() - data_begin();
     size_t bytes = c10::elementSize(known->first);
+    int64_t stride = 1;  // of a tensor without elements too
     for (const int64_t extent : shape) {
-      if (extent < 0 || (extent > 0 && bytes > available / static_cast<size_t>(extent))) {
+      if (extent < 0 || (extent > 0 && bytes > available / static_cast<size_t>(extent)) ||
+          __builtin_mul_overflow(stride, std::max<int64_t>(extent, 1), &stride)) {
         refuse("a shape of " + name + " that fits in " + std::to_string(available) + " bytes",
-               entry.at("shape").dump());
+               entry.at("shape").dump().substr(0, 200));
       }
       bytes *= static_cast<size_t>(extent);
     }
@@ -104,7 +106,7 @@ class Reader {
       std::memcpy(tensor.mutable_data_ptr(), content_.data() + data_begin() + begin, bytes);
     return tensor;
   } catch (const json::exception&) {
-    refuse("dtype, shape and data_offsets of " + name, entry.dump());
+    refuse("dtype, shape and data_offsets of " + name, entry.dump().substr(0, 200));
   }
 
   const std::filesystem::path& path_;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "errors.h"
 #include "strings.h"
@@ -17,31 +16,19 @@ namespace {
 
 using nlohmann::json;
 
-/// Options that a resumed training may change: they decide no number, and the text is compared by
-/// its content.
-const std::set<std::string> kFree{"threads", "log-every", "text"};
-
 const std::vector<std::string> kRuns{"plain", "tandem", "fp8"};
 
-/// Calls `visit(option name, field)` for everything that decides a number.
-template <typename Options, typename Visit>
-void for_each_configured(Options& options, const Visit& visit) {
-  visit("layers", options.layers);
-  visit("hidden", options.hidden);
-  visit("heads", options.heads);
-  visit("context", options.context);
-  visit("dtype", options.dtype);
-  visit("batch", options.batch);
-  visit("steps", options.steps);
-  visit("warmup", options.warmup);
-  visit("learning-rate", options.learning_rate);
-  visit("weight-decay", options.weight_decay);
-  visit("clip", options.clip);
-  visit("seed", options.seed);
-  visit("runs", options.runs);
-  visit("text", options.text);
-  visit("threads", options.threads);
-  visit("log-every", options.log_every);
+/// A value as the command line would write it.
+std::string written(const json& value) {
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+/// Whether `value` is of the type of the option's field and within its bounds.
+bool fits(const TrainOption& option, const json& value) {
+  const bool typed = std::holds_alternative<std::string TrainOptions::*>(option.field)
+                         ? value.is_string()
+                         : value.is_number();
+  return typed && allows(option.bounds, written(value));
 }
 
 /// Matrix products in bfloat16 are worth it where the processor has instructions for them.
@@ -58,37 +45,77 @@ bool has_bfloat16_products() {
 
 std::vector<std::string> TrainOptions::run_names() const { return split(runs, ','); }
 
+const std::vector<TrainOption>& train_options() {
+  using enum TrainOption::Kept;
+  using O = TrainOptions;
+  constexpr int64_t kMost = 1'000'000'000;
+  constexpr const char *kModel = "Model", *kTraining = "Training", *kFiles = "Files";
+  static const std::vector<TrainOption> options{
+      {"layers", &O::layers, Whole{1, 1000}, fixed, kModel, "transformer layers"},
+      {"hidden", &O::hidden, Whole{2, 65536}, fixed, kModel, "width of the residual stream"},
+      {"heads", &O::heads, Whole{1, 1024}, fixed, kModel, "attention heads"},
+      {"context", &O::context, Whole{1, 65536}, fixed, kModel, "bytes that the model sees at once"},
+      {"dtype", &O::dtype, Choice{{"auto", "float32", "bfloat16"}}, fixed, kModel,
+       "type of all runs; auto: bfloat16 where the processor multiplies in it (the optimizer "
+       "then keeps float32 copies), else float32"},
+      {"text", &O::text, Text{"FILE"}, freely, kTraining,  // compared by its content
+       "file to learn from (default: the King James Version that comes with Tandem)"},
+      {"runs", &O::runs, Text{"LIST"}, fixed, kTraining,
+       "which to run, in this order: plain, tandem, fp8"},
+      {"batch", &O::batch, Whole{1, 65536}, fixed, kTraining, "sequences per step"},
+      {"steps", &O::steps, Whole{1, kMost}, fixed, kTraining, "steps of each run"},
+      {"learning-rate", &O::learning_rate, Real{0, 10}, fixed, kTraining,
+       "highest learning rate; falls along a cosine to a tenth"},
+      {"warmup", &O::warmup, Whole{0, kMost}, fixed, kTraining,
+       "steps before the highest learning rate"},
+      {"weight-decay", &O::weight_decay, Real{0, 10}, fixed, kTraining, "of matrices, as in AdamW"},
+      {"clip", &O::clip, Real{1e-6, 1e6}, fixed, kTraining,
+       "largest norm of all gradients together"},
+      {"seed", &O::seed, Whole{0, kMost}, fixed, kTraining,
+       "decides initial parameters and batches"},
+      {"threads", &O::threads, Whole{0, 1024}, freely, kTraining,
+       "processor threads; 0: one per core"},
+      {"out", &O::out, Text{"FOLDER"}, no, kFiles, "folder for everything that is written"},
+      {"log-every", &O::log_every, Whole{1, kMost}, freely, kFiles,
+       "steps between rows of metrics.jsonl"},
+      {"checkpoint-every", &O::checkpoint_every, Whole{0, kMost}, no, kFiles,
+       "steps between checkpoints; 0: only on Ctrl-C"},
+  };
+  return options;
+}
+
 json configuration_of(const TrainOptions& options) {
   json configuration = json::object();
-  for_each_configured(options,
-                      [&](const char* name, const auto& field) { configuration[name] = field; });
+  for (const TrainOption& option : train_options()) {
+    if (option.kept == TrainOption::Kept::no) continue;
+    std::visit([&](auto field) { configuration[option.name] = options.*field; }, option.field);
+  }
   return configuration;
 }
 
 TrainOptions with_configuration(TrainOptions options, const json& configuration,
                                 const std::vector<std::string>& given) {
-  for_each_configured(options, [&](const std::string& name, auto& field) {
-    using Field = std::remove_reference_t<decltype(field)>;
+  const auto adopt = [&](const TrainOption& option, auto& field) {
+    const std::string name = option.name;
     const auto saved = configuration.find(name);
-    const bool usable =
-        saved != configuration.end() &&
-        (std::is_same_v<Field, std::string> ? saved->is_string() : saved->is_number());
-    if (!usable) {
-      throw UserError("expected \"" + name + "\" in the checkpoint's configuration, got " +
-                      configuration.dump() +
+    if (saved == configuration.end() || !fits(option, *saved)) {
+      throw UserError("expected \"" + name + "\" to be " + expected(option.bounds) +
+                      " in the checkpoint's configuration, got " +
+                      (saved == configuration.end() ? "none" : saved->dump()) +
                       ". Restore the checkpoint from a copy, or start again without --resume.");
     }
     const bool is_given = std::find(given.begin(), given.end(), name) != given.end();
-    if (is_given && !kFree.contains(name) && *saved != json(field)) {
-      throw UserError(
-          "expected --" + name + " " +
-          (saved->is_string() ? saved->get<std::string>() : saved->dump()) +
-          " as in the checkpoint, got " +
-          (json(field).is_string() ? json(field).get<std::string>() : json(field).dump()) +
-          ". Leave --" + name + " out, or start again without --resume.");
+    if (is_given && option.kept == TrainOption::Kept::fixed && *saved != json(field)) {
+      throw UserError("expected --" + name + " " + written(*saved) + " as in the checkpoint, got " +
+                      written(field) + ". Leave --" + name +
+                      " out, or start again without --resume.");
     }
-    if (!is_given) field = saved->template get<Field>();
-  });
+    if (!is_given) saved->get_to(field);
+  };
+  for (const TrainOption& option : train_options()) {
+    if (option.kept == TrainOption::Kept::no) continue;
+    std::visit([&](auto field) { adopt(option, options.*field); }, option.field);
+  }
   return options;
 }
 

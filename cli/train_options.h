@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <variant>
 #include <vector>
 
+#include "bounds.h"
 #include "gpt_layers.h"
 
 namespace tandem::cli {
@@ -38,13 +40,32 @@ struct TrainOptions {
   int64_t step_tokens() const { return batch * context; }
 };
 
+/// One option of `tandem train`.
+struct TrainOption {
+  enum class Kept {
+    no,      ///< by no checkpoint
+    freely,  ///< by a checkpoint, and may be changed when resuming: it decides no number
+    fixed,   ///< by a checkpoint, and must stay as it is
+  };
+
+  const char* name;  ///< without dashes
+  std::variant<int64_t TrainOptions::*, double TrainOptions::*, std::string TrainOptions::*> field;
+  Bounds bounds;  ///< on the command line and in a checkpoint
+  Kept kept;
+  const char *group, *help;
+};
+
+/// All of them, in the order of the help text.
+const std::vector<TrainOption>& train_options();
+
 /// What decides the numbers of a training, by option name; a checkpoint holds it.
 nlohmann::json configuration_of(const TrainOptions& options);
 
 /// `options` with the configuration of a checkpoint in place of its own; the options in `given`
 /// must agree with it.
 ///
-/// Throws: UserError naming the first option that differs (test test_mismatched_checkpoint).
+/// Throws: UserError naming the first option that differs or is out of its bounds (tests
+///         test_mismatched_checkpoint, test_checkpoint_is_held_to_the_bounds_of_options).
 TrainOptions with_configuration(TrainOptions options, const nlohmann::json& configuration,
                                 const std::vector<std::string>& given);
 

@@ -3,9 +3,11 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <numeric>
 #include <utility>
@@ -29,11 +31,16 @@ constexpr int64_t kSampleBytes = 240;
 volatile std::sig_atomic_t interrupted = 0;
 
 /// The first Ctrl-C or SIGTERM asks for a stop at the next step; a second one ends the process at
-/// once.
+/// once. A closing terminal may send SIGHUP twice, itself and through the shell, and means one
+/// stop; under nohup it means none.
 void catch_interrupts() {
-  struct sigaction action {};
+  struct sigaction action {
+  }, before{};
   action.sa_handler = [](int) { interrupted = 1; };
-  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  action.sa_flags = SA_RESTART;
+  ::sigaction(SIGHUP, nullptr, &before);
+  if (before.sa_handler != SIG_IGN) ::sigaction(SIGHUP, &action, nullptr);
+  action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
   ::sigaction(SIGINT, &action, nullptr);
   ::sigaction(SIGTERM, &action, nullptr);
 }
@@ -45,10 +52,25 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-fs::path metrics_path(const TrainOptions& options) {
-  return fs::path(options.out) / "metrics.jsonl";
+constexpr const char *kMetricsName = "metrics.jsonl", *kReportName = "report.html";
+
+std::string model_name(const std::string& run) { return "model-" + run + ".safetensors"; }
+
+/// The row of metrics.jsonl that ends a run.
+json final_row(const RunResult& result) {
+  json row = result;
+  row["final"] = true;
+  return row;
 }
-fs::path report_path(const TrainOptions& options) { return fs::path(options.out) / "report.html"; }
+
+/// `make run` leaves the time at which it began, in seconds since 1970: how long a clone takes to its first step is a figure too.
+void print_time_since_make() {
+  const char* const started = std::getenv("TANDEM_STARTED");
+  if (started == nullptr) return;
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  std::fprintf(stderr, "first training step: %.1f s after make began\n",
+               now.count() - std::atof(started));
+}
 
 }  // namespace
 
@@ -59,10 +81,27 @@ TrainSession::TrainSession(const TrainOptions& options, bool quiet)
       text_(options_.text, options_.context),
       text_checksum_(text_.checksum()) {
   at::set_num_threads(static_cast<int>(options_.threads));
-  require_writable_folder(options_.out);
 }
 
-void TrainSession::resume(const json& state) try {
+std::vector<std::string> TrainSession::file_names() const {
+  std::vector<std::string> names{kMetricsName, kReportName, kCheckpointName};
+  for (const std::string& run : runs_) names.push_back(model_name(run));
+  return names;
+}
+
+/// Rows as log_step writes them, run after run.
+void TrainSession::check_log() const {
+  for (const json& row : log_) {
+    const auto run = std::find(runs_.begin(), runs_.end(), row.at("run").get<std::string>());
+    const bool fits = run != runs_.end() &&
+                      run - runs_.begin() <= static_cast<std::ptrdiff_t>(run_index_) &&
+                      row.at("step").is_number_integer() && row.at("bits_per_byte").is_number();
+    if (!fits)
+      throw json::other_error::create(0, "a row of its log is none: " + row.dump(), nullptr);
+  }
+}
+
+void TrainSession::resume(const OutFolder& out, const json& state) try {
   const std::string checksum = state.at("text").at("fnv1a64");
   if (checksum != text_checksum_) {
     throw UserError("expected the text that the checkpoint was trained on (checksum " + checksum +
@@ -76,19 +115,26 @@ void TrainSession::resume(const json& state) try {
   state.at("step_seconds").get_to(step_seconds_);
   state.at("plan_svg").get_to(plan_svg_);
   log_ = state.at("log");
-  const bool fits = run_index_ < runs_.size() && results_.size() == run_index_ && step_ >= 0 &&
-                    step_ <= options_.steps && losses_.size() == static_cast<size_t>(step_) &&
+  const auto is_of_its_run = [&](const RunResult& result) {
+    return result.run == runs_[static_cast<size_t>(&result - results_.data())];
+  };
+  const bool fits = state.at("run_index").is_number_integer() && run_index_ < runs_.size() &&
+                    results_.size() == run_index_ &&
+                    std::all_of(results_.begin(), results_.end(), is_of_its_run) &&
+                    state.at("step").is_number_integer() && step_ >= 0 && step_ <= options_.steps &&
+                    losses_.size() == static_cast<size_t>(step_) &&
                     step_seconds_.size() == losses_.size() && log_.is_array();
   if (!fits) throw json::other_error::create(0, "run_index, step and losses disagree", nullptr);
-  restored_ = load_checkpoint_tensors(options_.out, state);
+  check_log();
+  restored_ = load_checkpoint_tensors(out.path(), state);
   Training(options_, runs_[run_index_], text_).restore(restored_, step_);  // fits, or throws
 } catch (const json::exception& error) {
-  throw UserError("expected the state of a training in " + checkpoint_path(options_.out).string() +
+  throw UserError("expected the state of a training in " + (out.path() / kCheckpointName).string() +
                   ", got a document without it (" + error.what() +
                   "). Restore the file from a copy, or start again without --resume.");
 }
 
-void TrainSession::save(const std::string& run, const Training& training) {
+void TrainSession::save(OutFolder& out, const std::string& run, const Training& training) const {
   const json state{{"configuration", configuration_of(options_)},
                    {"text", {{"bytes", text_.bytes()}, {"fnv1a64", text_checksum_}}},
                    {"run", run},
@@ -99,30 +145,35 @@ void TrainSession::save(const std::string& run, const Training& training) {
                    {"losses", losses_},
                    {"step_seconds", step_seconds_},
                    {"plan_svg", plan_svg_}};
-  save_checkpoint(options_.out, run + "-" + std::to_string(step_), state, training.state());
+  save_checkpoint(out, run + "-" + std::to_string(step_), state, training.state());
 }
 
-/// Starts metrics.jsonl with the rows known so far: none, or those of the checkpoint.
-void TrainSession::begin_metrics() const {
+/// Starts metrics.jsonl with the rows known so far, in the order in which they came: none, or those
+/// of the checkpoint.
+void TrainSession::begin_metrics(OutFolder& out) const {
   std::string lines;
-  for (const json& row : log_) lines += row.dump() + "\n";
-  for (const RunResult& result : results_) {
-    json row = result;
-    row["final"] = true;
-    lines += row.dump() + "\n";
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    for (const json& row : log_) {
+      if (row.at("run") == runs_[i]) lines += row.dump() + "\n";
+    }
+    if (i < results_.size()) lines += final_row(results_[i]).dump() + "\n";
   }
-  write_file(metrics_path(options_), lines);
+  AtomicFile file(out.claim(kMetricsName));
+  file.write(lines);
+  file.commit();
 }
 
-void TrainSession::append(const json& row) {
-  std::ofstream stream(metrics_path(options_), std::ios::app);
+void TrainSession::append(OutFolder& out, const json& row) const {
+  const fs::path path = out.claim(kMetricsName);
+  std::ofstream stream(path, std::ios::app);
   stream << row.dump() + "\n" << std::flush;
   if (!stream)
-    throw UserError("expected space for " + metrics_path(options_).string() +
+    throw UserError("expected space for " + path.string() +
                     ", got a failed write. Free some space.");
 }
 
-void TrainSession::log_step(const std::string& run, int64_t step, const StepMetrics& metrics) {
+void TrainSession::log_step(OutFolder& out, const std::string& run, int64_t step,
+                            const StepMetrics& metrics) {
   losses_.push_back(metrics.bits_per_byte);
   step_seconds_.push_back(metrics.seconds);
   if ((step + 1) % options_.log_every != 0 && step + 1 != options_.steps) return;
@@ -137,10 +188,10 @@ void TrainSession::log_step(const std::string& run, int64_t step, const StepMetr
        {"learning_rate", metrics.learning_rate},
        {"gradient_norm", metrics.gradient_norm},
        {"tokens_per_second", static_cast<double>(options_.step_tokens()) / metrics.seconds}});
-  append(log_.back());
+  append(out, log_.back());
 }
 
-void TrainSession::finish_one(const std::string& run, Training& training,
+void TrainSession::finish_one(OutFolder& out, const std::string& run, Training& training,
                               int64_t peak_memory_bytes) {
   RunResult result;
   result.run = run;
@@ -152,15 +203,12 @@ void TrainSession::finish_one(const std::string& run, Training& training,
   if (std::string svg = training.mlp_plan_svg(); !svg.empty()) plan_svg_ = std::move(svg);
   result.validation_bits_per_byte = training.validation_bits_per_byte();
   results_.push_back(result);
-  json row = result;
-  row["final"] = true;
-  append(row);
-  write_safetensors(fs::path(options_.out) / ("model-" + run + ".safetensors"),
-                    training.parameters());
+  append(out, final_row(result));
+  write_safetensors(out.claim(model_name(run)), training.parameters());
   if (run_index_ + 1 == runs_.size()) sample_ = printable(training.sample(kSampleBytes));
 }
 
-bool TrainSession::train_one(const std::string& run) {
+bool TrainSession::train_one(OutFolder& out, const std::string& run) {
   Training(options_, run, text_).step(0);  // buffers that libraries keep for good count for no run
   PeakMemory memory;
   memory.start();
@@ -173,7 +221,7 @@ bool TrainSession::train_one(const std::string& run) {
   while (step_ < options_.steps) {
     if (interrupted) {
       progress.finish();
-      save(run, training);
+      save(out, run, training);
       return false;
     }
     const StepMetrics metrics = training.step(step_);
@@ -183,7 +231,8 @@ bool TrainSession::train_one(const std::string& run) {
                       " at step " + std::to_string(step_ + 1) + " of run " + run +
                       ". Pass a smaller --learning-rate or --clip.");
     }
-    log_step(run, step_, metrics);
+    log_step(out, run, step_, metrics);
+    if (step_ == 0 && run_index_ == 0 && !quiet_) print_time_since_make();
     ++step_;
     pace.add(metrics.seconds);
     progress.show(
@@ -193,33 +242,38 @@ bool TrainSession::train_one(const std::string& run) {
                duration_text(pace.remaining_seconds(all_steps - steps_before - step_)).c_str()));
     const bool due = options_.checkpoint_every > 0 &&
                      (step_ % options_.checkpoint_every == 0 || step_ == options_.steps);
-    if (due) save(run, training);
+    if (due) save(out, run, training);
   }
   progress.finish();
-  finish_one(run, training, memory.bytes());
+  finish_one(out, run, training, memory.bytes());
   return true;
 }
 
-bool TrainSession::run() {
+bool TrainSession::run(OutFolder& out) {
   catch_interrupts();
-  begin_metrics();
+  begin_metrics(out);
   for (; run_index_ < runs_.size(); ++run_index_) {
-    if (!train_one(runs_[run_index_])) return false;
+    if (!train_one(out, runs_[run_index_])) return false;
     step_ = 0;
     losses_.clear();
     step_seconds_.clear();
   }
-  write_file(report_path(options_), report_html({title(), results_, &log_, plan_svg_, sample_}));
+  AtomicFile report(out.claim(kReportName));
+  report.write(report_html({title(), results_, &log_, plan_svg_, sample_}));
+  report.commit();
   return true;
 }
 
 json TrainSession::document(bool finished) const {
-  json document{
-      {"command", "train"},  {"finished", finished}, {"configuration", configuration_of(options_)},
-      {"results", results_}, {"log", log_},          {"metrics", metrics_path(options_).string()}};
+  json document{{"command", "train"},
+                {"finished", finished},
+                {"configuration", configuration_of(options_)},
+                {"results", results_},
+                {"log", log_},
+                {"metrics", (fs::path(options_.out) / kMetricsName).string()}};
   if (finished) {
     document["sample"] = sample_;
-    document["report"] = report_path(options_).string();
+    document["report"] = (fs::path(options_.out) / kReportName).string();
   } else {
     document["stopped"] = {{"run", runs_[run_index_]}, {"step", step_}};
     document["resume"] = resume_command();
@@ -229,8 +283,8 @@ json TrainSession::document(bool finished) const {
 
 std::string TrainSession::summary() const {
   return results_table(results_) + "\nText drawn from the last model:\n" + sample_ +
-         "\n\nCurves and plan: " + report_path(options_).string() +
-         "\nNumbers:         " + metrics_path(options_).string() + "\n";
+         "\n\nCurves and plan: " + (fs::path(options_.out) / kReportName).string() +
+         "\nNumbers:         " + (fs::path(options_.out) / kMetricsName).string() + "\n";
 }
 
 std::string TrainSession::resume_command() const {

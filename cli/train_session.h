@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "out_folder.h"
 #include "report.h"
 #include "safetensors.h"
 #include "text_data.h"
@@ -16,18 +17,22 @@ namespace tandem::cli {
 ///
 /// Writes into the --out folder: metrics.jsonl as it goes; checkpoint.json with its tensors;
 /// model-<run>.safetensors and report.html at the end. Nothing is written before everything given
-/// has been checked.
+/// has been checked, and only to names that the folder grants.
 class TrainSession {
  public:
-  /// Throws: UserError for options, text, folder or checkpoint that will not do.
+  /// Throws: UserError for options or a text that will not do.
   TrainSession(const TrainOptions& options, bool quiet);
 
-  /// Goes on from the checkpoint in the --out folder. Throws: UserError when it does not fit, with
-  /// nothing overwritten.
-  void resume(const nlohmann::json& state);
+  const std::string& out() const { return options_.out; }
+  /// What it writes under names known beforehand.
+  std::vector<std::string> file_names() const;
 
-  /// Trains until done (true) or until SIGINT or SIGTERM, after saving (false).
-  bool run();
+  /// Goes on from the checkpoint in `out`. Throws: UserError when it does not fit, with nothing
+  /// overwritten.
+  void resume(const OutFolder& out, const nlohmann::json& state);
+
+  /// Trains until done (true) or until SIGINT, SIGTERM or SIGHUP, after saving (false).
+  bool run(OutFolder& out);
 
   /// Everything as one document.
   nlohmann::json document(bool finished) const;
@@ -37,12 +42,14 @@ class TrainSession {
   std::string title() const;
 
  private:
-  bool train_one(const std::string& run);
-  void log_step(const std::string& run, int64_t step, const StepMetrics& metrics);
-  void finish_one(const std::string& run, Training& training, int64_t peak_memory_bytes);
-  void save(const std::string& run, const Training& training);
-  void append(const nlohmann::json& row);
-  void begin_metrics() const;
+  bool train_one(OutFolder& out, const std::string& run);
+  void log_step(OutFolder& out, const std::string& run, int64_t step, const StepMetrics& metrics);
+  void finish_one(OutFolder& out, const std::string& run, Training& training,
+                  int64_t peak_memory_bytes);
+  void save(OutFolder& out, const std::string& run, const Training& training) const;
+  void append(OutFolder& out, const nlohmann::json& row) const;
+  void begin_metrics(OutFolder& out) const;
+  void check_log() const;
 
   const TrainOptions options_;
   const std::vector<std::string> runs_;

@@ -1,11 +1,10 @@
-#include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "commands.h"
 #include "errors.h"
-#include "options.h"
+#include "output.h"
 #include "pipeline_syntax.h"
 
 namespace tandem::cli {
@@ -34,11 +33,11 @@ int verify_pipeline(const Arguments& arguments) {
                                   {"recipe", arguments.pipeline.recipe},
                                   {"passed", report.passed},
                                   {"text", report.text}};
-    std::printf("%s\n", document.dump(1).c_str());
+    print(document.dump(1) + "\n");
   } else {
-    std::printf(
-        "%s%s%s\n", report.text.c_str(), report.text.ends_with('\n') ? "" : "\n",
-        report.passed ? "passed: fused equals unfused" : "FAILED: fused differs from unfused");
+    print(report.text + (report.text.ends_with('\n') ? "" : "\n") +
+          (report.passed ? "passed: fused equals unfused\n"
+                         : "FAILED: fused differs from unfused\n"));
   }
   return report.passed ? kExitOk : kExitFailure;
 }
@@ -47,14 +46,14 @@ int verify_pipeline(const Arguments& arguments) {
 
 void add_verify(CLI::App& tandem, Action& action) {
   const auto arguments = std::make_shared<Arguments>();
-  CLI::App& app = *tandem.add_subcommand("verify",
-                                         "Run a pipeline fused and unfused, in every part, and "
-                                         "compare outputs, gradients and what is kept.");
-  app.footer(op_list_help() + kExamples);
+  CLI::App& app = add_command(tandem, "verify",
+                              "Run a pipeline fused and unfused, in every part, and "
+                              "compare outputs, gradients and what is kept.",
+                              op_list_help() + kExamples, action,
+                              [arguments] { return verify_pipeline(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
-  app.add_flag("--json", arguments->json, "print one JSON document");
-  app.callback(
-      [&action, arguments] { action = [arguments] { return verify_pipeline(*arguments); }; });
+  add_flag(
+      app, "--json", [arguments] { arguments->json = true; }, "print one JSON document");
 }
 
 }  // namespace tandem::cli

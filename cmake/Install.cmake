@@ -38,6 +38,8 @@ endif()
 if(TARGET _C AND SKBUILD)
   set_target_properties(_C PROPERTIES INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
   install(TARGETS _C LIBRARY DESTINATION .)
+  configure_file(cmake/_build.py.in ${PROJECT_BINARY_DIR}/generated/_build.py @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/generated/_build.py DESTINATION .)
 endif()
 
 install(EXPORT tandemTargets NAMESPACE tandem:: DESTINATION ${package_dir})

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the library, the program, the tests and the benchmarks into build/release and installs the package into .venv.
-# Prints the seconds that the library took. `scripts/setup.sh` has run before.
+# build.sh [TARGET...]: builds the library, the extension and the program into build/release, installs the package into .venv, then builds
+# the targets: `all` for the tests, `benchmarks`. Prints the seconds that each took. `scripts/setup.sh` has run before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -16,20 +16,15 @@ configure release
 state=incremental
 [ -e build/release/libtandem.built ] || state=clean
 start=$(now)
-compile release tandem $(targets_among release _C tandem_cli)
+compile release tandem _C tandem_cli
 touch build/release/libtandem.built
 library_seconds=$(seconds_since "$start")
-
-start=$(now)
-compile release all
-rest_seconds=$(seconds_since "$start")
 
 # What is installed is known by the files it is made of; nothing is done when none of them changed.
 start=$(now)
 package_stamp() {
-  { find python include data pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
-    find build/release -name 'libtandem.so' -o -name '_C.*.so' -o -path '*/bin/tandem' | sort | xargs -r sha256sum
-    cat cmake/*; } | sha256sum
+  { find python include data cmake pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
+    sha256sum build/release/src/libtandem.so build/release/src/_C.*.so build/release/bin/tandem; } | sha256sum
 }
 if [ "$(cat .venv/tandem.stamp 2>/dev/null)" != "$(package_stamp)" ] || [ ! -e .venv/bin/tandem ]; then
   rm -f .venv/tandem.stamp
@@ -37,5 +32,10 @@ if [ "$(cat .venv/tandem.stamp 2>/dev/null)" != "$(package_stamp)" ] || [ ! -e .
     --config-settings=build-dir=build/release . </dev/null
   package_stamp >.venv/tandem.stamp
 fi
-echo "build: library $library_seconds s ($state, $(jobs_count) jobs), tests and benchmarks $rest_seconds s," \
-  "package $(seconds_since "$start") s"
+echo "build: library $library_seconds s ($state, $(jobs_count) jobs), package $(seconds_since "$start") s"
+
+if [ $# -gt 0 ]; then
+  start=$(now)
+  compile release "$@"
+  echo "build: $* $(seconds_since "$start") s"
+fi

@@ -31,16 +31,6 @@ compile() {
   cmake --build --preset "$preset" -j "$(jobs_count)" --target "$@"
 }
 
-# targets_among PRESET TARGET...: those of the targets that the preset's build has.
-targets_among() {
-  local preset=$1 all
-  shift
-  all=$(cmake --build "build/$preset" --target help)
-  for target in "$@"; do
-    if grep -q "^$target: phony" <<<"$all"; then echo "$target"; fi
-  done
-}
-
 # run_ctest PRESET: runs the C++ tests and prints the closing lines of each test program.
 run_ctest() {
   ctest --preset "$1" -j "$(jobs_count)" ${CTEST_ARGS:-}

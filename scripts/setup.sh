@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what building, testing and running need and is missing: Debian packages, and .venv with the packages of requirements.txt.
-# Takes a second when nothing is missing. With --ci also what .ci/run needs beyond that.
+# Installs what building, testing and running need and is missing: Debian packages, and .venv with the packages of requirements.txt and
+# requirements-test.txt. Takes a second when nothing is missing. With --run without the Python packages that only tests need, with --ci
+# also what .ci/run needs beyond tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,11 +9,12 @@ cd "$(dirname "$0")/.."
 needs=(g++:g++ make:make cmake:cmake ninja-build:ninja python3:python3 ccache:ccache mold:mold
        libhwy-dev:hwy/highway.h nlohmann-json3-dev:nlohmann/json.hpp libcli11-dev:CLI/CLI.hpp
        libgtest-dev:gtest/gtest.h libgmock-dev:gmock/gmock.h libbenchmark-dev:benchmark/benchmark.h)
-if [ "${1:-}" = --ci ]; then needs+=(clang:clang++ clang-format:clang-format git:git); fi
+if [ "${1:-}" = --ci ]; then needs+=(clang:clang++ libclang-rt-14-dev:libclang_rt.fuzzer clang-format:clang-format git:git); fi
 
 is_there() {
   case "$1" in
     *.h | *.hpp) for root in /usr/include /usr/local/include; do [ -e "$root/$1" ] && return 0; done; return 1 ;;
+    libclang_rt.*) compgen -G "/usr/lib/llvm-*/lib/clang/*/lib/*/$1*.a" >/dev/null ;;
     *) command -v "$1" >/dev/null ;;
   esac
 }
@@ -52,16 +54,19 @@ python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
   exit 1
 }
 
-# A venv does not survive a move of its folder nor another Python, so both are part of the stamp.
-stamp=$({ pwd; command -v python3; python3 -V; cat requirements.txt; } | sha256sum)
-stamp_file=.venv/requirements.stamp
-if [ "$(cat $stamp_file 2>/dev/null)" != "$stamp" ]; then
+# A venv does not survive a move of its folder nor another Python, so both are part of each stamp.
+files=(requirements.txt)
+[ "${1:-}" = --run ] || files+=(requirements-test.txt)
+for file in "${files[@]}"; do
+  stamp=$({ pwd; command -v python3; python3 -V; cat "$file"; } | sha256sum)
+  stamp_file=.venv/$file.stamp
+  [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp" ] || continue
   if ! grep -qsF "$PWD/.venv" .venv/bin/activate ||
     [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$version" ]; then
     echo "setup: making .venv with python3 $version"
     python3 -m venv --clear .venv
   fi
-  echo "setup: installing requirements.txt into .venv"
-  .venv/bin/python -m pip install -qq --disable-pip-version-check -r requirements.txt </dev/null
-  echo "$stamp" >$stamp_file
-fi
+  echo "setup: installing $file into .venv"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check -r "$file" </dev/null
+  echo "$stamp" >"$stamp_file"
+done

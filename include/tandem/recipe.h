@@ -1,7 +1,7 @@
 // Recipes: which low-precision format the operands of products take, and how they are scaled.
 #pragma once
 
-#include <string>
+#include <memory>
 
 #include "tandem/export.h"
 
@@ -19,8 +19,11 @@ struct Float8CurrentScaling {
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
+struct Region;
+
 /// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
-/// per outermost region. Regions nest; `enabled = false` switches quantization off inside.
+/// per outermost region. Regions nest; `enabled = false` switches quantization off inside. One that is destroyed before one that was made
+/// inside it, or in another thread, ends all the same, with a warning: the others stay in force until they end.
 ///
 ///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
 class TANDEM_API Autocast {
@@ -29,6 +32,9 @@ class TANDEM_API Autocast {
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  std::shared_ptr<Region> region_;
 };
 
 /// To be called after weights were written inside a region in a way that moves no version counter, such as through `.data`.

@@ -1,17 +1,23 @@
 """Tandem: an operation fuser for training with PyTorch.
 
->>> import tandem, tandem.ops as ops
+>>> import torch, tandem
+>>> from tandem import ops
 >>> mlp = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 256), ops.SwiGLU(), ops.Linear(128, 64))
->>> y = mlp(torch.randn(8, 64))
->>> print(tandem.explain(mlp))
+>>> mlp(torch.randn(8, 64)).shape
+torch.Size([8, 64])
+>>> mlp.fusions_made()
+['glu_backward_bias', 'linear_bias', 'linear_bias_glu']
+>>> print(tandem.explain(mlp).splitlines()[0])
+plan: training, with gradients, recipe none
 """
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tandem._build import TORCH
 from tandem._versions import check_torch
 
-check_torch(torch.__version__)
+check_torch(torch.__version__, TORCH)
 
 from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
@@ -45,3 +51,7 @@ def _after_step(*_: object) -> None:
 
 
 register_optimizer_step_post_hook(_after_step)
+
+
+def __dir__() -> list[str]:
+    return __all__

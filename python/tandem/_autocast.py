@@ -7,29 +7,20 @@ import json
 from types import TracebackType
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
 from tandem.recipe import Float8CurrentScaling, Format, Recipe
 
 
-def current_recipe() -> Recipe | None:
-    """The recipe of the innermost region of this thread."""
-    text = _C.active_recipe()
+def recipe_of(text: str | None) -> Recipe | None:
+    """The recipe that a description holds."""
     if text is None:
         return None
     fields = json.loads(text)
     return Float8CurrentScaling(fields["use_power_2_scales"], Format[fields["fp8_format"]], *fields["amax_epsilon"])
 
 
-class _Active:
-    """The recipe in force as a plain Python value, which Dynamo reads and guards. Eager calls ask the library's thread-local state."""
-
-    def __init__(self) -> None:
-        self.recipe = "null"
-
-
-active = _Active()
 _DEFAULT_RECIPE = Float8CurrentScaling()
 
 
@@ -37,7 +28,14 @@ class autocast(contextlib.ContextDecorator):
     """Runs the products of pipelines in low precision inside a `with` block, as `recipe` says.
 
     The outermost region is also one region of weight codes: each weight is quantized once in it, again after an optimizer has stepped.
-    `enabled=False` switches quantization off inside.
+    `enabled=False` switches quantization off inside. What is in force belongs to the thread, and to the async context: a task does not
+    see the regions of others. One object may be entered again, also by several threads. Regions are left in reverse order; leaving
+    another than the innermost raises RuntimeError, and the others stay in force until they are left.
+
+    >>> import torch, tandem
+    >>> linear = tandem.ops.Linear(16, 16)
+    >>> with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
+    ...     y = linear(torch.randn(4, 16))
     """
 
     def __init__(
@@ -47,6 +45,14 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
+        """Makes a region; `with` enters it.
+
+        Args:
+            enabled: whether products inside are quantized.
+            calibrating: False; no other value is known yet.
+            recipe: formats and scaling; None: `Float8CurrentScaling()`.
+            amax_reduction_group: None; no other value is known yet.
+        """
         if calibrating:
             raise NotImplementedError(
                 "autocast: expected calibrating=False, got True. Current scaling needs no calibration; leave it out."
@@ -64,17 +70,20 @@ class autocast(contextlib.ContextDecorator):
                 "Pass tandem.recipe.Float8CurrentScaling()."
             )
         self._json = recipe.to_json() if enabled else "null"
-        self._outer: list[str] = []
+        self._outer_while_traced: list[str] = []
 
     def __enter__(self) -> None:
-        self._outer.append(active.recipe)
-        if not is_compiling():
-            _C.enter_autocast(self._json)
-        active.recipe = self._json
+        # Not is_compiling(): that is also True while another thread compiles.
+        if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the recipe is in its descriptions
+            self._outer_while_traced.append(_C.in_force.recipe)
+            _C.in_force.recipe = self._json
+        else:
+            _C.enter_autocast(self._json, self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        active.recipe = self._outer.pop()
-        if not is_compiling():
-            _C.exit_autocast()
+        if is_dynamo_compiling():
+            _C.in_force.recipe = self._outer_while_traced.pop()
+        else:
+            _C.exit_autocast(self)

@@ -9,12 +9,24 @@ from tandem.ops.reporting import Verification
 
 
 def explain(pipeline: Sequential, format: str = "text") -> str:
-    """What was planned for a container, and why; see `tandem.ops.Sequential.explain`."""
+    """What was planned for a container, and why; see `tandem.ops.Sequential.explain`.
+
+    Args:
+        pipeline: the container, after a call.
+        format: "text", "svg", "html" or "json".
+    """
     return _container("explain", pipeline).explain(format)
 
 
 def verify(pipeline: Sequential, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
-    """Compares fused with unfused; see `tandem.ops.Sequential.verify`."""
+    """Compares fused with unfused; see `tandem.ops.Sequential.verify`.
+
+    Args:
+        pipeline: the container.
+        x: its input.
+        extra_inputs: its extra inputs.
+        masks: random subsets of the gradients that are compared, besides all of them.
+    """
     return _container("verify", pipeline).verify(x, *extra_inputs, masks=masks)
 
 

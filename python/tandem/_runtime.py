@@ -28,6 +28,7 @@ class _Fields:
     counts: list[int]  # tensors of each context
     ghost: Any
     y_like: tuple[Sequence[int], torch.dtype, torch.device] | None
+    buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
 
 
 def _ghost(op: BasicOperation) -> BasicOperation:
@@ -35,7 +36,8 @@ def _ghost(op: BasicOperation) -> BasicOperation:
     ghost = object.__new__(type(op))
     ghost.__dict__.update(op.__dict__)
     ghost.__dict__["_parameters"] = dict.fromkeys(op._parameters)
-    ghost.__dict__.pop("_owner", None)
+    for name in ("_fingerprint", "_owner"):
+        ghost.__dict__.pop(name, None)
     return ghost
 
 
@@ -44,26 +46,42 @@ def _standing_in(ops: Iterable[BasicOperation], params: Sequence[Tensors]) -> It
     """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
     replaced = []
     for op, own in zip(ops, params, strict=True):
-        for (module, name), tensor in zip(op.parameter_places(), own, strict=False):
-            if module._parameters.get(name) is not tensor:
-                replaced.append((module._parameters, name, module._parameters.get(name)))
-                module._parameters[name] = tensor
+        places = [(module._parameters if name in module._parameters else vars(module), name) for module, name in op.parameter_places()]
+        places += [(module._buffers, name) for module, name in op.buffer_places()]
+        for (tensors, name), tensor in zip(places, own, strict=False):
+            if tensors.get(name) is not tensor:
+                replaced.append((tensors, name, tensors.get(name), tensor))
+                tensors[name] = tensor
     try:
         yield
+        for tensors, name, _, tensor in replaced:
+            if tensors.get(name) is not tensor:
+                raise RuntimeError(
+                    f"{type(op).__qualname__}: expected {name} to be written in place in compiled code, got another tensor assigned to it. "
+                    f"Use self.{name}.copy_(...)."
+                )
     finally:
-        for parameters, name, own_tensor in reversed(replaced):
-            parameters[name] = own_tensor
+        for tensors, name, own_tensor, _ in reversed(replaced):
+            tensors[name] = own_tensor
 
 
 def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
     return [tuple(context.to_save or ()) for context in contexts]
 
 
-def _fields(contexts: list[OperationContext], saved: Sequence[Tensors], ghost: Any, y: torch.Tensor) -> _Fields:
+def _fields(
+    ops: Sequence[BasicOperation],
+    params: Sequence[Tensors],
+    contexts: list[OperationContext],
+    saved: Sequence[Tensors],
+    ghost: Any,
+    y: torch.Tensor,
+) -> _Fields:
     for context in contexts:
         context.to_save = None
     y_like = (y.shape, y.dtype, y.device) if isinstance(y, torch.Tensor) else None  # the library refuses what is no tensor
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like)
+    buffers = [own[len(list(op.parameter_places())) :] for op, own in zip(ops, params, strict=True)]
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers)
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
@@ -99,21 +117,21 @@ class Runtime:
         if op is None:
             raise RuntimeError(f"{key}: expected an op that is alive, got one that is gone. Keep the module that holds it.")
         context = OperationContext(requires_grad=save)
-        with _standing_in((op,), params):
+        with _standing_in((op,), params), python_op.own_code((op,)):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(kwargs)])
         saved = _saved_of([context]) if save else [()]
-        fields = _fields([context], saved, _ghost(op), y) if save else None
+        fields = _fields([op], params, [context], saved, _ghost(op), y) if save else None
         return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
 
     def _forward_fused(self, fused: fusions.Fused, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
         op, basics = fused.get()
         contexts = [OperationContext(requires_grad=save) for _ in basics]
-        with _standing_in(basics, params):
+        with _standing_in(basics, params), python_op.own_code(basics):
             y, extra_outputs = _run_forward(op, contexts, x, extras, [{} for _ in basics])
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
-            return y, [tuple(group) for group in extra_outputs], flat, _fields(contexts, saved, None, y) if save else None
+            return y, [tuple(group) for group in extra_outputs], flat, _fields(basics, params, contexts, saved, None, y) if save else None
         if save:
             saved = [fusions.written_context(fused, basic, tensors) for basic, tensors in zip(basics, saved, strict=True)]
         return y, [tuple(group) for group in extra_outputs], saved, None
@@ -138,16 +156,17 @@ class Runtime:
             if grad_y is None:
                 shape, dtype, device = fields.y_like
                 grad_y = torch.zeros(shape, dtype=dtype, device=device)
+            params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
         else:
             contexts = [OperationContext(saved_tensors=tuple(own)) for own in saved]
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        with _standing_in(basics, params):
+        with _standing_in(basics, params), python_op.own_code(basics):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
         return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
 
-    def groups(self, pass_name: str, instances: list[str], quantized: bool) -> list[tuple[int, int, str, str]]:
-        return fusions.groups(pass_name, instances, quantized)
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[tuple[int, int, str, str]]:
+        return fusions.groups(pass_name, instances, recipe)
 
 
 def install() -> None:

@@ -1,14 +1,12 @@
-"""Which versions of torch this package works with."""
-
-OLDEST, TOO_NEW = (2, 11), (2, 14)
+"""Whether the installed torch is the one that this build was made for. The library calls torch's C++ functions, which change with it."""
 
 
-def check_torch(version: str) -> None:
-    """Raises ImportError where `version` of torch is not one that the library can be loaded with."""
-    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if OLDEST <= found < TOO_NEW:
+def check_torch(installed: str, built_against: str) -> None:
+    """Raises ImportError where `installed` is another minor version of torch than `built_against`."""
+    wanted = ".".join(built_against.split(".")[:2])
+    if installed.split("+")[0].split(".")[:2] == wanted.split("."):
         return
     raise ImportError(
-        f"tandem: expected torch >={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, TOO_NEW))}, got torch {version}. "
-        f'Run: pip install "torch>={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}", then reinstall tandem.'
+        f"tandem: expected torch {wanted}, which this tandem was built against, got torch {installed}. "
+        f'Run: pip install "torch=={wanted}.*", or build tandem for the torch that you have: pip install --no-build-isolation from its source.'
     )

@@ -28,6 +28,13 @@ class Float8CurrentScaling(Recipe):
     """FP8 with one scale per tensor, from the largest magnitude of the tensor as it is.
 
     scale = FP8 maximum / max(amax, epsilon), rounded down to a power of two with `use_power_2_scales`.
+
+    Args:
+        use_power_2_scales: whether scales are powers of two.
+        fp8_format: formats of the operands.
+        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of inputs, weights and gradients, at least 0.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
+        backward_override: None; no other value is known yet.
     """
 
     use_power_2_scales: bool = False
@@ -70,3 +77,7 @@ class Float8CurrentScaling(Recipe):
             f'{{"amax_epsilon":{epsilons},"fp8_format":"{self.fp8_format.value}",'
             f'"name":"Float8CurrentScaling","use_power_2_scales":{power_2}}}'
         )
+
+
+def __dir__() -> list[str]:
+    return __all__

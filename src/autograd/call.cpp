@@ -2,9 +2,9 @@
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
+
+#include "autograd/direct.h"
 
 namespace tandem {
 
@@ -12,28 +12,6 @@ namespace {
 
 using at::Tensor;
 using c10::DispatchKey;
-using c10::DispatchKeySet;
-
-/// Keys that a plain tensor does not have.
-constexpr DispatchKeySet kNotPlain({DispatchKey::Python, DispatchKey::PythonTLSSnapshot,
-                                    DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
-                                    DispatchKey::FuncTorchBatched, DispatchKey::Conjugate,
-                                    DispatchKey::Negative, DispatchKey::ZeroTensor});
-/// Keys that thread-local state includes while something wants to see every operation.
-constexpr DispatchKeySet kWatching(
-    {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
-     DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode,
-     DispatchKey::FuncTorchVmapMode, DispatchKey::PythonDispatcher, DispatchKey::Fake});
-
-bool is_plain(const Tensor& tensor) {
-  return !tensor.key_set().has_any(kNotPlain) && (tensor.is_cpu() || tensor.is_cuda()) &&
-         tensor.layout() == at::kStrided;
-}
-
-bool has_tangent(const Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr &&
-         tensor._fw_grad(/*level=*/0).defined();
-}
 
 template <typename Predicate>
 bool any_of(const Arguments& arguments, Predicate&& predicate) {
@@ -60,9 +38,9 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
   const auto& plan = program->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   TORCH_CHECK_NOT_IMPLEMENTED(
       plan->no_composite.empty(),
-      "pipeline: expected ops with a composite form under torch.func and forward-mode ",
-      "differentiation, got op ", plan->no_composite,
-      ". Write its forward in differentiable torch operations.");
+      "pipeline: expected ops with a composite form under torch.func, torch.jit.trace and "
+      "forward-mode differentiation, got op ",
+      plan->no_composite, ". Write its forward in differentiable torch operations.");
   return returned(run_pipeline(plan, arguments, Path::composite));
 }
 
@@ -99,12 +77,20 @@ std::vector<Tensor> pipeline_transformed(const Tensor& x,
   return run_composite({inputs, params, workspaces}, description);
 }
 
+std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
+                                    at::TensorList params, at::TensorList workspaces,
+                                    at::TensorList state, at::TensorList buffers,
+                                    std::string_view description) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!program_of(description)->description().recipe,
+                              "pipeline: expected no recipe under torch.jit.trace, got one. Trace ",
+                              "outside of the tandem.autocast region, or use torch.export.");
+  return pipeline_transformed(x, extra, params, workspaces, state, buffers, description);
+}
+
 }  // namespace
 
 bool is_direct(const Arguments& arguments) {
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  if (local.included_.has_any(kWatching) || c10::impl::TorchDispatchModeTLS::any_modes_set())
-    return false;
+  if (is_watched()) return false;
   return !any_of(arguments,
                  [](const Tensor& tensor) { return !is_plain(tensor) || has_tangent(tensor); });
 }
@@ -112,11 +98,13 @@ bool is_direct(const Arguments& arguments) {
 PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
   PlanKey::Call call{grad_mode, traced, at::ScalarType::Undefined,
                      at::globalContext().deterministicAlgorithms()};
+  TORCH_CHECK_VALUE(!arguments.inputs.empty(),
+                    "pipeline: expected the main input, got no tensor. Pass it first.");
   const at::DeviceType device =
       arguments.inputs[0].defined() ? arguments.inputs[0].device().type() : at::kCPU;
   if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
     call.autocast_dtype = at::autocast::get_autocast_dtype(device);
-  PlanKey key(call);
+  PlanKey key(call, arguments.inputs.size());
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const Tensor& tensor : list) key.add(tensor, grad_mode);
   return key;
@@ -143,6 +131,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "description) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   library.impl("pipeline", DispatchKey::Autograd, &pipeline_autograd);
+  // torch.jit.trace records neither this schema nor those of kernel ops, whose lists it does not know.
+  library.impl("pipeline", DispatchKey::Tracer, &pipeline_traced);
   library.impl("pipeline", DispatchKey::CompositeExplicitAutograd, &pipeline_below);
   library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode, &pipeline_transformed);
 }

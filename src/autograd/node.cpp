@@ -1,6 +1,5 @@
 #include "autograd/node.h"
 
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/isnan.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -8,6 +7,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
+
+#include "autograd/direct.h"
 #include "executor/executor.h"
 #include "planner/planner.h"
 
@@ -18,18 +20,18 @@ using torch::autograd::variable_list;
 
 namespace {
 
-/// The argument that a value may be a view of, following reshapes of reshapes.
+/// The value whose memory a value may share, following reshapes of reshapes.
 Value root_of(const Plan& plan, Value value) {
   while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
   return value;
 }
 
-const at::Tensor* argument_of(const Plan& plan, Value value, at::TensorList inputs,
-                              at::TensorList params) {
-  for (size_t i = 0; i < plan.inputs.size(); ++i)
-    if (plan.inputs[i] == value) return &inputs[i];
-  for (size_t i = 0; i < plan.params.size(); ++i)
-    if (plan.params[i] == value) return &params[i];
+/// The argument that is, or whose memory is, this tensor's.
+template <typename Predicate>
+const at::Tensor* argument_where(const Arguments& arguments, Predicate&& predicate) {
+  for (const at::TensorList list : {arguments.inputs, arguments.params})
+    for (const at::Tensor& argument : list)
+      if (predicate(argument)) return &argument;
   return nullptr;
 }
 
@@ -40,7 +42,7 @@ void check_no_nan(Frame& frame, const Step& step) {
       continue;
     const at::Tensor& tensor = frame.tensor(value);
     TORCH_CHECK(!tensor.defined() || !at::isnan(tensor).any().item<bool>(),
-                "pipeline: expected finite gradients, got NaN from step ", step.kind, " of op ",
+                "pipeline: expected finite gradients, got NaN from step ", step.name, " of op ",
                 step.covers.empty() ? -1 : static_cast<int>(step.covers[0].op), ", which writes ",
                 frame.type(value).name, ". Its inputs are the place to look.");
   }
@@ -48,88 +50,129 @@ void check_no_nan(Frame& frame, const Step& step) {
 
 }  // namespace
 
-void PipelineBackward::save(Frame& frame, at::TensorList inputs, at::TensorList params,
-                            at::TensorList workspaces) {
-  const Plan& plan = *plan_;
-  saved_.reserve(plan.kept.size());
-  saved_at_.reserve(plan.kept.size());
-  c10::SmallVector<const at::TensorImpl*, 16> seen;
-  for (const Kept& kept : plan.kept) {
-    const at::Tensor& tensor = frame.tensor(kept.value, kept.part);
-    const auto known = std::find(seen.begin(), seen.end(), tensor.unsafeGetTensorImpl());
-    saved_at_.push_back(static_cast<uint16_t>(known - seen.begin()));
-    if (known != seen.end()) continue;
-    seen.push_back(tensor.unsafeGetTensorImpl());
-    SavedTensor& saved = saved_.emplace_back();
-    const Value root = root_of(plan, kept.value);
-    const at::Tensor* argument = argument_of(plan, root, inputs, params);
-    if (argument != nullptr && tensor.is_same(*argument)) {
-      saved.is_argument = true;
-      saved.variable = SavedVariable(*argument, /*is_output=*/false);
-    } else if (argument != nullptr && root != kept.value && tensor.is_alias_of(*argument)) {
-      saved.is_argument = true;
-      saved.variable = SavedVariable(*argument, /*is_output=*/false);
-      saved.view = ViewGeometry{{tensor.sym_sizes().begin(), tensor.sym_sizes().end()},
-                                {tensor.sym_strides().begin(), tensor.sym_strides().end()},
-                                tensor.sym_storage_offset()};
-    } else {
-      saved.variable = SavedVariable(tensor, tensor.grad_fn().get() == this);
-      if (!tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
-        saved.bytes = static_cast<int64_t>(tensor.nbytes());
-    }
+/// What `save` looks tensors up in.
+struct PipelineBackward::Saving {
+  const Arguments& arguments;
+  const Outputs& outputs;
+  c10::SmallVector<const at::TensorImpl*, 16> seen;  ///< by place in the saved tensors
+};
+
+Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving) {
+  const auto known =
+      std::find(saving.seen.begin(), saving.seen.end(), tensor.unsafeGetTensorImpl());
+  const Slot slot{static_cast<int32_t>(known - saving.seen.begin())};
+  if (known != saving.seen.end()) {
+    ++saved_[static_cast<size_t>(slot.saved)].slots;
+    return slot;
   }
-  workspaces_.assign(workspaces.begin(), workspaces.end());
+  saving.seen.push_back(tensor.unsafeGetTensorImpl());
+  SavedTensor& saved = saved_.emplace_back();
+  saved.is_argument = is_argument;
+  saved.slots = 1;
+  const bool may_be_output = !is_argument || plan_->mutates_arguments;
+  saved.variable = SavedVariable(tensor, may_be_output && tensor.grad_fn().get() == this);
+  if (!is_argument && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+    saved.bytes = static_cast<int64_t>(tensor.nbytes());
+  return slot;
+}
+
+/// A tensor that the caller has, or a reshape of one, is saved as that tensor: its version counter is the one that is checked, and a
+/// hook sees it once. The reshape is made again by its shape: what a hook gives back has strides of its own.
+Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving& saving) {
+  const Plan& plan = *plan_;
+  const Value root = root_of(plan, value);
+  const at::Tensor* owner = nullptr;
+  bool is_argument = false;
+  if (plan.types[index_of(root)].origin != Origin::result) {
+    owner = argument_where(saving.arguments, [&](const at::Tensor& argument) {
+      return root == value ? argument.is_same(tensor) : shares_memory(argument, tensor);
+    });
+    is_argument = owner != nullptr;
+  }
+  for (size_t i = 0; i < saving.outputs.size() && owner == nullptr; ++i)
+    if (root_of(plan, plan.outputs[i]) == root && shares_memory(saving.outputs[i], tensor))
+      owner = &saving.outputs[i];
+  if (owner == nullptr) return save_tensor(tensor, is_argument, saving);
+  Slot slot = save_tensor(*owner, is_argument, saving);
+  if (!owner->is_same(tensor) && owner->sym_sizes() != tensor.sym_sizes()) {
+    slot.shape = static_cast<int32_t>(reshapes_.size());
+    reshapes_.emplace_back(tensor.sym_sizes().begin(), tensor.sym_sizes().end());
+  }
+  return slot;
+}
+
+void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outputs& outputs) {
+  const Plan& plan = *plan_;
+  Saving saving{arguments, outputs, {}};
+  saved_.reserve(plan.kept.size());
+  slots_.reserve(plan.kept.size());
+  for (const Kept& kept : plan.kept)
+    slots_.push_back(save_value(kept.value, frame.tensor(kept.value, kept.part), saving));
+  workspaces_.assign(arguments.workspaces.begin(), arguments.workspaces.end());
   opaques_.resize(plan.opaques);
   shapes_.resize(plan.shapes);
   for (const Value value : plan.kept_opaque) {
-    const uint16_t slot = plan.slot_of[index_of(value)];
+    const uint32_t place = plan.slot_of[index_of(value)];
     if (plan.types[index_of(value)].format == Format::shape) {
-      shapes_[slot] = frame.shape(value);
+      shapes_[place] = frame.shape(value);
       continue;
     }
-    Opaque& opaque = frame.opaque(value);
-    opaques_[slot].fields = opaque.fields;
-    for (const at::Tensor& tensor :
-         opaque.tensors) {  // behind the kept tensors, in order of kept_opaque
-      SavedTensor& saved = saved_.emplace_back();
-      if (!tensor.defined()) continue;
-      bool is_argument = false;
-      for (const at::TensorList list : {inputs, params})
-        for (const at::Tensor& argument : list) is_argument |= tensor.is_same(argument);
-      saved.is_argument = is_argument;
-      saved.variable = SavedVariable(tensor, tensor.grad_fn().get() == this);
-      if (!is_argument && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
-        saved.bytes = static_cast<int64_t>(tensor.nbytes());
-    }
-    opaques_[slot].tensors.resize(opaque.tensors.size());
+    const Opaque& opaque = frame.opaque(value);
+    opaques_[place] = {opaque.fields, slots_.size(), opaque.tensors.size()};
+    for (const at::Tensor& tensor : opaque.tensors)
+      slots_.push_back(!tensor.defined()
+                           ? Slot{}
+                           : save_tensor(tensor,
+                                         argument_where(arguments,
+                                                        [&](const at::Tensor& argument) {
+                                                          return argument.is_same(tensor);
+                                                        }) != nullptr,
+                                         saving));
   }
 }
 
-at::Tensor PipelineBackward::as_saved(const SavedTensor& saved, at::Tensor tensor) {
-  if (!saved.view) return tensor;
-  return at::as_strided_symint(tensor, saved.view->sizes, saved.view->strides, saved.view->offset);
+std::pair<size_t, size_t> PipelineBackward::slots_of(Value value) const {
+  const Plan& plan = *plan_;
+  if (plan.types[index_of(value)].format == Format::opaque) {
+    const KeptOpaque& opaque = opaques_[plan.slot_of[index_of(value)]];
+    return {opaque.first, opaque.count};
+  }
+  if (plan.kept_at[index_of(value)] < 0) return {0, 0};
+  const size_t first = static_cast<size_t>(plan.kept_at[index_of(value)]);
+  size_t count = 0;
+  while (first + count < plan.kept.size() && plan.kept[first + count].value == value) ++count;
+  return {first, count};
 }
 
-at::Tensor PipelineBackward::unpack(size_t saved, const compat::NodePtr& self) const {
-  // Above autograd: the unpack hook of a checkpoint runs the forward of other modules here.
-  return as_saved(saved_[saved], saved_[saved].variable.unpack(self));
+int64_t PipelineBackward::note_kept_bytes(std::span<std::atomic<int64_t>> by_entry) const {
+  for (size_t k = 0; k < std::min({by_entry.size(), plan_->kept.size(), slots_.size()}); ++k) {
+    const int64_t bytes = saved_[static_cast<size_t>(slots_[k].saved)].bytes;
+    // A store only where it changes something: threads that call one pipeline share these.
+    if (by_entry[k].load(std::memory_order_relaxed) != bytes)
+      by_entry[k].store(bytes, std::memory_order_relaxed);
+  }
+  int64_t total = 0;
+  for (const SavedTensor& saved : saved_) total += saved.bytes;
+  return total;
 }
 
-int64_t PipelineBackward::saved_bytes() const {
-  int64_t bytes = 0;
-  for (const SavedTensor& saved : saved_) bytes += saved.bytes;
-  return bytes;
-}
-
-std::vector<int64_t> PipelineBackward::kept_bytes() const {
-  std::vector<int64_t> bytes;
-  for (const uint16_t place : saved_at_) bytes.push_back(saved_[place].bytes);
-  return bytes;
+std::vector<at::Tensor> PipelineBackward::kept_tensors() const {
+  std::vector<at::Tensor> tensors;
+  const auto self = const_cast<PipelineBackward*>(this)->getptr();
+  for (size_t k = 0; k < std::min(plan_->kept.size(), slots_.size()); ++k) {
+    const Slot& slot = slots_[k];
+    const at::Tensor tensor = saved_[static_cast<size_t>(slot.saved)].variable.unpack(self);
+    tensors.push_back(slot.shape < 0
+                          ? tensor
+                          : tensor.reshape_symint(reshapes_[static_cast<size_t>(slot.shape)]));
+  }
+  return tensors;
 }
 
 void PipelineBackward::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   saved_.clear();
+  slots_.clear();
   opaques_.clear();
   workspaces_.clear();
   is_released_ = true;
@@ -144,10 +187,65 @@ std::vector<bool> PipelineBackward::asked() const {
 
 BackwardMask PipelineBackward::mask_of(const variable_list& gradients,
                                        const std::vector<bool>& asked) const {
-  BackwardMask mask{0, asked};
-  for (size_t i = 0; i < gradients.size(); ++i) mask.given |= uint64_t{gradients[i].defined()} << i;
+  BackwardMask mask{{}, asked};
+  for (const at::Tensor& gradient : gradients) mask.given.push_back(gradient.defined());
   return mask;
 }
+
+Path PipelineBackward::path_for(const variable_list& gradients) const {
+  bool is_direct = !is_watched();
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    is_direct &= is_plain(gradient);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !has_tangent(gradient),
+        "pipeline: expected gradients without a tangent, got one under forward-mode "
+        "differentiation. Use torch.func.jvp of torch.func.vjp, which differentiate the "
+        "composite form.");
+  }
+  return is_direct ? path_ : Path::dispatch;
+}
+
+namespace {
+
+/// The saved tensors of a run that serve several slots: unpacked once, held until the last slot is dropped.
+class SharedTensors {
+ public:
+  template <typename Unpack>
+  const at::Tensor& get(size_t saved, Unpack&& unpack) {
+    for (const Entry& entry : entries_)
+      if (entry.saved == saved) return entry.tensor;
+    return entries_.emplace_back(Entry{saved, 0, unpack(saved)}).tensor;
+  }
+  /// Whether this was the last of `slots`.
+  bool drop(size_t saved, size_t slots) {
+    for (Entry& entry : entries_)
+      if (entry.saved == saved && ++entry.dropped == slots) {
+        entry.tensor.reset();
+        return true;
+      }
+    return false;
+  }
+
+ private:
+  struct Entry {
+    size_t saved, dropped;
+    at::Tensor tensor;
+  };
+  std::vector<Entry> entries_;
+};
+
+/// A kernel reads memory as the plan says that it is; what a hook gave back must be that.
+void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
+  const Type& type = frame.type(value);
+  if (frame.path() != Path::direct || type.format != Format::plain) return;
+  TORCH_CHECK_TYPE(is_plain(tensor) && tensor.scalar_type() == type.dtype,
+                   "pipeline: expected saved-tensor hooks to give back ", type.name, " of dtype ",
+                   type.dtype, " as a plain tensor, got ", tensor.toString(), " of dtype ",
+                   tensor.scalar_type(), ". Let unpack return what pack was given.");
+}
+
+}  // namespace
 
 template <typename Unpack, typename Drop>
 variable_list PipelineBackward::run(const variable_list& gradients, const std::vector<bool>& asked,
@@ -155,10 +253,10 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   const Plan& plan = *plan_;
   variable_list results(plan.gradients.size());
   const BackwardMask mask = mask_of(gradients, asked);
-  if (mask.given == 0)
+  if (std::find(mask.given.begin(), mask.given.end(), true) == mask.given.end())
     return results;  // an undefined gradient is answered with undefined gradients
   const BackwardPlan& backward = backward_plan(plan, mask);
-  Frame frame(path_, plan.has_kernels, plan.types, plan.slot_of, plan.tensor_slots);
+  Frame frame(path_for(gradients), plan.types, plan.slot_of, plan.tensor_slots);
   frame.reserve_side_values(plan.opaques, plan.shapes);
   for (size_t i = 0; i < gradients.size(); ++i)
     if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
@@ -166,38 +264,52 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (const Value value : plan.kept_opaque)
     if (plan.types[index_of(value)].format == Format::shape)
       frame.shape(value) = shapes_[plan.slot_of[index_of(value)]];
+  SharedTensors shared;
+  // A traced node has slots only, and nothing to let go.
+  const auto users_of = [&](size_t saved) {
+    return saved < saved_.size() ? size_t{saved_[saved].slots} : 1;
+  };
+  const auto unpack_slot = [&](const Slot& slot) {
+    if (slot.saved < 0) return at::Tensor();
+    const size_t saved = static_cast<size_t>(slot.saved);
+    at::Tensor tensor = users_of(saved) > 1 ? shared.get(saved, unpack) : unpack(saved);
+    return slot.shape < 0 ? tensor
+                          : tensor.reshape_symint(reshapes_[static_cast<size_t>(slot.shape)]);
+  };
+  const auto load = [&](Value value) {
+    const auto [first, count] = slots_of(value);
+    if (frame.type(value).format == Format::opaque) {
+      Opaque& opaque = frame.opaque(value);
+      if (opaque.fields != nullptr || !opaque.tensors.empty()) return;
+      opaque.fields = opaques_[plan.slot_of[index_of(value)]].fields;
+      for (size_t k = first; k < first + count; ++k)
+        opaque.tensors.push_back(unpack_slot(slots_[k]));
+    } else if (count != 0 && !frame.tensor(value).defined()) {
+      for (size_t k = first; k < first + count; ++k) {
+        at::Tensor tensor = unpack_slot(slots_[k]);
+        check_unpacked(frame, value, tensor);
+        frame.tensor(value, plan.kept[k].part) = std::move(tensor);
+      }
+    }
+  };
+  const auto let_go = [&](Value value) {
+    const auto [first, count] = slots_of(value);
+    for (size_t k = first; k < first + count; ++k) {
+      if (slots_[k].saved < 0) continue;
+      const size_t saved = static_cast<size_t>(slots_[k].saved);
+      if (users_of(saved) == 1 || shared.drop(saved, users_of(saved))) drop(saved);
+    }
+  };
   const bool check_nan = torch::autograd::AnomalyMode::is_enabled() &&
                          torch::autograd::AnomalyMode::should_check_nan();
   for (const Step& step : backward.steps) {
-    for (const Value value : step.reads) {
-      if (!exists(value)) continue;
-      if (frame.type(value).format == Format::opaque) {
-        size_t next = plan.kept.empty()
-                          ? 0
-                          : size_t{*std::max_element(saved_at_.begin(), saved_at_.end())} + 1;
-        for (const Value other : plan.kept_opaque) {
-          if (plan.types[index_of(other)].format != Format::opaque) continue;
-          const uint16_t slot = plan.slot_of[index_of(other)];
-          if (other == value) {
-            frame.opaque(value).fields = opaques_[slot].fields;
-            for (size_t t = 0; t < opaques_[slot].tensors.size(); ++t)
-              frame.opaque(value).tensors.push_back(unpack(next + t));
-          }
-          next += opaques_[slot].tensors.size();
-        }
-      } else if (const int16_t kept = plan.kept_at[index_of(value)];
-                 kept >= 0 && !frame.tensor(value).defined()) {
-        for (size_t k = static_cast<size_t>(kept);
-             k < plan.kept.size() && plan.kept[k].value == value; ++k)
-          frame.tensor(value, plan.kept[k].part) = unpack(saved_at_[k]);
-      }
+    for (const Value value : step.reads)
+      if (exists(value)) load(value);
+    {
+      const NoAutocast no_autocast;  // not for the hooks that unpack: they are the caller's
+      run_step(frame, step);
     }
-    run_step(frame, step);
-    for (const Value dead : step.dead)
-      if (const int16_t kept = plan.kept_at[index_of(dead)]; kept >= 0)
-        for (size_t k = static_cast<size_t>(kept);
-             k < plan.kept.size() && plan.kept[k].value == dead; ++k)
-          drop(saved_at_[k]);
+    for (const Value dead : step.dead) let_go(dead);
     if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
   }
   for (size_t i = 0; i < results.size(); ++i)
@@ -234,7 +346,9 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
   const auto self = getptr();
   const bool keep = torch::autograd::get_current_graph_task_keep_graph();
   variable_list results = run(
-      gradients, asked(), [&](size_t saved) { return unpack(saved, self); },
+      gradients, asked(),
+      // Above autograd: the unpack hook of a checkpoint runs the forward of other modules here.
+      [&](size_t saved) { return saved_[saved].variable.unpack(self); },
       [&](size_t saved) {
         if (!keep) saved_[saved].variable.reset_data();
       });
@@ -249,14 +363,12 @@ void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& 
       "compiled autograd, got what a Python op or a recipe saved. Compile the forward as well.");
   args.collect(reinterpret_cast<uint64_t>(
       plan_.get()));  // a plan is immutable and lives as long as its pipeline
-  for (const uint16_t place : saved_at_) args.collect(static_cast<uint64_t>(place));
-  for (const SavedTensor& saved : saved_) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!saved.view,
-                                "pipeline: expected kept tensors that are no views of arguments "
-                                "under compiled autograd, got ",
-                                "a reshaped input. Compile the forward as well.");
-    args.collect(saved.variable, /*is_output=*/false);
-  }
+  TORCH_CHECK_NOT_IMPLEMENTED(reshapes_.empty(),
+                              "pipeline: expected kept tensors that are no views of arguments "
+                              "under compiled autograd, got ",
+                              "a reshaped input. Compile the forward as well.");
+  for (const Slot& slot : slots_) args.collect(static_cast<uint64_t>(slot.saved));
+  for (const SavedTensor& saved : saved_) args.collect(saved.variable, /*is_output=*/false);
 }
 
 variable_list PipelineBackward::apply_with_saved(
@@ -273,10 +385,10 @@ variable_list PipelineBackward::apply_with_saved(
   const auto& interface = ca::getPyCompilerInterface();
   const auto function = interface->bind_function(
       swap.get_py_compiler(), "TandemPipelineBackward",
-      [plan = plan_, saved_at = saved_at_, asked = asked()](
-          const variable_list& gradients, const std::vector<c10::IValue>& tensors) {
+      [plan = plan_, slots = slots_, asked = asked()](const variable_list& gradients,
+                                                      const std::vector<c10::IValue>& tensors) {
         auto traced = compat::make_node<PipelineBackward>(plan, Path::dispatch);
-        traced->saved_at_ = saved_at;
+        traced->slots_ = slots;
         return traced->run(
             gradients, asked, [&](size_t saved) { return tensors[saved].toTensor(); },
             [](size_t) {});

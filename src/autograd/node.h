@@ -4,28 +4,39 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <atomic>
 #include <mutex>
-#include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "autograd/run.h"
 #include "autograd/torch_compat.h"
 #include "core/call.h"
 #include "core/plan.h"
 
 namespace tandem {
 
-/// Where a view of an argument lies in it: the argument itself is saved, so that its version counter is the one that is checked.
-struct ViewGeometry {
-  c10::SymDimVector sizes, strides;
-  c10::SymInt offset;
-};
-
-/// A kept tensor: one per distinct tensor.
+/// A kept tensor: one per distinct tensor, however many values it serves.
 struct SavedTensor {
   torch::autograd::SavedVariable variable;
-  std::optional<ViewGeometry> view;
-  bool is_argument = false;  ///< an input or parameter, or a view of one: no bytes of our own
+  bool is_argument = false;  ///< an input or parameter: no bytes of our own
+  uint32_t slots = 0;        ///< that name it; it is let go when the last one has been
   int64_t bytes = 0;
+};
+
+/// Where a tensor of a kept value is found.
+struct Slot {
+  /// Place in the saved tensors; -1: undefined.
+  int32_t saved = -1;
+  /// Place among the shapes of reshapes of arguments and outputs; -1: as it is.
+  int32_t shape = -1;
+};
+
+/// What is kept of an opaque value.
+struct KeptOpaque {
+  std::shared_ptr<void> fields;
+  size_t first = 0, count = 0;  ///< the slots of its tensors
 };
 
 class PipelineBackward : public torch::autograd::Node {
@@ -42,30 +53,35 @@ class PipelineBackward : public torch::autograd::Node {
       torch::dynamo::autograd::SwapSavedVariables& saved) override;
 
   /// Takes over what the plan keeps of a finished forward; called once, after the outputs have got their history.
-  void save(Frame& frame, at::TensorList inputs, at::TensorList params, at::TensorList workspaces);
+  void save(Frame& frame, const Arguments& arguments, const Outputs& outputs);
 
-  int64_t saved_bytes() const;
-  std::vector<int64_t> kept_bytes() const;
+  int64_t note_kept_bytes(std::span<std::atomic<int64_t>> by_entry) const;
+  std::vector<at::Tensor> kept_tensors() const;
 
  private:
   using Tensors = torch::autograd::variable_list;
+  struct Saving;
 
-  /// Runs the backward program of a mask; `unpack(k)` gives the kth kept tensor, `drop(k)` is told when nobody needs it any more.
+  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor, `drop(k)` is told when nobody needs it any more.
   template <typename Unpack, typename Drop>
   Tensors run(const Tensors& gradients, const std::vector<bool>& asked, Unpack&& unpack,
               Drop&& drop);
   Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
-  at::Tensor unpack(size_t kept, const compat::NodePtr& self) const;
-  static at::Tensor as_saved(const SavedTensor& saved, at::Tensor tensor);
+  Path path_for(const Tensors& gradients) const;
+  Slot save_value(Value value, const at::Tensor& tensor, Saving& saving);
+  Slot save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving);
+  /// First slot of a kept value and their number.
+  std::pair<size_t, size_t> slots_of(Value value) const;
   BackwardMask mask_of(const Tensors& gradients, const std::vector<bool>& asked) const;
   std::vector<bool> asked() const;
 
   std::shared_ptr<const Plan> plan_;
   Path path_;
   std::vector<SavedTensor> saved_;
-  std::vector<uint16_t> saved_at_;  ///< by place in plan.kept: its place in saved_
+  std::vector<Slot> slots_;  ///< as in plan.kept, then the tensors of opaque values
+  std::vector<c10::SymDimVector> reshapes_;
   std::vector<at::Tensor> workspaces_;
-  std::vector<Opaque> opaques_;
+  std::vector<KeptOpaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
   bool is_released_ = false;
 };

@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <memory>
+#include <span>
 
 #include "core/call.h"
 #include "core/plan.h"
@@ -21,17 +23,24 @@ struct Arguments {
 using Outputs = c10::SmallVector<at::Tensor, 4>;
 
 /// Runs `plan` on a path. Where the plan needs backward, outputs that require grad get one node as their history; else no node is
-/// made and no flag of any tensor is touched. An output that is an argument is that tensor object without grad, and a new one that
-/// shares its memory and version counter with grad; on the dispatch path outputs are always fresh.
+/// made and no flag of any tensor is touched: an output that is an argument is that tensor object. With grad an output that shares
+/// memory with an argument or with an earlier output is a view of it, as that of a torch.autograd.Function is: writing it in place,
+/// or using it after its base was written, raises. On the dispatch path outputs are always fresh.
 ///
-/// Throws: c10::ValueError (arguments), torch's errors of saved tensors.
+/// Throws: c10::ValueError (arguments), torch's errors of saved tensors and of views.
 Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& arguments,
                      Path path);
 
+/// Whether this thread is inside a backward pass and records gradients: a checkpoint recomputes a forward.
+bool is_recompute();
+
 /// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node.
 int64_t saved_bytes(const Outputs& outputs);
-/// The same by entry of Plan::kept; an entry that shares its tensor with an earlier one repeats its bytes.
-std::vector<int64_t> kept_bytes(const Outputs& outputs);
+/// As `saved_bytes`, and writes them by entry of Plan::kept where they differ from what `by_entry` holds; an entry that shares its
+/// tensor with an earlier one repeats its bytes.
+int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry);
+/// What the node of these outputs keeps, by entry of Plan::kept; empty without a node.
+std::vector<at::Tensor> kept_tensors(const Outputs& outputs);
 
 /// Gradients of `outputs` with respect to `inputs`; undefined where an output does not depend on an input.
 std::vector<at::Tensor> gradients_of(at::TensorList outputs, at::TensorList inputs,

@@ -5,9 +5,11 @@
 #include <memory>
 #include <vector>
 
+#include "bindings/autocast.h"
 #include "bindings/python_ops.h"
 #include "core/build_id.h"
 #include "kernel_ops/weights.h"
+#include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"
 #include "planner/program.h"
@@ -21,27 +23,64 @@ namespace tandem::bindings {
 
 namespace {
 
+/// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as FSDP has put a plain tensor in its
+/// place, among the module's attributes.
+struct __attribute__((visibility("hidden"))) Slot {
+  py::dict parameters, attributes;
+  py::str name;
+
+  PyObject* find() const {
+    PyObject* param = PyDict_GetItem(parameters.ptr(), name.ptr());
+    return param != nullptr ? param : PyDict_GetItem(attributes.ptr(), name.ptr());
+  }
+};
+
+/// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its hooks would run.
+using Member = std::pair<py::dict, bool>;
+
+/// Whether hooks are registered for all modules.
+bool any_global_hooks() {
+  static const auto* const kHooks = [] {
+    const auto module = py::module_::import("torch.nn.modules.module");
+    auto* hooks = new std::vector<PyObject*>;
+    for (const char* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
+                             "_global_backward_hooks", "_global_backward_pre_hooks"})
+      hooks->push_back(module.attr(name).cast<py::dict>().release().ptr());
+    return hooks;
+  }();
+  for (PyObject* hooks : *kHooks)
+    if (PyDict_GET_SIZE(hooks) != 0) return true;
+  return false;
+}
+
 /// A pipeline whose parameters are read from their modules' dictionaries at every call: what replaced a parameter takes effect at once,
 /// and no module is referenced from the graph.
 class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
-  EagerPipeline(std::string ops, std::vector<std::pair<py::dict, py::str>> slots,
-                std::vector<py::dict> modules, std::vector<std::string> required_fusions)
+  EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
+                std::vector<Member> modules, bool is_container,
+                std::vector<std::string> required_fusions)
       : pipeline_(std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions))),
-        slots_(std::move(slots)),
-        modules_(std::move(modules)) {}
-
-  /// The outputs, or None where an inner module has hooks or parametrizations: the caller then calls that module itself.
-  py::object call(const at::Tensor& x, bool training) const {
-    if (any_hooks()) return py::none();
-    return run({&x, 1}, training);
+        modules_(std::move(modules)),
+        is_container_(is_container) {
+    for (const auto& [parameters, attributes, name] : slots)
+      slots_.push_back({parameters, attributes, name});
   }
 
-  py::object call_with_extra(const at::Tensor& x, const std::vector<at::Tensor>& extra,
-                             bool training) const {
-    if (any_hooks()) return py::none();
-    c10::SmallVector<at::Tensor, 8> inputs{x};
-    inputs.append(extra.begin(), extra.end());
+  /// The outputs, or None where an inner module has hooks or parametrizations, or an argument is no tensor but, perhaps, a proxy of
+  /// torch.fx: the caller then calls that module itself, or torch's dispatcher.
+  py::object call(const py::handle& x, bool training) const {
+    if (!THPVariable_Check(x.ptr()) || any_hooks()) return py::none();
+    return run({&THPVariable_Unpack(x.ptr()), 1}, training);
+  }
+
+  py::object call_with_extra(const py::handle& x, const py::list& extra, bool training) const {
+    if (!THPVariable_Check(x.ptr()) || any_hooks()) return py::none();
+    c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
+    for (const py::handle& tensor : extra) {
+      if (!THPVariable_Check(tensor.ptr())) return py::none();
+      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
     return run(inputs, training);
   }
 
@@ -52,11 +91,13 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
                                        PyUnicode_InternFromString("_backward_pre_hooks")};
     static PyObject* const kModules = PyUnicode_InternFromString("_modules");
     static PyObject* const kParametrizations = PyUnicode_InternFromString("parametrizations");
-    for (const py::dict& module : modules_) {
-      for (PyObject* name : kNames) {
-        PyObject* hooks = PyDict_GetItem(module.ptr(), name);
-        if (hooks != nullptr && PyDict_GET_SIZE(hooks) != 0) return true;
-      }
+    if (is_container_ && any_global_hooks()) return true;
+    for (const auto& [module, is_called] : modules_) {
+      if (is_called)
+        for (PyObject* name : kNames) {
+          PyObject* hooks = PyDict_GetItem(module.ptr(), name);
+          if (hooks != nullptr && PyDict_GET_SIZE(hooks) != 0) return true;
+        }
       PyObject* children = PyDict_GetItem(module.ptr(), kModules);
       if (children != nullptr && PyDict_GET_SIZE(children) != 0 &&
           PyDict_GetItem(children, kParametrizations) != nullptr)
@@ -67,10 +108,10 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   c10::SmallVector<at::Tensor, 16> params() const {
     c10::SmallVector<at::Tensor, 16> params;
-    for (const auto& [dictionary, name] : slots_) {
-      PyObject* param = PyDict_GetItem(dictionary.ptr(), name.ptr());
+    for (const Slot& slot : slots_) {
+      PyObject* param = slot.find();
       TORCH_CHECK_VALUE(param != nullptr && THPVariable_Check(param),
-                        "pipeline: expected a tensor as parameter ", name.cast<std::string>(),
+                        "pipeline: expected a tensor as parameter ", slot.name.cast<std::string>(),
                         ", got ", param == nullptr ? "nothing" : Py_TYPE(param)->tp_name,
                         ". Assign a torch.nn.Parameter to it.");
       params.push_back(THPVariable_Unpack(param));
@@ -80,6 +121,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   VerifyReport verify(const std::vector<at::Tensor>& inputs, bool training, int masks) const {
     const auto parameters = params();
+    const ContextRegion region;
     const py::gil_scoped_release no_gil;
     return tandem::verify(*pipeline_, inputs, parameters, training, masks);
   }
@@ -89,6 +131,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
  private:
   py::object run(at::TensorList inputs, bool training) const {
     const auto parameters = params();
+    const ContextRegion region;
     Outputs outputs;
     {
       const py::gil_scoped_release
@@ -103,8 +146,9 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
   std::unique_ptr<Pipeline> pipeline_;
-  std::vector<std::pair<py::dict, py::str>> slots_;
-  std::vector<py::dict> modules_;
+  std::vector<Slot> slots_;
+  std::vector<Member> modules_;
+  bool is_container_;  ///< else the ops are parts of one module, whose hooks have run
 };
 
 ExplainFormat format_of(const std::string& name) {
@@ -121,9 +165,10 @@ ExplainFormat format_of(const std::string& name) {
 
 PYBIND11_MODULE(_C, module) {
   py::class_<EagerPipeline>(module, "EagerPipeline")
-      .def(py::init<std::string, std::vector<std::pair<py::dict, py::str>>, std::vector<py::dict>,
-                    std::vector<std::string>>(),
-           py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("required_fusions"))
+      .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
+                    std::vector<Member>, bool, std::vector<std::string>>(),
+           py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),
+           py::arg("required_fusions"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("any_hooks", &EagerPipeline::any_hooks)
@@ -131,21 +176,19 @@ PYBIND11_MODULE(_C, module) {
            [](const EagerPipeline& self, const std::string& format) {
              return self.pipeline().explain(format_of(format));
            })
-      .def("description", [](const EagerPipeline& self,
-                             bool training) { return self.pipeline().description(training); })
+      .def("description",
+           [](const EagerPipeline& self, bool training) {
+             const ContextRegion region;
+             return self.pipeline().description(training);
+           })
       .def("saved_bytes", [](const EagerPipeline& self) { return self.pipeline().saved_bytes(); })
+      .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
       .def("verify", [](const EagerPipeline& self, const std::vector<at::Tensor>& inputs,
                         bool training, int masks) {
         const VerifyReport report = self.verify(inputs, training, masks);
         return py::make_tuple(report.passed, report.comparisons, report.text);
       });
-  module.def("enter_autocast", &enter_autocast);
-  module.def("exit_autocast", &exit_autocast);
-  module.def("active_recipe", []() -> std::optional<std::string> {
-    const ActiveRecipe* recipe = active_recipe();
-    return recipe == nullptr ? std::nullopt : std::optional(recipe->json);
-  });
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("set_check_weights", &kernel_ops::set_check_weights);
   module.def("cached_bytes", &cached_bytes,
@@ -164,6 +207,15 @@ PYBIND11_MODULE(_C, module) {
   module.def("version", &version);
   module.def("built_against_torch", &built_against_torch);
   module.def("op_names", &op_names);
+  module.def("explain_description", [](const std::string& text, const std::string& format) {
+    const auto program = program_of(text);
+    std::vector<ExplainedPlan> plans;
+    for (auto& plan : program->plans()) plans.push_back(explained(std::move(plan), *program));
+    return explain(plans, /*saved_bytes=*/std::nullopt, format_of(format));
+  });
+  module.def("fusions_of_description",
+             [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
+  bind_autocast(module);
   bind_python_ops(module);
 }
 

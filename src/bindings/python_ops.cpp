@@ -3,13 +3,17 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "bindings/hold.h"
 #include "core/call.h"
+#include "core/json_fields.h"
 #include "planner/registry.h"
+#include "quantization/recipe.h"
 
 namespace tandem::bindings {
 
@@ -23,14 +27,6 @@ py::object& runtime() {
   return runtime;
 }
 
-/// A Python object that may be dropped by any thread.
-std::shared_ptr<void> hold(py::object object) {
-  return std::shared_ptr<void>(object.release().ptr(), [](void* pointer) {
-    if (Py_IsInitialized() == 0) return;
-    const py::gil_scoped_acquire gil;
-    py::handle(static_cast<PyObject*>(pointer)).dec_ref();
-  });
-}
 py::object held(const std::shared_ptr<void>& fields) {
   return fields ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(fields.get()))
                 : py::none();
@@ -44,10 +40,15 @@ std::string_view permanent(std::string text) {
   return texts.emplace_back(std::move(text));
 }
 
+/// Of a Python op: what its class declares, which nobody writes by hand.
+constexpr size_t kMostOperands = 4096;
+
 /// What a Python op or fusion is known by, and how many operands of each sort each covered op has.
 struct PythonOptions {
   struct Counts {
     size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
+    size_t buffers =
+        0;  ///< the last of `params`: backward neither reads them nor returns gradients
   };
   std::string key;
   std::vector<Counts> ops;
@@ -90,6 +91,12 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
     at::Tensor tensor = to_tensor(result, key, what);
     TORCH_CHECK_VALUE(tensor.defined(), key, ": expected ", what,
                       ", which is required by an operation outside, got None. Return it.");
+    const at::ScalarType planned = call.out_type(write).dtype;
+    TORCH_CHECK_TYPE(
+        call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, key,
+        ": expected ", what, " in ", planned, ", to which the op's tensors promote, got ",
+        tensor.scalar_type(),
+        ". Convert it in the op's forward: results of another dtype cannot be planned.");
     call.out(write, std::move(tensor));
   }
 }
@@ -103,8 +110,8 @@ void python_forward(Call& call) {
   for (const auto& counts : options.ops) extras.append(list_of(call, next, counts.extra_inputs));
   for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
   const size_t last = call.step().writes.size() - 1;
-  const bool is_opaque = call.step().write_names.back() == "saved";
-  bool save = is_opaque && call.wants(last);
+  const bool is_opaque = call.wants(last) && call.out_type(last).format == Format::opaque;
+  bool save = is_opaque;
   size_t outputs = 1;
   for (const auto& counts : options.ops) outputs += counts.extra_outputs;
   if (!is_opaque)
@@ -146,9 +153,11 @@ void python_backward(Call& call) {
   py::list grad_extras, params, contexts;
   for (const auto& counts : options.ops)
     grad_extras.append(list_of(call, next, counts.extra_outputs));
-  for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
+  for (const auto& counts : options.ops)
+    params.append(list_of(call, next, counts.params - counts.buffers));
   py::object saved = py::none(), fields = py::none();
-  if (call.step().read_names.back() == "saved") {
+  if (const Value last = call.step().reads.back();
+      exists(last) && call.frame().type(last).format == Format::opaque) {
     const Opaque& opaque = call.frame().opaque(call.step().reads.back());
     py::list tensors;
     for (const at::Tensor& tensor : opaque.tensors) tensors.append(to_python(tensor));
@@ -168,49 +177,73 @@ void python_backward(Call& call) {
     TORCH_CHECK_VALUE(gradient.defined(), options.key, ": expected a gradient for ",
                       call.out_type(write).name,
                       ", which requires grad, got None. Return it from op_backward.");
-    call.out(write, std::move(gradient));
+    // As autograd does with what a torch.autograd.Function returns.
+    call.out(write, gradient.to(call.out_type(write).dtype));
   };
   size_t write = 0;
   zero_for_none(write++, results[0]);
-  for (const auto& [group, count] : {std::pair(1, &PythonOptions::Counts::params),
-                                     std::pair(2, &PythonOptions::Counts::extra_inputs)}) {
+  for (const int group : {1, 2}) {
     const auto per_op =
         checked(results[static_cast<size_t>(group)], options.ops.size(), options.key,
                 group == 1 ? "groups of parameter gradients" : "groups of extra input gradients");
     for (size_t op = 0; op < options.ops.size(); ++op)
       for (const auto& gradient :
-           checked(per_op[op], options.ops[op].*count, options.key,
-                   group == 1 ? "parameter gradients" : "extra input gradients"))
+           checked(per_op[op],
+                   group == 1 ? options.ops[op].params - options.ops[op].buffers
+                              : options.ops[op].extra_inputs,
+                   options.key, group == 1 ? "parameter gradients" : "extra input gradients"))
         zero_for_none(write++, gradient);
   }
 }
 
-Options parse_python(const nlohmann::json& options) {
+bool is_buffer(std::string_view param) { return param.starts_with("buffer"); }
+
+PythonOptions::Counts counts_of(const OpDef& def) {
+  return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(), def.context.size(),
+          static_cast<size_t>(std::count_if(def.params.begin(), def.params.end(), is_buffer))};
+}
+
+/// How many operands the op has is the definition's to say.
+Options parse_python(const OpDef& def, const nlohmann::json& options) {
   auto parsed = std::make_shared<PythonOptions>();
-  parsed->key = options.at("key").get<std::string>();
-  parsed->ops.push_back({options.value("extra_inputs", size_t{0}),
-                         options.value("params", size_t{0}),
-                         options.value("extra_outputs", size_t{0}), 0});
+  Fields fields(options, "op options");
+  fields.at("key");
+  fields.get("key", parsed->key, limits::kTextBytes).finish();
+  parsed->ops.push_back(counts_of(def));
   return parsed;
 }
 
 /// Registers the definition of a class of Python ops with so many operands; once per name.
 void register_python_op(const std::string& name, size_t extra_inputs, size_t params,
-                        size_t extra_outputs) {
-  for (const auto& known : op_names())
-    if (known == name) return;
+                        size_t extra_outputs, size_t buffers) {
+  for (const size_t count : {extra_inputs, params, extra_outputs, buffers})
+    TORCH_CHECK_VALUE(count <= kMostOperands, "op: expected at most ", kMostOperands,
+                      " operands of each sort, got ", count, ". Split the op.");
+  for (const auto& known : op_names()) {
+    if (known != name) continue;
+    const OpDef& def = op_def(name);
+    const PythonOptions::Counts counts = counts_of(def);
+    TORCH_CHECK_VALUE(def.parse_for == parse_python && counts.extra_inputs == extra_inputs &&
+                          counts.params == params + buffers &&
+                          counts.extra_outputs == extra_outputs && counts.buffers == buffers,
+                      "op: expected a new name or the operands that \"", shown(name),
+                      "\" is registered with, got others. Rename the op.");
+    return;
+  }
   auto& def = *new OpDef;  // definitions live as long as the process
   def.name = permanent(name);
   def.formula = "written in Python";
   def.runs_user_code = true;
   def.dtype = DtypeRule::promote;
-  def.parse = parse_python;
+  def.parse_for = parse_python;
   def.forward = python_forward;
   BackwardStepDef backward{
       .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
   for (size_t i = 0; i < extra_inputs; ++i)
     def.inputs.push_back(permanent("extra" + std::to_string(i)));
   for (size_t i = 0; i < params; ++i) def.params.push_back(permanent("param" + std::to_string(i)));
+  for (size_t i = 0; i < buffers; ++i)
+    def.params.push_back(permanent("buffer" + std::to_string(i)));
   for (size_t i = 0; i < extra_outputs; ++i) {
     const auto output = permanent("extra_output" + std::to_string(i));
     def.results.push_back({output});
@@ -218,10 +251,11 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
     backward.reads.push_back(permanent("grad_" + std::string(output)));
   }
   def.results.push_back({"saved", ResultDef::opaque});
-  for (const auto& param : def.params) backward.reads.push_back(param);
+  for (const auto& param : def.params)
+    if (!is_buffer(param)) backward.reads.push_back(param);
   backward.reads.push_back("saved");
   for (const auto& param : def.params)
-    backward.writes.push_back(permanent("grad_" + std::string(param)));
+    if (!is_buffer(param)) backward.writes.push_back(permanent("grad_" + std::string(param)));
   for (size_t i = 1; i < def.inputs.size(); ++i)
     backward.writes.push_back(permanent("grad_" + std::string(def.inputs[i])));
   def.backward = {std::move(backward)};
@@ -236,32 +270,31 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   fusion.picture = "written in Python";
   FusedRun ahead{.reads = {{0, "x"}}, .writes = {}, .run = python_forward},
       back{.reads = {}, .writes = {{0, "grad_x"}}, .run = python_backward};
-  const auto last_member = static_cast<uint8_t>(last - first);
+  const auto last_member = static_cast<uint32_t>(last - first);
   ahead.writes.push_back({last_member, description.ops[last].def->results[0].name});
   back.reads.push_back(
       {last_member, permanent("grad_" + std::string(description.ops[last].def->results[0].name))});
   const auto each = [&](auto&& visit) {
     for (size_t op = first; op <= last; ++op)
-      visit(static_cast<uint8_t>(op - first), *description.ops[op].def);
+      visit(static_cast<uint32_t>(op - first), *description.ops[op].def);
   };
-  each([&](uint8_t member, const OpDef& def) {
-    PythonOptions::Counts counts{def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(),
-                                 def.context.size()};
-    options.ops.push_back(counts);
+  each([&](uint32_t member, const OpDef& def) {
+    options.ops.push_back(counts_of(def));
     for (size_t i = 1; i < def.inputs.size(); ++i) ahead.reads.push_back({member, def.inputs[i]});
     for (const auto& output : def.extra_outputs) {
       ahead.writes.push_back({member, output});
       back.reads.push_back({member, permanent("grad_" + std::string(output))});
     }
   });
-  each([&](uint8_t member, const OpDef& def) {
+  each([&](uint32_t member, const OpDef& def) {
     for (const auto& param : def.params) {
       ahead.reads.push_back({member, param});
+      if (is_buffer(param)) continue;
       back.reads.push_back({member, param});
       back.writes.push_back({member, permanent("grad_" + std::string(param))});
     }
   });
-  each([&](uint8_t member, const OpDef& def) {
+  each([&](uint32_t member, const OpDef& def) {
     for (size_t i = 1; i < def.inputs.size(); ++i)
       back.writes.push_back({member, permanent("grad_" + std::string(def.inputs[i]))});
     for (const auto& name : def.context) {
@@ -279,15 +312,17 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   return &fusions.back();
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, op keys) -> [(first, last, key)], one per fused op.
+/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> [(first, last, key)], one per fused op.
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
   const py::gil_scoped_acquire gil;
   static constexpr const char* kPasses[] = {"joint", "forward", "backward"};
   py::list ops;
   for (const OpNode& op : description.ops) ops.append(op.instance);
   std::vector<OpGroup> groups;
-  for (const auto& item : runtime().attr("groups")(kPasses[static_cast<size_t>(pass)], ops,
-                                                   description.recipe.has_value())) {
+  py::object recipe = py::none();
+  if (description.recipe) recipe = py::str(to_json(*description.recipe).dump());
+  for (const auto& item :
+       runtime().attr("groups")(kPasses[static_cast<size_t>(pass)], ops, recipe)) {
     const auto [first, last, key, name] =
         item.cast<std::tuple<size_t, size_t, std::string, std::string>>();
     auto options = std::make_shared<PythonOptions>();
@@ -306,7 +341,7 @@ void bind_python_ops(py::module_& module) {
     set_group_fusions(groups_from_python);
   });
   module.def("register_python_op", register_python_op, py::arg("name"), py::arg("extra_inputs"),
-             py::arg("params"), py::arg("extra_outputs"));
+             py::arg("params"), py::arg("extra_outputs"), py::arg("buffers"));
   module.def("bump_fusions_version", bump_fusions_version);
 }
 

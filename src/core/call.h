@@ -28,13 +28,12 @@ struct Opaque {
 /// The values of one run of one direction of a plan.
 class TANDEM_API Frame {
  public:
-  /// `slots`: number of tensors; `kernels`: the direct path has kernels for every dtype and device of the plan.
-  Frame(Path path, bool kernels, const std::vector<Type>& types,
-        const std::vector<uint16_t>& slot_of, size_t slots)
-      : path_(path), kernels_(kernels), types_(types), slot_of_(slot_of), tensors_(slots) {}
+  /// `slots`: number of tensors.
+  Frame(Path path, const std::vector<Type>& types, const std::vector<uint32_t>& slot_of,
+        size_t slots)
+      : path_(path), types_(types), slot_of_(slot_of), tensors_(slots) {}
 
   Path path() const { return path_; }
-  bool has_kernels() const { return kernels_; }
   const Type& type(Value value) const { return types_[index_of(value)]; }
 
   at::Tensor& tensor(Value value, size_t part = 0) {
@@ -54,9 +53,8 @@ class TANDEM_API Frame {
 
  private:
   Path path_;
-  bool kernels_;
   const std::vector<Type>& types_;
-  const std::vector<uint16_t>& slot_of_;
+  const std::vector<uint32_t>& slot_of_;
   c10::SmallVector<at::Tensor, 48> tensors_;
   std::vector<Opaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
@@ -71,9 +69,8 @@ class Call {
   Frame& frame() { return frame_; }
   Path path() const { return frame_.path(); }
 
-  bool has(size_t read) const {
-    return exists(step_.reads[read]) && frame_.tensor(step_.reads[read]).defined();
-  }
+  /// Whether the plan gives the step this operand. One that it gives has been written: the planner checks that.
+  bool has(size_t read) const { return exists(step_.reads[read]); }
   /// The read's tensor, or that of a part of its group.
   const at::Tensor& in(size_t read, size_t part = 0) const {
     return frame_.tensor(step_.reads[read], part);
@@ -103,11 +100,12 @@ class Call {
     return *static_cast<const T*>(step_.options[op].get());
   }
 
-  /// Runs kernel op K on this call's path: into tensors of the frame, through the dispatcher, or in composite form.
+  /// Runs kernel op K on this call's path: into tensors of the frame where K's kernel takes the arguments, through the dispatcher, or in
+  /// composite form.
   template <typename K, typename... Args>
   kernel_ops::ResultsOf<K> run(const Args&... args) {
     if (path() == Path::dispatch) return kernel_ops::dispatch<K>(args...);
-    if (path() == Path::direct && frame_.has_kernels()) {
+    if (path() == Path::direct && kernel_ops::has_cpu_kernel<K>(args...)) {
       const auto specs = K::shapes(args...);
       kernel_ops::ResultsOf<K> results;
       for (size_t i = 0; i < specs.size(); ++i)
@@ -117,8 +115,7 @@ class Call {
       K::cpu(args..., results);
       return results;
     }
-    K::shapes(args...);
-    return K::reference(args...);
+    return kernel_ops::run_reference<K>(args...);
   }
 
   /// Runs K and hands its results to the step's writes, which stand in the same order; a quantized write takes one result per part.

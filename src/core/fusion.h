@@ -15,21 +15,58 @@ namespace tandem {
 
 /// An operand of a matched step: `name` as the step's definition calls it.
 struct MemberOperand {
-  uint8_t member;
+  uint32_t member;
   std::string_view name;
 };
 
 /// As an operand's name: the one read of a member that no member writes, such as the other term of a sum.
 inline constexpr std::string_view kOtherRead = "*";
 
+/// As a pattern's `operand`: whichever operand reads what the chain goes through.
+inline constexpr std::string_view kAnyRead = "*";
+
+/// A step of a pattern: which steps it stands for, and through what the chain comes to it from the step before. That is a value: a
+/// result of the one that is an operand of the other. Unless named they are the main ones, y and x, in backward grad_x and grad_y.
+struct PatternStep {
+  // NOLINTBEGIN(google-explicit-constructor): a pattern is written as a list of names
+  PatternStep(const char* op_step) : name(op_step) {}
+  PatternStep(std::string_view op_step) : name(op_step) {}
+  PatternStep(StepKind own) : kind(own) {}
+  // NOLINTEND(google-explicit-constructor)
+  /// Steps of any op of a family: "activation", "activation.backward".
+  static PatternStep any_of(std::string_view family) {
+    PatternStep step(family);
+    step.is_family = true;
+    return step;
+  }
+  /// The same, reached through these: `result` of the step before it, `operand` of its own.
+  PatternStep through(std::string_view from_result, std::string_view as_operand) const {
+    PatternStep step = *this;
+    step.result = from_result;
+    step.operand = as_operand;
+    return step;
+  }
+
+  StepKind kind = StepKind::op;
+  std::string_view name = {};  ///< of an op's step, alternatives separated by '|'
+  bool is_family = false;
+  std::string_view result = {}, operand = {};
+};
+
 /// The steps that a pattern matched, in pattern order, and the types of their values.
 struct TANDEM_API Match {
   std::span<const Step* const> steps;
   const std::vector<Type>& types;
 
-  /// The value that a member calls `name`; Value::none if it has no such operand.
+  /// The value that a member calls `name`: what it reads under it, else what it writes; Value::none if there is none.
   Value operator[](const MemberOperand& operand) const;
-  const Type& type(const MemberOperand& operand) const { return types[index_of((*this)[operand])]; }
+  /// What a member writes under a name; Value::none if it does not.
+  Value written(const MemberOperand& operand) const;
+  /// Whether the member knows the name at all.
+  bool has(const MemberOperand& operand) const;
+  const Type& type(const MemberOperand& operand) const {
+    return types.at(index_of((*this)[operand]));
+  }
 };
 
 enum class Pass : uint8_t { joint, forward, backward };
@@ -40,13 +77,13 @@ struct FusedRun {
   Run run = nullptr;
 };
 
-/// A fusion is legal exactly when it writes every value that is demanded outside the run and performs every mutation of the run: the
-/// planner checks that, `refuse` adds what only the fusion can know.
+/// A fusion is legal exactly when it writes every value that is demanded outside the run, performs every mutation of the run and reads
+/// nothing that only the run writes: the planner checks that, `refuse` adds what only the fusion can know.
 struct Fusion {
   std::string name;
   Pass pass = Pass::forward;
-  /// Kinds or families of steps, alternatives separated by '|'; each step reads a result of the one before it.
-  std::vector<std::string_view> pattern = {};
+  /// Each step reads a result of the one before it.
+  std::vector<PatternStep> pattern = {};
   FusedRun run = {};
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.
   FusedRun backward = {};

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,9 +27,10 @@ using Options = std::shared_ptr<const void>;
 
 /// The dtype in which an op computes and returns its results.
 enum class DtypeRule : uint8_t {
-  weight,   ///< that of autocast, else that of the first parameter: products and norms
-  input,    ///< that of autocast, else that of the input: activations
-  promote,  ///< as torch promotes the operands: sums
+  weight,          ///< that of autocast, else that of the first parameter: products and norms
+  input,           ///< that of autocast, else that of the input: activations
+  promote,         ///< as torch promotes the operands: sums
+  promote_number,  ///< as torch promotes the input with a number that has a fraction: integers become the default dtype
 };
 
 /// A result of an op.
@@ -52,8 +54,8 @@ struct Same {
 /// One step of an op's backward. It runs if any of its writes is demanded.
 struct BackwardStepDef {
   std::string_view name;  ///< "backward", or what it writes where an op has several
-  Names reads;            ///< operands, results and grad_<result>
-  Names writes;           ///< grad_<operand>, then results that it can write again (`reemits`)
+  Names reads;            ///< operands and results by their names, gradients as grad_<result>
+  Names writes;  ///< gradients as grad_<operand>, then results that it can write again (`reemits`)
   Run run = nullptr;
 };
 
@@ -67,8 +69,9 @@ struct RoleOf {
 struct OpDef {
   std::string_view name;
   std::string_view formula;
-  std::string_view family = {};  ///< a second name that patterns may match ("activation"), or empty
-  Names inputs = {"x"};          ///< the main input, then the extra ones
+  /// What patterns may ask for instead of a name, or empty. The ops of a family have the same options, reads and writes.
+  std::string_view family = {};
+  Names inputs = {"x"};  ///< the main input, then the extra ones
   Names params = {};
   std::vector<ResultDef> results = {{"y"}};  ///< the main output first
   Names extra_outputs = {};                  ///< results that are outputs besides the main one
@@ -82,22 +85,26 @@ struct OpDef {
   Names reemits = {};  ///< results that a backward step can write again while it reads its inputs
   Names reemit_reads = {};   ///< operands that it reads only then
   Names context = {};        ///< ordered: what `saved_tensors` means to Python
-  bool views_input = false;  ///< y may share the memory of x
+  bool views_input = false;  ///< y is a reshape of x, whose memory it may share
   Run forward_in_place =
       nullptr;  ///< writes y into the extra input's own memory, where the user asked for it
   bool runs_user_code =
       false;  ///< runs as the body of a torch.autograd.Function does, and its values are never reused
   bool training_only = false;  ///< in evaluation y is x
-  bool has_composite = true;   ///< the forward is made of differentiable operations
+  bool is_quantize_point =
+      false;  ///< y is x behind a quantizer of the recipe; options are ops::QuantizeOptions
+  bool has_composite = true;  ///< the forward is made of differentiable operations
   Options (*parse)(const nlohmann::json& options) =
       nullptr;  ///< throws c10::ValueError on an unknown or bad option
+  /// Instead of `parse`, where options depend on the definition that they are for.
+  Options (*parse_for)(const OpDef& definition, const nlohmann::json& options) = nullptr;
 };
 
 /// The definition with this name; throws c10::ValueError that lists the names there are.
 TANDEM_API const OpDef& op_def(std::string_view name);
 
 /// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or the definition contradicts itself:
-/// an unknown operand in reads, writes, same or reemits.
+/// an unknown operand in reads, writes, same or reemits, a name declared twice, or one that means two things in backward.
 TANDEM_API void register_op(const OpDef& definition);
 
 /// All registered names, sorted.
@@ -110,6 +117,17 @@ inline size_t position(std::span<const std::string_view> names, std::string_view
     if (names[i] == name) return i;
   return npos;
 }
+
+/// What a name in the backward of an op refers to: an operand or result, or the gradient of one.
+struct OperandRef {
+  std::string_view name;
+  bool is_gradient = false;
+};
+
+/// In the reads of a backward step: an operand or a result, else grad_<result>; nullopt for any other name.
+TANDEM_API std::optional<OperandRef> backward_read(const OpDef& definition, std::string_view name);
+/// In the writes of a backward step: a result of `reemits`, else grad_<operand>; nullopt for any other name.
+TANDEM_API std::optional<OperandRef> backward_write(const OpDef& definition, std::string_view name);
 
 namespace detail {
 struct OpRegistration {

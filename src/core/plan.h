@@ -1,6 +1,8 @@
 // Plans: straight-line programs over values, for forward and, per set of gradients that exist and are asked for, for backward.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -19,7 +21,7 @@ struct Decision {
 
 /// Which gradients are given to backward (by output) and which are asked for (inputs, then parameters).
 struct BackwardMask {
-  uint64_t given = 0;
+  c10::SmallVector<bool, 32> given;
   std::vector<bool> asked;
   bool operator==(const BackwardMask&) const = default;
 };
@@ -64,8 +66,8 @@ struct Kept {
 
 struct Plan {
   std::vector<Type> types;
-  std::vector<uint16_t>
-      slot_of;  ///< first tensor slot of a value; or its place among opaque values or shapes
+  /// By value: its first tensor slot, or its place among opaque values or shapes.
+  std::vector<uint32_t> slot_of;
   size_t tensor_slots = 0, opaques = 0, shapes = 0;
 
   Values inputs;  ///< the main input, then extra inputs
@@ -79,13 +81,12 @@ struct Plan {
   Steps
       backward;  ///< every part that any mask may need, unfused but for joint fusions, in a valid order
   std::vector<Kept> kept;        ///< distinct tensors, in order of first use in backward
-  std::vector<int16_t> kept_at;  ///< by value: its first place in `kept`, or -1
+  std::vector<int32_t> kept_at;  ///< by value: its first place in `kept`, or -1
   Values kept_opaque;            ///< opaque values and shapes that backward reads
   Values output_gradients;       ///< the value of each output's gradient
   Values gradients;              ///< of inputs, then parameters; Value::none where none is required
   std::vector<Decision> decisions;
 
-  bool has_kernels = false;  ///< the direct path has kernels for every dtype and device
   bool is_quantized = false;
   bool runs_user_code = false;
   bool needs_backward = false;

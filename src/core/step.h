@@ -9,22 +9,39 @@
 
 namespace tandem {
 
+/// What a step is. Passes decide by this; a user may choose any name.
+enum class StepKind : uint8_t {
+  op,     ///< a step of an op's definition
+  fused,  ///< what a fusion put in the place of others
+  // The planner's own, which no op asks for:
+  cast,
+  add,  ///< the sum of two gradients
+  rename,
+  seed,
+  quantize,
+  dequantize,
+  refresh,  ///< brings the codes of a weight up to date in its workspace
+};
+
 /// A part of an op: its forward (nth 0) or its nth backward step (from 1). Every part is covered exactly once.
 struct Part {
-  uint16_t op = 0;
-  uint16_t nth = 0;
+  uint32_t op = 0;
+  uint32_t nth = 0;
   auto operator<=>(const Part&) const = default;
 };
 
 /// One call of an implementation.
 struct Step {
-  std::string
-      kind;  ///< what patterns match: "rms_norm", "rms_norm.backward", "add", "quantize"; the fusion's name where fused
-  std::string family;  ///< the second name that patterns match, or empty
+  StepKind kind = StepKind::op;
+  /// For people, and for patterns of ops: "rms_norm", "rms_norm.backward"; the fusion's name where fused.
+  std::string name;
+  std::string family;  ///< of an op's step: "activation", "activation.backward", or empty
   Run run = nullptr;
   Names read_names, write_names;  ///< as the definition calls them, parallel to reads and writes
   Values reads;                   ///< Value::none for an operand that is absent
   Values writes;                  ///< Value::none for a result that nobody demands
+  /// Positions of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
+  size_t main_read = 0, main_write = 0;
   Values
       mutates;  ///< workspaces and in-place operands: such steps are never dropped, repeated or reordered
   std::vector<Part> covers;

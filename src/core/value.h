@@ -10,7 +10,7 @@
 namespace tandem {
 
 /// A value of a plan. Two steps that name the same Value mean the same numbers; a rename makes no new one.
-enum class Value : uint16_t { none = 0xFFFF };
+enum class Value : uint32_t { none = 0xFFFFFFFF };
 
 constexpr size_t index_of(Value value) { return static_cast<size_t>(value); }
 constexpr bool exists(Value value) { return value != Value::none; }

@@ -17,7 +17,7 @@ bool is_written(Frame& frame, Value value) {
 }
 
 void run(Frame& frame, const Step& step) {
-  RECORD_FUNCTION(step.kind.c_str(), c10::ArrayRef<const c10::IValue>{});
+  RECORD_FUNCTION(step.name.c_str(), c10::ArrayRef<const c10::IValue>{});
   Call call(frame, step);
   step.run(call);
 }
@@ -36,12 +36,13 @@ void run_step(Frame& frame, const Step& step) {
   }
   for (const Value value : step.writes)
     if (exists(value))
-      TORCH_INTERNAL_ASSERT(is_written(frame, value), step.kind, " did not write ",
+      TORCH_INTERNAL_ASSERT(is_written(frame, value), step.name, " did not write ",
                             frame.type(value).name);
   for (const Value value : step.dead) frame.drop(value);
 }
 
 void run_forward(Frame& frame, const Plan& plan) {
+  const NoAutocast no_autocast;
   std::optional<at::AutoDispatchBelowADInplaceOrView>
       below;  // once, where no step needs to be above it
   if (frame.path() != Path::composite && !plan.runs_user_code) below.emplace();

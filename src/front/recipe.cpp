@@ -1,5 +1,7 @@
 #include "tandem/recipe.h"
 
+#include <c10/util/Exception.h>
+
 #include <nlohmann/json.hpp>
 
 #include "kernel_ops/weights.h"
@@ -8,11 +10,15 @@
 
 namespace tandem {
 
-Autocast::Autocast(bool enabled, const Float8CurrentScaling& recipe) {
-  enter_autocast(enabled ? to_json(recipe).dump() : "null");
-}
+Autocast::Autocast(bool enabled, const Float8CurrentScaling& recipe)
+    : region_(enter_autocast(enabled ? to_json(recipe).dump() : "null")) {}
 
-Autocast::~Autocast() { exit_autocast(); }
+Autocast::~Autocast() {
+  if (!exit_autocast(region_))  // a destructor may not throw
+    TORCH_WARN(
+        "Autocast: expected the innermost region of this thread to end first, got one that others "
+        "were entered in since, or of another thread. Let regions end in reverse order.");
+}
 
 void weights_changed() { kernel_ops::weights_changed(); }
 

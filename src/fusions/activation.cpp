@@ -25,7 +25,7 @@ Refusal refuse_mixed_dtypes(const Match& match) {
 Fusion fusion(std::string name, std::string_view family, Run run) {
   return {.name = std::move(name),
           .pass = Pass::backward,
-          .pattern = {family, "bias.grad_bias"},
+          .pattern = {PatternStep::any_of(family), "bias.grad_bias"},
           .run = {.reads = {{0, "grad_y"}, {0, "x"}},
                   .writes = {{0, "grad_x"}, {1, "grad_bias"}, {0, "y"}},
                   .run = run},

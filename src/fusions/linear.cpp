@@ -24,15 +24,15 @@ at::Tensor product_of(Call& call) {
   return ops::linear_product(call, x, weight, dtype);
 }
 
-bool owns_product(const Call& call, Call& mutable_call) {
-  return call.path() == Path::direct && mutable_call.frame().has_kernels();
-}
+/// On the direct path a product is a fresh tensor, and nobody but its epilogue sees it.
+bool owns_product(const Call& call) { return call.path() == Path::direct; }
 
 /// Runs the epilogue K on a product that nobody else sees: its first wanted result may take the product's memory, element by element.
 template <typename K, typename... Args>
 kernel_ops::ResultsOf<K> epilogue(Call& call, const at::Tensor& product, size_t in_place,
                                   const Args&... args) {
-  if (!owns_product(call, call)) return call.run<K>(product, args...);
+  if (!owns_product(call) || !kernel_ops::has_cpu_kernel<K>(product, args...))
+    return call.run<K>(product, args...);
   const auto specs = K::shapes(product, args...);
   kernel_ops::ResultsOf<K> results;
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -47,9 +47,10 @@ kernel_ops::ResultsOf<K> epilogue(Call& call, const at::Tensor& product, size_t 
 }
 
 void linear_bias(Call& call) {
-  const bool addmm = !owns_product(call, call) && !is_fp8(call.format(x)) &&
+  const bool addmm = !owns_product(call) && !is_fp8(call.format(x)) &&
                      call.in(bias).scalar_type() == call.in(x).scalar_type();
   if (addmm) {  // what compilers know best
+    ops::check_one_device(call, {x, weight, bias});
     const at::Tensor& input = call.in(x);
     const at::Tensor flat =
         input.dim() == 2 ? input
@@ -105,7 +106,7 @@ const Fusion kLinearBias{
 
 const Fusion kLinearBiasAdd{
     .name = "linear_bias_add",
-    .pattern = {"basic_linear", "bias", "add_extra_input"},
+    .pattern = {"basic_linear", "bias", PatternStep("add_extra_input").through("y", kAnyRead)},
     .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}, {2, "extra"}},
             .writes = {{2, "y"}},
             .run = linear_bias_add},
@@ -115,7 +116,7 @@ const Fusion kLinearBiasAdd{
 
 const Fusion kLinearBiasActivation{
     .name = "linear_bias_activation",
-    .pattern = {"basic_linear", "bias", "activation"},
+    .pattern = {"basic_linear", "bias", PatternStep::any_of("activation")},
     .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}},
             .writes = {{1, "y"}, {2, "y"}},
             .run = linear_bias_activation<kernel_ops::ActivationForward>},
@@ -125,7 +126,7 @@ const Fusion kLinearBiasActivation{
 
 const Fusion kLinearBiasGlu{
     .name = "linear_bias_glu",
-    .pattern = {"basic_linear", "bias", "glu"},
+    .pattern = {"basic_linear", "bias", PatternStep::any_of("glu")},
     .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}},
             .writes = {{1, "y"}, {2, "y"}},
             .run = linear_bias_activation<kernel_ops::GluForward>},

@@ -51,7 +51,7 @@ Refusal refuse_same_gradient_twice(const Match& match) {
 
 const Fusion kRmsNormQuantize{
     .name = "rms_norm_quantize",
-    .pattern = {"rms_norm", "quantize"},
+    .pattern = {"rms_norm", StepKind::quantize},
     .run = {.reads = {{0, "x"}, {0, "weight"}},
             .writes = {{0, "y"}, {0, "inv_rms"}, {1, "codes"}},
             .run = rms_norm_quantize},
@@ -60,7 +60,7 @@ const Fusion kRmsNormQuantize{
 
 const Fusion kLayerNormQuantize{
     .name = "layer_norm_quantize",
-    .pattern = {"layer_norm", "quantize"},
+    .pattern = {"layer_norm", StepKind::quantize},
     .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}},
             .writes = {{0, "y"}, {0, "mean"}, {0, "inv_std"}, {1, "codes"}},
             .run = layer_norm_quantize},
@@ -70,7 +70,7 @@ const Fusion kLayerNormQuantize{
 const Fusion kRmsNormBackwardAdd{
     .name = "rms_norm_backward_add",
     .pass = Pass::backward,
-    .pattern = {"rms_norm.backward", "add"},
+    .pattern = {"rms_norm.backward", StepKind::add},
     .run = {.reads = {{0, "grad_y"}, {0, "x"}, {0, "weight"}, {0, "inv_rms"}, {1, kOtherRead}},
             .writes = {{1, "y"}, {0, "grad_weight"}, {0, "y"}},
             .run = rms_norm_backward_add},
@@ -81,7 +81,7 @@ const Fusion kRmsNormBackwardAdd{
 const Fusion kLayerNormBackwardAdd{
     .name = "layer_norm_backward_add",
     .pass = Pass::backward,
-    .pattern = {"layer_norm.backward", "add"},
+    .pattern = {"layer_norm.backward", StepKind::add},
     .run = {.reads = {{0, "grad_y"},
                       {0, "x"},
                       {0, "weight"},

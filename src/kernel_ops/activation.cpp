@@ -2,14 +2,16 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
-#include <ATen/ops/gt.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
@@ -29,26 +31,28 @@ kernels::Activation activation_of(std::string_view name) {
   return kernels::Activation::relu;
 }
 
-at::ScalarType wide(const Tensor& z) {
-  return z.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+Tensor widened(const Tensor& z) { return z.to(wide(z.scalar_type())); }
 
 Tensor value(const Tensor& z, std::string_view activation) {
   if (activation == "gelu") return at::gelu(z, "tanh");
   return activation == "silu" ? at::silu(z) : at::relu(z);
 }
 
-/// act'(z), written out so that it can be differentiated again.
-Tensor derivative(const Tensor& z, std::string_view activation) {
-  if (activation == "relu") return (z > 0).to(z.scalar_type());
+/// grad * act'(z), written out so that it can be differentiated again. For every finite z it is finite where grad is; at an infinite z
+/// it is what torch's formulas give, which for gelu and silu is NaN.
+Tensor grad_of(const Tensor& grad, const Tensor& z, std::string_view activation) {
+  if (activation == "relu") return at::where(z <= 0, at::zeros_like(grad), grad);
   if (activation == "silu") {
     const Tensor s = at::sigmoid(z);
-    return s * (1 + z * (1 - s));
+    return grad * (s * (1 + z * (1 - s)));
   }
   constexpr double kBeta = 0.7978845608028654,
-                   kCubic = 0.044715;  // sqrt(2 / pi), and Hendrycks and Gimpel's constant
-  const Tensor t = at::tanh(kBeta * (z + kCubic * z * z * z));
-  return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * (kBeta * (1 + 3 * kCubic * z * z));
+                   kCubic = 0.044715,  // sqrt(2 / pi), and Hendrycks and Gimpel's constant
+      kSaturated = 20;  // tanh is 1 from there on; the cube of a larger z may overflow
+  const Tensor bounded = at::clamp(z, -kSaturated, kSaturated);
+  const Tensor t = at::tanh(kBeta * (bounded + kCubic * bounded * bounded * bounded));
+  return grad *
+         (0.5 * (1 + t) + 0.5 * z * ((1 - t * t) * (kBeta * (1 + 3 * kCubic * bounded * bounded))));
 }
 
 ResultSpec columns_of(const Tensor& z, bool wanted) {
@@ -70,8 +74,7 @@ Tensor biased(const Tensor& x, const std::optional<Tensor>& bias) { return bias 
 Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
 Tensor column_sums(const Tensor& grad_z) {
   return grad_z.reshape_symint({-1, grad_z.sym_size(-1)})
-      .to(wide(grad_z))
-      .sum(0)
+      .sum(0, /*keepdim=*/false, wide(grad_z.scalar_type()))
       .to(grad_z.scalar_type());
 }
 
@@ -116,7 +119,7 @@ Results<2> ActivationForward::reference(const Tensor& x, const std::optional<Ten
                                         std::array<bool, 2> output_mask) {
   const Tensor z = biased(x, bias);
   return {output_mask[0] ? fresh(z, x) : masked_out(z),
-          output_mask[1] ? value(z.to(wide(z)), activation).to(z.scalar_type()) : masked_out(z)};
+          output_mask[1] ? value(widened(z), activation).to(z.scalar_type()) : masked_out(z)};
 }
 
 Specs<3> ActivationBackward::shapes(const Tensor& grad_y, const Tensor& z,
@@ -137,8 +140,9 @@ void ActivationBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_
 Results<3> ActivationBackward::reference(const Tensor& grad_y, const Tensor& z,
                                          std::string_view activation,
                                          std::array<bool, 3> output_mask) {
-  const Tensor source = z.to(wide(z));
-  const Tensor grad_z = (grad_y.to(wide(z)) * derivative(source, activation)).to(z.scalar_type());
+  const Tensor source = widened(z);
+  const Tensor grad_z =
+      grad_of(grad_y.to(source.scalar_type()), source, activation).to(z.scalar_type());
   return {output_mask[0] ? grad_z : masked_out(z),
           output_mask[1] ? column_sums(grad_z) : masked_out(z),
           output_mask[2] ? value(source, activation).to(z.scalar_type()) : masked_out(z)};
@@ -164,7 +168,7 @@ void GluForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
 Results<2> GluForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
                                  std::string_view activation, std::array<bool, 2> output_mask) {
   const Tensor z = biased(x, bias);
-  const auto halves = z.to(wide(z)).chunk(2, -1);
+  const auto halves = widened(z).chunk(2, -1);
   return {output_mask[0] ? fresh(z, x) : masked_out(z),
           output_mask[1] ? (value(halves[0], activation) * halves[1]).to(z.scalar_type())
                          : masked_out(z)};
@@ -180,7 +184,7 @@ Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_
                     z.sym_sizes(), ", got ", grad_y.sym_sizes(),
                     ". Pass the gradient of what the forward op returned.");
   return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
-          half_of(z, grad_y.scalar_type(), output_mask[2])};
+          half_of(z, z.scalar_type(), output_mask[2])};
 }
 
 void GluBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
@@ -192,11 +196,10 @@ void GluBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view ac
 
 Results<3> GluBackward::reference(const Tensor& grad_y, const Tensor& z,
                                   std::string_view activation, std::array<bool, 3> output_mask) {
-  const auto halves = z.to(wide(z)).chunk(2, -1);
-  const Tensor grad = grad_y.to(wide(z)), gate = value(halves[0], activation);
-  const Tensor grad_z =
-      at::cat({grad * halves[1] * derivative(halves[0], activation), grad * gate}, -1)
-          .to(z.scalar_type());
+  const auto halves = widened(z).chunk(2, -1);
+  const Tensor grad = grad_y.to(halves[0].scalar_type()), gate = value(halves[0], activation);
+  const Tensor grad_z = at::cat({grad_of(grad * halves[1], halves[0], activation), grad * gate}, -1)
+                            .to(z.scalar_type());
   return {output_mask[0] ? grad_z : masked_out(z),
           output_mask[1] ? column_sums(grad_z) : masked_out(z),
           output_mask[2] ? (gate * halves[1]).to(z.scalar_type()) : masked_out(z)};

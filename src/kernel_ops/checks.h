@@ -2,11 +2,29 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <string_view>
 
 namespace tandem {
+
+/// What Python calls a dtype.
+inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+
+/// `tensor` must hold real numbers that torch does arithmetic on: what norms and dropout are defined for.
+inline void check_floating(std::string_view op, const at::Tensor& tensor, std::string_view name) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      op, ": expected ", name, " of dtype float32, bfloat16, float16 or float64, got ",
+      dtype_name(dtype), ". Convert it before the call.");
+}
+
+inline void check_codes(std::string_view op, const at::Tensor& codes) {
+  TORCH_CHECK_TYPE(codes.scalar_type() == at::kByte, op, ": expected uint8 codes, got ",
+                   dtype_name(codes.scalar_type()), ". Pass what a quantize op returned.");
+}
 
 /// `parameter` must be a vector with one element per element of x's last dimension.
 inline void check_last_dim(std::string_view op, const at::Tensor& x, const at::Tensor& parameter,

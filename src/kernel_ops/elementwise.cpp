@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/randint.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -65,6 +64,8 @@ Results<1> AddBias::reference(const Tensor& x, const std::optional<Tensor>& bias
 }
 
 Specs<1> SumRows::shapes(const Tensor& x, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, "sum_rows: expected x with at least 1 dimension, got a scalar. ",
+                    "Pass x.reshape({1}) if one element is meant.");
   return {ResultSpec{{x.sym_size(-1)}, dtype}};
 }
 
@@ -73,15 +74,17 @@ void SumRows::cpu(const Tensor& x, at::ScalarType, Results<1>& results) {
 }
 
 Results<1> SumRows::reference(const Tensor& x, at::ScalarType dtype) {
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {x.reshape_symint({rows_of(x), x.sym_size(-1)}).to(wide).sum(0).to(dtype)};
+  return {x.reshape_symint({rows_of(x), x.sym_size(-1)})
+              .sum(0, /*keepdim=*/false, wide(x.scalar_type()))
+              .to(dtype)};
 }
 
 Specs<1> Dropout::shapes(const Tensor& x, const Tensor& seed, double p) {
   TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout: expected a probability p in [0, 1], got ", p,
                     ". p is the share that becomes zero.");
+  check_floating("dropout", x, "x");
   TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "dropout: expected an int64 seed, got ",
-                   seed.scalar_type(), ". Draw it with tandem::draw_seed.");
+                   dtype_name(seed.scalar_type()), ". Draw it with torch.randint.");
   check_one_element("dropout", seed, "a seed");
   return {like(x)};
 }
@@ -96,24 +99,13 @@ Results<1> Dropout::reference(const Tensor& x, const Tensor& seed, double p) {
   const Tensor u =
       philox_words(seed, x.sym_numel()).bitwise_right_shift(8).to(at::kDouble) * 0x1p-24;
   const Tensor keep = (u >= p).reshape_symint(x.sym_sizes());
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {at::where(keep, x.to(wide) * (1 / (1 - p)), 0.0).to(x.scalar_type())};
-}
-
-Specs<1> DrawSeed::shapes(const Tensor&) { return {scalar(at::kLong)}; }
-
-void DrawSeed::cpu(const Tensor& x, Results<1>& results) { results[0].copy_(reference(x)[0]); }
-
-Results<1> DrawSeed::reference(const Tensor& x) {
-  return {at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong))};
+  return {at::where(keep, x.to(wide(x.scalar_type())) * (1 / (1 - p)), 0.0).to(x.scalar_type())};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<AddBias>(library);
   register_kernel_op<SumRows>(library);
   register_kernel_op<Dropout>(library);
-  register_kernel_op<DrawSeed>(library,
-                               {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
 
 }  // namespace tandem::kernel_ops

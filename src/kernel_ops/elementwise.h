@@ -1,4 +1,4 @@
-// Sums with a bias and a residual, column sums, dropout and its seed, as kernel ops.
+// Sums with a bias and a residual, column sums and dropout as kernel ops.
 #pragma once
 
 #include "kernel_ops/kernel_op.h"
@@ -13,6 +13,7 @@ struct AddBias {
   static constexpr const char* kQualifiedName = "tandem::add_bias";
   static constexpr const char* kSchema =
       "add_bias(Tensor x, Tensor? bias, Tensor? extra) -> Tensor";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
   static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& extra);
   static void cpu(const Tensor& x, const std::optional<Tensor>& bias,
@@ -26,6 +27,7 @@ struct SumRows {
   static constexpr const char* kName = "sum_rows";
   static constexpr const char* kQualifiedName = "tandem::sum_rows";
   static constexpr const char* kSchema = "sum_rows(Tensor x, ScalarType dtype) -> Tensor";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<1> shapes(const Tensor& x, at::ScalarType dtype);
   static void cpu(const Tensor& x, at::ScalarType dtype, Results<1>& results);
   static Results<1> reference(const Tensor& x, at::ScalarType dtype);
@@ -39,19 +41,10 @@ struct Dropout {
   static constexpr const char* kName = "dropout";
   static constexpr const char* kQualifiedName = "tandem::dropout";
   static constexpr const char* kSchema = "dropout(Tensor x, Tensor seed, float p) -> Tensor";
+  static constexpr std::array kTakes{kArithmetic, kSeed};
   static Specs<1> shapes(const Tensor& x, const Tensor& seed, double p);
   static void cpu(const Tensor& x, const Tensor& seed, double p, Results<1>& results);
   static Results<1> reference(const Tensor& x, const Tensor& seed, double p);
-};
-
-/// One int64 from the generator of x's device. Tagged `nondeterministic_seeded`: tracing keeps the call, it never becomes a constant.
-struct DrawSeed {
-  static constexpr const char* kName = "draw_seed";
-  static constexpr const char* kQualifiedName = "tandem::draw_seed";
-  static constexpr const char* kSchema = "draw_seed(Tensor x) -> Tensor";
-  static Specs<1> shapes(const Tensor& x);
-  static void cpu(const Tensor& x, Results<1>& results);
-  static Results<1> reference(const Tensor& x);
 };
 
 }  // namespace tandem::kernel_ops

@@ -5,9 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SymIntArrayRef.h>
+#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -23,11 +25,32 @@ struct ResultSpec {
   bool wanted = true;
 };
 
+/// A set of dtypes.
+class Dtypes {
+ public:
+  template <typename... Dtype>
+  constexpr explicit Dtypes(Dtype... dtypes)
+      : bits_((uint64_t{0} | ... | (uint64_t{1} << static_cast<int>(dtypes)))) {}
+  constexpr bool has(at::ScalarType dtype) const {
+    return (bits_ >> static_cast<int>(dtype) & 1) != 0;
+  }
+
+ private:
+  static_assert(static_cast<int>(at::ScalarType::NumOptions) <= 64, "a bit per dtype");
+  uint64_t bits_;
+};
+
+/// What CPU kernels compute on, and what else they read.
+inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStatistic(at::kFloat),
+    kCodes(at::kByte), kSeed(at::kLong);
+
 /// A kernel op K has
 ///   kName, kSchema                        name and schema in namespace `tandem`
+///   kTakes                                dtypes that cpu() takes, one set per tensor and dtype among the arguments, in their order
 ///   shapes(args...) -> Specs<N>           sizes and dtypes of the results; SymInt, so that tracing sees through it; checks arguments
-///   cpu(args..., Results<N>& results)     writes the allocated results; float32, bfloat16 and float16
-///   reference(args...) -> Results<N>      the same in differentiable ATen operations, for every device and dtype
+///   cpu(args..., Results<N>& results)     writes the allocated results; called only where has_cpu_kernel<K>(args...)
+///   reference(args...) -> Results<N>      the same in differentiable ATen operations, for every device and dtype: promotes, or
+///                                         raises, as torch does
 template <size_t N>
 using Specs = std::array<ResultSpec, N>;
 template <size_t N>
@@ -70,10 +93,77 @@ ResultsOf<K> dispatch(const Args&... args) {
   }
 }
 
-/// True for the dtypes that CPU kernels compute on; anything else goes to the composite reference.
-inline bool has_cpu_kernel(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
-         dtype == at::kByte || dtype == at::kLong;
+namespace detail {
+
+/// Memory that a kernel may read as it lies there: dense, on the CPU, and not marked as conjugate, negative or zero.
+inline bool is_plain_cpu(const Tensor& tensor) {
+  constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                        c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
+  const c10::DispatchKeySet keys = tensor.key_set();
+  return keys.has(c10::DispatchKey::CPU) && !keys.has_any(kMarks);
+}
+
+template <size_t N, typename T>
+bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argument) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    return takes[next++].has(argument.scalar_type()) && is_plain_cpu(argument);
+  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    const Dtypes& dtypes = takes[next++];
+    return !argument || (dtypes.has(argument->scalar_type()) && is_plain_cpu(*argument));
+  } else if constexpr (std::is_same_v<T, at::ScalarType>) {
+    return takes[next++].has(argument);
+  } else {
+    return true;
+  }
+}
+
+template <typename T>
+inline constexpr bool kIsTyped =
+    std::is_same_v<T, Tensor> || std::is_same_v<T, std::optional<Tensor>> ||
+    std::is_same_v<T, at::ScalarType>;
+
+/// Tensors among the arguments by position; an absent one is null.
+inline const Tensor* tensor_in(const Tensor& argument) { return &argument; }
+inline const Tensor* tensor_in(const std::optional<Tensor>& argument) {
+  return argument ? &*argument : nullptr;
+}
+template <typename T>
+const Tensor* tensor_in(const T&) {
+  return nullptr;
+}
+
+/// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose schema names the arguments.
+void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments);
+
+}  // namespace detail
+
+/// Whether K's CPU kernel takes these arguments; else the composite reference does.
+template <typename K, typename... Args>
+bool has_cpu_kernel(const Args&... args) {
+  static_assert(K::kTakes.size() == (size_t{0} + ... + size_t{detail::kIsTyped<Args>}),
+                "kTakes has one set per tensor and dtype");
+  size_t next = 0;
+  return (detail::is_taken(K::kTakes, next, args) && ...);
+}
+
+/// Throws c10::ValueError unless all tensors among the arguments lie on one device.
+template <typename K, typename... Args>
+void check_devices(const Args&... args) {
+  detail::require_one_device(K::kQualifiedName, {detail::tensor_in(args)...});
+}
+
+/// The composite form: what every implementation of K returns, contiguous and in the dtypes that shapes() says.
+template <typename K, typename... Args>
+ResultsOf<K> run_reference(const Args&... args) {
+  check_devices<K>(args...);
+  const auto specs = K::shapes(args...);
+  ResultsOf<K> results = K::reference(args...);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    TORCH_INTERNAL_ASSERT(results[i].scalar_type() == specs[i].dtype, K::kName, ": result ", i,
+                          " is ", results[i].scalar_type(), ", not ", specs[i].dtype);
+    if (results[i].layout() == at::kStrided) results[i] = results[i].contiguous();
+  }
+  return results;
 }
 
 }  // namespace tandem::kernel_ops

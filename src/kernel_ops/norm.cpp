@@ -2,7 +2,9 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isinf.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/where.h>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
@@ -19,8 +21,10 @@ kernels::cpu::NormOptions norm_options(double eps, bool zero_centered_gamma) {
   return {eps, zero_centered_gamma};
 }
 
-/// x and the parameters in the type that the statistics are kept in.
+/// The type that statistics are kept in, after checking that x and weight have one.
 at::ScalarType wide(const Tensor& x, const Tensor& weight) {
+  check_floating("norm", x, "x");
+  check_floating("norm", weight, "weight");
   return x.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble ? at::kDouble
                                                                                : at::kFloat;
 }
@@ -129,7 +133,8 @@ Results<3> LayerNormForward::reference(const Tensor& x, const Tensor& weight, co
   const auto dtype = wide(x, weight);
   const Tensor source = x.to(dtype);
   const Tensor mean = source.mean(-1, /*keepdim=*/true), centered = source - mean;
-  const Tensor inv_std = at::rsqrt((centered * centered).mean(-1, /*keepdim=*/true) + eps);
+  const Tensor variance = (centered * centered).mean(-1, /*keepdim=*/true);
+  const Tensor inv_std = at::rsqrt(at::where(at::isinf(variance), NAN, variance) + eps);
   const Tensor y =
       centered * inv_std * gamma_of(weight, zero_centered_gamma, dtype) + bias.to(dtype);
   return {y.to(weight.scalar_type()), mean.flatten(), inv_std.flatten()};

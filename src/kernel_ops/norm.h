@@ -16,6 +16,7 @@ struct RmsNormForward {
   static constexpr const char* kSchema =
       "rms_norm_forward(Tensor x, Tensor weight, float eps, bool zero_centered_gamma) -> (Tensor "
       "y, Tensor inv_rms)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<2> shapes(const Tensor& x, const Tensor& weight, double eps,
                          bool zero_centered_gamma);
   static void cpu(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
@@ -34,6 +35,8 @@ struct RmsNormBackward {
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor inv_rms, Tensor? "
       "grad_residual, bool zero_centered_gamma, "
       "bool[3] output_mask) -> (Tensor grad_x, Tensor grad_weight, Tensor y)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kStatistic,
+                                     kArithmetic};
   static Specs<3> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                          const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
                          bool zero_centered_gamma, std::array<bool, 3> output_mask);
@@ -55,6 +58,7 @@ struct LayerNormForward {
       "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool "
       "zero_centered_gamma) -> (Tensor y, Tensor mean, "
       "Tensor inv_std)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
   static Specs<3> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
                          bool zero_centered_gamma);
   static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
@@ -74,6 +78,8 @@ struct LayerNormBackward {
       "Tensor inv_std, Tensor? grad_residual, "
       "bool zero_centered_gamma, bool[4] output_mask) -> (Tensor grad_x, Tensor grad_weight, "
       "Tensor grad_bias, Tensor y)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kArithmetic,
+                                     kStatistic,  kStatistic,  kArithmetic};
   static Specs<4> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                          const std::optional<Tensor>& bias, const Tensor& mean,
                          const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
@@ -99,6 +105,7 @@ struct RmsNormQuantize {
       "float amax_epsilon, bool "
       "power_of_two, bool want_y) -> (Tensor y, Tensor inv_rms, Tensor codes, Tensor "
       "dequant_scale, Tensor amax)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<5> shapes(const Tensor& x, const Tensor& weight, double eps,
                          bool zero_centered_gamma, std::string_view format, double amax_epsilon,
                          bool power_of_two, bool want_y);
@@ -119,6 +126,7 @@ struct LayerNormQuantize {
       "zero_centered_gamma, str format, float amax_epsilon, "
       "bool power_of_two, bool want_y) -> (Tensor y, Tensor mean, Tensor inv_std, Tensor codes, "
       "Tensor dequant_scale, Tensor amax)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
   static Specs<6> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
                          bool zero_centered_gamma, std::string_view format, double amax_epsilon,
                          bool power_of_two, bool want_y);

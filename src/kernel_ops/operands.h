@@ -2,15 +2,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include "kernels/views.h"
 
 namespace tandem::kernel_ops {
 
 inline kernels::Element element_of(at::ScalarType dtype) {
-  return dtype == at::kFloat      ? kernels::Element::float32
-         : dtype == at::kBFloat16 ? kernels::Element::bfloat16
-                                  : kernels::Element::float16;
+  if (dtype == at::kFloat) return kernels::Element::float32;
+  if (dtype == at::kBFloat16) return kernels::Element::bfloat16;
+  TORCH_INTERNAL_ASSERT(dtype == at::kHalf, "no kernel computes on ", dtype);
+  return kernels::Element::float16;
 }
 
 /// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or not evenly spaced.

@@ -14,6 +14,7 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
@@ -75,7 +76,11 @@ Tensor decode_values(const Tensor& codes, kernels::Fp8Format format) {
 }
 
 void no_gradient(std::string_view op, const Tensor& x) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!(c10::GradMode::is_enabled() && x.requires_grad()), op,
+  // Below autograd whoever calls has the gradient in hand.
+  const bool is_recorded =
+      c10::GradMode::is_enabled() &&
+      !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
+  TORCH_CHECK_NOT_IMPLEMENTED(!(is_recorded && x.requires_grad()), op,
                               ": expected a tensor that needs no gradient, got one that requires "
                               "it. Rounding has no useful ",
                               "derivative: quantize inside a pipeline, whose backward passes the "
@@ -127,16 +132,13 @@ Results<3> QuantizeCurrent::reference(const Tensor& x, std::string_view format, 
 Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
                             std::string_view format, at::ScalarType dtype) {
   fp8_format(format);
+  check_codes("dequantize", codes);
   check_one_element("dequantize", dequant_scale, "dequant_scale");
   return {like(codes, dtype)};
 }
 
 void Dequantize::cpu(const Tensor& codes, const Tensor& dequant_scale, std::string_view format,
-                     at::ScalarType dtype, Results<1>& results) {
-  if (!has_cpu_kernel(dtype)) {
-    results[0].copy_(reference(codes, dequant_scale, format, dtype)[0]);
-    return;
-  }
+                     at::ScalarType, Results<1>& results) {
   const Tensor source = codes.contiguous();
   kernels::cpu::dequantize(source.const_data_ptr<uint8_t>(), fp8_format(format),
                            *dequant_scale.const_data_ptr<float>(), rows_out(results[0]));
@@ -149,6 +151,7 @@ Results<1> Dequantize::reference(const Tensor& codes, const Tensor& dequant_scal
 
 Specs<1> Decode::shapes(const Tensor& codes, std::string_view format) {
   fp8_format(format);
+  check_codes("decode", codes);
   return {like(codes, at::kFloat)};
 }
 
@@ -170,11 +173,7 @@ Specs<1> ScaleProduct::shapes(const Tensor& product, const Tensor& a_scale, cons
 }
 
 void ScaleProduct::cpu(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
-                       at::ScalarType dtype, Results<1>& results) {
-  if (!has_cpu_kernel(dtype)) {
-    results[0].copy_(reference(product, a_scale, b_scale, dtype)[0]);
-    return;
-  }
+                       at::ScalarType, Results<1>& results) {
   kernels::cpu::multiply_twice(RowsIn(product), *a_scale.const_data_ptr<float>(),
                                *b_scale.const_data_ptr<float>(), rows_out(results[0]));
 }

@@ -22,6 +22,7 @@ struct QuantizeCurrent {
       "quantize_current(Tensor x, str format, float amax_epsilon, bool power_of_two) -> (Tensor "
       "codes, Tensor dequant_scale, Tensor "
       "amax)";
+  static constexpr std::array kTakes{kArithmetic};
   static Specs<3> shapes(const Tensor& x, std::string_view format, double amax_epsilon,
                          bool power_of_two);
   static void cpu(const Tensor& x, std::string_view format, double amax_epsilon, bool power_of_two,
@@ -36,6 +37,7 @@ struct Dequantize {
   static constexpr const char* kQualifiedName = "tandem::dequantize";
   static constexpr const char* kSchema =
       "dequantize(Tensor codes, Tensor dequant_scale, str format, ScalarType dtype) -> Tensor";
+  static constexpr std::array kTakes{kCodes, kStatistic, kArithmetic};
   static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale, std::string_view format,
                          at::ScalarType dtype);
   static void cpu(const Tensor& codes, const Tensor& dequant_scale, std::string_view format,
@@ -49,6 +51,7 @@ struct Decode {
   static constexpr const char* kName = "decode";
   static constexpr const char* kQualifiedName = "tandem::decode";
   static constexpr const char* kSchema = "decode(Tensor codes, str format) -> Tensor";
+  static constexpr std::array kTakes{kCodes};
   static Specs<1> shapes(const Tensor& codes, std::string_view format);
   static void cpu(const Tensor& codes, std::string_view format, Results<1>& results);
   static Results<1> reference(const Tensor& codes, std::string_view format);
@@ -60,6 +63,7 @@ struct ScaleProduct {
   static constexpr const char* kQualifiedName = "tandem::scale_product";
   static constexpr const char* kSchema =
       "scale_product(Tensor product, Tensor a_scale, Tensor b_scale, ScalarType dtype) -> Tensor";
+  static constexpr std::array kTakes{kArithmetic, kStatistic, kStatistic, kArithmetic};
   static Specs<1> shapes(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
                          at::ScalarType dtype);
   static void cpu(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,

@@ -24,16 +24,6 @@ auto returned(Results<N>&& results) {
 }
 
 template <typename T>
-void note_tensor(const T& argument, const Tensor*& first, bool& all_kernel_dtypes) {
-  if constexpr (std::is_same_v<T, Tensor>) {
-    if (first == nullptr) first = &argument;
-    all_kernel_dtypes &= has_cpu_kernel(argument.scalar_type());
-  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
-    if (argument) all_kernel_dtypes &= has_cpu_kernel(argument->scalar_type());
-  }
-}
-
-template <typename T>
 void note_requires_grad(const T& argument, bool& requires_grad) {
   if constexpr (std::is_same_v<T, Tensor>) {
     requires_grad |= argument.requires_grad();
@@ -48,11 +38,8 @@ struct Kernels;
 template <typename K, size_t N, typename... Args>
 struct Kernels<K, Specs<N> (*)(Args...)> {
   static auto cpu(Args... args) {
-    const Tensor* first = nullptr;
-    bool all_kernel_dtypes = true;
-    (note_tensor(args, first, all_kernel_dtypes), ...);
+    if (!has_cpu_kernel<K>(args...)) return returned(run_reference<K>(args...));
     const Specs<N> specs = K::shapes(args...);
-    if (!all_kernel_dtypes) return returned(K::reference(args...));
     Results<N> results, wanted;
     for (size_t i = 0; i < N; ++i) {
       results[i] = empty_cpu(C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype);
@@ -63,10 +50,11 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
   }
 
   static auto meta(Args... args) {
-    const Tensor* first = nullptr;
-    bool unused = true;
-    (note_tensor(args, first, unused), ...);
+    check_devices<K>(args...);
     const Specs<N> specs = K::shapes(args...);
+    const Tensor* first = nullptr;
+    for (const Tensor* tensor : {tensor_in(args)...})
+      if (first == nullptr) first = tensor;
     Results<N> results;
     for (size_t i = 0; i < N; ++i)
       results[i] = at::empty_symint(
@@ -75,10 +63,7 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
     return returned(std::move(results));
   }
 
-  static auto reference(Args... args) {
-    K::shapes(args...);
-    return returned(K::reference(args...));
-  }
+  static auto reference(Args... args) { return returned(run_reference<K>(args...)); }
 
   /// The composite form is differentiable, so autograd of a kernel op that is called by itself is autograd of that form.
   static auto autograd(Args... args) {
@@ -97,9 +82,8 @@ using KernelsOf = detail::Kernels<K, decltype(&K::shapes)>;
 
 /// Schema, CPU kernel, shape function, the reference for every other device, and autograd through the reference.
 template <typename K>
-void register_kernel_op(torch::Library& library,
-                        const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
-  library.def(K::kSchema, tags);
+void register_kernel_op(torch::Library& library) {
+  library.def(K::kSchema, {at::Tag::pt2_compliant_tag});
   library.impl(K::kName, c10::DispatchKey::CPU, &KernelsOf<K>::cpu);
   library.impl(K::kName, c10::DispatchKey::Meta, &KernelsOf<K>::meta);
   library.impl(K::kName, c10::DispatchKey::CompositeExplicitAutograd, &KernelsOf<K>::reference);

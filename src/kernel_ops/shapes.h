@@ -17,6 +17,11 @@ inline c10::SymDimVector sizes_of(const Tensor& x) {
   return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
 }
 
+/// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so that torch promotes or raises.
+inline at::ScalarType wide(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+
 /// Statistics of a row are float32, or float64 where the computation is.
 inline at::ScalarType statistics(at::ScalarType compute) {
   return compute == at::kDouble ? at::kDouble : at::kFloat;

@@ -1,11 +1,17 @@
 #include "kernel_ops/weights.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/equal.h>
+#include <c10/util/hash.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
+#include <unordered_map>
 
 #include "kernel_ops/quantize.h"
 
@@ -18,7 +24,6 @@ std::atomic<int64_t> regions{0};
 std::atomic<int64_t> made{0}, reused{0};
 std::atomic<bool> check_weights{false};
 thread_local int64_t region = 0;
-thread_local int64_t region_depth = 0;
 
 /// Two threads that call one pipeline must not write one workspace at once.
 std::mutex& workspace_mutex() {
@@ -26,49 +31,112 @@ std::mutex& workspace_mutex() {
   return mutex;
 }
 
-enum Stamp : int64_t { data_pointer, version, epoch, stamped_region, arguments };
+using HeldStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using HeldVersion = c10::VariableVersion;
+
+bool is_dead(const HeldStorage& storage) { return storage.expired(); }
+bool is_dead(const HeldVersion& version) { return version.unique(); }
+
+/// Numbers of objects, none given twice. What is held of an object keeps its address from being used again, and no data alive; what is
+/// held of dead ones goes when there are as many as of living ones. Guarded by `workspace_mutex`.
+template <typename Held>
+class Numbers {
+ public:
+  int64_t of(const void* address, const Held& held) {
+    if (const auto known = entries_.find(address); known != entries_.end())
+      return known->second.number;
+    if (entries_.size() >= limit_) {
+      std::erase_if(entries_, [](const auto& entry) { return is_dead(entry.second.held); });
+      limit_ = 2 * entries_.size() + 64;
+    }
+    entries_.emplace(address, Entry{held, ++last_});
+    return last_;
+  }
+
+ private:
+  struct Entry {
+    Held held;
+    int64_t number;
+  };
+  std::unordered_map<const void*, Entry> entries_;
+  int64_t last_ = 0;
+  size_t limit_ = 64;
+};
+
+int64_t number_of_storage(const at::Tensor& tensor) {
+  static auto& numbers = *new Numbers<HeldStorage>;
+  const c10::Storage& storage = tensor.storage();
+  return numbers.of(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+}
+
+/// Of the counter that a tensor shares with its views and with what detach() gives. A weak reference to the tensor itself would not do:
+/// torch.utils.swap_tensors refuses tensors that have one.
+int64_t number_of_version_counter(const at::Tensor& tensor) {
+  static auto& numbers = *new Numbers<HeldVersion>;
+  const HeldVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  const void* counter = nullptr;  // its only member, which is private
+  static_assert(sizeof(version) == sizeof(counter));
+  std::memcpy(&counter, static_cast<const void*>(&version), sizeof(counter));
+  return counter == nullptr ? 0 : numbers.of(counter, version);
+}
+
+enum Stamp : int64_t {
+  storage,
+  data_pointer,
+  version_counter,
+  version,
+  epoch,
+  stamped_region,
+  arguments
+};
 
 bool is_valid(const int64_t* stamp, const int64_t* expected, const at::Tensor& weight,
               bool backward) {
   if (weight.is_inference())
     return false;  // no version counter: a write inside inference mode leaves no trace
-  for (const Stamp field : {data_pointer, version, epoch, arguments})
+  for (const Stamp field : {storage, data_pointer, version_counter, version, epoch, arguments})
     if (stamp[field] != expected[field]) return false;
   return backward ||
          (expected[stamped_region] != 0 && stamp[stamped_region] == expected[stamped_region]);
 }
 
-void refresh_weight_cpu(const at::Tensor& weight, at::Tensor& codes, at::Tensor& dequant_scale,
-                        at::Tensor& amax, at::Tensor& stamp, std::string_view format,
-                        double amax_epsilon, bool power_of_two, bool backward) {
-  TORCH_CHECK_VALUE(codes.sizes() == weight.sizes() && stamp.numel() == kStampSize,
-                    "refresh_weight_: expected a workspace of shape ", weight.sizes(),
-                    " with a stamp of ", kStampSize, " numbers, got ", codes.sizes(), " and ",
-                    stamp.numel(),
-                    ". Allocate the workspace again: the weight's shape has changed.");
-  const int64_t expected[kStampSize] = {
-      reinterpret_cast<int64_t>(weight.const_data_ptr()),
-      weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()), optimizer_epoch.load(),
-      region,
-      static_cast<int64_t>(std::hash<std::string_view>()(format) ^
-                           std::hash<double>()(amax_epsilon + (power_of_two ? 1 : 0)))};
+/// What codes depend on besides the weight's numbers.
+int64_t hash_of(const at::Tensor& weight, std::string_view format, double amax_epsilon,
+                bool power_of_two) {
+  size_t hash =
+      c10::get_hash(format, amax_epsilon, power_of_two, static_cast<int>(weight.scalar_type()));
+  for (const int64_t stride : weight.strides())
+    hash = c10::hash_combine(hash, c10::get_hash(stride));
+  return static_cast<int64_t>(hash);
+}
+
+void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tensor& dequant_scale,
+                          at::Tensor& amax, at::Tensor& stamp, std::string_view format,
+                          double amax_epsilon, bool power_of_two, bool backward) {
+  check_workspace(weight, codes, dequant_scale, amax, stamp);
   const std::lock_guard<std::mutex> lock(workspace_mutex());
-  // The stamp lies on the host: on an accelerator it is copied, and nothing there waits for the device.
-  const at::Tensor host = stamp.device().is_cpu() ? stamp : stamp.cpu();
-  if (is_valid(host.const_data_ptr<int64_t>(), expected, weight, backward)) {
+  const int64_t expected[kStampSize] = {
+      number_of_storage(weight),
+      reinterpret_cast<int64_t>(weight.const_data_ptr()),
+      number_of_version_counter(weight),
+      weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()),
+      optimizer_epoch.load(),
+      region,
+      hash_of(weight, format, amax_epsilon, power_of_two)};
+  if (is_valid(stamp.const_data_ptr<int64_t>(), expected, weight, backward)) {
     ++reused;
     if (check_weights.load()) {
       const auto fresh =
           QuantizeCurrent::reference(weight.detach(), format, amax_epsilon, power_of_two);
       TORCH_CHECK_VALUE(
-          at::equal(fresh[0], codes),
+          at::equal(fresh[0], codes) && at::equal(fresh[1], dequant_scale),
           "weight codes: expected those of the weight as it is, got stale ones. Something ",
           "writes the weight behind autograd's back: call tandem.weights_changed() after it.");
     }
     return;
   }
   ++made;
-  if (weight.device().is_cpu() && has_cpu_kernel(weight.scalar_type())) {
+  if (has_cpu_kernel<QuantizeCurrent>(weight, format, amax_epsilon, power_of_two)) {
     Results<3> results{codes, dequant_scale, amax};
     QuantizeCurrent::cpu(weight, format, amax_epsilon, power_of_two, results);
   } else {
@@ -78,15 +146,52 @@ void refresh_weight_cpu(const at::Tensor& weight, at::Tensor& codes, at::Tensor&
     dequant_scale.copy_(results[1]);
     amax.copy_(results[2]);
   }
-  int64_t* written = host.mutable_data_ptr<int64_t>();
-  std::copy(std::begin(expected), std::end(expected), written);
-  if (!host.is_same(stamp)) stamp.copy_(host);
+  std::copy(std::begin(expected), std::end(expected), stamp.mutable_data_ptr<int64_t>());
 }
 
 void refresh_weight_shapes(const at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&,
                            std::string_view, double, bool, bool) {}
 
 }  // namespace
+
+void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
+                     const at::Tensor& dequant_scale, const at::Tensor& amax,
+                     const at::Tensor& stamp) {
+  const c10::SymInt stamp_size = kStampSize;
+  const struct {
+    const char* name;
+    const at::Tensor& tensor;
+    at::ScalarType dtype;
+    c10::SymIntArrayRef sizes;
+    c10::Device device;  // the stamp is read on the host
+  } parts[] = {{"codes", codes, at::kByte, weight.sym_sizes(), weight.device()},
+               {"dequant_scale", dequant_scale, at::kFloat, {}, weight.device()},
+               {"amax", amax, at::kFloat, {}, weight.device()},
+               {"stamp", stamp, at::kLong, stamp_size, at::kCPU}};
+  for (const auto& [name, tensor, dtype, sizes, device] : parts) {
+    TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype &&
+                          tensor.sym_sizes() == sizes && tensor.device() == device,
+                      "refresh_weight_: expected ", name, " of shape ", sizes, ", ", dtype, ", on ",
+                      device, ", as the weight's workspace, got ",
+                      tensor.defined()
+                          ? tensor.toString() + " of shape " + c10::str(tensor.sym_sizes())
+                          : "an undefined tensor",
+                      ". Allocate the workspace again: the weight may have changed.");
+    TORCH_CHECK_VALUE(
+        tensor.is_contiguous() && !tensor.requires_grad(), "refresh_weight_: expected ", name,
+        " contiguous and without a gradient, got strides ", tensor.sym_strides(),
+        " and requires_grad=", tensor.requires_grad(), ". Allocate the workspace for this weight.");
+  }
+  for (const auto& part : parts) {
+    bool is_shared = part.tensor.is_alias_of(weight);
+    for (const auto& other : parts)
+      is_shared |= &other != &part &&
+                   at::get_overlap_status(part.tensor, other.tensor) != at::MemOverlapStatus::No;
+    TORCH_CHECK_VALUE(!is_shared || part.tensor.sym_numel() == 0, "refresh_weight_: expected ",
+                      part.name, " in memory of its own, got some that another part of the ",
+                      "workspace or the weight shares. Allocate each part by itself.");
+  }
+}
 
 void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
                     const at::Tensor& dequant_scale, const at::Tensor& amax,
@@ -104,12 +209,8 @@ void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
 void weights_changed() { ++optimizer_epoch; }
 
 int64_t current_region() { return region; }
-void enter_region() {
-  if (region_depth++ == 0) region = ++regions;
-}
-void exit_region() {
-  if (--region_depth == 0) region = 0;
-}
+void set_region(int64_t number) { region = number; }
+int64_t new_region() { return ++regions; }
 
 RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 void set_check_weights(bool enabled) { check_weights.store(enabled); }
@@ -120,7 +221,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "Tensor(d!) stamp, str format, float "
       "amax_epsilon, bool power_of_two, bool backward) -> ()",
       {at::Tag::pt2_compliant_tag});
-  library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd, &refresh_weight_cpu);
+  library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
+               &refresh_weight_plain);
   library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
   library.impl("refresh_weight_", c10::DispatchKey::Autograd,
                torch::CppFunction::makeFallthrough());

@@ -10,27 +10,37 @@
 
 namespace tandem::kernel_ops {
 
-/// Numbers in a stamp: data pointer, version, optimizer epoch, autocast region, what the codes were made with.
-inline constexpr int64_t kStampSize = 5;
+/// Numbers in a stamp: storage, data pointer, version counter, version, optimizer epoch, autocast region, what the codes were made with.
+inline constexpr int64_t kStampSize = 7;
 
 /// Writes codes, dequant_scale and amax of `weight` into the workspace unless its stamp says that they are there already: the same
-/// data pointer, version, optimizer epoch and recipe, and in forward the same autocast region. Outside any region forward always
-/// writes. `backward` accepts the codes of any region: they belong to the weight that forward used.
+/// storage, address, layout and dtype, the same version of the same counter, optimizer epoch and recipe, and in forward the same
+/// autocast region. Outside any region forward always writes. `backward` accepts the codes of any region: they belong to the weight
+/// that forward used. Storages and counters have numbers of their own, which no later one gets: an address comes back once its object is
+/// freed.
 ///
-/// Shapes: codes uint8 like weight, dequant_scale and amax [] float32, stamp [kStampSize] int64, zeros at first.
+/// Shapes: codes uint8 like weight, dequant_scale and amax [] float32, stamp [kStampSize] int64 on the CPU, zeros at first.
+/// Throws: as check_workspace.
 void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
                     const at::Tensor& dequant_scale, const at::Tensor& amax,
                     const at::Tensor& stamp, std::string_view format, double amax_epsilon,
                     bool power_of_two, bool backward);
 
+/// A workspace is written in place, by whoever passed it: it must have the shapes and dtypes above, lie where the weight lies, be
+/// contiguous, carry no gradient, and share no memory, neither among its parts nor with the weight. Throws c10::ValueError.
+void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
+                     const at::Tensor& dequant_scale, const at::Tensor& amax,
+                     const at::Tensor& stamp);
+
 /// Weights may have been written in a way that moves no version counter: every cached code is made again at its next use.
 /// torch.optim optimizers call this by a hook; others that write `.data` inside one autocast region must.
 TANDEM_API void weights_changed();
 
-/// The outermost autocast region of this thread; 0 outside any. Each has a number of its own.
+/// The number of the outermost autocast region that is in force in this thread; 0 outside any.
 int64_t current_region();
-TANDEM_API void enter_region();
-TANDEM_API void exit_region();
+TANDEM_API void set_region(int64_t number);
+/// A number that no other outermost region of the process has.
+TANDEM_API int64_t new_region();
 
 /// How often codes have been made and found valid, for tests and `explain`.
 struct RefreshCounts {

@@ -16,7 +16,7 @@ namespace cpu {
 /// Optional: bias; z (null data: not written, but rounded the same).
 /// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of |y|, plus 2^-121, where z is
 ///           float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests ActivationKernel.*MatchFloat64, EveryBfloat16, *Sweep).
-/// Limits:   y is 0 at -infinity and x at infinity; NaN gives NaN, in relu too.
+/// Limits:   y is x at infinity; at -infinity gelu and silu give NaN, as torch does, and relu 0; NaN gives NaN, in relu too.
 void activation_forward(Activation activation, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y);
 
@@ -25,7 +25,7 @@ void activation_forward(Activation activation, ConstRows x, ConstVector bias, El
 ///
 /// Optional: grad_bias, y.
 /// Error:    of grad_z before the rounding to its element: |grad_y| max(1, |act'|) times 2^-21 where z is float32, 2^-15 where it has
-///           16 bits (same tests). relu passes grad_y on at NaN, as torch does.
+///           16 bits (same tests). relu passes grad_y on at NaN, and gelu and silu give NaN at both infinities, as torch does.
 void activation_backward(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y);
 

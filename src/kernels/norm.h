@@ -34,6 +34,7 @@ void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const 
 /// cache (in parts, for float32).
 ///
 /// Shapes:  x, y [rows, hidden]; weight, bias [hidden]; mean, inv_std [rows], float32.
+/// Limits:  a row with NaN, an infinity or squares that overflow float32 becomes NaN; rms_norm_forward gives 0 where squares overflow.
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                         const NormOptions& options, Rows y, float* mean, float* inv_std);
 

@@ -2,61 +2,27 @@
 
 #include <c10/util/Exception.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
+
+#include "core/json_fields.h"
 
 namespace tandem::ops {
 
-namespace {
-
 using nlohmann::json;
 
-/// Reads named members of an options object; `finish` refuses what nobody read.
-class Reader {
- public:
-  explicit Reader(const json& options) : options_(options) {
-    TORCH_CHECK_VALUE(options.is_object() || options.is_null(),
-                      "op options: expected a JSON object, got ", options.dump(),
-                      ". Pass {} for the defaults.");
-  }
-
-  template <typename T>
-  Reader& get(const char* name, T& value) {
-    known_.push_back(name);
-    if (!options_.is_object() || !options_.contains(name)) return *this;
-    try {
-      options_.at(name).get_to(value);
-    } catch (const json::exception&) {
-      TORCH_CHECK_VALUE(false, "op options: expected \"", name, "\" to be like ",
-                        json(value).dump(), ", got ", options_.at(name).dump(),
-                        ". Correct its type.");
-    }
-    return *this;
-  }
-
-  void finish() const {
-    for (const auto& [name, value] : options_.items()) {
-      bool found = false;
-      for (const auto& known : known_) found |= known == name;
-      TORCH_CHECK_VALUE(found, "op options: expected one of ", json(known_).dump(), ", got \"",
-                        name, "\". Remove it.");
-    }
-  }
-
- private:
-  const json& options_;
-  std::vector<std::string> known_;
-};
-
+namespace {
+Fields fields_of(const json& options) { return {options, "op options"}; }
 }  // namespace
 
 Options parse_no_options(const json& options) {
-  Reader(options).finish();
+  fields_of(options).finish();
   return std::make_shared<int>(0);
 }
 
 Options parse_norm(const json& options) {
   NormOptions parsed;
-  Reader(options)
+  fields_of(options)
       .get("eps", parsed.eps)
       .get("zero_centered_gamma", parsed.zero_centered_gamma)
       .finish();
@@ -67,13 +33,13 @@ Options parse_norm(const json& options) {
 
 Options parse_scale(const json& options) {
   ScaleOptions parsed;
-  Reader(options).get("factor", parsed.factor).finish();
+  fields_of(options).get("factor", parsed.factor).finish();
   return std::make_shared<ScaleOptions>(parsed);
 }
 
 Options parse_dropout(const json& options) {
   DropoutOptions parsed;
-  Reader(options).get("p", parsed.p).finish();
+  fields_of(options).get("p", parsed.p).finish();
   TORCH_CHECK_VALUE(parsed.p >= 0 && parsed.p <= 1,
                     "dropout: expected a probability p in [0, 1], got ", parsed.p,
                     ". p is the share that becomes zero.");
@@ -82,20 +48,26 @@ Options parse_dropout(const json& options) {
 
 Options parse_reshape(const json& options) {
   ReshapeOptions parsed;
-  Reader(options).get("shape", parsed.shape).finish();
-  int64_t inferred = 0;
+  fields_of(options)
+      .get("shape", parsed.shape, limits::kDimensions, std::numeric_limits<int64_t>::min(),
+           std::numeric_limits<int64_t>::max())
+      .finish();
+  int64_t inferred = 0, elements = 1;
   for (const int64_t size : parsed.shape) {
     inferred += size == -1;
     TORCH_CHECK_VALUE(size >= -1 && inferred <= 1,
                       "reshape: expected sizes >= 0 and at most one -1, got ",
-                      json(parsed.shape).dump(), ". One size can be inferred.");
+                      shown_json(json(parsed.shape)), ". One size can be inferred.");
+    TORCH_CHECK_VALUE(size <= 0 || !__builtin_mul_overflow(elements, size, &elements),
+                      "reshape: expected sizes whose product is below 2^63, got ",
+                      shown_json(json(parsed.shape)), ". No tensor has as many elements.");
   }
   return std::make_shared<ReshapeOptions>(std::move(parsed));
 }
 
 Options parse_quantize(const json& options) {
   QuantizeOptions parsed;
-  Reader(options).get("forward", parsed.forward).get("backward", parsed.backward).finish();
+  fields_of(options).get("forward", parsed.forward).get("backward", parsed.backward).finish();
   return std::make_shared<QuantizeOptions>(parsed);
 }
 

@@ -1,13 +1,18 @@
 #include "ops/product.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <bit>
+
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
+#include "kernels/parallel.h"
 
 namespace at::native {
 // oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak, so that one without it loads too.
@@ -15,22 +20,22 @@ __attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const
                                          float beta, float alpha);
 }  // namespace at::native
 
+/// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the process.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
 namespace tandem::ops {
 
 namespace {
 
-/// Whether oneDNN is the faster way to this product. at::mm takes it for bfloat16 too, after checks of its own, but gives float32 to
-/// MKL, which on processors of other makers than Intel is slower (benchmarks/products.py; measured on Zen 4).
-bool prefers_onednn([[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const at::Tensor& b) {
+constexpr int64_t kWorthIt = 1 << 20;  // multiplications that take as long as oneDNN's set-up
+
+/// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16 too, after checks of its own, but
+/// gives float32 to MKL, which on processors of other makers than Intel is slower (benchmarks/products.py; measured on Zen 4).
+bool prefers_onednn([[maybe_unused]] at::ScalarType dtype) {
 #if defined(__x86_64__)
-  static const bool has_avx512 = __builtin_cpu_supports("avx512vl") &&
-                                 __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq");
   static const bool has_slow_mkl = !__builtin_cpu_is("intel");
-  constexpr int64_t kWorthIt = 1 << 20;  // multiplications that take as long as oneDNN's set-up
-  return at::native::mkldnn_matmul != nullptr && has_avx512 &&
-         (a.scalar_type() == at::kBFloat16 || (a.scalar_type() == at::kFloat && has_slow_mkl)) &&
-         a.size(0) * a.size(1) * b.size(1) >= kWorthIt && at::globalContext().userEnabledMkldnn();
+  return has_onednn() && (dtype == at::kBFloat16 || (dtype == at::kFloat && has_slow_mkl)) &&
+         at::globalContext().userEnabledMkldnn();
 #else
   return false;
 #endif
@@ -39,6 +44,22 @@ bool prefers_onednn([[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const
 /// A view without a dispatch: the direct path holds plain tensors only.
 at::Tensor raw_view(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides) {
   return at::native::as_strided_tensorimpl(tensor, sizes, strides);
+}
+
+/// `count` rows or columns of a matrix, from `first` on.
+at::Tensor part_of(const at::Tensor& matrix, int64_t dim, int64_t first, int64_t count) {
+  if (count == matrix.size(dim)) return matrix;
+  int64_t sizes[] = {matrix.size(0), matrix.size(1)};
+  sizes[dim] = count;
+  return at::native::as_strided_tensorimpl(matrix, sizes, matrix.strides(),
+                                           matrix.storage_offset() + first * matrix.stride(dim));
+}
+
+/// The largest number up to `rows` of which all but the two leading bits are zero: two per octave.
+int64_t rounded_down(int64_t rows) {
+  const int dropped =
+      std::max(static_cast<int>(std::bit_width(static_cast<uint64_t>(rows))) - 2, 0);
+  return rows >> dropped << dropped;
 }
 
 /// `tensor` as a matrix over its last dimension, transposed or not.
@@ -61,20 +82,53 @@ at::Tensor matrix(const at::Tensor& tensor, bool transposed, Path path) {
   return flat.dim() == 2 ? flat : raw_view(flat, {rows, cols}, {row_stride, col_stride});
 }
 
-/// How a product may be summed. oneDNN shares a long sum of few elements out among threads, so that the last bits depend on their
+/// This thread's products in MKL run on it alone, inside a parallel region too.
+struct OneMklThread {
+  OneMklThread() : before(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+  ~OneMklThread() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
+  }
+  OneMklThread(const OneMklThread&) = delete;
+  OneMklThread& operator=(const OneMklThread&) = delete;
+  const int before;
+};
+
+/// result = a b in tiles of a fixed size, each by one thread: what a tile holds depends on its operands alone.
+void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  constexpr int64_t kTile = 256;
+  const int64_t rows = a.size(0), cols = b.size(1);
+  const int64_t down = (rows + kTile - 1) / kTile, across = (cols + kTile - 1) / kTile;
+  const auto multiply_tile = [&](int64_t tile) {
+    const int64_t row = tile / across * kTile, col = tile % across * kTile;
+    const int64_t height = std::min(kTile, rows - row), width = std::min(kTile, cols - col);
+    at::Tensor target = part_of(part_of(result, 0, row, height), 1, col, width);
+    at::cpu::mm_out(target, part_of(a, 0, row, height), part_of(b, 1, col, width));
+  };
+  kernels::parallel_for(0, down * across, 1, [&](int64_t first, int64_t last) {
+    const OneMklThread one;
+    for (int64_t tile = first; tile < last; ++tile) multiply_tile(tile);
+  });
+}
+
+/// How a product may be summed. oneDNN and MKL share a long sum of few elements out among threads, so that the last bits depend on their
 /// number; those of quantized products must not.
 enum class Sums { any, independent_of_threads };
 
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
-                    Sums sums = Sums::any) {
-  if (call.path() == Path::direct && call.frame().has_kernels()) {
+                    Rows rows, Sums sums = Sums::any) {
+  constexpr auto kDtypes = kernel_ops::kArithmetic;
+  if (call.path() == Path::direct && a.scalar_type() == b.scalar_type() &&
+      kDtypes.has(a.scalar_type()) && kernel_ops::detail::is_plain_cpu(a) &&
+      kernel_ops::detail::is_plain_cpu(b)) {
     at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), a.scalar_type(), a);
     at::Tensor target =
         result.dim() == 2 ? result : raw_view(result, {a.size(0), b.size(1)}, {b.size(1), 1});
-    if (sums == Sums::any && prefers_onednn(a, b)) {
-      at::native::mkldnn_matmul(a, b, target, /*beta=*/0, /*alpha=*/1);
-    } else {
+    if (sums == Sums::any && prefers_onednn(a.scalar_type())) {
+      multiply_by_onednn(a, b, target, rows);
+    } else if (sums == Sums::any) {
       at::cpu::mm_out(target, a, b);
+    } else {
+      multiply_in_tiles(a, b, target);
     }
     return result;
   }
@@ -86,18 +140,66 @@ std::string_view format_name(Format format) { return format == Format::fp8_e4m3 
 
 }  // namespace
 
+bool has_onednn() {
+#if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512vl") &&
+                                 __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq");
+  return at::native::mkldnn_matmul != nullptr && has_avx512;
+#else
+  return false;
+#endif
+}
+
+void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
+                        Rows rows) {
+  const bool contracted = rows == Rows::contracted, rounds = a.scalar_type() == at::kFloat;
+  const int64_t count = a.size(contracted ? 1 : 0);
+  const int64_t per_row = b.size(1) * a.size(contracted ? 0 : 1);
+  for (int64_t first = 0, piece = 0; first < count || first == 0; first += piece) {
+    const int64_t rest = count - first;
+    piece = rounds ? rounded_down(rest) : rest;
+    const bool is_worth_it = piece * per_row >= kWorthIt;
+    if (!is_worth_it) piece = rest;
+    const at::Tensor part_a = part_of(a, contracted ? 1 : 0, first, piece),
+                     part_b = contracted ? part_of(b, 0, first, piece) : b;
+    at::Tensor target = contracted ? result : part_of(result, 0, first, piece);
+    const bool adds = contracted && first != 0;
+    if (is_worth_it) {
+      at::native::mkldnn_matmul(part_a, part_b, target, /*beta=*/adds ? 1 : 0, /*alpha=*/1);
+    } else if (adds) {
+      at::cpu::addmm_out(target, target, part_a, part_b);
+    } else {
+      at::cpu::mm_out(target, part_a, part_b);
+    }
+    if (piece == 0) break;
+  }
+}
+
+void check_one_device(const Call& call, std::initializer_list<size_t> reads) {
+  const size_t first = *reads.begin();
+  for (const size_t read : reads)
+    TORCH_CHECK_VALUE(!call.has(read) || call.in(read).device() == call.in(first).device(),
+                      call.step().name, ": expected ", call.step().read_names[first], " and ",
+                      call.step().read_names[read], " on one device, got ", call.in(first).device(),
+                      " and ", call.in(read).device(),
+                      ". Move the module or its input: both have .to(device).");
+}
+
 at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                    at::ScalarType dtype) {
+  check_one_device(call, {a.read, b.read});
+  const Rows rows = a.transposed ? Rows::contracted : Rows::of_the_result;
   if (!is_fp8(call.format(a.read)))
     return multiply(call, matrix(call.in(a.read), a.transposed, call.path()),
-                    matrix(call.in(b.read), b.transposed, call.path()), sizes);
+                    matrix(call.in(b.read), b.transposed, call.path()), sizes, rows);
   const at::Tensor a_values =
       call.run<kernel_ops::Decode>(call.in(a.read), format_name(call.format(a.read)))[0];
   const at::Tensor b_values =
       call.run<kernel_ops::Decode>(call.in(b.read), format_name(call.format(b.read)))[0];
-  const at::Tensor codes_product =
-      multiply(call, matrix(a_values, a.transposed, call.path()),
-               matrix(b_values, b.transposed, call.path()), sizes, Sums::independent_of_threads);
+  const at::Tensor codes_product = multiply(call, matrix(a_values, a.transposed, call.path()),
+                                            matrix(b_values, b.transposed, call.path()), sizes,
+                                            rows, Sums::independent_of_threads);
   return call.run<kernel_ops::ScaleProduct>(codes_product, call.in(a.read, 1), call.in(b.read, 1),
                                             dtype)[0];
 }

@@ -1,6 +1,8 @@
 // The three products of a linear layer on plain and on quantized operands, for every op and fusion that has one.
 #pragma once
 
+#include <initializer_list>
+
 #include "core/call.h"
 
 namespace tandem::ops {
@@ -10,6 +12,24 @@ struct Factor {
   size_t read;
   bool transposed = false;
 };
+
+/// What a product does with the rows of x, whose number changes from step to step where lengths do.
+enum class Rows : uint8_t { of_the_result, contracted };
+
+/// Whether libtorch's oneDNN product is there and fast here.
+bool has_onednn();
+
+/// result = a b, on the CPU. oneDNN keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
+/// numbers of rows with two significant bits only, two per octave; other numbers are cut into such pieces, and the rest goes to at::mm.
+/// bfloat16 ones do not: at::mm would give those to oneDNN too. How a product is cut depends on its shape alone.
+///
+/// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
+/// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.
+void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
+                        Rows rows);
+
+/// Throws c10::ValueError unless these reads, where they exist, lie on one device.
+void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 
 /// a * b, accumulated in float32 or wider, rounded once to `dtype`; quantized operands are decoded and their scales applied at the end.
 ///

@@ -62,6 +62,7 @@ void add_in_place(Call& call) {
 const OpDef kIdentity{
     .name = "identity",
     .formula = "y = x",
+    .dtype = DtypeRule::promote,
     .same = {{"y", "x"}},
     .same_gradients = {{"grad_x", "grad_y"}},
     .parse = parse_no_options,
@@ -84,7 +85,7 @@ const OpDef kReshape{
 const OpDef kConstantScale{
     .name = "constant_scale",
     .formula = "y = x factor",
-    .dtype = DtypeRule::promote,
+    .dtype = DtypeRule::promote_number,
     .forward = scale,
     .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = scale}},
     .parse = parse_scale,
@@ -109,6 +110,7 @@ const OpDef kQuantize{
     .dtype = DtypeRule::promote,
     .same = {{"y", "x"}},
     .same_gradients = {{"grad_x", "grad_y"}},
+    .is_quantize_point = true,
     .parse = parse_quantize,
 };
 

@@ -1,6 +1,9 @@
-// Which recipe is in force: a thread-local stack of regions.
+// Which recipe is in force: chains of regions. A thread has one, and so has each async context of Python.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <memory>
 #include <string>
 
 #include "tandem/export.h"
@@ -12,12 +15,35 @@ struct ActiveRecipe {
   std::string json;
 };
 
-/// The recipe of the innermost enabled region of this thread, or null.
+/// One entry into an autocast region. Only `is_open` ever changes, so threads may share chains.
+struct Region {
+  const ActiveRecipe* recipe;     ///< null: quantization is off inside
+  int64_t number;                 ///< of the outermost region, which weight codes are made once in
+  std::shared_ptr<Region> outer;  ///< in force again once this is left
+  std::shared_ptr<void> owner;    ///< what entered it; null for a tandem::Autocast
+  std::atomic<bool> is_open{true};
+};
+using RegionPtr = std::shared_ptr<Region>;
+
+/// The recipe of the innermost region of this thread, or null.
 TANDEM_API const ActiveRecipe* active_recipe();
 
-/// Enters a region: `json` is a recipe, or "null" to switch quantization off inside. The outermost region is one weight-code region.
+/// A region inside `outer`: `json` is a recipe, or "null" to switch quantization off. It is in force nowhere yet.
 /// Throws c10::ValueError on an unknown recipe.
-TANDEM_API void enter_autocast(const std::string& json);
-TANDEM_API void exit_autocast();
+TANDEM_API RegionPtr make_region(const std::string& json, RegionPtr outer,
+                                 std::shared_ptr<void> owner = {});
+/// The first region of a chain that has not been left, or null.
+TANDEM_API RegionPtr innermost_open(RegionPtr region);
+
+/// The innermost region of this thread, or null.
+TANDEM_API RegionPtr thread_region();
+/// Puts a chain in force in this thread; returns the one before.
+TANDEM_API RegionPtr exchange_thread_region(RegionPtr region);
+
+/// Enters a region in this thread. Throws as make_region does.
+TANDEM_API RegionPtr enter_autocast(const std::string& json);
+/// Leaves a region. False where it is not the innermost one of this thread: those entered since stay in force, and once they are left
+/// what surrounds this one is.
+TANDEM_API bool exit_autocast(const RegionPtr& region);
 
 }  // namespace tandem

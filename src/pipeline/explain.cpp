@@ -3,10 +3,12 @@
 #include <c10/util/Exception.h>
 
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "pipeline/pipeline.h"
 #include "planner/planner.h"
+#include "quantization/recipe.h"
 
 namespace tandem {
 
@@ -49,7 +51,8 @@ std::vector<std::string> covered(const ExplainedPlan& explained, const Step& ste
 
 json step_json(const ExplainedPlan& explained, const Step& step) {
   const Plan& plan = *explained.plan;
-  return {{"kind", step.kind},
+  return {{"kind", step.name},
+          {"fused", step.kind == StepKind::fused},
           {"covers", covered(explained, step)},
           {"reads", names(plan, step.reads)},
           {"writes", names(plan, step.writes)},
@@ -94,14 +97,6 @@ json plan_json(const ExplainedPlan& explained) {
         result["fusions"].end())
       result["fusions"].push_back(entry);
   }
-  for (const char* direction : {"forward", "backward"})
-    if (result.contains(direction))
-      for (json& step : result[direction])
-        step["fused"] =
-            std::any_of(decisions.begin(), decisions.end(), [&](const Decision& decision) {
-              return decision.reason.empty() &&
-                     decision.fusion == step.at("kind").get<std::string>();
-            });
   return result;
 }
 
@@ -141,8 +136,11 @@ std::string as_text(const json& document) {
            << (fusion.at("made").get<bool>() ? "" : ": " + fusion.at("reason").get<std::string>())
            << "\n";
   }
-  text << "kept for backward by the last call: " << document.at("saved_bytes")
-       << " bytes, inputs and parameters aside\n";
+  if (document.at("saved_bytes").is_null())
+    text << "compiled code: its compiler chooses what is kept for backward\n";
+  else
+    text << "kept for backward by the last call: " << document.at("saved_bytes")
+         << " bytes, inputs and parameters aside\n";
   return text.str();
 }
 
@@ -162,8 +160,8 @@ std::string escaped(const std::string& text) {
       case '"':
         result += "&quot;";
         break;
-      default:
-        result += c;
+      default:  // what XML does not know
+        result += static_cast<unsigned char>(c) < ' ' && c != '\n' ? ' ' : c;
     }
   }
   return result;
@@ -199,7 +197,12 @@ std::string as_svg(const json& document) {
          "markerHeight=\"7\" orient=\"auto\">"
       << "<path d=\"M0 0L8 4L0 8z\" fill=\"#888\"/></marker></defs>";
   const auto label = [&](int x, int y, const char* style, std::string text, size_t most) {
-    if (text.size() > most) text = text.substr(0, most - 3) + "...";
+    if (text.size() > most) {
+      size_t end = most - 3;
+      while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80)
+        --end;  // within a character of UTF-8
+      text = text.substr(0, end) + "...";
+    }
     svg << "<text class=\"" << style << "\" x=\"" << x << "\" y=\"" << y << "\">" << escaped(text)
         << "</text>";
   };
@@ -235,13 +238,36 @@ std::string as_svg(const json& document) {
 
 }  // namespace
 
-std::string explain(const std::vector<ExplainedPlan>& plans, int64_t saved_bytes,
+ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program) {
+  const Description& description = program.description();
+  return {std::move(plan),
+          &program,
+          description.training,
+          description.recipe ? to_json(*description.recipe).dump() : "none",
+          {}};
+}
+
+std::vector<std::string> fusions_in(const std::vector<std::shared_ptr<const Plan>>& plans) {
+  std::set<std::string> names;
+  const auto collect = [&](const std::vector<Decision>& decisions) {
+    for (const Decision& decision : decisions)
+      if (decision.reason.empty()) names.insert(decision.fusion);
+  };
+  for (const auto& plan : plans) {
+    collect(plan->decisions);
+    if (plan->needs_backward) collect(full_backward(*plan).decisions);
+  }
+  return {names.begin(), names.end()};
+}
+
+std::string explain(const std::vector<ExplainedPlan>& plans, std::optional<int64_t> saved_bytes,
                     ExplainFormat format) {
   TORCH_CHECK_VALUE(!plans.empty(),
                     "explain: expected a pipeline that has run, got one without a call. Run it "
                     "once on the tensors that ",
                     "you will use: a plan depends on their dtypes and on what requires grad.");
-  json document{{"saved_bytes", saved_bytes}, {"plans", json::array()}};
+  json document{{"saved_bytes", saved_bytes ? json(*saved_bytes) : json()},
+                {"plans", json::array()}};
   for (const ExplainedPlan& plan : plans) document["plans"].push_back(plan_json(plan));
   switch (format) {
     case ExplainFormat::text:

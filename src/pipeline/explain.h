@@ -2,11 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/plan.h"
 #include "planner/program.h"
+#include "tandem/export.h"
 #include "tandem/report.h"
 
 namespace tandem {
@@ -20,8 +22,16 @@ struct ExplainedPlan {
       kept_bytes;  ///< by entry of Plan::kept; empty where no call with grad was made
 };
 
-/// `saved_bytes`: kept by the last call with grad. Throws c10::ValueError where no call has been made yet: a plan depends on its tensors.
-std::string explain(const std::vector<ExplainedPlan>& plans, int64_t saved_bytes,
-                    ExplainFormat format);
+/// A plan of a program that has served compiled code, of which nobody knows what it kept.
+TANDEM_API ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program);
+
+/// `saved_bytes`: kept by the last call with grad; none where a compiler chooses. Throws c10::ValueError where no call has been made yet:
+/// a plan depends on its tensors.
+TANDEM_API std::string explain(const std::vector<ExplainedPlan>& plans,
+                               std::optional<int64_t> saved_bytes, ExplainFormat format);
+
+/// Names of the fusions that any of these plans has made.
+TANDEM_API std::vector<std::string> fusions_in(
+    const std::vector<std::shared_ptr<const Plan>>& plans);
 
 }  // namespace tandem

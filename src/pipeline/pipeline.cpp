@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "core/build_id.h"
+#include "core/json_fields.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "planner/planner.h"
@@ -15,8 +15,15 @@
 
 namespace tandem {
 
+namespace {
+/// Stands for the recipe of the last call where there was none.
+const ActiveRecipe kNeverCalled;
+}  // namespace
+
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
-    : ops_(std::move(ops)), required_fusions_(std::move(required_fusions)) {
+    : ops_(std::move(ops)),
+      required_fusions_(std::move(required_fusions)),
+      last_recipe_(&kNeverCalled) {
   parse_description(
       text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
 }
@@ -26,13 +33,14 @@ std::string Pipeline::text_of(const ActiveRecipe* recipe, bool training, uint64_
                               const std::vector<std::string>& skipped_fusions) const {
   nlohmann::json description{
       {"build", build_id()}, {"training", training}, {"fusions_version", fusions_version}};
-  description["ops"] = nlohmann::json::parse(ops_);
+  description["ops"] = parse_json(ops_, "description");
   description["recipe"] =
       recipe == nullptr ? nlohmann::json() : nlohmann::json::parse(recipe->json);
   if (!fuse) description["fuse"] = false;
   if (cache_weights) description["cache_weights"] = true;
   if (!skipped_fusions.empty()) description["skipped_fusions"] = skipped_fusions;
-  if (!required_fusions_.empty()) description["required_fusions"] = required_fusions_;
+  if (fuse && skipped_fusions.empty() && !required_fusions_.empty())
+    description["required_fusions"] = required_fusions_;
   return description.dump();
 }
 
@@ -75,7 +83,7 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     const auto options = at::TensorOptions().device(weight.device());
     parts[0] = at::empty(weight.sizes(), options.dtype(at::kByte));
     for (const size_t part : {1, 2}) parts[part] = at::empty({}, options.dtype(at::kFloat));
-    parts[3] = at::zeros({kernel_ops::kStampSize}, options.dtype(at::kLong));
+    parts[3] = at::zeros({kernel_ops::kStampSize}, at::kLong);
   }
   return state.workspaces;
 }
@@ -88,19 +96,32 @@ Pipeline::Served& Pipeline::served(State& state, const std::shared_ptr<const Pla
   for (const auto& served : state.served)
     if (served->plan == plan) return *served;
   state.served.push_back(
-      std::make_unique<Served>(Served{plan, state.newest_served.load(std::memory_order_relaxed)}));
+      std::unique_ptr<Served>(new Served{plan, state.newest_served.load(std::memory_order_relaxed),
+                                         std::vector<std::atomic<int64_t>>(plan->kept.size())}));
   state.newest_served.store(state.served.back().get(), std::memory_order_release);
   return *state.served.back();
 }
 
-void Pipeline::note_kept(Served& served, const Outputs& outputs) {
-  const int64_t total = tandem::saved_bytes(outputs);
-  if (saved_bytes_.exchange(total, std::memory_order_relaxed) == total) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  served.kept_bytes = kept_bytes(outputs);
+/// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward.
+void Pipeline::note_recipe() {
+  const ActiveRecipe* recipe = active_recipe();
+  const ActiveRecipe* last = last_recipe_.load(std::memory_order_relaxed);
+  if (recipe == last) return;
+  if (is_recompute()) {
+    const auto text = [](const ActiveRecipe* r) { return r == nullptr ? "none" : r->json; };
+    TORCH_CHECK_VALUE(last == &kNeverCalled,
+                      "pipeline: expected a recompute under the recipe of its forward, ",
+                      text(last), ", got ", text(recipe),
+                      ". Call backward() inside the tandem.autocast region of the forward, or pass "
+                      "use_reentrant=False and context_fn=lambda: (contextlib.nullcontext(), "
+                      "tandem.autocast(recipe=...)) to checkpoint().");
+    return;
+  }
+  last_recipe_.store(recipe, std::memory_order_relaxed);
 }
 
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
+  note_recipe();
   Arguments arguments{inputs, params, {}};
   if (!is_direct(arguments)) return call_op(arguments, description(training));
   State& current = state(training);
@@ -112,7 +133,8 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     arguments.workspaces = workspaces;
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
-  if (Served& entry = served(current, plan); plan->needs_backward) note_kept(entry, outputs);
+  if (Served& entry = served(current, plan); plan->needs_backward)
+    saved_bytes_.store(note_kept_bytes(outputs, entry.kept_bytes), std::memory_order_relaxed);
   return outputs;
 }
 
@@ -122,26 +144,30 @@ std::string Pipeline::explain(ExplainFormat format) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
       for (const auto& served : state->served)
-        plans.push_back({served->plan, state->program.get(), state->training,
-                         state->recipe ? state->recipe->json : "none", served->kept_bytes});
+        plans.push_back({served->plan,
+                         state->program.get(),
+                         state->training,
+                         state->recipe ? state->recipe->json : "none",
+                         {served->kept_bytes.begin(), served->kept_bytes.end()}});
   }
   return tandem::explain(plans, saved_bytes(), format);
 }
 
+bool Pipeline::has_run() const {
+  for (const State* state = newest_.load(std::memory_order_acquire); state != nullptr;
+       state = state->older)
+    if (state->newest_served.load(std::memory_order_acquire) != nullptr) return true;
+  return false;
+}
+
 std::vector<std::string> Pipeline::fusions_made() const {
-  std::set<std::string> names;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& state : states_)
-    for (const auto& served : state->served) {
-      const std::shared_ptr<const Plan>& plan = served->plan;
-      const auto collect = [&](const std::vector<Decision>& decisions) {
-        for (const Decision& decision : decisions)
-          if (decision.reason.empty()) names.insert(decision.fusion);
-      };
-      collect(plan->decisions);
-      if (plan->needs_backward) collect(full_backward(*plan).decisions);
-    }
-  return {names.begin(), names.end()};
+  std::vector<std::shared_ptr<const Plan>> plans;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& state : states_)
+      for (const auto& served : state->served) plans.push_back(served->plan);
+  }
+  return fusions_in(plans);
 }
 
 }  // namespace tandem

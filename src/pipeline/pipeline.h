@@ -32,6 +32,8 @@ class TANDEM_API Pipeline {
   std::string explain(ExplainFormat format) const;
   /// Bytes that the last call with grad kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const { return saved_bytes_.load(std::memory_order_relaxed); }
+  /// Whether any call has been made directly, so that `explain` has a plan to tell of. Takes no lock.
+  bool has_run() const;
   /// Names of the fusions that any plan so far has made.
   std::vector<std::string> fusions_made() const;
 
@@ -40,7 +42,7 @@ class TANDEM_API Pipeline {
   struct Served {
     std::shared_ptr<const Plan> plan;
     Served* older;
-    std::vector<int64_t> kept_bytes = {};  ///< by entry, of the last call with grad
+    std::vector<std::atomic<int64_t>> kept_bytes;  ///< by entry, of the last call with grad
   };
   struct State {
     const ActiveRecipe* recipe;
@@ -52,12 +54,13 @@ class TANDEM_API Pipeline {
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
   };
+  /// Throws c10::ValueError where a backward recomputes under another recipe than that of the last forward.
+  void note_recipe();
   State& state(bool training);
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                       bool fuse, bool cache_weights,
                       const std::vector<std::string>& skipped_fusions) const;
   Served& served(State& state, const std::shared_ptr<const Plan>& plan);
-  void note_kept(Served& served, const Outputs& outputs);
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
                                          State& state);
 
@@ -67,6 +70,7 @@ class TANDEM_API Pipeline {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<State>> states_;
   std::atomic<int64_t> saved_bytes_{0};
+  std::atomic<const ActiveRecipe*> last_recipe_;  ///< of the last call that was no recompute
 };
 
 }  // namespace tandem

@@ -1,14 +1,17 @@
 #include "pipeline/verify.h"
 
 #include <ATen/Context.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/abs.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/randn_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <mutex>
 #include <random>
 #include <set>
 #include <sstream>
 
+#include "pipeline/compare.h"
+#include "pipeline/replay.h"
 #include "planner/planner.h"
 #include "planner/program.h"
 
@@ -16,130 +19,292 @@ namespace tandem {
 
 namespace {
 
-struct Results {
-  std::vector<at::Tensor> outputs, gradients;
+/// Roundings on the way to a value may grow: terms cancel, a norm divides by little. Fused steps themselves were compared before.
+constexpr double kGrowth = 8, kLargestBound = 0.5;
+
+using Tensors = std::vector<at::Tensor>;
+
+/// The generators that a run may draw from: that of the CPU and that of the inputs' device. Leaves them as they were.
+class Generators {
+ public:
+  explicit Generators(c10::Device device) {
+    add(at::kCPU);
+    if (!device.is_cpu()) add(device);
+  }
+  Generators(const Generators&) = delete;
+  Generators& operator=(const Generators&) = delete;
+  ~Generators() { restore(); }
+
+  void restore() {
+    for (auto& [generator, state] : states_) {
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      generator.set_state(state);
+    }
+  }
+  /// That of the inputs' device.
+  at::Generator& own() { return states_.back().first; }
+
+ private:
+  void add(c10::Device device) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states_.emplace_back(generator, generator.get_state());
+  }
+  std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
 /// Fresh leaves with the values and flags of the originals, so that nothing of the caller is touched.
-std::vector<at::Tensor> leaves_of(at::TensorList tensors) {
-  std::vector<at::Tensor> leaves;
+Tensors leaves_of(at::TensorList tensors) {
+  Tensors leaves;
   for (const at::Tensor& tensor : tensors)
     leaves.push_back(tensor.detach().clone().set_requires_grad(tensor.requires_grad()));
   return leaves;
 }
 
-Results run(const std::string& description, at::TensorList inputs, at::TensorList params,
-            const at::Tensor& generator_state, uint64_t mask) {
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  generator.set_state(generator_state);
-  auto input_leaves = leaves_of(inputs), param_leaves = leaves_of(params);
-  std::vector<at::Tensor> asked;
-  size_t bit = 0;
-  for (auto* leaves : {&input_leaves, &param_leaves})
-    for (at::Tensor& leaf : *leaves) {
-      if (!leaf.requires_grad()) continue;
-      if ((mask >> (bit++ % 64) & 1) != 0) asked.push_back(leaf);
+/// Some of `count` things, at least one where there are any.
+std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
+  std::vector<bool> chosen(count);
+  for (size_t i = 0; i < count; ++i) chosen[i] = (random() & 1) != 0;
+  if (count != 0) chosen[random() % count] = true;
+  return chosen;
+}
+
+struct Failure {
+  std::string fusion;  ///< the wrong one, where it is known
+  std::string text;    ///< empty where nothing differs
+};
+
+class Verification {
+ public:
+  Verification(const Pipeline& pipeline, at::TensorList inputs, at::TensorList params,
+               bool training, VerifyReport& report)
+      : pipeline_(pipeline),
+        training_(training),
+        report_(report),
+        inputs_(leaves_of(inputs)),
+        params_(leaves_of(params)),
+        fused_(plan_of(pipeline.description(training))),
+        unfused_(plan_of(pipeline.description(training, /*fuse=*/false))),
+        generators_(inputs_[0].device()) {}
+
+  void run(int masks) {
+    std::mt19937_64 random(0);
+    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, inputs_, params_));
+    if (!unfused_.plan->needs_backward) masks = 0;
+    for (int m = 0; m <= masks && report_.passed; ++m) {
+      choose(m == 0 ? nullptr : &random, forward);
+      Replay given = forward;
+      set_gradients(given);
+      Replay reference = unfused_.plan->needs_backward
+                             ? replay(backward_plan(*unfused_.plan, mask_).steps, given)
+                             : given;
+      Failure failure = compare(fused_, forward, reference);
+      if (failure.text.empty()) continue;
+      if (failure.fusion.empty()) failure.text += culprit(forward, reference);
+      report_.passed = false;
+      report_.text = "verify: " + failure.text;
     }
-  const Arguments arguments{input_leaves, param_leaves, {}};
-  const auto& plan =
-      program_of(description)
-          ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
-  Outputs outputs = run_pipeline(plan, arguments, Path::direct);
-  Results result;
-  std::vector<at::Tensor> differentiable, grads;
-  for (const at::Tensor& output : outputs) {
-    result.outputs.push_back(output.detach());
-    if (!output.requires_grad()) continue;
-    differentiable.push_back(output);
-    grads.push_back(at::randn_like(output.detach()));
+    if (report_.passed)
+      report_.text = "verify: " + std::to_string(report_.comparisons) + " tensors of " +
+                     std::to_string(masks + 1) + " backward masks agree, fused against unfused.";
   }
-  if (!differentiable.empty() && !asked.empty())
-    result.gradients = gradients_of(differentiable, asked, grads);
-  return result;
-}
 
-double tolerance_of(at::ScalarType dtype, bool quantized) {
-  const double unit = dtype == at::kDouble  ? 0x1p-52
-                      : dtype == at::kFloat ? 0x1p-23
-                      : dtype == at::kHalf  ? 0x1p-10
-                                            : 0x1p-7;
-  return quantized ? std::max(32 * unit, 0x1p-3) : 32 * unit;
-}
+ private:
+  struct Planned {
+    std::shared_ptr<Program> program;
+    std::shared_ptr<const Plan> plan;
+  };
 
-/// Names of the fusions that a program's plans have made, whether or not its pipeline has run.
-std::set<std::string> fusions_of(const Program& program) {
-  std::set<std::string> names;
-  for (const auto& plan : program.plans()) {
-    std::vector<Decision> decisions = plan->decisions;
-    if (plan->needs_backward) {
-      const auto& backward = full_backward(*plan).decisions;
+  Planned plan_of(const std::string& description) {
+    auto program = program_of(description);
+    const Arguments arguments{inputs_, params_, {}};
+    auto plan = program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
+    return {std::move(program), std::move(plan)};
+  }
+
+  /// Steps have their dtypes from the plan, as in a call.
+  Replay replay(const Steps& steps, Replay from) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    generators_.restore();
+    from.run(steps, generators_.own());
+    return from;
+  }
+
+  /// Which gradients are given and asked for, and the given ones.
+  void choose(std::mt19937_64* random, Replay& forward) {
+    const Plan& plan = *unfused_.plan;
+    std::vector<size_t> outputs, leaves;
+    for (size_t i = 0; i < plan.outputs.size(); ++i)
+      if (exists(plan.output_gradients[i])) outputs.push_back(i);
+    for (size_t i = 0; i < plan.gradients.size(); ++i)
+      if (exists(plan.gradients[i])) leaves.push_back(i);
+    const auto pick = [&](size_t count) {
+      return random == nullptr ? std::vector<bool>(count, true) : some_of(count, *random);
+    };
+    const std::vector<bool> given = pick(outputs.size()), asked = pick(leaves.size());
+    grads_.assign(plan.outputs.size(), at::Tensor());
+    mask_ = BackwardMask{{}, std::vector<bool>(plan.gradients.size())};
+    mask_.given.assign(plan.outputs.size(), false);
+    for (size_t i = 0; i < outputs.size(); ++i)
+      if (given[i]) {
+        const at::Tensor& output = forward.frame().tensor(plan.outputs[outputs[i]]);
+        grads_[outputs[i]] = at::randn_like(output.detach());
+        mask_.given[outputs[i]] = true;
+      }
+    for (size_t i = 0; i < leaves.size(); ++i) mask_.asked[leaves[i]] = asked[i];
+  }
+
+  void set_gradients(Replay& reference) const {
+    const Plan& plan = *unfused_.plan;
+    for (size_t i = 0; i < grads_.size(); ++i)
+      if (exists(plan.output_gradients[i]))
+        reference.frame().tensor(plan.output_gradients[i]) = grads_[i];
+  }
+
+  /// A call and its backward as a user makes them, then its fused steps, then the whole.
+  Failure compare(const Planned& fused, Replay& forward, Replay& reference) {
+    const Plan& plan = *fused.plan;
+    generators_.restore();
+    const Arguments arguments{inputs_, params_, {}};
+    const Outputs outputs = run_pipeline(fused.plan, arguments, Path::direct);
+    const Tensors kept = kept_tensors(outputs);
+    const Tensors gradients = gradients_for(outputs);
+
+    StepCheck steps(plan, report_.comparisons);
+    const BackwardPlan *backward = nullptr, *unfused_backward = nullptr;
+    WrongStep wrong;
+    {
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      generators_.restore();
+      wrong = steps.check(plan.forward, unfused_.plan->forward, forward, generators_.own());
+      if (wrong.fusion.empty() && plan.needs_backward) {
+        backward = &backward_plan(plan, mask_);
+        unfused_backward = &backward_plan(*unfused_.plan, mask_);
+        wrong = steps.check(backward->steps, unfused_backward->steps, reference, generators_.own());
+      }
+    }
+    if (!wrong.fusion.empty())
+      return {wrong.fusion, "fusion \"" + wrong.fusion +
+                                "\" differs from the ops that it replaces (" +
+                                places(*fused.program, wrong.step) + ") in " + wrong.text +
+                                mask_text() + ". Correct or remove it."};
+
+    const auto whole = [&](const std::string& what, const at::Tensor& got, Value value, size_t part,
+                           Replay& expected) -> std::string {
+      ++report_.comparisons;
+      const StepCheck::Bound bound = exists(value) ? steps.bound(value) : StepCheck::Bound();
+      const at::Tensor want = exists(value) ? expected.frame().tensor(value, part) : at::Tensor();
+      const double allowed = std::min(kGrowth * bound.relative, kLargestBound);
+      const std::string found =
+          bound.in_norm ? difference_in_norm(got, want, allowed)
+                        : difference(got, want, allowed, allowed == 0 ? 0 : largest_of(want));
+      return found.empty()
+                 ? ""
+                 : "fused and unfused differ in " + what + ": " + found + mask_text() + ".";
+    };
+    std::string found;
+    for (size_t i = 0; i < outputs.size() && found.empty(); ++i)
+      found =
+          whole("output " + std::to_string(i), outputs[i].detach(), plan.outputs[i], 0, forward);
+    for (size_t k = 0; k < kept.size() && found.empty(); ++k) {
+      const auto [value, part, is_output] = plan.kept[k];
+      if (!forward.has(value))
+        continue;  // private to a joint fusion, whose other half was compared
+      if (steps.bound(value).in_norm && is_fp8(plan.types[index_of(value)].format)) continue;
+      found = whole("kept " + plan.types[index_of(value)].name, kept[k], value, part, forward);
+    }
+    for (size_t i = 0; i < gradients.size() && found.empty(); ++i)
+      if (mask_.asked[i])
+        found = whole("the gradient of " + plan.types[index_of(argument(plan, i))].name,
+                      gradients[i], unfused_backward->gradients[i], 0, reference);
+    return {"", found};
+  }
+
+  static Value argument(const Plan& plan, size_t i) {
+    return i < plan.inputs.size() ? plan.inputs[i] : plan.params[i - plan.inputs.size()];
+  }
+
+  /// By input, then parameter; undefined where not asked for.
+  Tensors gradients_for(const Outputs& outputs) const {
+    Tensors from, grads, asked, gradients(mask_.asked.size());
+    for (size_t i = 0; i < outputs.size(); ++i)
+      if (grads_[i].defined()) {
+        from.push_back(outputs[i]);
+        grads.push_back(grads_[i]);
+      }
+    std::vector<size_t> places;
+    for (size_t i = 0; i < gradients.size(); ++i)
+      if (mask_.asked[i]) {
+        asked.push_back(i < inputs_.size() ? inputs_[i] : params_[i - inputs_.size()]);
+        places.push_back(i);
+      }
+    if (from.empty() || asked.empty()) return gradients;
+    const Tensors found = gradients_of(from, asked, grads);
+    for (size_t i = 0; i < places.size(); ++i) gradients[places[i]] = found[i];
+    return gradients;
+  }
+
+  /// Names of the fusions that the fused plan has made, in order.
+  std::vector<std::string> fusions() const {
+    std::vector<Decision> decisions = fused_.plan->decisions;
+    if (fused_.plan->needs_backward) {
+      const auto& backward = backward_plan(*fused_.plan, mask_).decisions;
       decisions.insert(decisions.end(), backward.begin(), backward.end());
     }
+    std::vector<std::string> names;
     for (const Decision& decision : decisions)
-      if (decision.reason.empty()) names.insert(decision.fusion);
+      if (decision.reason.empty() &&
+          std::find(names.begin(), names.end(), decision.fusion) == names.end())
+        names.push_back(decision.fusion);
+    return names;
   }
-  return names;
-}
 
-/// Empty where the lists agree.
-std::string difference(const std::vector<at::Tensor>& fused, const std::vector<at::Tensor>& unfused,
-                       const char* what, bool quantized, int64_t& comparisons) {
-  for (size_t i = 0; i < fused.size(); ++i) {
-    ++comparisons;
-    if (fused[i].defined() != unfused[i].defined())
-      return std::string(what) + " " + std::to_string(i) + ": one is undefined";
-    if (!fused[i].defined() || fused[i].numel() == 0) continue;
-    const at::Tensor a = fused[i].to(at::kDouble), b = unfused[i].to(at::kDouble);
-    const double largest = at::abs(b).max().item<double>(),
-                 error = at::abs(a - b).max().item<double>();
-    if (fused[i].scalar_type() != unfused[i].scalar_type() ||
-        !(error <= tolerance_of(fused[i].scalar_type(), quantized) * std::max(largest, 1e-30)))
-      return std::string(what) + " " + std::to_string(i) + ": expected a difference within " +
-             std::to_string(tolerance_of(fused[i].scalar_type(), quantized)) +
-             " of the largest element, got " + std::to_string(error / largest);
+  std::string culprit(Replay& forward, Replay& reference) {
+    for (const std::string& name : fusions()) {
+      const Planned without = plan_of(pipeline_.description(training_, /*fuse=*/true, {name}));
+      if (compare(without, forward, reference).text.empty())
+        return " Without fusion \"" + name + "\" they agree.";
+    }
+    return " Leaving out one fusion does not mend it.";
   }
-  return "";
-}
+
+  static std::string places(const Program& program, const Step& step) {
+    std::string text;
+    for (const Part& part : step.covers)
+      text += (text.empty() ? "" : ", ") + program.description().ops[part.op].label +
+              (part.nth == 0 ? "" : " backward");
+    return text;
+  }
+
+  /// " (gradients given: 0, 1; asked for: x)", empty without backward.
+  std::string mask_text() const {
+    const Plan& plan = *unfused_.plan;
+    if (!plan.needs_backward) return "";
+    std::string given, asked;
+    for (size_t i = 0; i < grads_.size(); ++i)
+      if (grads_[i].defined()) given += (given.empty() ? "" : ", ") + std::to_string(i);
+    for (size_t i = 0; i < mask_.asked.size(); ++i)
+      if (mask_.asked[i])
+        asked += (asked.empty() ? "" : ", ") + plan.types[index_of(argument(plan, i))].name;
+    return " (gradients given of outputs " + given + "; asked for of " + asked + ")";
+  }
+
+  const Pipeline& pipeline_;
+  const bool training_;
+  VerifyReport& report_;
+  const Tensors inputs_, params_;
+  const Planned fused_, unfused_;
+  Generators generators_;
+  Tensors grads_;  ///< by output, undefined where none is given
+  BackwardMask mask_;
+};
 
 }  // namespace
 
 VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorList params,
                     bool training, int masks) {
   VerifyReport report;
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  const at::Tensor state = generator.get_state();
-  const std::string unfused = pipeline.description(training, /*fuse=*/false);
-  const bool quantized = program_of(unfused)->description().recipe.has_value();
-  const auto compare = [&](const std::string& fused, uint64_t mask) {
-    const Results a = run(fused, inputs, params, state, mask),
-                  b = run(unfused, inputs, params, state, mask);
-    const std::string outputs =
-        difference(a.outputs, b.outputs, "output", quantized, report.comparisons);
-    return outputs.empty()
-               ? difference(a.gradients, b.gradients, "gradient", quantized, report.comparisons)
-               : outputs;
-  };
-  std::ostringstream text;
-  std::mt19937_64 random(0);
-  for (int m = 0; m <= masks && report.passed; ++m) {
-    const uint64_t mask = m == 0 ? ~uint64_t{0} : random();
-    const std::string found = compare(pipeline.description(training), mask);
-    if (found.empty()) continue;
-    report.passed = false;
-    std::string culprit;
-    for (const std::string& name : fusions_of(*program_of(pipeline.description(training))))
-      if (culprit.empty() && compare(pipeline.description(training, true, {name}), mask).empty())
-        culprit = name;
-    text << "verify: fused and unfused differ in " << found << " (mask " << std::hex << mask
-         << std::dec << "). "
-         << (culprit.empty() ? "Leaving out one fusion does not mend it."
-                             : "Without fusion \"" + culprit + "\" they agree.");
-  }
-  generator.set_state(state);
-  if (report.passed)
-    text << "verify: " << report.comparisons << " tensors of " << masks + 1
-         << " backward masks agree, fused against unfused.";
-  report.text = text.str();
+  Verification(pipeline, inputs, params, training, report).run(masks);
   return report;
 }
 

@@ -1,4 +1,4 @@
-// Fused against unfused: outputs, gradients and kept values of every mask.
+// Fused against unfused: every fused step on its own, and outputs, gradients and kept values of the whole, for every mask.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,18 @@
 
 namespace tandem {
 
-/// Runs a pipeline fused and unfused on the same tensors and generator state: all gradients, and `masks` random subsets of them.
-/// Values agree within the tolerance of their dtype (32 units in the last place of the largest element, or of FP8 codes where a recipe
-/// is on). On a difference the fusions are switched off one by one, and the one whose absence mends it is named.
+/// Runs a pipeline unfused, keeping every value, and compares with it, for all given and asked gradients and `masks` random subsets:
+///
+///   1. each fused step of that subset's plan, run on the very values that the ops which it replaces have read. What it writes may
+///      differ by the rounding of the dtypes that these ops write, once per op, and of the arithmetic within. Codes that differ must
+///      decode to numbers within half a unit of their format, in relative norm.
+///   2. the fused pipeline as a whole: outputs, gradients, kept values. Behind fused steps that gave the same bits in 1 they are the
+///      same bits; elsewhere the roundings on the way to them add up, and behind codes that may differ the format's bound holds, in norm.
+///
+/// NaN and infinity equal themselves. A difference in 1 names the fused step. On one that shows in 2 alone the fusions are left out one
+/// by one, and the one whose absence mends it is named. Tensors and generators of the caller are left as they were.
+///
+/// Throws: what a call throws.
 TANDEM_API VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs,
                                at::TensorList params, bool training, int masks = 8);
 

@@ -4,6 +4,9 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+
+#include "core/json_fields.h"
 
 namespace tandem {
 
@@ -11,19 +14,61 @@ namespace {
 
 using nlohmann::json;
 
-std::vector<Binding> bindings_of(const json& op, const char* field, size_t count,
+std::vector<Binding> bindings_of(const json* listed, const char* field, size_t count,
                                  const std::string& label) {
   std::vector<Binding> bindings(count);
-  if (!op.contains(field)) return bindings;
-  const json& listed = op.at(field);
-  TORCH_CHECK_VALUE(listed.size() == count, label, ": expected ", count, " entries in \"", field,
-                    "\", got ", listed.size(), ". Give one per slot, null where it is unbound.");
+  if (listed == nullptr) return bindings;
+  TORCH_CHECK_VALUE(listed->is_array() && listed->size() == count, label, ": expected ", count,
+                    " entries in \"", field, "\", got ",
+                    listed->is_array() ? std::to_string(listed->size()) : shown_json(*listed),
+                    ". Give one per slot, null where it is unbound.");
   for (size_t i = 0; i < count; ++i) {
-    if (listed[i].is_null()) continue;
-    bindings[i].channel = listed[i].value("channel", "");
-    bindings[i].to_caller = listed[i].value("to_caller", true);
+    if ((*listed)[i].is_null()) continue;
+    Fields((*listed)[i], label + ": " + field)
+        .get("channel", bindings[i].channel)
+        .get("to_caller", bindings[i].to_caller)
+        .finish();
   }
   return bindings;
+}
+
+/// Positions in the parameter list: as many as the op has parameters, none twice.
+std::vector<uint32_t> positions_of(Fields& op, const OpNode& node) {
+  std::vector<int64_t> positions;
+  op.get("params", positions, limits::kParams, 0, limits::kParams - 1);
+  TORCH_CHECK_VALUE(positions.size() == node.def->params.size(), node.label, ": expected ",
+                    node.def->params.size(), " parameters, got ", positions.size(),
+                    ". Give the position of each in the parameter list.");
+  TORCH_CHECK_VALUE(
+      std::set<int64_t>(positions.begin(), positions.end()).size() == positions.size(), node.label,
+      ": expected parameters at different positions, got one twice in ",
+      shown_json(json(positions)), ". Give each its own.");
+  return {positions.begin(), positions.end()};
+}
+
+OpNode op_node(const json& entry, size_t index) {
+  Fields op(entry, "description: op " + std::to_string(index));
+  OpNode node;
+  std::string name;
+  op.at("op");
+  op.get("op", name);
+  node.def = &op_def(name);
+  std::string label(node.def->name);
+  op.get("label", label);
+  node.label = std::to_string(index) + "." + label;
+  const json* options = op.find("options");
+  const json none = json::object();
+  node.options = node.def->parse_for != nullptr
+                     ? node.def->parse_for(*node.def, options != nullptr ? *options : none)
+                     : node.def->parse(options != nullptr ? *options : none);
+  node.params = positions_of(op, node);
+  op.get("in_place", node.in_place).get("instance", node.instance);
+  node.extra_inputs =
+      bindings_of(op.find("extra_inputs"), "extra_inputs", node.def->inputs.size() - 1, node.label);
+  node.extra_outputs = bindings_of(op.find("extra_outputs"), "extra_outputs",
+                                   node.def->extra_outputs.size(), node.label);
+  op.finish();
+  return node;
 }
 
 void check_channels(const std::vector<OpNode>& ops) {
@@ -32,7 +77,7 @@ void check_channels(const std::vector<OpNode>& ops) {
     for (const Binding& output : ops[i].extra_outputs) {
       if (output.channel.empty()) continue;
       const auto [entry, is_new] = producers.emplace(output.channel, i);
-      TORCH_CHECK_VALUE(is_new, "channel \"", output.channel,
+      TORCH_CHECK_VALUE(is_new, "channel \"", shown(output.channel),
                         "\": expected one producer, got multiple producers, op ", entry->second,
                         " and op ", i, ". Rename one of the channels.");
     }
@@ -40,11 +85,11 @@ void check_channels(const std::vector<OpNode>& ops) {
     for (const Binding& input : ops[i].extra_inputs) {
       if (input.channel.empty()) continue;
       const auto producer = producers.find(input.channel);
-      TORCH_CHECK_VALUE(producer != producers.end(), "channel \"", input.channel,
+      TORCH_CHECK_VALUE(producer != producers.end(), "channel \"", shown(input.channel),
                         "\": expected a producer before op ", i,
                         ", but it has no producer, got only its reader. Bind an extra output to it "
                         "with set_extra_output_channel.");
-      TORCH_CHECK_VALUE(producer->second < i, "channel \"", input.channel,
+      TORCH_CHECK_VALUE(producer->second < i, "channel \"", shown(input.channel),
                         "\": expected a producer before op ", i,
                         ", but it has no earlier producer, got op ", producer->second,
                         ". Move the producer to the front.");
@@ -56,7 +101,7 @@ void check_channels(const std::vector<OpNode>& ops) {
 size_t Description::param_count() const {
   size_t count = 0;
   for (const OpNode& op : ops)
-    for (const uint16_t param : op.params) count = std::max<size_t>(count, param + 1);
+    for (const uint32_t param : op.params) count = std::max(count, size_t{param} + 1);
   return count;
 }
 
@@ -68,44 +113,25 @@ size_t Description::extra_input_count() const {
 }
 
 std::shared_ptr<const Description> parse_description(std::string_view text) {
-  json parsed;
-  try {
-    parsed = json::parse(text);
-  } catch (const json::parse_error& error) {
-    TORCH_CHECK_VALUE(false, "description: expected JSON, got ", error.what(),
-                      ". Descriptions are made by the fronts.");
-  }
+  const json parsed = parse_json(text, "description");
   auto description = std::make_shared<Description>();
-  try {
-    size_t index = 0;
-    for (const json& op : parsed.at("ops")) {
-      OpNode node;
-      node.def = &op_def(op.at("op").get<std::string>());
-      node.label = std::to_string(index) + "." + op.value("label", std::string(node.def->name));
-      node.options = node.def->parse(op.value("options", json::object()));
-      node.params = op.value("params", std::vector<uint16_t>());
-      node.in_place = op.value("in_place", false);
-      node.instance = op.value("instance", "");
-      TORCH_CHECK_VALUE(node.params.size() == node.def->params.size(), node.label, ": expected ",
-                        node.def->params.size(), " parameters, got ", node.params.size(),
-                        ". Give the position of each in the parameter list.");
-      node.extra_inputs = bindings_of(op, "extra_inputs", node.def->inputs.size() - 1, node.label);
-      node.extra_outputs =
-          bindings_of(op, "extra_outputs", node.def->extra_outputs.size(), node.label);
-      description->ops.push_back(std::move(node));
-      ++index;
-    }
-    description->recipe = recipe_from_json(parsed.value("recipe", json()));
-    description->training = parsed.value("training", true);
-    description->fuse = parsed.value("fuse", true);
-    description->cache_weights = parsed.value("cache_weights", false);
-    description->skipped_fusions = parsed.value("skipped_fusions", std::vector<std::string>());
-    description->required_fusions = parsed.value("required_fusions", std::vector<std::string>());
-    description->fusions_version = parsed.value("fusions_version", uint64_t{0});
-  } catch (const json::exception& error) {
-    TORCH_CHECK_VALUE(false, "description: expected the fields of a pipeline, got ", error.what(),
-                      ". Descriptions are made by the fronts.");
-  }
+  Fields fields(parsed, "description");
+  const json& ops = fields.at("ops");
+  TORCH_CHECK_VALUE(ops.is_array() && ops.size() <= limits::kOps,
+                    "description: expected a list of at most ", limits::kOps, " ops, got ",
+                    ops.is_array() ? std::to_string(ops.size()) : shown_json(ops),
+                    ". Cut the pipeline into several.");
+  for (const json& op : ops) description->ops.push_back(op_node(op, description->ops.size()));
+  if (const json* recipe = fields.find("recipe")) description->recipe = recipe_from_json(*recipe);
+  fields.get("training", description->training)
+      .get("fuse", description->fuse)
+      .get("cache_weights", description->cache_weights)
+      .get("skipped_fusions", description->skipped_fusions, limits::kFusionNames)
+      .get("required_fusions", description->required_fusions, limits::kFusionNames)
+      .get("fusions_version", description->fusions_version);
+  // What only tells descriptions apart, for caches that must not outlive a build or a process.
+  std::string build, process;
+  fields.get("build", build).get("process", process).finish();
   check_channels(description->ops);
   return description;
 }

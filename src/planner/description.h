@@ -24,7 +24,7 @@ struct OpNode {
   const OpDef* def = nullptr;
   Options options;
   std::string label;             ///< "2.swiglu", as `explain` and errors name it
-  std::vector<uint16_t> params;  ///< positions in the pipeline's parameter list
+  std::vector<uint32_t> params;  ///< positions in the pipeline's parameter list
   std::vector<Binding> extra_inputs, extra_outputs;
   bool in_place = false;
   std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
@@ -53,8 +53,9 @@ struct Description {
   size_t extra_input_count() const;
 };
 
-/// Reads a description and resolves its channels. Throws c10::ValueError on unknown ops, bad options, and on channels with several
-/// producers, no producer, or no earlier one.
+/// Reads a description, which may come from anywhere, and resolves its channels. Throws c10::ValueError on what is no JSON or exceeds
+/// `limits` (core/json_fields.h), on unknown fields and ops, wrong types and options, parameter positions that do not fit the op, and on
+/// channels with several producers, no producer, or no earlier one.
 std::shared_ptr<const Description> parse_description(std::string_view json);
 
 }  // namespace tandem

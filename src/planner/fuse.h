@@ -2,12 +2,15 @@
 #pragma once
 
 #include <functional>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "core/fusion.h"
 #include "core/plan.h"
 #include "planner/description.h"
 #include "planner/lower.h"
+#include "planner/step_list.h"
 
 namespace tandem {
 
@@ -20,26 +23,29 @@ struct UserFusions {
 
 /// What a pass may rely on.
 struct FusionScope {
-  std::vector<Type>* types = nullptr;
-  const std::vector<OperandTable>* operands = nullptr;  ///< by op, for groups
-  std::function<bool(Value)>
-      is_demanded;  ///< outside the list of steps: outputs, kept values, gradients asked for
+  Pass pass = Pass::forward;
+  const std::vector<Type>* types = nullptr;
+  const std::vector<OperandTable>* operands = nullptr;  ///< by op
+  /// Outside the list of steps: outputs, kept values, gradients asked for.
+  std::function<bool(Value)> is_demanded = nullptr;
+  /// In the backward pass: what is there before the list runs, and what has become of a gradient where others are undefined.
+  std::function<bool(Value)> is_there = nullptr;
+  std::function<Value(Value)> resolved = nullptr;
   const std::vector<std::string>* skipped = nullptr;
   std::vector<Decision>* decisions = nullptr;
+  std::set<std::tuple<std::string, std::string, std::string>> noted = {};  ///< each decision once
 };
 
 /// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes stay written.
-void fuse(Steps& steps, Pass pass, const std::vector<const Fusion*>& fusions,
-          const FusionScope& scope);
+void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope);
 
 /// Replaces the steps of each group's ops by the group's fusion.
-void fuse_groups(Steps& steps, Pass pass, const std::vector<OpGroup>& groups,
-                 const FusionScope& scope);
+void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope);
 
-/// Joint fusions: replaces steps of both directions and adds the private values between them.
-void fuse_jointly(Steps& forward, Steps& backward, const std::vector<const Fusion*>& fusions,
-                  const FusionScope& scope);
-void fuse_groups_jointly(Steps& forward, Steps& backward, const std::vector<OpGroup>& groups,
-                         const FusionScope& scope);
+/// Joint fusions: replaces steps of both directions and adds the private values between them to `types`, which is that of the scope.
+void fuse_jointly(StepList& forward, StepList& backward, const std::vector<const Fusion*>& fusions,
+                  FusionScope& scope, std::vector<Type>& types);
+void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vector<OpGroup>& groups,
+                         FusionScope& scope, std::vector<Type>& types);
 
 }  // namespace tandem

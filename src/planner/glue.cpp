@@ -1,5 +1,9 @@
 #include "planner/glue.h"
 
+#include <ATen/ops/randint.h>
+
+#include <limits>
+
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/quantize.h"
@@ -9,10 +13,11 @@ namespace tandem {
 
 namespace {
 
-Step step_of(std::string_view kind, Run run, Names read_names, Values reads, Names write_names,
-             Values writes) {
+Step step_of(StepKind kind, std::string_view name, Run run, Names read_names, Values reads,
+             Names write_names, Values writes) {
   Step step;
   step.kind = kind;
+  step.name = name;
   step.run = run;
   step.read_names = std::move(read_names);
   step.reads = std::move(reads);
@@ -34,7 +39,11 @@ void run_add(Call& call) {
 
 void run_rename(Call& call) { call.out(0, call.in(0)); }
 
-void run_draw_seed(Call& call) { call.write<kernel_ops::DrawSeed>(call.in(0)); }
+/// aten's draw, because compilers know it as random: they neither merge two draws nor draw again where they recompute.
+void run_draw_seed(Call& call) {
+  call.out(0, at::randint(std::numeric_limits<int64_t>::max(), {},
+                          call.in(0).options().dtype(at::kLong)));
+}
 
 void run_quantize(Call& call) {
   const auto& arguments = call.options<QuantizeArguments>();
@@ -59,32 +68,38 @@ void run_refresh_weight(Call& call) {
 
 }  // namespace
 
-Step cast_step(Value x, Value y) { return step_of("cast", run_cast, {"x"}, {x}, {"y"}, {y}); }
-
-Step add_step(Value a, Value b, Value y) {
-  return step_of(kAddKind, run_add, {"a", "b"}, {a, b}, {"y"}, {y});
+Step cast_step(Value x, Value y) {
+  return step_of(StepKind::cast, "cast", run_cast, {"x"}, {x}, {"y"}, {y});
 }
 
-Step rename_step(Value x, Value y) { return step_of("rename", run_rename, {"x"}, {x}, {"y"}, {y}); }
+Step add_step(Value a, Value b, Value y) {
+  return step_of(StepKind::add, "add", run_add, {"a", "b"}, {a, b}, {"y"}, {y});
+}
+
+Step rename_step(Value x, Value y) {
+  return step_of(StepKind::rename, "rename", run_rename, {"x"}, {x}, {"y"}, {y});
+}
 
 Step seed_step(Value x, Value seed) {
-  return step_of("draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
+  return step_of(StepKind::seed, "draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
 }
 
 Step quantize_step(Value x, Value codes, const QuantizePoint& point) {
-  Step step = step_of(kQuantizeKind, run_quantize, {"x"}, {x}, {"codes"}, {codes});
+  Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x"}, {x}, {"codes"}, {codes});
   step.options = {arguments_of(point)};
   return step;
 }
 
 Step dequantize_step(Value codes, Value y) {
-  return step_of("dequantize", run_dequantize, {"codes"}, {codes}, {"y"}, {y});
+  return step_of(StepKind::dequantize, "dequantize", run_dequantize, {"codes"}, {codes}, {"y"},
+                 {y});
 }
 
 Step refresh_weight_step(Value weight, const Values& workspace, Value codes,
                          const QuantizePoint& point, bool backward) {
   Step step =
-      step_of("refresh_weight", backward ? run_refresh_weight<true> : run_refresh_weight<false>,
+      step_of(StepKind::refresh, "refresh_weight",
+              backward ? run_refresh_weight<true> : run_refresh_weight<false>,
               {"weight", "codes", "dequant_scale", "amax", "stamp"},
               {weight, workspace[0], workspace[1], workspace[2], workspace[3]}, {"y"}, {codes});
   step.mutates = workspace;

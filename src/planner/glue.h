@@ -22,7 +22,4 @@ Step dequantize_step(Value codes, Value y);
 Step refresh_weight_step(Value weight, const Values& workspace, Value codes,
                          const QuantizePoint& point, bool backward);
 
-/// Kinds that other files of the planner ask for.
-inline constexpr std::string_view kAddKind = "add", kQuantizeKind = "quantize";
-
 }  // namespace tandem

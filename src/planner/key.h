@@ -22,9 +22,11 @@ class PlanKey {
     at::Device device;
   };
 
-  explicit PlanKey(const Call& call) {
+  /// `inputs`: how many of the tensors to come are inputs; the others are parameters.
+  explicit PlanKey(const Call& call, size_t inputs = 1) {
     words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
                      uint32_t{call.traced} << 1 | uint32_t{call.deterministic} << 2);
+    words_.push_back(static_cast<uint32_t>(inputs));
   }
 
   void add(const at::Tensor& tensor, bool grad_mode) {
@@ -43,9 +45,10 @@ class PlanKey {
     return {(words_[0] & 1u) != 0, (words_[0] & 2u) != 0,
             static_cast<at::ScalarType>(words_[0] >> 8 & 0xFF), (words_[0] & 4u) != 0};
   }
-  size_t tensor_count() const { return words_.size() - 1; }
+  size_t input_count() const { return words_[1]; }
+  size_t tensor_count() const { return words_.size() - 2; }
   TensorTraits tensor(size_t i) const {
-    const uint32_t word = words_[i + 1];
+    const uint32_t word = words_[i + 2];
     return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF),
             at::Device(static_cast<at::DeviceType>(word >> 16 & 0xFF),
                        static_cast<at::DeviceIndex>(word >> 24))};
@@ -54,7 +57,7 @@ class PlanKey {
   bool operator==(const PlanKey& other) const { return words_ == other.words_; }
 
  private:
-  c10::SmallVector<uint32_t, 31> words_;
+  c10::SmallVector<uint32_t, 32> words_;
 };
 
 }  // namespace tandem

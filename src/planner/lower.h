@@ -7,19 +7,61 @@
 
 namespace tandem {
 
-/// The names that the steps of one op use (its operands, results and gradients), and the values behind them.
+/// A value as an op meets it: from whom it comes decides where its gradient goes, and a rename has a gradient of its own.
+struct Flow {
+  static constexpr size_t kNoEdge = static_cast<size_t>(-1);
+  Value value = Value::none;
+  size_t edge = kNoEdge;  ///< where the gradients of this result's readers are summed up
+};
+
+/// What the steps of one op call its operands and results, and the values behind the names.
 class OperandTable {
  public:
-  void bind(std::string_view name, Value value) { entries_.emplace_back(name, value); }
-  /// The value bound last under this name; Value::none if there is none.
-  Value find(std::string_view name) const {
-    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry)
-      if (entry->first == name) return entry->second;
-    return Value::none;
+  explicit OperandTable(const OpDef* definition = nullptr) : definition_(definition) {}
+
+  const OpDef& definition() const { return *definition_; }
+
+  void bind(std::string_view name, Flow flow) { set(operands_, name, flow); }
+  /// The gradient of a result, as backward gets it, and of an operand, as the op contributes it.
+  void bind_given(std::string_view result, Value gradient) { set(given_, result, {gradient, 0}); }
+  void bind_written(std::string_view operand, Value gradient) {
+    set(written_, operand, {gradient, 0});
+  }
+
+  /// Value::none, here and below, where nothing is bound.
+  Flow flow(std::string_view name) const { return find(operands_, name); }
+  Value value(std::string_view name) const { return flow(name).value; }
+  Value given(std::string_view result) const { return find(given_, result).value; }
+  Value written(std::string_view operand) const { return find(written_, operand).value; }
+
+  /// What a step of the op's backward, or a fusion of it, means by a name that it reads or writes.
+  Value backward_read(std::string_view name) const {
+    const auto ref = tandem::backward_read(*definition_, name);
+    return !ref ? Value::none : ref->is_gradient ? given(ref->name) : value(ref->name);
+  }
+  Value backward_write(std::string_view name) const {
+    const auto ref = tandem::backward_write(*definition_, name);
+    return !ref ? Value::none : ref->is_gradient ? written(ref->name) : value(ref->name);
   }
 
  private:
-  std::vector<std::pair<std::string_view, Value>> entries_;
+  using Entries = std::vector<std::pair<std::string_view, Flow>>;
+  static void set(Entries& entries, std::string_view name, Flow flow) {
+    for (auto& [known, bound] : entries)
+      if (known == name) {
+        bound = flow;
+        return;
+      }
+    entries.emplace_back(name, flow);
+  }
+  static Flow find(const Entries& entries, std::string_view name) {
+    for (const auto& [known, bound] : entries)
+      if (known == name) return bound;
+    return {};
+  }
+
+  const OpDef* definition_;
+  Entries operands_, given_, written_;
 };
 
 /// An unfused program. Casts, sums of gradients, seeds and quantize points are steps; renames are gone.

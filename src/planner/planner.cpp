@@ -3,14 +3,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <sstream>
 
-#include "kernel_ops/kernel_op.h"
-#include "planner/glue.h"
 #include "planner/lower.h"
 #include "planner/schedule.h"
+#include "planner/step_list.h"
 
 namespace tandem {
 
@@ -50,7 +47,7 @@ std::vector<OpGroup> groups_of(Pass pass, const Description& description, const 
   return groups;
 }
 
-std::string list_of(const std::set<Part>& parts) {
+std::string list_of(const std::vector<Part>& parts) {
   std::ostringstream text;
   for (const Part& part : parts)
     text << (text.tellp() > 0 ? ", " : "") << "op " << part.op
@@ -58,36 +55,55 @@ std::string list_of(const std::set<Part>& parts) {
   return text.str();
 }
 
-std::multiset<Part> parts_of(const Steps& steps) {
-  std::multiset<Part> parts;
-  for (const Step& step : steps) parts.insert(step.covers.begin(), step.covers.end());
+/// What steps cover, in order.
+std::vector<Part> parts_of(const Steps& steps) {
+  std::vector<Part> parts;
+  for (const Step& step : steps) parts.insert(parts.end(), step.covers.begin(), step.covers.end());
+  std::sort(parts.begin(), parts.end());
   return parts;
 }
 
 /// Every part that was covered must still be, exactly once.
-void check_coverage(const std::multiset<Part>& before, const Steps& after, const char* pass) {
-  const std::multiset<Part> covered = parts_of(after);
-  TORCH_INTERNAL_ASSERT(covered == before, "the ", pass, " pass was to cover ",
-                        list_of({before.begin(), before.end()}), " and covers ",
-                        list_of({covered.begin(), covered.end()}));
+void check_coverage(const std::vector<Part>& before, const Steps& after, const char* pass) {
+  const std::vector<Part> covered = parts_of(after);
+  TORCH_INTERNAL_ASSERT(covered == before, "the ", pass, " pass was to cover ", list_of(before),
+                        " and covers ", list_of(covered));
 }
+
+/// Values of a plan as flags.
+class ValueSet {
+ public:
+  explicit ValueSet(size_t count) : flags_(count) {}
+  void add(Value value) {
+    if (exists(value)) flags_[index_of(value)] = true;
+  }
+  void add(const Values& values) {
+    for (const Value value : values) add(value);
+  }
+  bool operator()(Value value) const {
+    return index_of(value) < flags_.size() && flags_[index_of(value)];
+  }
+  const std::vector<bool>& flags() const { return flags_; }
+
+ private:
+  std::vector<bool> flags_;
+};
 
 /// Removes steps whose writes nobody demands, from the end; other undemanded writes become absent. Forward steps that mutate stay;
 /// backward's only refresh the codes of weights, which is of no use where nobody reads them.
 template <typename IsDemanded>
-void drop_dead_steps(Steps& steps, IsDemanded&& is_demanded_outside, bool keep_mutating) {
-  std::set<Value> read;
+void drop_dead_steps(Steps& steps, size_t value_count, IsDemanded&& is_demanded_outside,
+                     bool keep_mutating) {
+  ValueSet read(value_count);
   Steps live;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     bool needed = keep_mutating && !step->mutates.empty();
     for (Value& value : step->writes) {
-      if (exists(value) && read.count(value) == 0 && !is_demanded_outside(value))
-        value = Value::none;
+      if (exists(value) && !read(value) && !is_demanded_outside(value)) value = Value::none;
       needed |= exists(value);
     }
     if (!needed) continue;
-    for (const Value value : step->reads)
-      if (exists(value)) read.insert(value);
+    read.add(step->reads);
     live.push_back(std::move(*step));
   }
   std::reverse(live.begin(), live.end());
@@ -98,11 +114,11 @@ void assign_slots(Plan& plan) {
   plan.slot_of.clear();
   for (const Type& type : plan.types) {
     if (type.format == Format::opaque) {
-      plan.slot_of.push_back(static_cast<uint16_t>(plan.opaques++));
+      plan.slot_of.push_back(static_cast<uint32_t>(plan.opaques++));
     } else if (type.format == Format::shape) {
-      plan.slot_of.push_back(static_cast<uint16_t>(plan.shapes++));
+      plan.slot_of.push_back(static_cast<uint32_t>(plan.shapes++));
     } else {
-      plan.slot_of.push_back(static_cast<uint16_t>(plan.tensor_slots));
+      plan.slot_of.push_back(static_cast<uint32_t>(plan.tensor_slots));
       plan.tensor_slots += tensors_per_value(type.format);
     }
   }
@@ -130,81 +146,74 @@ void check_mutations(Plan& plan) {
     for (const Value value : step.mutates) {
       if (plan.types[index_of(value)].origin == Origin::workspace) continue;
       plan.mutates_arguments = true;
-      TORCH_CHECK_VALUE(plan.kept_at[index_of(value)] < 0, step.kind,
+      TORCH_CHECK_VALUE(plan.kept_at[index_of(value)] < 0, step.name,
                         ": expected an argument that backward does not read, got ",
                         plan.types[index_of(value)].name,
                         ", whose old value another op needs. Use in_place=False.");
     }
 }
 
-bool kernels_everywhere(const PlanKey& key, const Lowered& program) {
-  for (size_t i = 0; i < key.tensor_count(); ++i)
-    if (!key.tensor(i).device.is_cpu()) return false;
-  return std::all_of(program.types.begin(), program.types.end(),
-                     [](const Type& type) { return kernel_ops::has_cpu_kernel(type.dtype); });
+/// The joint pass: on all of both directions.
+void fuse_both(Lowered& program, const Description& description, const UserFusions& user,
+               FusionScope& scope) {
+  const auto groups = groups_of(Pass::joint, description, user);
+  const auto fusions = fusions_of(Pass::joint, description, user);
+  if (groups.empty() && fusions.empty()) return;
+  ValueSet is_demanded(program.types.size());
+  is_demanded.add(program.outputs);
+  is_demanded.add(program.gradients);
+  scope.is_demanded = is_demanded;
+  const auto forward_parts = parts_of(program.forward), backward_parts = parts_of(program.backward);
+  StepList forward(std::move(program.forward), program.types.size()),
+      backward(std::move(program.backward), program.types.size());
+  fuse_groups_jointly(forward, backward, groups, scope, program.types);
+  fuse_jointly(forward, backward, fusions, scope, program.types);
+  program.forward = forward.take();
+  program.backward = backward.take();
+  check_coverage(forward_parts, program.forward, "joint");
+  check_coverage(backward_parts, program.backward, "joint");
 }
 
 }  // namespace
-
-const BackwardPlan& BackwardPlans::insert(std::unique_ptr<const BackwardPlan> plan) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (const BackwardPlan* known = find(plan->mask)) return *known;
-  auto table = std::make_unique<Table>();
-  if (const Table* old = table_.load(std::memory_order_acquire)) *table = *old;
-  table->push_back(plan.get());
-  plans_.push_back(std::move(plan));
-  table_.store(table.get(), std::memory_order_release);
-  tables_.push_back(std::move(table));
-  return *plans_.back();
-}
 
 std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
                                       const UserFusions& user) {
   Lowered program = lower(description, key);
   auto plan = std::make_unique<Plan>();
-  plan->has_kernels = kernels_everywhere(key, program);
   plan->is_quantized = description.recipe.has_value();
   plan->runs_user_code = program.runs_user_code;
   plan->no_composite = program.no_composite;
 
-  const auto contains = [](const Values& list, Value value) {
-    return std::find(list.begin(), list.end(), value) != list.end();
-  };
-  FusionScope scope{&program.types, &program.operands, nullptr, &description.skipped_fusions,
-                    &plan->decisions};
-
-  // Joint pass: on all of both directions.
-  scope.is_demanded = [&](Value value) {
-    return contains(program.outputs, value) || contains(program.gradients, value);
-  };
-  const auto forward_parts = parts_of(program.forward), backward_parts = parts_of(program.backward);
-  fuse_groups_jointly(program.forward, program.backward, groups_of(Pass::joint, description, user),
-                      scope);
-  fuse_jointly(program.forward, program.backward, fusions_of(Pass::joint, description, user),
-               scope);
-  check_coverage(forward_parts, program.forward, "joint");
-  check_coverage(backward_parts, program.backward, "joint");
+  FusionScope scope{.pass = Pass::joint,
+                    .types = &program.types,
+                    .operands = &program.operands,
+                    .skipped = &description.skipped_fusions,
+                    .decisions = &plan->decisions};
+  fuse_both(program, description, user, scope);
 
   // What backward needs of forward.
-  std::vector<bool> is_free(program.types.size());
+  const size_t value_count = program.types.size();
+  ValueSet is_free(value_count), asked(value_count), is_output(value_count);
   for (const Values* list : {&program.inputs, &program.params, &program.outputs})
-    for (const Value value : *list) is_free[index_of(value)] = true;
+    is_free.add(*list);
+  asked.add(program.gradients);
+  is_output.add(program.outputs);
   std::vector<OpGroup> backward_groups;
   if (!program.backward.empty()) backward_groups = groups_of(Pass::backward, description, user);
-  for (const OpGroup& group : backward_groups)  // these write gradients only
-    for (const Step& step : program.backward)
-      if (!step.covers.empty() && step.covers.front().op >= group.first &&
-          step.covers.back().op <= group.last)
-        for (size_t w = 0; w < step.writes.size(); ++w)
-          if (exists(step.writes[w]) && !step.write_names[w].starts_with("grad_"))
-            is_free[index_of(step.writes[w])] = true;
+  std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
+  for (const OpGroup& group : backward_groups)
+    std::fill(group_end.begin() + static_cast<std::ptrdiff_t>(group.first),
+              group_end.begin() + static_cast<std::ptrdiff_t>(group.last) + 1, group.last + 1);
+  for (const Step& step : program.backward)  // groups write gradients only
+    if (!step.covers.empty() && step.covers.back().op < group_end[step.covers.front().op])
+      for (const Value value : step.writes)
+        if (exists(value) && program.types[index_of(value)].origin != Origin::gradient)
+          is_free.add(value);
   std::vector<Names> reemit_reads;
   for (const OpNode& op : description.ops) reemit_reads.push_back(op.def->reemit_reads);
-  choose_reemitted(program.forward, program.backward, is_free, reemit_reads);
+  choose_reemitted(program.forward, program.backward, program.types, is_free.flags(), reemit_reads);
   schedule(program.backward);
-  drop_dead_steps(
-      program.backward, [&](Value value) { return contains(program.gradients, value); },
-      /*keep_mutating=*/false);
+  drop_dead_steps(program.backward, value_count, asked, /*keep_mutating=*/false);
   for (const Value value : values_from_forward(program.backward, program.output_gradients)) {
     const Type& type = program.types[index_of(value)];
     if (type.origin == Origin::workspace) continue;
@@ -214,29 +223,33 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
       const uint8_t parts =
           is_fp8(type.format) ? 2 : 1;  // codes and their scale; nobody reads the amax again
       for (uint8_t part = 0; part < parts; ++part)
-        plan->kept.push_back({value, part, contains(program.outputs, value)});
+        plan->kept.push_back({value, part, is_output(value)});
     }
   }
 
   // Forward pass: everything that is read later is demanded.
-  scope.is_demanded = [&](Value value) {
-    return contains(program.outputs, value) || contains(plan->kept_opaque, value) ||
-           std::any_of(plan->kept.begin(), plan->kept.end(),
-                       [&](const Kept& kept) { return kept.value == value; });
-  };
-  drop_dead_steps(program.forward, scope.is_demanded, /*keep_mutating=*/true);
+  ValueSet is_demanded(value_count);
+  is_demanded.add(program.outputs);
+  is_demanded.add(plan->kept_opaque);
+  for (const Kept& kept : plan->kept) is_demanded.add(kept.value);
+  drop_dead_steps(program.forward, value_count, is_demanded, /*keep_mutating=*/true);
   const auto demanded_parts = parts_of(program.forward);
-  fuse_groups(program.forward, Pass::forward, groups_of(Pass::forward, description, user), scope);
-  fuse(program.forward, Pass::forward, fusions_of(Pass::forward, description, user), scope);
+  scope.pass = Pass::forward;
+  scope.is_demanded = is_demanded;
+  StepList forward(std::move(program.forward), value_count);
+  fuse_groups(forward, groups_of(Pass::forward, description, user), scope);
+  fuse(forward, fusions_of(Pass::forward, description, user), scope);
+  program.forward = forward.take();
   check_coverage(demanded_parts, program.forward, "forward");
   for (const Step& step : program.forward) plan->runs_user_code |= step.runs_user_code;
 
-  std::vector<bool> stays(program.types.size());
-  for (const Values* list : {&program.inputs, &program.params, &program.outputs, &plan->kept_opaque,
-                             &program.workspaces})
-    for (const Value value : *list) stays[index_of(value)] = true;
-  for (const Kept& kept : plan->kept) stays[index_of(kept.value)] = true;
-  find_dead(program.forward, stays);
+  ValueSet is_there(value_count);
+  for (const Values* list : {&program.inputs, &program.params, &program.workspaces})
+    is_there.add(*list);
+  for (const Values* list : {&program.inputs, &program.params, &program.workspaces})
+    is_demanded.add(*list);
+  find_dead(program.forward, is_demanded.flags());
+  check_reads(program.forward, is_there.flags(), program.types);
 
   if (!program.backward.empty() ||
       std::any_of(program.gradients.begin(), program.gradients.end(), exists)) {
@@ -263,7 +276,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   assign_slots(*plan);
   plan->kept_at.assign(plan->types.size(), -1);
   for (size_t k = plan->kept.size(); k-- > 0;)
-    plan->kept_at[index_of(plan->kept[k].value)] = static_cast<int16_t>(k);
+    plan->kept_at[index_of(plan->kept[k].value)] = static_cast<int32_t>(k);
   check_mutations(*plan);
   if (!description.required_fusions.empty()) {
     if (plan->needs_backward)
@@ -287,7 +300,7 @@ class Slicing {
     for (size_t v = 0; v < substitute_.size(); ++v) substitute_[v] = static_cast<Value>(v);
     for (size_t i = 0; i < plan.output_gradients.size(); ++i)
       if (const Value gradient = plan.output_gradients[i]; exists(gradient)) {
-        is_defined_[index_of(gradient)] = (mask.given >> i & 1) != 0;
+        is_defined_[index_of(gradient)] = mask.given[i];
         from_gradient_[index_of(gradient)] = true;
       }
   }
@@ -311,7 +324,7 @@ class Slicing {
           is_defined_[index_of(value)] = defined != 0;
         }
       if (gradients != 0 && defined == 0) continue;
-      if (step.kind == kAddKind && defined == 1) {
+      if (step.kind == StepKind::add && defined == 1) {
         substitute_[index_of(step.writes[0])] =
             exists(step.reads[0]) ? step.reads[0] : step.reads[1];
         continue;
@@ -344,30 +357,42 @@ const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
   sliced->steps = slicing.run();
   for (size_t i = 0; i < plan.gradients.size(); ++i)
     sliced->gradients.push_back(mask.asked[i] ? slicing.resolve(plan.gradients[i]) : Value::none);
-  const auto is_asked = [&](Value value) {
-    return std::find(sliced->gradients.begin(), sliced->gradients.end(), value) !=
-           sliced->gradients.end();
-  };
-  drop_dead_steps(sliced->steps, is_asked, /*keep_mutating=*/false);
+  const size_t value_count = plan.types.size();
+  ValueSet asked(value_count), is_there(value_count);
+  asked.add(sliced->gradients);
+  drop_dead_steps(sliced->steps, value_count, asked, /*keep_mutating=*/false);
   const auto parts = parts_of(sliced->steps);
-  std::vector<Type> types = plan.types;
-  FusionScope scope{&types, &plan.backward_fusions->operands, is_asked,
-                    &plan.backward_fusions->skipped, &sliced->decisions};
-  fuse_groups(sliced->steps, Pass::backward, plan.backward_fusions->groups, scope);
-  fuse(sliced->steps, Pass::backward, plan.backward_fusions->patterns, scope);
+  for (size_t i = 0; i < plan.output_gradients.size(); ++i)
+    if (mask.given[i]) is_there.add(plan.output_gradients[i]);
+  for (const Kept& kept : plan.kept) is_there.add(kept.value);
+  is_there.add(plan.kept_opaque);
+  is_there.add(plan.workspaces);
+  FusionScope scope{.pass = Pass::backward,
+                    .types = &plan.types,
+                    .operands = &plan.backward_fusions->operands,
+                    .is_demanded = asked,
+                    .is_there = is_there,
+                    .resolved = [&](Value value) { return slicing.resolve(value); },
+                    .skipped = &plan.backward_fusions->skipped,
+                    .decisions = &sliced->decisions};
+  StepList steps(std::move(sliced->steps), value_count);
+  fuse_groups(steps, plan.backward_fusions->groups, scope);
+  fuse(steps, plan.backward_fusions->patterns, scope);
+  sliced->steps = steps.take();
   check_coverage(parts, sliced->steps, "backward");
-  std::vector<bool> stays(plan.types.size());
-  for (const Value value : sliced->gradients)
-    if (exists(value)) stays[index_of(value)] = true;
-  for (const Value value : plan.workspaces) stays[index_of(value)] = true;
-  find_dead(sliced->steps, stays);
+  if (!plan.backward_fusions->groups.empty())  // sums that only the replaced steps read
+    drop_dead_steps(sliced->steps, value_count, asked, /*keep_mutating=*/false);
+  ValueSet stays = asked;
+  stays.add(plan.workspaces);
+  find_dead(sliced->steps, stays.flags());
+  check_reads(sliced->steps, is_there.flags(), plan.types);
   return plan.backward_plans.insert(std::move(sliced));
 }
 
 const BackwardPlan& full_backward(const Plan& plan) {
   BackwardMask all;
   for (size_t i = 0; i < plan.outputs.size(); ++i)
-    all.given |= uint64_t{exists(plan.output_gradients[i])} << i;
+    all.given.push_back(exists(plan.output_gradients[i]));
   for (const Value gradient : plan.gradients) all.asked.push_back(exists(gradient));
   return backward_plan(plan, all);
 }

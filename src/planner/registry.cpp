@@ -39,6 +39,13 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
                     fusion.name, "\": expected a backward half exactly for the joint pass, got ",
                     fusion.pass == Pass::joint ? "none" : "one for another pass",
                     ". Choose the pass accordingly.");
+  for (const auto* operands :
+       {&fusion.run.reads, &fusion.run.writes, &fusion.backward.reads, &fusion.backward.writes})
+    for (const MemberOperand& operand : *operands)
+      TORCH_CHECK_VALUE(operand.member < fusion.pattern.size(), "fusion \"", fusion.name,
+                        "\": expected operands of the ", fusion.pattern.size(),
+                        " steps of its pattern, got ", operand.name, " of step ", operand.member,
+                        ". Count the steps from 0.");
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (const auto& entry : all.order)

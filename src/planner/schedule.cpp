@@ -1,51 +1,115 @@
 #include "planner/schedule.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <queue>
 #include <set>
-
-#include "planner/glue.h"
+#include <span>
 
 namespace tandem {
 
 namespace {
 
-/// Position of the step that writes a value, by value; values that no step writes have none.
-std::map<Value, size_t> writers_of(const Steps& steps) {
-  std::map<Value, size_t> writers;
-  for (size_t s = 0; s < steps.size(); ++s)
-    for (const Value value : steps[s].writes)
-      if (exists(value)) writers.emplace(value, s);
-  return writers;
+constexpr size_t kNobody = static_cast<size_t>(-1);
+
+void grow(std::vector<size_t>& by_value, Value value, size_t fill) {
+  if (index_of(value) >= by_value.size()) by_value.resize(index_of(value) + 1, fill);
 }
 
-/// Steps that must run before `step`, by what it and they read.
-std::set<size_t> ancestors_of(size_t step, const Steps& steps,
-                              const std::map<Value, size_t>& writers) {
-  std::set<size_t> found;
-  std::vector<size_t> open{step};
-  while (!open.empty()) {
-    const size_t next = open.back();
-    open.pop_back();
-    for (const Value value : steps[next].reads) {
-      const auto writer = writers.find(value);
-      if (writer != writers.end() && writer->second != next && found.insert(writer->second).second)
-        open.push_back(writer->second);
-    }
+/// The step that writes a value; kNobody for one that no step writes.
+class Writers {
+ public:
+  explicit Writers(const Steps& steps) {
+    for (size_t s = 0; s < steps.size(); ++s)
+      for (const Value value : steps[s].writes)
+        if (exists(value)) add(value, s);
   }
-  return found;
-}
+  void add(Value value, size_t step) {
+    grow(writers_, value, kNobody);
+    if (writers_[index_of(value)] == kNobody) writers_[index_of(value)] = step;
+  }
+  size_t of(Value value) const {
+    return exists(value) && index_of(value) < writers_.size() ? writers_[index_of(value)] : kNobody;
+  }
+
+ private:
+  std::vector<size_t> writers_;
+};
+
+/// The steps that read a value.
+class Readers {
+ public:
+  explicit Readers(const Steps& steps) {
+    for (size_t s = 0; s < steps.size(); ++s)
+      for (const Value value : steps[s].reads)
+        if (exists(value)) {
+          if (index_of(value) >= readers_.size()) readers_.resize(index_of(value) + 1);
+          auto& places = readers_[index_of(value)];
+          if (places.empty() || places.back() != s) places.push_back(static_cast<uint32_t>(s));
+        }
+  }
+  std::span<const uint32_t> of(Value value) const {
+    if (!exists(value) || index_of(value) >= readers_.size()) return {};
+    return {readers_[index_of(value)].data(), readers_[index_of(value)].size()};
+  }
+
+ private:
+  std::vector<c10::SmallVector<uint32_t, 2>> readers_;
+};
+
+/// Answers which steps wait for a step, by what they read. Each search goes from a reader towards those behind it, and ends where it
+/// finds what it looks for: in a chain, at once.
+class Waiting {
+ public:
+  Waiting(const Steps& steps, const Readers& readers)
+      : steps_(steps), readers_(readers), seen_in_(steps.size()) {}
+
+  /// Whether `last` waits, by what it and others read, for any of `first`.
+  bool waits(size_t last, std::span<const uint32_t> first) {
+    ++search_;
+    open_.clear();
+    for (const size_t step : first)
+      if (step != last) enter(step);
+    while (!open_.empty()) {
+      const size_t next = open_.back();
+      open_.pop_back();
+      for (const Value value : steps_[next].writes)
+        for (const size_t reader : readers_.of(value)) {
+          if (reader == last) return true;
+          enter(reader);
+        }
+    }
+    return false;
+  }
+
+ private:
+  void enter(size_t step) {
+    if (seen_in_[step] == search_) return;
+    seen_in_[step] = search_;
+    open_.push_back(step);
+  }
+
+  const Steps& steps_;
+  const Readers& readers_;
+  std::vector<size_t> seen_in_;  // by step: the last search that came by
+  std::vector<size_t> open_;
+  size_t search_ = 0;
+};
 
 /// Appends the quantize steps of forward whose codes backward reads; returns how many.
 size_t quantize_again(const Steps& forward, Steps& backward) {
   Steps again;
-  for (const Step& step : forward)
-    if (step.kind == kQuantizeKind && step.mutates.empty() &&
-        std::any_of(backward.begin(), backward.end(),
-                    [&](const Step& reader) { return reads(reader, step.writes[0]); }))
-      again.push_back(step);
+  {
+    const Readers readers(backward);
+    for (const Step& step : forward)
+      if (step.kind == StepKind::quantize && step.mutates.empty() &&
+          !readers.of(step.writes[0]).empty())
+        again.push_back(step);
+  }
   backward.insert(backward.end(), again.begin(), again.end());
   return again.size();
 }
@@ -53,24 +117,28 @@ size_t quantize_again(const Steps& forward, Steps& backward) {
 /// Removes those of the last `count` steps whose source no other step writes or reads: for them alone it would have to be kept.
 void drop_needless(size_t count, Steps& backward) {
   const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
+  std::set<Value> used;
+  if (count != 0)
+    for (auto step = backward.begin(); step != first; ++step)
+      for (const Values* list : {&step->reads, &step->writes})
+        used.insert(list->begin(), list->end());
   backward.erase(std::remove_if(first, backward.end(),
-                                [&](const Step& again) {
-                                  const Value source = again.reads[0];
-                                  return std::none_of(
-                                      backward.begin(), first, [&](const Step& step) {
-                                        return writes(step, source) || reads(step, source);
-                                      });
-                                }),
+                                [&](const Step& again) { return used.count(again.reads[0]) == 0; }),
                  backward.end());
+}
+
+/// A write of backward that is no gradient, but a result of forward written again.
+bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
+  return exists(value) && !step.covers.empty() && types[index_of(value)].origin != Origin::gradient;
 }
 
 }  // namespace
 
-void choose_reemitted(const Steps& forward, Steps& backward,
+void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
                       const std::vector<Names>& reemit_reads) {
   const size_t quantized_again = quantize_again(forward, backward);
-  // A candidate is a write that is no gradient. All are taken out first, so that `writers` holds only what is sure to be written.
+  // All candidates are taken out first, so that what steps write is what is sure to be written.
   struct Candidate {
     size_t step, write;
     Value value;
@@ -78,27 +146,23 @@ void choose_reemitted(const Steps& forward, Steps& backward,
   std::vector<Candidate> candidates;
   for (size_t s = 0; s < backward.size(); ++s)
     for (size_t w = 0; w < backward[s].writes.size(); ++w)
-      if (exists(backward[s].writes[w]) && !backward[s].write_names[w].starts_with("grad_") &&
-          !backward[s].covers.empty()) {
+      if (is_again(backward[s], backward[s].writes[w], types)) {
         candidates.push_back({s, w, backward[s].writes[w]});
         backward[s].writes[w] = Value::none;
       }
-  std::set<size_t> writes_again;
+  const Readers readers(backward);
+  Waiting waiting(backward, readers);
+  std::vector<bool> writes_again(backward.size());
   for (const Candidate& candidate : candidates) {
-    if (is_free_to_keep[index_of(candidate.value)]) continue;
-    const auto ancestors = ancestors_of(candidate.step, backward, writers_of(backward));
-    bool is_read = false, is_needed_before = false;
-    for (size_t s = 0; s < backward.size(); ++s) {
-      if (s == candidate.step || !reads(backward[s], candidate.value)) continue;
-      is_read = true;
-      is_needed_before |= ancestors.count(s) != 0;
-    }
-    if (!is_read || is_needed_before || reads(backward[candidate.step], candidate.value)) continue;
+    const auto read_by = readers.of(candidate.value);
+    if (is_free_to_keep[index_of(candidate.value)] || read_by.empty() ||
+        reads(backward[candidate.step], candidate.value) || waiting.waits(candidate.step, read_by))
+      continue;
     backward[candidate.step].writes[candidate.write] = candidate.value;
-    writes_again.insert(candidate.step);
+    writes_again[candidate.step] = true;
   }
   for (size_t s = 0; s < backward.size(); ++s) {
-    if (writes_again.count(s) != 0 || backward[s].covers.size() != 1) continue;
+    if (writes_again[s] || backward[s].covers.size() != 1) continue;
     for (const auto& name : reemit_reads[backward[s].covers[0].op])
       if (const size_t read = position(backward[s].read_names, name); read != npos)
         backward[s].reads[read] = Value::none;
@@ -107,55 +171,86 @@ void choose_reemitted(const Steps& forward, Steps& backward,
 }
 
 void schedule(Steps& steps) {
-  const auto writers = writers_of(steps);
-  std::vector<bool> done(steps.size());
+  const Writers writers(steps);
+  std::vector<std::vector<uint32_t>> behind(steps.size());  // by step: those that wait for it
+  std::vector<size_t> missing(steps.size());                // how many it waits for
+  const auto wait = [&](size_t later, size_t earlier) {
+    if (earlier == kNobody || earlier == later) return;
+    behind[earlier].push_back(static_cast<uint32_t>(later));
+    ++missing[later];
+  };
+  struct Touched {
+    size_t mutated = kNobody;
+    std::vector<size_t> read_since;
+  };
+  std::map<Value, Touched> touched;  // of the values that any step mutates
+  for (const Step& step : steps)
+    for (const Value value : step.mutates) touched[value];
+  for (size_t s = 0; s < steps.size(); ++s) {
+    for (const Value value : steps[s].reads) {
+      wait(s, writers.of(value));
+      const auto found = touched.find(value);
+      if (found == touched.end()) continue;
+      wait(s, found->second.mutated);
+      found->second.read_since.push_back(s);
+    }
+    for (const Value value : steps[s].mutates) {
+      Touched& before = touched[value];
+      wait(s, before.mutated);
+      for (const size_t reader : before.read_since) wait(s, reader);
+      before = {s, {}};
+    }
+  }
+  std::priority_queue<size_t, std::vector<size_t>, std::greater<>> ready;  // the first in the list
+  for (size_t s = 0; s < steps.size(); ++s)
+    if (missing[s] == 0) ready.push(s);
   Steps ordered;
   ordered.reserve(steps.size());
-  const auto is_ready = [&](size_t s) {
-    for (const Value value : steps[s].reads)
-      if (const auto writer = writers.find(value);
-          exists(value) && writer != writers.end() && writer->second != s && !done[writer->second])
-        return false;
-    for (size_t earlier = 0; earlier < s; ++earlier)
-      if (!done[earlier])
-        for (const Value value : steps[s].mutates)
-          if (std::find(steps[earlier].mutates.begin(), steps[earlier].mutates.end(), value) !=
-              steps[earlier].mutates.end())
-            return false;
-    return true;
-  };
-  while (ordered.size() < steps.size()) {
-    size_t next = 0;
-    while (next < steps.size() && (done[next] || !is_ready(next))) ++next;
-    TORCH_INTERNAL_ASSERT(next < steps.size(), "a plan's steps depend on each other in a circle");
-    done[next] = true;
-    ordered.push_back(steps[next]);
+  while (!ready.empty()) {
+    const size_t next = ready.top();
+    ready.pop();
+    ordered.push_back(std::move(steps[next]));
+    for (const size_t later : behind[next])
+      if (--missing[later] == 0) ready.push(later);
   }
+  TORCH_INTERNAL_ASSERT(ordered.size() == steps.size(),
+                        "a plan's steps depend on each other in a circle");
   steps = std::move(ordered);
 }
 
 Values values_from_forward(const Steps& backward, const Values& output_gradients) {
-  const auto writers = writers_of(backward);
+  const Writers writers(backward);
+  std::set<Value> known(output_gradients.begin(), output_gradients.end());
   Values values;
   for (const Step& step : backward)
-    for (const Value value : step.reads) {
-      const bool is_given = std::find(output_gradients.begin(), output_gradients.end(), value) !=
-                            output_gradients.end();
-      if (exists(value) && !is_given && writers.count(value) == 0 &&
-          std::find(values.begin(), values.end(), value) == values.end())
+    for (const Value value : step.reads)
+      if (exists(value) && writers.of(value) == kNobody && known.insert(value).second)
         values.push_back(value);
-    }
   return values;
 }
 
+void check_reads(const Steps& steps, std::vector<bool> is_there, const std::vector<Type>& types) {
+  is_there.resize(types.size());
+  for (const Step& step : steps) {
+    for (const Value value : step.reads)
+      TORCH_INTERNAL_ASSERT(!exists(value) || is_there[index_of(value)], "step ", step.name,
+                            " reads ", types[index_of(value)].name, ", which nothing has written");
+    for (const Value value : step.writes)
+      if (exists(value)) is_there[index_of(value)] = true;
+    for (const Value value : step.dead) is_there[index_of(value)] = false;
+  }
+}
+
 void find_dead(Steps& steps, const std::vector<bool>& stays) {
-  std::set<Value> seen;
+  std::vector<bool> seen(stays.size());
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     step->dead.clear();
     for (const Values* list : {&step->reads, &step->writes})
       for (const Value value : *list)
-        if (exists(value) && !stays[index_of(value)] && seen.insert(value).second)
+        if (exists(value) && !stays[index_of(value)] && !seen[index_of(value)]) {
+          seen[index_of(value)] = true;
           step->dead.push_back(value);
+        }
   }
 }
 

@@ -14,17 +14,21 @@ namespace tandem {
 ///
 /// Where the source of quantized codes is there in backward, written again or kept for another step, backward quantizes it again, to
 /// the same bits, instead of having the codes kept.
-void choose_reemitted(const Steps& forward, Steps& backward,
+void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
                       const std::vector<Names>& reemit_reads);
 
-/// Orders steps so that each runs after those that write what it reads and after earlier ones that mutate the same values; otherwise
-/// in the order given.
+/// Orders steps so that each runs after those that write what it reads, and keeps its place among those that mutate what it reads or
+/// mutates; otherwise in the order given.
 void schedule(Steps& steps);
 
 /// Values that forward must leave behind: read by a backward step that will run, and not written by one. No op decides this; it is
 /// derived, so a frozen weight or a fused neighbour changes it without touching an op.
 Values values_from_forward(const Steps& backward, const Values& output_gradients);
+
+/// Every value that a step reads must be there: given beforehand, or written by an earlier step. Anything else is a defect of the
+/// planner, which a step would otherwise take for an operand that is absent.
+void check_reads(const Steps& steps, std::vector<bool> is_there, const std::vector<Type>& types);
 
 /// Fills in `dead` of every step. `stays` holds values that outlive the run.
 void find_dead(Steps& steps, const std::vector<bool>& stays);

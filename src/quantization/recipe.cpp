@@ -2,7 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+
+#include "core/json_fields.h"
 
 namespace tandem {
 
@@ -23,21 +26,29 @@ nlohmann::json to_json(const Float8CurrentScaling& recipe) {
 
 std::optional<Float8CurrentScaling> recipe_from_json(const nlohmann::json& recipe) {
   if (recipe.is_null()) return std::nullopt;
-  const std::string name = recipe.value("name", "");
+  Fields fields(recipe, "recipe");
+  std::string name, format = "HYBRID";
+  fields.get("name", name);
   TORCH_CHECK_VALUE(name == "Float8CurrentScaling",
-                    "recipe: expected \"Float8CurrentScaling\", got \"", name,
+                    "recipe: expected \"Float8CurrentScaling\", got \"", shown(name),
                     "\". It is the recipe that this version knows.");
   Float8CurrentScaling parsed;
-  const std::string format = recipe.value("fp8_format", "HYBRID");
+  std::vector<double> epsilons(std::begin(parsed.amax_epsilon), std::end(parsed.amax_epsilon));
+  fields.get("fp8_format", format)
+      .get("use_power_2_scales", parsed.use_power_2_scales)
+      .get("amax_epsilon", epsilons, std::size(parsed.amax_epsilon))
+      .finish();
   TORCH_CHECK_VALUE(format == "HYBRID" || format == "E4M3",
-                    "recipe: expected fp8_format HYBRID or E4M3, got ", format,
+                    "recipe: expected fp8_format HYBRID or E4M3, got ", shown(format),
                     ". Pure E5M2 has too few bits for inputs and weights.");
   parsed.fp8_format = format == "HYBRID" ? Float8CurrentScaling::Format::hybrid
                                          : Float8CurrentScaling::Format::e4m3;
-  parsed.use_power_2_scales = recipe.value("use_power_2_scales", false);
-  if (recipe.contains("amax_epsilon"))
-    for (size_t role = 0; role < 3; ++role)
-      parsed.amax_epsilon[role] = recipe.at("amax_epsilon").at(role).get<double>();
+  TORCH_CHECK_VALUE(epsilons.size() == std::size(parsed.amax_epsilon) &&
+                        *std::min_element(epsilons.begin(), epsilons.end()) >= 0,
+                    "recipe: expected ", std::size(parsed.amax_epsilon),
+                    " numbers >= 0 as amax_epsilon, got ", shown_json(nlohmann::json(epsilons)),
+                    ". Give one for inputs, weights and gradients each.");
+  std::copy(epsilons.begin(), epsilons.end(), std::begin(parsed.amax_epsilon));
   return parsed;
 }
 

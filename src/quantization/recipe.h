@@ -27,7 +27,7 @@ struct QuantizeArguments {
 QuantizePoint quantize_point(const Float8CurrentScaling& recipe, Role role);
 
 /// As canonical JSON, and back. Throws c10::ValueError on an unknown recipe or field.
-nlohmann::json to_json(const Float8CurrentScaling& recipe);
+TANDEM_API nlohmann::json to_json(const Float8CurrentScaling& recipe);
 std::optional<Float8CurrentScaling> recipe_from_json(const nlohmann::json& recipe);
 
 }  // namespace tandem

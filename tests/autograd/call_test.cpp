@@ -95,7 +95,8 @@ TEST(Path, AnOpWithoutCompositeFormIsNamedUnderForwardMode) {
         Pipeline(ops_json({"gelu", "test_no_composite"}))(inputs, {}, true);
       },
       ThrowsText<c10::NotImplementedError>(
-          "pipeline: expected ops with a composite form under torch.func and forward-mode ",
+          "pipeline: expected ops with a composite form under torch.func, torch.jit.trace and "
+          "forward-mode differentiation",
           "got op 1.test_no_composite", "differentiable torch operations"));
 }
 

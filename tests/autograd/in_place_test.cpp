@@ -43,18 +43,40 @@ TEST(InPlace, AGradientReachesAnExtraInputWithAHistory) {
   EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 3));
 }
 
-TEST(InPlace, ALeafIsRefusedUnlessNoGradIsRecorded) {
-  const at::Tensor x = random({2, 4}), extra = leaf({2, 4});
+TEST(InPlace, ALeafIsAddedIntoWhereBackwardDoesNotReadIt) {
+  const at::Tensor x = leaf({2, 4}), extra = leaf({2, 4}, at::kFloat, 2),
+                   sum = x.detach() + extra.detach();
+  const auto version = extra._version();
+  const Outputs outputs = call({kAdd}, {x, extra});
+  EXPECT_TRUE(same(extra, sum));
+  EXPECT_TRUE(extra.is_leaf());
+  EXPECT_EQ(extra._version(), version + 1);
+  outputs[0].sum().backward();
+  EXPECT_TRUE(same(extra.grad(), sum * 0 + 1));
+  EXPECT_TRUE(same(x.grad(), sum * 0 + 1));
   EXPECT_THAT(
       [&] {
-        call({kAdd}, {x, extra});
+        Planned({R"(test_multiply {"in_place": true})"}, {leaf({2}), leaf({2})}, {});
       },
-      ThrowsText<c10::ValueError>(
-          "add_extra_input.in_place: expected a tensor that may be written in place",
-          ": expected a tensor that may be written in place, got a leaf that requires grad",
-          "Use in_place=False"));
-  const c10::AutoGradMode no_grad(false);
-  EXPECT_NO_THROW(call({kAdd}, {x, extra}));
+      ThrowsText<c10::ValueError>(", whose old value another op needs. Use in_place=False."));
+}
+
+TEST(InPlace, AnExtraInputWithAHistoryGoesOnWithTheSum) {
+  const at::Tensor x = leaf({2, 4}), before = leaf({2, 4}), extra = before * 3;
+  const at::Tensor y = call({kAdd}, {x, extra})[0];
+  EXPECT_EQ(extra.grad_fn(), y.grad_fn());
+  (y + extra).sum().backward();
+  EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 2));
+  EXPECT_TRUE(same(before.grad(), x.detach() * 0 + 6));
+}
+
+TEST(InPlace, AViewWithAHistoryRaisesWhenItsBaseIsUsedToFindItsOwn) {
+  const at::Tensor x = leaf({4}), base = leaf({2, 4}) * 3, extra = base.select(0, 1);
+  call({kAdd}, {x, extra})[0].sum().backward();
+  base.mul_(2);
+  EXPECT_THAT([&] { extra.sum().backward(); },
+              ThrowsText<c10::Error>("is a view and its base or another view of its base has been "
+                                     "modified inplace"));
 }
 
 TEST(InPlace, OfAnotherShapeIsRefused) {

@@ -94,6 +94,23 @@ TEST(Node, ReshapedInputsAreViewedAgainInBackward) {
   EXPECT_EQ(run(ops, {leaf({3, 8})}, {}).saved_bytes, 0) << "the argument itself is saved";
 }
 
+TEST(Node, OneTensorInTwoPlacesServesBoth) {
+  const at::Tensor x = leaf({3, 4}, at::kDouble), weight = leaf({4, 4}, at::kDouble, 2);
+  const Tensors params{weight, weight};
+  const at::Tensor y = call({"basic_linear", "gelu", "basic_linear"}, {x}, params)[0];
+  const Tensors apart{weight.detach().clone().requires_grad_(),
+                      weight.detach().clone().requires_grad_()};
+  const at::Tensor expected = call({"basic_linear", "gelu", "basic_linear"}, {x}, apart)[0];
+  const Tensors grad{random({3, 4}, at::kDouble, 3)}, found{x, weight},
+      parts{x, apart[0], apart[1]}, outputs{expected};
+  const auto by_part = gradients_of(outputs, parts, grad);
+  for (const bool retain : {true, true, false}) {
+    const auto gradients = torch::autograd::grad({y}, found, grad, retain, false, true);
+    EXPECT_TRUE(near(gradients[0], by_part[0]));
+    EXPECT_TRUE(near(gradients[1], by_part[1] + by_part[2]));
+  }
+}
+
 TEST(Node, LetsGoOfEveryActivationAfterBackward) {
   const at::Tensor x = leaf({64, 8});
   const auto params = mlp_params();

@@ -8,9 +8,9 @@ namespace {
 
 class FrameMemory : public ::testing::Test {
  protected:
-  Frame frame(Path path = Path::direct) { return {path, true, types_, slots_, 2}; }
+  Frame frame(Path path = Path::direct) { return {path, types_, slots_, 2}; }
   std::vector<Type> types_{Type{}, Type{}};
-  std::vector<uint16_t> slots_{0, 1};
+  std::vector<uint32_t> slots_{0, 1};
   at::Tensor like_ = random({1});
 };
 
@@ -38,7 +38,7 @@ TEST_F(FrameMemory, IsLikeTheTensorGiven) {
 TEST_F(FrameMemory, AllPartsOfAGroupDie) {
   types_[0].format = Format::fp8_e4m3;
   slots_ = {0, 3};
-  Frame f(Path::direct, true, types_, slots_, 4);
+  Frame f(Path::direct, types_, slots_, 4);
   for (size_t part = 0; part < 3; ++part) f.tensor(Value{0}, part) = random({2});
   f.tensor(Value{1}) = random({3});
   f.drop(Value{0});

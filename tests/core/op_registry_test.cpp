@@ -75,6 +75,50 @@ TEST(OpRegistryErrors, NamesThatAreNotDeclared) {
   refused(def, "a write that is no gradient", "y");
 }
 
+TEST(OpRegistryErrors, NamesThatMeanTwoThings) {
+  const auto refused = [](OpDef def, auto... texts) {
+    static std::vector<std::unique_ptr<OpDef>> definitions;
+    definitions.push_back(std::make_unique<OpDef>(std::move(def)));
+    EXPECT_THAT([&] { register_op(*definitions.back()); }, ThrowsText<c10::ValueError>(texts...));
+  };
+  OpDef def = definition("test_twice");
+  def.inputs = {"x", "y"};
+  refused(def, "op test_twice: expected operands and results of different names, got \"y\" twice",
+          ": expected operands and results of different names, got \"", "Rename one of them.");
+  def = definition("test_twice");
+  def.params = {"grad_y"};
+  def.backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}}};
+  refused(def, "op test_twice: expected \"grad_y\" in backward to mean one thing",
+          " in backward to mean one thing, got an operand or result of that name ",
+          "and the gradient of another. Rename the operand or result.");
+  def = definition("test_twice");
+  def.results = {{"y"}, {"grad_x"}};
+  def.reemits = {"grad_x"};
+  def.backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}}};
+  refused(def, "expected \"grad_x\" in backward to mean one thing");
+  def = definition("test_twice");
+  def.backward = {{.name = "backward", .reads = {"grad_x"}, .writes = {"grad_x"}}};
+  refused(def,
+          "op test_twice: expected the reads of a backward step to name gradients of its results, "
+          "got \"grad_x\". Only these are given to backward.",
+          "the reads of a backward step to name gradients of its results, got \"");
+  def = definition("test_twice");
+  def.same_gradients = {{"grad_x", "grad_x"}};
+  refused(def, "op test_twice: expected same_gradients to name one of its operands or results");
+}
+
+TEST(OpRegistry, NamesInBackwardReferToOperandsAndGradients) {
+  const OpDef& norm = op_def("rms_norm");
+  EXPECT_EQ(backward_read(norm, "x")->name, "x");
+  EXPECT_FALSE(backward_read(norm, "inv_rms")->is_gradient);
+  EXPECT_EQ(backward_read(norm, "grad_y")->name, "y");
+  EXPECT_TRUE(backward_read(norm, "grad_y")->is_gradient);
+  EXPECT_FALSE(backward_read(norm, "grad_weight").has_value());
+  EXPECT_EQ(backward_write(norm, "grad_weight")->name, "weight");
+  EXPECT_FALSE(backward_write(norm, "y")->is_gradient);
+  EXPECT_FALSE(backward_write(norm, "inv_rms").has_value());
+}
+
 TEST(Values, PartsAndNamesOfFormats) {
   EXPECT_EQ(tensors_per_value(Format::plain), 1u);
   EXPECT_EQ(tensors_per_value(Format::fp8_e5m2), 3u);

@@ -1,7 +1,6 @@
-// Sums, dropout and its seed as kernel ops.
+// Sums and dropout as kernel ops.
 #include "kernel_ops/elementwise.h"
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -94,26 +93,12 @@ TEST(DropoutOpErrors, ProbabilityAndSeed) {
               ThrowsText<c10::ValueError>("dropout: expected a probability p in [0, 1], got ",
                                           "got 1.5", "the share that becomes zero"));
   EXPECT_THAT([] { dispatch<Dropout>(random({2}), random({}), 0.5); },
-              ThrowsText<c10::TypeError>("dropout: expected an int64 seed, got ", "Float",
-                                         "Draw it with tandem::draw_seed"));
+              ThrowsText<c10::TypeError>("dropout: expected an int64 seed, got ", "float32",
+                                         "Draw it with torch.randint"));
   EXPECT_THAT(
       [] { dispatch<Dropout>(random({2}), at::ones({0}, at::kLong), 0.5); },
       ThrowsText<c10::ValueError>("dropout: expected a seed with one element, got shape [0]",
                                   " with one element, got shape ", "Pass a scalar tensor"));
-}
-
-TEST(DrawSeedOp, ComesFromTheGenerator) {
-  auto generator = at::globalContext().defaultGenerator(at::kCPU);
-  const auto draw = [&](uint64_t seed) {
-    generator.set_current_seed(seed);
-    return dispatch<DrawSeed>(random({2}))[0];
-  };
-  EXPECT_EQ(draw(3).scalar_type(), at::kLong);
-  EXPECT_EQ(draw(3).dim(), 0);
-  EXPECT_EQ(draw(3).item<int64_t>(), draw(3).item<int64_t>());
-  EXPECT_NE(draw(3).item<int64_t>(), draw(4).item<int64_t>());
-  EXPECT_NE(dispatch<DrawSeed>(random({2}))[0].item<int64_t>(),
-            dispatch<DrawSeed>(random({2}))[0].item<int64_t>());
 }
 
 }  // namespace

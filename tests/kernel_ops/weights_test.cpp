@@ -1,7 +1,9 @@
 // The codes of weights: when they are made and when they are found.
 #include "kernel_ops/weights.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
@@ -39,10 +41,13 @@ class RefreshWeight : public ::testing::Test {
              amax_ = at::empty({}, at::kFloat), stamp_ = at::zeros({kStampSize}, at::kLong);
 };
 
-/// An autocast region of this thread.
+/// An autocast region of this thread; one inside another is the same.
 struct Region {
-  Region() { enter_region(); }
-  ~Region() { exit_region(); }
+  Region() {
+    if (outer == 0) set_region(new_region());
+  }
+  ~Region() { set_region(outer); }
+  const int64_t outer = current_region();
 };
 
 TEST_F(RefreshWeight, OutsideAnyRegionForwardAlwaysMakes) {
@@ -95,9 +100,78 @@ TEST_F(RefreshWeight, AnotherTensorIsSeen) {
   EXPECT_TRUE(is_current());
 }
 
+TEST_F(RefreshWeight, AnotherTensorAtTheSameAddressIsSeen) {
+  const Region region;
+  alignas(64) float memory[48];
+  for (float factor : {1.0f, 2.0f, 3.0f, 4.0f, 5.0f}) {
+    std::fill(std::begin(memory), std::end(memory), 0.0f);
+    weight_ = at::Tensor();  // its objects are free for the next one
+    memory[3] = factor;
+    weight_ = at::from_blob(memory, {8, 6}, at::kFloat);
+    EXPECT_TRUE(forward()) << factor;
+    EXPECT_TRUE(is_current());
+    EXPECT_FALSE(forward());
+  }
+}
+
+TEST_F(RefreshWeight, AnotherVersionCounterOfTheSameMemoryIsSeen) {
+  const Region region;
+  forward();
+  const at::Tensor other = weight_.variable_data();
+  other.mul_(2);  // moves a counter of its own
+  weight_ = weight_.variable_data();
+  EXPECT_TRUE(forward());
+  EXPECT_TRUE(is_current());
+}
+
+TEST_F(RefreshWeight, ATensorThatSharesTheCounterIsNotAnotherOne) {
+  const Region region;
+  forward();
+  weight_ = weight_.detach();
+  EXPECT_FALSE(forward());
+  weight_.mul_(2);
+  EXPECT_TRUE(forward());
+}
+
+TEST_F(RefreshWeight, AnotherLayoutOrDtypeOfTheSameMemoryIsSeen) {
+  weight_ = random({8, 8});
+  codes_ = at::empty({8, 8}, at::kByte);
+  const Region region;
+  forward();
+  weight_ = weight_.t();
+  EXPECT_TRUE(forward());
+  EXPECT_TRUE(is_current());
+  weight_ = random({8, 8}, at::kBFloat16);
+  forward();
+  weight_ = weight_.view(at::kHalf);
+  EXPECT_TRUE(forward());
+  EXPECT_TRUE(is_current());
+}
+
+TEST_F(RefreshWeight, NoDeadWeightIsKeptAlive) {
+  const Region region;
+  for (int i = 0; i < 1000; ++i) {
+    weight_ = random({8, 6}, at::kFloat, static_cast<uint64_t>(i));
+    EXPECT_TRUE(forward());
+    EXPECT_EQ(weight_.storage().use_count(), 1u);
+    EXPECT_EQ(weight_.use_count(), 1u);
+  }
+}
+
+TEST_F(RefreshWeight, AStampElsewhereThanOnTheCpuIsRefused) {
+  stamp_ = at::zeros({kStampSize}, at::kInt);
+  EXPECT_THAT([&] { forward(); }, ThrowsText<c10::ValueError>(
+                                      "refresh_weight_: expected stamp of shape [7], Long, on cpu",
+                                      "got CPUIntType of shape [7]"));
+}
+
 TEST_F(RefreshWeight, OtherArgumentsAreSeen) {
   const Region region;
   forward();
+  const int64_t made = refresh_counts().made;
+  refresh_weight(weight_, codes_, dequant_scale_, amax_, stamp_, "e4m3", 1.0, false, false);
+  refresh_weight(weight_, codes_, dequant_scale_, amax_, stamp_, "e4m3", 0.0, true, false);
+  EXPECT_EQ(refresh_counts().made, made + 2) << "epsilon 1 is not powers of two";
   EXPECT_TRUE(refresh(false, /*epsilon=*/100.0));
   EXPECT_TRUE(refresh(true, /*epsilon=*/0.0));
 }
@@ -154,21 +228,9 @@ TEST_F(RefreshWeight, DtypesWithoutAKernelUseTheReference) {
 TEST_F(RefreshWeight, AWorkspaceOfAnotherShapeIsRefused) {
   weight_ = random({8, 7});
   EXPECT_THAT([&] { forward(); },
-              ThrowsText<c10::ValueError>("refresh_weight_: expected a workspace of shape [8, 7]",
-                                          "refresh_weight_: expected a workspace of shape ",
-                                          "got [8, 6] and 5", "Allocate the workspace again"));
-}
-
-TEST_F(RefreshWeight, RegionsHaveNumbersOfTheirOwn) {
-  int64_t first = 0;
-  {
-    const Region region;
-    first = current_region();
-    const Region inner;
-    EXPECT_EQ(current_region(), first);
-  }
-  const Region second;
-  EXPECT_GT(current_region(), first);
+              ThrowsText<c10::ValueError>("refresh_weight_: expected codes of shape [8, 7], Byte",
+                                          "got CPUByteType of shape [8, 6]",
+                                          "Allocate the workspace again"));
 }
 
 }  // namespace

@@ -122,6 +122,50 @@ TEST_F(Explain, PlansOfOtherPipelinesOfTheSameOpsAreNotShown) {
   EXPECT_THAT(pipeline_.explain(ExplainFormat::text), Not(HasSubstr("without gradients")));
 }
 
+TEST(ExplainLabels, AreCutBetweenCharactersAndEscaped) {
+  for (size_t ascii = 0; ascii < 3; ++ascii) {
+    std::string label = std::string(ascii, 'a') + "\\u0001<";
+    for (int i = 0; i < 40; ++i) label += "\u00e9";
+    Pipeline pipeline(ops_json({R"(gelu {"label": ")" + label + R"("})", "relu"}));
+    const Tensors inputs{leaf({2, 4})};
+    pipeline(inputs, {}, true);
+    const std::string svg = pipeline.explain(ExplainFormat::svg);
+    EXPECT_NO_THROW(nlohmann::json(svg).dump()) << "no valid UTF-8: " << svg;
+    EXPECT_THAT(svg, AllOf(HasSubstr("&lt;\u00e9"), Not(HasSubstr("\x01"))));
+  }
+}
+
+TEST(ExplainKept, BytesAreThoseOfEachPlan) {
+  Pipeline pipeline(ops_json({"gelu", "relu"}));
+  const Tensors single{leaf({8, 16})}, twice{leaf({16, 16}, at::kBFloat16)};
+  const auto kept = [&](size_t plan) {
+    int64_t bytes = 0;
+    const auto document = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));
+    for (const auto& value : document.at("plans").at(plan).at("kept"))
+      bytes += value.at("bytes").get<int64_t>();
+    return bytes;
+  };
+  pipeline(single, {}, true);
+  pipeline(twice, {}, true);  // another plan that keeps as many bytes
+  EXPECT_EQ(pipeline.saved_bytes(), 8 * 16 * 4);
+  EXPECT_EQ(kept(0), 8 * 16 * 4);
+  EXPECT_EQ(kept(1), 8 * 16 * 4);
+  const Tensors half{leaf({4, 16})};
+  pipeline(half, {}, true);
+  EXPECT_EQ(kept(0), 4 * 16 * 4) << "those of the last call";
+  EXPECT_EQ(kept(1), 8 * 16 * 4);
+}
+
+TEST(ExplainKept, APipelineTellsWhetherItHasRun) {
+  Pipeline pipeline(ops_json({"gelu"}));
+  EXPECT_FALSE(pipeline.has_run());
+  const Tensors inputs{random({2, 4})};
+  EXPECT_THROW(pipeline(inputs, inputs, true), c10::ValueError);
+  EXPECT_FALSE(pipeline.has_run());
+  pipeline(inputs, {}, true);
+  EXPECT_TRUE(pipeline.has_run());
+}
+
 TEST(ExplainRename, OfNoStepsAtAll) {
   Pipeline pipeline(ops_json({"identity"}));
   const Tensors inputs{leaf({2})};

@@ -3,7 +3,9 @@
 
 #include <gmock/gmock.h>
 
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "kernel_ops/weights.h"
 #include "planner/registry.h"
@@ -34,7 +36,7 @@ TEST(PipelineErrors, WrongNumberOfInputs) {
         const Tensors one{random({2, 4})};
         Pipeline(ops_json({"add_extra_input"}))(one, {}, true);
       },
-      ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1 tensors"));
+      ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1 and 0"));
 }
 
 TEST(Pipeline, TrainingAndEvaluationHavePlansOfTheirOwn) {
@@ -195,11 +197,43 @@ TEST(AutocastRegions, NestAndSwitchOff) {
   EXPECT_EQ(active_recipe(), nullptr);
 }
 
+TEST(AutocastRegions, OneWeightCodeRegionPerOutermost) {
+  int64_t first = 0;
+  {
+    const Autocast outer;
+    first = kernel_ops::current_region();
+    const Autocast inner;
+    EXPECT_EQ(kernel_ops::current_region(), first);
+  }
+  const Autocast second;
+  EXPECT_GT(kernel_ops::current_region(), first);
+}
+
+TEST(AutocastRegions, EndingOutOfOrderOrElsewhereLeavesTheOthersAndNoneForGood) {
+  auto outer = std::make_unique<Autocast>();
+  auto inner = std::make_unique<Autocast>(true, Float8CurrentScaling{.use_power_2_scales = true});
+  const ActiveRecipe* recipe = active_recipe();
+  outer.reset();
+  EXPECT_EQ(active_recipe(), recipe);
+  inner.reset();
+  EXPECT_EQ(active_recipe(), nullptr);
+  EXPECT_EQ(kernel_ops::current_region(), 0);
+  auto given_away = std::make_unique<Autocast>();
+  std::thread([&] {
+    EXPECT_EQ(active_recipe(), nullptr) << "a region belongs to its thread";
+    const Autocast own;
+    given_away.reset();
+    EXPECT_NE(active_recipe(), nullptr);
+  }).join();
+  EXPECT_EQ(active_recipe(), nullptr);
+}
+
 TEST(AutocastRegions, AnUnknownRecipeLeavesNoRegionBehind) {
+  const int64_t before = kernel_ops::current_region();
   EXPECT_THAT([] { enter_autocast(R"({"name": "MXFP4"})"); },
               ThrowsText<c10::ValueError>("recipe: expected \"Float8CurrentScaling\""));
   EXPECT_EQ(active_recipe(), nullptr);
-  EXPECT_EQ(kernel_ops::current_region(), 0);
+  EXPECT_EQ(kernel_ops::current_region(), before);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Descriptions: what they hold, and what is wrong with those that are refused.
 #include "planner/description.h"
 
+#include "pipeline/pipeline.h"
 #include "support/plans.h"
 #include "support/throws.h"
 
@@ -39,17 +40,115 @@ TEST(Description, CountsUnboundExtraInputs) {
 }
 
 TEST(DescriptionErrors, NotJson) {
-  EXPECT_THAT([] { parse_description("{"); },
-              ThrowsText<c10::ValueError>("description: expected JSON, got ",
-                                          "Descriptions are made by the fronts"));
+  for (const std::string text :
+       {"", "{", R"({"ops": NaN})", R"({"ops": 1e999})", "{\"ops\": \"\xff\"}"})
+    EXPECT_THAT([&] { parse_description(text); },
+                ThrowsText<c10::ValueError>("description: expected JSON, got ",
+                                            "Descriptions are made by the fronts"))
+        << text;
 }
 
 TEST(DescriptionErrors, MissingOrWrongFields) {
   EXPECT_THAT([] { parse_description("{}"); },
-              ThrowsText<c10::ValueError>("description: expected the fields of a pipeline, got ",
-                                          "ops", "Descriptions are made by the fronts"));
-  EXPECT_THAT(parsing({"gelu"}, R"({"training": 3})"),
-              ThrowsText<c10::ValueError>("description: expected the fields of a pipeline, got "));
+              ThrowsText<c10::ValueError>(
+                  "description: expected a field \"ops\", got none in {}. Add it."));
+  EXPECT_THAT([] { parse_description("[]"); },
+              ThrowsText<c10::ValueError>("description: expected a JSON object, got []"));
+  EXPECT_THAT([] { parse_description(R"({"ops": {"op": "gelu"}})"); },
+              ThrowsText<c10::ValueError>("description: expected a list of at most 65536 ops, got ",
+                                          "Cut the pipeline into several"));
+  EXPECT_THAT([] { parse_description(R"({"ops": ["gelu"]})"); },
+              ThrowsText<c10::ValueError>("description: op 0: expected a JSON object, got "));
+  EXPECT_THAT([] { parse_description(R"({"ops": [{}]})"); },
+              ThrowsText<c10::ValueError>("description: op 0: expected a field \"op\", got none"));
+  for (const char* fields :
+       {R"({"training": 3})", R"({"fuse": null})", R"({"cache_weights": "yes"})"})
+    EXPECT_THAT(parsing({"gelu"}, fields),
+                ThrowsText<c10::ValueError>("description: expected \"", "true or false", "got "))
+        << fields;
+  for (const char* number : {"-1", "18446744073709551616", "1.0", "\"1\""})
+    EXPECT_THAT(parsing({"gelu"}, std::string(R"({"fusions_version": )") + number + "}"),
+                ThrowsText<c10::ValueError>("description: expected \"fusions_version\" to be an "
+                                            "integer from 0 to 2^64 - 1, got "))
+        << number;
+  EXPECT_THAT(parsing({"gelu"}, R"({"skipped_fusions": [1]})"),
+              ThrowsText<c10::ValueError>(
+                  "description: expected \"skipped_fusions\" to be a list of at most 1024, each "
+                  "a text of at most 1024 bytes, got [1]. Correct it."));
+}
+
+TEST(DescriptionErrors, UnknownFieldsAreNamedWithThoseThereAre) {
+  EXPECT_THAT(parsing({"gelu"}, R"({"recipes": null})"),
+              ThrowsText<c10::ValueError>("description: expected one of [\"ops\",\"recipe\",",
+                                          "\"fusions_version\"", "got \"recipes\". Remove it."));
+  EXPECT_THAT(parsing({R"(gelu {"param": [0]})"}),
+              ThrowsText<c10::ValueError>("description: op 0: expected one of [\"op\",\"label\",",
+                                          "got \"param\". Remove it."));
+  EXPECT_THAT(parsing({R"(make_extra_output {"extra_outputs": [{"chanel": "r"}]})"}),
+              ThrowsText<c10::ValueError>("0.make_extra_output: extra_outputs: expected one of ",
+                                          "got \"chanel\""));
+}
+
+std::string nested(size_t depth) { return std::string(depth, '[') + std::string(depth, ']'); }
+
+TEST(DescriptionErrors, Depth) {
+  for (const size_t depth : {size_t{100}, size_t{100'000}})
+    EXPECT_THAT(
+        [&] {
+          parse_description(R"({"ops": [{"op": "identity", "options": )" + nested(depth) + "}]}");
+        },
+        ThrowsText<c10::ValueError>(
+            "description: expected lists and objects at most 64 deep in one another, got more"));
+  EXPECT_THAT(parsing({R"(identity {"options": )" + nested(40) + "}"}),
+              ThrowsText<c10::ValueError>("op options: expected a JSON object, got [[["));
+}
+
+TEST(DescriptionErrors, LongTextsAreQuotedInPart) {
+  const std::string text(1'000'000, 'a');
+  const auto message = [&](const std::string& ops) {
+    try {
+      parse_description(R"({"ops": [)" + ops + "]}");
+    } catch (const c10::ValueError& error) {
+      return error.msg();
+    }
+    return std::string(100'000, '?');
+  };
+  for (const std::string& op :
+       {R"({"op": ")" + text + "\"}", R"({"op": "gelu", "label": ")" + text + "\"}",
+        R"({"op": "gelu", "instance": ")" + text + "\"}",
+        R"({"op": "gelu", "options": ")" + text + "\"}",
+        R"({"op": "gelu", "options": {")" + text + "\": 1}}",
+        R"({"op": "make_extra_output", "extra_outputs": [{"channel": ")" + text + "\"}]}",
+        R"({"op": "gelu", "label": )" + text + "}"})
+    EXPECT_LT(message(op).size(), 2000u) << op.substr(0, 60);
+  EXPECT_THAT(message(R"({"op": "gelu", "label": ")" + text + "\"}"),
+              ::testing::AllOf(
+                  ::testing::HasSubstr("expected \"label\" to be a text of at most 1024 bytes"),
+                  ::testing::HasSubstr("aaa... (1000002 bytes). Correct it.")));
+}
+
+TEST(DescriptionErrors, TooLongOrTooManyOps) {
+  EXPECT_THAT([] { parse_description(std::string((64 << 20) + 1, ' ')); },
+              ThrowsText<c10::ValueError>("description: expected JSON of at most 67108864 bytes, "
+                                          "got 67108865. Cut the pipeline into several."));
+  const Ops many(70'000, "identity");
+  EXPECT_THAT(parsing(many), ThrowsText<c10::ValueError>(
+                                 "description: expected a list of at most 65536 ops, got 70000"));
+}
+
+TEST(DescriptionErrors, ParameterPositions) {
+  for (const char* positions :
+       {"[-1]", "[131072]", "[1e3]", "[true]", "0", "[18446744073709551615]"})
+    EXPECT_THAT(
+        parsing({std::string(R"(rms_norm {"params": )") + positions + "}"}),
+        ThrowsText<c10::ValueError>("description: op 0: expected \"params\" to be a list of "
+                                    "at most 131072, each an integer from 0 to 131071, got "))
+        << positions;
+  EXPECT_THAT(
+      parsing({R"(layer_norm {"params": [3, 3]})"}),
+      ThrowsText<c10::ValueError>(
+          "0.layer_norm: expected parameters at different positions, got one twice in [3,3]",
+          "Give each its own"));
 }
 
 TEST(DescriptionErrors, UnknownOp) {
@@ -103,10 +202,13 @@ TEST(DescriptionErrors, BadOptions) {
               ThrowsText<c10::ValueError>("op options: expected a JSON object, got [1]",
                                           "op options: expected a JSON object, got ",
                                           "Pass {} for the defaults"));
-  EXPECT_THAT(parsing({R"(rms_norm {"options": {"eps": "small"}})"}),
-              ThrowsText<c10::ValueError>("op options: expected \"eps\" to be like 1e-05",
-                                          "op options: expected \"", "\" to be like ",
-                                          "got \"small\"", "Correct its type"));
+  EXPECT_THAT(
+      parsing({R"(rms_norm {"options": {"eps": "small"}})"}),
+      ThrowsText<c10::ValueError>(
+          "op options: expected \"eps\" to be a finite number, got \"small\". Correct it."));
+  EXPECT_THAT(parsing({R"(rms_norm {"options": {"zero_centered_gamma": 1}})"}),
+              ThrowsText<c10::ValueError>(
+                  "op options: expected \"zero_centered_gamma\" to be true or false, got 1"));
   EXPECT_THAT(parsing({R"(rms_norm {"options": {"eps": -1.0}})"}),
               ThrowsText<c10::ValueError>("norm: expected eps >= 0, got -1",
                                           "norm: expected eps >= 0, got ", "such as 1e-5"));
@@ -120,12 +222,50 @@ TEST(DescriptionErrors, BadOptions) {
                                   "One size can be inferred"));
   EXPECT_THAT(parsing({R"(reshape {"options": {"shape": [-2]}})"}),
               ThrowsText<c10::ValueError>("at most one -1, got [-2]"));
+  EXPECT_THAT(
+      parsing({R"(reshape {"options": {"shape": [4294967296, 4294967296]}})"}),
+      ThrowsText<c10::ValueError>("reshape: expected sizes whose product is below 2^63, got "
+                                  "[4294967296,4294967296]",
+                                  "No tensor has as many elements"));
+  EXPECT_THAT(
+      parsing({R"(reshape {"options": {"shape": [1.5]}})"}),
+      ThrowsText<c10::ValueError>("op options: expected \"shape\" to be a list of at most 64, "
+                                  "each an integer from "));
 }
 
 TEST(DescriptionErrors, UnknownRecipe) {
   EXPECT_THAT(
       parsing({"gelu"}, R"({"recipe": {"name": "MXFP4"}})"),
       ThrowsText<c10::ValueError>("recipe: expected \"Float8CurrentScaling\", got \"MXFP4"));
+}
+
+TEST(DescriptionErrors, RecipeFields) {
+  const auto recipe = [](const std::string& fields) {
+    return parsing({"gelu"}, R"({"recipe": {"name": "Float8CurrentScaling", )" + fields + "}}");
+  };
+  EXPECT_THAT(parsing({"gelu"}, R"({"recipe": "Float8CurrentScaling"})"),
+              ThrowsText<c10::ValueError>("recipe: expected a JSON object, got \"Float8"));
+  EXPECT_THAT(recipe(R"("power": 2)"),
+              ThrowsText<c10::ValueError>("recipe: expected one of [\"name\",", "got \"power\""));
+  EXPECT_THAT(recipe(R"("fp8_format": "E5M2")"),
+              ThrowsText<c10::ValueError>("recipe: expected fp8_format HYBRID or E4M3, got E5M2"));
+  EXPECT_THAT(recipe(R"("use_power_2_scales": 1)"),
+              ThrowsText<c10::ValueError>("recipe: expected \"use_power_2_scales\" to be true"));
+  for (const char* epsilons : {"[0, 0]", "[0, 0, -1]"})
+    EXPECT_THAT(recipe(std::string(R"("amax_epsilon": )") + epsilons),
+                ThrowsText<c10::ValueError>("recipe: expected 3 numbers >= 0 as amax_epsilon, got ",
+                                            "Give one for inputs, weights and gradients each"));
+  EXPECT_THAT(recipe(R"("amax_epsilon": [0, 0, 0, 0])"),
+              ThrowsText<c10::ValueError>("recipe: expected \"amax_epsilon\" to be a list of at "
+                                          "most 3, each a finite number"));
+}
+
+TEST(DescriptionErrors, AreThoseOfAPipelineToo) {
+  EXPECT_THAT(
+      [] { Pipeline pipeline(R"([{"op": "identity", "options": )" + nested(100'000) + "}]"); },
+      ThrowsText<c10::ValueError>("description: expected lists and objects at most 64 deep"));
+  EXPECT_THAT([] { Pipeline pipeline("[1e999]"); },
+              ThrowsText<c10::ValueError>("description: expected JSON, got "));
 }
 
 }  // namespace

@@ -1,6 +1,10 @@
 // Lowering: renames, casts, sums, seeds and quantize points; what each op becomes.
 #include "planner/lower.h"
 
+#include <ATen/ops/complex.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/view_as_real.h>
 #include <gmock/gmock.h>
 
 #include "support/plans.h"
@@ -186,14 +190,97 @@ TEST(Lowering, TheOpQuantizeFeedsTheProductBehindIt) {
   EXPECT_EQ(without.forward(), "") << "a rename without a recipe";
 }
 
+TEST(Lowering, ASumInTheCallersTensorHasItsDtypeOnEveryPath) {
+  const Ops ops = {R"(add_extra_input {"in_place": true})", "basic_linear"};
+  for (const bool traced : {false, true})
+    for (const auto& [x, extra] :
+         {std::pair(at::kFloat, at::kBFloat16), std::pair(at::kBFloat16, at::kFloat)}) {
+      const Planned planned(ops, {leaf({2, 4}, x), random({2, 4}, extra)}, {leaf({4, 4})}, "{}",
+                            {.grad_mode = true, .traced = traced});
+      const Plan& plan = planned.plan();
+      const Step& sum = plan.forward[0];
+      EXPECT_EQ(sum.name, traced ? "add_extra_input" : "add_extra_input.in_place");
+      Value y = sum.writes[0];
+      if (traced && x != extra && extra == at::kBFloat16) y = plan.forward[1].writes[0];
+      EXPECT_EQ(plan.types[index_of(y)].dtype, extra) << traced;
+    }
+  const at::Tensor x = leaf({2, 4}), weight = leaf({4, 4}, at::kFloat, 2),
+                   extra = random({2, 4}, at::kBFloat16, 3), before = extra.clone();
+  for (const Path path : {Path::dispatch, Path::direct}) {
+    const RunResult result = run(ops, {x, extra}, {weight}, "{}", path);
+    at::Tensor sum = before.clone();
+    sum.add_(x.detach());
+    EXPECT_TRUE(near(result.outputs[0], sum.to(at::kFloat).matmul(weight.detach().t())));
+    EXPECT_EQ(result.gradients[0].scalar_type(), at::kFloat);
+    if (path == Path::direct) {
+      EXPECT_TRUE(same(extra, sum));
+    }
+  }
+}
+
+TEST(LoweringErrors, ASumThatTheCallersTensorCannotHold) {
+  EXPECT_THAT(
+      [] {
+        Planned({R"(add_extra_input {"in_place": true})"}, {random({2}), at::ones({2}, at::kLong)},
+                {});
+      },
+      ThrowsText<c10::TypeError>(
+          "0.add_extra_input: expected an extra input that holds Float, as in_place=True asks, got "
+          "Long. Use in_place=False, or convert it.",
+          ": expected an extra input that holds ", ", as in_place=True asks, got "));
+}
+
+at::Tensor complex(at::IntArrayRef sizes, bool requires_grad, uint64_t seed = 1) {
+  return at::complex(random(sizes, at::kFloat, seed), random(sizes, at::kFloat, seed + 100))
+      .set_requires_grad(requires_grad);
+}
+
+TEST(Lowering, ComplexNumbersWithoutGradients) {
+  const at::Tensor x = complex({2, 4}, false), weight = complex({3, 4}, false, 2);
+  EXPECT_TRUE(near(at::view_as_real(run({"basic_linear"}, {x}, {weight}).outputs[0]),
+                   at::view_as_real(at::mm(x, weight.t()))));
+  const RunResult renamed = run({"identity", "make_extra_output"}, {complex({2}, true)}, {});
+  EXPECT_EQ(renamed.gradients[0].scalar_type(), at::kComplexFloat) << "x itself";
+}
+
+TEST(LoweringErrors, GradientsOfWhatIsNotReal) {
+  const auto refused = [](const Ops& ops, const Tensors& inputs, const Tensors& params,
+                          const char* text) {
+    EXPECT_THAT([&] { Planned(ops, inputs, params); },
+                ThrowsText<c10::NotImplementedError>(
+                    text, ": expected floating-point operands where gradients are needed, got ",
+                    ". Convert them, call under torch.no_grad(), or use torch.nn modules."));
+  };
+  refused({"basic_linear"}, {complex({2, 4}, false)}, {complex({3, 4}, true)},
+          "0.basic_linear: expected floating-point operands where gradients are needed, got "
+          "complex64");
+  refused({"gelu"}, {complex({2}, true)}, {}, "0.gelu: expected");
+  refused({"add_extra_input"}, {leaf({2}), complex({2}, false)}, {}, "0.add_extra_input: expected");
+}
+
+TEST(LoweringErrors, OperandsThatDoNotConvert) {
+  EXPECT_THAT(
+      [] {
+        Planned({"basic_linear"}, {complex({2, 4}, false)}, {random({3, 4})});
+      },
+      ThrowsText<c10::TypeError>(
+          "0.basic_linear: expected x that converts to float32, in which the op computes, got "
+          "complex64",
+          ". Convert it before the call, or convert the module."));
+  EXPECT_THAT(
+      [] {
+        Planned({"basic_linear"}, {leaf({2, 4})}, {at::ones({3, 4}, at::kLong)});
+      },
+      ThrowsText<c10::TypeError>("that converts to int64, in which the op computes, got float32"));
+}
+
 TEST(LoweringErrors, NumberOfTensors) {
   EXPECT_THAT(
       [] {
         Planned({"basic_linear"}, {random({2, 4})}, {});
       },
-      ThrowsText<c10::ValueError>(
-          "pipeline: expected 1 inputs and 1 parameters, got 1 tensors",
-          " tensors. Pass the main input and one tensor per unbound extra input."));
+      ThrowsText<c10::ValueError>("pipeline: expected 1 inputs and 1 parameters, got 1 and 0",
+                                  ". Pass the main input and one tensor per unbound extra input."));
   EXPECT_THAT(
       [] {
         Planned({"add_extra_input"}, {random({2, 4})}, {});

@@ -8,7 +8,7 @@ namespace {
 
 using ::testing::ElementsAre;
 
-Step step(std::string kind, std::vector<int> reads, std::vector<int> writes,
+Step step(std::string name, std::vector<int> reads, std::vector<int> writes,
           std::vector<int> mutates = {}) {
   const auto values = [](const std::vector<int>& numbers) {
     Values list;
@@ -16,7 +16,7 @@ Step step(std::string kind, std::vector<int> reads, std::vector<int> writes,
     return list;
   };
   Step made;
-  made.kind = std::move(kind);
+  made.name = std::move(name);
   made.reads = values(reads);
   made.writes = values(writes);
   made.mutates = values(mutates);
@@ -25,8 +25,14 @@ Step step(std::string kind, std::vector<int> reads, std::vector<int> writes,
 
 std::vector<std::string> kinds(const Steps& steps) {
   std::vector<std::string> names;
-  for (const Step& step : steps) names.push_back(step.kind);
+  for (const Step& step : steps) names.push_back(step.name);
   return names;
+}
+
+std::vector<Type> types_with_gradients(const std::vector<size_t>& gradients) {
+  std::vector<Type> types(32);
+  for (const size_t gradient : gradients) types[gradient].origin = Origin::gradient;
+  return types;
 }
 
 TEST(Schedule, WritersComeBeforeReadersElseTheOrderStays) {
@@ -39,6 +45,26 @@ TEST(Schedule, MutationsOfOneValueKeepTheirOrder) {
   Steps steps{step("first", {2}, {3}, {9}), step("second", {0}, {1}, {9}), step("a", {0}, {2})};
   schedule(steps);
   EXPECT_THAT(kinds(steps), ElementsAre("a", "first", "second"));
+}
+
+TEST(Schedule, AMutationStaysBetweenTheReadersAroundIt) {
+  Steps steps{step("before", {9, 2}, {3}), step("writes", {0}, {1}, {9}), step("after", {9}, {4}),
+              step("a", {0}, {2})};
+  schedule(steps);
+  EXPECT_THAT(kinds(steps), ElementsAre("a", "before", "writes", "after"));
+}
+
+TEST(Schedule, AReadOfWhatNobodyWroteIsABrokenInvariant) {
+  std::vector<Type> types(5);
+  types[3].name = "3.bias.y";
+  Steps steps{step("first", {0}, {1}), step("second", {1, 3}, {2})};
+  EXPECT_THAT([&] { check_reads(steps, {true}, types); },
+              ThrowsText<c10::Error>("step second reads 3.bias.y, which nothing has written"));
+  EXPECT_NO_THROW(check_reads(steps, {true, false, false, true}, types));
+  steps[0].dead = {Value{0}};
+  steps[1].reads = {Value{1}, Value{0}, Value::none};
+  EXPECT_THAT([&] { check_reads(steps, {true}, types); },
+              ThrowsText<c10::Error>("which nothing has written"));
 }
 
 TEST(Schedule, ACircleIsABrokenInvariant) {
@@ -70,68 +96,66 @@ TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {
     Steps steps{step("before", {20}, {10}), step("writer", {10, 1}, {11, 7}),
                 step("reader", std::move(reader_reads), {12})};
     for (size_t s = 0; s < steps.size(); ++s) {
-      steps[s].covers = {{static_cast<uint16_t>(s), 1}};
-      steps[s].write_names = {"grad_x"};
+      steps[s].covers = {{static_cast<uint32_t>(s), 1}};
     }
-    steps[1].write_names = {"grad_x", "y"};
     return steps;
   };
   const std::vector<Names> nothing(3);
   const std::vector<bool> free(32);
+  const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward({20, 7});
-  choose_reemitted({}, steps, free, nothing);
+  choose_reemitted({}, steps, types, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value{7});
 
   steps = backward({20});
-  choose_reemitted({}, steps, free, nothing);
+  choose_reemitted({}, steps, types, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "nobody reads it";
 
   steps = backward({20, 7});
   steps[0].reads.push_back(Value{7});
-  choose_reemitted({}, steps, free, nothing);
+  choose_reemitted({}, steps, types, free, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an ancestor of the writer reads it";
 
   steps = backward({20, 7});
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted({}, steps, argument, nothing);
+  choose_reemitted({}, steps, types, argument, nothing);
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an argument costs nothing to keep";
 }
 
 TEST(Schedule, CodesAreMadeAgainWhereTheirSourceIsThere) {
   Steps forward{step("quantize", {7}, {8})};
-  forward[0].write_names = {"codes"};
+  forward[0].kind = StepKind::quantize;
   const auto backward = [] {
     // "writer" may write 7 again; "reader" reads its codes.
     Steps steps{step("writer", {10}, {11, 7}), step("reader", {20, 8}, {12})};
     for (size_t s = 0; s < steps.size(); ++s) {
-      steps[s].covers = {{static_cast<uint16_t>(s), 1}};
-      steps[s].write_names = {"grad_x"};
+      steps[s].covers = {{static_cast<uint32_t>(s), 1}};
     }
-    steps[0].write_names = {"grad_x", "y"};
     return steps;
   };
   const std::vector<Names> nothing(2);
   const std::vector<bool> free(32);
+  const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward();
-  choose_reemitted(forward, steps, free, nothing);
+  choose_reemitted(forward, steps, types, free, nothing);
   schedule(steps);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "quantize", "reader"));
   EXPECT_EQ(steps[0].writes[1], Value{7}) << "for the quantize step alone";
 
   steps = backward();
   steps[0].reads.push_back(Value{8});
-  choose_reemitted(forward, steps, free, nothing);
+  choose_reemitted(forward, steps, types, free, nothing);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "the writer needs the codes";
 
   steps = backward();
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted(forward, steps, argument, nothing);
+  choose_reemitted(forward, steps, types, argument, nothing);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "an argument may be freed earlier";
 
   steps[1].reads.push_back(Value{7});
-  choose_reemitted(forward, steps, argument, nothing);
+  choose_reemitted(forward, steps, types, argument, nothing);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader", "quantize")) << "it is kept anyway";
 }
 

@@ -12,16 +12,17 @@ const std::string kUnfused = R"({"fuse": false})";
 
 TEST(Slices, AnUndefinedGradientTurnsASumIntoARename) {
   const Planned planned(kTwoOutputs, {leaf({2, 4})}, {}, kUnfused);
-  EXPECT_EQ(planned.backward({0b01, {true}}),
+  EXPECT_EQ(planned.backward({{true, false}, {true}}),
             "silu.backward: grad of 2.silu.y, 0.gelu.y -> grad of 0.gelu.y\n"
             "gelu.backward: grad of 0.gelu.y, x -> grad of x\n");
-  EXPECT_EQ(planned.backward({0b10, {true}}), "gelu.backward: grad of 0.gelu.y, x -> grad of x\n");
-  EXPECT_EQ(planned.backward({0b11, {false}}), "");
+  EXPECT_EQ(planned.backward({{false, true}, {true}}),
+            "gelu.backward: grad of 0.gelu.y, x -> grad of x\n");
+  EXPECT_EQ(planned.backward({{true, true}, {false}}), "");
 }
 
 TEST(Slices, WhatReachesNothingIsUndefined) {
   const Planned planned({"make_extra_output", "bias"}, {leaf({2, 4})}, {leaf({4})}, kUnfused);
-  const BackwardPlan& extra_only = backward_plan(planned.plan(), {0b10, {true, true}});
+  const BackwardPlan& extra_only = backward_plan(planned.plan(), {{false, true}, {true, true}});
   EXPECT_TRUE(exists(extra_only.gradients[0]));
   EXPECT_FALSE(exists(extra_only.gradients[1])) << "the bias is not behind the extra output";
   EXPECT_TRUE(extra_only.steps.empty());
@@ -30,10 +31,10 @@ TEST(Slices, WhatReachesNothingIsUndefined) {
 TEST(Slices, OnlyWhatIsAskedForRuns) {
   const Planned planned({"basic_linear", "bias", "basic_linear"}, {leaf({2, 4})},
                         {leaf({4, 4}), leaf({4}), leaf({4, 4})}, kUnfused);
-  EXPECT_EQ(planned.backward({1, {false, false, false, true}}),
+  EXPECT_EQ(planned.backward({{true}, {false, false, false, true}}),
             "basic_linear.grad_weight: grad of 2.basic_linear.y, 1.bias.y -> grad of "
             "2.basic_linear.weight\n");
-  EXPECT_EQ(planned.backward({1, {false, false, true, false}}),
+  EXPECT_EQ(planned.backward({{true}, {false, false, true, false}}),
             "basic_linear.grad_x: grad of 2.basic_linear.y, 2.basic_linear.weight -> grad of "
             "1.bias.y\n"
             "bias.grad_bias: grad of 1.bias.y -> grad of 1.bias.bias\n");
@@ -41,7 +42,7 @@ TEST(Slices, OnlyWhatIsAskedForRuns) {
 
 TEST(Slices, AWriteAgainRunsForTheWeightAlone) {
   const Planned planned({"swiglu", "basic_linear"}, {leaf({2, 8})}, {leaf({3, 4})}, kUnfused);
-  EXPECT_EQ(planned.backward({1, {false, true}}),
+  EXPECT_EQ(planned.backward({{true}, {false, true}}),
             "basic_linear.grad_x: grad of 1.basic_linear.y, 1.basic_linear.weight -> grad of "
             "0.swiglu.y\n"
             "swiglu.backward: grad of 0.swiglu.y, x -> 0.swiglu.y\n"
@@ -51,7 +52,7 @@ TEST(Slices, AWriteAgainRunsForTheWeightAlone) {
 
 TEST(Slices, AreMadeOncePerMask) {
   const Planned planned(kTwoOutputs, {leaf({2, 4})}, {});
-  const BackwardMask mask{0b01, {true}};
+  const BackwardMask mask{{true, false}, {true}};
   EXPECT_EQ(planned.plan().backward_plans.find(mask), nullptr);
   const BackwardPlan& made = backward_plan(planned.plan(), mask);
   EXPECT_EQ(&backward_plan(planned.plan(), mask), &made);

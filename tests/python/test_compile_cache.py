@@ -19,6 +19,8 @@ class Scaled(tandem.ops.BasicOperation):
         return grad_output * {factor}, ()
 """
 
+GLOBAL = OP.replace("{factor}", "FACTOR").replace("import tandem, torch\n", "import tandem, torch\nfrom factor_of_op import FACTOR\n")
+
 RUN = """
 import torch, tandem
 import scaled_op
@@ -32,8 +34,9 @@ print(f"{y[0].item():.6f} {x.grad[0].item():.6f}")
 """
 
 
-def run(folder, factor):
-    (folder / "scaled_op.py").write_text(OP.format(factor=factor))
+def run(folder, factor, source=OP):
+    (folder / "scaled_op.py").write_text(source.replace("{factor}", str(factor)))
+    (folder / "factor_of_op.py").write_text(f"FACTOR = {factor}")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
@@ -53,3 +56,8 @@ def test_a_changed_op_is_compiled_again_from_a_warm_cache(tmp_path):
     assert abs(two[0] - 1.954598) < 1e-4  # gelu(2), tanh form
     assert abs(three[0] - 2.996363) < 1e-4  # gelu(3)
     assert three[1] > 2.9 > two[1]
+
+
+def test_a_changed_global_is_compiled_again_from_a_warm_cache(tmp_path):
+    two, three = run(tmp_path, 2.0, GLOBAL), run(tmp_path, 3.0, GLOBAL)
+    assert abs(two[0] - 1.954598) < 1e-4 and abs(three[0] - 2.996363) < 1e-4

@@ -2,18 +2,43 @@
 
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 CONSUMER = Path(__file__).parents[1] / "consumer"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_a_cpp_project_builds_and_runs_against_the_installed_package(tmp_path):
+def run(*command, **options) -> str:
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "CMake Warning" not in result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("consumer")
     package = Path(importlib.util.find_spec("tandem").origin).parent
-    configure = ["cmake", "-S", CONSUMER, "-B", tmp_path, f"-Dtandem_DIR={package / 'lib/cmake/tandem'}"]
-    for command in (configure, ["cmake", "--build", tmp_path], [tmp_path / "consumer"]):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert "CMake Warning" not in result.stderr
-    assert f"torch {torch.__version__.partition('+')[0]}, sum 12" in result.stdout
+    run("cmake", "-S", CONSUMER, "-B", folder, f"-Dtandem_DIR={package / 'lib/cmake/tandem'}")
+    run("cmake", "--build", folder)
+    return folder
+
+
+def test_a_cpp_project_builds_and_runs_against_the_installed_package(build):
+    assert f"torch {torch.__version__.partition('+')[0]}, sum 12" in run(build / "consumer")
+
+
+def test_an_exported_pipeline_runs_in_a_program_that_names_nothing_of_tandem(build, tmp_path):
+    here = run(sys.executable, EXAMPLES / "export_mlp.py", tmp_path / "mlp.pt2", cwd=tmp_path).splitlines()
+    there = run(build / "run_exported", tmp_path / "mlp.pt2").splitlines()
+    assert len(here) == 4 and len(there) == 7  # 4 rows, then 3
+
+    def numbers(lines):
+        return torch.tensor([[float(number) for number in line.split()] for line in lines])
+
+    assert numbers(here).shape == (4, 8)
+    torch.testing.assert_close(numbers(there), numbers(here + here[:3]), rtol=1e-6, atol=1e-7)

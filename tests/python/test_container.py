@@ -267,3 +267,75 @@ def test_an_op_that_stands_twice_gets_both_gradients():
 def test_nested_containers_are_modules_of_their_own():
     box = ops.Sequential(ops.ConstantScale(2.0), ops.Sequential(ops.ConstantScale(3.0)), ops.ConstantScale(5.0))
     assert box(torch.ones(1)) == 30
+
+
+@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_of_all_modules_see_the_ops(register):
+    import torch.nn.modules.module as modules
+
+    def run(box):
+        seen = []
+        x = torch.randn(2, 8, requires_grad=True, generator=torch.Generator().manual_seed(0))
+        box(x)
+        handle = getattr(modules, f"register_module_{register}")(lambda module, *_: seen.append(type(module).__name__))
+        try:
+            y = box(x)
+            y.sum().backward()
+        finally:
+            handle.remove()
+        before = len(seen)
+        box(x)
+        assert len(seen) == before
+        return seen, y, x.grad
+
+    box = randomize(ops.Sequential(ops.Linear(8, 8), ops.SiLU(), ops.Linear(8, 8)))
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        [ours.copy_(theirs) for ours, theirs in zip(plain.parameters(), box.parameters(), strict=True)]
+    actual, expected = run(box), run(plain)
+    assert actual[0] == expected[0]
+    torch.testing.assert_close(actual[1:], expected[1:])
+
+
+def test_hooks_of_all_modules_see_an_op_alone_once():
+    seen = []
+    linear, x = ops.Linear(8, 8), torch.randn(2, 8)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+    finally:
+        handle.remove()
+    assert seen == [linear]
+    assert linear._alone.called_pipelines(), "the call took the direct path"
+
+
+def test_fx_traces_a_pipeline_as_one_call():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.mlp, self.last = torch.nn.Linear(8, 8), llama_mlp(8, 16), ops.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.mlp(self.first(x))))
+
+    model = randomize(Model())
+    x, other = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
+    model(x)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if "pipeline" in str(node.target)] == [torch.ops.tandem.pipeline] * 2
+    torch.testing.assert_close(traced(other), model(other))
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    asked = [x, *(traced.get_parameter(name) for name, _ in model.named_parameters())]
+    torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), asked), expected)
+    with torch.no_grad():
+        model.mlp[1].weight.mul_(2)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+@pytest.mark.parametrize("value", [None, 3.0, [1.0]])
+def test_what_is_no_tensor_is_refused(value):
+    for box in (ops.Sequential(ops.GELU()), ops.GELU()):
+        with pytest.raises(TypeError, match=f"pipeline: expected tensors, got {type(value).__name__}. Pass its inputs as torch.Tensor."):
+            box(value)
+    with pytest.raises(TypeError, match="pipeline: expected tensors, got "):
+        ops.AddExtraInput()(torch.ones(2), value)

@@ -1,47 +1,66 @@
-"""Every kernel op of the library keeps the contract of a dispatcher op."""
+"""Every kernel op of the library keeps the contract of a dispatcher op, whatever the layout and dtype of its tensors."""
 
 import pytest
 import torch
 
 import tandem  # noqa: F401  (registers the ops)
 
-X, Y = torch.randn(4, 8), torch.randn(4, 8)
-WIDE = torch.randn(4, 16)
-WEIGHT, BIAS = torch.randn(8), torch.randn(8)
 SEED = torch.tensor(5)
-ROWS = torch.rand(4) + 0.5
-STAMP = 5  # numbers of a workspace's stamp
+STAMP = 7  # numbers of a workspace's stamp
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def contiguous(rows, cols, dtype):
+    return torch.randn(rows, 3, cols).to(dtype)
+
+
+LAYOUTS = {
+    "contiguous": contiguous,
+    "permuted": lambda rows, cols, dtype: contiguous(rows, cols, dtype).permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "expanded": lambda rows, cols, dtype: contiguous(1, cols, dtype).expand(rows, 3, cols),
+    "sliced": lambda rows, cols, dtype: contiguous(rows, 2 * cols, dtype)[..., 1 : 1 + cols],
+    "0 rows": lambda rows, cols, dtype: contiguous(0, cols, dtype),
+}
 
 
 def quantized(x):
     return torch.ops.tandem.quantize_current(x, "e4m3", 0.0, False)
 
 
-def cases():
-    codes, scale, amax = (t.clone() for t in quantized(X))
+def cases(layout="contiguous", dtype=torch.float32):
+    """Arguments of each op; those that are like x have the layout and the dtype."""
+    make = LAYOUTS[layout]
+    x, y, wide = make(4, 8, dtype), make(4, 8, dtype), make(4, 16, dtype)
+    weight, bias = torch.randn(2, 8).to(dtype)
+    rows = (torch.rand(x.numel() // 8) + 0.5).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    codes = make(4, 8, torch.float32).mul(20).abs().to(torch.uint8)
+    if layout == "permuted":
+        codes = codes.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    scale = torch.tensor(0.5)
+    matrix = torch.randn(4, 8).to(dtype)
+    workspace = [t.clone() for t in quantized(matrix)]
     stamp = torch.zeros(STAMP, dtype=torch.int64)
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     return {
-        "activation_backward": [Y, X, "gelu", [True, True, True]],
-        "activation_forward": [X, BIAS, "silu", [True, True]],
-        "add_bias": [X, BIAS, Y],
+        "activation_backward": [y, x, "gelu", [True, True, True]],
+        "activation_forward": [x, bias, "silu", [True, True]],
+        "add_bias": [x, bias, y],
         "decode": [codes, "e4m3"],
-        "dequantize": [codes, scale, "e4m3", torch.float32],
-        "draw_seed": [X],
-        "dropout": [X, SEED, 0.25],
-        "glu_backward": [Y, WIDE, "silu", [True, True, True]],
-        "glu_forward": [WIDE, None, "gelu", [False, True]],
-        "layer_norm_backward": [Y, X, WEIGHT, BIAS, ROWS, ROWS, Y, False, [True, True, True, True]],
-        "layer_norm_forward": [X, WEIGHT, BIAS, 1e-5, False],
-        "layer_norm_quantize": [X, WEIGHT, BIAS, 1e-5, False, "e4m3", 0.0, False, True],
-        "pipeline": [X, [], [WEIGHT], [], [], [], description],
-        "quantize_current": [X, "e4m3", 0.0, False],
-        "refresh_weight_": [X, codes, scale, amax, stamp, "e4m3", 0.0, False, False],
-        "rms_norm_backward": [Y, X, WEIGHT, ROWS, None, False, [True, True, True]],
-        "rms_norm_forward": [X, WEIGHT, 1e-5, True],
-        "rms_norm_quantize": [X, WEIGHT, 1e-5, False, "e5m2", 0.0, True, True],
-        "scale_product": [X, scale, scale, torch.float32],
-        "sum_rows": [X, torch.float32],
+        "dequantize": [codes, scale, "e4m3", dtype],
+        "dropout": [x, SEED, 0.25],
+        "glu_backward": [y, wide, "silu", [True, True, True]],
+        "glu_forward": [wide, None, "gelu", [False, True]],
+        "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
+        "layer_norm_forward": [x, weight, bias, 1e-5, False],
+        "layer_norm_quantize": [x, weight, bias, 1e-5, False, "e4m3", 0.0, False, True],
+        "pipeline": [x, [], [weight], [], [], [], description],
+        "quantize_current": [x, "e4m3", 0.0, False],
+        "refresh_weight_": [matrix, *workspace, stamp, "e4m3", 0.0, False, False],
+        "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
+        "rms_norm_forward": [x, weight, 1e-5, True],
+        "rms_norm_quantize": [x, weight, 1e-5, False, "e5m2", 0.0, True, True],
+        "scale_product": [x, scale, scale, dtype],
+        "sum_rows": [x, dtype],
     }
 
 
@@ -50,11 +69,35 @@ def test_every_op_has_a_case():
     assert names == set(cases())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(cases()))
-def test_contract(name):
+def test_contract(name, dtype):
     op = getattr(torch.ops.tandem, name).default
-    tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        tests.remove("test_schema")  # which runs an op twice and wants the same
-    results = torch.library.opcheck(op, tuple(cases()[name]), test_utils=tests)
-    assert set(results.values()) == {"SUCCESS"}, results
+    for layout in LAYOUTS:
+        results = torch.library.opcheck(
+            op, tuple(cases(layout, dtype)[name]), test_utils=["test_schema", "test_faketensor", "test_autograd_registration"]
+        )
+        assert set(results.values()) == {"SUCCESS"}, (layout, results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(set(cases()) - {"pipeline", "refresh_weight_"}))
+def test_layout_changes_neither_value_nor_strides(name, dtype):
+    op = getattr(torch.ops.tandem, name).default
+    for layout in LAYOUTS:
+        arguments = cases(layout, dtype)[name]
+        plain = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments]
+        results, expected = (r if isinstance(r, tuple) else (r,) for r in (op(*arguments), op(*plain)))
+        for got, wanted in zip(results, expected, strict=True):
+            assert got.is_contiguous()
+            torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+def test_compiled_float64_with_a_permuted_input(fresh_dynamo):
+    box = tandem.ops.Sequential(tandem.ops.GELU(), tandem.ops.MakeExtraOutput(), tandem.ops.Linear(12, 8, dtype=torch.float64))
+    x = torch.randn(8, 12, 5, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    results = []
+    for function in (box, torch.compile(box, backend="aot_eager", fullgraph=True)):
+        outputs = function(x)
+        results.append([*outputs, *torch.autograd.grad(sum(t.sum() for t in outputs), [x, *box.parameters()])])
+    torch.testing.assert_close(results[1], results[0])

@@ -1,6 +1,9 @@
 """Import, version check, reports."""
 
+import importlib.metadata
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,31 @@ from support import llama_mlp
 import tandem
 import tandem.ops as ops
 from tandem._versions import check_torch
+from tandem.ops.tracing import constant_while_traced
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_nothing_of_torch_that_torch_has_not_loaded():
+    loaded = python("import sys, torch; before = set(sys.modules); import tandem; print(*sorted(set(sys.modules) - before))").split()
+    assert "tandem.ops.op" in loaded
+    assert [name for name in loaded if name.startswith("torch.") or name in ("sympy", "numpy")] == []
+
+
+def test_functions_are_marked_for_dynamo_as_torch_marks_them():
+    def by_torch():
+        pass
+
+    @constant_while_traced
+    def by_tandem():
+        pass
+
+    assert vars(by_tandem) == vars(torch.compiler.assume_constant_result(by_torch))
 
 
 def test_the_version_is_that_of_the_library():
@@ -16,16 +44,38 @@ def test_the_version_is_that_of_the_library():
     assert tandem.__version__.count(".") == 2
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0+cpu"])
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0+cpu"])
 def test_versions_of_torch_that_work(version):
-    check_torch(version)
+    check_torch(version, "2.13.0")
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu", "3.0.0", "1.13.1"])
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cpu", "3.13.0", "1.13.1", "2.1.3", "2.130.0"])
 def test_versions_of_torch_that_do_not(version):
     with pytest.raises(ImportError) as error:
-        check_torch(version)
-    assert f"tandem: expected torch >=2.11,<2.14, got torch {version}. Run: pip install" in str(error.value)
+        check_torch(version, "2.13.0")
+    expected = f"tandem: expected torch 2.13, which this tandem was built against, got torch {version}. Run: pip install \"torch==2.13.*\", or"
+    assert expected in str(error.value)
+
+
+def test_another_torch_is_refused_before_the_library_is_loaded():
+    code = """
+import sys, torch
+torch.__version__ = "2.12.0"
+try:
+    import tandem
+except ImportError as error:
+    print(error)
+print([name for name in sys.modules if name.startswith("tandem") and "_C" in name])
+"""
+    message, loaded = python(code).splitlines()
+    assert message.startswith("tandem: expected torch 2.13, which this tandem was built against, got torch 2.12.0. Run: pip install")
+    assert loaded == "[]"
+
+
+def test_the_package_names_the_torch_that_it_was_built_against():
+    assert tandem._build.TORCH == tandem._C.built_against_torch()
+    wanted = ".".join(tandem._build.TORCH.split(".")[:2])
+    assert f"torch=={wanted}.*" in importlib.metadata.requires("tandem")
 
 
 def test_explain_shows_steps_and_fusions_in_every_format():

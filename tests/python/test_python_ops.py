@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
 
 import tandem.ops as ops
+from tandem import _C
 
 
 def test_both_styles_run_between_ops_of_the_library():
@@ -289,3 +291,48 @@ def test_fused_operations_that_are_listed_run_their_basic_ops():
     torch.testing.assert_close(fused(x), expected)
     torch.testing.assert_close(ops.Sequential(ops.Identity(), fused)(x), expected)
     assert fused.is_fused_op and not ops.GELU().is_fused_op
+
+
+def test_counts_of_operands_are_the_definition_s():
+    box = ops.Sequential(SplitSwap())
+    x, extra = torch.randn(3), torch.randn(3)
+    box(x, extra)
+    (run,) = box._op_runs()
+    description = json.loads(next(iter(run.pipelines.values())).description(True))
+    entry = description["ops"][0]
+    assert set(entry["options"]) == {"key"}
+    entry["options"]["extra_inputs"] = 3
+    with pytest.raises(ValueError, match=r'op options: expected one of \["key"\], got "extra_inputs". Remove it.'):
+        torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
+    with pytest.raises(ValueError, match="op: expected a new name or the operands that .* is registered with, got others. Rename the op."):
+        _C.register_python_op(entry["op"], 2, 0, 1, 0)
+    with pytest.raises(ValueError, match="op: expected at most 4096 operands of each sort, got 4097. Split the op."):
+        _C.register_python_op("new", 4097, 0, 0, 0)
+
+
+def test_a_pipeline_has_run_once_it_was_called():
+    box = ops.Sequential(ops.GELU())
+    assert box.saved_bytes() == 0 and box.fusions_made() == []
+    (run,) = box._op_runs()
+    assert run.called_pipelines() == []
+    box(torch.randn(3))
+    assert len(run.called_pipelines()) == 1
+
+
+def test_results_have_the_dtype_to_which_the_tensors_promote():
+    class Widens(ops.BasicOperation):
+        def op_forward_compute(self, input_, **unused):
+            return input_.double(), ()
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
+            pass
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output.double(), ()
+
+    model = ops.Sequential(Widens(), ops.MakeExtraOutput())
+    with pytest.raises(TypeError, match="expected the output in Float, to which the op's tensors promote, got Double"):
+        model(torch.randn(4, requires_grad=True))
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    sum(y.sum() for y in model(x)).backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))

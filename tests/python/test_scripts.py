@@ -1,7 +1,10 @@
 """The checking scripts pass on a tree that keeps the rules and fail on each way of breaking one."""
 
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,27 @@ def test_messages_that_no_test_mentions_are_counted_and_listed(tmp_path):
     assert result.returncode == 0
     assert "1 messages, 0 incomplete, 1 that no test" in result.stdout
     assert "src/core/plan.cpp:2: planner: expected a list of ops" in result.stdout
+
+
+def recipe(target: str) -> str:
+    """The commands that `make TARGET` would run, asked by a make that is nobody's child: a child prints the folder as well."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_make_run_builds_what_it_runs_and_no_tests():
+    assert recipe("run").split() == ["scripts/setup.sh", "--run", "scripts/build.sh", ".venv/bin/tandem", "train"]
+    assert "scripts/build.sh all\nscripts/test.sh" in recipe("test")
+    assert "scripts/build.sh benchmarks\n" in recipe("bench")
+
+
+def test_training_prints_the_time_since_make_began(tmp_path):
+    tiny = ["--layers", "1", "--hidden", "32", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "2", "--runs", "tandem"]
+    command = [Path(sys.executable).parent / "tandem", "train", *tiny, "--out", tmp_path]
+    environment = {**os.environ, "TANDEM_STARTED": str(time.time() - 1000)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    (seconds,) = re.findall(r"^first training step: ([\d.]+) s after make began$", result.stderr, re.M)
+    assert 1000 < float(seconds) < 1300

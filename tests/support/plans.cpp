@@ -41,7 +41,7 @@ std::string description_of(const Ops& ops, const std::string& fields) {
 Planned::Planned(const Ops& ops, Tensors inputs, Tensors params, const std::string& fields,
                  PlanKey::Call call)
     : description_(parse_description(description_of(ops, fields))) {
-  PlanKey key(call);
+  PlanKey key(call, inputs.size());
   for (const Tensors* list : {&inputs, &params})
     for (const at::Tensor& tensor : *list) key.add(tensor, call.grad_mode);
   plan_ = make_plan(*description_, key, user_fusions());
@@ -61,7 +61,7 @@ std::string Planned::text_of(const Steps& steps) const {
     return names;
   };
   for (const Step& step : steps)
-    text += step.kind + ": " + list(step.reads) + " -> " + list(step.writes) + "\n";
+    text += step.name + ": " + list(step.reads) + " -> " + list(step.writes) + "\n";
   return text;
 }
 

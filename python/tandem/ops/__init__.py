@@ -45,3 +45,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

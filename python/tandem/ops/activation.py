@@ -10,6 +10,11 @@ class _Activation(BasicOperation):
     _context = ("x",)
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        """Makes the activation; it has no parameters.
+
+        Args:
+            cache_quantized_input: False; no other value is known yet.
+        """
         super().__init__()
         at_default(type(self).__name__, False, cache_quantized_input=cache_quantized_input)
 
@@ -44,5 +49,11 @@ class SwiGLU(_Activation):
     _kind = "swiglu"
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            cache_quantized_input: False; no other value is known yet.
+            glu_interleave_size: None, as a and b are halves; no other value is known yet.
+        """
         super().__init__(cache_quantized_input=cache_quantized_input)
         at_default("SwiGLU", glu_interleave_size=glu_interleave_size)

@@ -15,14 +15,25 @@ class ChannelsMixin:
         self._extra_tensor_channels_locked = False
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> Self:
-        """Takes extra input `index` from the op that writes `channel`; None: from the caller again."""
+        """Takes extra input `index` from the op that writes `channel`; None: from the caller again.
+
+        Args:
+            index: of the extra input, from 0.
+            channel: name that an extra output in front of this op has, or None.
+        """
         self._check_channel("input", index, len(self._extra_input_channels), channel)
         self._check_unlocked()
         self._extra_input_channels[index] = channel
         return self
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> Self:
-        """Gives extra output `index` to the ops that read `channel`, and to the caller too unless told otherwise. None: to the caller."""
+        """Gives extra output `index` to the ops that read `channel`, and to the caller too unless told otherwise. None: to the caller.
+
+        Args:
+            index: of the extra output, from 0.
+            channel: name that extra inputs behind this op have, or None.
+            output_to_caller: whether it is a result of the pipeline too.
+        """
         self._check_channel("output", index, len(self._extra_output_channels), channel)
         if type(output_to_caller) is not bool:
             raise TypeError(

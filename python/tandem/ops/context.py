@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass
 class OperationContext:
-    """One per basic op and call. Besides the fields here an op may hang whatever it needs on it."""
+    """One per basic op and call. Besides the fields here an op may hang whatever it needs on it.
 
-    saved_tensors: tuple[torch.Tensor | None, ...] | None = None
+    Args:
+        saved_tensors: what forward saved, a tuple in backward, None before. Each is a tensor, or None where None was saved: only the op knows which.
+        to_save: what forward has saved so far.
+        requires_grad: whether a backward may follow; if not, nothing needs to be saved.
+    """
+
+    saved_tensors: Any = None
     to_save: tuple[torch.Tensor | None, ...] | None = None
     requires_grad: bool = True
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.ops.run import Kwargs, OpRun
+from tandem.ops.run import Kwargs, OpRun, any_global_hooks
 
 if TYPE_CHECKING:
     from tandem.ops.op import FusibleOperation
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Part:
     """Consecutive units: a pipeline of their own, or one unit that is called as a module."""
 
-    run: OpRun | None
+    run: OpRun  # of `unit`: what its forward runs
     unit: FusibleOperation | None
-    bindings: tuple | None  # None where the unit has no extra inputs or outputs
     first: int  # of its basic ops
     count: int
     inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
@@ -28,10 +27,10 @@ class Part:
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Any:
         own = {i - self.first: k for i, k in (kwargs or {}).items() if self.first <= i < self.first + self.count}
-        if self.run is not None:
+        if self.unit is None:
             outputs = self.run(x, extra, training, own or None)
         else:
-            named: dict[str, Any] = {} if self.bindings is None else {"_bindings": self.bindings}
+            named: dict[str, Any] = {"_run": self.run} if self.run.given_bindings is not None else {}
             if own and self.unit.is_fused_op:
                 named["basic_op_kwargs"] = [own.get(i, {}) for i in range(self.count)]
             elif own:
@@ -40,8 +39,34 @@ class Part:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def parts_of(run: OpRun, hooked: tuple[int, ...]) -> list[Part]:
-    """The parts of `run`, whose units at the positions `hooked` stand alone."""
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+class Cut:
+    """The parts of `run`, whose units at the positions `hooked` stand alone, and why they do."""
+
+    def __init__(self, run: OpRun, hooked: tuple[int, ...]) -> None:
+        self.reasons = _reasons(run, hooked)
+        self.parts = _parts(run, hooked)
+
+
+def _reasons(run: OpRun, hooked: tuple[int, ...]) -> list[str]:
+    if run.owner is None and any_global_hooks():
+        return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
+    reasons = []
+    for index in hooked:
+        unit = run.units[index]
+        found = [name for module in (unit, *unit.flat_ops()) for field, name in _HOOKS.items() if getattr(module, field)]
+        reasons.append(f"op {index} ({unit._get_name()}) has a {found[0]}, so it runs by itself: nothing fuses across it")
+    return reasons
+
+
+def _parts(run: OpRun, hooked: tuple[int, ...]) -> list[Part]:
     groups: list[list[int]] = []
     for index in range(len(run.units)):
         if index in hooked or not groups or groups[-1][-1] in hooked:
@@ -78,6 +103,8 @@ def _part(
             here.append((channel, to_caller or is_read_outside))
         bindings.append((tuple(channel if channel in own else None for channel in inputs), tuple(here)))
     has_extras = any(inputs or outputs for inputs, outputs in bindings)
-    bound = tuple(bindings) if has_extras else None
-    part_run = None if alone else OpRun(units, tuple(bindings), run.required)
-    return Part(part_run, units[0] if alone else None, bound, first, count, tuple(arguments), tuple(results))
+    if alone:
+        part_run = OpRun(units, tuple(bindings), owner=units[0]) if has_extras else units[0]._run_alone()
+    else:
+        part_run = OpRun(units, tuple(bindings), run.required)
+    return Part(part_run, units[0] if alone else None, first, count, tuple(arguments), tuple(results))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
-from tandem import _C
 from tandem.ops import python_op
 from tandem.ops.changes import structure
 
@@ -23,6 +22,7 @@ FusionFunction = Callable[..., "list[FusibleOperation]"]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
 _functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
+_registered: dict[int, int] = {}  # number of each registered function: a new one at each registration
 _numbers = itertools.count()
 
 
@@ -30,6 +30,12 @@ class FusionHandle:
     """A registered fusion. `remove()`, or the end of a `with` block, takes it out; what was planned is planned again."""
 
     def __init__(self, pass_name: str, function: FusionFunction) -> None:
+        """Made by the register functions.
+
+        Args:
+            pass_name: "joint", "forward" or "backward".
+            function: what is registered.
+        """
         self._pass_name, self._function, self._is_registered = pass_name, function, True
 
     def remove(self) -> None:
@@ -54,17 +60,31 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> Fusi
 
     `func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
     list with `FusedOperation` objects in place of the runs that they replace.
+
+    Args:
+        func: the function.
+        prepend: whether it is asked before those registered so far.
     """
     return _register("forward", func, prepend)
 
 
 def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of backward. As `register_forward_fusion`."""
+    """Registers a fusion of backward. As `register_forward_fusion`.
+
+    Args:
+        func: the function.
+        prepend: whether it is asked before those registered so far.
+    """
     return _register("backward", func, prepend)
 
 
 def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of both directions, which may save what it likes in between. As `register_forward_fusion`."""
+    """Registers a fusion of both directions, which may save what it likes in between. As `register_forward_fusion`.
+
+    Args:
+        func: the function.
+        prepend: whether it is asked before those registered so far.
+    """
     return _register("joint", func, prepend)
 
 
@@ -79,14 +99,14 @@ def _register(pass_name: str, function: FusionFunction, prepend: bool) -> Fusion
     if function in _functions[pass_name]:
         raise ValueError(f"{register}: expected a new function, got {name_of(function)}, which is registered. Remove its handle first.")
     _functions[pass_name].insert(0 if prepend else len(_functions[pass_name]), function)
+    _registered[id(function)] = next(_numbers)
     _changed(1)
     return FusionHandle(pass_name, function)
 
 
 def _changed(count: int) -> None:
     python_op.count_fusions(count)
-    _C.bump_fusions_version()
-    structure.change()
+    structure.change_fusions()
 
 
 class Fused:
@@ -127,39 +147,52 @@ def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.T
     return list(saved)
 
 
-def groups(pass_name: str, instances: Sequence[str], quantized: bool) -> list[tuple[int, int, str, str]]:
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[tuple[int, int, str, str]]:
     """Asks the functions of a pass: (first op, last op, key, name of the function) of each fused op that they return."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
+    return [
+        (first, last, _keep(op, pass_name, name_of(function)), name_of(function))
+        for first, last, op, function in _returned(pass_name, ops, recipe)
+    ]
+
+
+def fusions_made(ops: Sequence[BasicOperation], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
+    """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
+    quantized = None if recipe == "null" else recipe
+    return tuple(
+        (pass_name, first, last, _registered[id(function)])
+        for pass_name in _PASSES
+        for first, last, _, function in _returned(pass_name, ops, quantized)
+    )
+
+
+def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None) -> list[tuple[int, int, FusedOperation, FusionFunction]]:
     current: list[Any] = list(ops)
-    made_by: dict[int, str] = {}
+    made_by: dict[int, FusionFunction] = {}
     for function in _functions[pass_name]:
-        current = _call(function, pass_name, current, ops, quantized)
+        current = _call(function, pass_name, current, ops, recipe)
         for op in current:
             if op.is_fused_op:
-                made_by.setdefault(id(op), name_of(function))
+                made_by.setdefault(id(op), function)
     found, first = [], 0
     for op in current:
         count = len(op.flat_ops())
         if op.is_fused_op:
-            found.append((first, first + count - 1, _keep(op, pass_name, made_by[id(op)]), made_by[id(op)]))
+            found.append((first, first + count - 1, op, made_by[id(op)]))
         first += count
     return found
 
 
-def _recipe(quantized: bool) -> Any:
-    from tandem._autocast import current_recipe
+def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
+    from tandem._autocast import recipe_of
 
-    return current_recipe() if quantized else None
-
-
-def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], quantized: bool) -> list[Any]:
     name = name_of(function)
     try:
-        returned = function(list(current), recipe=_recipe(quantized))
+        returned = function(list(current), recipe=recipe_of(recipe))
     except Exception as error:
         raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
     from tandem.ops.op import FusibleOperation

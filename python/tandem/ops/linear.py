@@ -16,6 +16,8 @@ from tandem.ops.op import BasicOperation, FusedOperation, _drop_extra_state
 class BasicLinear(BasicOperation):
     """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
 
+    weight: torch.nn.Parameter
+
     _kind = "basic_linear"
     _parameter_names = ("weight",)
     _context = ("x", "weight")
@@ -34,6 +36,16 @@ class BasicLinear(BasicOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
+        """Makes a product with a weight that is drawn as `reset_parameters` says.
+
+        Args:
+            in_features: size of the last dimension of x.
+            out_features: size of the last dimension of y.
+            device: where the parameter is made; None: torch's default device.
+            dtype: of the parameter; None: `torch.get_default_dtype()`.
+            tensor_parallel_mode, tensor_parallel_group, rng_state_tracker_function, userbuffers_options: None; no other value is known yet.
+            sequence_parallel, accumulate_into_main_grad: False; no other value is known yet.
+        """
         super().__init__()
         at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
         at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options)
@@ -54,6 +66,8 @@ class BasicLinear(BasicOperation):
 class Bias(BasicOperation):
     """y = x + bias, over the last dimension."""
 
+    bias: torch.nn.Parameter
+
     _kind = "bias"
     _parameter_names = ("bias",)
 
@@ -66,6 +80,14 @@ class Bias(BasicOperation):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
+        """Makes a bias of zeros.
+
+        Args:
+            size: of the last dimension of x.
+            device: where the parameter is made; None: torch's default device.
+            dtype: of the parameter; None: `torch.get_default_dtype()`.
+            tensor_parallel, tensor_parallel_group: False and None; no other value is known yet.
+        """
         super().__init__()
         at_default("Bias", False, tensor_parallel=tensor_parallel)
         at_default("Bias", tensor_parallel_group=tensor_parallel_group)
@@ -86,7 +108,18 @@ class Linear(FusedOperation):
 
     The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
     `basic_ops` are views of it for fusion functions: they own nothing.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> linear = ops.Linear(4, 2)
+    >>> linear(torch.zeros(3, 4))
+    tensor([[0., 0.],
+            [0., 0.],
+            [0., 0.]], grad_fn=<TandemPipelineBackward>)
     """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     _TE_NAMES: ClassVar[dict[str, str]] = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 
@@ -104,6 +137,17 @@ class Linear(FusedOperation):
         rng_state_tracker_function: Any = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        """Makes a product with a weight, drawn as torch.nn.Linear draws it, and a bias of zeros.
+
+        Args:
+            in_features: size of the last dimension of x.
+            out_features: size of the last dimension of y.
+            bias: whether there is one; False: `bias` is None.
+            device: where the parameters are made; None: torch's default device.
+            dtype: of the parameters; None: `torch.get_default_dtype()`.
+            tensor_parallel_mode, tensor_parallel_group, rng_state_tracker_function: None; no other value is known yet.
+            sequence_parallel, accumulate_into_main_grad: False; no other value is known yet.
+        """
         at_default("Linear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
         at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
         at_default("Linear", False, sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)

@@ -11,6 +11,8 @@ from tandem.ops.op import BasicOperation
 
 
 class _Norm(BasicOperation):
+    weight: torch.nn.Parameter
+
     _option_names = ("eps", "zero_centered_gamma")
 
     def __init__(
@@ -23,6 +25,16 @@ class _Norm(BasicOperation):
         zero_centered_gamma: bool = False,
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
+        """Makes a norm that neither scales nor shifts.
+
+        Args:
+            normalized_shape: size of the last dimension of x, as a number or a list of one.
+            eps: at least 0; added to the mean square or the variance, in units of x squared.
+            device: where the parameters are made; None: torch's default device.
+            dtype: of the parameters; None: `torch.get_default_dtype()`.
+            zero_centered_gamma: whether the factor is 1 + weight rather than weight.
+            sm_margin: 0; no other value is known yet.
+        """
         super().__init__()
         name = type(self).__name__
         at_default(name, 0, sm_margin=sm_margin)
@@ -39,7 +51,7 @@ class _Norm(BasicOperation):
         """Sets the parameters so that the norm neither scales nor shifts."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if "bias" in self._parameter_names:
-            torch.nn.init.zeros_(self.bias)
+            torch.nn.init.zeros_(self.get_parameter("bias"))
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
@@ -56,6 +68,8 @@ class RMSNorm(_Norm):
 
 class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(variance + eps) * weight + bias; with `zero_centered_gamma` the factor is 1 + weight."""
+
+    bias: torch.nn.Parameter
 
     _kind = "layer_norm"
     _parameter_names = ("weight", "bias")

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.compiler import is_compiling
 
+from tandem import _C
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.run import OpRun, Outputs
@@ -23,7 +25,7 @@ class FusibleOperation(torch.nn.Module):
 
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
-    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_instance", "_fused_ops")
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,18 +81,16 @@ class FusibleOperation(torch.nn.Module):
             f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward."
         )
 
-    def _run_alone(self, bindings: tuple | None) -> OpRun:
+    def _run_alone(self) -> OpRun:
         """The pipeline of this alone, made once."""
-        runs = self.__dict__.setdefault("_alone", {})
-        if bindings not in runs:
-            units = self.flat_ops() if self.is_fused_op else (self,)
-            runs[bindings] = OpRun(units, bindings, owner=self)
-        return runs[bindings]
+        run = self.__dict__.get("_alone")
+        if run is None:
+            run = self.__dict__["_alone"] = OpRun(self.flat_ops() if self.is_fused_op else (self,), owner=self)
+        run.prepare()
+        self.__dict__["_alone_token"] = run.token
+        return run
 
-    @torch._dynamo.assume_constant_result
-    def _prepare(self, bindings: tuple | None) -> bool:
-        self._run_alone(bindings).prepare()
-        return True
+    _prepared_run = property(_C.native_getter(_run_alone, structure, "_alone_token", "_alone"))  # as Dynamo sees it
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
@@ -119,13 +119,25 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     _depends_on_training: ClassVar[bool] = False
 
     def __init__(self) -> None:
+        """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
         super().__init__()
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._option_names and self.__dict__.get("_extra_tensor_channels_locked"):
-            structure.change()
+        is_planned = name == "in_place" or name in self._option_names
+        if not is_planned or not self.__dict__.get("_extra_tensor_channels_locked"):
+            super().__setattr__(name, value)
+            return
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
+        if type(value) is not type(before) or value != before:
+            self.__dict__["_changes"] = self.changes + 1
+            structure.change()
+
+    @property
+    def changes(self) -> int:
+        """How often an option was changed after a pipeline had captured the op."""
+        return self.__dict__.get("_changes", 0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -143,11 +155,12 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return (self,)
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _bindings: tuple | None = None, **kwargs: Any) -> Outputs:
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
-        if torch.compiler.is_compiling():
-            self._prepare(_bindings)
-        return self._run_alone(_bindings)(input, extra_inputs, self.training, {0: kwargs} if kwargs else None)
+        run = _run
+        if run is None:
+            run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
+        return run(input, extra_inputs, self.training, {0: kwargs} if kwargs else None)
 
     def op_forward(
         self,
@@ -180,12 +193,12 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         if not self.is_python_op:
             yield from ((self._holder, name) for name in self._parameter_names)
             return
-        seen: set[int] = set()
-        for module in self.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) not in seen:
-                    seen.add(id(param))
-                    yield module, name
+        yield from _places(self, "_parameters")
+
+    def buffer_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Module and name of each buffer that code written in Python may use."""
+        if self.is_python_op:
+            yield from _places(self, "_buffers")
 
     @property
     def instance_id(self) -> str:
@@ -203,6 +216,11 @@ class FusedOperation(FusibleOperation):
     """
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        """Makes an op that stands for others.
+
+        Args:
+            basic_ops: those that it stands for, in order; at least one.
+        """
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
         if len(self.basic_ops) == 0:
@@ -222,13 +240,14 @@ class FusedOperation(FusibleOperation):
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
-        _bindings: tuple | None = None,
+        _run: OpRun | None = None,
     ) -> Outputs:
         """Runs the basic ops in a pipeline of their own, in which they may fuse."""
-        if torch.compiler.is_compiling():
-            self._prepare(_bindings)
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
-        return self._run_alone(_bindings)(input, extra_inputs, self.training, kwargs or None)
+        run = _run
+        if run is None:
+            run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
+        return run(input, extra_inputs, self.training, kwargs or None)
 
 
 class _Composed:
@@ -257,6 +276,18 @@ class _Composed:
         output, extra_outputs, tensors = call_accepting(self.fuser_forward_compute, input_, optional=kwargs)
         call_accepting(self.fuser_forward_save_ctx, basic_op_ctxs, input_, tensors, optional=kwargs)
         return output, extra_outputs
+
+
+def _places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
+    seen: set[int] = set()
+    for module in op.modules():
+        tensors = vars(module)[field]
+        if field == "_parameters" and not getattr(module, "_fsdp_use_orig_params", True):  # FSDP1 has put views in their place
+            tensors = {**tensors, **{name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}}
+        for name, tensor in tensors.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield module, name
 
 
 def _drop_extra_state(state_dict: dict[str, Any], key: str) -> None:

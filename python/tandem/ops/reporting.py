@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import html
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self
 
-from tandem.ops.run import OpRun
+from tandem import _C
+from tandem.ops.run import OpRun, Outputs
+
+if TYPE_CHECKING:
+    from tandem.ops.cut import Cut
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of comparing fused with unfused. True if they agree."""
+    """The outcome of comparing fused with unfused. True if they agree.
+
+    Args:
+        passed: whether they agree.
+        comparisons: number of tensors compared.
+        text: what was compared, and the first difference.
+    """
 
     passed: bool
     comparisons: int  # tensors compared
@@ -31,16 +44,16 @@ class ReportingMixin:
     """`explain`, `verify` and what belongs to them."""
 
     def _op_runs(self: Any) -> list[OpRun]:
-        self._prepare()
-        return [run for run in self._runs if isinstance(run, OpRun)]
+        return [run for run in self._prepare() if isinstance(run, OpRun)]
 
     def explain(self, format: str = "text") -> str:
         """What was planned: steps of both directions, what is kept, each fusion made and each refused, with the reason.
 
         `format`: "text", "svg", "html" or "json" (a list with one entry per pipeline, where there are several). Call the container first:
-        plans depend on tensors.
+        plans depend on tensors. Where ops with hooks cut a pipeline, that is told, and each part has an entry. Plans of compiled code are
+        told as well.
         """
-        reports = [pipeline.explain(format) for run in self._op_runs() for pipeline in run.called_pipelines()]
+        reports = [report for run in self._op_runs() for report in _reports(run, format)]
         if not reports:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
         if format == "json":
@@ -54,23 +67,22 @@ class ReportingMixin:
             return f"<pre>{self!r}</pre>"
 
     def verify(self: Any, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
-        """Runs fused and unfused on the same tensors and compares outputs and gradients: all of them, and `masks` random subsets."""
-        passed, comparisons, texts, rest = True, 0, [], extra_inputs
-        self._prepare()
-        for run in self._runs:
+        """Runs fused and unfused on the same tensors and compares outputs and gradients: all of them, and `masks` random subsets.
+
+        Where ops with hooks cut a pipeline, that is told, and its parts are what is compared.
+        """
+        outcomes: list[tuple[bool, int, str]] = []
+        rest = extra_inputs
+        for run in self._prepare():
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
             given, rest = rest[: run.num_extra_inputs], rest[run.num_extra_inputs :]
             run.check_count(given)
-            flags = tuple(op.training for op in run.training_ops)
-            pipeline = run.pipeline(flags, self.training, None)
-            outcome = pipeline.verify([x, *given], run.library_training(flags, self.training), masks)
-            passed, comparisons = passed and outcome[0], comparisons + outcome[1]
-            texts.append(outcome[2])
-            outputs = run(x, given, self.training)
+            outputs = _verified(run, x, given, self.training, masks, outcomes)
             x = outputs[0] if isinstance(outputs, tuple) else outputs
-        return Verification(passed, comparisons, "\n".join(texts))
+        passed, comparisons, texts = zip(*outcomes, strict=True) if outcomes else ((), (), ())
+        return Verification(all(passed), sum(comparisons), "\n".join(texts))
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
         """Makes it an error, with the reason, if one of these fusions is not made."""
@@ -79,9 +91,66 @@ class ReportingMixin:
         return self
 
     def saved_bytes(self) -> int:
-        """Bytes that the last call with grad keeps for backward, inputs and parameters aside."""
-        return sum(pipeline.saved_bytes() for run in self._op_runs() for pipeline in run.called_pipelines()[-1:])
+        """Bytes that the last call with grad keeps for backward, inputs and parameters aside. Raises ValueError where no call but compiled
+        ones was made: their compiler chooses."""
+        runs = [part for run in self._op_runs() for part in _parts_now(run)]
+        called = [pipeline for run in runs for pipeline in run.called_pipelines()[-1:]]
+        if not called and any(run.descriptions for run in runs):
+            raise ValueError(
+                "saved_bytes: expected a container that has been called, got one with compiled calls only, whose compiler chooses what is "
+                "kept. Call it once without torch.compile."
+            )
+        return sum(pipeline.saved_bytes() for pipeline in called)
 
     def fusions_made(self) -> list[str]:
-        """Names of the fusions that any plan so far has made."""
-        return sorted({name for run in self._op_runs() for pipeline in run.called_pipelines() for name in pipeline.fusions_made()})
+        """Names of the fusions that any plan so far has made, those of parts and of compiled code too."""
+        return sorted({name for run in self._op_runs() for name in _fusions(run)})
+
+
+def _parts_now(run: OpRun) -> list[OpRun]:
+    return [part.run for part in run.cut().parts] if run.hooked() else [run]
+
+
+def _reports(run: OpRun, format: str) -> list[str]:
+    reports = [pipeline.explain(format) for pipeline in run.called_pipelines()]
+    for description in run.descriptions.values():
+        with contextlib.suppress(ValueError):  # one that no call has used
+            reports.append(_C.explain_description(description, format))
+    for cut in run.cuts.values():
+        parts = [report for part in cut.parts for report in _reports(part.run, format)]
+        if parts:
+            reports += [*_cut_report(cut, format), *parts]
+    return reports
+
+
+def _cut_report(cut: Cut, format: str) -> list[str]:
+    if format == "json":
+        return [json.dumps({"cut": cut.reasons, "plans": []})]
+    lines = [f"cut into {len(cut.parts)} pipelines: {reason}" for reason in cut.reasons]
+    if format == "html":
+        return [f"<p>{html.escape(line)}</p>" for line in lines]
+    return lines if format == "text" else []
+
+
+def _fusions(run: OpRun) -> set[str]:
+    names = {name for pipeline in run.called_pipelines() for name in pipeline.fusions_made()}
+    names.update(name for description in run.descriptions.values() for name in _C.fusions_of_description(description))
+    return names.union(*(_fusions(part.run) for cut in run.cuts.values() for part in cut.parts))
+
+
+def _verified(
+    run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[tuple[bool, int, str]]
+) -> Outputs:
+    """The outputs of a run, which are checked on the way."""
+
+    def check(part: OpRun, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+        flags = tuple(op.training for op in part.training_ops)
+        pipeline = part.pipeline(flags, training, None)
+        outcomes.append(pipeline.verify([x, *given], part.library_training(flags, training), masks))
+
+    if not run.hooked():
+        check(run, x, extra)
+        return run(x, extra, training)
+    cut = run.cut()
+    outcomes.append((True, 0, "\n".join(_cut_report(cut, "text"))))
+    return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))

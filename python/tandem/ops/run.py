@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.modules.module as _modules
 from torch.compiler import is_compiling
 
 from tandem import _C
-from tandem._autocast import active
-from tandem.ops import python_op
+from tandem.ops import fusions, python_op
 from tandem.ops.changes import structure
+from tandem.ops.tracing import constant_while_traced
 
 if TYPE_CHECKING:
+    from tandem.ops.cut import Cut, Part
     from tandem.ops.op import BasicOperation, FusibleOperation
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # by basic op
+
+
+def any_global_hooks() -> bool:
+    """Whether hooks are registered for all modules."""
+    return bool(
+        _modules._global_forward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks
+    )
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -56,43 +69,61 @@ class OpRun:
         self.required = list(required)
         self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
         self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
-        self.token = ""
+        self.token: object = None
+        self.captured: Any = None  # what the ops were like when `prepare` looked last
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
-        self.texts: dict[Any, str] = {}
-        self.cuts: dict[Any, Any] = {}
-        self.places: tuple[tuple[torch.nn.Module, str], ...] = ()
+        self.texts: dict[Any, Any] = {}
+        self.described_token: object = None
+        self.described_text = ""
+        self.descriptions: dict[Any, str] = {}
+        self.cuts: dict[tuple[int, ...], Cut] = {}
+        self.places: tuple[tuple[torch.nn.Module, str], ...] = ()  # of parameters
+        self.buffer_places: tuple[tuple[torch.nn.Module, str], ...] = ()  # operands where nothing else may be read: while tracing
         self.bindings: Bindings = ()
         self.num_extra_inputs = 0
+        self.num_outputs = 1
 
     def prepare(self) -> None:
         """Captures the ops as they are: locks their channels, drops what was made of them before. Does nothing if nothing changed."""
-        if self.token == structure.token:
+        token = structure.token
+        if self.token is token:
+            return
+        captured = (structure.fusions, [op.changes for op in self.basic_ops])
+        if captured == self.captured:
+            self.token = token
             return
         for op in self.basic_ops:
             op.lock_channels()
         self.bindings = self.given_bindings or tuple(op.channel_bindings() for op in self.basic_ops)
         self.num_extra_inputs = sum(inputs.count(None) for inputs, _ in self.bindings)
-        self.pipelines, self.texts, self.cuts = {}, {}, {}
+        self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)
+        self.pipelines, self.texts, self.descriptions, self.cuts = {}, {}, {}, {}
         places: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+        positions: dict[tuple[int, str], int] = {}
         self._params: list[list[int]] = []
         for op in self.basic_ops:
             at = []
             for module, name in op.parameter_places():
                 places.setdefault((id(module), name), (module, name))
-                at.append(list(places).index((id(module), name)))
+                at.append(positions.setdefault((id(module), name), len(positions)))
             self._params.append(at)
         self.places = tuple(places.values())
+        buffers: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+        self._buffers: list[list[int]] = []  # by op, counted behind the parameters
+        for op in self.basic_ops:
+            buffers.update({(id(module), name): (module, name) for module, name in op.buffer_places()})
+            own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
+            self._buffers.append([len(self.places) + at for at in own])
+        self.buffer_places = tuple(buffers.values())
         self.pipeline((), True, None)  # errors come before the first tensor
-        self.token = structure.token
+        self.captured = captured
+        self.token = token
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None = None) -> Outputs:
         if is_compiling():
             self.check_count(extra)
-            hooked = self.hooked()
-            if hooked:
-                return self.call_cut(hooked, x, extra, training, kwargs)
-            return self.call_op(x, extra, training, kwargs)
-        if self.token != structure.token:
+            return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs) if self.hooked() else self.call_op(x, extra, training, kwargs)
+        if self.token is not structure.token:
             self.prepare()
         self.check_count(extra)
         flags = tuple([op.training for op in self.training_ops])
@@ -103,8 +134,10 @@ class OpRun:
         outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         if outputs is not None:
             return outputs
-        hooked = self.hooked()
-        return self.call_cut(hooked, x, extra, training, kwargs) if hooked else self.call_op(x, extra, training, kwargs)
+        for tensor in (x, *extra):
+            if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
+                raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
+        return self.call_cut(self.cut().parts, x, extra, training, kwargs) if self.hooked() else self.call_op(x, extra, training, kwargs)
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
@@ -113,14 +146,7 @@ class OpRun:
 
     def called_pipelines(self) -> list[_C.EagerPipeline]:
         """The eager pipelines that have a plan."""
-        called = []
-        for pipeline in self.pipelines.values():
-            try:
-                pipeline.explain("json")
-            except ValueError:
-                continue
-            called.append(pipeline)
-        return called
+        return [pipeline for pipeline in self.pipelines.values() if pipeline.has_run()]
 
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
         if len(extra) != self.num_extra_inputs:
@@ -130,8 +156,11 @@ class OpRun:
             )
 
     def hooked(self) -> tuple[int, ...]:
-        """Positions of units that must be called as modules."""
-        return tuple([index for index, unit in enumerate(self.units) if unit is not self.owner and unit_has_hooks(unit)])
+        """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
+        everywhere = self.owner is None and any_global_hooks()
+        return tuple(
+            [index for index, unit in enumerate(self.units) if unit is not self.owner and (everywhere or unit_has_hooks(unit))]
+        )
 
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
@@ -144,14 +173,17 @@ class OpRun:
         if key not in self.pipelines:
             modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
             self.pipelines[key] = _C.EagerPipeline(
-                json.dumps(self.entries(flags, kwargs, traced=False)),
-                [(module._parameters, name) for module, name in self.places],
-                [module.__dict__ for module in modules.values()],
+                json.dumps(self.entries(flags, kwargs, traced=False, name_instances=python_op.any_fusions())),
+                [(module._parameters, module.__dict__, name) for module, name in self.places],
+                [(module.__dict__, module is not self.owner) for module in modules.values()],
+                self.owner is None,
                 self.required,
             )
         return self.pipelines[key]
 
-    def entries(self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, traced: bool) -> list[dict[str, Any]]:
+    def entries(
+        self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, traced: bool, name_instances: bool
+    ) -> list[dict[str, Any]]:
         """The "ops" of a description. Ops whose training flag differs from that of the others stand as what they are in evaluation."""
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
@@ -159,15 +191,16 @@ class OpRun:
         for index, op in enumerate(self.basic_ops):
             inputs, outputs = self.bindings[index]
             if op.is_python_op:
-                entry = python_op.entry(op, len(self._params[index]), (kwargs or {}).get(index, {}), traced=traced)
+                buffers = len(self._buffers[index]) if traced else 0
+                entry = python_op.entry(op, len(self._params[index]), buffers, (kwargs or {}).get(index, {}), traced=traced)
             elif mixed and by_op.get(id(op)) is False:
                 entry = {"op": "identity"}
             else:
                 entry = {"op": op._kind, "options": op._options()}
-            if python_op.any_fusions():
+            if name_instances:
                 entry["instance"] = op.instance_id
                 python_op.register_instance(op)
-            entry["params"] = self._params[index]
+            entry["params"] = self._params[index] + self._buffers[index] if traced else self._params[index]
             if any(channel is not None for channel in inputs):
                 entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
             if any(channel is not None for channel, _ in outputs):
@@ -183,67 +216,96 @@ class OpRun:
     # Through the dispatcher: under torch.compile, and for parametrized weights.
 
     def call_op(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Outputs:
-        if not is_compiling() and self.token != structure.token:
-            self.prepare()
+        described = self.described
         flags = tuple([op.training for op in self.training_ops])
-        python_flags = tuple([op.training for op in self.python_ops])
-        text = self.text(flags, python_flags, training, active.recipe, structure.token, kwargs)
-        params = [getattr(module, name) for module, name in self.places]
+        recipe = _C.in_force.recipe
+        # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
+        version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
+        text = self.text(described, flags, training, recipe, version, kwargs)
+        params = [getattr(module, name) for module, name in (*self.places, *self.buffer_places)]
         outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], [], text)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
-    @torch._dynamo.assume_constant_result
-    def text(
-        self,
-        flags: tuple[bool, ...],
-        python_flags: tuple[bool, ...],
-        training: bool,
-        recipe: str,
-        token: str,
-        kwargs: Kwargs | None,
-    ) -> str:
-        """The description of a call. Depends on nothing but its arguments and what `structure.token` stands for."""
+    def _describe(self) -> str:
+        """All that a description depends on, but the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
         self.prepare()
-        key = (flags, python_flags, training, recipe, token, python_op.kwargs_key(kwargs))
+        made = self._made_by_fusions(_C.in_force.outside_compiled_code)
+        written = tuple([python_op.fingerprint(op) for op in self.python_ops])  # whose options are not watched, but read
+        key = ("described", structure.native_fusions(), made, written)
         if key not in self.texts:
+            flags = tuple([True for _ in self.training_ops])
+            entries = self.entries(flags, None, traced=True, name_instances=bool(made))
+            self.texts[key] = sys.intern(json.dumps([entries, self.required, *key], sort_keys=True))
+        if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
+            self.described_text, self.described_token = self.texts[key], self.token
+        return self.texts[key]
+
+    described = property(_C.native_getter(_describe, structure, "described_token", "described_text"))
+
+    def _made_by_fusions(self, recipe: str) -> tuple[Any, ...]:
+        """What the registered functions make of these ops under a recipe; empty where none applies."""
+        if not python_op.any_fusions():
+            return ()
+        key = ("fusions", structure.fusions, recipe)
+        if key not in self.texts:
+            self.texts[key] = fusions.fusions_made(self.basic_ops, recipe)
+        return self.texts[key]
+
+    @constant_while_traced
+    def text(
+        self, described: str, flags: tuple[bool, ...], training: bool, recipe: str, fusions_version: str | None, kwargs: Kwargs | None
+    ) -> str:
+        """The description of a call. Depends on nothing but its arguments, all of which Dynamo guards."""
+        key = (described, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs))
+        if key not in self.descriptions:
+            made = self._made_by_fusions(recipe)
             description = {
                 "build": _C.build_id(),
-                "fusions_version": _C.fusions_version(),
-                "ops": self.entries(flags, kwargs, traced=True),
-                "python_training": python_flags,
+                "fusions_version": _C.fusions_version() if made else structure.native_fusions(),
+                "ops": self.entries(flags, kwargs, traced=True, name_instances=bool(made)),
                 "recipe": json.loads(recipe),
                 "training": self.library_training(flags, training),
             }
             if self.required:
                 description["required_fusions"] = self.required
-            if python_op.any_fusions():
+            if made:
                 description["process"] = python_op.PROCESS
-            self.texts[key] = json.dumps(description, sort_keys=True)
-        return self.texts[key]
+            self.descriptions[key] = json.dumps(description, sort_keys=True)
+        return self.descriptions[key]
 
     # Cut around units with hooks.
 
-    @torch._dynamo.assume_constant_result
-    def prepare_cut(self, hooked: tuple[int, ...]) -> bool:
-        from tandem.ops.cut import parts_of
+    def cut(self) -> Cut:
+        """What the units with hooks, as they are now, cut this into."""
+        from tandem.ops.cut import Cut
 
         self.prepare()
+        hooked = self.hooked()
         if hooked not in self.cuts:
-            self.cuts[hooked] = parts_of(self, hooked)
-        for part in self.cuts[hooked]:
-            if part.run is not None:
-                part.run.prepare()
-        return True
+            self.cuts[hooked] = Cut(self, hooked)
+        for part in self.cuts[hooked].parts:
+            part.run.prepare()
+        return self.cuts[hooked]
+
+    prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
 
     def call_cut(
-        self, hooked: tuple[int, ...], x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None
+        self,
+        parts: list[Part],
+        x: torch.Tensor,
+        extra: Sequence[torch.Tensor],
+        training: bool,
+        kwargs: Kwargs | None,
+        before: Callable[[Part, torch.Tensor, list[torch.Tensor]], None] | None = None,
     ) -> Outputs:
-        self.prepare_cut(hooked)
+        """Calls the parts in order, and `before` with each and its inputs."""
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
         rest = list(extra)
-        for part in self.cuts[hooked]:
+        for part in parts:
             given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
+            if before is not None:
+                before(part, x, given)
             outputs = part(x, given, training, kwargs)
             x = outputs[0]
             for (channel, to_caller), output in zip(part.outputs, outputs[1:], strict=True):

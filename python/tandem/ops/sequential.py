@@ -10,19 +10,35 @@ import torch
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
+from tandem import _C
 from tandem.ops.op import FusibleOperation
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun, Outputs
 from tandem.ops.changes import structure
+
+Runs = list[OpRun | torch.nn.Module]
 
 
 class Sequential(ReportingMixin, torch.nn.Module):
     """Runs modules one after another. Consecutive fusible operations are planned as one pipeline; other modules stand between pipelines.
 
     Extra inputs follow the input, in order of the ops that take them; extra outputs follow the output, in order of the ops that make them.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> mlp = ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 32), ops.SwiGLU(), ops.Linear(16, 8))
+    >>> mlp(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    >>> mlp[1], len(mlp[1:])
+    (Linear(in_features=8, out_features=32, bias=True), 3)
     """
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
+        """Makes a container.
+
+        Args:
+            args: modules in order, or one mapping of names to modules.
+        """
         super().__init__()
         self._required: tuple[str, ...] = ()
         self._forget()
@@ -137,29 +153,30 @@ class Sequential(ReportingMixin, torch.nn.Module):
     ) -> Outputs:
         """The output, followed by the extra outputs if there are any.
 
-        `op_kwargs`: arguments for the forward of ops that are written in Python, by op or by position here.
+        Args:
+            input: x of the first module.
+            extra_inputs: one per unbound extra input of the ops, in order.
+            op_kwargs: arguments for the forward of ops that are written in Python, by op or by position here.
         """
-        if not is_compiling():
+        if is_compiling():
+            runs = self._prepared_runs
+        else:
             pipeline = self._pipeline
             if pipeline is not None and self._token is structure.token and not extra_inputs and op_kwargs is None:
                 outputs = pipeline(input, self.training)
                 if outputs is not None:
                     return outputs
-            elif self._token is not structure.token:
-                self._prepare()
-        else:
-            self._prepare()
-        runs = self._runs
+            runs = self._prepare()
         if len(runs) == 1 and op_kwargs is None:
             run = runs[0]
             if isinstance(run, OpRun):
                 return run(input, extra_inputs, self.training)
-        return self._walk(input, extra_inputs, op_kwargs)
+        return self._walk(runs, input, extra_inputs, op_kwargs)
 
-    def _walk(self, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
-        kwargs = self._kwargs_by_run(op_kwargs) if op_kwargs else {}
+    def _walk(self, runs: Runs, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
+        kwargs = self._kwargs_by_run(runs, op_kwargs) if op_kwargs else {}
         results: list[torch.Tensor] = []
-        for position, run in enumerate(self._runs):
+        for position, run in enumerate(runs):
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
@@ -171,14 +188,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
             else:
                 x = outputs
         if extra:
-            expected = sum(run.num_extra_inputs for run in self._runs if isinstance(run, OpRun))
+            expected = sum(run.num_extra_inputs for run in runs if isinstance(run, OpRun))
             raise ValueError(
                 f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
                 "the last."
             )
         return (x, *results) if results else x
 
-    def _kwargs_by_run(self, op_kwargs: Mapping[Any, Any]) -> dict[int, dict[int, Mapping[str, Any]]]:
+    def _kwargs_by_run(self, runs: Runs, op_kwargs: Mapping[Any, Any]) -> dict[int, dict[int, Mapping[str, Any]]]:
         modules = list(self)
         wanted = {}
         for key, kwargs in op_kwargs.items():
@@ -189,7 +206,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 raise ValueError(f"op_kwargs: expected basic ops written in Python, got {_shown(op)}. Other ops take no arguments per call.")
             wanted[id(op)] = kwargs
         found: dict[int, dict[int, Mapping[str, Any]]] = {}
-        for position, run in enumerate(self._runs):
+        for position, run in enumerate(runs):
             if isinstance(run, OpRun):
                 own = {index: wanted[id(op)] for index, op in enumerate(run.basic_ops) if id(op) in wanted}
                 if own:
@@ -201,14 +218,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
     def _forget(self) -> None:
         self.__dict__["_runs"] = None
         self.__dict__["_pipeline"] = None
-        self.__dict__["_token"] = ""
+        self.__dict__["_token"] = None
 
-    @torch._dynamo.assume_constant_result
-    def _prepare(self) -> bool:
-        """Makes the pipelines of the list as it is now. Tracing calls it, and guards what it leaves in `_runs`."""
-        if self._token == structure.token:
-            return True
-        runs = self.__dict__["_runs"]
+    def _prepare(self) -> Runs:
+        """Makes the pipelines of the list as it is now."""
+        token = structure.token
+        runs = self._runs
+        if self._token is token:
+            return runs
         if runs is None:
             runs = self._make_runs()
         for run in runs:
@@ -217,11 +234,13 @@ class Sequential(ReportingMixin, torch.nn.Module):
         is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
         self.__dict__["_pipeline"] = runs[0].plain_pipeline() if is_simple else None
         self.__dict__["_runs"] = runs
-        self.__dict__["_token"] = structure.token
-        return True
+        self.__dict__["_token"] = token
+        return runs
 
-    def _make_runs(self) -> list[OpRun | torch.nn.Module]:
-        runs: list[OpRun | torch.nn.Module] = []
+    _prepared_runs = property(_C.native_getter(_prepare, structure, "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
+
+    def _make_runs(self) -> Runs:
+        runs: Runs = []
         units: list[FusibleOperation] = []
         for module in [*self._modules.values(), None]:
             if isinstance(module, FusibleOperation):
@@ -235,7 +254,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return runs
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": None, "_pipeline": None, "_token": ""}
+        return {**self.__dict__, "_runs": None, "_pipeline": None, "_token": None}
 
 
 def _checked(module: Any) -> torch.nn.Module:

@@ -21,6 +21,11 @@ class Reshape(BasicOperation):
     _option_names = ("shape",)
 
     def __init__(self, shape: Iterable[int]) -> None:
+        """Makes a change of shape.
+
+        Args:
+            shape: sizes of y; at most one is -1 and follows from the others.
+        """
         super().__init__()
         self.shape = tuple(int(size) for size in shape)
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
@@ -37,6 +42,11 @@ class ConstantScale(BasicOperation):
     _option_names = ("scale",)
 
     def __init__(self, scale: float) -> None:
+        """Makes a multiplication by a constant.
+
+        Args:
+            scale: the factor.
+        """
         super().__init__()
         self.scale = float(scale)
 
@@ -55,6 +65,11 @@ class Dropout(BasicOperation):
     _depends_on_training = True
 
     def __init__(self, p: float) -> None:
+        """Makes a dropout.
+
+        Args:
+            p: probability in [0, 1] with which an element becomes zero.
+        """
         super().__init__()
         self.p = float(p)
         if not 0 <= self.p <= 1:
@@ -71,6 +86,12 @@ class Quantize(BasicOperation):
     _option_names = ("quantize_forward", "quantize_backward")
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        """Makes a point of rounding.
+
+        Args:
+            forward: whether x is rounded.
+            backward: whether the gradient is.
+        """
         super().__init__()
         self.quantize_forward = bool(forward)
         self.quantize_backward = bool(backward)
@@ -89,6 +110,11 @@ class AddExtraInput(BasicOperation):
     num_extra_inputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
+        """Makes a sum with an extra input.
+
+        Args:
+            in_place: whether the sum may be written into the extra input.
+        """
         super().__init__()
         self.in_place = bool(in_place)
 
@@ -103,6 +129,11 @@ class MakeExtraOutput(BasicOperation):
     num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
+        """Makes a fork.
+
+        Args:
+            in_place: whether backward may add into the memory of a gradient.
+        """
         super().__init__()
         self.in_place = bool(in_place)
 

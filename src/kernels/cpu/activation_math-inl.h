@@ -28,21 +28,21 @@ template <class Gate>
 struct Gated {
   template <size_t N>
   static HWY_INLINE Pack<N> value(const Pack<N>& x) {
-    // -infinity must not reach the product with sigmoid = 0; +infinity may reach the one with sigmoid = 1.
-    const Pack<N> low = at_least(Gate::kLow, x);
-    return low * sigmoid(Gate::exp_negated(at_most(Gate::kHigh, low)));
+    // Below kLow the sigmoid is 0: a finite x gives -0 and -infinity NaN, as torch's formulas do.
+    return x * sigmoid(Gate::exp_negated(at_most(Gate::kHigh, at_least(Gate::kLow, x))));
   }
 
   /// value(x), the same bits, and grad * derivative at x.
   template <size_t N>
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
-    const Pack<N> low = at_least(Gate::kLow, x);
-    const Pack<N> bounded = at_most(Gate::kHigh, low);
+    const Pack<N> bounded = at_most(Gate::kHigh, at_least(Gate::kLow, x));
     const Pack<N> e = Gate::exp_negated(bounded);
     const Pack<N> s = sigmoid(e);
     // 1 - sigmoid without cancellation; the bound makes it 0, not NaN, where e is infinite and s is 0.
     const Pack<N> complement = at_most(FLT_MAX, e) * s;
-    return {low * s, grad * mul_add(Gate::inner_slope(bounded * s, bounded), complement, s)};
+    // x * 0 is what torch's formulas come to at infinity, NaN; it changes nothing at a finite x.
+    const Pack<N> slope = mul_add(x, Pack<N>(0.0f), s);
+    return {x * s, grad * mul_add(Gate::inner_slope(bounded * s, bounded), complement, slope)};
   }
 
  private:

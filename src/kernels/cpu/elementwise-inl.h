@@ -32,6 +32,7 @@ HWY_INLINE void for_each_chunk(size_t cols, const Body& body) {
 /// Calls `body(row, column, count)` for pieces of rows, on several threads where that pays. No result may depend on the pieces.
 template <typename Body>
 HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
+  if (cols == 0) return;  // however many rows there are
   if (rows * cols <= kTaskElements) {
     for (size_t r = 0; r < rows; ++r) body(r, size_t{0}, cols);
     return;
@@ -106,6 +107,7 @@ HWY_INLINE void accumulate(const float* values, float* sums, size_t count) {
 /// leaves the totals, rounded once, in `totals`. Blocks of rows are summed apart and added in order; the blocks depend on `rows` alone.
 template <typename Body>
 HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, const Body& body) {
+  if (cols == 0) return;
   constexpr size_t kMinBlockRows = 32, kMaxBlocks = 32;
   const size_t block_rows = std::max(kMinBlockRows, (rows + kMaxBlocks - 1) / kMaxBlocks);
   const size_t blocks = std::max<size_t>(1, (rows + block_rows - 1) / block_rows);

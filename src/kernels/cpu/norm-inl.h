@@ -236,9 +236,11 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
   }
   const double from_origin = sum / n;
   const double variance = (squares_within + squares_between - sum * from_origin) / n;
-  // max keeps NaN, its first argument, and drops what rounding leaves below zero.
+  // max keeps NaN, its first argument, and drops what rounding leaves below zero. Squares that overflowed make the row NaN: their
+  // inverse root, 0, would make it look like a row of equal numbers.
+  const double spread = std::isinf(variance) ? NAN : std::max(variance, 0.0);
   return {static_cast<float>(origin + from_origin),
-          static_cast<float>(1.0 / std::sqrt(std::max(variance, 0.0) + eps))};
+          static_cast<float>(1.0 / std::sqrt(spread + eps))};
 }
 
 /// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of bfloat16 are added in another

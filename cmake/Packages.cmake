@@ -1,0 +1,31 @@
+# Says in one line what Debian packages are missing, before anything else fails for want of them.
+#
+# TANDEM_HIGHWAY_DIR: the folder of Highway's headers.
+set(missing_packages)
+set(missing_files)
+if(NOT CMAKE_CXX_COMPILER AND NOT DEFINED ENV{CXX})
+  find_program(TANDEM_ANY_CXX NAMES c++ g++ clang++)
+  if(NOT TANDEM_ANY_CXX)
+    list(APPEND missing_packages g++)
+    list(APPEND missing_files "a C++ compiler")
+  endif()
+endif()
+
+# tandem_need(variable header package): sets `variable` to the folder of a header.
+macro(tandem_need variable header package)
+  find_path(${variable} NAMES ${header} PATHS /usr/include /usr/local/include)
+  if(NOT ${variable})
+    list(APPEND missing_packages ${package})
+    list(APPEND missing_files ${header})
+  endif()
+endmacro()
+tandem_need(TANDEM_HIGHWAY_DIR hwy/highway.h libhwy-dev)
+tandem_need(TANDEM_JSON_DIR nlohmann/json.hpp nlohmann-json3-dev)
+if(NOT DEFINED TANDEM_CLI OR TANDEM_CLI)
+  tandem_need(TANDEM_CLI11_DIR CLI/CLI.hpp libcli11-dev)
+endif()
+if(missing_packages)
+  list(JOIN missing_packages " " missing_packages)
+  list(JOIN missing_files ", " missing_files)
+  message(FATAL_ERROR "tandem: expected ${missing_files}, got a system without. Run: apt-get install ${missing_packages}")
+endif()

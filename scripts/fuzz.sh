@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Builds the libFuzzer programs of tests/fuzz (clang++, AddressSanitizer and UndefinedBehaviorSanitizer) and runs each for so many
+# seconds over its corpus. What a run learns stays in build/fuzz/corpus; an input that fails is written to build/fuzz.
+# usage: scripts/fuzz.sh [SECONDS] [TARGET...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
+seconds=${1:-30}
+targets=("${@:2}")
+[ ${#targets[@]} -gt 0 ] || targets=(description checkpoint)
+
+mkdir -p build/fuzz
+probe='extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+if ! clang++ -x c++ -fsanitize=fuzzer,address,undefined - -o build/fuzz/probe <<<"$probe" 2>/dev/null; then
+  echo "skipped: no clang++ with libFuzzer (Debian package libclang-rt-14-dev)"
+  exit 0
+fi
+
+configure fuzz
+compile fuzz "${targets[@]/#/fuzz_}"
+# libtorch is not instrumented: see tests/CMakeLists.txt.
+export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:strict_string_checks=1:allocator_may_return_null=1
+export UBSAN_OPTIONS=print_stacktrace=1
+for target in "${targets[@]}"; do
+  echo "fuzz: $target, $seconds s"
+  mkdir -p "build/fuzz/corpus/$target"
+  # A pipeline that takes longer than 20 s to plan and run, or 4 GiB, is a finding too.
+  "build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
+    -dict="tests/fuzz/$target.dict" -artifact_prefix="build/fuzz/$target-" -verbosity=0 -print_final_stats=1 \
+    "build/fuzz/corpus/$target" "tests/fuzz/corpus/$target"
+done

@@ -1,0 +1,51 @@
+// Whether device kernels may run on tensors as they are, or somebody must see each operation.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace tandem {
+
+/// Keys that a plain tensor does not have.
+inline constexpr c10::DispatchKeySet kNotPlain(
+    {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
+     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched,
+     c10::DispatchKey::Batched, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+     c10::DispatchKey::ZeroTensor});
+/// Keys that thread-local state includes while something wants to see every operation.
+inline constexpr c10::DispatchKeySet kWatching(
+    {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
+     c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+     c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::FuncTorchVmapMode,
+     c10::DispatchKey::VmapMode, c10::DispatchKey::PythonDispatcher, c10::DispatchKey::Fake,
+     c10::DispatchKey::Tracer});
+
+/// Whether functorch, a mode or a tracer sees the operations of this thread.
+inline bool is_watched() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatching) ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+/// A strided CPU or CUDA tensor whose memory holds its elements.
+inline bool is_plain(const at::Tensor& tensor) {
+  return !tensor.key_set().has_any(kNotPlain) && (tensor.is_cpu() || tensor.is_cuda()) &&
+         tensor.layout() == at::kStrided;
+}
+
+/// Whether forward-mode differentiation follows the tensor.
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr &&
+         tensor._fw_grad(/*level=*/0).defined();
+}
+
+/// Whether two tensors are one object or views of one storage.
+inline bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
+  const at::TensorImpl *one = a.unsafeGetTensorImpl(), *other = b.unsafeGetTensorImpl();
+  if (one == other) return true;
+  if (!one->has_storage() || !other->has_storage()) return false;
+  return one->unsafe_storage().unsafeGetStorageImpl() ==
+         other->unsafe_storage().unsafeGetStorageImpl();
+}
+
+}  // namespace tandem

@@ -1,0 +1,151 @@
+#include "bindings/autocast.h"
+
+#include <atomic>
+#include <optional>
+
+#include "bindings/hold.h"
+
+namespace tandem::bindings {
+
+namespace py = pybind11;
+
+namespace {
+
+/// How many regions Python has entered and not left: where there are none, no call looks for one.
+std::atomic<int64_t> open_regions{0};
+
+PyObject* variable() {
+  static PyObject* const variable = PyContextVar_New("tandem.autocast", nullptr);
+  return variable;
+}
+
+void set_context_region(RegionPtr region) {
+  const py::capsule value(new RegionPtr(std::move(region)),
+                          [](void* pointer) { delete static_cast<RegionPtr*>(pointer); });
+  PyObject* token = PyContextVar_Set(variable(), value.ptr());
+  if (token == nullptr) throw py::error_already_set();
+  Py_DECREF(token);
+}
+
+/// The innermost region of the Python context. Where it has none, a region that C++ code has entered around Python counts, never one
+/// of another context.
+RegionPtr context_region() {
+  PyObject* value = nullptr;
+  if (PyContextVar_Get(variable(), nullptr, &value) != 0) throw py::error_already_set();
+  const auto kept = py::reinterpret_steal<py::object>(value);
+  if (kept)
+    if (RegionPtr region =
+            innermost_open(*static_cast<RegionPtr*>(PyCapsule_GetPointer(kept.ptr(), nullptr))))
+      return region;
+  RegionPtr region = thread_region();
+  while (region && region->owner) region = innermost_open(region->outer);
+  return region;
+}
+
+const ActiveRecipe* context_recipe() {
+  if (open_regions.load(std::memory_order_relaxed) == 0) return active_recipe();
+  const RegionPtr region = context_region();
+  return region ? region->recipe : nullptr;
+}
+
+void enter(const std::string& json, py::object owner) {
+  RegionPtr region = make_region(json, context_region(), hold(std::move(owner)));
+  set_context_region(region);
+  exchange_thread_region(std::move(region));
+  ++open_regions;
+}
+
+void leave(const py::object& owner) {
+  const RegionPtr innermost = context_region();
+  RegionPtr region = innermost;
+  while (region && region->owner.get() != owner.ptr()) region = innermost_open(region->outer);
+  TORCH_CHECK(region != nullptr,
+              "autocast: expected a region that was entered in this thread and async context, got "
+              "one that was not. Leave it where it was entered.");
+  region->is_open.store(false, std::memory_order_relaxed);
+  --open_regions;
+  set_context_region(innermost_open(innermost));
+  exchange_thread_region(thread_region());
+  TORCH_CHECK(region == innermost,
+              "autocast: expected the innermost region to be left first, got one that others were "
+              "entered in since. It has ended and they are in force until they are left. Nest the "
+              "blocks, and yield from none in a generator whose caller enters regions.");
+}
+
+/// `tandem._C.in_force.recipe`: an attribute of a type in C, which Dynamo reads, guards and sets as it is: guards ask for what the
+/// calling thread and context have.
+PyObject* get_recipe(PyObject*, void*) {
+  const ActiveRecipe* recipe = context_recipe();
+  return recipe == nullptr ? PyUnicode_InternFromString("null")
+                           : PyUnicode_FromString(recipe->json.c_str());
+}
+
+/// What a compiled function does at its end with the recipe that it leaves in force: it must be the one from before.
+int set_recipe(PyObject* self, PyObject* value, void*) {
+  const auto before = py::reinterpret_steal<py::object>(get_recipe(self, nullptr));
+  if (value != nullptr && PyUnicode_Check(value) && PyUnicode_Compare(value, before.ptr()) == 0)
+    return 0;
+  PyErr_SetString(PyExc_RuntimeError,
+                  "autocast: expected a compiled function to leave the regions that it enters, "
+                  "innermost first, got one that did not. Use with blocks in it.");
+  return -1;
+}
+
+py::object in_force() {
+  static PyGetSetDef attributes[] = {
+      {"recipe", get_recipe, set_recipe, "The recipe in force as JSON.", nullptr},
+      {"outside_compiled_code", get_recipe, nullptr, "The same, never set while tracing.", nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  PyType_Slot slots[] = {{Py_tp_getset, attributes}, {0, nullptr}};
+  PyType_Spec spec{"tandem._C.InForce", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+  if (!type) throw py::error_already_set();
+  return type();
+}
+
+}  // namespace
+
+ContextRegion::ContextRegion() {
+  if (open_regions.load(std::memory_order_relaxed) == 0) return;
+  RegionPtr region = context_region();
+  if (region == thread_region()) return;
+  before_ = exchange_thread_region(std::move(region));
+  is_exchanged_ = true;
+}
+
+ContextRegion::~ContextRegion() {
+  if (is_exchanged_) exchange_thread_region(std::move(before_));
+}
+
+void bind_autocast(py::module_& module) {
+  module.def("enter_autocast", &enter, py::arg("recipe"), py::arg("owner"));
+  module.def("exit_autocast", &leave, py::arg("owner"));
+  module.def("active_recipe", []() -> std::optional<std::string> {
+    const ActiveRecipe* recipe = context_recipe();
+    return recipe == nullptr ? std::nullopt : std::optional(recipe->json);
+  });
+  module.attr("in_force") = in_force();
+  module.def(
+      "native_getter",
+      [](const py::function& getter, const py::object& changes, const py::object& token,
+         const py::object& value) {
+        return py::cpp_function([=](const py::object& self) -> py::object {
+          if (!token.is_none()) {
+            const py::dict fields = self.attr("__dict__");
+            PyObject* known = PyDict_GetItem(fields.ptr(), token.ptr());
+            if (known != nullptr && known == changes.attr("token").ptr())
+              if (PyObject* found = PyDict_GetItem(fields.ptr(), value.ptr()))
+                return py::reinterpret_borrow<py::object>(found);
+          }
+          return getter(self);
+        });
+      },
+      py::arg("getter"), py::arg("changes") = py::none(), py::arg("token") = py::none(),
+      py::arg("value") = py::none(),
+      "A property of this getter is an attribute to Dynamo: it calls the getter instead of tracing "
+      "it, and guards by calling it again. "
+      "Where the object's attribute `token` is `changes.token`, its attribute `value` is the "
+      "answer, and no Python runs.");
+}
+
+}  // namespace tandem::bindings

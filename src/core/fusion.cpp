@@ -1,0 +1,38 @@
+#include "core/fusion.h"
+
+#include <algorithm>
+
+namespace tandem {
+
+Value Match::operator[](const MemberOperand& operand) const {
+  const Step& step = *steps[operand.member];
+  if (operand.name == kOtherRead) {
+    Value other = Value::none;
+    for (const Value value : step.reads) {
+      if (!exists(value) || std::any_of(steps.begin(), steps.end(),
+                                        [&](const Step* member) { return writes(*member, value); }))
+        continue;
+      if (exists(other)) return Value::none;  // two of them: neither is the one
+      other = value;
+    }
+    return other;
+  }
+  if (const size_t read = position(step.read_names, operand.name); read != npos)
+    return step.reads[read];
+  return written(operand);
+}
+
+Value Match::written(const MemberOperand& operand) const {
+  const Step& step = *steps[operand.member];
+  const size_t write = position(step.write_names, operand.name);
+  return write == npos ? Value::none : step.writes[write];
+}
+
+bool Match::has(const MemberOperand& operand) const {
+  const Step& step = *steps[operand.member];
+  if (operand.name == kOtherRead) return exists((*this)[operand]);
+  return position(step.read_names, operand.name) != npos ||
+         position(step.write_names, operand.name) != npos;
+}
+
+}  // namespace tandem

@@ -1,0 +1,130 @@
+#include "pipeline/compare.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/isinf.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/view_as_real.h>
+
+#include <limits>
+#include <sstream>
+
+namespace tandem {
+
+namespace {
+
+double largest_number_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::max();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::max();
+    case at::kFloat:
+      return std::numeric_limits<float>::max();
+    default:
+      return std::numeric_limits<double>::max();
+  }
+}
+
+std::string described(const at::Tensor& tensor) {
+  std::ostringstream text;
+  if (!tensor.defined()) return "none";
+  text << c10::toString(tensor.scalar_type()) << ' ' << tensor.sizes();
+  return text.str();
+}
+
+std::string expected_got(const std::string& expected, const std::string& got) {
+  return "expected " + expected + ", got " + got;
+}
+
+/// Both as float64 without NaN, infinities as the dtype's largest number; `problem` says where that is not possible.
+struct Numbers {
+  at::Tensor got, expected;
+  std::string problem;
+};
+
+Numbers numbers_of(const at::Tensor& got, const at::Tensor& expected) {
+  if (!got.defined() && !expected.defined()) return {};
+  if (got.defined() != expected.defined() || got.scalar_type() != expected.scalar_type() ||
+      got.sizes() != expected.sizes())
+    return {{}, {}, expected_got(described(expected), described(got))};
+  if (got.is_complex())
+    return numbers_of(at::view_as_real(got.resolve_conj()),
+                      at::view_as_real(expected.resolve_conj()));
+  if (!got.is_floating_point()) {
+    if (at::equal(got, expected)) return {};
+    return {{}, {}, expected_got("equal integers", "different ones")};
+  }
+  const at::Tensor a = got.detach().to(at::kDouble), b = expected.detach().to(at::kDouble);
+  const at::Tensor nan = at::isnan(b);
+  if (!at::equal(at::isnan(a), nan))
+    return {{}, {}, expected_got("NaN in the same places", "NaN in others")};
+  const double largest = largest_number_of(got.scalar_type());
+  return {a.masked_fill(nan, 0).clamp(-largest, largest),
+          b.masked_fill(nan, 0).clamp(-largest, largest), ""};
+}
+
+}  // namespace
+
+double unit_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return 0x1p-10;
+    case at::kBFloat16:
+      return 0x1p-7;
+    case at::kFloat:
+    case at::kComplexFloat:
+      return 0x1p-23;
+    case at::kDouble:
+    case at::kComplexDouble:
+      return 0x1p-52;
+    default:
+      return 0;
+  }
+}
+
+double largest_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0 || !tensor.is_floating_point()) return 0;
+  const at::Tensor size = at::abs(tensor.detach().to(at::kDouble));
+  return size.masked_fill((at::isnan(size)).logical_or(at::isinf(size)), 0).max().item<double>();
+}
+
+std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
+                       double scale) {
+  const auto [a, b, problem] = numbers_of(got, expected);
+  if (!problem.empty() || !a.defined() || a.numel() == 0) return problem;
+  // Divided first: the difference of two large numbers may overflow.
+  const at::Tensor size = at::maximum(at::abs(a), at::abs(b))
+                              .clamp_min(std::max(scale, std::numeric_limits<double>::min()));
+  const at::Tensor apart = at::abs(a / size - b / size).flatten();
+  const int64_t worst = apart.argmax().item<int64_t>();
+  if (apart[worst].item<double>() <= tolerance) return "";
+  std::ostringstream want, have;
+  want.precision(9);
+  have.precision(9);
+  want << expected.detach().flatten()[worst].item<double>() << " at element " << worst << " within "
+       << tolerance << " of " << size.flatten()[worst].item<double>();
+  have << got.detach().flatten()[worst].item<double>();
+  return expected_got(want.str(), have.str());
+}
+
+std::string difference_in_norm(const at::Tensor& got, const at::Tensor& expected,
+                               double tolerance) {
+  const auto [a, b, problem] = numbers_of(got, expected);
+  if (!problem.empty() || !a.defined() || a.numel() == 0) return problem;
+  const at::Tensor both_infinite =
+      at::isinf(got.detach()).logical_and(at::isinf(expected.detach()));
+  const at::Tensor x = a.masked_fill(both_infinite, 0), y = b.masked_fill(both_infinite, 0);
+  const double largest =
+      std::max({largest_of(x), largest_of(y), std::numeric_limits<double>::min()});
+  const double apart = (x / largest - y / largest).norm().item<double>(),
+               size = (y / largest).norm().item<double>();
+  if (apart <= tolerance * size) return "";
+  std::ostringstream have;
+  have << apart / size;
+  return expected_got("a relative error in norm within " + std::to_string(tolerance), have.str());
+}
+
+}  // namespace tandem

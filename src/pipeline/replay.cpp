@@ -1,0 +1,211 @@
+#include "pipeline/replay.h"
+
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "executor/executor.h"
+#include "kernel_ops/quantize.h"
+#include "pipeline/compare.h"
+
+namespace tandem {
+
+namespace {
+
+/// Sums and functions are computed in float32 where their results are rounded to less: so many units of it per op, and per square root
+/// of the longest dimension that is summed over (roundings have either sign).
+constexpr double kUnitsPerOp = 8, kUnitsPerSum = 4;
+/// However many ops a fused step replaces.
+constexpr double kLargestTolerance = 0x1p-4;
+
+/// Half a unit in the last place of a format's numbers, relative: codes of inputs that differ in their last bit are mostly the same.
+double unit_of_format(Format format) { return format == Format::fp8_e4m3 ? 0x1p-4 : 0x1p-3; }
+
+bool is_same_step(const Step& a, const Step& b) {
+  return a.run == b.run && a.kind == b.kind && a.reads == b.reads && a.covers == b.covers;
+}
+
+/// The unfused steps that a fused one replaces.
+Steps members_of(const Step& fused, const Steps& unfused) {
+  Steps members;
+  for (const Step& step : unfused)
+    if (!step.covers.empty() && std::includes(fused.covers.begin(), fused.covers.end(),
+                                              step.covers.begin(), step.covers.end()))
+      members.push_back(step);
+  return members;
+}
+
+/// How far results of `step` may be from those of its members, relative to the largest element on the way: one rounding per op.
+double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Frame& values) {
+  double tolerance = 0, arithmetic = 0;
+  int64_t longest = 1;
+  const auto note = [&](const Step& member) {
+    double unit = 0;
+    for (const Values* list : {&member.writes, &member.reads})
+      for (const Value value : *list) {
+        if (!exists(value) || index_of(value) >= plan.types.size()) continue;
+        const Type& type = plan.types[index_of(value)];
+        if (type.format != Format::plain && !is_fp8(type.format)) continue;
+        if (list == &member.writes) unit = std::max(unit, unit_of(type.dtype));
+        const at::Tensor& tensor = values.tensor(value);
+        if (!tensor.defined()) continue;
+        for (const int64_t size : tensor.sizes()) longest = std::max(longest, size);
+      }
+    tolerance += unit;
+    arithmetic = std::max(arithmetic, unit <= unit_of(at::kDouble) ? unit : unit_of(at::kFloat));
+  };
+  for (const Step& member : members) note(member);
+  if (members.empty()) note(step);
+  const double ops = static_cast<double>(std::max<size_t>(members.size(), 1));
+  tolerance +=
+      arithmetic * (kUnitsPerOp * ops + kUnitsPerSum * std::sqrt(static_cast<double>(longest)));
+  return std::min(tolerance, kLargestTolerance);
+}
+
+at::Tensor decoded(Frame& frame, Value codes) {
+  const Type& type = frame.type(codes);
+  return kernel_ops::dispatch<kernel_ops::Dequantize>(
+      frame.tensor(codes, 0), frame.tensor(codes, 1), std::string_view(name_of(type.format)),
+      type.dtype)[0];
+}
+
+}  // namespace
+
+Replay::Replay(const Plan& plan, at::TensorList inputs, at::TensorList params)
+    : plan_(plan), frame_(Path::direct, plan.types, plan.slot_of, plan.tensor_slots) {
+  frame_.reserve_side_values(plan.opaques, plan.shapes);
+  for (size_t i = 0; i < inputs.size(); ++i) frame_.tensor(plan.inputs[i]) = inputs[i];
+  for (size_t i = 0; i < params.size(); ++i) frame_.tensor(plan.params[i]) = params[i];
+}
+
+void Replay::run(const Steps& steps, at::Generator& generator) {
+  for (const Step& step : steps) {
+    if (step.runs_user_code)
+      generator_states_[step.covers.empty() ? Part{} : step.covers.front()] = generator.get_state();
+    Step keeping = step;
+    keeping.dead.clear();
+    run_step(frame_, keeping);
+  }
+}
+
+bool Replay::has(Value value) {
+  if (!exists(value) || index_of(value) >= plan_.types.size()) return false;
+  const Format format = frame_.type(value).format;
+  return format == Format::shape || format == Format::opaque || frame_.tensor(value).defined();
+}
+
+at::Tensor Replay::generator_state(const Part& part) const {
+  const auto known = generator_states_.find(part);
+  return known == generator_states_.end() ? at::Tensor() : known->second;
+}
+
+StepCheck::StepCheck(const Plan& fused, int64_t& comparisons)
+    : frame_(Path::direct, fused.types, fused.slot_of, fused.tensor_slots),
+      bounds_(fused.types.size()),
+      comparisons_(comparisons) {
+  frame_.reserve_side_values(fused.opaques, fused.shapes);
+}
+
+/// Takes a value over from the reference. Private values of joint fusions are here already.
+bool StepCheck::provide(Value value, Replay& reference) {
+  if (!reference.has(value)) return false;
+  switch (const Format format = frame_.type(value).format; format) {
+    case Format::shape:
+      frame_.shape(value) = reference.frame().shape(value);
+      break;
+    case Format::opaque:
+      frame_.opaque(value) = reference.frame().opaque(value);
+      break;
+    default:
+      for (size_t part = 0; part < tensors_per_value(format); ++part)
+        frame_.tensor(value, part) = reference.frame().tensor(value, part);
+  }
+  return true;
+}
+
+std::string StepCheck::compare(const Step& step, size_t write, const Steps& members,
+                               Replay& reference, bool& is_same) {
+  const Value value = step.writes[write];
+  const Format format = frame_.type(value).format;
+  if (!reference.has(value) || tensors_per_value(format) == 0) return "";
+  Frame& expected = reference.frame();
+  ++comparisons_;
+  bool equal = true;
+  for (size_t part = 0; part < tensors_per_value(format); ++part)
+    equal &= difference(frame_.tensor(value, part), expected.tensor(value, part), 0, 0).empty();
+  if (equal) return "";
+  is_same = false;
+  const double tolerance = tolerance_of(step, members, reference.plan(), expected);
+  if (is_fp8(format)) {
+    for (const size_t part : {1, 2})
+      if (auto found =
+              difference(frame_.tensor(value, part), expected.tensor(value, part), tolerance, 0);
+          !found.empty())
+        return (part == 1 ? "dequant_scale: " : "amax: ") + found;
+    return difference_in_norm(decoded(frame_, value), decoded(expected, value),
+                              unit_of_format(format));
+  }
+  // What lies between the members and is written by no fused step is rounded too, at its own size.
+  const at::Tensor& result = expected.tensor(value);
+  double scale = largest_of(result);
+  for (const Step& member : members)
+    for (const Value between : member.writes)
+      if (exists(between) && !writes(step, between) && reference.has(between) &&
+          frame_.type(between).format == Format::plain &&
+          expected.tensor(between).numel() == result.numel())
+        scale = std::max(scale, largest_of(expected.tensor(between)));
+  return difference(frame_.tensor(value), result, tolerance, scale);
+}
+
+void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {
+  Bound bound;
+  for (const Value value : step.reads)
+    if (exists(value)) {
+      bound.relative = std::max(bound.relative, bounds_[index_of(value)].relative);
+      bound.in_norm |= bounds_[index_of(value)].in_norm;
+    }
+  if (is_same && bound.relative == 0) return;
+  bound.relative += tolerance;
+  for (const Value value : step.writes) {
+    if (!exists(value)) continue;
+    Bound written = bound;
+    if (const Format format = frame_.type(value).format; is_fp8(format)) {
+      written.relative = std::max(written.relative, unit_of_format(format));
+      written.in_norm = true;
+    }
+    bounds_[index_of(value)] = written;
+  }
+}
+
+WrongStep StepCheck::check(const Steps& steps, const Steps& unfused, Replay& reference,
+                           at::Generator& generator) {
+  for (const Step& step : steps) {
+    const Steps members = members_of(step, unfused);
+    const double tolerance = tolerance_of(step, members, reference.plan(), reference.frame());
+    const bool is_unfused = std::any_of(unfused.begin(), unfused.end(), [&](const Step& other) {
+      return is_same_step(step, other);
+    });
+    bool is_same = true;
+    if (!is_unfused) {
+      for (const Value value : step.reads)
+        if (exists(value)) provide(value, reference);
+      if (step.runs_user_code && !members.empty())
+        if (const at::Tensor state = reference.generator_state(members.front().covers.front());
+            state.defined())
+          generator.set_state(state);
+      Step keeping = step;
+      keeping.dead.clear();
+      run_step(frame_, keeping);
+      for (size_t w = 0; w < step.writes.size(); ++w) {
+        if (!exists(step.writes[w])) continue;
+        if (auto found = compare(step, w, members, reference, is_same); !found.empty())
+          return {step.name, frame_.type(step.writes[w]).name + ": " + found, step};
+      }
+    }
+    carry_bounds(step, is_same, tolerance);
+  }
+  return {};
+}
+
+}  // namespace tandem

@@ -1,0 +1,116 @@
+"""Output that cannot be written, and inputs that cannot be read whole."""
+
+import os
+import resource
+import subprocess
+
+import pytest
+from program import MLP, TANDEM, TINY, assert_refused, contents, tandem, train
+
+COMMANDS = {
+    "help": ["--help"],
+    "no command": [],
+    "version": ["--version"],
+    "help of a command": ["verify", "--help"],
+    "explain": ["explain", *MLP],
+    "explain json": ["explain", *MLP, "--json"],
+    "verify": ["verify", *MLP],
+    "verify json": ["verify", *MLP, "--json"],
+    "bench": ["bench", *MLP, "--rounds", "1"],
+    "bench json": ["bench", *MLP, "--rounds", "1", "--json"],
+    "doctor": ["doctor"],
+    "doctor json": ["doctor", "--json"],
+    "train": ["train", *TINY, "--steps", "1", "--runs", "plain"],
+    "train json": ["train", *TINY, "--steps", "1", "--runs", "plain", "--json"],
+}
+
+
+def run_with_output(arguments, stdout, **options):
+    return subprocess.run([TANDEM, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_output_that_cannot_be_written(tmp_path, command):
+    arguments = COMMANDS[command]
+    if arguments[:1] == ["train"]:
+        arguments = [*arguments, "--out", tmp_path / "out"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(writer, "w") as broken:
+        for stdout, reason in ((full, "No space left on device"), (broken, "Broken pipe")):
+            done = run_with_output(arguments, stdout)
+            assert done.returncode == 2, done.stderr
+            assert f"expected a standard output that can be written, got an error ({reason}). Free" in done.stderr
+
+
+def test_closed_output_is_not_a_file_that_is_opened_later(tmp_path):
+    """Without file number 1, the next file opened would get it, and the table."""
+    out = tmp_path / "out"
+    done = run_with_output(["train", *TINY, "--steps", "1", "--runs", "plain", "--out", out], None, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 2 and "(Bad file descriptor)" in done.stderr
+    assert not any(b"Curves and plan:" in data for data in contents(out).values())
+
+
+def test_progress_that_cannot_be_written_stops_nothing(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        done = subprocess.run(
+            [TANDEM, "train", *TINY, "--steps", "2", "--runs", "plain", "--out", tmp_path / "out"],
+            stdout=subprocess.PIPE,
+            stderr=broken,
+            timeout=300,
+        )
+    assert done.returncode == 0 and b"Text drawn" in done.stdout
+
+
+def test_explain_output(tmp_path):
+    """--output replaces a file and the file behind a link, writes to devices, and says what cannot be written."""
+    plan, link = tmp_path / "plan.svg", tmp_path / "link.svg"
+    plan.write_text("old")
+    link.symlink_to(plan)
+    tandem("explain", *MLP, "--format", "svg", "--output", link)
+    assert link.is_symlink() and "<svg" in plan.read_text()
+    assert os.listdir(tmp_path) in (["plan.svg", "link.svg"], ["link.svg", "plan.svg"])
+    tandem("explain", *MLP, "--output", "/dev/null")
+    assert not os.path.isfile("/dev/null")
+    for path, reason in (
+        ("/dev/full", "No space left"),
+        (tmp_path, "a folder"),
+        (tmp_path / "none" / "plan", "No such file"),
+        (plan / "below", "Not a directory"),
+    ):
+        done = tandem("explain", *MLP, "--output", path, check=False)
+        assert_refused(done, "a file that can be", f"{path} ({reason}", command="tandem explain")
+
+
+def test_text_that_does_not_fit_in_memory(tmp_path):
+    text, limit = tmp_path / "text.txt", 16 << 30
+    with open(text, "wb") as file:
+        file.truncate(2 * limit)  # takes no space on the disk
+    done = train(
+        tmp_path / "out", "--text", text, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    )
+    assert_refused(done, "text.txt (34.4 GB, more than the memory that this process may use)", "--text")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_from_a_pipe_is_read_to_its_end(tmp_path):
+    text = b"a text that comes in parts, " * 20000
+    done = subprocess.run(
+        [TANDEM, "train", *TINY, "--steps", "1", "--runs", "plain", "--text", "/dev/stdin", "--out", tmp_path / "out", "--checkpoint-every", "1"],
+        input=text,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f'"bytes": {len(text)}' in (tmp_path / "out" / "checkpoint.json").read_text()
+
+
+def test_text_without_permission(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read anything")
+    text = tmp_path / "text.txt"
+    text.write_text("mine" * 1000)
+    text.chmod(0)
+    assert_refused(train(tmp_path / "out", "--text", text, check=False), "text.txt (Permission denied)", "--text")

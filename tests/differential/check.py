@@ -1,0 +1,50 @@
+"""Runs one case in every way that it asks for, and judges it."""
+
+from __future__ import annotations
+
+from differential import case as cases
+from differential.build import build, user_fusions
+from differential.case import Case
+from differential.compare import Verdict, compare_outcomes, judge
+from differential.modes import execute, regions, unfused
+
+
+def check(case: Case) -> Verdict:
+    mode = case["mode"]
+    built = build(case)
+    outcome = execute(built, case)
+    verdict = judge(built, case, outcome)
+    if verdict.status == "right" and mode.get("verify"):
+        found = _verified(case)
+        if found.is_failure:
+            return found
+    if verdict.status != "right" or mode.get("recipe") is None:
+        return verdict
+    return _check_against_itself(case, verdict)
+
+
+def _verified(case: Case) -> Verdict:
+    """What is right passes `verify` too, which then gives no false alarm."""
+    built = build(case)
+    with user_fusions(case["mode"].get("fuse")), regions(case["mode"]):
+        report = built.module.verify(built.x, *built.extras)
+    return Verdict("right") if report else Verdict("wrong", f"a false alarm: {report.text}")
+
+
+def _check_against_itself(case: Case, verdict: Verdict) -> Verdict:
+    """Under a recipe: compiled against eager, and fused against unfused, as both round at the same places."""
+    mode = case["mode"]
+    if any(op["k"] == "dropout" for op in case["ops"]) or mode.get("func") or mode.get("mut") is not None:
+        return verdict
+    built = build(case)
+    first = execute(built, case)
+    if mode.get("run") == "compile":
+        eager = {**case, "mode": {key: value for key, value in mode.items() if key not in ("run", "backend", "dynamic")}}
+        other = build(case)
+        found = compare_outcomes(built, case, first, execute(other, eager), "compiled against eager")
+        return found if found.is_failure else verdict
+    other = build(case)
+    if mode.get("run") or any(op["k"] in cases.PLAIN or op.get("hook") or op.get("ip") for op in other.resolved):
+        return verdict
+    found = compare_outcomes(built, case, first, execute(other, case, unfused(other, not mode.get("eval"))), "fused against unfused")
+    return found if found.is_failure else verdict

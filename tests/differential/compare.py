@@ -1,0 +1,244 @@
+"""Judges an outcome: right, refused as documented, refused wrongly, or wrong.
+
+How far a result may lie from float64: a few roundings of the coarsest dtype in the case, relative to the tensor's largest element; where it
+lies farther, at most SPREAD times as far as float64 runs with random roundings (reference.py) lie from the exact one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from differential.build import Built
+from differential.case import DTYPES, Case
+from differential.modes import Outcome
+from differential.reference import UNIT, Reference, Valued
+
+ROUNDINGS = 4  # roundings of the coarsest dtype that need no further look: ops of a pipeline and their sums
+SPREAD = 8  # of the largest of SAMPLES noisy runs: their roundings are random, those of kernels need not be
+SAMPLES, MORE_SAMPLES = 6, 80  # the second where the first do not explain it: at kinks and between codes few runs tell little
+
+# What the documentation says is refused: the condition on a case, and the text of the error.
+REFUSALS = [
+    ("float64 under a recipe", r"expected float32, bfloat16 or float16 under a recipe, got float64"),
+    ("a Python op under torch.func", r"expected ops with a composite form under torch.func"),
+    ("an in-place write to what backward reads", r"modified by an inplace operation|is a view and .* modified inplace|expected .* in place"),
+    ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient"),
+    ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
+    ("a Python op that returns another dtype", r"to which the op's tensors promote"),
+    ("a dropout of integers", r"dropout: expected x of dtype"),
+    ("a tensor that an in-place sum may not write", r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),
+]
+
+
+@dataclass
+class Verdict:
+    """`status`: right, refused, skipped, wrong, refused wrongly, accepted, crashed."""
+
+    status: str
+    text: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status in ("wrong", "refused wrongly", "accepted", "crashed")
+
+
+def _references(built: Built, mode: Case, outcome: Outcome, noise: int | None = None):
+    """Values and gradients of one evaluation of the reference."""
+    reference = Reference(built, mode, outcome.outputs or None, noise)
+    values = reference.run()
+    return reference, values
+
+
+def _gradients(reference: Reference, values: list[Valued], outcome: Outcome, factors: list[float]) -> list[torch.Tensor | None]:
+    pairs = [
+        (value.value * factor, grad.double())
+        for value, grad, factor in zip(values, outcome.given, factors, strict=True)
+        if grad is not None and value.value.requires_grad
+    ]
+    asked = [reference.leaves[i] for i in outcome.asked]
+    if not pairs or not asked:
+        return [None] * len(reference.leaves)
+    asked_with_grad = [leaf for leaf in asked if leaf.requires_grad]
+    found = iter(torch.autograd.grad([y for y, _ in pairs], asked_with_grad, [g for _, g in pairs], allow_unused=True, retain_graph=True))
+    grads: list[torch.Tensor | None] = [None] * len(reference.leaves)
+    for i in outcome.asked:
+        if reference.leaves[i].requires_grad:
+            grads[i] = next(found)
+    return grads
+
+
+def judge(built: Built, case: Case, outcome: Outcome) -> Verdict:
+    mode = case["mode"]
+    try:
+        if mode.get("func") in ("vjp", "grad"):
+            for leaf in built.leaves:
+                if leaf.is_floating_point():
+                    leaf.requires_grad_(True)
+        reference, values = _references(built, mode, outcome)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        if outcome.error is not None:
+            return Verdict("refused", "as torch")
+        return Verdict("accepted", f"torch raises {type(error).__name__}: {str(error)[:160]}")
+    if reference.overflows:
+        return Verdict("skipped", "overflow")
+    if outcome.error is not None:
+        return _judge_error(built, case, outcome, reference)
+    if outcome.in_place_error is not None:
+        return Verdict("refused", "in-place write to an output")
+    outcome.notes += reference.notes
+    if outcome.notes:
+        return Verdict("wrong", outcome.notes[0])
+    if len(values) != len(outcome.outputs):
+        return Verdict("wrong", f"{len(outcome.outputs)} outputs for {len(values)}")
+    found = Verdict("right")
+    for aliased in ([False, True] if any(outcome.aliases) else [False]):
+        found = _judge_numbers(built, case, outcome, reference, values, aliased)
+        if not found.is_failure:
+            break
+    return Verdict("skipped", "overflow") if found.is_failure and reference.overflows else found
+
+
+def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Reference) -> Verdict:
+    mode, text = case["mode"], f"{type(outcome.error).__name__}: {outcome.error}"
+    has_python = any(op["k"].startswith("py_") for op in built.resolved)
+    in_place = any(op.get("ip") and op["k"] == "add" for op in built.resolved)
+    is_outside = not mode.get("inside") or mode.get("bw") == "thread"  # a region belongs to its thread
+    outside = mode.get("run") in ("ckpt", "ckpt_re") and mode.get("recipe") is not None and is_outside
+    applies = [reference.refuses_float64, has_python and bool(mode.get("func")), mode.get("mut") is not None, bool(mode.get("func") and mode.get("recipe") is not None), outside, reference.refuses_dtype, True, in_place]
+    for (name, pattern), is_possible in zip(REFUSALS, applies, strict=True):
+        if is_possible and re.search(pattern, text):
+            return Verdict("refused", name)
+    return Verdict("refused wrongly", text[:300])
+
+
+def _factors(outcome: Outcome, mode: Case, count: int, aliased: bool) -> list[float]:
+    """What a later in-place product with 2 makes of each output."""
+    if mode.get("mut") is None:
+        return [1.0] * count
+    which = mode["mut"] % count
+    return [2.0 if (i == which and outcome.outputs[i].is_floating_point()) or (aliased and outcome.aliases[i]) else 1.0 for i in range(count)]
+
+
+def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Reference, values: list[Valued], aliased: bool) -> Verdict:
+    mode = case["mode"]
+    factors = _factors(outcome, mode, len(values), aliased)
+    differentiable = mode.get("grad", "grad") == "grad"
+    expected: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
+    for i, (value, output) in enumerate(zip(values, outcome.outputs, strict=True)):
+        if value.dtype != output.dtype:
+            return Verdict("wrong", f"output {i} has dtype {output.dtype}, not {value.dtype}")
+        if tuple(value.value.shape) != tuple(output.shape):
+            return Verdict("wrong", f"output {i} has shape {tuple(output.shape)}, not {tuple(value.value.shape)}")
+        expected.append((f"output {i}", output, value.value * factors[i]))
+    has_python = any(op["k"].startswith("py_") for op in built.resolved)
+    may_require_more = has_python or mode.get("run") == "ckpt_re" or bool(mode.get("func"))  # all outputs of a node do
+    if differentiable:
+        for i, (value, grad) in enumerate(zip(values, outcome.given, strict=True)):
+            wanted = mode.get("give") is None or i in mode["give"]
+            if wanted and value.value.requires_grad and grad is None and mode.get("run") != "ckpt_re":
+                return Verdict("wrong", f"output {i} does not require grad")
+            if grad is not None and not value.value.requires_grad and not may_require_more:
+                return Verdict("wrong", f"output {i} requires grad")
+        grads = _gradients(reference, values, outcome, factors)
+        for i in outcome.asked:
+            expected.append((f"gradient of {built.names[i]}", outcome.grads[i], grads[i]))
+    failed = [
+        n for n, (name, actual, wanted) in enumerate(expected)
+        if not _is_close(actual, wanted, _unit(built, mode) * ROUNDINGS)
+    ]
+    for n in failed:
+        name, actual, wanted = expected[n]
+        if actual is not None and name.startswith("gradient") and actual.dtype != built.leaves[built.names.index(name[12:])].dtype:
+            return Verdict("wrong", f"{name} has dtype {actual.dtype}")
+    if not failed:
+        return Verdict("right")
+    for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
+        if not failed:
+            break
+        spreads = _spreads(built, mode, outcome, expected, factors, differentiable, samples)
+        failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
+    for n in failed:
+        name, actual, wanted = expected[n]
+        error = f"{_distance(actual, wanted):.3g}, where roundings explain {SPREAD * spreads[n]:.3g} (largest {_largest(wanted):.3g})"
+        return Verdict("wrong", f"{name} is off by {error}")
+    return Verdict("right", "by spread")
+
+
+def _spreads(built: Built, mode: Case, outcome: Outcome, expected: list, factors: list[float], differentiable: bool, samples: range) -> list[float]:
+    spreads = [0.0] * len(expected)
+    for sample in samples:
+        noisy, values = _references(built, mode, outcome, noise=sample)
+        results = [v.value * f for v, f in zip(values, factors, strict=True)]
+        if differentiable:
+            grads = _gradients(noisy, values, outcome, factors)
+            results += [grads[i] for i in outcome.asked]
+        for n, (result, (_, _, wanted)) in enumerate(zip(results, expected, strict=True)):
+            spreads[n] = max(spreads[n], _distance(result, wanted))
+    return spreads
+
+
+def _zero_like(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(()) if a is None and b is None else torch.zeros_like(b if a is None else a, dtype=torch.float64) if a is None else a
+
+
+def _distance(actual: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
+    if actual is None and wanted is None:
+        return 0.0
+    a, w = _zero_like(actual, wanted).detach().double(), _zero_like(wanted, actual).detach().double()
+    if a.shape != w.shape:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    difference = (a - w).abs()
+    difference = torch.where((a == w) | (a.isnan() & w.isnan()), 0.0, difference)
+    return float("inf") if difference.isnan().any() else difference.max().item()
+
+
+def _largest(wanted: torch.Tensor | None) -> float:
+    return 0.0 if wanted is None or wanted.numel() == 0 else wanted.detach().double().abs().max().item()
+
+
+def _is_close(actual: torch.Tensor | None, wanted: torch.Tensor | None, bound: float) -> bool:
+    least = 0.0  # what rounding to the least numbers of the dtype may take away
+    if actual is not None and actual.is_floating_point():
+        least = 2 * torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
+    return _distance(actual, wanted) <= bound * _largest(wanted) + least
+
+
+def _unit(built: Built, mode: Case) -> float:
+    dtypes = {t.dtype for t in built.leaves if t.is_floating_point()} | {DTYPES[mode["ac"]] for _ in range("ac" in mode)}
+    return max((UNIT[d] for d in dtypes), default=2.0**-23)
+
+
+def compare_outcomes(built: Built, case: Case, a: Outcome, b: Outcome, what: str) -> Verdict:
+    """Two ways of Tandem to run the same case: as near to each other as roundings leave them."""
+    if (a.error is None) != (b.error is None):
+        raised = a.error or b.error
+        return Verdict("wrong", f"{what}: one raises {type(raised).__name__}: {str(raised)[:200]}")
+    if a.error is not None:
+        return Verdict("refused", "both")
+    mode = case["mode"]
+    factors = [1.0] * len(a.outputs)
+    expected = [(f"output {i}", x, y) for i, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True))]
+    expected += [(f"gradient of {built.names[i]}", a.grads[i], b.grads[i]) for i in a.asked]
+    failed = [n for n, (_, x, y) in enumerate(expected) if not _is_close(x, y, ROUNDINGS * _unit(built, mode))]
+    if not failed:
+        return Verdict("right")
+    reference, values = _references(built, mode, a)
+    exact = [v.value for v in values]
+    if a.asked:
+        grads = _gradients(reference, values, a, factors)
+        exact += [grads[i] for i in a.asked]
+    for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
+        if not failed:
+            break
+        spreads = _spreads(built, mode, a, [(None, None, e) for e in exact], factors, bool(a.asked), samples)
+        failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
+    for n in failed:
+        name, x, y = expected[n]
+        error = f"{_distance(x, y):.3g}, where roundings explain {SPREAD * spreads[n]:.3g} (largest {_largest(y):.3g})"
+        return Verdict("wrong", f"{what}: {name} differs by {error}")
+    return Verdict("right", "by spread")

@@ -1,0 +1,254 @@
+"""Random cases. One integer gives one case; `kind` is "eager" or "compiled"."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from differential import case as cases
+from differential.case import Case
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65)
+ROWS = ((), (0,), (1,), (2,), (3,), (3,), (5,), (7,), (8,), (17,), (2, 3), (3, 1), (1, 4), (2, 0), (2, 3, 2), (2, 1, 3))
+LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice")
+KINDS = (
+    ["linear"] * 6 + ["basic"] * 3 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
+    + ["swiglu"] * 4 + ["geglu"] * 2 + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
+    + ["add"] * 6 + ["make"] * 6
+)
+PYTHON = ["py_weighted", "py_sin", "py_swap", "py_swap_whole", "py_product", "py_outputs", "py_child", "py_buffer"]
+
+
+def generate(seed: int, kind: str) -> Case:
+    r = random.Random(f"{kind} {seed}")
+    mode = _mode(r, kind)
+    dtype = r.choice(["f32"] * 5 + ["f64"] * (0 if "recipe" in mode and r.random() < 0.9 else 3) + ["bf16"] * 2 + ["f16"])
+    mixed = r.random() < 0.2
+    case: Case = {"x": _given(r, (*r.choice(ROWS), r.choice(WIDTHS)), dtype, mixed, "x"), "ops": [], "mode": mode, "seed": seed}
+    has_python, has_in_place = r.random() < 0.15, r.random() < 0.15
+    plain_between = r.random() < 0.1
+    sharing = r.random() < 0.2
+    wanted = 1 + min(int(r.expovariate(0.22)), 14)
+    while len(case["ops"]) < wanted:
+        op = _op(r, case, dtype, mixed, has_python, has_in_place, plain_between, sharing)
+        if op is None:
+            continue
+        case["ops"].append(op)
+        try:
+            cases.resolve(case)
+        except cases.Invalid:
+            case["ops"].pop()
+    if r.random() < 0.04 and len(case["ops"]) > 1:
+        r.choice([op for op in case["ops"] if op["k"] not in cases.PLAIN] or [{}])["hook"] = 1
+    _limit_mode(r, case)
+    if r.random() < 0.02:  # large enough for the products that have a library of their own
+        case["x"]["s"] = (r.choice([64, 127, 200]), case["x"]["s"][-1])
+        for op in case["ops"]:
+            if "out" in op:
+                op["out"] = r.choice([128, 130, 256])
+        return case if _fits(case) else generate(seed + 10**12, kind)
+    return case
+
+
+def _fits(case: Case) -> bool:
+    try:
+        cases.resolve(case)
+    except cases.Invalid:
+        return False
+    return True
+
+
+def _dtype(r: random.Random, dtype: str, mixed: bool) -> str:
+    return r.choice(["f32", "f64", "bf16", "f16"]) if mixed and r.random() < 0.4 else dtype
+
+
+def _given(r: random.Random, shape: tuple[int, ...], dtype: str, mixed: bool, what: str) -> Case:
+    spec: Case = {"s": shape} if what == "x" else {}
+    spec["d"] = _dtype(r, dtype, mixed)
+    if mixed and r.random() < 0.08:
+        spec["d"] = r.choice(["i64", "i32", "u8"])
+    layout = r.choice(LAYOUTS)
+    if layout != "plain":
+        spec["l"] = layout
+    if r.random() < 0.25:
+        spec["g"] = 0
+    return spec
+
+
+def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool, has_in_place: bool, plain_between: bool, sharing: bool) -> Any:
+    resolved = cases.resolve(case)
+    shape = resolved[-1]["out_shape"] if resolved else tuple(case["x"]["s"])
+    kind = r.choice(PYTHON) if has_python and r.random() < 0.4 else r.choice(KINDS)
+    if plain_between and r.random() < 0.15:
+        kind = r.choice(["nn_tanh", "nn_neg", "nested"])
+    op: Case = {"k": kind}
+    if sharing and r.random() < 0.4:
+        fitting = [o for o in resolved if o.get("in", shape[-1:] and shape[-1]) == (shape[-1] if shape else None) and o["k"] not in cases.PLAIN]
+        if fitting:
+            op = {"k": "same", "same": r.choice(fitting)["i"]}
+            return {**op, **_extra_of(r, case, resolved, shape, dtype, mixed)} if r.random() < 0.3 else op
+    own = _dtype(r, dtype, mixed)
+    if kind in cases.WITH_PARAMS and own != "f32":
+        op["d"] = own
+    if kind in ("linear", "basic"):
+        op["out"] = r.choice(WIDTHS) if r.random() < 0.5 else 2 * r.choice((1, 2, 3, 4, 8, 9, 16, 17, 32))
+        if r.random() < 0.35 and shape:
+            op["out"] = shape[-1]
+        if kind == "linear" and r.random() < 0.35:
+            op["bias"] = 0
+    elif kind in ("rms", "ln"):
+        if r.random() < 0.3:
+            op["eps"] = r.choice([1e-3, 1e-6, 0.1])
+        if r.random() < 0.3:
+            op["zc"] = 1
+    elif kind == "scale":
+        op["f"] = r.choice([2.0, -1.5, 0.3, 1.0, 0.0])
+    elif kind == "dropout":
+        op["p"] = r.choice([0.5, 0.5, 0.25, 0.0, 1.0])
+        if r.random() < 0.2:
+            op["eval"] = 1
+    elif kind == "quantize":
+        op["fwd"], op["bwd"] = r.choice([(1, 0), (0, 1), (1, 1), (0, 0)])
+    elif kind == "reshape":
+        op["shape"] = _target(r, shape)
+    elif kind == "nested":
+        op["ops"] = [{"k": k, **({"d": own} if k in cases.WITH_PARAMS else {})} for k in r.choices(["rms", "gelu", "bias", "relu", "scale", "ln"], k=r.randint(0, 3))]
+    if kind in ("add", "py_swap", "py_swap_whole", "py_product"):
+        op.update(_extra_of(r, case, resolved, shape, dtype, mixed))
+        if kind == "add" and has_in_place and r.random() < 0.6:
+            op["ip"] = 1
+            if r.random() < 0.15:
+                op["leaf"] = 1
+    if kind in ("make", "py_swap", "py_swap_whole", "py_outputs"):
+        if r.random() < 0.6:
+            op["ch_out"] = f"c{len(resolved)}"
+            op["to_caller"] = int(r.random() < 0.4)
+        if kind == "make" and r.random() < 0.15:
+            op["ip"] = 1
+    if kind in cases.WITH_PARAMS:
+        if r.random() < 0.2:
+            op["frozen"] = r.choice(["w", "b", "wb"])
+        if sharing and r.random() < 0.3 and resolved:
+            tied = [o["i"] for o in resolved if o["k"] == kind and o.get("in") == shape[-1:][0] and o.get("out") == op.get("out")] if shape else []
+            if tied:
+                op["tie"] = r.choice(tied)
+    return op
+
+
+def _extra_of(r: random.Random, case: Case, resolved: list[Case], shape: tuple[int, ...], dtype: str, mixed: bool) -> Case:
+    """Where an extra input comes from: a channel, the caller, or a tensor that is somewhere else already."""
+    names = [o["write"] for o in resolved if "write" in o]
+    if names and r.random() < 0.7:
+        return {"ch": r.choice(names)}
+    extra = _given(r, shape, dtype, mixed, "extra")
+    if r.random() < 0.08:
+        extra["from"] = "x" if r.random() < 0.6 else r.randint(0, 2)
+    return extra
+
+
+def _target(r: random.Random, shape: tuple[int, ...]) -> tuple[int, ...]:
+    count, last = math.prod(shape), shape[-1] if shape else 1
+    divisors = [d for d in (1, 2, 3, 4, 8, last) if d and count and count % d == 0] or [1]
+    d = r.choice(divisors)
+    options: list[tuple[int, ...]] = [(-1, last) if last else (0, 0), shape]
+    if count:
+        options += [(-1, d), (d, -1), (-1,), (count // d, d), (-1, 1, last)]
+    return r.choice(options)
+
+
+def _mode(r: random.Random, kind: str) -> Case:
+    mode: Case = {}
+    if kind == "compiled":
+        mode["run"] = "compile"
+        if r.random() < 0.03:
+            mode["backend"] = "inductor"
+        if r.random() < 0.3:
+            mode["dynamic"] = True
+    elif r.random() < 0.12:
+        mode["run"] = r.choice(["ckpt", "ckpt_re"])
+    roll = r.random()
+    if roll < 0.08:
+        mode["grad"] = "no_grad"
+    elif roll < 0.13 and kind == "eager":
+        mode["grad"] = "inference"
+    if kind == "eager" and r.random() < 0.12 and "run" not in mode:
+        mode["hooks"] = r.choice(["copy", "numpy", "cpu"])
+    if r.random() < 0.15:
+        mode["ac"] = r.choice(["bf16", "bf16", "f16"])
+    if r.random() < 0.15:
+        mode["recipe"] = _recipe(r)
+    if kind == "eager" and "run" not in mode and "hooks" not in mode and r.random() < 0.04:
+        mode["func"] = r.choice(["vjp", "call"])
+    if r.random() < 0.4:
+        mode["bw"] = r.choice(["retain", "batched", "acc", "thread"] if kind == "eager" else ["retain", "acc", "thread"])
+    if r.random() < 0.3:
+        mode["gl"] = r.choice(["expand", "strided", "t"])
+    if r.random() < 0.25:
+        mode["give"] = tuple(sorted(r.sample(range(6), r.randint(1, 3))))
+    if r.random() < 0.25:
+        mode["ask"] = tuple(sorted(r.sample(range(10), r.randint(1, 5))))
+    if kind == "eager" and "run" not in mode and r.random() < 0.06:
+        mode["mut"] = r.randint(0, 3)
+        if r.random() < 0.3:
+            mode["leaf"] = 1
+    if r.random() < 0.12:
+        mode["warm"] = r.choice([1, 2])
+    if r.random() < 0.08:
+        mode["eval"] = 1
+    if kind == "eager" and r.random() < 0.04:
+        mode["verify"] = 1
+    if r.random() < 0.05:
+        mode["fuse"] = tuple(r.sample(["relu_scale", "silu_scale", "gelu_scale", "bias_relu"], r.randint(1, 4)))
+    return mode
+
+
+def _recipe(r: random.Random) -> Case:
+    recipe: Case = {}
+    if r.random() < 0.3:
+        recipe["pow2"] = 1
+    if r.random() < 0.3:
+        recipe["format"] = "E4M3"
+    if r.random() < 0.2:
+        recipe["eps_" + r.choice(["input", "weight", "grad_output"])] = r.choice([1e-3, 8.0])
+    return recipe
+
+
+def _limit_mode(r: random.Random, case: Case) -> None:
+    """What cannot go together: a checkpoint runs forward twice, so nothing may be written in it; hooks see no functional calls."""
+    mode = case["mode"]
+    if "func" in mode:
+        for key in ("mut", "bw", "give", "ask", "grad", "warm", "fuse"):
+            mode.pop(key, None)
+        for op in case["ops"]:
+            if op["k"] == "dropout":
+                op["p"] = 0.0
+    if "fuse" in mode:  # fusions in Python know nothing of recipes; they are given what they fuse
+        mode.pop("recipe", None)
+        for _ in range(r.randint(1, 3)):
+            at = r.randint(0, len(case["ops"]))
+            pair = r.choice([["relu", "scale"], ["silu", "scale"], ["gelu", "scale"]])
+            _insert(case, at, [{"k": pair[0]}, {"k": pair[1], "f": r.choice([2.0, -0.5])}])
+    if mode.get("grad") in ("no_grad", "inference"):
+        for key in ("mut", "bw", "give", "ask", "gl", "hooks"):
+            mode.pop(key, None)
+    if mode.get("mut") is not None or mode.get("run") or mode.get("func") or mode.get("grad") or any(op.get("ip") for op in case["ops"]):
+        mode.pop("verify", None)  # it has a backward of its own, and writes nothing
+    if mode.get("run") in ("ckpt", "ckpt_re"):
+        mode.pop("mut", None)
+        if "recipe" in mode and r.random() < 0.6:
+            mode["inside"] = 1  # the region
+        if mode["run"] == "ckpt_re":  # which knows no other backward
+            mode.pop("ask", None)
+            mode["bw"] = "acc"
+        elif mode.get("bw") == "batched":  # under which torch draws no random numbers again
+            mode.pop("bw")
+
+
+def _insert(case: Case, at: int, ops: list[Case]) -> None:
+    count = len(ops)
+    for op in case["ops"]:
+        for key in ("same", "tie"):
+            if key in op and op[key] >= at:
+                op[key] += count
+    case["ops"][at:at] = ops

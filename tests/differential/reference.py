@@ -1,0 +1,316 @@
+"""The same pipeline in plain torch and float64, beside it the dtype that each value would have.
+
+`noise` multiplies every value and every gradient by 1 + u r, with u the rounding of its dtype and r random in [-1, 1]: how far the results
+of such runs lie apart is how much roundings matter in this case, whatever rounds where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from differential.build import Built
+from differential.case import Case
+
+UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+LARGEST_FLOAT16 = 3e4  # half of it: sums on the way are larger than what they end in
+FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+
+
+@dataclass
+class Valued:
+    """A value and the dtype that it has in the pipeline. Integers are what they are, as torch decides what may be done with them."""
+
+    value: torch.Tensor
+    dtype: torch.dtype
+
+
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unit, generator):
+        ctx.unit, ctx.generator = unit, generator
+        return _shaken(x, unit, generator)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _shaken(grad, ctx.unit, ctx.generator), None, None
+
+
+def _shaken(x: torch.Tensor, unit: float, generator: torch.Generator) -> torch.Tensor:
+    r = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1
+    shaken = x * (1 + unit * r)
+    return shaken + 2.0**-24 * r if unit == UNIT[torch.float16] else shaken  # float16 underflows early
+
+
+def quantized(x: torch.Tensor, name: str, recipe: Case, role: str) -> torch.Tensor:
+    """x in the format and back: one scale per tensor, from its largest magnitude."""
+    dtype, largest = FORMATS[name]
+    if x.numel() == 0:
+        return x
+    amax = max(x.abs().max().item(), recipe.get("eps_" + role, 0.0))
+    # in float32, as the specification has it: a scale that may be held, and its inverse
+    scale = torch.tensor(largest, dtype=torch.float32) / torch.tensor(amax, dtype=torch.float32)
+    scale = scale.clamp(max=torch.finfo(torch.float32).max) if amax > 0 else torch.ones(())
+    if recipe.get("pow2"):
+        scale = 2.0 ** scale.double().log2().floor()
+    inverse = (1 / scale.float()).double()
+    return (x * scale.double()).clamp(-largest, largest).float().to(dtype).double() * inverse
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, recipe):
+        gradient = "e4m3" if recipe.get("format") == "E4M3" else "e5m2"
+        qx, qw = quantized(x, "e4m3", recipe, "input"), quantized(weight, "e4m3", recipe, "weight")
+        ctx.save_for_backward(qx, qw)
+        ctx.gradient, ctx.recipe = gradient, recipe
+        return qx @ qw.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        qx, qw = ctx.saved_tensors
+        g = quantized(grad, ctx.gradient, ctx.recipe, "grad_output")
+        return g @ qw, g.reshape(-1, g.shape[-1]).t() @ qx.reshape(-1, qx.shape[-1]), None
+
+
+class _QuantizedPoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, recipe, forward, backward):
+        ctx.recipe, ctx.backward_too = recipe, backward
+        return quantized(x, "e4m3", recipe, "input") if forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = "e4m3" if ctx.recipe.get("format") == "E4M3" else "e5m2"
+        return (quantized(grad, gradient, ctx.recipe, "grad_output") if ctx.backward_too else grad), None, None, None
+
+
+class Reference:
+    """One evaluation. `leaves` are float64 copies of the leaves of `built`, `outputs` those of the pipeline, for the masks of dropouts."""
+
+    def __init__(self, built: Built, mode: Case, outputs: list[torch.Tensor] | None, noise: int | None = None) -> None:
+        self.built, self.mode, self.given = built, mode, outputs
+        self.autocast = {"bf16": torch.bfloat16, "f16": torch.float16}.get(mode.get("ac"))
+        self.recipe = mode.get("recipe")
+        self.training = not mode.get("eval")
+        self.generator = None if noise is None else torch.Generator().manual_seed(noise)
+        self.leaves = [self._leaf(t, value) for t, value in zip(built.leaves, built.values, strict=True)]
+        self.results: list[Valued] = []
+        self.refuses_float64 = False
+        self.refuses_dtype = False  # a Python op returns what its tensors do not promote to
+        self.overflows = False  # a value or a gradient that float16 cannot hold
+        self.masks: list[torch.Tensor] = []
+        self.notes: list[str] = []
+
+    def _leaf(self, t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.double().clone().requires_grad_(t.requires_grad) if t.is_floating_point() else value
+
+    def _of(self, t: torch.Tensor) -> Valued:
+        for original, leaf in zip(self.built.leaves, self.leaves, strict=True):
+            if original is t:
+                return Valued(leaf, t.dtype)
+        raise KeyError("a tensor that is no leaf")
+
+    def run(self) -> list[Valued]:
+        x = self._of(self.built.x)
+        extras = iter(self.built.extras)
+        channels: dict[str, Valued] = {}
+        extra_results: list[Valued] = []
+        for op, module in zip(self.built.resolved, self.built.modules, strict=True):
+            given = channels[op["read"]] if "read" in op else None
+            if op["extras"]:
+                given = self._of(next(extras))
+            x, made = self.op(op, module, x, given, 1 + len(extra_results))
+            names = list(op["outputs"])
+            if "write" in op:
+                channels[op["write"]] = made[0]
+                if not op["to_caller"]:
+                    made = made[1:]
+            extra_results += made[: len(names)]
+        self.results = [x, *extra_results]
+        return self.results
+
+    def noisy(self, value: torch.Tensor, dtype: torch.dtype, is_a: torch.dtype | None = None) -> Valued:
+        """The value of an op that rounds to `dtype`; `is_a`: in which it is kept, where that is another."""
+        if self.generator is not None and dtype.is_floating_point and value.is_floating_point():
+            value = _Noise.apply(value, UNIT[dtype], self.generator)
+        elif dtype == torch.float16 and value.requires_grad:
+            value.register_hook(self._watch)
+        if dtype == torch.float16 and value.numel() and value.detach().abs().max() > LARGEST_FLOAT16:
+            self.overflows = True
+        return Valued(value, is_a or dtype)
+
+    def _watch(self, grad: torch.Tensor) -> None:
+        self.overflows |= bool(grad.numel() and grad.abs().max() > LARGEST_FLOAT16)
+
+    # How ops choose the dtype in which they compute.
+
+    def compute(self, x: Valued, weight: torch.dtype | None) -> Valued:
+        """x as an op reads it that computes in the dtype of autocast, of its weight, or of x."""
+        if self.autocast is not None and x.dtype != torch.float64:
+            dtype = self.autocast
+        else:
+            dtype = weight if weight is not None else x.dtype
+        if x.dtype == dtype:
+            return x
+        value = x.value if x.value.is_floating_point() else x.value.double()
+        return self.noisy(value, dtype) if dtype.is_floating_point else x
+
+    def param(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        leaf = self._of(t)
+        return leaf.value if dtype == leaf.dtype and self.generator is None else self.noisy(leaf.value, dtype).value
+
+    def promoted(self, x: Valued, other: Valued) -> torch.dtype:
+        return torch.promote_types(x.dtype, other.dtype)
+
+    def op(self, op: Case, module: Any, x: Valued, extra: Valued | None, position: int) -> tuple[Valued, list[Valued]]:
+        kind = op["k"]
+        if kind in ("identity", "nn_neg"):
+            return (x if kind == "identity" else self.noisy(-x.value, x.dtype)), []
+        if kind == "nn_tanh":
+            if not x.value.is_floating_point():
+                return self.noisy(torch.tanh(x.value.double()), torch.get_default_dtype()), []
+            return self._plain(torch.tanh, x), []
+        if kind == "nested":
+            for inner, part in zip(op["resolved"], module, strict=True):
+                x, _ = self.op(inner, part, x, None, 0)
+            return x, []
+        if kind in ("linear", "basic"):
+            return self._linear(module, x), []
+        if kind == "bias":
+            return self._bias(module.bias, x), []
+        if kind in ("rms", "ln"):
+            return self._norm(op, module, x), []
+        if kind in ("gelu", "silu", "relu", "swiglu", "geglu"):
+            return self._activation(kind, self.compute(x, None)), []
+        if kind == "scale":
+            factor = op.get("f", 2.0)
+            dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+            return self.noisy(x.value.double() * factor, dtype), []
+        if kind == "reshape":
+            return Valued(x.value.reshape(op["shape"]), x.dtype), []
+        if kind == "quantize":
+            return self._quantize(op, x), []
+        if kind == "dropout":
+            return self._dropout(op, x, position)
+        if kind == "make":
+            return x, [x]
+        if kind == "add":
+            return self._add(op, x, extra), []
+        declared = x.dtype if extra is None else self.promoted(x, extra)
+        if self.autocast is None:
+            for param in module.parameters():
+                declared = torch.promote_types(declared, param.dtype)
+        y, made = self._python(kind, module, x, extra)
+        self.refuses_dtype |= any(result.dtype != declared for result in (y, *made))
+        return y, made
+
+    def _plain(self, function: Any, x: Valued) -> Valued:
+        y = function(x.value)
+        return self.noisy(y, x.dtype if x.value.is_floating_point() else y.dtype)
+
+    def _linear(self, module: Any, x: Valued) -> Valued:
+        x = self.compute(x, module.weight.dtype)
+        weight = self.param(module.weight, x.dtype)
+        if self.recipe is not None:
+            self.refuses_float64 |= torch.float64 in (x.dtype, module.weight.dtype)
+            y = _QuantizedProduct.apply(x.value, weight, self.recipe)
+        else:
+            y = x.value @ weight.t()
+        result = self.noisy(y, x.dtype)
+        bias = getattr(module, "bias", None)
+        return result if bias is None else self._bias(bias, result)
+
+    def _bias(self, bias: torch.Tensor, x: Valued) -> Valued:
+        own = x.dtype if self.autocast is not None and x.dtype.is_floating_point else bias.dtype  # under autocast it follows x
+        dtype, value = torch.promote_types(x.dtype, own), self.param(bias, own)
+        return self.noisy(x.value + value, dtype)
+
+    def _norm(self, op: Case, module: Any, x: Valued) -> Valued:
+        x = self.compute(x, module.weight.dtype)
+        weight = self.param(module.weight, x.dtype)
+        if op.get("zc", 0):
+            weight = weight + 1
+        eps, v = op.get("eps", 1e-5), x.value
+        statistics = x.dtype if x.dtype == torch.float64 else torch.float32
+        if op["k"] == "ln":
+            v = self.noisy(v - self.noisy(v.mean(-1, keepdim=True), statistics).value, statistics).value
+        inverse = self.noisy(torch.rsqrt((v * v).mean(-1, keepdim=True) + eps), statistics).value
+        y = self.noisy(v * inverse, statistics).value * weight
+        return self.noisy(y if op["k"] == "rms" else y + self.param(module.bias, x.dtype), x.dtype)
+
+    def _activation(self, kind: str, x: Valued) -> Valued:
+        def gelu(v: torch.Tensor) -> torch.Tensor:
+            return F.gelu(v, approximate="tanh")
+
+        plain = {"gelu": gelu, "silu": F.silu, "relu": F.relu}
+        if kind in plain:
+            return self._plain(plain[kind], x)
+        a, b = x.value.chunk(2, -1)
+        y = (F.silu if kind == "swiglu" else gelu)(a) * b
+        return self.noisy(y, x.dtype if x.value.is_floating_point() else y.dtype)
+
+    def _quantize(self, op: Case, x: Valued) -> Valued:
+        if self.recipe is None or not x.dtype.is_floating_point:
+            return x
+        self.refuses_float64 |= x.dtype == torch.float64
+        y = _QuantizedPoint.apply(x.value, self.recipe, bool(op.get("fwd", 1)), bool(op.get("bwd", 0)))
+        return self.noisy(y, torch.float32 if x.dtype == torch.float64 else x.dtype, x.dtype)
+
+    def _dropout(self, op: Case, x: Valued, position: int) -> tuple[Valued, list[Valued]]:
+        p = op.get("p", 0.5)
+        if not self.training or op.get("eval"):
+            return x, ([x] if op["outputs"] else [])
+        if not x.value.is_floating_point():
+            F.dropout(x.value, p)  # raises
+        if op["outputs"]:
+            mask = torch.ones(x.value.shape) if self.given is None else (self.given[position] != 0).double()
+            self._check_mask(mask, x.value.detach() != 0, 1 - p)
+            mask = torch.where(x.value.detach() == 0, 1.0, mask.double())
+        else:
+            mask = torch.full(x.value.shape, float(p < 1), dtype=torch.float64)
+        y = self.noisy(x.value * mask / (1 - p if p < 1 else 1.0), x.dtype)
+        return y, ([y] if op["outputs"] else [])
+
+    def _check_mask(self, mask: torch.Tensor, is_told: torch.Tensor, kept: float) -> None:
+        """A mask keeps its share, of what other masks have kept too, and is no other's: where more than chance is told from less."""
+        told = mask[is_told]
+        if self.given is None or self.generator is not None or told.numel() < 64:
+            return
+        if abs(told.mean().item() - kept) > 6 * (kept * (1 - kept) / told.numel()) ** 0.5:
+            self.notes.append(f"a dropout keeps {told.mean().item():.3f} of {told.numel()}, not {kept}")
+        if any(m.shape == mask.shape and torch.equal(m, mask) for m in self.masks):
+            self.notes.append("two dropouts have one mask")
+        self.masks.append(mask)
+
+    def _add(self, op: Case, x: Valued, extra: Valued) -> Valued:
+        dtype = self.promoted(x, extra)
+        if op.get("ip") and "read" not in op and self.mode.get("run") != "compile":
+            if not torch.can_cast(dtype, extra.dtype):
+                raise TypeError("result type cannot be written in place")
+            dtype = extra.dtype
+        if not dtype.is_floating_point:
+            return Valued(x.value + extra.value, dtype)
+        return self.noisy(x.value + extra.value, dtype)
+
+    def _python(self, kind: str, module: Any, x: Valued, extra: Valued | None) -> tuple[Valued, list[Valued]]:
+        floating = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+        if kind in ("py_weighted", "py_child"):
+            weight = module.weight if kind == "py_weighted" else module.norm.weight
+            own = weight.dtype if self.autocast is None else x.dtype  # under autocast parameters follow x
+            factor = 1.5 if kind == "py_weighted" else 1.0
+            return self.noisy(x.value * factor * self.param(weight, own), torch.promote_types(x.dtype, own)), []
+        if kind == "py_buffer":
+            return self.noisy(x.value + module.shift.double(), torch.promote_types(x.dtype, module.shift.dtype)), []
+        if kind == "py_sin":
+            return self.noisy(torch.sin(x.value.double()), floating), []
+        if kind in ("py_swap", "py_swap_whole"):
+            return self.noisy(extra.value * 2, extra.dtype), [self.noisy(x.value * 3, x.dtype)]
+        if kind == "py_product":
+            return self.noisy(x.value * extra.value, self.promoted(x, extra)), []
+        if kind == "py_outputs":
+            return self.noisy(x.value + 1, x.dtype), [self.noisy(x.value * x.value, x.dtype), self.noisy(-x.value, x.dtype)]
+        raise KeyError(kind)

@@ -1,0 +1,212 @@
+// Through which values patterns go, and what a fused step may read.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/sigmoid.h>
+#include <gmock/gmock.h>
+
+#include "core/call.h"
+#include "planner/planner.h"
+#include "planner/registry.h"
+#include "support/plans.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string out(const char* channel) {
+  return std::string(R"(make_extra_output {"extra_outputs": [{"channel": ")") + channel +
+         R"(", "to_caller": false}]})";
+}
+std::string in(const char* channel) {
+  return std::string(R"(add_extra_input {"extra_inputs": [{"channel": ")") + channel + R"("}]})";
+}
+
+TEST(ReadsOfFusedSteps, AProductThatOnlyTheFusionHasIsNotItsOwnAddend) {
+  const Ops ops = {"basic_linear", out("r"), "bias", in("r")};
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, inputs, params).decisions(),
+              Contains("linear_bias_add at 0.basic_linear + 2.bias + 3.add_extra_input: "
+                       "0.basic_linear.y is read by the fused step, and only the steps it replaces "
+                       "write it"));
+  const at::Tensor product = inputs[0].matmul(params[0].t());
+  EXPECT_TRUE(near(run(ops, inputs, params).outputs[0], (2 * product + params[1]).detach()));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
+  EXPECT_TRUE(
+      fused_equals_unfused(ops, inputs, params, R"({"recipe": {"name": "Float8CurrentScaling"}})"));
+}
+
+TEST(ReadsOfFusedSteps, AnAddendFromElsewhereIsFused) {
+  const Ops ops = {out("r"), "basic_linear", "bias", in("r")};
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, inputs, params).forward(), HasSubstr("linear_bias_add: "));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
+}
+
+void never(Call&) { FAIL() << "this fusion is not to be made"; }
+
+TEST(ReadsOfFusedSteps, AreNotWhatMembersWrite) {
+  const FusionHandle handle =
+      register_fusion({.name = "test_inner",
+                       .pattern = {"gelu", "silu"},
+                       .run = {.reads = {{0, "x"}, {0, "y"}}, .writes = {{1, "y"}}, .run = never}});
+  const FusionHandle backward = register_fusion(
+      {.name = "test_inner_backward",
+       .pass = Pass::backward,
+       .pattern = {"silu.backward", "gelu.backward"},
+       .run = {.reads = {{0, "grad_y"}, {0, "grad_x"}}, .writes = {{1, "grad_x"}}, .run = never}});
+  EXPECT_THAT(Planned({"gelu", "silu"}, {random({3})}, {}).decisions(),
+              Contains("test_inner at 0.gelu + 1.silu: 0.gelu.y is read by the fused step, and "
+                       "only the steps it replaces write it"));
+  EXPECT_THAT(
+      Planned({"gelu", "silu"}, {leaf({3})}, {}).decisions(),
+      Contains("test_inner_backward at 1.silu.backward + 0.gelu.backward: grad of 0.gelu.y is "
+               "read by the fused step, and only the steps it replaces write it"));
+  EXPECT_TRUE(
+      fused_equals_unfused({"gelu", "silu"}, {leaf({3})}, {}, R"({"fusions_version": 3001})"));
+}
+
+TEST(ReadsOfFusedSteps, OfAJointBackwardAreWhatForwardWrites) {
+  Fusion joint{
+      .name = "test_joint_reads",
+      .pass = Pass::joint,
+      .pattern = {"gelu", "silu"},
+      .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = never},
+      .backward = {.reads = {{1, "grad_y"}, {0, "y"}}, .writes = {{0, "grad_x"}}, .run = never}};
+  {
+    const FusionHandle handle = register_fusion(joint);
+    EXPECT_THAT(Planned({"gelu", "silu"}, {leaf({3})}, {}).decisions(),
+                Contains("test_joint_reads at 0.gelu + 1.silu: forward: 0.gelu.y is demanded "
+                         "outside and the fused step does not write it"));
+  }
+  joint.backward.reads = {{1, "grad_y"}, {0, "grad_y"}};
+  {
+    const FusionHandle handle = register_fusion(joint);
+    EXPECT_THAT(Planned({"gelu", "silu"}, {leaf({3})}, {}).decisions(),
+                Contains(HasSubstr("backward: grad of 0.gelu.y is read by the fused step")));
+  }
+  joint.backward.reads = {{1, "grad_y"}, {0, "y"}};
+  joint.run.writes = {{1, "y"}, {0, "y"}};
+  const FusionHandle handle = register_fusion(joint);
+  const Planned planned({"gelu", "silu"}, {leaf({3})}, {});
+  EXPECT_THAT(planned.forward(), HasSubstr("test_joint_reads: x -> 1.silu.y, 0.gelu.y\n"));
+  EXPECT_THAT(planned.kept(), Contains("0.gelu.y"));
+}
+
+TEST(ReadsOfFusedSteps, OfAGroupAreNotWhatMembersWrite) {
+  static const Fusion fusion{
+      .name = "test_group_reads",
+      .run = {.reads = {{0, "x"}, {2, "extra"}}, .writes = {{2, "y"}}, .run = never}};
+  set_group_fusions([](Pass pass, const Description&) {
+    return pass == Pass::forward ? std::vector<OpGroup>{{0, 2, &fusion, nullptr}}
+                                 : std::vector<OpGroup>();
+  });
+  const Ops ops = {"gelu", out("r"), in("r")};
+  EXPECT_THAT(Planned(ops, {leaf({3})}, {}).decisions(),
+              Contains("test_group_reads at ops 0 to 2: 0.gelu.y is read by the fused step, and "
+                       "only the steps it replaces write it"));
+  set_group_fusions(nullptr);
+}
+
+class SharedNorm : public ::testing::TestWithParam<const char*> {
+ protected:
+  /// One norm twice, its parameters shared.
+  Ops ops() const {
+    const std::string norm = GetParam();
+    const std::string shared =
+        norm + (norm == "rms_norm" ? R"( {"params": [0]})" : R"( {"params": [0, 1]})");
+    return {shared, "gelu", shared};
+  }
+  Tensors params() const {
+    Tensors list{leaf({8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
+    if (std::string(GetParam()) == "rms_norm") list.pop_back();
+    return list;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Norms, SharedNorm, ::testing::Values("rms_norm", "layer_norm"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(SharedNorm, TheSumOfItsWeightGradientsIsNoResidual) {
+  for (const bool needs_grad : {false, true})
+    for (const auto& sizes : {std::vector<int64_t>{8}, std::vector<int64_t>{4, 8}}) {
+      const Tensors inputs{needs_grad ? leaf(sizes) : random(sizes)};
+      EXPECT_THAT(Planned(ops(), inputs, params()).backward(), Not(HasSubstr("backward_add")));
+      EXPECT_TRUE(fused_equals_unfused(ops(), inputs, params()));
+    }
+}
+
+TEST_P(SharedNorm, InResidualBranchesIsFusedThroughGradX) {
+  const std::string norm = ops()[0];
+  const Ops branches = {out("a"), norm, "gelu", in("a"), out("b"), norm, "gelu", in("b")};
+  for (const bool needs_grad : {false, true}) {
+    const Tensors inputs{needs_grad ? leaf({4, 8}) : random({4, 8})};
+    const std::string backward = Planned(branches, inputs, params()).backward();
+    size_t made = 0;
+    for (size_t at = 0; (at = backward.find("norm_backward_add: ", at)) != std::string::npos; ++at)
+      ++made;
+    EXPECT_EQ(made, needs_grad ? 2u : 1u) << backward;
+    EXPECT_TRUE(fused_equals_unfused(branches, inputs, params()));
+  }
+}
+
+TEST(Links, AreTheMainResultUnlessNamed) {
+  // The sum of a shared norm's weight gradients is reached by that name only.
+  Fusion fusion{
+      .name = "test_link",
+      .pass = Pass::backward,
+      .pattern = {"rms_norm.backward", StepKind::add},
+      .run = {.reads = {{0, "grad_y"}, {0, "x"}, {0, "weight"}, {0, "inv_rms"}, {1, kOtherRead}},
+              .writes = {{1, "y"}, {0, "grad_x"}},
+              .run = never}};
+  const Ops ops = {R"(rms_norm {"params": [0]})", "gelu", R"(rms_norm {"params": [0]})"};
+  {
+    const FusionHandle handle = register_fusion(fusion);
+    EXPECT_THAT(Planned(ops, {random({4, 8})}, {leaf({8})}).backward(),
+                Not(HasSubstr("test_link: ")));
+  }
+  fusion.pattern = {"rms_norm.backward",
+                    PatternStep(StepKind::add).through("grad_weight", kAnyRead)};
+  const FusionHandle handle = register_fusion(fusion);
+  EXPECT_THAT(Planned(ops, {random({4, 8})}, {leaf({8})}).backward(), HasSubstr("test_link: "));
+}
+
+TEST(Links, ComeByTheOperandThatTheyName) {
+  Fusion fusion{
+      .name = "test_operand",
+      .pattern = {"silu", PatternStep("add_extra_input").through("y", "extra")},
+      .run = {.reads = {{0, "x"}, {1, "x"}}, .writes = {{0, "y"}, {1, "y"}}, .run = [](Call& call) {
+                const at::Tensor y = call.in(0) * at::sigmoid(call.in(0));
+                if (call.wants(0)) call.out(0, y);
+                call.out(1, call.in(1) + y);
+              }}};
+  const FusionHandle handle = register_fusion(fusion);
+  EXPECT_THAT(Planned({"silu", "add_extra_input"}, {random({3}), random({3})}, {}).forward(),
+              Not(HasSubstr("test_operand")))
+      << "there it is x";
+  const Ops ops = {"silu", out("s"), "gelu", in("s")};
+  EXPECT_THAT(Planned(ops, {random({3})}, {}).decisions(),
+              Contains("test_operand at 0.silu + 3.add_extra_input: no position is behind all that "
+                       "it reads and before all that reads it"));
+}
+
+TEST(Links, ASumOfAValueWithItselfHasNoOtherTerm) {
+  const Ops ops = {"basic_linear", "bias", out("z"), in("z"), out("w"), in("w")};
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, inputs, params).forward(), Not(HasSubstr("linear_bias_add")));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
+}
+
+TEST(Links, OneValueReadByTwoStepsOfTheSameKind) {
+  const Ops ops = {"basic_linear", "bias",
+                   out("z"),       "gelu",
+                   out("a"),       R"(add_extra_input {"extra_inputs": [{"channel": "z"}]})",
+                   "gelu",         in("a")};
+  const Tensors inputs{leaf({4, 8})}, params{leaf({8, 8}, at::kFloat, 2), leaf({8}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, inputs, params).forward(), HasSubstr("linear_bias_activation: "));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs, params));
+}
+
+}  // namespace
+}  // namespace tandem::testing

@@ -1,0 +1,300 @@
+"""Backward on its own path: torch.autocast, batched gradients and subclasses, torch.jit.trace, checkpoints outside their region."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import llama_mlp, randomize
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tandem
+import tandem.ops as ops
+from tandem.recipe import Float8CurrentScaling
+
+RECIPE = Float8CurrentScaling()
+
+
+def mlp(**kwargs):
+    return randomize(ops.Sequential(ops.LayerNorm(16, **kwargs), ops.Linear(16, 32, **kwargs), ops.GELU(), ops.Linear(32, 8, **kwargs)))
+
+
+# torch.autocast: the plan has the dtypes, in backward as in forward.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["plain", "quantized"])
+@pytest.mark.parametrize("way", ["direct", "dispatch", "compiled", "compiled autograd"])
+def test_backward_inside_torch_autocast_is_that_outside(dtype, recipe, way):
+    if way == "compiled autograd" and recipe is not None:
+        pytest.skip("a recipe is refused under compiled autograd")
+    box, x = mlp(), torch.randn(64, 16, requires_grad=True)
+    grad = torch.randn(64, 8).to(dtype)
+    asked = [x, *box.parameters()]
+    torch._dynamo.reset()
+
+    def forward(function):
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            return function(x)
+
+    with torch.autocast("cpu", dtype=dtype):
+        y = forward(box)
+    expected = torch.autograd.grad(y, asked, grad)
+    if way == "compiled":
+        function = torch.compile(box, backend="aot_eager")
+    elif way == "dispatch":
+        function = lambda x: box(x * torch.ones(()))  # noqa: E731
+    else:
+        function = box
+    with torch.autocast("cpu", dtype=dtype), contextlib.ExitStack() as stack:
+        if way == "dispatch":
+            stack.enter_context(Watching())
+        y = forward(function)
+        if way == "compiled autograd":
+            stack.enter_context(torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")))
+            x.grad = None
+            box.zero_grad()
+            y.backward(grad)
+            actual = [tensor.grad for tensor in asked]
+        else:
+            actual = torch.autograd.grad(y, asked, grad)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.isfinite().all() and a.dtype == e.dtype
+        if recipe is None and way.startswith("compiled"):
+            torch.testing.assert_close(a, e, rtol=0, atol=4 * torch.finfo(dtype).eps * e.abs().max().item())
+        else:
+            assert torch.equal(a, e)
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operation, and notes its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+# Gradients that are not plain.
+
+
+def test_a_mode_sees_the_backward_of_a_direct_forward():
+    box, x = mlp(), torch.randn(4, 16, requires_grad=True)
+    y = box(x)
+    with Watching() as watching:
+        y.sum().backward()
+    assert any("gelu" in name or "activation" in name for name in watching.seen), watching.seen
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["plain", "quantized"])
+@pytest.mark.parametrize("retain", [False, True])
+def test_batched_gradients(recipe, retain):
+    box, x = mlp(), torch.randn(5, 16, requires_grad=True)
+    asked = [x, *box.parameters()]
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = box(x)
+    grads = torch.randn(3, 5, 8)
+    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
+    batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True, retain_graph=retain)
+    for tensor, *expected in zip(batched, *one_by_one, strict=True):
+        expected = torch.stack(expected)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectorized_jacobian(dtype):
+    box, x = mlp(dtype=dtype), torch.randn(2, 16, dtype=dtype)
+    plain = torch.autograd.functional.jacobian(box, x)
+    vectorized = torch.autograd.functional.jacobian(box, x, vectorize=True)
+    torch.testing.assert_close(vectorized, plain, rtol=0, atol=1e-5 * plain.abs().max().item())
+
+
+def test_gradients_of_a_subclass():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    box, x = mlp(), torch.randn(4, 16, requires_grad=True)
+    y, grad = box(x), torch.randn(4, 8)
+    (expected,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    (actual,) = torch.autograd.grad(y, x, TwoTensor(grad, 2 * grad))
+    assert isinstance(actual, TwoTensor)
+    torch.testing.assert_close(actual.a, expected)
+    torch.testing.assert_close(actual.b, 2 * expected)
+
+
+def test_gradients_with_a_tangent_are_refused():
+    x = torch.randn(3, requires_grad=True)
+    y = ops.GELU()(x)
+    with torch.autograd.forward_ad.dual_level():
+        grad = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(NotImplementedError, match="pipeline: expected gradients without a tangent, got one under forward-mode"):
+            torch.autograd.grad(y, x, grad)
+
+
+# torch.jit.trace.
+
+TRACED = {
+    "mlp": lambda: mlp(),
+    "llama": lambda: randomize(llama_mlp()),
+    "identity": lambda: ops.Sequential(ops.Identity()),
+    "mid-model": lambda: nn.Sequential(nn.Linear(16, 16), mlp(), nn.ReLU()),
+    "reshape": lambda: ops.Sequential(ops.Reshape((-1, 4, 4)), ops.SiLU(), ops.Reshape((-1, 16)), randomize(ops.Linear(16, 3))),
+    "gated": lambda: ops.Sequential(randomize(ops.RMSNorm(16)), ops.GEGLU(), ops.ConstantScale(0.5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["grad", "frozen", "no_grad"])
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_is_right_for_other_inputs(name, mode):
+    model = TRACED[name]()
+    x, other = torch.randn(2, 16), torch.randn(2, 16)
+    model(x)
+    if mode == "frozen":
+        model.requires_grad_(False)
+    with torch.no_grad() if mode == "no_grad" else contextlib.nullcontext():
+        traced = torch.jit.trace(model, (x,))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    for module in (traced, torch.jit.load(file)):
+        torch.testing.assert_close(module(other), model(other))
+    if mode != "grad" or name == "identity":
+        return
+    params = list(model.parameters())
+    (model(other).square().sum()).backward()
+    expected = [p.grad for p in params]
+    model.zero_grad()
+    traced(other).square().sum().backward()
+    for param, e in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.grad, e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_with_extra_inputs_and_outputs():
+    box = ops.Sequential(ops.MakeExtraOutput(), randomize(ops.Linear(8, 8)), ops.AddExtraInput())
+    x, extra = torch.randn(2, 8), torch.randn(2, 8)
+    traced = torch.jit.trace(box, (x, extra))
+    for actual, expected in zip(traced(extra, x), box(extra, x), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_inside_a_region_is_refused():
+    box, x = mlp(), torch.randn(4, 16)
+    for mode in (torch.no_grad(), contextlib.nullcontext()):
+        with mode, tandem.autocast(recipe=RECIPE):
+            with pytest.raises(NotImplementedError, match="pipeline: expected no recipe under torch.jit.trace, got one. Trace outside of"):
+                torch.jit.trace(box, (x,))
+
+
+def test_make_fx():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    box, x, other = mlp(), torch.randn(4, 16), torch.randn(4, 16)
+    with torch.no_grad():
+        traced = make_fx(lambda x: box(x))(x)
+        torch.testing.assert_close(traced(other), box(other))
+    graph = make_fx(lambda x: torch.autograd.grad(box(x).sum(), x)[0])(x.requires_grad_())
+    other.requires_grad_()
+    torch.testing.assert_close(graph(other), torch.autograd.grad(box(other).sum(), other)[0])
+
+
+# Checkpoints whose backward runs outside the region.
+
+MISMATCH = r'pipeline: expected a recompute under the recipe of its forward, \{.*Float8CurrentScaling.*\}, got none\. Call backward\(\) inside the tandem\.autocast region'
+
+
+def gradients(x, run):
+    x.grad = None
+    y = run()
+    y.sum().backward()
+    return x.grad.clone()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_outside_the_region_raises(reentrant):
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+    with tandem.autocast(recipe=RECIPE):
+        y = checkpoint(box, x, use_reentrant=reentrant)
+    with pytest.raises(ValueError, match=MISMATCH):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_inside_a_region_that_forward_was_not_in_raises(reentrant):
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+    y = checkpoint(box, x, use_reentrant=reentrant)
+    with tandem.autocast(recipe=RECIPE), pytest.raises(ValueError, match=r"recipe of its forward, none, got \{"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("remedy", ["inside, reentrant", "inside", "context_fn"])
+def test_the_remedies_give_the_gradients_of_no_checkpoint(remedy):
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+
+    def plain():
+        with tandem.autocast(recipe=RECIPE):
+            return box(x)
+
+    expected = gradients(x, plain)
+    x.grad = None
+    with tandem.autocast(recipe=RECIPE):
+        if remedy == "context_fn":
+            y = checkpoint(box, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), tandem.autocast(recipe=RECIPE)))
+        else:
+            y = checkpoint(box, x, use_reentrant=remedy.endswith("reentrant"))
+            y.sum().backward()
+    if remedy == "context_fn":
+        y.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_calls_in_hooks_and_custom_backwards_raise_no_alarm(create_graph):
+    box, x = ops.Sequential(randomize(ops.Linear(8, 8)), ops.GELU()), torch.randn(4, 8, requires_grad=True)
+
+    class UsesPipeline(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return box(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = box(x)
+            return torch.autograd.grad(y, x, grad)
+
+    calls = []
+
+    def hook(_):
+        with torch.no_grad():
+            calls.append(box(x))
+
+    for _ in range(2):  # gradients accumulate; regions come and go
+        with tandem.autocast(recipe=RECIPE):
+            y = box(x)
+        y.register_hook(hook)
+        y.sum().backward(create_graph=create_graph)
+        UsesPipeline.apply(x).sum().backward()
+        with tandem.autocast(recipe=RECIPE):
+            (box(x) + UsesPipeline.apply(x)).sum().backward()
+        with tandem.autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
+            checkpoint(box, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_that_would_write_in_place_again_raises(reentrant):
+    add = ops.AddExtraInput(in_place=True)
+    x, extra = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4) * 1
+    y = checkpoint(lambda x: F.gelu(add(x, extra)), x, use_reentrant=reentrant)
+    with pytest.raises(ValueError, match="expected no write into a caller's tensor while backward recomputes a forward that has written it already"):
+        y.sum().backward()

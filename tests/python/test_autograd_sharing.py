@@ -1,0 +1,337 @@
+"""Tensors in more than one place: tied weights, outputs that share memory, what hooks give back."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import randomize
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import tandem
+import tandem.ops as ops
+from tandem.recipe import Float8CurrentScaling
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def grads_of(y, inputs, seed=3, retain_graph=None):
+    outputs = y if isinstance(y, tuple) else (y,)
+    generator = torch.Generator().manual_seed(seed)
+    given = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    return torch.autograd.grad(outputs, inputs, given, retain_graph=retain_graph)
+
+
+# One tensor in several places.
+
+
+def tied(kind, dtype=torch.float64):
+    """A pipeline in which one tensor has two places, its arguments, and the same in torch operations."""
+    make, shape, apply = {
+        "linear": (lambda: ops.BasicLinear(8, 8, dtype=dtype), (8, 8), F.linear),
+        "rms_norm": (lambda: ops.RMSNorm(8, dtype=dtype), (8,), lambda x, w: x * torch.rsqrt((x * x).mean(-1, True) + 1e-5) * w),
+        "bias": (lambda: ops.Bias(8, dtype=dtype), (8,), torch.add),
+    }[kind]
+    a, b = make(), make()
+    weight = torch.nn.Parameter(torch.randn(shape, dtype=dtype))
+    name = next(name for name, _ in a.named_parameters())
+    setattr(a, name, weight)
+    setattr(b, name, weight)
+    return ops.Sequential(a, ops.GELU(), b), weight, lambda x, w: apply(gelu(apply(x, w)), w)
+
+
+@pytest.mark.parametrize("kind", ["linear", "rms_norm", "bias"])
+@pytest.mark.parametrize("x_grad", [False, True])
+def test_one_parameter_in_two_ops(kind, x_grad):
+    box, weight, reference = tied(kind)
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=x_grad)
+    asked = [x, weight] if x_grad else [weight]
+    y = box(x)
+    expected = grads_of(reference(x, weight), asked)
+    for retain in (True, True, False):
+        torch.testing.assert_close(grads_of(y, asked, retain_graph=retain), expected)
+    (weight_grad,) = grads_of(box(x), [weight])
+    torch.testing.assert_close(weight_grad, expected[-1])
+
+
+def test_one_parameter_in_two_linears_under_a_recipe():
+    box, weight, _ = tied("linear", torch.float32)
+    apart = [ops.BasicLinear(8, 8), ops.BasicLinear(8, 8)]
+    for op in apart:
+        op.weight = torch.nn.Parameter(weight.detach().clone())
+    x = torch.randn(4, 8, requires_grad=True)
+    with tandem.autocast(recipe=Float8CurrentScaling()):
+        together, separate = box(x), ops.Sequential(apart[0], ops.GELU(), apart[1])(x)
+    assert torch.equal(together, separate)
+    actual = grads_of(together, [x, weight])
+    x_grad, one, two = grads_of(separate, [x, apart[0].weight, apart[1].weight])
+    assert torch.equal(actual[0], x_grad)
+    torch.testing.assert_close(actual[1], one + two)
+
+
+def test_a_weight_as_input_and_an_input_as_extra_input():
+    linear = ops.BasicLinear(8, 8, dtype=torch.float64)
+    weight = linear.weight
+    torch.testing.assert_close(grads_of(linear(weight), [weight]), grads_of(F.linear(weight, weight), [weight]))
+    box = ops.Sequential(ops.GELU(), ops.AddExtraInput(), ops.RMSNorm(8, dtype=torch.float64), ops.AddExtraInput(), ops.SiLU())
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+
+    def reference(x, w):
+        h = gelu(x) + x
+        return F.silu(h * torch.rsqrt((h * h).mean(-1, True) + 1e-5) * w + x)
+
+    torch.testing.assert_close(grads_of(box(x, x, x), [x]), grads_of(reference(x, box[2].weight), [x]))
+
+
+def test_a_shared_tensor_is_packed_and_unpacked_once_and_freed_with_its_last_use():
+    box, weight, reference = tied("linear")
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.data_ptr())
+        return tensor.clone()
+
+    def unpack(tensor):
+        unpacked.append(weakref.ref(tensor))
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        y = box(x)
+    assert packed.count(weight.data_ptr()) == 1
+    actual = grads_of(y, [x, weight])
+    assert len(unpacked) == len(packed)
+    gc.collect()
+    assert all(reference() is None for reference in unpacked)
+    torch.testing.assert_close(actual, grads_of(reference(x, weight), [x, weight]))
+
+
+def test_what_a_python_op_saves_is_freed_when_its_backward_has_run():
+    alive_in_backward = []
+
+    class Keeping(ops.BasicOperation):
+        """Notes which of the tensors that ops of this kind saved still live when its backward runs."""
+
+        saved = []
+
+        def op_forward_compute(self, input_):
+            kept = torch.full((1000,), 2.0)
+            self.saved.append(weakref.ref(kept))
+            return input_ * 2, [kept]
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+            ctx.save_for_backward(*tensors_to_save)
+
+        def op_backward(self, ctx, grad_output):
+            (kept,) = ctx.saved_tensors
+            factor = kept[0].clone()
+            del kept
+            alive_in_backward.append([reference() is not None for reference in self.saved])
+            return grad_output * factor, []
+
+    x = torch.randn(3, requires_grad=True)
+    y = ops.Sequential(Keeping(), ops.GELU(), Keeping())(x)
+    (grad,) = grads_of(y, [x])
+    assert [alive[0] for alive in alive_in_backward] == [True, True]
+    assert alive_in_backward[1][1] is False, "the second op's tensor, when the first op's backward runs"
+    torch.testing.assert_close(grad, grads_of(gelu(x * 2) * 2, [x])[0])
+
+
+# Outputs that share memory.
+
+
+def residual(*between):
+    head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
+    return ops.Sequential(head, *between), tail
+
+
+VIEW = "is a view and is being modified inplace"
+LATER = "is a view and its base or another view of its base has been modified inplace"
+ALIASES = {
+    "identity": (lambda: ops.Identity(), lambda x: (x,)),
+    "reshape": (lambda: ops.Reshape((2, 2, 2)), lambda x: (x.reshape(2, 2, 2),)),
+    "reshape of reshape": (lambda: ops.Sequential(ops.Reshape((8,)), ops.Reshape((2, 4))), lambda x: (x,)),
+    "extra output": (lambda: ops.MakeExtraOutput(), lambda x: (x, x)),
+    "extra output and reshape": (
+        lambda: ops.Sequential(ops.MakeExtraOutput(), ops.Reshape((-1,)), ops.MakeExtraOutput()),
+        lambda x: (x.reshape(-1), x, x.reshape(-1)),
+    ),
+    "result twice": (lambda: ops.Sequential(ops.GELU(), ops.MakeExtraOutput()), lambda x: (gelu(x),) * 2),
+    "result and its reshape": (
+        lambda: ops.Sequential(ops.GELU(), ops.MakeExtraOutput(), ops.Reshape((-1,))),
+        lambda x: (gelu(x).reshape(-1), gelu(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("name", ALIASES)
+def test_outputs_that_share_memory_have_the_right_values_and_gradients(name, leaf):
+    make, reference = ALIASES[name]
+    w = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    x = w if leaf else w * 1
+    outputs, expected = make()(x), reference(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.testing.assert_close(outputs, tuple(e * 1 for e in expected))
+    torch.testing.assert_close(grads_of(outputs, [w], retain_graph=True), grads_of(tuple(e * 1 for e in expected), [w]))
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("name", ALIASES)
+def test_writing_one_of_them_in_place_raises_or_is_right(name, leaf):
+    make, reference = ALIASES[name]
+    count = len(reference(torch.zeros(2, 4)))
+    for index in range(count):
+        w = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+        x, before = w if leaf else w * 1, w.detach().clone()
+        outputs = make()(x)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        is_result = name.startswith("result")
+        try:
+            outputs[index].mul_(2)
+        except RuntimeError as error:
+            assert VIEW in str(error)
+            assert torch.equal(w, before)
+            continue
+        assert is_result, "an argument was written without an error"
+        with pytest.raises(RuntimeError, match=LATER):
+            sum(output.sum() for output in outputs).backward()
+        (grad,) = grads_of(outputs[index], [w])
+        torch.testing.assert_close(grad, grads_of(2 * reference(w)[index], [w])[0])
+
+
+def test_a_leaf_is_not_written_through_an_output():
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="in-?place"):
+        ops.Identity()(weight).mul_(5)
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_an_argument_that_is_written_later_is_found_at_the_next_use_of_the_output():
+    x = torch.randn(4, requires_grad=True) * 1
+    y = ops.Identity()(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=LATER):
+        (y + x).sum().backward()
+
+
+def test_an_output_without_grad_shares_memory_as_a_tracked_view():
+    x, w = torch.ones(2, 4), torch.full((4,), 3.0, requires_grad=True)
+    y, extra = ops.Sequential(ops.MakeExtraOutput(), ops.Bias(4))(x)
+    assert not extra.requires_grad and extra.data_ptr() == x.data_ptr()
+    extra.mul_(w)
+    assert x.requires_grad, "its base has the history of the write"
+    assert torch.equal(grads_of(x, [w], retain_graph=True)[0], grads_of(extra, [w])[0])
+    y.sum().backward()
+
+
+def test_a_write_to_a_reshape_of_what_backward_reads_is_found():
+    linear = randomize(ops.Linear(4, 4))
+    box = ops.Sequential(linear, ops.Reshape((-1,)), ops.MakeExtraOutput(), ops.Reshape((-1, 4)), ops.GELU())
+    y, between = box(torch.randn(2, 4))
+    with torch.no_grad():
+        between.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_ordinary_outputs_may_be_written():
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    y = ops.Sequential(ops.ConstantScale(3.0), ops.Reshape((8,)))(x)
+    assert not y._is_view()
+    y.mul_(2)
+    torch.testing.assert_close(grads_of(y, [x]), grads_of((6 * x).reshape(8), [x]))
+
+
+def test_a_python_op_that_returns_its_input_or_a_view_of_it():
+    class Transpose(ops.BasicOperation):
+        def op_forward_compute(self, input_):
+            return input_.t(), []
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+            pass
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output.t(), []
+
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    box = ops.Sequential(Transpose(), ops.GELU())
+    torch.testing.assert_close(grads_of(box(x), [x]), grads_of(gelu(x.t()), [x]))
+    y = ops.Sequential(Transpose())(x * 1)
+    with pytest.raises(RuntimeError, match=VIEW):
+        y.mul_(2)
+
+
+def test_an_extra_input_with_a_history_goes_on_with_the_sum():
+    x, w = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    extra = w * 3
+    y = ops.AddExtraInput(in_place=True)(x, extra)
+    assert torch.equal(extra, y) and y.data_ptr() == extra.data_ptr()
+    actual = torch.autograd.grad((y * 2 + extra).sum(), [x, w])
+    torch.testing.assert_close(actual, (torch.full_like(x, 3.0), torch.full_like(x, 9.0)))
+
+
+def test_a_leaf_may_be_added_into():
+    x, leaf = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    total, version = x.detach() + leaf.detach(), leaf._version
+    y = ops.Sequential(ops.AddExtraInput(in_place=True), ops.GELU())(x, leaf)
+    assert torch.equal(leaf, total) and leaf._version > version and leaf.is_leaf and leaf.grad_fn is None
+    h = total.clone().requires_grad_()
+    (expected,) = grads_of(gelu(h), [h])
+    for actual in grads_of(y, [x, leaf]):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_leaf_that_an_earlier_graph_needs_is_watched():
+    x, leaf = (torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    earlier = ops.GELU()(leaf)
+    ops.AddExtraInput(in_place=True)(x, leaf)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier.sum().backward()
+
+
+# Hooks.
+
+BOXES = {
+    "reshape": lambda: ops.Sequential(ops.Reshape((64, 4, 16)), ops.GELU()),
+    "reshape of reshape": lambda: ops.Sequential(ops.Reshape((16, 256)), ops.Reshape((64, 4, 16)), ops.GELU()),
+    "both": lambda: ops.Sequential(ops.SiLU(), ops.Reshape((-1, 16)), ops.GELU()),
+    "input twice": lambda: ops.Sequential(ops.MakeExtraOutput(), ops.Reshape((-1,)), ops.GELU()),
+}
+INPUTS = {
+    "contiguous": lambda: torch.randn(64, 64),
+    "transposed": lambda: torch.randn(64, 64).t(),
+    "slice": lambda: torch.randn(128, 64)[64:],
+    "columns": lambda: torch.randn(64, 128)[:, 3:67],
+    "expanded": lambda: torch.randn(64).expand(64, 64),
+    "every other row": lambda: torch.randn(128, 64)[::2],
+}
+HOOKS = {
+    "numpy": lambda: saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy),
+    "clone": lambda: saved_tensors_hooks(torch.clone, lambda t: t),
+    "contiguous copy": lambda: saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t),
+    "slice of a larger one": lambda: saved_tensors_hooks(lambda t: torch.stack([t.detach(), t.detach()], -1), lambda t: t[..., 1]),
+    "save_on_cpu": save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("layout", INPUTS)
+@pytest.mark.parametrize("name", BOXES)
+def test_hooks_may_give_back_a_copy(name, layout, hooks):
+    box, x = BOXES[name](), INPUTS[layout]().requires_grad_()
+    with HOOKS[hooks]():
+        y = box(x)
+    for actual, expected in zip(grads_of(y, [x]), grads_of(box(x), [x]), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_hooks_that_give_back_something_else_are_refused():
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, lambda t: t.double()):
+        y = ops.Sequential(ops.GELU())(x)
+    with pytest.raises(TypeError, match="pipeline: expected saved-tensor hooks to give back x of dtype Float as a plain tensor, got .* of dtype Double"):
+        y.sum().backward()

@@ -1,0 +1,95 @@
+"""What a container tells where ops with hooks cut its pipelines, and where compiled code alone has run."""
+
+import json
+
+import pytest
+import torch
+from support import randomize
+
+import tandem
+import tandem.ops as ops
+
+
+def hooked():
+    box = randomize(ops.Sequential(ops.RMSNorm(16), ops.Linear(16, 48), ops.SwiGLU(), ops.Linear(24, 16)))
+    box[1].register_forward_hook(lambda *_: None)
+    return box
+
+
+def test_a_cut_is_told_with_its_reason_and_the_plans_of_the_parts():
+    box, x = hooked(), torch.randn(3, 16, requires_grad=True)
+    with pytest.raises(ValueError, match="explain: expected a container that has been called, got one without calls"):
+        box.explain()
+    box(x).sum().backward()
+    reason = "op 1 (Linear) has a forward hook, so it runs by itself: nothing fuses across it"
+    text = box.explain()
+    assert f"cut into 3 pipelines: {reason}" in text
+    assert text.count("plan: training, with gradients") == 3
+    assert "linear_bias" in box.fusions_made()
+    assert box.saved_bytes() > 0
+    documents = json.loads(box.explain("json"))
+    assert documents[0] == {"cut": [reason], "plans": []} and len(documents) == 4
+    assert reason in box.explain("html") and box.explain("svg").count("<svg") == 3
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward hook"),
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+    ],
+)
+def test_the_reason_names_the_hook(register, kind):
+    box = ops.Sequential(ops.Identity(), ops.SiLU())
+    getattr(box[1], register)(lambda *_: None)
+    box(torch.randn(2))
+    assert f"op 1 (SiLU) has a {kind}, so it runs by itself" in box.explain()
+
+
+def test_hooks_of_all_modules_are_the_reason():
+    box = ops.Sequential(ops.Identity(), ops.SiLU())
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        box(torch.randn(2))
+        assert "hooks are registered for all modules, so every op runs by itself" in box.explain()
+    finally:
+        handle.remove()
+
+
+def test_verify_checks_the_parts():
+    box, x = hooked(), torch.randn(3, 16, requires_grad=True)
+    outcome = box.verify(x)
+    assert outcome and "op 1 (Linear) has a forward hook" in outcome.text
+    assert outcome.comparisons > 0
+    residual = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        ops.Linear(16, 16),
+        ops.AddExtraInput().set_extra_input_channel(0, "r"),
+    )
+    residual[1].register_forward_hook(lambda *_: None)
+    assert residual.verify(x)
+
+
+def test_the_plans_of_compiled_code_are_told(fresh_dynamo):
+    box, eager = (randomize(ops.Sequential(ops.Linear(16, 24), ops.GELU(), ops.Linear(24, 16))) for _ in range(2))
+    x = torch.randn(3, 16, requires_grad=True)
+    torch.compile(box, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    text = box.explain()
+    assert "plan: training, with gradients" in text
+    assert "compiled code: its compiler chooses what is kept for backward" in text
+    with pytest.raises(ValueError, match="saved_bytes: expected a container that has been called, got one with compiled calls only"):
+        box.saved_bytes()
+    eager(x).sum().backward()
+    assert box.fusions_made() == eager.fusions_made() != []
+    box(x).sum().backward()
+    assert box.saved_bytes() == eager.saved_bytes()
+
+
+def test_the_plans_of_compiled_code_that_is_cut_are_told(fresh_dynamo):
+    box, x = hooked(), torch.randn(3, 16, requires_grad=True)
+    torch.compile(box, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert "cut into 3 pipelines: op 1 (Linear) has a forward hook" in box.explain()
+    assert box.fusions_made()
+    assert tandem.verify(box, x)

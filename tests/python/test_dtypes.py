@@ -1,0 +1,211 @@
+"""Every op on every dtype and every mixture: the value, dtype and gradients of the same expression in torch, or both raise."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import gated, tanh_gelu
+
+import tandem.ops as ops
+
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+DTYPES = (*INTEGERS, *REAL, *FLOAT8, *COMPLEX)
+# Roundings of a few operations of the dtype, relative to the largest element.
+TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 4e-6, torch.float64: 1e-12, torch.complex64: 4e-6, torch.complex128: 1e-12}
+
+
+def tensor(dtype, *shape, seed=0):
+    """Small numbers that every dtype holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(0, 2 if dtype == torch.bool else 4, shape, generator=generator)
+    if dtype.is_complex or (dtype in REAL):
+        return ((whole - 1) / 2).to(dtype)
+    return whole.to(dtype)
+
+
+def as_weight(function):
+    """Operands are converted to the dtype of the weight, but never to one that cannot hold their kind of number."""
+
+    def apply(x, weight, *rest):
+        operands = [x, *rest]
+        if not all(torch.can_cast(t.dtype, weight.dtype) for t in operands):
+            raise TypeError
+        x, *rest = (t.to(weight.dtype) for t in operands)
+        return function(x, weight, *rest)
+
+    return apply
+
+
+def real_only(function):
+    """Norms and dropout are defined for real floating numbers; torch's RMSNorm of complex ones is refused here."""
+
+    def apply(x, weight, *rest):
+        if weight.dtype not in REAL:
+            raise TypeError
+        return function(x, weight, *rest)
+
+    return apply
+
+
+UNARY = {
+    "GELU": (ops.GELU, tanh_gelu),
+    "SiLU": (ops.SiLU, F.silu),
+    "ReLU": (ops.ReLU, F.relu),
+    "SwiGLU": (ops.SwiGLU, gated(F.silu)),
+    "GEGLU": (ops.GEGLU, gated(tanh_gelu)),
+    "Identity": (ops.Identity, lambda x: x),
+    "Quantize": (ops.Quantize, lambda x: x),
+    "Reshape": (lambda: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
+    "ConstantScale": (lambda: ops.ConstantScale(1.5), lambda x: x * 1.5),
+    "MakeExtraOutput": (lambda: ops.Sequential(ops.MakeExtraOutput(), ops.Identity()), lambda x: (x, x)),
+    "ConstantScale, ReLU": (lambda: ops.Sequential(ops.ConstantScale(0.5), ops.ReLU()), lambda x: F.relu(x * 0.5)),
+}
+# Op, shapes of its parameters, and the expression.
+WITH_PARAMETERS = {
+    "BasicLinear": (lambda: ops.BasicLinear(8, 6), [(6, 8)], as_weight(F.linear)),
+    "Bias": (lambda: ops.Bias(8), [(8,)], lambda x, bias: x + bias),
+    "RMSNorm": (lambda: ops.RMSNorm(8, eps=1e-5), [(8,)], real_only(as_weight(lambda x, w: F.rms_norm(x, (8,), w, 1e-5)))),
+    "LayerNorm": (lambda: ops.LayerNorm(8), [(8,), (8,)], real_only(as_weight(lambda x, w, b: F.layer_norm(x, (8,), w, b)))),
+}
+
+
+def with_parameters(module, parameters):
+    for (name, _), value in zip(list(module.named_parameters()), parameters, strict=True):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=value.requires_grad))
+    return module
+
+
+def outcome(function, grad):
+    """What `function` returns, and the gradients of its leaves; or the exception."""
+    try:
+        results, leaves = function()
+        results = results if isinstance(results, tuple) else (results,)
+        differentiable = [r for r in results if r.requires_grad]
+        if not grad:
+            assert not differentiable
+            return list(results)
+        asked = [t for t in leaves if t.requires_grad]
+        assert bool(asked) == bool(differentiable)
+        gradients = torch.autograd.grad([r.sum() for r in differentiable], asked, allow_unused=True) if asked else ()
+        return [r.detach() for r in results] + list(gradients)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        return error
+
+
+def leaves_of(tensors, grad):
+    return [t.clone().requires_grad_(grad and t.dtype.is_floating_point and t.dtype not in FLOAT8) for t in tensors]
+
+
+def check(name, ours, torchs, tensors, grad):
+    """`ours` and `torchs` take the tensors and return results and leaves."""
+    with torch.set_grad_enabled(grad):
+        got = outcome(lambda: ours(leaves_of(tensors, grad)), grad)
+        expected = outcome(lambda: torchs(leaves_of(tensors, grad)), grad)
+    case = f"{name} of {[str(t.dtype) for t in tensors]}, grad={grad}"
+    if grad and any(t.dtype.is_complex for t in tensors) and "real numbers where a gradient is required" in str(got):
+        return  # refused, which no other mixture may be
+    if isinstance(got, Exception) or isinstance(expected, Exception):
+        assert isinstance(got, Exception) and isinstance(expected, Exception), f"{case}: got {got!r}, expected {expected!r}"
+        return
+    assert len(got) == len(expected), case
+    for actual, wanted in zip(got, expected, strict=True):
+        assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, f"{case}: got {actual.dtype}, expected {wanted.dtype}"
+        wide = torch.complex128 if wanted.is_complex() else torch.float64
+        actual, wanted = actual.to(wide), wanted.to(wide)
+        bound = TOLERANCES.get(got[0].dtype, 0.0) * max(1.0, wanted.abs().max().item())
+        assert (actual - wanted).abs().max().item() <= bound, f"{case}: got {actual}, expected {wanted}"
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("name", UNARY)
+def test_without_parameters(name, grad):
+    make, expression = UNARY[name]
+    for dtype in DTYPES:
+        check(name, lambda t: (make()(*t), t), lambda t: (expression(*t), t), [tensor(dtype, 5, 8)], grad)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_with_parameters(name, grad):
+    make, shapes, expression = WITH_PARAMETERS[name]
+
+    def ours(tensors):
+        x, *rest = tensors
+        module = with_parameters(make(), rest)
+        return module(x), [x, *module.parameters()]
+
+    for x, weight in itertools.product(DTYPES, DTYPES):
+        tensors = [tensor(x, 5, 8), *(tensor(weight, *shape, seed=1 + i) for i, shape in enumerate(shapes))]
+        check(name, ours, lambda t: (expression(*t), t), tensors, grad)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_linear_with_a_bias_of_another_dtype(grad):
+    def ours(tensors):
+        x, *rest = tensors
+        module = with_parameters(ops.Linear(8, 6), rest)
+        return module(x), [x, *module.parameters()]
+
+    def expression(x, weight, bias):
+        return as_weight(F.linear)(x, weight) + bias
+
+    for weight, bias in itertools.product(DTYPES, DTYPES):
+        check("Linear", ours, lambda t: (expression(*t), t), [tensor(weight, 5, 8), tensor(weight, 6, 8, seed=1), tensor(bias, 6, seed=2)], grad)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_layer_norm_with_a_bias_of_another_dtype(grad):
+    def ours(tensors):
+        x, *rest = tensors
+        module = with_parameters(ops.LayerNorm(8), rest)
+        return module(x), [x, *module.parameters()]
+
+    expression = WITH_PARAMETERS["LayerNorm"][2]
+    for weight, bias in itertools.product(DTYPES, DTYPES):
+        check("LayerNorm", ours, lambda t: (expression(*t), t), [tensor(weight, 5, 8), tensor(weight, 8, seed=1), tensor(bias, 8, seed=2)], grad)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_extra_input(grad):
+    for x, extra in itertools.product(DTYPES, DTYPES):
+        tensors = [tensor(x, 5, 8), tensor(extra, 5, 8, seed=1)]
+        check("AddExtraInput", lambda t: (ops.AddExtraInput()(*t), t), lambda t: (t[0] + t[1], t), tensors, grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(dtype):
+    x = tensor(dtype, 50, 80)
+    if dtype not in REAL:
+        with pytest.raises(TypeError, match=r"dropout: expected x of dtype float32, bfloat16, float16 or float64, got "):
+            ops.Dropout(0.5)(x)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            F.dropout(x, 0.5)
+        return
+    y = ops.Dropout(0.5)(x)
+    assert y.dtype == dtype
+    assert torch.equal(y, torch.where(y == 0, y, 2 * x))
+
+
+def test_many_small_integers_touch_only_their_own_memory():
+    x = torch.zeros(1024, 1024, dtype=torch.uint8)
+    for _ in range(20):
+        assert not ops.ReLU()(x).any()
+    y = ops.AddExtraInput()(torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64))
+    assert torch.equal(y, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("requires_grad", (False, True))
+def test_weights_that_cannot_hold_the_input(requires_grad):
+    module = with_parameters(ops.Linear(8, 6), [tensor(torch.int64, 6, 8), tensor(torch.int64, 6)])
+    with pytest.raises(TypeError, match="expected x that converts to int64, in which the op computes, got float32"):
+        module(torch.randn(4, 8, requires_grad=requires_grad))
+
+
+def test_complex_parameters_never_detach_the_graph():
+    with pytest.raises(NotImplementedError, match="expected floating-point operands where gradients are needed, got complex64"):
+        ops.Linear(4, 4, dtype=torch.complex64)(torch.randn(2, 4, dtype=torch.complex64, requires_grad=True))

@@ -1,0 +1,284 @@
+"""Ops that are written in Python share compiled code only where all that their code depends on is equal."""
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tandem.ops as ops
+from tandem.ops import python_op
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+FACTOR = 2.0
+
+
+class Base(ops.BasicOperation):
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+        ctx.save_for_backward()
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * self.factor(), ()
+
+    def op_forward_compute(self, input_):
+        return input_ * self.factor(), ()
+
+    def factor(self):
+        raise NotImplementedError
+
+
+def closure(k):
+    class Op(Base):
+        def factor(self):
+            return k
+
+    return Op()
+
+
+def default(k):
+    class Op(Base):
+        def factor(self, value=k):
+            return value
+
+    return Op()
+
+
+def keyword_default(k):
+    class Op(Base):
+        def factor(self, *, value=k):
+            return value
+
+    return Op()
+
+
+def class_attribute(k):
+    class Op(Base):
+        value = k
+
+        def factor(self):
+            return self.value
+
+    return Op()
+
+
+def base_class(k):
+    class Middle(Base):
+        value = k
+
+    class Op(Middle):
+        def factor(self):
+            return self.value
+
+    return Op()
+
+
+def function_of_a_closure(k):
+    def inner():
+        return k
+
+    class Op(Base):
+        def factor(self):
+            return inner()
+
+    return Op()
+
+
+def decorator(k):
+    def times(function):
+        @functools.wraps(function)
+        def wrapper(self):
+            return function(self) * k
+
+        return wrapper
+
+    class Op(Base):
+        @times
+        def factor(self):
+            return 1.0
+
+    return Op()
+
+
+def partial(k):
+    class Op(Base):
+        value = functools.partial(max, k)
+
+        def factor(self):
+            return self.value(0.0)
+
+    return Op()
+
+
+def static_method(k):
+    class Op(Base):
+        @staticmethod
+        def factor(value=k):
+            return value
+
+    return Op()
+
+
+def prop(k):
+    class Op(Base):
+        @property
+        def value(self):
+            return k
+
+        def factor(self):
+            return self.value
+
+    return Op()
+
+
+def container(k):
+    class Op(Base):
+        values = {"a": [k]}
+
+        def factor(self):
+            return self.values["a"][0]
+
+    return Op()
+
+
+def module(k):
+    helpers = types.ModuleType("helpers_of_a_test")
+    helpers.value = k
+
+    class Op(Base):
+        def factor(self):
+            return helpers.value
+
+    return Op()
+
+
+def attribute(k):
+    class Op(Base):
+        def factor(self):
+            return self.value
+
+    op = Op()
+    op.value = k
+    return op
+
+
+def global_value(k):
+    namespace = {"Base": Base, "k": k, "__name__": "a_module_of_a_test"}
+    exec("class Op(Base):\n  def factor(self): return k", namespace)  # noqa: S102
+    return namespace["Op"]()
+
+
+FACTORIES = [
+    closure, default, keyword_default, class_attribute, base_class, function_of_a_closure, decorator, partial, static_method, prop,
+    container, module, attribute, global_value,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", FACTORIES)
+def test_ops_of_one_factory_share_code_exactly_where_they_are_equal(make):
+    x = torch.ones(2, requires_grad=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    for count, k in ((1, 2.0), (2, 3.0), (2, 2.0)):
+        box = ops.Sequential(make(k))
+        box.compile(backend=counter, fullgraph=True)
+        y = box(x)
+        assert torch.equal(y, k * torch.ones(2))
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], k * torch.ones(2))
+    assert python_op.fingerprint(make(2.0)) == python_op.fingerprint(make(2.0)) != python_op.fingerprint(make(3.0))
+    assert count == 2 and counter.frame_count >= 2
+
+
+def test_what_is_no_plain_value_is_never_shared():
+    def op(value):
+        made = closure(1.0)
+        made.option = value
+        return made
+
+    for value in (torch.ones(2), object(), {1: object()}, [lambda: 1]):
+        assert python_op.fingerprint(op(value)) != python_op.fingerprint(op(value))
+    one = op(object())
+    before = python_op.fingerprint(one)
+    assert python_op.fingerprint(one) == before
+    one.option = object()
+    assert python_op.fingerprint(one) != before
+
+
+CHANGES = {
+    "global": lambda monkeypatch, op: monkeypatch.setattr(sys.modules[__name__], "FACTOR", 5.0),
+    "attribute": lambda monkeypatch, op: setattr(op, "own", 5.0),
+    "new attribute": lambda monkeypatch, op: setattr(op, "further", 5.0),
+    "class attribute": lambda monkeypatch, op: monkeypatch.setattr(type(op), "shared", 5.0),
+    "container": lambda monkeypatch, op: op.several.__setitem__(0, 5.0),
+    "method": lambda monkeypatch, op: monkeypatch.setattr(type(op), "times", lambda self: 5.0),
+    "closure": lambda monkeypatch, op: op.set_cell(5.0),
+}
+
+
+def all_sources():
+    cell = 1.0
+
+    class Op(Base):
+        shared = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.own, self.several = 1.0, [1.0]
+
+        def times(self):
+            return 1.0
+
+        def set_cell(self, value):
+            nonlocal cell
+            cell = value
+
+        def factor(self):
+            return FACTOR * self.own * self.shared * self.several[0] * self.times() * cell * getattr(self, "further", 1.0)
+
+    return Op()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_between_two_calls_is_seen_by_compiled_code(what, monkeypatch):
+    op = all_sources()
+    box, x = ops.Sequential(op), torch.ones(2)
+    function = torch.compile(box, backend="aot_eager", fullgraph=True)
+    assert torch.equal(function(x), 2 * x)
+    CHANGES[what](monkeypatch, op)
+    assert torch.equal(function(x), (5 if what == "global" else 10) * x)
+    assert torch.equal(function(x), box(x))
+
+
+def test_what_the_op_itself_changes_is_its_state():
+    class Counting(Base):
+        total = 0
+
+        def __init__(self):
+            super().__init__()
+            self.calls, self.seen, self.value = 0, [], 2.0
+
+        def factor(self):
+            self.calls += 1
+            type(self).total += 1
+            self.seen.append(self.calls)
+            return self.value
+
+    op = Counting()
+    counter = CompileCounterWithBackend("aot_eager")
+    function, x = torch.compile(ops.Sequential(op), backend=counter, fullgraph=True), torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(function(x), 2 * x)
+    assert counter.frame_count == 1
+    op.value = 3.0
+    assert torch.equal(ops.Sequential(op)(x), 3 * x), "an eager call in between hides nothing"
+    assert torch.equal(function(x), 3 * x)
+
+
+def test_watching_an_op_is_cheap():
+    op = all_sources()
+    python_op.fingerprint(op)
+    taken = op.__dict__["_fingerprint"]
+    assert taken.holds()
+    python_op.fingerprint(op)
+    assert op.__dict__["_fingerprint"] is taken
