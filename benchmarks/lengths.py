@@ -18,7 +18,7 @@ import tandem
 from benchmarks.block import has_bfloat16
 from benchmarks.timing import table, verdict
 
-WIDTH, COUNTS, WARM = 128, range(1, 601), 640
+WIDTH, COUNTS = 128, range(1, 601)
 BAR = 1.5  # growth beside torch.nn's
 
 
@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 
 def measure(library: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Growth in MB over a pass through all row counts, and milliseconds of a later pass."""
+    """Growth in MB over the first pass through all row counts, and milliseconds of a later one."""
     torch.set_num_threads(2)
     linear = nn.Linear(WIDTH, WIDTH, dtype=dtype) if library == "torch.nn" else tandem.ops.Sequential(tandem.ops.Linear(WIDTH, WIDTH, dtype=dtype))
 
@@ -42,8 +42,6 @@ def measure(library: str, dtype: torch.dtype) -> tuple[float, float]:
             step(rows)
         return time.perf_counter() - start
 
-    for _ in range(3):
-        step(WARM)
     before = resident_bytes()
     run()
     growth = resident_bytes() - before

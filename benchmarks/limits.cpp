@@ -57,11 +57,11 @@ void move_streams(const uint8_t* const* inputs, size_t input_count, uint8_t* con
 void exponentials(const float* x, float* y, size_t count, bool is_short) {
   const hn::ScalableTag<float> d;
   const size_t lanes = hn::Lanes(d);
-  for (size_t i = 0; i < count; i += 4 * lanes) {
-    Pack<4> pack;
-    for (size_t k = 0; k < 4; ++k) pack.v[k] = hn::LoadU(d, x + i + k * lanes);
+  for (size_t i = 0; i < count; i += 2 * lanes) {
+    Pack<2> pack;
+    for (size_t k = 0; k < 2; ++k) pack.v[k] = hn::LoadU(d, x + i + k * lanes);
     pack = is_short ? exp_negated_short(pack) : exp_negated(pack);
-    for (size_t k = 0; k < 4; ++k) hn::StoreU(pack.v[k], d, y + i + k * lanes);
+    for (size_t k = 0; k < 2; ++k) hn::StoreU(pack.v[k], d, y + i + k * lanes);
   }
 }
 

@@ -22,6 +22,9 @@ constexpr size_t kWorthCaching = 64 * 1024;
 constexpr size_t kGranularity = 16 * 1024;
 // A block that so many allocations passed by belongs to shapes that are gone.
 constexpr uint64_t kPatience = 4096;
+// Blocks in use and kept are at most so many times what was in use at once: where every step has another length, blocks of lengths that
+// do not come again would else add up to the limit. Steps of one shape hold less than twice their peak.
+constexpr int64_t kShareOfPeak = 2;
 // Between the header and the data, whose alignment is the header's.
 constexpr size_t kHeader = 64;
 
@@ -116,19 +119,13 @@ class BlockAllocator final : public c10::Allocator {
       Block* taken = *block;
       free_.erase(std::next(block).base());
       cached_ -= static_cast<int64_t>(capacity);
+      use(static_cast<int64_t>(capacity));
       return taken;
     }
     return nullptr;
   }
 
   Block* make(size_t bytes) {
-    Blocks released;
-    {
-      const std::lock_guard lock(mutex_);
-      while (!free_.empty() && allocations_ - free_.front()->freed_at > kPatience)
-        release_oldest(released);
-    }
-    give_back(released);
     const size_t capacity = (bytes + kGranularity - 1) / kGranularity * kGranularity;
     void* memory = nullptr;
     try {
@@ -137,6 +134,15 @@ class BlockAllocator final : public c10::Allocator {
       release_all();
       memory = c10::alloc_cpu(kHeader + capacity);
     }
+    Blocks released;
+    {
+      const std::lock_guard lock(mutex_);
+      use(static_cast<int64_t>(capacity));
+      while (!free_.empty() && allocations_ - free_.front()->freed_at > kPatience)
+        release_oldest(released);
+      shrink(released);
+    }
+    give_back(released);
     return new (memory) Block{capacity};
   }
 
@@ -147,14 +153,25 @@ class BlockAllocator final : public c10::Allocator {
       block->freed_at = allocations_;
       free_.push_back(block);
       cached_ += static_cast<int64_t>(block->capacity);
+      in_use_ -= static_cast<int64_t>(block->capacity);
       shrink(released);
     }
     give_back(released);
   }
 
-  // The mutex is held in both; the memory is given back after it is not.
+  // The mutex is held in all three; the memory is given back after it is not.
+  void use(int64_t bytes) {
+    in_use_ += bytes;
+    if (allocations_ - peak_since_ > kPatience) {
+      earlier_peak_ = std::exchange(peak_, 0);
+      peak_since_ = allocations_;
+    }
+    peak_ = std::max(peak_, in_use_);
+  }
   void shrink(Blocks& released) {
-    while (cached_ > limit_) release_oldest(released);
+    const int64_t held = kShareOfPeak * std::max(peak_, earlier_peak_);
+    while (!free_.empty() && (cached_ > limit_ || cached_ + in_use_ > held))
+      release_oldest(released);
   }
   void release_oldest(Blocks& released) {
     released.push_back(free_.front());
@@ -164,9 +181,12 @@ class BlockAllocator final : public c10::Allocator {
 
   std::mutex mutex_;
   Blocks free_;  // the one freed last at the end
-  int64_t cached_ = 0;
+  int64_t cached_ = 0, in_use_ = 0;
   int64_t limit_ = default_limit();
   uint64_t allocations_ = 0;
+  // The most that was in use at once since allocation `peak_since_`, and in the kPatience before it.
+  int64_t peak_ = 0, earlier_peak_ = 0;
+  uint64_t peak_since_ = 0;
 };
 
 }  // namespace

@@ -83,6 +83,16 @@ TEST_F(Memory, WhatManyAllocationsPassedByIsGivenBack) {
   EXPECT_EQ(cached_bytes(), 3 * kBytes);
 }
 
+TEST_F(Memory, OfManyLengthsIsNoMoreThanTwiceWhatWasInUse) {
+  const int64_t largest = 200 * kBytes / 8;
+  for (int i = 0; i < 9000; ++i) freed(kBytes / 8);  // what was in use before this test is forgotten
+  for (int i = 0; i < 200; ++i) {
+    const at::Tensor x = empty_cpu({(i * 77 % 200 + 1) * kBytes / 8}, at::kByte);
+    EXPECT_LE(cached_bytes() + x.numel(), 2 * largest) << "length " << x.numel();
+  }
+  EXPECT_GT(cached_bytes(), largest / 2);
+}
+
 TEST_F(Memory, GrowsWithItsTensor) {
   at::Tensor tensor = empty_cpu({kBytes}, at::kByte);
   tensor.fill_(7);
