@@ -27,7 +27,8 @@ namespace tandem::ops {
 
 namespace {
 
-constexpr int64_t kWorthIt = 1 << 20;  // multiplications that take as long as oneDNN's set-up
+// Multiplications from which oneDNN is faster than at::mm in float32, measured on Zen 4; twice as many where rows are left to at::mm.
+constexpr int64_t kWorthIt = 1 << 24;
 
 /// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16 too, after checks of its own, but
 /// gives float32 to MKL, which on processors of other makers than Intel is slower (benchmarks/products.py; measured on Zen 4).
@@ -159,7 +160,7 @@ void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tens
   for (int64_t first = 0, piece = 0; first < count || first == 0; first += piece) {
     const int64_t rest = count - first;
     piece = rounds ? rounded_down(rest) : rest;
-    const bool is_worth_it = piece * per_row >= kWorthIt;
+    const bool is_worth_it = piece * per_row >= (piece == count ? kWorthIt : 2 * kWorthIt);
     if (!is_worth_it) piece = rest;
     const at::Tensor part_a = part_of(a, contracted ? 1 : 0, first, piece),
                      part_b = contracted ? part_of(b, 0, first, piece) : b;

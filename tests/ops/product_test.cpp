@@ -21,10 +21,10 @@ TEST(ProductInPieces, IsTheProduct) {
   for (const auto dtype : {at::kFloat, at::kBFloat16})
     for (const int64_t rows : {0, 1, 2, 3, 63, 64, 65, 100, 127, 128, 600, 1000, 1023}) {
       SCOPED_TRACE(::testing::Message() << dtype << " " << rows);
-      const at::Tensor x = random({rows, 128}, dtype), weight = random({144, 128}, dtype, 2),
-                       grad = random({rows, 144}, dtype, 3);
+      const at::Tensor x = random({rows, 512}, dtype), weight = random({528, 512}, dtype, 2),
+                       grad = random({rows, 528}, dtype, 3);
       EXPECT_TRUE(near(multiplied(x, weight.t(), ops::Rows::of_the_result), at::mm(x, weight.t()),
-                       /*magnitude=*/128));
+                       /*magnitude=*/512));
       EXPECT_TRUE(near(multiplied(grad.t(), x, ops::Rows::contracted), at::mm(grad.t(), x),
                        /*magnitude=*/1024));
     }
@@ -32,17 +32,17 @@ TEST(ProductInPieces, IsTheProduct) {
 
 TEST(ProductInPieces, HasTheSameBitsEachTime) {
   if (!ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
-  const at::Tensor x = random({777, 128}), weight = random({128, 128}, at::kFloat, 2);
+  const at::Tensor x = random({777, 512}), weight = random({512, 512}, at::kFloat, 2);
   const at::Tensor first = multiplied(x, weight, ops::Rows::of_the_result);
   for (const int64_t rows : {64, 512, 600, 1000})
-    multiplied(random({rows, 128}), weight, ops::Rows::of_the_result);
+    multiplied(random({rows, 512}), weight, ops::Rows::of_the_result);
   EXPECT_TRUE(same(multiplied(x, weight, ops::Rows::of_the_result), first));
 }
 
 TEST(ProductInPieces, OfStridedOperands) {
   if (!ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
-  const at::Tensor x = random({128, 333}).t(), weight = random({128, 300}).slice(1, 0, 150);
-  EXPECT_TRUE(near(multiplied(x, weight, ops::Rows::of_the_result), at::mm(x, weight), 128));
+  const at::Tensor x = random({512, 333}).t(), weight = random({512, 600}).slice(1, 0, 300);
+  EXPECT_TRUE(near(multiplied(x, weight, ops::Rows::of_the_result), at::mm(x, weight), 512));
 }
 
 }  // namespace
