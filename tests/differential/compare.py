@@ -14,10 +14,11 @@ import torch
 from differential.build import Built
 from differential.case import DTYPES, Case
 from differential.modes import Outcome
-from differential.reference import UNIT, Reference, Valued
+from differential.reference import LARGEST_FLOAT16, UNIT, Reference, Valued
 
 ROUNDINGS = 4  # roundings of the coarsest dtype that need no further look: ops of a pipeline and their sums
 SPREAD = 8  # of the largest of SAMPLES noisy runs: their roundings are random, those of kernels need not be
+UNTOLD = 5  # elements of masks that are tried in all ways
 SAMPLES, MORE_SAMPLES = 6, 80  # the second where the first do not explain it: at kinks and between codes few runs tell little
 
 # What the documentation says is refused: the condition on a case, and the text of the error.
@@ -45,9 +46,9 @@ class Verdict:
         return self.status in ("wrong", "refused wrongly", "accepted", "crashed")
 
 
-def _references(built: Built, mode: Case, outcome: Outcome, noise: int | None = None):
+def _references(built: Built, mode: Case, outcome: Outcome, noise: int | None = None, masked: int = -1):
     """Values and gradients of one evaluation of the reference."""
-    reference = Reference(built, mode, outcome.outputs or None, noise)
+    reference = Reference(built, mode, outcome.outputs or None, noise, masked)
     values = reference.run()
     return reference, values
 
@@ -67,6 +68,8 @@ def _gradients(reference: Reference, values: list[Valued], outcome: Outcome, fac
     for i in outcome.asked:
         if reference.leaves[i].requires_grad:
             grads[i] = next(found)
+            if reference.built.leaves[i].dtype == torch.float16:
+                reference.overflows |= _largest(grads[i]) > LARGEST_FLOAT16
     return grads
 
 
@@ -98,7 +101,27 @@ def judge(built: Built, case: Case, outcome: Outcome) -> Verdict:
         found = _judge_numbers(built, case, outcome, reference, values, aliased)
         if not found.is_failure:
             break
-    return Verdict("skipped", "overflow") if found.is_failure and reference.overflows else found
+    if found.is_failure and reference.overflows:
+        return Verdict("skipped", "overflow")
+    return _judge_masks(built, case, outcome, reference.untold, found) if found.is_failure and reference.untold else found
+
+
+def _judge_masks(built: Built, case: Case, outcome: Outcome, untold: int, found: Verdict) -> Verdict:
+    """Gradients tell what a dropout did to an element that is zero: one mask has to explain them all."""
+    mode = case["mode"]
+    if untold > UNTOLD:
+        grads = []
+        for masked in (-1, 0):
+            reference, values = _references(built, mode, outcome, masked=masked)
+            grads.append(_gradients(reference, values, outcome, _factors(outcome, mode, len(values), False)))
+        matters = any(_distance(kept, dropped) > 0 for kept, dropped in zip(*grads, strict=True))
+        return Verdict("skipped", "masks of zeros") if matters else found
+    for masked in range(2**untold):
+        reference, values = _references(built, mode, outcome, masked=masked)
+        judged = _judge_numbers(built, case, outcome, reference, values, False, masked)
+        if not judged.is_failure:
+            return judged
+    return found
 
 
 def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Reference) -> Verdict:
@@ -122,7 +145,7 @@ def _factors(outcome: Outcome, mode: Case, count: int, aliased: bool) -> list[fl
     return [2.0 if (i == which and outcome.outputs[i].is_floating_point()) or (aliased and outcome.aliases[i]) else 1.0 for i in range(count)]
 
 
-def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Reference, values: list[Valued], aliased: bool) -> Verdict:
+def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Reference, values: list[Valued], aliased: bool, masked: int = -1) -> Verdict:
     mode = case["mode"]
     factors = _factors(outcome, mode, len(values), aliased)
     differentiable = mode.get("grad", "grad") == "grad"
@@ -158,7 +181,7 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
     for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
         if not failed:
             break
-        spreads = _spreads(built, mode, outcome, expected, factors, differentiable, samples)
+        spreads = _spreads(built, mode, outcome, expected, factors, differentiable, samples, masked)
         failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
     for n in failed:
         name, actual, wanted = expected[n]
@@ -167,10 +190,10 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
     return Verdict("right", "by spread")
 
 
-def _spreads(built: Built, mode: Case, outcome: Outcome, expected: list, factors: list[float], differentiable: bool, samples: range) -> list[float]:
+def _spreads(built: Built, mode: Case, outcome: Outcome, expected: list, factors: list[float], differentiable: bool, samples: range, masked: int = -1) -> list[float]:
     spreads = [0.0] * len(expected)
     for sample in samples:
-        noisy, values = _references(built, mode, outcome, noise=sample)
+        noisy, values = _references(built, mode, outcome, noise=sample, masked=masked)
         results = [v.value * f for v, f in zip(values, factors, strict=True)]
         if differentiable:
             grads = _gradients(noisy, values, outcome, factors)

@@ -91,8 +91,9 @@ class _QuantizedPoint(torch.autograd.Function):
 class Reference:
     """One evaluation. `leaves` are float64 copies of the leaves of `built`, `outputs` those of the pipeline, for the masks of dropouts."""
 
-    def __init__(self, built: Built, mode: Case, outputs: list[torch.Tensor] | None, noise: int | None = None) -> None:
+    def __init__(self, built: Built, mode: Case, outputs: list[torch.Tensor] | None, noise: int | None = None, masked: int = -1) -> None:
         self.built, self.mode, self.given = built, mode, outputs
+        self.masked, self.untold = masked, 0  # a bit per element of a mask that no output tells, as x is zero there; how many there are
         self.autocast = {"bf16": torch.bfloat16, "f16": torch.float16}.get(mode.get("ac"))
         self.recipe = mode.get("recipe")
         self.training = not mode.get("eval")
@@ -269,7 +270,11 @@ class Reference:
         if op["outputs"]:
             mask = torch.ones(x.value.shape) if self.given is None else (self.given[position] != 0).double()
             self._check_mask(mask, x.value.detach() != 0, 1 - p)
-            mask = torch.where(x.value.detach() == 0, 1.0, mask.double())
+            untold = (x.value.detach() == 0) & (mask == 0)
+            count = int(untold.sum())
+            mask = mask.double()
+            mask[untold] = torch.tensor([float(self.masked >> (self.untold + k) & 1) for k in range(count)], dtype=torch.float64)
+            self.untold += count
         else:
             mask = torch.full(x.value.shape, float(p < 1), dtype=torch.float64)
         y = self.noisy(x.value * mask / (1 - p if p < 1 else 1.0), x.dtype)
@@ -300,7 +305,8 @@ class Reference:
         floating = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
         if kind in ("py_weighted", "py_child"):
             weight = module.weight if kind == "py_weighted" else module.norm.weight
-            own = weight.dtype if self.autocast is None else x.dtype  # under autocast parameters follow x
+            follows = self.autocast is not None and x.dtype.is_floating_point  # parameters follow x under autocast
+            own = x.dtype if follows else weight.dtype
             factor = 1.5 if kind == "py_weighted" else 1.0
             return self.noisy(x.value * factor * self.param(weight, own), torch.promote_types(x.dtype, own)), []
         if kind == "py_buffer":
