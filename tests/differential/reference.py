@@ -227,6 +227,8 @@ class Reference:
 
     def _bias(self, bias: torch.Tensor, x: Valued) -> Valued:
         own = x.dtype if self.autocast is not None and x.dtype.is_floating_point else bias.dtype  # under autocast it follows x
+        if self.autocast is not None and not x.dtype.is_floating_point:  # a fusion with an op that casts, written without it
+            self.refuses_dtype |= "bias_relu" in self.mode.get("fuse", ())
         dtype, value = torch.promote_types(x.dtype, own), self.param(bias, own)
         return self.noisy(x.value + value, dtype)
 
@@ -307,8 +309,8 @@ class Reference:
             weight = module.weight if kind == "py_weighted" else module.norm.weight
             follows = self.autocast is not None and x.dtype.is_floating_point  # parameters follow x under autocast
             own = x.dtype if follows else weight.dtype
-            factor = 1.5 if kind == "py_weighted" else 1.0
-            return self.noisy(x.value * factor * self.param(weight, own), torch.promote_types(x.dtype, own)), []
+            factor, result = (1.5, floating) if kind == "py_weighted" else (1.0, x.dtype)
+            return self.noisy(x.value * factor * self.param(weight, own), torch.promote_types(result, own)), []
         if kind == "py_buffer":
             return self.noisy(x.value + module.shift.double(), torch.promote_types(x.dtype, module.shift.dtype)), []
         if kind == "py_sin":
