@@ -134,7 +134,8 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
     return result;
   }
   const at::Tensor result = at::mm(a, b);
-  return sizes.size() == 2 ? result : result.reshape_symint(sizes);
+  // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of two batched matrices.
+  return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
 }
 
 std::string_view format_name(Format format) { return format == Format::fp8_e4m3 ? "e4m3" : "e5m2"; }
