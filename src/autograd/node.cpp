@@ -69,7 +69,7 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
   SavedTensor& saved = saved_.emplace_back();
   saved.is_argument = is_argument;
   saved.slots = 1;
-  const bool may_be_output = !is_argument || plan_->mutates_arguments;
+  const bool may_be_output = !is_argument || !plan_->overwritten.empty();
   saved.variable = SavedVariable(tensor, may_be_output && tensor.grad_fn().get() == this);
   if (!is_argument && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
     saved.bytes = static_cast<int64_t>(tensor.nbytes());

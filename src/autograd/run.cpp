@@ -2,9 +2,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -73,24 +75,47 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& tensor, bool has_hi
       has_history ? CreationMeta::IN_CUSTOM_FUNCTION : CreationMeta::DEFAULT);
 }
 
-/// A tensor with a history that the call has overwritten: it goes on with the output's, as behind any in-place operation. A leaf stays
-/// one: its old value is gone, and the gradient of that is what it gets.
-void rebase_mutated(const Outputs& outputs, const Arguments& arguments, const Plan& plan) {
-  for (const Step& step : plan.forward)
-    for (const Value value : step.mutates)
-      for (size_t i = 0; i < plan.inputs.size(); ++i) {
-        const at::Tensor& input = arguments.inputs[i];
-        if (plan.inputs[i] != value || !input.requires_grad() || input.is_leaf()) continue;
-        for (const at::Tensor& output : outputs)
-          if (output.requires_grad() && shares_memory(output, input)) {
-            torch::autograd::impl::set_gradient_edge(input,
-                                                     torch::autograd::impl::gradient_edge(output));
-            if (auto* view = torch::autograd::impl::get_view_autograd_meta(input);
-                view != nullptr && view->has_bw_view())
-              view->set_creation_meta(torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
-            break;
-          }
-      }
+/// Stands for an in-place sum in the history of the base of a view: torch sends it the gradient of what the view now holds.
+class OverwrittenView : public Node {
+ public:
+  OverwrittenView(const at::Tensor& view, torch::autograd::Edge now) {
+    add_input_metadata(view);
+    add_next_edge({});  // what the view held, which the sum has read: its gradient comes through the pipeline
+    add_next_edge(std::move(now));
+  }
+  std::string name() const override { return "TandemOverwrittenView"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
+    return {at::zeros_like(gradients[0]), gradients[0]};
+  }
+};
+
+/// What a tensor leads to that holds the value of `result`: the output that it is, or an error where it is none.
+torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& tensor,
+                              const Outputs& outputs, const Plan& plan) {
+  const auto output = std::find(plan.outputs.begin(), plan.outputs.end(), overwritten.result);
+  if (output != plan.outputs.end())
+    return torch::autograd::impl::gradient_edge(
+        outputs[static_cast<size_t>(output - plan.outputs.begin())]);
+  auto refusal = compat::make_node<torch::autograd::Error>(
+      "pipeline: expected no gradient for a tensor that an in-place sum inside of a pipeline has "
+      "overwritten, got one. Use in_place=False, or pass the extra input detached.");
+  refusal->add_input_metadata(tensor);
+  return {std::move(refusal), 0};
+}
+
+/// What the call has overwritten goes on with the history of the sum, as behind any in-place operation, and so does the base of a view.
+/// A leaf stays one: its old value is gone, and the gradient of that is what it gets.
+void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, const Plan& plan) {
+  for (const Overwritten& overwritten : plan.overwritten) {
+    const at::Tensor& input = arguments.inputs[overwritten.input];
+    if (!overwritten.requires_grad || (input.requires_grad() && input.is_leaf())) continue;
+    torch::autograd::Edge edge = edge_of(overwritten, input, outputs, plan);
+    const auto* view = torch::autograd::impl::get_view_autograd_meta(input);
+    if (view != nullptr && view->has_bw_view())
+      edge = {compat::make_node<OverwrittenView>(input, std::move(edge)), 0};
+    torch::autograd::impl::rebase_history(input, std::move(edge));
+  }
 }
 
 /// Outputs get the node as their history.
@@ -113,7 +138,7 @@ void set_history(Outputs& outputs, const Arguments& arguments, const Plan& plan,
 class Versions {
  public:
   Versions(const Plan& plan, const Arguments& arguments)
-      : watches_(plan.mutates_arguments || plan.runs_user_code), arguments_(arguments) {
+      : watches_(!plan.overwritten.empty() || plan.runs_user_code), arguments_(arguments) {
     if (!watches_) return;
     for (const at::TensorList list : {arguments.inputs, arguments.params})
       for (const at::Tensor& tensor : list) versions_.push_back(version_of(tensor));
@@ -142,33 +167,31 @@ class Versions {
 };
 
 /// What an in-place step writes must be writable, and no second such step may write the same memory: a kept result would change.
-void check_in_place(const Plan& plan, const Arguments& arguments) {
-  if (!plan.mutates_arguments) return;
-  const bool recomputes = is_recompute();
-  c10::SmallVector<const at::Tensor*, 4> written;
-  for (const Step& step : plan.forward)
-    for (const Value value : step.mutates)
-      for (size_t i = 0; i < plan.inputs.size(); ++i) {
-        if (plan.inputs[i] != value) continue;
-        const at::Tensor& input = arguments.inputs[i];
-        TORCH_CHECK_VALUE(!recomputes, step.name,
-                          ": expected no write into a caller's tensor while backward recomputes ",
-                          "a forward that has written it already, got in_place=True under a ",
-                          "checkpoint. Use in_place=False.");
-        for (const at::Tensor* other : written)
-          TORCH_CHECK_VALUE(!other->is_alias_of(input), step.name,
-                            ": expected memory that no other ",
-                            "in-place op of the pipeline writes, got the same twice. Use ",
-                            "in_place=False, or pass a copy.");
-        written.push_back(&input);
-      }
+void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
+  if (plan.overwritten.empty()) return;
+  TORCH_CHECK_VALUE(!is_recompute(),
+                    "pipeline: expected no write into a caller's tensor while backward recomputes ",
+                    "a forward that has written it already, got in_place=True under a ",
+                    "checkpoint. Use in_place=False.");
+  for (size_t i = 0; i < plan.overwritten.size(); ++i) {
+    const at::Tensor& input = arguments.inputs[plan.overwritten[i].input];
+    for (size_t k = 0; k < i; ++k)
+      TORCH_CHECK_VALUE(!arguments.inputs[plan.overwritten[k].input].is_alias_of(input),
+                        "pipeline: expected memory that no other in-place op of the pipeline ",
+                        "writes, got the same twice. Use in_place=False, or pass a copy.");
+    if (path != Path::direct || !plan.overwritten[i].requires_grad || !input.is_view()) continue;
+    TORCH_CHECK_VALUE(!input.requires_grad() || !input._base().is_leaf(),
+                      "pipeline: expected memory that no leaf shares for an in-place sum, got a ",
+                      "view of a leaf that requires grad. Use in_place=False, or pass the leaf.");
+    torch::autograd::check_inplace(input, /*requires_grad=*/true);
+  }
 }
 
 }  // namespace
 
 Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& arguments,
                      Path path) {
-  check_in_place(*plan, arguments);
+  check_in_place(*plan, arguments, path);
   Frame frame(path, plan->types, plan->slot_of, plan->tensor_slots);
   fill(frame, *plan, arguments);
   Outputs outputs;
@@ -195,7 +218,7 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
     if (path == Path::dispatch) clone_shared(outputs, arguments);
   }
   set_history(outputs, arguments, *plan, node, path);
-  if (plan->mutates_arguments) rebase_mutated(outputs, arguments, *plan);
+  if (path == Path::direct) rebase_overwritten(outputs, arguments, *plan);
   node->save(frame, arguments, outputs);
   return outputs;
 }

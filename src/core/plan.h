@@ -64,6 +64,13 @@ struct Kept {
   bool is_output = false;
 };
 
+/// An argument that forward overwrites, as the caller asked.
+struct Overwritten {
+  size_t input;        ///< place in the inputs
+  Value result;        ///< what it holds afterwards
+  bool requires_grad;  ///< of that
+};
+
 struct Plan {
   std::vector<Type> types;
   /// By value: its first tensor slot, or its place among opaque values or shapes.
@@ -90,7 +97,7 @@ struct Plan {
   bool is_quantized = false;
   bool runs_user_code = false;
   bool needs_backward = false;
-  bool mutates_arguments = false;  ///< in place, as the caller asked
+  std::vector<Overwritten> overwritten;
   std::string no_composite;        ///< the label of an op without a composite form, or empty
 
   std::shared_ptr<const struct BackwardFusions>

@@ -89,15 +89,14 @@ class ValueSet {
   std::vector<bool> flags_;
 };
 
-/// Removes steps whose writes nobody demands, from the end; other undemanded writes become absent. Forward steps that mutate stay;
-/// backward's only refresh the codes of weights, which is of no use where nobody reads them.
+/// Removes steps whose writes nobody demands, from the end; other undemanded writes become absent. What the caller has asked to be
+/// written in place is written all the same; codes of weights that nobody reads are not refreshed.
 template <typename IsDemanded>
-void drop_dead_steps(Steps& steps, size_t value_count, IsDemanded&& is_demanded_outside,
-                     bool keep_mutating) {
+void drop_dead_steps(Steps& steps, size_t value_count, IsDemanded&& is_demanded_outside) {
   ValueSet read(value_count);
   Steps live;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    bool needed = keep_mutating && !step->mutates.empty();
+    bool needed = !step->mutates.empty() && step->kind != StepKind::refresh;
     for (Value& value : step->writes) {
       if (exists(value) && !read(value) && !is_demanded_outside(value)) value = Value::none;
       needed |= exists(value);
@@ -141,11 +140,14 @@ void check_required(const Description& description, const Plan& plan) {
 }
 
 /// An argument that a step writes in place must not be one that backward reads.
-void check_mutations(Plan& plan) {
+void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
   for (const Step& step : plan.forward)
     for (const Value value : step.mutates) {
-      if (plan.types[index_of(value)].origin == Origin::workspace) continue;
-      plan.mutates_arguments = true;
+      const auto input = std::find(plan.inputs.begin(), plan.inputs.end(), value);
+      if (input == plan.inputs.end()) continue;  // a workspace
+      const Value result = step.writes[step.main_write];
+      plan.overwritten.push_back({static_cast<size_t>(input - plan.inputs.begin()), result,
+                                  requires_grad[index_of(result)]});
       TORCH_CHECK_VALUE(plan.kept_at[index_of(value)] < 0, step.name,
                         ": expected an argument that backward does not read, got ",
                         plan.types[index_of(value)].name,
@@ -213,7 +215,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   for (const OpNode& op : description.ops) reemit_reads.push_back(op.def->reemit_reads);
   choose_reemitted(program.forward, program.backward, program.types, is_free.flags(), reemit_reads);
   schedule(program.backward);
-  drop_dead_steps(program.backward, value_count, asked, /*keep_mutating=*/false);
+  drop_dead_steps(program.backward, value_count, asked);
   for (const Value value : values_from_forward(program.backward, program.output_gradients)) {
     const Type& type = program.types[index_of(value)];
     if (type.origin == Origin::workspace) continue;
@@ -232,7 +234,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   is_demanded.add(program.outputs);
   is_demanded.add(plan->kept_opaque);
   for (const Kept& kept : plan->kept) is_demanded.add(kept.value);
-  drop_dead_steps(program.forward, value_count, is_demanded, /*keep_mutating=*/true);
+  drop_dead_steps(program.forward, value_count, is_demanded);
   const auto demanded_parts = parts_of(program.forward);
   scope.pass = Pass::forward;
   scope.is_demanded = is_demanded;
@@ -277,7 +279,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   plan->kept_at.assign(plan->types.size(), -1);
   for (size_t k = plan->kept.size(); k-- > 0;)
     plan->kept_at[index_of(plan->kept[k].value)] = static_cast<int32_t>(k);
-  check_mutations(*plan);
+  note_overwritten(*plan, program.requires_grad);
   if (!description.required_fusions.empty()) {
     if (plan->needs_backward)
       for (const Decision& decision : full_backward(*plan).decisions)
@@ -360,7 +362,7 @@ const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
   const size_t value_count = plan.types.size();
   ValueSet asked(value_count), is_there(value_count);
   asked.add(sliced->gradients);
-  drop_dead_steps(sliced->steps, value_count, asked, /*keep_mutating=*/false);
+  drop_dead_steps(sliced->steps, value_count, asked);
   const auto parts = parts_of(sliced->steps);
   for (size_t i = 0; i < plan.output_gradients.size(); ++i)
     if (mask.given[i]) is_there.add(plan.output_gradients[i]);
@@ -381,7 +383,7 @@ const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
   sliced->steps = steps.take();
   check_coverage(parts, sliced->steps, "backward");
   if (!plan.backward_fusions->groups.empty())  // sums that only the replaced steps read
-    drop_dead_steps(sliced->steps, value_count, asked, /*keep_mutating=*/false);
+    drop_dead_steps(sliced->steps, value_count, asked);
   ValueSet stays = asked;
   stays.add(plan.workspaces);
   find_dead(sliced->steps, stays.flags());

@@ -31,10 +31,10 @@ TEST(InPlace, WithGradTheOutputIsANewObjectOnThatMemory) {
   const Outputs outputs = call({kAdd}, {x, extra});
   EXPECT_FALSE(outputs[0].is_same(extra));
   EXPECT_TRUE(outputs[0].is_alias_of(extra));
-  EXPECT_FALSE(extra.requires_grad());
-  EXPECT_TRUE(same(extra, sum));
-  outputs[0].sum().backward();
-  EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 1));
+  EXPECT_TRUE(same(extra.detach(), sum));
+  EXPECT_EQ(extra.grad_fn(), outputs[0].grad_fn()) << "as behind add_";
+  (outputs[0] + 2 * extra).sum().backward();
+  EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 3));
 }
 
 TEST(InPlace, AGradientReachesAnExtraInputWithAHistory) {
@@ -70,13 +70,52 @@ TEST(InPlace, AnExtraInputWithAHistoryGoesOnWithTheSum) {
   EXPECT_TRUE(same(before.grad(), x.detach() * 0 + 6));
 }
 
-TEST(InPlace, AViewWithAHistoryRaisesWhenItsBaseIsUsedToFindItsOwn) {
-  const at::Tensor x = leaf({4}), base = leaf({2, 4}) * 3, extra = base.select(0, 1);
-  call({kAdd}, {x, extra})[0].sum().backward();
-  base.mul_(2);
-  EXPECT_THAT([&] { extra.sum().backward(); },
-              ThrowsText<c10::Error>("is a view and its base or another view of its base has been "
-                                     "modified inplace"));
+/// Gradients of x and of what `base` is made of, where a sum is written into a part of it; `add` writes it.
+template <typename Add>
+std::vector<at::Tensor> gradients_of_a_part(bool has_history, Add add) {
+  const at::Tensor x = leaf({4}), before = leaf({3, 4}, at::kFloat, 2);
+  const at::Tensor base = has_history ? before * 3 : before.detach() * 3;
+  const at::Tensor other = base.select(1, 2), extra = base.narrow(0, 1, 2).select(0, 0);
+  const at::Tensor y = add(x, extra);
+  const at::Tensor loss = (y * 5).sum() + (base * base).sum() + (other * extra[1]).sum();
+  loss.backward();
+  return {loss.detach(), x.grad(), has_history ? before.grad() : loss.detach()};
+}
+
+TEST(InPlace, InAViewReachesItsBaseAndTheOtherViews) {
+  for (const bool has_history : {true, false}) {
+    const auto found = gradients_of_a_part(has_history, [](const auto& x, const auto& extra) {
+      return call({kAdd}, {x, extra})[0];
+    });
+    const auto expected = gradients_of_a_part(
+        has_history, [](const auto& x, const auto& extra) { return extra.add_(x); });
+    for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(same(found[i], expected[i])) << i;
+  }
+}
+
+TEST(InPlace, ATensorWhoseSumIsNoOutputHasNoGradientAnyMore) {
+  for (const bool has_history : {true, false}) {
+    const at::Tensor x = leaf({2, 4}),
+                     extra = has_history ? leaf({2, 4}) * 3 : random({2, 4}, at::kFloat, 2);
+    const at::Tensor y = call({kAdd, R"(constant_scale {"factor": 2.0})"}, {x, extra})[0];
+    EXPECT_THAT([&] { at::sum(extra * 2).backward(); },
+                ThrowsText<std::runtime_error>(
+                    "pipeline: expected no gradient for a tensor that an in-place sum inside of a "
+                    "pipeline has overwritten, got one. Use in_place=False"));
+    y.sum().backward();
+    EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 2));
+  }
+}
+
+TEST(InPlace, AViewOfALeafIsRefused) {
+  const at::Tensor base = leaf({2, 4}), before = base.detach().clone();
+  EXPECT_THAT(
+      [&] {
+        call({kAdd}, {random({4}), base.select(0, 1)});
+      },
+      ThrowsText<c10::ValueError>("pipeline: expected memory that no leaf shares for an in-place "
+                                  "sum, got a view of a leaf that requires grad. Use"));
+  EXPECT_TRUE(same(base.detach(), before));
 }
 
 TEST(InPlace, OfAnotherShapeIsRefused) {
@@ -113,8 +152,8 @@ TEST(InPlace, TheSameMemoryTwiceIsRefused) {
         call({kAdd, kAdd}, {random({2, 4}), extra, extra.view({2, 4})});
       },
       ThrowsText<c10::ValueError>(
-          ": expected memory that no other in-place op of the pipeline writes",
-          "got the same twice", "or pass a copy"));
+          "pipeline: expected memory that no other in-place op of the pipeline writes, got the "
+          "same twice. Use in_place=False, or pass a copy"));
   EXPECT_NO_THROW(call({kAdd, kAdd}, {random({2, 4}), extra, extra.clone()}));
 }
 
