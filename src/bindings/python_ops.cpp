@@ -196,11 +196,9 @@ void python_backward(Call& call) {
   }
 }
 
-bool is_buffer(std::string_view param) { return param.starts_with("buffer"); }
-
 PythonOptions::Counts counts_of(const OpDef& def) {
   return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(), def.context.size(),
-          static_cast<size_t>(std::count_if(def.params.begin(), def.params.end(), is_buffer))};
+          def.buffers};
 }
 
 /// How many operands the op has is the definition's to say.
@@ -242,6 +240,7 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
   for (size_t i = 0; i < extra_inputs; ++i)
     def.inputs.push_back(permanent("extra" + std::to_string(i)));
   for (size_t i = 0; i < params; ++i) def.params.push_back(permanent("param" + std::to_string(i)));
+  def.buffers = buffers;
   for (size_t i = 0; i < buffers; ++i)
     def.params.push_back(permanent("buffer" + std::to_string(i)));
   for (size_t i = 0; i < extra_outputs; ++i) {
@@ -251,11 +250,10 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
     backward.reads.push_back(permanent("grad_" + std::string(output)));
   }
   def.results.push_back({"saved", ResultDef::opaque});
-  for (const auto& param : def.params)
-    if (!is_buffer(param)) backward.reads.push_back(param);
+  for (size_t i = 0; i < params; ++i) backward.reads.push_back(def.params[i]);
   backward.reads.push_back("saved");
-  for (const auto& param : def.params)
-    if (!is_buffer(param)) backward.writes.push_back(permanent("grad_" + std::string(param)));
+  for (size_t i = 0; i < params; ++i)
+    backward.writes.push_back(permanent("grad_" + std::string(def.params[i])));
   for (size_t i = 1; i < def.inputs.size(); ++i)
     backward.writes.push_back(permanent("grad_" + std::string(def.inputs[i])));
   def.backward = {std::move(backward)};
@@ -287,9 +285,10 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
     }
   });
   each([&](uint32_t member, const OpDef& def) {
-    for (const auto& param : def.params) {
+    for (size_t p = 0; p < def.params.size(); ++p) {
+      const std::string_view param = def.params[p];
       ahead.reads.push_back({member, param});
-      if (is_buffer(param)) continue;
+      if (p + def.buffers >= def.params.size()) continue;
       back.reads.push_back({member, param});
       back.writes.push_back({member, permanent("grad_" + std::string(param))});
     }

@@ -150,10 +150,11 @@ class Lowering {
       // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does; elsewhere it promotes.
       const bool follows =
           call_.autocast_dtype != at::ScalarType::Undefined && c10::isFloatingType(dtype);
-      if (casts || follows) param = cast(param, dtype, op);
+      const bool is_buffer = p + def.buffers >= op.params.size();
+      if ((casts || follows) && !is_buffer) param = cast(param, dtype, op);
       names.bind(def.params[p], param);
       any_grad |= needs_grad(param.value);
-      if (!casts) dtype = c10::promoteTypes(dtype, dtype_of(param.value));
+      if (!casts && !is_buffer) dtype = c10::promoteTypes(dtype, dtype_of(param.value));
     }
     const at::ScalarType target = result_dtype(op, names, dtype);
     if (writes_caller(op)) dtype = target;
