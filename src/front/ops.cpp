@@ -4,6 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/json_fields.h"
+
 namespace tandem::ops {
 
 namespace {
@@ -26,6 +28,17 @@ Op single(const char* name, json options = json::object(),
 void check_features(const char* op, const char* name, int64_t features) {
   TORCH_CHECK_VALUE(features > 0, op, ": expected ", name, " > 0, got ", features,
                     ". Give the size of the last dimension.");
+}
+
+/// Throws c10::ValueError on bytes that are no UTF-8: a description, which is JSON, cannot hold them.
+std::string checked_channel(std::string name, const char* op) {
+  try {
+    json(name).dump();
+  } catch (const json::type_error&) {
+    TORCH_CHECK_VALUE(false, op, ": expected a channel named in UTF-8, got \"", shown(name),
+                      "\". Rename it.");
+  }
+  return name;
 }
 
 }  // namespace
@@ -72,13 +85,15 @@ Op quantize(bool forward, bool backward) {
 Op make_extra_output(std::string channel, bool output_to_caller) {
   json op = basic("make_extra_output");
   if (!channel.empty())
-    op["extra_outputs"] = json::array({{{"channel", channel}, {"to_caller", output_to_caller}}});
+    op["extra_outputs"] = json::array({{{"channel", checked_channel(channel, "make_extra_output")},
+                                        {"to_caller", output_to_caller}}});
   return {"make_extra_output", json::array({op}).dump(), {}};
 }
 
 Op add_extra_input(std::string channel, bool in_place) {
   json op = basic("add_extra_input");
-  if (!channel.empty()) op["extra_inputs"] = json::array({{{"channel", channel}}});
+  if (!channel.empty())
+    op["extra_inputs"] = json::array({{{"channel", checked_channel(channel, "add_extra_input")}}});
   if (in_place) op["in_place"] = true;
   return {"add_extra_input", json::array({op}).dump(), {}};
 }

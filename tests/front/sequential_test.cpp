@@ -106,6 +106,14 @@ TEST(Sequential, EveryOpRuns) {
   }
 }
 
+TEST(Sequential, AChannelOfNoUtf8IsRefused) {
+  const auto expect = [](const std::string& op, auto make) {
+    EXPECT_THAT(make, ThrowsText<c10::ValueError>(op + ": expected a channel named in UTF-8, got"));
+  };
+  expect("make_extra_output", [] { ops::make_extra_output("\xff"); });
+  expect("add_extra_input", [] { ops::add_extra_input("a\xff"); });
+}
+
 TEST(Sequential, ChannelsAndExtraTensors) {
   Sequential residual({ops::make_extra_output("r", false), ops::gelu(), ops::add_extra_input("r")});
   const at::Tensor x = random({2, 4}), extra = random({2, 4}, at::kFloat, 2);
