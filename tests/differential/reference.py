@@ -272,15 +272,23 @@ class Reference:
         if op["outputs"]:
             mask = torch.ones(x.value.shape) if self.given is None else (self.given[position] != 0).double()
             self._check_mask(mask, x.value.detach() != 0, 1 - p)
-            untold = (x.value.detach() == 0) & (mask == 0)
-            count = int(untold.sum())
-            mask = mask.double()
-            mask[untold] = torch.tensor([float(self.masked >> (self.untold + k) & 1) for k in range(count)], dtype=torch.float64)
-            self.untold += count
+            mask = self._with_untold(mask.double(), x)
         else:
             mask = torch.full(x.value.shape, float(p < 1), dtype=torch.float64)
         y = self.noisy(x.value * mask / (1 - p if p < 1 else 1.0), x.dtype)
         return y, ([y] if op["outputs"] else [])
+
+    def _with_untold(self, mask: torch.Tensor, x: Valued) -> torch.Tensor:
+        """The mask where the output, zero, does not tell it: x is zero or may have been rounded to it."""
+        value = x.value.detach()
+        untold = (mask == 0) & (value.abs() <= 8 * UNIT[x.dtype] * (value.abs().max() if value.numel() else 0))
+        count = int(untold.sum())
+        if self.masked == -1:
+            mask[untold & (value == 0)] = 1.0
+        else:
+            mask[untold] = torch.tensor([float(self.masked >> (self.untold + k) & 1) for k in range(count)], dtype=torch.float64)
+        self.untold += count
+        return mask
 
     def _check_mask(self, mask: torch.Tensor, is_told: torch.Tensor, kept: float) -> None:
         """A mask keeps its share, of what other masks have kept too, and is no other's: where more than chance is told from less."""
@@ -295,7 +303,7 @@ class Reference:
 
     def _add(self, op: Case, x: Valued, extra: Valued) -> Valued:
         dtype = self.promoted(x, extra)
-        if op.get("ip") and "read" not in op and self.mode.get("run") != "compile":
+        if op.get("ip") and "read" not in op:
             if not torch.can_cast(dtype, extra.dtype):
                 raise TypeError("result type cannot be written in place")
             dtype = extra.dtype
