@@ -41,6 +41,16 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
       "pipeline: expected ops with a composite form under torch.func, torch.jit.trace and "
       "forward-mode differentiation, got op ",
       plan->no_composite, ". Write its forward in differentiable torch operations.");
+  if (plan->is_quantized && c10::GradMode::is_enabled()) {
+    const auto& differentiated =
+        program->plan_for(key_of(arguments, /*grad_mode=*/true, /*traced=*/true));
+    const bool rounds = std::any_of(
+        differentiated->backward.begin(), differentiated->backward.end(),
+        [](const Step& step) { return step.kind == StepKind::quantize; });
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !rounds, "pipeline: expected no recipe where torch.func differentiates, got one whose ",
+        "backward rounds gradients. Leave the autocast region, or call backward().");
+  }
   return returned(run_pipeline(plan, arguments, Path::composite));
 }
 

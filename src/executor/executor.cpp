@@ -22,6 +22,40 @@ void run(Frame& frame, const Step& step) {
   step.run(call);
 }
 
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
+
+/// What backward will read and is there before a step of user code: the step may not write it.
+class KeptVersions {
+ public:
+  KeptVersions(Frame& frame, const Plan& plan) : plan_(plan) {
+    for (const Kept& kept : plan.kept) note(frame.tensor(kept.value, kept.part), kept.value);
+    for (const Value value : plan.kept_opaque)
+      if (frame.type(value).format == Format::opaque)
+        for (const at::Tensor& tensor : frame.opaque(value).tensors) note(tensor, value);
+  }
+  void check(const Step& step) const {
+    for (const auto& [tensor, version, value] : noted_)
+      TORCH_CHECK(version == version_of(tensor), step.name, ": expected ",
+                  plan_.types[index_of(value)].name,
+                  " unchanged, as backward reads it, got an in-place write by this op. Write into "
+                  "a copy.");
+  }
+
+ private:
+  struct Noted {
+    at::Tensor tensor;
+    int64_t version;
+    Value value;
+  };
+  void note(const at::Tensor& tensor, Value value) {
+    if (tensor.defined()) noted_.push_back({tensor, version_of(tensor), value});
+  }
+  const Plan& plan_;
+  std::vector<Noted> noted_;
+};
+
 }  // namespace
 
 void run_step(Frame& frame, const Step& step) {
@@ -46,7 +80,13 @@ void run_forward(Frame& frame, const Plan& plan) {
   std::optional<at::AutoDispatchBelowADInplaceOrView>
       below;  // once, where no step needs to be above it
   if (frame.path() != Path::composite && !plan.runs_user_code) below.emplace();
-  for (const Step& step : plan.forward) run_step(frame, step);
+  for (const Step& step : plan.forward) {
+    std::optional<KeptVersions> before;
+    if (step.runs_user_code && plan.needs_backward && frame.path() != Path::composite)
+      before.emplace(frame, plan);
+    run_step(frame, step);
+    if (before) before->check(step);
+  }
 }
 
 }  // namespace tandem

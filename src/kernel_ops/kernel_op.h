@@ -100,7 +100,9 @@ inline bool is_plain_cpu(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
   const c10::DispatchKeySet keys = tensor.key_set();
-  return keys.has(c10::DispatchKey::CPU) && !keys.has_any(kMarks);
+  // Memory may have been given back behind a tensor's shape (resize_(0) of a storage): the reference then raises torch's error.
+  return keys.has(c10::DispatchKey::CPU) && !keys.has_any(kMarks) &&
+         tensor.unsafeGetTensorImpl()->storage_initialized();
 }
 
 template <size_t N, typename T>

@@ -32,6 +32,12 @@ void reshape_forward(Call& call) {
 
 void reshape_backward(Call& call) {
   enum Read { grad_y, x_shape };
+  const auto sizes = call.in(grad_y).sym_sizes();
+  const auto& shape = call.options<ReshapeOptions>().shape;
+  bool fits = sizes.size() == shape.size();
+  for (size_t d = 0; fits && d < shape.size(); ++d) fits = shape[d] == -1 || sizes[d] == shape[d];
+  TORCH_CHECK_VALUE(fits, "reshape: expected a gradient of shape ", at::IntArrayRef(shape),
+                    ", got ", sizes, ". Return a gradient of the shape of an op's output.");
   call.out(0, call.in(grad_y).reshape_symint(call.frame().shape(call.step().reads[x_shape])));
 }
 

@@ -399,7 +399,9 @@ Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Step a
   if (auto refusal = backward_half.check(back)) return "backward: " + *refusal;
   forward_half.drop_undemanded_writes(ahead);
   backward_half.drop_undemanded_writes(back);
-  const at::ScalarType dtype = types[index_of(forward[forward_members[0]].reads[0])].dtype;
+  const auto read = std::find_if(ahead.reads.begin(), ahead.reads.end(), exists);
+  const at::ScalarType dtype =
+      read == ahead.reads.end() ? at::kFloat : types[index_of(*read)].dtype;
   for (const auto& name : fusion.keeps) {
     const Format format = fusion.runs_user_code ? Format::opaque : Format::plain;
     types.push_back(

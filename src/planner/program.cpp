@@ -1,5 +1,7 @@
 #include "planner/program.h"
 
+#include <c10/util/Exception.h>
+
 #include <map>
 
 #include "planner/planner.h"
@@ -9,15 +11,30 @@ namespace tandem {
 
 namespace {
 std::atomic<int64_t> made{0};
+
+/// Says which thread plans while it lives.
+struct Planner {
+  explicit Planner(std::atomic<std::thread::id>& planner) : planner(planner) {
+    planner = std::this_thread::get_id();
+  }
+  Planner(const Planner&) = delete;
+  Planner& operator=(const Planner&) = delete;
+  ~Planner() { planner = std::thread::id(); }
+  std::atomic<std::thread::id>& planner;
+};
 }  // namespace
 
 Program::Program(std::string text)
     : text_(std::move(text)), description_(parse_description(text_)) {}
 
 const std::shared_ptr<const Plan>& Program::make(const PlanKey& key) {
+  TORCH_CHECK_VALUE(planner_.load() != std::this_thread::get_id(),
+                    "pipeline: expected fusion functions that do not call the pipeline that is "
+                    "being planned, got a call of it. Call another pipeline, or none.");
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& entry : entries_)
     if (entry->key == key) return entry->plan;
+  const Planner planner(planner_);
   std::shared_ptr<const Plan> plan = make_plan(*description_, key, user_fusions());
   ++made;
   entries_.push_back(std::make_unique<const Entry>(

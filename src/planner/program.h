@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/plan.h"
@@ -46,6 +47,7 @@ class TANDEM_API Program {
   std::shared_ptr<const Description> description_;
   std::atomic<const Entry*> newest_{nullptr};
   std::mutex mutex_;
+  std::atomic<std::thread::id> planner_{};  ///< the thread that makes a plan, and runs a user's fusion functions in it
   std::vector<std::unique_ptr<const Entry>> entries_;
 };
 
