@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the libFuzzer programs of tests/fuzz (clang++, AddressSanitizer and UndefinedBehaviorSanitizer) and runs each for so many
 # seconds over its corpus. What a run learns stays in build/fuzz/corpus; an input that fails is written to build/fuzz.
-# usage: scripts/fuzz.sh [SECONDS] [TARGET...]
+# usage: [FUZZ_ARGS=-seed=1] scripts/fuzz.sh [SECONDS] [TARGET...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -26,7 +26,11 @@ for target in "${targets[@]}"; do
   echo "fuzz: $target, $seconds s"
   mkdir -p "build/fuzz/corpus/$target"
   # A pipeline that takes longer than 20 s to plan and run, or 4 GiB, is a finding too.
-  "build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
-    -dict="tests/fuzz/$target.dict" -artifact_prefix="build/fuzz/$target-" -verbosity=0 -print_final_stats=1 \
-    "build/fuzz/corpus/$target" "tests/fuzz/corpus/$target"
+  if ! "build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
+    -dict="tests/fuzz/$target.dict" -artifact_prefix="build/fuzz/$target-" -print_final_stats=1 ${FUZZ_ARGS:-} \
+    "build/fuzz/corpus/$target" "tests/fuzz/corpus/$target" >"build/fuzz/$target.log" 2>&1; then
+    tail -n 200 "build/fuzz/$target.log" >&2
+    exit 1
+  fi
+  grep -E '^#[0-9]+[[:space:]]+DONE|^stat::(number|average|peak)' "build/fuzz/$target.log"
 done

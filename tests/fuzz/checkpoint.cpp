@@ -2,7 +2,7 @@
 //
 // An input is the JSON document, a zero byte, a byte of choices and the tensors' file. Checksums are made right where the choices say
 // so: damage that they find is found at once.
-#include "checkpoint.h"
+#include "cli/checkpoint.h"
 
 #include <unistd.h>
 
@@ -13,10 +13,10 @@
 #include <string>
 #include <string_view>
 
-#include "errors.h"
-#include "files.h"
-#include "safetensors.h"
-#include "train_options.h"
+#include "cli/errors.h"
+#include "cli/files.h"
+#include "cli/safetensors.h"
+#include "cli/train_options.h"
 
 namespace {
 
