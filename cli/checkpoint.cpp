@@ -93,6 +93,9 @@ json load_checkpoint_state(const fs::path& folder) {
 
 NamedTensors load_checkpoint_tensors(const fs::path& folder, const json& state) try {
   const json& tensors = state.at("tensors");
+  if (!tensors.at("bytes").is_number_integer())
+    refuse_damaged(folder / kCheckpointName, "an integer as bytes under \"tensors\"",
+                   tensors.at("bytes").dump().substr(0, 200));
   const FileDigest digest{tensors.at("bytes").get<int64_t>(),
                           tensors.at("fnv1a64").get<std::string>()};
   return read_safetensors(folder / fs::path(tensors.at("file").get<std::string>()).filename(),

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -78,10 +79,21 @@ class Reader {
     return header;
   }
 
+  /// Numbers that are none, and fractions, are refused rather than converted; one of 2^63 or more is negative here.
+  std::vector<int64_t> integers(const std::string& name, const json& entry,
+                                const char* field) const {
+    const json& listed = entry.at(field);
+    if (!listed.is_array() || !std::all_of(listed.begin(), listed.end(), [](const json& number) {
+          return number.is_number_integer();
+        }))
+      refuse("integers as " + std::string(field) + " of " + name, listed.dump().substr(0, 200));
+    return listed.get<std::vector<int64_t>>();
+  }
+
   at::Tensor read_tensor(const std::string& name, const json& entry) const try {
     const auto dtype = entry.at("dtype").get<std::string>();
-    const auto shape = entry.at("shape").get<std::vector<int64_t>>();
-    const auto [begin, end] = entry.at("data_offsets").get<std::pair<size_t, size_t>>();
+    const std::vector<int64_t> shape = integers(name, entry, "shape");
+    const std::vector<int64_t> offsets = integers(name, entry, "data_offsets");
     const auto known = std::find_if(kDtypes.begin(), kDtypes.end(),
                                     [&](const auto& d) { return d.second == dtype; });
     if (known == kDtypes.end()) refuse("a known dtype for " + name, dtype);
@@ -97,13 +109,16 @@ class Reader {
       }
       bytes *= static_cast<size_t>(extent);
     }
-    if (begin > end || end > available || end - begin != bytes) {
+    if (offsets.size() != 2 || offsets[0] < 0 || offsets[0] > offsets[1] ||
+        static_cast<size_t>(offsets[1]) > available ||
+        static_cast<size_t>(offsets[1] - offsets[0]) != bytes) {
       refuse(std::to_string(bytes) + " bytes of data for " + name,
-             "offsets " + entry.at("data_offsets").dump() + " of " + std::to_string(available));
+             "offsets " + entry.at("data_offsets").dump().substr(0, 200) + " of " +
+                 std::to_string(available));
     }
     at::Tensor tensor = at::empty(shape, known->first);
     if (bytes > 0)
-      std::memcpy(tensor.mutable_data_ptr(), content_.data() + data_begin() + begin, bytes);
+      std::memcpy(tensor.mutable_data_ptr(), content_.data() + data_begin() + offsets[0], bytes);
     return tensor;
   } catch (const json::exception&) {
     refuse("dtype, shape and data_offsets of " + name, entry.dump().substr(0, 200));

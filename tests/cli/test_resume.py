@@ -159,6 +159,10 @@ def test_damaged_checkpoint_header(checkpoint):
     refused(header | {name: header[name] | {"shape": [1 << 40, 1 << 40]}}, "a shape")
     refused(header | {name: header[name] | {"shape": [-1, 32]}}, "a shape")
     refused(header | {name: header[name] | {"data_offsets": [0, 1 << 50]}}, "bytes of data")
+    refused(header | {name: header[name] | {"data_offsets": [*header[name]["data_offsets"], 0]}}, "bytes of data")
+    for number in (1e300, 0.5, True, "1", None):  # converted, some would be sizes that fit
+        refused(header | {name: header[name] | {"shape": [number, 32]}}, "integers as shape")
+        refused(header | {name: header[name] | {"data_offsets": [0, number]}}, "integers as data_offsets")
     refused(header | {name: {"dtype": "F32"}}, "dtype, shape and data_offsets")
     refused({key: value for key, value in header.items() if key != name}, f"{name} with shape")
 
@@ -180,6 +184,7 @@ def test_damaged_checkpoint_json(checkpoint):
         state | {"log": [{"run": "plain"}]},
         state | {"log": [state["log"][0] | {"run": "another"}]},
         state | {"losses": [None] * len(state["losses"])},
+        state | {"tensors": state["tensors"] | {"bytes": 1e300}},
     ]
     for damage in ["", whole[: len(whole) // 2], "[]", whole.replace("plain", "fp8")] + [seal(state) for state in wrong]:
         path.write_text(damage)
