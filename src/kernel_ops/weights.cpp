@@ -13,6 +13,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "kernel_ops/memory.h"
 #include "kernel_ops/quantize.h"
 
 namespace tandem::kernel_ops {
@@ -100,6 +101,13 @@ bool is_valid(const int64_t* stamp, const int64_t* expected, const at::Tensor& w
          (expected[stamped_region] != 0 && stamp[stamped_region] == expected[stamped_region]);
 }
 
+/// Whether the stamped codes are those of this weight, unless it was written in a way that moves no version counter.
+bool is_of(const int64_t* stamp, const int64_t* expected) {
+  for (const Stamp field : {storage, data_pointer, version_counter, version, arguments})
+    if (stamp[field] != expected[field]) return false;
+  return true;
+}
+
 /// What codes depend on besides the weight's numbers.
 int64_t hash_of(const at::Tensor& weight, std::string_view format, double amax_epsilon,
                 bool power_of_two) {
@@ -136,16 +144,21 @@ void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tenso
     return;
   }
   ++made;
-  if (has_cpu_kernel<QuantizeCurrent>(weight, format, amax_epsilon, power_of_two)) {
-    Results<3> results{codes, dequant_scale, amax};
-    QuantizeCurrent::cpu(weight, format, amax_epsilon, power_of_two, results);
+  // Another thread, in a region of its own, may read codes of this weight: they are written only where that changes them.
+  const bool may_be_read = weight.is_cpu() && is_of(stamp.const_data_ptr<int64_t>(), expected);
+  const bool has_kernel =
+      has_cpu_kernel<QuantizeCurrent>(weight, format, amax_epsilon, power_of_two);
+  Results<3> parts{codes, dequant_scale, amax}, results = parts;
+  if (!has_kernel) {
+    results = QuantizeCurrent::reference(weight.detach(), format, amax_epsilon, power_of_two);
   } else {
-    const auto results =
-        QuantizeCurrent::reference(weight.detach(), format, amax_epsilon, power_of_two);
-    codes.copy_(results[0]);
-    dequant_scale.copy_(results[1]);
-    amax.copy_(results[2]);
+    if (may_be_read)
+      for (Tensor& result : results) result = empty_cpu(result.sizes(), result.scalar_type());
+    QuantizeCurrent::cpu(weight, format, amax_epsilon, power_of_two, results);
   }
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (!results[i].is_same(parts[i]) && !(may_be_read && at::equal(results[i], parts[i])))
+      parts[i].copy_(results[i]);
   std::copy(std::begin(expected), std::end(expected), stamp.mutable_data_ptr<int64_t>());
 }
 

@@ -60,8 +60,13 @@ Pipeline::State& Pipeline::state(bool training) {
   auto program =
       program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.push_back(std::unique_ptr<State>(new State{
-      recipe, training, version, std::move(program), {}, newest_.load(std::memory_order_relaxed)}));
+  states_.push_back(std::unique_ptr<State>(new State{recipe,
+                                                     training,
+                                                     version,
+                                                     std::move(program),
+                                                     {},
+                                                     {},
+                                                     newest_.load(std::memory_order_relaxed)}));
   newest_.store(states_.back().get(), std::memory_order_release);
   return *states_.back();
 }
@@ -74,9 +79,16 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
         std::find(plan.params.begin(), plan.params.end(), plan.workspace_weights[w]) -
         plan.params.begin());
     const at::Tensor& weight = arguments.params[param];
-    if (state.workspaces.size() <= 4 * w) state.workspaces.resize(4 * w + 4);
+    if (state.workspaces.size() <= 4 * w) {
+      state.workspaces.resize(4 * w + 4);
+      state.coded_weights.resize(w + 1);
+    }
     at::Tensor* parts = &state.workspaces[4 * w];
-    if (parts[0].defined() && parts[0].sizes() == weight.sizes() &&
+    // A call on another thread, or a graph, may still read the codes of another weight: those stay as they are.
+    CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
+    const bool is_free = parts[0].use_count() <= 1 || state.coded_weights[w] == coded;
+    state.coded_weights[w] = std::move(coded);
+    if (is_free && parts[0].defined() && parts[0].sizes() == weight.sizes() &&
         parts[0].device() == weight.device())
       continue;
     c10::InferenceMode no_inference(false);  // a workspace must serve in every mode

@@ -44,12 +44,20 @@ class TANDEM_API Pipeline {
     Served* older;
     std::vector<std::atomic<int64_t>> kept_bytes;  ///< by entry, of the last call with grad
   };
+  /// Whose codes a workspace holds. Whoever uses the workspace holds the weight's memory: no other weight gets its address meanwhile.
+  struct CodedWeight {
+    const void* data = nullptr;
+    at::ScalarType dtype = at::kFloat;
+    std::vector<int64_t> strides = {};
+    bool operator==(const CodedWeight&) const = default;
+  };
   struct State {
     const ActiveRecipe* recipe;
     bool training;
     uint64_t fusions_version;
     std::shared_ptr<Program> program;
-    std::vector<at::Tensor> workspaces;  ///< of `recipe`
+    std::vector<at::Tensor> workspaces;      ///< of `recipe`
+    std::vector<CodedWeight> coded_weights;  ///< one per four workspaces
     const State* older;
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
