@@ -5,6 +5,7 @@ option(TANDEM_PYTHON "Build the Python extension" ON)
 option(TANDEM_CLI "Build the command line program" ON)
 option(TANDEM_WERROR "Treat warnings as errors (g++ 12 and clang++ 14)" OFF)
 option(TANDEM_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+option(TANDEM_TSAN "Build with ThreadSanitizer" OFF)
 option(TANDEM_FUZZ "Build the fuzz targets (clang++, with TANDEM_SANITIZE)" OFF)
 set(TANDEM_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where torch has CUDA and nvcc is there), ON, OFF")
 
@@ -30,6 +31,15 @@ target_compile_options(
 string(REGEX MATCH "^[A-Za-z]+-[0-9]+" compiler "${CMAKE_CXX_COMPILER_ID}-${CMAKE_CXX_COMPILER_VERSION}")
 if(TANDEM_WERROR AND compiler MATCHES "^(GNU-12|Clang-14)$")
   target_compile_options(tandem_options INTERFACE -Werror)
+endif()
+if(TANDEM_SANITIZE AND TANDEM_TSAN)
+  message(FATAL_ERROR "tandem: expected one of TANDEM_SANITIZE and TANDEM_TSAN, got both. Build each in a folder of its own.")
+endif()
+if(TANDEM_TSAN)
+  # tsan: it does not know the fences by which libtorch counts references to Python objects, of which there are none.
+  target_compile_options(tandem_options INTERFACE -fsanitize=thread -fno-omit-frame-pointer -O1 -g1
+                                                  $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
+  target_link_options(tandem_options INTERFACE -fsanitize=thread)
 endif()
 if(TANDEM_SANITIZE)
   # vptr: the type information of libtorch's classes is hidden in libtorch.
