@@ -14,6 +14,7 @@ from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.run import OpRun, Outputs
 from tandem.ops.changes import structure
+from tandem.ops.places import places
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
 _EXTRA_STATE = "_extra_state"
@@ -190,15 +191,11 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
 
     def parameter_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each parameter, in the order in which gradients are returned."""
-        if not self.is_python_op:
-            yield from ((self._holder, name) for name in self._parameter_names)
-            return
-        yield from _places(self, "_parameters")
+        return places(self, "_parameters")
 
     def buffer_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each buffer that code written in Python may use."""
-        if self.is_python_op:
-            yield from _places(self, "_buffers")
+        return places(self, "_buffers")
 
     @property
     def instance_id(self) -> str:
@@ -276,18 +273,6 @@ class _Composed:
         output, extra_outputs, tensors = call_accepting(self.fuser_forward_compute, input_, optional=kwargs)
         call_accepting(self.fuser_forward_save_ctx, basic_op_ctxs, input_, tensors, optional=kwargs)
         return output, extra_outputs
-
-
-def _places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
-    seen: set[int] = set()
-    for module in op.modules():
-        tensors = vars(module)[field]
-        if field == "_parameters" and not getattr(module, "_fsdp_use_orig_params", True):  # FSDP1 has put views in their place
-            tensors = {**tensors, **{name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}}
-        for name, tensor in tensors.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield module, name
 
 
 def _drop_extra_state(state_dict: dict[str, Any], key: str) -> None:
