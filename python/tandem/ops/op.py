@@ -26,6 +26,7 @@ class FusibleOperation(torch.nn.Module):
 
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
+    _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
     _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -39,6 +40,16 @@ class FusibleOperation(torch.nn.Module):
         for prefix, style in styles.items():
             if style == "split":  # the composed form replaces a base's one-piece form
                 setattr(cls, f"{prefix}_forward", getattr(_Composed, f"{prefix}_forward"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward":  # a patch, which containers honour
+            structure.change()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "forward":
+            structure.change()
 
     @property
     def is_fused_op(self) -> bool:
@@ -245,6 +256,10 @@ class FusedOperation(FusibleOperation):
         if run is None:
             run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
         return run(input, extra_inputs, self.training, kwargs or None)
+
+
+BasicOperation._library_forward = BasicOperation.forward
+FusedOperation._library_forward = FusedOperation.forward
 
 
 class _Composed:

@@ -42,6 +42,17 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def own_call(unit: FusibleOperation) -> str | None:
+    """Which method of the module, or of what it consists of, is not the library's, so that calling it may do more than its ops do. Patched on
+    an instance it counts from the next look at the ops on, which `FusibleOperation.__setattr__` asks for."""
+    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+        if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
+            return "forward"
+        if type(module).__call__ is not torch.nn.Module.__call__:
+            return "__call__"
+    return None
+
+
 def unit_has_hooks(unit: FusibleOperation) -> bool:
     if has_hooks(unit):
         return True
@@ -82,13 +93,16 @@ class OpRun:
         self.bindings: Bindings = ()
         self.num_extra_inputs = 0
         self.num_outputs = 1
+        self.own_calls: tuple[str | None, ...] = ()  # by unit
+        self.has_own_calls = False  # then the direct path, which sees hooks only, is closed
 
     def prepare(self) -> None:
         """Captures the ops as they are: locks their channels, drops what was made of them before. Does nothing if nothing changed."""
         token = structure.token
         if self.token is token:
             return
-        captured = (structure.fusions, [op.changes for op in self.basic_ops])
+        own_calls = tuple(None if unit is self.owner else own_call(unit) for unit in self.units)
+        captured = (structure.fusions, [op.changes for op in self.basic_ops], own_calls)
         if captured == self.captured:
             self.token = token
             return
@@ -115,6 +129,7 @@ class OpRun:
             own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
             self._buffers.append([len(self.places) + at for at in own])
         self.buffer_places = tuple(buffers.values())
+        self.own_calls, self.has_own_calls = own_calls, any(own_calls)
         self.pipeline((), True, None)  # errors come before the first tensor
         self.captured = captured
         self.token = token
@@ -126,6 +141,8 @@ class OpRun:
         if self.token is not structure.token:
             self.prepare()
         self.check_count(extra)
+        if self.has_own_calls:
+            return self.call_cut(self.cut().parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in self.training_ops])
         pipeline = self.pipelines.get((flags, None)) if kwargs is None else None
         if pipeline is None:
@@ -156,16 +173,20 @@ class OpRun:
             )
 
     def hooked(self) -> tuple[int, ...]:
-        """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
+        """Positions of units that must be called as modules, of those that `prepare` saw. Hooks of all modules see the modules of containers, not what these consist of."""
         everywhere = self.owner is None and any_global_hooks()
         return tuple(
-            [index for index, unit in enumerate(self.units) if unit is not self.owner and (everywhere or unit_has_hooks(unit))]
+            [
+                index
+                for index, unit in enumerate(self.units)
+                if unit is not self.owner and (everywhere or self.own_calls[index] is not None or unit_has_hooks(unit))
+            ]
         )
 
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         self.prepare()
-        return None if self.training_ops or self.num_extra_inputs else self.pipeline((), True, None)
+        return None if self.training_ops or self.num_extra_inputs or self.has_own_calls else self.pipeline((), True, None)
 
     def pipeline(self, flags: tuple[bool, ...], training: bool, kwargs: Kwargs | None) -> _C.EagerPipeline:
         """The eager pipeline for these training flags of `training_ops` and arguments of Python ops."""
