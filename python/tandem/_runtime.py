@@ -11,6 +11,7 @@ import torch
 
 from tandem import _C
 from tandem.ops import fusions, python_op
+from tandem.ops.changes import structure
 from tandem.ops.context import OperationContext
 from tandem.ops.places import Names, at, names, views_stand_in
 
@@ -68,9 +69,10 @@ def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[
         if len(own) > expected:
             named += names(op, "_buffers")
         if len(own) != len(named):
+            structure.change()
             raise RuntimeError(
-                f"{op._get_name()}: expected the {len(own)} parameters with which its pipeline was planned, got an op with {expected}. Add and "
-                "remove parameters outside of forward, by assigning them to attributes."
+                f"{op._get_name()}: expected the {len(own)} parameters with which its pipeline was planned, got an op with {expected}. It is "
+                "planned again at the next call; assign parameters to attributes of the op itself, and not in forward."
             )
         found.append(named)
     return found

@@ -307,6 +307,26 @@ def test_backward_has_the_parameters_of_forward_whatever_became_of_the_op():
         y.sum().backward(retain_graph=True)
 
 
+def test_parameters_and_modules_that_come_later_count_at_the_next_call():
+    op, x = Nested(Inner()), torch.ones(1, 2, requires_grad=True)
+    box = ops.Sequential(op)
+    assert torch.equal(box(x), torch.full((1, 2), 103.0)) and torch.equal(op(x), box(x))
+    op.inner = Inner()
+    op.bias = torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        op.inner.weight.fill_(7)
+    for call in (box, op):
+        op.zero_grad()
+        y = call(x)
+        assert torch.equal(y, torch.full((1, 2), 7.0))
+        y.sum().backward()
+        assert torch.equal(op.inner.weight.grad, torch.ones(2))
+    op._modules["inner"] = Inner()
+    assert torch.equal(box(x), torch.full((1, 2), 3.0)) and torch.equal(op(x), box(x))
+    op.more = torch.nn.Parameter(torch.zeros(2))
+    assert torch.equal(box(x), torch.full((1, 2), 3.0))
+
+
 def test_a_parameter_that_is_added_in_forward_is_refused():
     class Adds(Nested):
         def op_forward(self, ctx, input_, **_):
@@ -315,7 +335,7 @@ def test_a_parameter_that_is_added_in_forward_is_refused():
 
     op, x = Adds(Inner()), torch.ones(1, 2)
     op(x)
-    with pytest.raises(RuntimeError, match="Adds: expected the 2 parameters with which its pipeline was planned, got an op with 3. Add and remove"):
+    with pytest.raises(RuntimeError, match="Adds: expected the 2 parameters with which its pipeline was planned, got an op with 3. It is planned again"):
         op(x)
 
 

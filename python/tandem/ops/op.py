@@ -13,7 +13,7 @@ from tandem import _C
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.run import OpRun, Outputs
-from tandem.ops.changes import structure
+from tandem.ops.changes import capture, structure, watch
 from tandem.ops.places import places
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
@@ -59,6 +59,9 @@ class FusibleOperation(torch.nn.Module):
     def flat_ops(self) -> Sequence[BasicOperation]:
         """The basic ops that this stands for, in order."""
         raise NotImplementedError
+
+    def _capture(self) -> None:
+        """A pipeline is made of this: what replaces a module in it from now on is told."""
 
     @property
     def _holder(self) -> torch.nn.Module:
@@ -136,9 +139,15 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_planned = name == "in_place" or name in self._option_names
-        if not is_planned or not self.__dict__.get("_extra_tensor_channels_locked"):
+        if not self.__dict__.get("_extra_tensor_channels_locked"):
             super().__setattr__(name, value)
+            return
+        if name != "in_place" and name not in self._option_names:
+            params = self._parameters
+            had = params.get(name) is not None
+            super().__setattr__(name, value)
+            if (params.get(name) is not None) != had and self.is_python_op:  # its parameters are others now
+                structure.change()
             return
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
@@ -166,6 +175,11 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
 
     def flat_ops(self) -> Sequence[BasicOperation]:
         return (self,)
+
+    def _capture(self) -> None:
+        if self.is_python_op:  # whose parameters may be those of modules inside it
+            for module in self.modules():
+                capture(module)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
@@ -230,7 +244,9 @@ class FusedOperation(FusibleOperation):
             basic_ops: those that it stands for, in order; at least one.
         """
         super().__init__()
+        watch(self)
         self.basic_ops = torch.nn.ModuleList(basic_ops)
+        watch(self.basic_ops)
         if len(self.basic_ops) == 0:
             raise ValueError(
                 f"{type(self).__qualname__}: expected at least one basic op, got none. Pass the ops that it stands for."
@@ -242,6 +258,12 @@ class FusedOperation(FusibleOperation):
 
     def flat_ops(self) -> Sequence[BasicOperation]:
         return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
+
+    def _capture(self) -> None:
+        capture(self)
+        capture(self.basic_ops)
+        for op in self.basic_ops:
+            op._capture()
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -73,13 +74,10 @@ class OpRun:
         required: Sequence[str] = (),
         owner: FusibleOperation | None = None,
     ) -> None:
-        self.units = tuple(units)
         self.owner = owner  # whose forward this is: its hooks have run already
-        self.basic_ops: tuple[BasicOperation, ...] = tuple(op for unit in units for op in unit.flat_ops())
         self.given_bindings = bindings
         self.required = list(required)
-        self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
-        self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
+        self._take(tuple(units))
         self.token: object = None
         self.captured: Any = None  # what the ops were like when `prepare` looked last
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
@@ -96,13 +94,29 @@ class OpRun:
         self.own_calls: tuple[str | None, ...] = ()  # by unit
         self.has_own_calls = False  # then the direct path, which sees hooks only, is closed
 
+    def _take(self, units: tuple[FusibleOperation, ...]) -> None:
+        self.units = units
+        self.basic_ops: tuple[BasicOperation, ...] = tuple(op for unit in units for op in unit.flat_ops())
+        self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
+        self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
+
     def prepare(self) -> None:
         """Captures the ops as they are: locks their channels, drops what was made of them before. Does nothing if nothing changed."""
         token = structure.token
         if self.token is token:
             return
+        for unit in (*self.units, self.owner):
+            if unit is not None:
+                unit._capture()
+        # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
+        units = self.units if self.owner is None else tuple(self.owner.flat_ops())
+        basic_ops = [op for unit in units for op in unit.flat_ops()]
+        if len(basic_ops) != len(self.basic_ops) or not all(map(operator.is_, basic_ops, self.basic_ops)):
+            self.captured = None
+            self._take(units)
         own_calls = tuple(None if unit is self.owner else own_call(unit) for unit in self.units)
-        captured = (structure.fusions, [op.changes for op in self.basic_ops], own_calls)
+        written = [[(id(module), name) for module, name in op.parameter_places()] for op in self.python_ops]
+        captured = (structure.fusions, [op.changes for op in self.basic_ops], own_calls, written)
         if captured == self.captured:
             self.token = token
             return
