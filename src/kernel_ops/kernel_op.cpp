@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
+
 namespace tandem::kernel_ops::detail {
 
 void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments) {
@@ -16,6 +18,13 @@ void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments) 
                       arguments[first]->device(), " and ", arguments[i]->device(),
                       ". Move the module or its input: both have .to(device).");
   }
+}
+
+void refuse_without_memory(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(false, "pipeline: expected tensors with memory, got one of shape ",
+                    tensor.sizes(),
+                    " whose storage was given back. Keep it until backward is done.");
+  std::abort();  // not reached
 }
 
 }  // namespace tandem::kernel_ops::detail

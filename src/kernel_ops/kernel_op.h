@@ -95,14 +95,17 @@ ResultsOf<K> dispatch(const Args&... args) {
 
 namespace detail {
 
+/// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be resized to nothing.
+[[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
+
 /// Memory that a kernel may read as it lies there: dense, on the CPU, and not marked as conjugate, negative or zero.
 inline bool is_plain_cpu(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
   const c10::DispatchKeySet keys = tensor.key_set();
-  // Memory may have been given back behind a tensor's shape (resize_(0) of a storage): the reference then raises torch's error.
-  return keys.has(c10::DispatchKey::CPU) && !keys.has_any(kMarks) &&
-         tensor.unsafeGetTensorImpl()->storage_initialized();
+  if (!keys.has(c10::DispatchKey::CPU) || keys.has_any(kMarks)) return false;
+  if (!tensor.unsafeGetTensorImpl()->storage_initialized()) refuse_without_memory(tensor);
+  return true;
 }
 
 template <size_t N, typename T>

@@ -113,7 +113,8 @@ def test_a_joint_fusion_of_a_product_under_a_recipe_is_made_or_refused():
         with tandem.autocast():
             y = pipeline(x)
         y.sum().backward()
-        assert "JointLinear" in pipeline.explain()
+        assert "fuse at ops 0 to 0" in pipeline.explain()
+    torch.testing.assert_close(y, F.linear(x, pipeline[0].weight))
     assert x.grad is not None and pipeline[0].weight.grad is not None
 
 
@@ -128,9 +129,12 @@ def test_a_fusion_function_that_calls_its_own_pipeline_raises():
             pipeline(x)
         return found
 
-    with ops.register_forward_fusion(fuse), pytest.raises(ValueError, match="expected fusion functions that do not call the pipeline that is being planned"):
+    with ops.register_forward_fusion(fuse), pytest.raises(RuntimeError, match="expected fusion functions that do not call the pipeline that is being planned"):
         pipeline(x)
     torch.testing.assert_close(pipeline(x), F.relu(F.gelu(x, approximate="tanh")))
+
+
+GIVEN_BACK = r"expected tensors with memory, got one of shape \[64, 16\] whose storage was given back. Keep it until|data is not allocated yet"
 
 
 @pytest.mark.parametrize("make", [lambda: ops.GELU(), lambda: ops.RMSNorm(16), lambda: ops.Linear(16, 16), lambda: ops.ConstantScale(2.0)])
@@ -141,10 +145,10 @@ def test_memory_that_was_given_back_raises(make):
     y = pipeline(hidden)
     hidden.untyped_storage().resize_(0)
     if not isinstance(pipeline[0], ops.ConstantScale):  # whose backward reads no input
-        with pytest.raises(RuntimeError):
+        with pytest.raises((ValueError, RuntimeError), match=GIVEN_BACK):
             y.sum().backward()
     for region in (tandem.autocast(enabled=False), tandem.autocast()):
-        with region, pytest.raises(RuntimeError):
+        with region, pytest.raises((ValueError, RuntimeError), match=GIVEN_BACK):
             pipeline(hidden)
 
 
