@@ -108,6 +108,9 @@ void TrainSession::resume(const OutFolder& out, const json& state) try {
                     "), got " + options_.text + " (" + text_checksum_ +
                     "). Pass that text with --text, or start again without --resume.");
   }
+  for (const char* counter : {"run_index", "step"})  // a fraction, or 1e300, would be converted
+    if (!state.at(counter).is_number_integer())
+      throw json::other_error::create(0, std::string(counter) + " is no integer", nullptr);
   state.at("run_index").get_to(run_index_);
   state.at("step").get_to(step_);
   state.at("results").get_to(results_);
@@ -118,11 +121,9 @@ void TrainSession::resume(const OutFolder& out, const json& state) try {
   const auto is_of_its_run = [&](const RunResult& result) {
     return result.run == runs_[static_cast<size_t>(&result - results_.data())];
   };
-  const bool fits = state.at("run_index").is_number_integer() && run_index_ < runs_.size() &&
-                    results_.size() == run_index_ &&
-                    std::all_of(results_.begin(), results_.end(), is_of_its_run) &&
-                    state.at("step").is_number_integer() && step_ >= 0 && step_ <= options_.steps &&
-                    losses_.size() == static_cast<size_t>(step_) &&
+  const bool fits = run_index_ < runs_.size() && results_.size() == run_index_ &&
+                    std::all_of(results_.begin(), results_.end(), is_of_its_run) && step_ >= 0 &&
+                    step_ <= options_.steps && losses_.size() == static_cast<size_t>(step_) &&
                     step_seconds_.size() == losses_.size() && log_.is_array();
   if (!fits) throw json::other_error::create(0, "run_index, step and losses disagree", nullptr);
   check_log();

@@ -179,6 +179,8 @@ def test_damaged_checkpoint_json(checkpoint):
         {key: value for key, value in state.items() if key != "losses"},
         state | {"step": 7},
         state | {"step": 12.5},
+        state | {"step": 1e300},
+        state | {"run_index": 1e300},
         state | {"run_index": "first"},
         state | {"run_index": -1},
         state | {"log": [{"run": "plain"}]},
