@@ -402,6 +402,31 @@ def test_fx_traces_a_pipeline_as_one_call():
     torch.testing.assert_close(traced(other), model(other))
 
 
+FX_ROOTS = [
+    (lambda: ops.Sequential(ops.Linear(8, 8), ops.GELU()), 0),
+    (lambda: ops.Sequential(ops.RMSNorm(8), nn.ReLU(), ops.Linear(8, 8)), 0),
+    (lambda: ops.Sequential(ops.AddExtraInput(), nn.ReLU(), ops.GELU(), ops.AddExtraInput()), 2),
+    (lambda: ops.Sequential(nn.ReLU()), 0),
+    (lambda: ops.Linear(8, 8), 0),
+    (ops.GELU, 0),
+    (ops.AddExtraInput, 1),
+    (lambda: ops.FusedOperation([ops.GELU(), ops.AddExtraInput()]), 1),
+]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize(("make", "extras"), FX_ROOTS)
+def test_fx_traces_from_any_root(make, extras, has_run):
+    root = randomize(make())
+    tensors = torch.randn(1 + extras, 3, 8).unbind()
+    if has_run:
+        root(*tensors)
+    traced = torch.fx.symbolic_trace(root)
+    torch.testing.assert_close(traced(*tensors), root(*tensors))
+    placeholders = [node.target for node in traced.graph.nodes if node.op == "placeholder"]
+    assert placeholders == ["input", "*extra_inputs"][: 2 if extras else 1]
+
+
 @pytest.mark.parametrize("value", [None, 3.0, [1.0]])
 def test_what_is_no_tensor_is_refused(value):
     for box in (ops.Sequential(ops.GELU()), ops.GELU()):

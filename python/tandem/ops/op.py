@@ -15,6 +15,7 @@ from tandem.ops.context import OperationContext
 from tandem.ops.run import OpRun, Outputs
 from tandem.ops.changes import capture, structure, watch
 from tandem.ops.places import places
+from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
 _EXTRA_STATE = "_extra_state"
@@ -107,6 +108,10 @@ class FusibleOperation(torch.nn.Module):
 
     _prepared_run = property(_C.native_getter(_run_alone, structure, "_alone_token", "_alone"))  # as Dynamo sees it
 
+    def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
+        run = self._run_alone()
+        return run(input, extras_of_fx_root(extra_inputs, run.num_extra_inputs, *unused), self.training)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
 
@@ -183,6 +188,8 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
+        if type(extra_inputs) is not tuple:
+            return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
         run = _run
         if run is None:
             run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
@@ -273,6 +280,8 @@ class FusedOperation(FusibleOperation):
         _run: OpRun | None = None,
     ) -> Outputs:
         """Runs the basic ops in a pipeline of their own, in which they may fuse."""
+        if type(extra_inputs) is not tuple:
+            return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
         run = _run
         if run is None:

@@ -14,9 +14,11 @@ from tandem import _C
 from tandem.ops.op import FusibleOperation
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun, Outputs
+from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.changes import capture, structure, watch
 
 Runs = list[OpRun | torch.nn.Module]
+_NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
 _NOTHING_MADE = {"_runs": None, "_pipeline": None, "_token": None, "_captured": ()}
 
 
@@ -155,11 +157,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
             runs = self._prepared_runs
         else:
             pipeline = self._pipeline
-            if pipeline is not None and self._token is structure.token and not extra_inputs and op_kwargs is None:
+            if pipeline is not None and self._token is structure.token and extra_inputs is _NO_EXTRAS and op_kwargs is None:
                 outputs = pipeline(input, self.training)
                 if outputs is not None:
                     return outputs
             runs = self._prepare()
+            if type(extra_inputs) is not tuple:
+                count = sum(run.num_extra_inputs for run in runs if isinstance(run, OpRun))
+                extra_inputs, op_kwargs = extras_of_fx_root(extra_inputs, count, op_kwargs), None
         if len(runs) == 1 and op_kwargs is None:
             run = runs[0]
             if isinstance(run, OpRun):
