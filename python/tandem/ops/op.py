@@ -144,6 +144,8 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._option_names:
+            value = self._checked_option(name, value)
         if not self.__dict__.get("_extra_tensor_channels_locked"):
             super().__setattr__(name, value)
             return
@@ -217,6 +219,10 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         raise NotImplementedError(
             f"{type(self).__qualname__}: expected a backward written in Python, got none. Define op_backward, or fuser_backward."
         )
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        """An option as it is kept. Raises where a description cannot hold it: later, the error would not name the assignment."""
+        return value
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._option_names}
