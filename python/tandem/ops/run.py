@@ -257,7 +257,10 @@ class OpRun:
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         text = self.text(described, flags, training, recipe, version, kwargs)
-        params = [getattr(module, name) for module, name in (*self.places, *self.buffer_places)]
+        params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
+        for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
+            if param is None:  # the dispatcher would tell of casts
+                raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], [], text)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
