@@ -44,9 +44,9 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
   if (plan->is_quantized && c10::GradMode::is_enabled()) {
     const auto& differentiated =
         program->plan_for(key_of(arguments, /*grad_mode=*/true, /*traced=*/true));
-    const bool rounds = std::any_of(
-        differentiated->backward.begin(), differentiated->backward.end(),
-        [](const Step& step) { return step.kind == StepKind::quantize; });
+    const bool rounds =
+        std::any_of(differentiated->backward.begin(), differentiated->backward.end(),
+                    [](const Step& step) { return step.kind == StepKind::quantize; });
     TORCH_CHECK_NOT_IMPLEMENTED(
         !rounds, "pipeline: expected no recipe where torch.func differentiates, got one whose ",
         "backward rounds gradients. Leave the autocast region, or call backward().");

@@ -80,7 +80,8 @@ class OverwrittenView : public Node {
  public:
   OverwrittenView(const at::Tensor& view, torch::autograd::Edge now) {
     add_input_metadata(view);
-    add_next_edge({});  // what the view held, which the sum has read: its gradient comes through the pipeline
+    add_next_edge(
+        {});  // what the view held, which the sum has read: its gradient comes through the pipeline
     add_next_edge(std::move(now));
   }
   std::string name() const override { return "TandemOverwrittenView"; }

@@ -73,7 +73,8 @@ struct OpDef {
   std::string_view family = {};
   Names inputs = {"x"};  ///< the main input, then the extra ones
   Names params = {};
-  size_t buffers = 0;  ///< the last of `params`: read without a gradient, and without a say in dtypes
+  size_t buffers =
+      0;  ///< the last of `params`: read without a gradient, and without a say in dtypes
   std::vector<ResultDef> results = {{"y"}};  ///< the main output first
   Names extra_outputs = {};                  ///< results that are outputs besides the main one
   DtypeRule dtype = DtypeRule::input;

@@ -98,7 +98,7 @@ struct Plan {
   bool runs_user_code = false;
   bool needs_backward = false;
   std::vector<Overwritten> overwritten;
-  std::string no_composite;        ///< the label of an op without a composite form, or empty
+  std::string no_composite;  ///< the label of an op without a composite form, or empty
 
   std::shared_ptr<const struct BackwardFusions>
       backward_fusions;  ///< what the backward pass applies to each mask's program

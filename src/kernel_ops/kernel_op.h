@@ -96,7 +96,7 @@ ResultsOf<K> dispatch(const Args&... args) {
 namespace detail {
 
 /// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be resized to nothing.
-[[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
+[[noreturn]] void refuse_without_memory(const Tensor& tensor);
 
 /// Memory that a kernel may read as it lies there: dense, on the CPU, and not marked as conjugate, negative or zero.
 inline bool is_plain_cpu(const Tensor& tensor) {

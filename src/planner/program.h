@@ -47,7 +47,8 @@ class TANDEM_API Program {
   std::shared_ptr<const Description> description_;
   std::atomic<const Entry*> newest_{nullptr};
   std::mutex mutex_;
-  std::atomic<std::thread::id> planner_{};  ///< the thread that makes a plan, and runs a user's fusion functions in it
+  std::atomic<std::thread::id>
+      planner_{};  ///< the thread that makes a plan, and runs a user's fusion functions in it
   std::vector<std::unique_ptr<const Entry>> entries_;
 };
 

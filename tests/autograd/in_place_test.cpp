@@ -97,7 +97,8 @@ TEST(InPlace, ATensorWhoseSumIsNoOutputHasNoGradientAnyMore) {
   for (const bool has_history : {true, false}) {
     const at::Tensor x = leaf({2, 4}),
                      extra = has_history ? leaf({2, 4}) * 3 : random({2, 4}, at::kFloat, 2);
-    const at::Tensor y = call({kAdd, R"(constant_scale {"options": {"factor": 2.0}})"}, {x, extra})[0];
+    const at::Tensor y =
+        call({kAdd, R"(constant_scale {"options": {"factor": 2.0}})"}, {x, extra})[0];
     EXPECT_THAT([&] { at::sum(extra * 2).backward(); },
                 ThrowsText<std::exception>(
                     "pipeline: expected no gradient for a tensor that an in-place sum inside of a "

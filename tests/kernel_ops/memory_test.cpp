@@ -85,7 +85,8 @@ TEST_F(Memory, WhatManyAllocationsPassedByIsGivenBack) {
 
 TEST_F(Memory, OfManyLengthsIsNoMoreThanTwiceWhatWasInUse) {
   const int64_t largest = 200 * kBytes / 8;
-  for (int i = 0; i < 9000; ++i) freed(kBytes / 8);  // what was in use before this test is forgotten
+  for (int i = 0; i < 9000; ++i)
+    freed(kBytes / 8);  // what was in use before this test is forgotten
   for (int i = 0; i < 200; ++i) {
     const at::Tensor x = empty_cpu({(i * 77 % 200 + 1) * kBytes / 8}, at::kByte);
     EXPECT_LE(cached_bytes() + x.numel(), 2 * largest) << "length " << x.numel();

@@ -134,7 +134,7 @@ def test_a_fusion_function_that_calls_its_own_pipeline_raises():
     torch.testing.assert_close(pipeline(x), F.relu(F.gelu(x, approximate="tanh")))
 
 
-GIVEN_BACK = r"expected tensors with memory, got one of shape \[64, 16\] whose storage was given back. Keep it until|data is not allocated yet"
+GIVEN_BACK = r"pipeline: expected tensors with memory, got one of shape \[64, 16\] whose storage was given back. Keep it until|data is not allocated yet"
 
 
 @pytest.mark.parametrize("make", [lambda: ops.GELU(), lambda: ops.RMSNorm(16), lambda: ops.Linear(16, 16), lambda: ops.ConstantScale(2.0)])
