@@ -194,7 +194,8 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
         wanted = give is None or i in give
         if t.requires_grad and wanted:
             outcome.given[i] = gradient_like(t.shape, t.dtype, mode.get("gl", "plain"), generator)
-    candidates = [i for i, leaf in enumerate(built.leaves) if leaf.requires_grad]
+    # A leaf that needed no gradient and was written in place is none any more.
+    candidates = [i for i, leaf in enumerate(built.leaves) if leaf.requires_grad and leaf.is_leaf]
     ask = mode.get("ask")
     outcome.asked = [i for i in candidates if ask is None or i in ask]
     outcome.grads = [None] * len(built.leaves)

@@ -285,7 +285,7 @@ class Reference:
     def _with_untold(self, mask: torch.Tensor, x: Valued) -> torch.Tensor:
         """The mask where the output, zero, does not tell it: x is zero or may have been rounded to it."""
         value = x.value.detach()
-        untold = (mask == 0) & (value.abs() <= 8 * UNIT[x.dtype] * (value.abs().max() if value.numel() else 0))
+        untold = (mask == 0) & (value.abs() <= 8 * UNIT.get(x.dtype, 0.0) * (value.abs().max() if value.numel() else 0))
         count = int(untold.sum())
         if self.masked == -1:
             mask[untold & (value == 0)] = 1.0
