@@ -21,6 +21,7 @@ bool has_onednn();
 
 /// result = a b, on the CPU. oneDNN keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
 /// numbers of rows with two significant bits only, two per octave; other numbers are cut into such pieces, and the rest goes to at::mm.
+/// Products of fewer than 2^24 multiplications, and pieces of fewer than 2^25, go to at::mm, which is faster there.
 /// bfloat16 ones do not: at::mm would give those to oneDNN too. How a product is cut depends on its shape alone.
 ///
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
