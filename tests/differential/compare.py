@@ -7,6 +7,7 @@ lies farther, at most SPREAD times as far as float64 runs with random roundings 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -178,16 +179,22 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
             return Verdict("wrong", f"{name} has dtype {actual.dtype}")
     if not failed:
         return Verdict("right")
+    unexplained = _unexplained(expected, failed, lambda samples: _spreads(built, mode, outcome, expected, factors, differentiable, samples, masked))
+    return Verdict("wrong", "{} is off by {}".format(*unexplained)) if unexplained else Verdict("right", "by spread")
+
+
+def _unexplained(expected: list, failed: list[int], spreads_of: Callable[[range], list[float]]) -> tuple[str, str] | None:
+    """The first of the `failed` that lies farther off than random roundings explain: its name and by how much."""
+    spreads: list[float] = []
     for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
         if not failed:
-            break
-        spreads = _spreads(built, mode, outcome, expected, factors, differentiable, samples, masked)
+            return None
+        spreads = spreads_of(samples)
         failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
     for n in failed:
         name, actual, wanted = expected[n]
-        error = f"{_distance(actual, wanted):.3g}, where roundings explain {SPREAD * spreads[n]:.3g} (largest {_largest(wanted):.3g})"
-        return Verdict("wrong", f"{name} is off by {error}")
-    return Verdict("right", "by spread")
+        return name, f"{_distance(actual, wanted):.3g}, where roundings explain {SPREAD * spreads[n]:.3g} (largest {_largest(wanted):.3g})"
+    return None
 
 
 def _spreads(built: Built, mode: Case, outcome: Outcome, expected: list, factors: list[float], differentiable: bool, samples: range, masked: int = -1) -> list[float]:
@@ -255,13 +262,6 @@ def compare_outcomes(built: Built, case: Case, a: Outcome, b: Outcome, what: str
     if a.asked:
         grads = _gradients(reference, values, a, factors)
         exact += [grads[i] for i in a.asked]
-    for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
-        if not failed:
-            break
-        spreads = _spreads(built, mode, a, [(None, None, e) for e in exact], factors, bool(a.asked), samples)
-        failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
-    for n in failed:
-        name, x, y = expected[n]
-        error = f"{_distance(x, y):.3g}, where roundings explain {SPREAD * spreads[n]:.3g} (largest {_largest(y):.3g})"
-        return Verdict("wrong", f"{what}: {name} differs by {error}")
-    return Verdict("right", "by spread")
+    exact_only = [(None, None, e) for e in exact]
+    unexplained = _unexplained(expected, failed, lambda samples: _spreads(built, mode, a, exact_only, factors, bool(a.asked), samples))
+    return Verdict("wrong", "{}: {} differs by {}".format(what, *unexplained)) if unexplained else Verdict("right", "by spread")
