@@ -11,7 +11,9 @@ import torch
 
 from tandem import _C
 from tandem.ops import fusions, python_op
+from tandem.ops.changes import structure
 from tandem.ops.context import OperationContext
+from tandem.ops.places import Names, at, names, views_stand_in
 
 if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
@@ -29,29 +31,65 @@ class _Fields:
     ghost: Any
     y_like: tuple[Sequence[int], torch.dtype, torch.device] | None
     buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
+    names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
 
 def _ghost(op: BasicOperation) -> BasicOperation:
-    """A copy that shares everything with an op but its parameters: what runs backward where the op itself is gone."""
-    ghost = object.__new__(type(op))
-    ghost.__dict__.update(op.__dict__)
-    ghost.__dict__["_parameters"] = dict.fromkeys(op._parameters)
-    for name in ("_fingerprint", "_owner"):
-        ghost.__dict__.pop(name, None)
+    """A copy that shares everything with an op but its parameters: what runs backward where the op itself is gone.
+
+    Modules inside the op are copied too: those of the op may live on elsewhere, and what stands in for a parameter must not show there.
+    """
+    return _without_parameters(op, {})
+
+
+def _without_parameters(module: Any, copies: dict[int, Any]) -> Any:
+    if module is None or isinstance(module, torch.jit.ScriptModule):  # of which no copy can be made this way
+        return module
+    if id(module) in copies:
+        return copies[id(module)]
+    ghost = copies[id(module)] = object.__new__(type(module))
+    fields = ghost.__dict__
+    fields.update(module.__dict__)
+    for name in ("_owner", *getattr(module, "_VOLATILE", ())):  # which lead back to the module
+        fields.pop(name, None)
+    if views_stand_in(module):
+        fields.update({name: None for name, value in fields.items() if isinstance(value, torch.Tensor)})
+    fields["_parameters"] = dict.fromkeys(module._parameters)
+    fields["_buffers"] = dict(module._buffers)
+    fields["_modules"] = {name: _without_parameters(child, copies) for name, child in module._modules.items()}
     return ghost
 
 
+def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[Names]:
+    """The names of the tensors with which a pipeline calls its ops. Buffers are given while tracing only."""
+    found = []
+    for op, own in zip(ops, params, strict=True):
+        named = names(op, "_parameters")
+        expected = len(named)
+        if len(own) > expected:
+            named += names(op, "_buffers")
+        if len(own) != len(named):
+            structure.change()
+            raise RuntimeError(
+                f"{op._get_name()}: expected the {len(own)} parameters with which its pipeline was planned, got an op with {expected}. It is "
+                "planned again at the next call; assign parameters to attributes of the op itself, and not in forward."
+            )
+        found.append(named)
+    return found
+
+
 @contextlib.contextmanager
-def _standing_in(ops: Iterable[BasicOperation], params: Sequence[Tensors]) -> Iterator[None]:
+def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
     """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
     replaced = []
-    for op, own in zip(ops, params, strict=True):
-        places = [(module._parameters if name in module._parameters else vars(module), name) for module, name in op.parameter_places()]
-        places += [(module._buffers, name) for module, name in op.buffer_places()]
-        for (tensors, name), tensor in zip(places, own, strict=False):
-            if tensors.get(name) is not tensor:
-                replaced.append((tensors, name, tensors.get(name), tensor))
-                tensors[name] = tensor
+    for op, own, own_names in zip(ops, params, named, strict=True):
+        for same, tensor in zip(own_names, own, strict=True):
+            for path, name in same:
+                module = at(op, path)
+                tensors = next((held for held in (module._parameters, module._buffers) if name in held), vars(module))
+                if tensors.get(name) is not tensor:
+                    replaced.append((tensors, name, tensors.get(name), tensor))
+                    tensors[name] = tensor
     try:
         yield
         for tensors, name, _, tensor in replaced:
@@ -74,14 +112,15 @@ def _fields(
     params: Sequence[Tensors],
     contexts: list[OperationContext],
     saved: Sequence[Tensors],
+    named: list[Names],
     ghost: Any,
     y: torch.Tensor,
 ) -> _Fields:
     for context in contexts:
         context.to_save = None
     y_like = (y.shape, y.dtype, y.device) if isinstance(y, torch.Tensor) else None  # the library refuses what is no tensor
-    buffers = [own[len(list(op.parameter_places())) :] for op, own in zip(ops, params, strict=True)]
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers)
+    buffers = [own[len(op_params) :] for own, op_params in zip(params, (names(op, "_parameters") for op in ops), strict=True)]
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers, named)
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
@@ -117,21 +156,23 @@ class Runtime:
         if op is None:
             raise RuntimeError(f"{key}: expected an op that is alive, got one that is gone. Keep the module that holds it.")
         context = OperationContext(requires_grad=save)
-        with _standing_in((op,), params), python_op.own_code((op,)):
+        named = _names_of((op,), params)
+        with _standing_in((op,), params, named), python_op.own_code((op,)):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(kwargs)])
         saved = _saved_of([context]) if save else [()]
-        fields = _fields([op], params, [context], saved, _ghost(op), y) if save else None
+        fields = _fields([op], params, [context], saved, named, _ghost(op), y) if save else None
         return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
 
     def _forward_fused(self, fused: fusions.Fused, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
         op, basics = fused.get()
         contexts = [OperationContext(requires_grad=save) for _ in basics]
-        with _standing_in(basics, params), python_op.own_code(basics):
+        named = _names_of(basics, params)
+        with _standing_in(basics, params, named), python_op.own_code(basics):
             y, extra_outputs = _run_forward(op, contexts, x, extras, [{} for _ in basics])
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
-            return y, [tuple(group) for group in extra_outputs], flat, _fields(basics, params, contexts, saved, None, y) if save else None
+            return y, [tuple(group) for group in extra_outputs], flat, _fields(basics, params, contexts, saved, named, None, y) if save else None
         if save:
             saved = [fusions.written_context(fused, basic, tensors) for basic, tensors in zip(basics, saved, strict=True)]
         return y, [tuple(group) for group in extra_outputs], saved, None
@@ -161,7 +202,8 @@ class Runtime:
             contexts = [OperationContext(saved_tensors=tuple(own)) for own in saved]
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        with _standing_in(basics, params), python_op.own_code(basics):
+        named = fields.names if fields is not None else _names_of(basics, params)
+        with _standing_in(basics, params, named), python_op.own_code(basics):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
         return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
 

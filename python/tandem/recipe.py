@@ -59,7 +59,7 @@ class Float8CurrentScaling(Recipe):
             )
         for name in ("amax_epsilon_input", "amax_epsilon_weight", "amax_epsilon_grad_output"):
             epsilon = getattr(self, name)
-            if not 0 <= epsilon < float("inf"):
+            if not hasattr(epsilon, "__float__") or not 0 <= epsilon < float("inf"):
                 raise ValueError(
                     f"Float8CurrentScaling: expected {name} to be finite and at least 0, got {epsilon!r}. It is the least amax."
                 )

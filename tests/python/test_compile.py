@@ -266,3 +266,12 @@ def test_ops_of_equal_source_and_options_have_one_description():
     assert key(namespace["Sourceless"]()) == key(namespace["Sourceless"]())  # bytecode needs no source
     declared = type("Declared", (Configured,), {"fuser_options": ()})
     assert key(declared(object())) == key(declared(object()))  # which says that its attributes do not matter
+
+
+def test_a_parameter_that_is_none_is_told_as_in_eager(fresh_dynamo):
+    box, x = ops.Sequential(ops.Linear(8, 8)), torch.randn(2, 8)
+    box[0].bias = None
+    text = "pipeline: expected a tensor as parameter bias, got NoneType. Assign a torch.nn.Parameter to it."
+    for call in (box, torch.compile(box, backend="aot_eager"), torch.compile(box, backend="aot_eager", fullgraph=True)):
+        with pytest.raises(ValueError, match=text):
+            call(x)

@@ -104,6 +104,76 @@ def test_every_change_counts_at_the_next_call():
     assert torch.equal(box(x), x)
 
 
+def test_writes_to_the_dict_of_modules_count_at_the_next_call():
+    box, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), torch.ones(1)
+    assert box(x) == 6
+    box._modules["1"] = ops.ConstantScale(5.0)
+    assert box(x) == 10
+    box._modules.update({"2": ops.ConstantScale(7.0)})
+    assert box(x) == 70
+    box._modules.pop("0")
+    assert box(x) == 35
+    del box._modules["1"]
+    assert box(x) == 7
+    box._modules.setdefault("3", torch.nn.Identity())
+    box._modules |= {"4": ops.ConstantScale(2.0)}
+    assert box(x) == 14
+    box._modules.popitem()
+    assert box(x) == 7
+    box._modules.clear()
+    assert box(x) == 1
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))])
+def test_a_copy_and_its_original_follow_their_lists(clone):
+    box, x = ops.Sequential(ops.ConstantScale(2.0)), torch.ones(1)
+    assert box(x) == 2
+    copied = clone(box)
+    assert copied(x) == 2
+    copied[0] = ops.ConstantScale(9.0)
+    assert copied(x) == 9 and box(x) == box[0].scale  # a shallow copy shares the list, as everywhere in torch
+    box._modules["0"] = ops.ConstantScale(5.0)
+    assert box(x) == 5 and copied(x) == copied[0].scale
+
+
+def test_a_fused_operation_follows_its_list():
+    fused, x = ops.FusedOperation([ops.ConstantScale(2.0), ops.ReLU()]), torch.ones(1)
+    box, nested = ops.Sequential(fused), ops.FusedOperation([fused])
+    assert [call(x).item() for call in (fused, box, nested)] == [2, 2, 2]
+    fused.basic_ops[0] = ops.ConstantScale(9.0)
+    assert [call(x).item() for call in (fused, box, nested)] == [9, 9, 9]
+    fused.basic_ops.append(ops.ConstantScale(3.0))
+    assert [call(x).item() for call in (fused, box, nested)] == [27, 27, 27]
+    fused.basic_ops = torch.nn.ModuleList([ops.ConstantScale(5.0)])
+    assert [call(x).item() for call in (fused, box, nested)] == [5, 5, 5]
+    fused.basic_ops[0] = ops.ConstantScale(4.0)
+    assert [call(x).item() for call in (fused, box, nested)] == [4, 4, 4]
+    copied = copy.deepcopy(fused)
+    assert copied(x) == 4
+    copied.basic_ops[0] = ops.ConstantScale(6.0)
+    assert copied(x) == 6 and fused(x) == 4
+
+
+def test_a_replica_follows_its_own_list():
+    box, x = ops.Sequential(ops.ConstantScale(2.0)), torch.ones(1)
+    assert box(x) == 2
+    replica = box._replicate_for_data_parallel()
+    replica._modules["0"] = ops.ConstantScale(3.0)
+    assert replica(x) == 3 and box(x) == 2
+    replica._modules["0"] = ops.ConstantScale(4.0)
+    assert replica(x) == 4
+
+
+def test_compiled_code_follows_the_list(fresh_dynamo):
+    box, x = ops.Sequential(ops.ConstantScale(2.0), ops.FusedOperation([ops.ReLU()])), torch.ones(1)
+    call = torch.compile(lambda x: box(x) + box[0](x) + len(box), backend="aot_eager", fullgraph=True)
+    assert call(x) == 6
+    box._modules["0"] = ops.ConstantScale(5.0)
+    assert call(x) == 12
+    box[1].basic_ops[0] = ops.ConstantScale(2.0)
+    assert call(x) == 17
+
+
 ERRORS = [
     (lambda box: box[5], IndexError, r"Sequential: expected an index in \[-5, 5\), got 5. It has 5 modules."),
     (lambda box: box[-6], IndexError, r"expected an index in \[-5, 5\), got -6"),
@@ -330,6 +400,31 @@ def test_fx_traces_a_pipeline_as_one_call():
     with torch.no_grad():
         model.mlp[1].weight.mul_(2)
     torch.testing.assert_close(traced(other), model(other))
+
+
+FX_ROOTS = [
+    (lambda: ops.Sequential(ops.Linear(8, 8), ops.GELU()), 0),
+    (lambda: ops.Sequential(ops.RMSNorm(8), nn.ReLU(), ops.Linear(8, 8)), 0),
+    (lambda: ops.Sequential(ops.AddExtraInput(), nn.ReLU(), ops.GELU(), ops.AddExtraInput()), 2),
+    (lambda: ops.Sequential(nn.ReLU()), 0),
+    (lambda: ops.Linear(8, 8), 0),
+    (ops.GELU, 0),
+    (ops.AddExtraInput, 1),
+    (lambda: ops.FusedOperation([ops.GELU(), ops.AddExtraInput()]), 1),
+]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize(("make", "extras"), FX_ROOTS)
+def test_fx_traces_from_any_root(make, extras, has_run):
+    root = randomize(make())
+    tensors = torch.randn(1 + extras, 3, 8).unbind()
+    if has_run:
+        root(*tensors)
+    traced = torch.fx.symbolic_trace(root)
+    torch.testing.assert_close(traced(*tensors), root(*tensors))
+    placeholders = [node.target for node in traced.graph.nodes if node.op == "placeholder"]
+    assert placeholders == ["input", "*extra_inputs"][: 2 if extras else 1]
 
 
 @pytest.mark.parametrize("value", [None, 3.0, [1.0]])

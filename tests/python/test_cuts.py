@@ -93,3 +93,73 @@ def test_the_plans_of_compiled_code_that_is_cut_are_told(fresh_dynamo):
     assert "cut into 3 pipelines: op 1 (Linear) has a forward hook" in box.explain()
     assert box.fusions_made()
     assert tandem.verify(box, x)
+
+
+class Doubled(ops.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Called(ops.GELU):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def patched():
+    op = ops.GELU()
+    op.forward = lambda x, old=op.forward: 2 * old(x)
+    return op
+
+
+def patched_inside():
+    op = ops.FusedOperation([ops.SiLU(), ops.GELU()])
+    op.basic_ops[1].forward = lambda x, old=op.basic_ops[1].forward: 2 * old(x)
+    return op
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(lambda: Doubled(8, 8), "forward"), (Called, "__call__"), (patched, "forward"), (patched_inside, "forward")]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_of_its_own_is_called(make, what, compiled, fresh_dynamo):
+    op, x = make(), torch.randn(3, 8, requires_grad=True)
+    box = ops.Sequential(ops.ConstantScale(3.0), op, ops.SiLU())
+    call = torch.compile(box, backend="aot_eager") if compiled else box
+    expected = torch.nn.functional.silu(op(3 * x))
+    torch.testing.assert_close(call(x), expected)
+    torch.testing.assert_close(torch.autograd.grad(call(x).sum(), x), torch.autograd.grad(expected.sum(), x))
+    reason = f"op 1 ({op._get_name()}) has a {what} of its own, so it runs by itself: nothing fuses across it"
+    assert reason in box.explain() and box.verify(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_that_is_patched_counts_from_the_next_call_on(compiled, fresh_dynamo):
+    box, x = ops.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(3, 8)
+    call = torch.compile(box, backend="aot_eager") if compiled else box
+    plain = call(x)
+    box[0].forward = lambda x, old=box[0].forward: 0 * old(x)
+    assert torch.equal(call(x), torch.zeros(3, 8))
+    del box[0].forward
+    torch.testing.assert_close(call(x), plain)
+    assert box[0]._alone is not None
+
+
+class Passes(ops.AddExtraInput):
+    def forward(self, input, *extra_inputs, **kwargs):
+        return 2 * super().forward(input, *extra_inputs, **kwargs)
+
+
+class KeepsBack(ops.AddExtraInput):
+    def forward(self, input, extra):
+        return super().forward(input, extra)
+
+
+def test_channels_go_through_a_forward_of_its_own():
+    def around(op):
+        fork = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
+        return ops.Sequential(fork, ops.ConstantScale(3.0), op.set_extra_input_channel(0, "r"))
+
+    x = torch.randn(4)
+    torch.testing.assert_close(around(Passes())(x), 8 * x)
+    with pytest.raises(TypeError, match=r"KeepsBack: expected a forward that takes keyword arguments and passes them on, .*forward\(input, extra\)"):
+        around(KeepsBack())(x)

@@ -151,6 +151,28 @@ def test_an_option_that_changes_counts_at_the_next_call():
     assert torch.equal(scale(x), 3 * x)
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "3", True])
+def test_an_option_that_is_no_finite_number_is_refused_where_it_is_assigned(value, has_run):
+    x = torch.ones(2)
+    for op, name in ((ops.ConstantScale(2.0), "scale"), (ops.Dropout(0.5), "p"), (ops.RMSNorm(2), "eps")):
+        torch.manual_seed(0)
+        before = op(x) if has_run else None
+        with pytest.raises(ValueError, match=f"{type(op).__name__}: expected {name} to be a finite number, got {value!r}. Pass a float"):
+            setattr(op, name, value)
+        torch.manual_seed(0)
+        assert before is None or torch.equal(op(x), before)
+
+
+def test_options_take_tensors_of_one_number():
+    scale, reshape, x = ops.ConstantScale(torch.tensor(2.0)), ops.Reshape((-1,)), torch.ones(4)
+    assert torch.equal(scale(x), 2 * x)
+    scale.scale = torch.tensor([4.0])
+    assert torch.equal(scale(x), 4 * x) and type(scale.scale) is float
+    reshape.shape = [torch.tensor(2), -1]
+    assert reshape(x).shape == (2, 2) and reshape.shape == (2, -1)
+
+
 BAD_ARGUMENTS = [
     (lambda: ops.Linear(0, 3), ValueError, "BasicLinear: expected in_features to be a whole number > 0, got 0"),
     (lambda: ops.Linear(3, True), ValueError, "expected out_features to be a whole number > 0, got True"),
@@ -159,6 +181,20 @@ BAD_ARGUMENTS = [
     (lambda: ops.LayerNorm((2, 4)), NotImplementedError, "LayerNorm: expected normalized_shape with one size, got (2, 4)"),
     (lambda: ops.LayerNorm(8, sm_margin=2), NotImplementedError, "LayerNorm: expected sm_margin=0, got 2"),
     (lambda: ops.Dropout(1.5), ValueError, "Dropout: expected a probability p in [0, 1], got 1.5"),
+    (lambda: ops.ConstantScale(float("inf")), ValueError, "ConstantScale: expected scale to be a finite number, got inf. Pass a float."),
+    (lambda: ops.ConstantScale(float("nan")), ValueError, "ConstantScale: expected scale to be a finite number, got nan"),
+    (lambda: ops.ConstantScale(10**400), ValueError, "ConstantScale: expected scale to be a finite number, got 1000"),
+    (lambda: ops.ConstantScale("2"), ValueError, "ConstantScale: expected scale to be a finite number, got '2'"),
+    (lambda: ops.ConstantScale(torch.nn.Parameter(torch.ones(1))), ValueError, "expected scale to be a finite number, got Parameter"),
+    (lambda: ops.ConstantScale(torch.ones(2)), ValueError, "expected scale to be a finite number, got tensor([1., 1.])"),
+    (lambda: ops.LayerNorm(16, eps=float("inf")), ValueError, "LayerNorm: expected eps to be a finite number, got inf"),
+    (lambda: ops.Dropout(float("nan")), ValueError, "Dropout: expected p to be a finite number, got nan"),
+    (lambda: ops.Reshape((2.0, 3)), ValueError, "Reshape: expected shape to be whole numbers, got (2.0, 3). Pass a tuple of ints."),
+    (
+        lambda: ops.AddExtraInput().set_extra_input_channel(0, "a\ud800"),
+        ValueError,
+        "AddExtraInput: expected channel to be text that UTF-8 can encode, got 'a\\ud800'. Leave out surrogates.",
+    ),
     (lambda: ops.Reshape((-1, -1)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1)"),
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
     (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -235,6 +236,107 @@ def test_backward_works_when_the_op_is_gone():
     gc.collect()
     y.sum().backward()
     torch.testing.assert_close(x.grad, 3 * torch.cos(torch.tensor([3.0, 3.0])))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 3.0))
+
+
+class Nested(ops.BasicOperation):
+    """y = x inner.weight + bias."""
+
+    def __init__(self, inner, tied=False):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.full((2,), 100.0))
+        self.inner = inner
+        if tied:
+            self.tied = inner.weight
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_)
+        return input_ * self.inner.weight + self.bias
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        assert len(list(self.parameters())) == 2
+        grad_weight = (grad_output * x).sum(0)
+        grads = {id(self.inner.weight): grad_weight, id(self.bias): grad_output.sum(0)}
+        return grad_output * self.inner.weight, tuple(grads[id(param)] for param in self.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_keep_their_places_when_the_op_is_gone(tied):
+    x = torch.randn(3, 2, requires_grad=True)
+    inner = Inner()
+    other = Nested(inner, tied)
+    gone = Nested(inner, tied)
+    bias = gone.bias
+    y, after = ops.Sequential(gone)(x), ops.Sequential(other)(x)
+    reference = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert reference() is None, "a node holds no module"
+    grads = torch.autograd.grad(y.sum(), [x, bias, inner.weight])
+    for grad, expected in zip(grads, (torch.full((3, 2), 3.0), torch.full((2,), 3.0), x.detach().sum(0)), strict=True):
+        torch.testing.assert_close(grad, expected)
+    inner.weight = torch.nn.Parameter(torch.full((2,), 5.0))
+    assert torch.equal(torch.autograd.grad(after.sum(), x)[0], torch.full((3, 2), 3.0)), "backward has the parameters of its forward"
+    assert torch.equal(inner.weight, torch.full((2,), 5.0))
+    y = ops.Sequential(Nested(inner, tied))(x)
+    gc.collect()
+    inner.weight, used = torch.nn.Parameter(torch.zeros(2)), inner.weight
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 2), 5.0)) and torch.equal(used.grad, x.detach().sum(0))
+    assert torch.equal(inner.weight, torch.zeros(2)), "what stood in does not show in a module that lives on"
+
+
+def test_backward_has_the_parameters_of_forward_whatever_became_of_the_op():
+    op, x = Nested(Inner()), torch.randn(3, 2, requires_grad=True)
+    bias, weight = op.bias, op.inner.weight
+    y = op(x)
+    op.bias, op.inner = None, Inner()
+    with torch.no_grad():
+        op.inner.weight.fill_(7)
+    grads = torch.autograd.grad(y.sum(), [x, bias, weight], retain_graph=True)
+    assert torch.equal(grads[0], torch.full((3, 2), 3.0))
+    assert op.bias is None and op.inner.weight[0] == 7
+    del op.inner
+    with pytest.raises(RuntimeError, match="Nested: expected the modules that it had in forward, got an op without inner. Remove it after backward"):
+        y.sum().backward(retain_graph=True)
+
+
+def test_parameters_and_modules_that_come_later_count_at_the_next_call():
+    op, x = Nested(Inner()), torch.ones(1, 2, requires_grad=True)
+    box = ops.Sequential(op)
+    assert torch.equal(box(x), torch.full((1, 2), 103.0)) and torch.equal(op(x), box(x))
+    op.inner = Inner()
+    op.bias = torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        op.inner.weight.fill_(7)
+    for call in (box, op):
+        op.zero_grad()
+        y = call(x)
+        assert torch.equal(y, torch.full((1, 2), 7.0))
+        y.sum().backward()
+        assert torch.equal(op.inner.weight.grad, torch.ones(2))
+    op._modules["inner"] = Inner()
+    assert torch.equal(box(x), torch.full((1, 2), 3.0)) and torch.equal(op(x), box(x))
+    op.more = torch.nn.Parameter(torch.zeros(2))
+    assert torch.equal(box(x), torch.full((1, 2), 3.0))
+
+
+def test_a_parameter_that_is_added_in_forward_is_refused():
+    class Adds(Nested):
+        def op_forward(self, ctx, input_, **_):
+            self._parameters[f"p{len(self._parameters)}"] = torch.nn.Parameter(torch.ones(2))
+            return super().op_forward(ctx, input_)
+
+    op, x = Adds(Inner()), torch.ones(1, 2)
+    op(x)
+    with pytest.raises(RuntimeError, match="Adds: expected the 2 parameters with which its pipeline was planned, got an op with 3. It is planned again"):
+        op(x)
 
 
 def test_every_instance_has_its_own_state():

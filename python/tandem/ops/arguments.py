@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from typing import Any
+
+import torch
 
 
 def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
@@ -27,3 +31,21 @@ def hidden_size(op: str, normalized_shape: int | tuple[int, ...] | list[int]) ->
             f"{op}: expected normalized_shape with one size, got {sizes}. Reshape the input so that it is the last dimension."
         )
     return positive(op, "normalized_shape", sizes[0])
+
+
+def finite(op: str, name: str, value: Any) -> float:
+    """`value` as a float: a number, or a tensor of one that is constant. Descriptions hold no infinity and no NaN."""
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if is_number and isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1 and not value.requires_grad
+    if not is_number or not float("-inf") < value < float("inf") or abs(value) > sys.float_info.max:
+        raise ValueError(f"{op}: expected {name} to be a finite number, got {value!r}. Pass a float.")
+    return float(value)
+
+
+def sizes(op: str, name: str, value: Any) -> tuple[int, ...]:
+    """`value` as a tuple of whole numbers."""
+    try:
+        return tuple(operator.index(size) for size in value)
+    except TypeError as error:
+        raise ValueError(f"{op}: expected {name} to be whole numbers, got {value!r}. Pass a tuple of ints.") from error

@@ -66,6 +66,10 @@ class ChannelsMixin:
             raise ValueError(
                 f"{self._name()}: expected channel to be a non-empty string or None, got {channel!r}. None unbinds the extra {what}."
             )
+        if channel is not None and any("\ud800" <= character <= "\udfff" for character in channel):
+            raise ValueError(
+                f"{self._name()}: expected channel to be text that UTF-8 can encode, got {channel!r}. Leave out surrogates."
+            )
 
     def _check_unlocked(self) -> None:
         if self._extra_tensor_channels_locked:

@@ -1,14 +1,15 @@
-"""Parts of a run that is cut around units with hooks. What a channel carried from part to part becomes an argument and a result."""
+"""Parts of a run that is cut around units with hooks or a forward of their own. What a channel carried from part to part becomes an argument and a result."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.ops.run import Kwargs, OpRun, any_global_hooks
+from tandem.ops.run import Kwargs, OpRun, any_global_hooks, own_call
 
 if TYPE_CHECKING:
     from tandem.ops.op import FusibleOperation
@@ -61,8 +62,9 @@ def _reasons(run: OpRun, hooked: tuple[int, ...]) -> list[str]:
     reasons = []
     for index in hooked:
         unit = run.units[index]
-        found = [name for module in (unit, *unit.flat_ops()) for field, name in _HOOKS.items() if getattr(module, field)]
-        reasons.append(f"op {index} ({unit._get_name()}) has a {found[0]}, so it runs by itself: nothing fuses across it")
+        found = [f"a {name}" for module in (unit, *unit.flat_ops()) for field, name in _HOOKS.items() if getattr(module, field)]
+        found.append(f"a {own_call(unit)} of its own")
+        reasons.append(f"op {index} ({unit._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
     return reasons
 
 
@@ -103,8 +105,20 @@ def _part(
             here.append((channel, to_caller or is_read_outside))
         bindings.append((tuple(channel if channel in own else None for channel in inputs), tuple(here)))
     has_extras = any(inputs or outputs for inputs, outputs in bindings)
+    if alone and has_extras:
+        _check_passes_on(units[0])
     if alone:
-        part_run = OpRun(units, tuple(bindings), owner=units[0]) if has_extras else units[0]._run_alone()
+        part_run = OpRun(units[0].flat_ops(), tuple(bindings), owner=units[0]) if has_extras else units[0]._run_alone()
     else:
         part_run = OpRun(units, tuple(bindings), run.required)
     return Part(part_run, units[0] if alone else None, first, count, tuple(arguments), tuple(results))
+
+
+def _check_passes_on(unit: FusibleOperation) -> None:
+    """Channels of a pipeline become arguments and results of a unit that stands alone: its forward is told in an argument."""
+    parameters = inspect.signature(unit.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "_run" for parameter in parameters):
+        raise TypeError(
+            f"{unit._get_name()}: expected a forward that takes keyword arguments and passes them on, as the op has extra inputs or outputs, "
+            f"got forward{inspect.signature(unit.forward)}. Define forward(self, input, *extra_inputs, **kwargs)."
+        )

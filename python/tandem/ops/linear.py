@@ -166,6 +166,9 @@ class Linear(FusedOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return self.basic_ops
 
+    def _capture(self) -> None:
+        pass  # `basic_ops` stay those that they are
+
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
         for part in self.basic_ops:

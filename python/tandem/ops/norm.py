@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from tandem.ops.arguments import at_default, hidden_size
+from tandem.ops.arguments import at_default, finite, hidden_size
 from tandem.ops.op import BasicOperation
 
 
@@ -39,13 +40,16 @@ class _Norm(BasicOperation):
         name = type(self).__name__
         at_default(name, 0, sm_margin=sm_margin)
         hidden = hidden_size(name, normalized_shape)
-        self.eps = float(eps)
+        self.eps = eps
         if not self.eps >= 0:
             raise ValueError(f"{name}: expected eps >= 0, got {eps}. Pass a small positive number such as 1e-5.")
         self.zero_centered_gamma = bool(zero_centered_gamma)
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
         self.reset_parameters()
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return finite(type(self).__name__, name, value) if name == "eps" else value
 
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm neither scales nor shifts."""

@@ -13,7 +13,9 @@ from tandem import _C
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.run import OpRun, Outputs
-from tandem.ops.changes import structure
+from tandem.ops.changes import capture, structure, watch
+from tandem.ops.places import places
+from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
 _EXTRA_STATE = "_extra_state"
@@ -25,6 +27,7 @@ class FusibleOperation(torch.nn.Module):
 
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
+    _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
     _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -39,6 +42,16 @@ class FusibleOperation(torch.nn.Module):
             if style == "split":  # the composed form replaces a base's one-piece form
                 setattr(cls, f"{prefix}_forward", getattr(_Composed, f"{prefix}_forward"))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward":  # a patch, which containers honour
+            structure.change()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "forward":
+            structure.change()
+
     @property
     def is_fused_op(self) -> bool:
         """Whether this stands for several basic ops."""
@@ -47,6 +60,9 @@ class FusibleOperation(torch.nn.Module):
     def flat_ops(self) -> Sequence[BasicOperation]:
         """The basic ops that this stands for, in order."""
         raise NotImplementedError
+
+    def _capture(self) -> None:
+        """A pipeline is made of this: what replaces a module in it from now on is told."""
 
     @property
     def _holder(self) -> torch.nn.Module:
@@ -92,6 +108,10 @@ class FusibleOperation(torch.nn.Module):
 
     _prepared_run = property(_C.native_getter(_run_alone, structure, "_alone_token", "_alone"))  # as Dynamo sees it
 
+    def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
+        run = self._run_alone()
+        return run(input, extras_of_fx_root(extra_inputs, run.num_extra_inputs, *unused), self.training)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
 
@@ -124,9 +144,17 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_planned = name == "in_place" or name in self._option_names
-        if not is_planned or not self.__dict__.get("_extra_tensor_channels_locked"):
+        if name in self._option_names:
+            value = self._checked_option(name, value)
+        if not self.__dict__.get("_extra_tensor_channels_locked"):
             super().__setattr__(name, value)
+            return
+        if name != "in_place" and name not in self._option_names:
+            params = self._parameters
+            had = params.get(name) is not None
+            super().__setattr__(name, value)
+            if (params.get(name) is not None) != had and self.is_python_op:  # its parameters are others now
+                structure.change()
             return
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
@@ -155,8 +183,15 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return (self,)
 
+    def _capture(self) -> None:
+        if self.is_python_op:  # whose parameters may be those of modules inside it
+            for module in self.modules():
+                capture(module)
+
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
+        if type(extra_inputs) is not tuple:
+            return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
         run = _run
         if run is None:
             run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
@@ -185,20 +220,20 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
             f"{type(self).__qualname__}: expected a backward written in Python, got none. Define op_backward, or fuser_backward."
         )
 
+    def _checked_option(self, name: str, value: Any) -> Any:
+        """An option as it is kept. Raises where a description cannot hold it: later, the error would not name the assignment."""
+        return value
+
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._option_names}
 
     def parameter_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each parameter, in the order in which gradients are returned."""
-        if not self.is_python_op:
-            yield from ((self._holder, name) for name in self._parameter_names)
-            return
-        yield from _places(self, "_parameters")
+        return places(self, "_parameters")
 
     def buffer_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each buffer that code written in Python may use."""
-        if self.is_python_op:
-            yield from _places(self, "_buffers")
+        return places(self, "_buffers")
 
     @property
     def instance_id(self) -> str:
@@ -222,7 +257,9 @@ class FusedOperation(FusibleOperation):
             basic_ops: those that it stands for, in order; at least one.
         """
         super().__init__()
+        watch(self)
         self.basic_ops = torch.nn.ModuleList(basic_ops)
+        watch(self.basic_ops)
         if len(self.basic_ops) == 0:
             raise ValueError(
                 f"{type(self).__qualname__}: expected at least one basic op, got none. Pass the ops that it stands for."
@@ -235,6 +272,12 @@ class FusedOperation(FusibleOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
 
+    def _capture(self) -> None:
+        capture(self)
+        capture(self.basic_ops)
+        for op in self.basic_ops:
+            op._capture()
+
     def forward(
         self,
         input: torch.Tensor,
@@ -243,11 +286,17 @@ class FusedOperation(FusibleOperation):
         _run: OpRun | None = None,
     ) -> Outputs:
         """Runs the basic ops in a pipeline of their own, in which they may fuse."""
+        if type(extra_inputs) is not tuple:
+            return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
         run = _run
         if run is None:
             run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
         return run(input, extra_inputs, self.training, kwargs or None)
+
+
+BasicOperation._library_forward = BasicOperation.forward
+FusedOperation._library_forward = FusedOperation.forward
 
 
 class _Composed:
@@ -276,18 +325,6 @@ class _Composed:
         output, extra_outputs, tensors = call_accepting(self.fuser_forward_compute, input_, optional=kwargs)
         call_accepting(self.fuser_forward_save_ctx, basic_op_ctxs, input_, tensors, optional=kwargs)
         return output, extra_outputs
-
-
-def _places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
-    seen: set[int] = set()
-    for module in op.modules():
-        tensors = vars(module)[field]
-        if field == "_parameters" and not getattr(module, "_fsdp_use_orig_params", True):  # FSDP1 has put views in their place
-            tensors = {**tensors, **{name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}}
-        for name, tensor in tensors.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield module, name
 
 
 def _drop_extra_state(state_dict: dict[str, Any], key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,17 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def own_call(unit: FusibleOperation) -> str | None:
+    """Which method of the module, or of what it consists of, is not the library's, so that calling it may do more than its ops do. Patched on
+    an instance it counts from the next look at the ops on, which `FusibleOperation.__setattr__` asks for."""
+    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+        if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
+            return "forward"
+        if type(module).__call__ is not torch.nn.Module.__call__:
+            return "__call__"
+    return None
+
+
 def unit_has_hooks(unit: FusibleOperation) -> bool:
     if has_hooks(unit):
         return True
@@ -62,13 +74,10 @@ class OpRun:
         required: Sequence[str] = (),
         owner: FusibleOperation | None = None,
     ) -> None:
-        self.units = tuple(units)
         self.owner = owner  # whose forward this is: its hooks have run already
-        self.basic_ops: tuple[BasicOperation, ...] = tuple(op for unit in units for op in unit.flat_ops())
         self.given_bindings = bindings
         self.required = list(required)
-        self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
-        self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
+        self._take(tuple(units))
         self.token: object = None
         self.captured: Any = None  # what the ops were like when `prepare` looked last
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
@@ -82,13 +91,32 @@ class OpRun:
         self.bindings: Bindings = ()
         self.num_extra_inputs = 0
         self.num_outputs = 1
+        self.own_calls: tuple[str | None, ...] = ()  # by unit
+        self.has_own_calls = False  # then the direct path, which sees hooks only, is closed
+
+    def _take(self, units: tuple[FusibleOperation, ...]) -> None:
+        self.units = units
+        self.basic_ops: tuple[BasicOperation, ...] = tuple(op for unit in units for op in unit.flat_ops())
+        self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
+        self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
 
     def prepare(self) -> None:
         """Captures the ops as they are: locks their channels, drops what was made of them before. Does nothing if nothing changed."""
         token = structure.token
         if self.token is token:
             return
-        captured = (structure.fusions, [op.changes for op in self.basic_ops])
+        for unit in (*self.units, self.owner):
+            if unit is not None:
+                unit._capture()
+        # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
+        units = self.units if self.owner is None else tuple(self.owner.flat_ops())
+        basic_ops = [op for unit in units for op in unit.flat_ops()]
+        if len(basic_ops) != len(self.basic_ops) or not all(map(operator.is_, basic_ops, self.basic_ops)):
+            self.captured = None
+            self._take(units)
+        own_calls = tuple(None if unit is self.owner else own_call(unit) for unit in self.units)
+        written = [[(id(module), name) for module, name in op.parameter_places()] for op in self.python_ops]
+        captured = (structure.fusions, [op.changes for op in self.basic_ops], own_calls, written)
         if captured == self.captured:
             self.token = token
             return
@@ -115,6 +143,7 @@ class OpRun:
             own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
             self._buffers.append([len(self.places) + at for at in own])
         self.buffer_places = tuple(buffers.values())
+        self.own_calls, self.has_own_calls = own_calls, any(own_calls)
         self.pipeline((), True, None)  # errors come before the first tensor
         self.captured = captured
         self.token = token
@@ -126,6 +155,8 @@ class OpRun:
         if self.token is not structure.token:
             self.prepare()
         self.check_count(extra)
+        if self.has_own_calls:
+            return self.call_cut(self.cut().parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in self.training_ops])
         pipeline = self.pipelines.get((flags, None)) if kwargs is None else None
         if pipeline is None:
@@ -156,16 +187,20 @@ class OpRun:
             )
 
     def hooked(self) -> tuple[int, ...]:
-        """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
+        """Positions of units that must be called as modules, of those that `prepare` saw. Hooks of all modules see the modules of containers, not what these consist of."""
         everywhere = self.owner is None and any_global_hooks()
         return tuple(
-            [index for index, unit in enumerate(self.units) if unit is not self.owner and (everywhere or unit_has_hooks(unit))]
+            [
+                index
+                for index, unit in enumerate(self.units)
+                if unit is not self.owner and (everywhere or self.own_calls[index] is not None or unit_has_hooks(unit))
+            ]
         )
 
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         self.prepare()
-        return None if self.training_ops or self.num_extra_inputs else self.pipeline((), True, None)
+        return None if self.training_ops or self.num_extra_inputs or self.has_own_calls else self.pipeline((), True, None)
 
     def pipeline(self, flags: tuple[bool, ...], training: bool, kwargs: Kwargs | None) -> _C.EagerPipeline:
         """The eager pipeline for these training flags of `training_ops` and arguments of Python ops."""
@@ -222,7 +257,10 @@ class OpRun:
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         text = self.text(described, flags, training, recipe, version, kwargs)
-        params = [getattr(module, name) for module, name in (*self.places, *self.buffer_places)]
+        params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
+        for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
+            if param is None:  # the dispatcher would tell of casts
+                raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], [], text)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 

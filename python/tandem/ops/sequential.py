@@ -14,9 +14,12 @@ from tandem import _C
 from tandem.ops.op import FusibleOperation
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun, Outputs
-from tandem.ops.changes import structure
+from tandem.ops.tracing import extras_of_fx_root
+from tandem.ops.changes import capture, structure, watch
 
 Runs = list[OpRun | torch.nn.Module]
+_NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
+_NOTHING_MADE = {"_runs": None, "_pipeline": None, "_token": None, "_captured": ()}
 
 
 class Sequential(ReportingMixin, torch.nn.Module):
@@ -40,6 +43,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
             args: modules in order, or one mapping of names to modules.
         """
         super().__init__()
+        watch(self)
         self._required: tuple[str, ...] = ()
         self._forget()
         if len(args) == 1 and isinstance(args[0], Mapping):
@@ -50,18 +54,10 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     # The list.
 
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        self._forget()
-        super().add_module(name, module)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.nn.Module) or name in self.__dict__.get("_modules", ()):
+        if name == "_modules":  # of a replica that torch.nn.DataParallel makes
             self._forget()
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._forget()
-        super().__delattr__(name)
 
     @overload
     def __getitem__(self, index: int) -> torch.nn.Module: ...
@@ -132,7 +128,6 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return module
 
     def _replace_all(self, modules: list[torch.nn.Module]) -> None:
-        self._forget()
         self._modules.clear()
         for position, module in enumerate(modules):
             self._modules[str(position)] = module
@@ -162,11 +157,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
             runs = self._prepared_runs
         else:
             pipeline = self._pipeline
-            if pipeline is not None and self._token is structure.token and not extra_inputs and op_kwargs is None:
+            if pipeline is not None and self._token is structure.token and extra_inputs is _NO_EXTRAS and op_kwargs is None:
                 outputs = pipeline(input, self.training)
                 if outputs is not None:
                     return outputs
             runs = self._prepare()
+            if type(extra_inputs) is not tuple:
+                count = sum(run.num_extra_inputs for run in runs if isinstance(run, OpRun))
+                extra_inputs, op_kwargs = extras_of_fx_root(extra_inputs, count, op_kwargs), None
         if len(runs) == 1 and op_kwargs is None:
             run = runs[0]
             if isinstance(run, OpRun):
@@ -216,9 +214,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
     # What is made of the list.
 
     def _forget(self) -> None:
-        self.__dict__["_runs"] = None
-        self.__dict__["_pipeline"] = None
-        self.__dict__["_token"] = None
+        self.__dict__.update(_NOTHING_MADE)
 
     def _prepare(self) -> Runs:
         """Makes the pipelines of the list as it is now."""
@@ -226,8 +222,11 @@ class Sequential(ReportingMixin, torch.nn.Module):
         runs = self._runs
         if self._token is token:
             return runs
-        if runs is None:
+        capture(self)
+        modules = tuple(self._modules.values())
+        if runs is None or len(modules) != len(self._captured) or not all(map(operator.is_, modules, self._captured)):
             runs = self._make_runs()
+            self.__dict__["_captured"] = modules
         for run in runs:
             if isinstance(run, OpRun):
                 run.prepare()
@@ -254,7 +253,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return runs
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": None, "_pipeline": None, "_token": None}
+        return {**self.__dict__, **_NOTHING_MADE}
 
 
 def _checked(module: Any) -> torch.nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from tandem.ops.arguments import finite, sizes
 from tandem.ops.op import BasicOperation
 
 
@@ -27,9 +28,12 @@ class Reshape(BasicOperation):
             shape: sizes of y; at most one is -1 and follows from the others.
         """
         super().__init__()
-        self.shape = tuple(int(size) for size in shape)
+        self.shape = tuple(shape)
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
             raise ValueError(f"Reshape: expected sizes >= 0 and at most one -1, got {self.shape}. One size can be inferred.")
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return sizes(type(self).__name__, name, value)
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
@@ -48,7 +52,10 @@ class ConstantScale(BasicOperation):
             scale: the factor.
         """
         super().__init__()
-        self.scale = float(scale)
+        self.scale = scale
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return finite(type(self).__name__, name, value)
 
     def _options(self) -> dict[str, Any]:
         return {"factor": self.scale}
@@ -71,9 +78,12 @@ class Dropout(BasicOperation):
             p: probability in [0, 1] with which an element becomes zero.
         """
         super().__init__()
-        self.p = float(p)
+        self.p = p
         if not 0 <= self.p <= 1:
             raise ValueError(f"Dropout: expected a probability p in [0, 1], got {p}. p is the share that becomes zero.")
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return finite(type(self).__name__, name, value)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

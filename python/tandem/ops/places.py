@@ -1,0 +1,51 @@
+"""Where the tensors of an op are: its own, and those of modules inside an op that is written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tandem.ops.op import BasicOperation
+
+Names = list[list[tuple[str, str]]]  # per tensor: path of the module inside the op, name in it; several where a tensor has several names
+
+
+def views_stand_in(module: torch.nn.Module) -> bool:
+    """Whether parameters are plain attributes: FSDP1 has put views in their place."""
+    return not getattr(module, "_fsdp_use_orig_params", True)
+
+
+def names(op: BasicOperation, field: str) -> Names:
+    """The names of each tensor in `field` ("_parameters" or "_buffers"), in the order in which gradients are returned."""
+    if not op.is_python_op:
+        return [[("", name)] for name in op._parameter_names] if field == "_parameters" else []
+    found: dict[int, list[tuple[str, str]]] = {}
+    for path, module in op.named_modules() if op._modules else (("", op),):
+        tensors: dict[str, Any] = vars(module)[field]
+        if field == "_parameters" and views_stand_in(module):
+            tensors = {**tensors, **{name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append((path, name))
+    return list(found.values())
+
+
+def at(op: BasicOperation, path: str) -> torch.nn.Module:
+    """The module at a path of `names`."""
+    if not path:
+        return op if op.is_python_op else op._holder
+    try:
+        return op.get_submodule(path)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"{op._get_name()}: expected the modules that it had in forward, got an op without {path}. Remove it after backward."
+        ) from error
+
+
+def places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Module and name of each tensor that `names` finds, the first one where it has several."""
+    for (path, name), *_ in names(op, field):
+        yield at(op, path), name
