@@ -154,7 +154,7 @@ class Runtime:
             return self._forward_fused(fused, x, extras, params, save)
         op, kwargs = python_op.live_op(key)
         if op is None:
-            raise RuntimeError(f"{key}: expected an op that is alive, got one that is gone. Keep the module that holds it.")
+            raise RuntimeError(f"{key}: expected an op that is alive and as it was when it was described, got none. Keep the module that holds it.")
         context = OperationContext(requires_grad=save)
         named = _names_of((op,), params)
         with _standing_in((op,), params, named), python_op.own_code((op,)):

@@ -107,6 +107,16 @@ def test_buffers_that_forward_writes(backend):
         torch.testing.assert_close(dict(op.state_dict()), dict(reference.state_dict()))
 
 
+def test_an_op_that_has_changed_since_stands_in_for_none():
+    """Both ops have the key of an op in training; the first one, which is alive, has left it."""
+    first, second = BatchNorm(4), BatchNorm(4)
+    for op in (first, second):
+        torch._dynamo.reset()
+        torch.compile(ops.Sequential(op), backend="aot_eager", fullgraph=True)(torch.randn(6, 4))
+        assert op.num_batches_tracked == 1
+        op.eval()
+
+
 def test_ops_that_differ_in_the_values_of_buffers_share_code():
     counter = CompileCounterWithBackend("aot_eager")
     x = torch.randn(3, 2)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROCESS = uuid.uuid4().hex  # in what must not be found in a cache of another process
 
 _Kwargs = Mapping[str, Any]
-_live: dict[str, tuple[list[weakref.ref[BasicOperation]], _Kwargs]] = {}
+_live: dict[str, tuple[list[weakref.ref[BasicOperation]], _Kwargs, str | None]] = {}  # with the fingerprint in the key, None where there is none
 _instances: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
 _fusion_functions = 0  # how many are registered
 
@@ -47,10 +47,11 @@ def entry(op: BasicOperation, params: int, buffers: int, kwargs: _Kwargs, *, tra
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}"
     _C.register_python_op(name, op.num_extra_inputs, params, op.num_extra_outputs, buffers)
-    key = f"{place}#{fingerprint(op)}" if traced else op.instance_id
+    code = fingerprint(op) if traced else None
+    key = f"{place}#{code}" if traced else op.instance_id
     if kwargs:
         key += kwargs_key({0: kwargs}) or ""
-    references = _live.setdefault(key, ([], dict(kwargs)))[0]
+    references = _live.setdefault(key, ([], dict(kwargs), code))[0]
     if not any(reference() is op for reference in references):
         references[:] = [reference for reference in references if reference() is not None]
         references.append(weakref.ref(op))
@@ -58,11 +59,11 @@ def entry(op: BasicOperation, params: int, buffers: int, kwargs: _Kwargs, *, tra
 
 
 def live_op(key: str) -> tuple[BasicOperation | None, _Kwargs]:
-    """The first op that is alive under a key, and the arguments that the key stands for."""
-    references, kwargs = _live.get(key, ([], {}))
+    """An op that is what a key says, and the arguments that the key stands for. One that is alive may have changed since it got the key."""
+    references, kwargs, code = _live.get(key, ([], {}, None))
     for reference in references:
         op = reference()
-        if op is not None:
+        if op is not None and code in (None, fingerprint(op)):
             return op, kwargs
     return None, kwargs
 
