@@ -5,7 +5,7 @@ from __future__ import annotations
 from differential import case as cases
 from differential.build import build, user_fusions
 from differential.case import Case
-from differential.compare import Verdict, compare_outcomes, judge
+from differential.compare import UNWRITABLE, Verdict, compare_outcomes, judge
 from differential.modes import execute, regions, unfused
 
 
@@ -41,7 +41,10 @@ def _check_against_itself(case: Case, verdict: Verdict) -> Verdict:
     if mode.get("run") == "compile":
         eager = {**case, "mode": {key: value for key, value in mode.items() if key not in ("run", "backend", "dynamic")}}
         other = build(case)
-        found = compare_outcomes(built, case, first, execute(other, eager), "compiled against eager")
+        second = execute(other, eager)
+        if second.error is not None and judge(other, eager, second) == Verdict("refused", UNWRITABLE):  # compiled code writes nothing
+            return verdict
+        found = compare_outcomes(built, case, first, second, "compiled against eager")
         return found if found.is_failure else verdict
     other = build(case)
     if mode.get("run") or any(op["k"] in cases.PLAIN or op.get("hook") or op.get("ip") for op in other.resolved):

@@ -22,6 +22,8 @@ SPREAD = 8  # of the largest of SAMPLES noisy runs: their roundings are random, 
 UNTOLD = 5  # elements of masks that are tried in all ways
 SAMPLES, MORE_SAMPLES = 6, 80  # the second where the first do not explain it: at kinks and between codes few runs tell little
 
+UNWRITABLE = "a tensor that an in-place sum may not write"
+
 # What the documentation says is refused: the condition on a case, and the text of the error.
 REFUSALS = [
     ("float64 under a recipe", r"expected float32, bfloat16 or float16 under a recipe, got float64"),
@@ -31,7 +33,7 @@ REFUSALS = [
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
     ("a Python op that returns another dtype", r"to which the op's tensors promote"),
     ("a dropout of integers", r"dropout: expected x of dtype"),
-    ("a tensor that an in-place sum may not write", r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),
+    (UNWRITABLE, r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),
 ]
 
 
