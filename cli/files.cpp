@@ -138,6 +138,7 @@ std::string read_file(const fs::path& path, std::string_view expected, std::stri
   struct stat status {};
   if (opened.number < 0 || ::fstat(opened.number, &status) != 0) refuse(std::strerror(errno));
   if (S_ISDIR(status.st_mode)) refuse("a folder");
+  if (S_ISCHR(status.st_mode)) refuse("a device, which need not have an end");
   const size_t known = S_ISREG(status.st_mode) ? static_cast<size_t>(status.st_size) : 0;
   constexpr size_t kLeast = 1 << 16;
   std::string content;

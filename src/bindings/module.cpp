@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "bindings/autocast.h"
@@ -128,6 +129,21 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   Pipeline& pipeline() const { return *pipeline_; }
 
+  /// For the collector of cycles: an op keeps the pipeline in which it runs alone, and a pipeline the dictionary of its op.
+  int traverse(visitproc visit, void* arg) const {
+    for (const Slot& slot : slots_) {
+      Py_VISIT(slot.parameters.ptr());
+      Py_VISIT(slot.attributes.ptr());
+    }
+    for (const auto& [module, is_called] : modules_) Py_VISIT(module.ptr());
+    return 0;
+  }
+
+  void drop_modules() {
+    std::exchange(slots_, {});  // moved away first: what is destroyed may look here
+    std::exchange(modules_, {});
+  }
+
  private:
   py::object run(at::TensorList inputs, bool training) const {
     const auto parameters = params();
@@ -151,6 +167,21 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   bool is_container_;  ///< else the ops are parts of one module, whose hooks have run
 };
 
+void collect_cycles(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!py::detail::is_holder_constructed(self)) return 0;
+    return py::cast<const EagerPipeline&>(py::handle(self)).traverse(visit, arg);
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self))
+      py::cast<EagerPipeline&>(py::handle(self)).drop_modules();
+    return 0;
+  };
+}
+
 ExplainFormat format_of(const std::string& name) {
   if (name == "text") return ExplainFormat::text;
   if (name == "svg") return ExplainFormat::svg;
@@ -164,7 +195,7 @@ ExplainFormat format_of(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  py::class_<EagerPipeline>(module, "EagerPipeline")
+  py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
                     std::vector<Member>, bool, std::vector<std::string>>(),
            py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),

@@ -66,6 +66,17 @@ at::Tensor to_tensor(const py::handle& object, const std::string& key, const cha
   return THPVariable_Unpack(object.ptr());
 }
 
+/// A result without a history of its own, which user code may have recorded, or which a parameter has that nobody declared: the history of
+/// results is the pipeline's. An argument is what it was.
+at::Tensor without_history(const Call& call, at::Tensor tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return tensor;
+  const size_t reads = call.step().reads.size();
+  for (size_t i = 0; i < reads; ++i)
+    if (call.has(i) && call.format(i) != Format::opaque && call.in(i).is_same(tensor))
+      return tensor;
+  return tensor.detach();
+}
+
 py::list list_of(Call& call, size_t& next, size_t count) {
   py::list list;
   for (size_t i = 0; i < count; ++i, ++next)
@@ -97,7 +108,7 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
         ": expected ", what, " in ", planned, ", to which the op's tensors promote, got ",
         tensor.scalar_type(),
         ". Convert it in the op's forward: results of another dtype cannot be planned.");
-    call.out(write, std::move(tensor));
+    call.out(write, without_history(call, std::move(tensor)));
   }
 }
 
@@ -140,7 +151,8 @@ void python_forward(Call& call) {
   }
   Opaque& opaque = call.frame().opaque(call.step().writes[last]);
   for (const auto& tensor : results[2])
-    opaque.tensors.push_back(to_tensor(tensor, options.key, "a saved tensor"));
+    opaque.tensors.push_back(
+        without_history(call, to_tensor(tensor, options.key, "a saved tensor")));
   opaque.fields = hold(py::reinterpret_borrow<py::object>(results[3]));
 }
 
@@ -178,7 +190,7 @@ void python_backward(Call& call) {
                       call.out_type(write).name,
                       ", which requires grad, got None. Return it from op_backward.");
     // As autograd does with what a torch.autograd.Function returns.
-    call.out(write, gradient.to(call.out_type(write).dtype));
+    call.out(write, without_history(call, gradient.to(call.out_type(write).dtype)));
   };
   size_t write = 0;
   zero_for_none(write++, results[0]);

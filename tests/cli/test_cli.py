@@ -66,6 +66,7 @@ def test_text_errors(tmp_path):
     short.write_text("too short")
     assert_refused(train(out, "--text", tmp_path / "none.txt", check=False), "none.txt (No such file", "--text")
     assert_refused(train(out, "--text", tmp_path, check=False), "(a folder)")
+    assert_refused(train(out, "--text", "/dev/zero", check=False), "(a device, which need not have an end)")
     assert_refused(train(out, "--text", empty, check=False), "at least 170 bytes", "got 0 in")
     assert_refused(train(out, "--text", short, check=False), "at least 170 bytes", "got 9 in")
     assert not out.exists()

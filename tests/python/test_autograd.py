@@ -177,6 +177,17 @@ def test_the_graph_refers_to_no_module():
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("make", [ops.ReLU, lambda: ops.Linear(4, 4), lambda: ops.RMSNorm(4), lambda: ops.FusedOperation([ops.ReLU()])])
+def test_an_op_that_ran_alone_is_freed(make):
+    """It keeps the pipeline in which it runs, which reads the op's parameters: a cycle."""
+    op = make()
+    op(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    reference = weakref.ref(op)
+    del op
+    gc.collect()
+    assert reference() is None
+
+
 def test_a_replaced_parameter_counts_at_once():
     box, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4)
     box(x).sum().backward()

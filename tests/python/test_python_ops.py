@@ -438,3 +438,38 @@ def test_results_have_the_dtype_to_which_the_tensors_promote():
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     sum(y.sum() for y in model(x)).backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+class Recording(ops.BasicOperation):
+    """Results that have a history: recorded in spite of the library, or that of a parameter that nobody declared."""
+
+    def __init__(self, parameter, how):
+        super().__init__()
+        self._of_others = [parameter]
+        self._how = how
+
+    def op_forward(self, ctx, input_, **_):
+        with torch.enable_grad():
+            scaled = input_ * self._of_others[0]
+        ctx.save_for_backward(scaled)
+        return {"recorded": scaled, "itself": self._of_others[0], "view": self._of_others[0].view(-1)}[self._how]
+
+    def op_backward(self, ctx, grad_output):
+        assert not ctx.saved_tensors[0].requires_grad
+        with torch.enable_grad():
+            return grad_output * self._of_others[0], ()
+
+
+@pytest.mark.parametrize("how", ["recorded", "itself", "view"])
+def test_results_have_no_history_of_their_own(how):
+    parameter = torch.nn.Parameter(torch.full((4,), 3.0))
+    x = torch.randn(4)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context:
+            y = ops.Sequential(Recording(parameter, how), ops.Identity())(x)
+            assert not y.requires_grad and y.grad_fn is None
+    x.requires_grad_()
+    y = ops.Sequential(Recording(parameter, how))(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, parameter.detach()) and not x.grad.requires_grad
+    assert parameter.is_leaf and parameter.requires_grad and parameter.grad is None
