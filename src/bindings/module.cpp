@@ -203,6 +203,11 @@ PYBIND11_MODULE(_C, module) {
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("any_hooks", &EagerPipeline::any_hooks)
+      .def("note_recipe",
+           [](const EagerPipeline& self, bool training) {
+             const ContextRegion region;
+             self.pipeline().note_recipe(training);
+           })
       .def("explain",
            [](const EagerPipeline& self, const std::string& format) {
              return self.pipeline().explain(format_of(format));

@@ -23,7 +23,7 @@ const ActiveRecipe kNeverCalled;
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
     : ops_(std::move(ops)),
       required_fusions_(std::move(required_fusions)),
-      last_recipe_(&kNeverCalled) {
+      last_recipe_{&kNeverCalled, &kNeverCalled} {
   parse_description(
       text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
 }
@@ -115,9 +115,10 @@ Pipeline::Served& Pipeline::served(State& state, const std::shared_ptr<const Pla
 }
 
 /// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward.
-void Pipeline::note_recipe() {
+void Pipeline::note_recipe(bool training) {
   const ActiveRecipe* recipe = active_recipe();
-  const ActiveRecipe* last = last_recipe_.load(std::memory_order_relaxed);
+  auto& last_recipe = last_recipe_[training ? 1 : 0];
+  const ActiveRecipe* last = last_recipe.load(std::memory_order_relaxed);
   if (recipe == last) return;
   if (is_recompute()) {
     const auto text = [](const ActiveRecipe* r) { return r == nullptr ? "none" : r->json; };
@@ -129,11 +130,11 @@ void Pipeline::note_recipe() {
                       "tandem.autocast(recipe=...)) to checkpoint().");
     return;
   }
-  last_recipe_.store(recipe, std::memory_order_relaxed);
+  last_recipe.store(recipe, std::memory_order_relaxed);
 }
 
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
-  note_recipe();
+  note_recipe(training);
   Arguments arguments{inputs, params, {}};
   if (!is_direct(arguments)) return call_op(arguments, description(training));
   State& current = state(training);

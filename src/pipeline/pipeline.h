@@ -1,6 +1,7 @@
 // A pipeline as the fronts hold it: a list of ops, its programs by state, its weight workspaces. A cache only: nothing here is saved.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -24,6 +25,11 @@ class TANDEM_API Pipeline {
   /// Shapes: inputs are the main input and one per unbound extra input; the outputs likewise.
   /// Throws: c10::ValueError where tensors do not fit the ops.
   Outputs operator()(at::TensorList inputs, at::TensorList params, bool training);
+
+  /// Remembers the recipe of a call that goes another way, as operator() does of its own.
+  ///
+  /// Throws: c10::ValueError where a backward recomputes under another recipe than that of the last forward.
+  void note_recipe(bool training);
 
   /// The description of a state: what tandem::pipeline takes.
   std::string description(bool training, bool fuse = true,
@@ -62,8 +68,6 @@ class TANDEM_API Pipeline {
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
   };
-  /// Throws c10::ValueError where a backward recomputes under another recipe than that of the last forward.
-  void note_recipe();
   State& state(bool training);
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                       bool fuse, bool cache_weights,
@@ -78,7 +82,8 @@ class TANDEM_API Pipeline {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<State>> states_;
   std::atomic<int64_t> saved_bytes_{0};
-  std::atomic<const ActiveRecipe*> last_recipe_;  ///< of the last call that was no recompute
+  /// Of the last call that was no recompute, in evaluation and in training: a validation between forward and backward changes nothing.
+  std::array<std::atomic<const ActiveRecipe*>, 2> last_recipe_;
 };
 
 }  // namespace tandem

@@ -225,6 +225,27 @@ def test_a_recompute_outside_the_region_raises(reentrant):
         y.sum().backward()
 
 
+def test_a_validation_before_backward_is_not_the_forward_that_is_recomputed():
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+    with tandem.autocast(recipe=RECIPE):
+        y = checkpoint(box, x, use_reentrant=True)
+    box.eval()
+    with torch.no_grad():
+        box(x)
+    box.train()
+    with pytest.raises(ValueError, match=MISMATCH):
+        y.sum().backward()
+
+
+def test_a_recompute_with_parametrized_weights_outside_the_region_raises():
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+    torch.nn.utils.parametrizations.weight_norm(box[0])
+    with tandem.autocast(recipe=RECIPE):
+        y = checkpoint(box, x, use_reentrant=True)
+    with pytest.raises(ValueError, match=MISMATCH):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recompute_inside_a_region_that_forward_was_not_in_raises(reentrant):
     box, x = mlp(), torch.randn(8, 16, requires_grad=True)

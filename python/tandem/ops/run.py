@@ -168,7 +168,10 @@ class OpRun:
         for tensor in (x, *extra):
             if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
-        return self.call_cut(self.cut().parts, x, extra, training, kwargs) if self.hooked() else self.call_op(x, extra, training, kwargs)
+        if self.hooked():
+            return self.call_cut(self.cut().parts, x, extra, training, kwargs)
+        pipeline.note_recipe(in_training)
+        return self.call_op(x, extra, training, kwargs)
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
