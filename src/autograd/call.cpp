@@ -21,8 +21,12 @@ bool any_of(const Arguments& arguments, Predicate&& predicate) {
   return false;
 }
 
-/// Inputs of the op as the plan counts them.
-std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra) {
+/// Inputs of the op as the plan counts them. The schema has room for tensors that no op of this version has.
+std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
+                              at::TensorList state, at::TensorList buffers) {
+  TORCH_CHECK_VALUE(state.empty() && buffers.empty(),
+                    "pipeline: expected no state and no buffers, as no op has any, got ",
+                    state.size(), " and ", buffers.size(), " tensors. Pass empty lists.");
   std::vector<Tensor> inputs{x};
   for (size_t i = 0; i < extra.size(); ++i) {
     const std::optional<Tensor> tensor = extra.get(i);
@@ -57,9 +61,9 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
 std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       const c10::List<std::optional<Tensor>>& extra,
                                       at::TensorList params, at::TensorList workspaces,
-                                      at::TensorList, at::TensorList,
+                                      at::TensorList state, at::TensorList buffers,
                                       std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
+  const auto inputs = inputs_of(x, extra, state, buffers);
   const Arguments arguments{inputs, params, workspaces};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
   const auto& plan =
@@ -69,9 +73,10 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
 }
 
 std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
-                                   at::TensorList params, at::TensorList workspaces, at::TensorList,
-                                   at::TensorList, std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
+                                   at::TensorList params, at::TensorList workspaces,
+                                   at::TensorList state, at::TensorList buffers,
+                                   std::string_view description) {
+  const auto inputs = inputs_of(x, extra, state, buffers);
   const Arguments arguments{inputs, params, workspaces};
   const auto& plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
@@ -81,9 +86,9 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
 std::vector<Tensor> pipeline_transformed(const Tensor& x,
                                          const c10::List<std::optional<Tensor>>& extra,
                                          at::TensorList params, at::TensorList workspaces,
-                                         at::TensorList, at::TensorList,
+                                         at::TensorList state, at::TensorList buffers,
                                          std::string_view description) {
-  const auto inputs = inputs_of(x, extra);
+  const auto inputs = inputs_of(x, extra, state, buffers);
   return run_composite({inputs, params, workspaces}, description);
 }
 

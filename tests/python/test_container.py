@@ -434,3 +434,16 @@ def test_what_is_no_tensor_is_refused(value):
             box(value)
     with pytest.raises(TypeError, match="pipeline: expected tensors, got "):
         ops.AddExtraInput()(torch.ones(2), value)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_dispatcher_op_takes_no_state_and_no_buffers(needs_grad):
+    description = ops.Sequential(ops.ReLU())._op_runs()[0].pipeline((), True, None).description(True)
+    x = torch.randn(3, requires_grad=needs_grad)
+    text = r"pipeline: expected no state and no buffers, as no op has any, got {} and {} tensors\. Pass empty lists\."
+    with pytest.raises(ValueError, match=text.format(1, 0)):
+        torch.ops.tandem.pipeline(x, [], [], [], [torch.zeros(1)], [], description)
+    with pytest.raises(ValueError, match=text.format(0, 2)):
+        torch.ops.tandem.pipeline(x, [], [], [], [], [torch.zeros(1), torch.zeros(1)], description)
+    (y,) = torch.ops.tandem.pipeline(x, [], [], [], [], [], description)
+    assert torch.equal(y, torch.relu(x))
