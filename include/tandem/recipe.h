@@ -37,7 +37,8 @@ class TANDEM_API Autocast {
   std::shared_ptr<Region> region_;
 };
 
-/// To be called after weights were written inside a region in a way that moves no version counter, such as through `.data`.
+/// To be called after weights on an accelerator were written inside a region in a way that moves no version counter, such as through
+/// `.data`. On the CPU their bytes are compared.
 TANDEM_API void weights_changed();
 
 }  // namespace tandem

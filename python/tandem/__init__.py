@@ -42,7 +42,8 @@ __all__ = [
 
 
 def weights_changed() -> None:
-    """Says that parameters were written by something that is no `torch.optim` optimizer, through `.data`: codes made of them are stale."""
+    """Says that parameters on an accelerator were written, not by a `torch.optim` optimizer, but through `.data`, a collective or the like:
+    codes made of them are stale. On the CPU the bytes of weights are compared, and nobody has to say it."""
     _C.weights_changed()
 
 

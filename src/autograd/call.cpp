@@ -121,7 +121,13 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
     call.autocast_dtype = at::autocast::get_autocast_dtype(device);
   PlanKey key(call, arguments.inputs.size());
   for (const at::TensorList list : {arguments.inputs, arguments.params})
-    for (const Tensor& tensor : list) key.add(tensor, grad_mode);
+    for (const Tensor& tensor : list) {
+      TORCH_CHECK_VALUE(
+          !tensor.defined() || !tensor.is_nested(),
+          "pipeline: expected tensors whose rows have one length, got a nested tensor. ",
+          "Pass a padded tensor, or the rows of all sequences one after another.");
+      key.add(tensor, grad_mode);
+    }
   return key;
 }
 

@@ -20,19 +20,11 @@ using torch::autograd::variable_list;
 
 namespace {
 
-/// The value whose memory a value may share, following reshapes of reshapes.
-Value root_of(const Plan& plan, Value value) {
-  while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
-  return value;
-}
-
-/// The argument that is, or whose memory is, this tensor's.
-template <typename Predicate>
-const at::Tensor* argument_where(const Arguments& arguments, Predicate&& predicate) {
+bool is_an_argument(const Arguments& arguments, const at::Tensor& tensor) {
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const at::Tensor& argument : list)
-      if (predicate(argument)) return &argument;
-  return nullptr;
+      if (argument.is_same(tensor)) return true;
+  return false;
 }
 
 void check_no_nan(Frame& frame, const Step& step) {
@@ -81,14 +73,10 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
 Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving& saving) {
   const Plan& plan = *plan_;
   const Value root = root_of(plan, value);
-  const at::Tensor* owner = nullptr;
-  bool is_argument = false;
-  if (plan.types[index_of(root)].origin != Origin::result) {
-    owner = argument_where(saving.arguments, [&](const at::Tensor& argument) {
-      return root == value ? argument.is_same(tensor) : shares_memory(argument, tensor);
-    });
-    is_argument = owner != nullptr;
-  }
+  const at::Tensor* owner = argument_of(plan, saving.arguments, root);
+  const bool is_argument =
+      owner != nullptr && (root == value ? owner->is_same(tensor) : shares_memory(*owner, tensor));
+  if (!is_argument) owner = nullptr;
   for (size_t i = 0; i < saving.outputs.size() && owner == nullptr; ++i)
     if (root_of(plan, plan.outputs[i]) == root && shares_memory(saving.outputs[i], tensor))
       owner = &saving.outputs[i];
@@ -122,12 +110,7 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
     for (const at::Tensor& tensor : opaque.tensors)
       slots_.push_back(!tensor.defined()
                            ? Slot{}
-                           : save_tensor(tensor,
-                                         argument_where(arguments,
-                                                        [&](const at::Tensor& argument) {
-                                                          return argument.is_same(tensor);
-                                                        }) != nullptr,
-                                         saving));
+                           : save_tensor(tensor, is_an_argument(arguments, tensor), saving));
   }
 }
 

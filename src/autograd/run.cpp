@@ -10,6 +10,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "autograd/direct.h"
 #include "autograd/node.h"
 #include "executor/executor.h"
@@ -45,8 +48,12 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 
-/// The argument or earlier output that an output shares memory with.
-const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments& arguments) {
+/// The argument or earlier output that an output shares memory with: the one that it was made from, else, as user code may return any
+/// tensor, the first.
+const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments& arguments,
+                          const Plan& plan) {
+  const at::Tensor* root = argument_of(plan, arguments, root_of(plan, plan.outputs[index]));
+  if (root != nullptr && shares_memory(*root, outputs[index])) return root;
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const at::Tensor& argument : list)
       if (shares_memory(argument, outputs[index])) return &argument;
@@ -56,9 +63,9 @@ const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments&
 }
 
 /// Tracing knows of no memory that results share.
-void clone_shared(Outputs& outputs, const Arguments& arguments) {
+void clone_shared(Outputs& outputs, const Arguments& arguments, const Plan& plan) {
   for (size_t i = 0; i < outputs.size(); ++i)
-    if (base_of(outputs, i, arguments) != nullptr) outputs[i] = outputs[i].clone();
+    if (base_of(outputs, i, arguments, plan) != nullptr) outputs[i] = outputs[i].clone();
 }
 
 /// A differentiable view of `base` that is `tensor`, without its history. One with a history of its own cannot be written in place:
@@ -125,7 +132,7 @@ void set_history(Outputs& outputs, const Arguments& arguments, const Plan& plan,
   for (size_t i = 0; i < outputs.size(); ++i) {
     const bool has_history = plan.output_requires_grad[i];
     if (path != Path::dispatch)
-      if (const at::Tensor* base = base_of(outputs, i, arguments))
+      if (const at::Tensor* base = base_of(outputs, i, arguments, plan))
         outputs[i] = view_of(*base, outputs[i], has_history);
     if (has_history) {
       torch::autograd::impl::set_gradient_edge(outputs[i],
@@ -190,6 +197,19 @@ void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
 
 }  // namespace
 
+Value root_of(const Plan& plan, Value value) {
+  while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
+  return value;
+}
+
+const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root) {
+  for (const auto& [values, tensors] :
+       {std::pair(&plan.inputs, arguments.inputs), std::pair(&plan.params, arguments.params)})
+    if (const auto found = std::find(values->begin(), values->end(), root); found != values->end())
+      return &tensors[static_cast<size_t>(found - values->begin())];
+  return nullptr;
+}
+
 Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& arguments,
                      Path path) {
   check_in_place(*plan, arguments, path);
@@ -199,7 +219,7 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   if (!plan->needs_backward) {
     run_forward(frame, *plan);
     for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));
-    if (path == Path::dispatch) clone_shared(outputs, arguments);
+    if (path == Path::dispatch) clone_shared(outputs, arguments, *plan);
     return outputs;
   }
   auto node = compat::make_node<PipelineBackward>(plan, path);
@@ -216,7 +236,7 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   {
     at::AutoDispatchBelowADInplaceOrView below;
     for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));
-    if (path == Path::dispatch) clone_shared(outputs, arguments);
+    if (path == Path::dispatch) clone_shared(outputs, arguments, *plan);
   }
   set_history(outputs, arguments, *plan, node, path);
   if (path == Path::direct) rebase_overwritten(outputs, arguments, *plan);

@@ -19,6 +19,11 @@ struct Arguments {
   at::TensorList params, workspaces;
 };
 
+/// The value whose memory a value may share, following reshapes of reshapes and sums in place.
+Value root_of(const Plan& plan, Value value);
+/// The argument that is the value `root`, nullptr where that is none. Not any that shares its memory: arguments may be parts of one tensor.
+const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root);
+
 /// The main output, then extra outputs.
 using Outputs = c10::SmallVector<at::Tensor, 4>;
 

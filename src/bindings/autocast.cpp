@@ -75,14 +75,20 @@ void leave(const py::object& owner) {
 /// `tandem._C.in_force.recipe`: an attribute of a type in C, which Dynamo reads, guards and sets as it is: guards ask for what the
 /// calling thread and context have.
 PyObject* get_recipe(PyObject*, void*) {
-  const ActiveRecipe* recipe = context_recipe();
-  return recipe == nullptr ? PyUnicode_InternFromString("null")
-                           : PyUnicode_FromString(recipe->json.c_str());
+  try {
+    const ActiveRecipe* recipe = context_recipe();
+    return recipe == nullptr ? PyUnicode_InternFromString("null")
+                             : PyUnicode_FromString(recipe->json.c_str());
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
 }
 
 /// What a compiled function does at its end with the recipe that it leaves in force: it must be the one from before.
 int set_recipe(PyObject* self, PyObject* value, void*) {
   const auto before = py::reinterpret_steal<py::object>(get_recipe(self, nullptr));
+  if (!before) return -1;
   if (value != nullptr && PyUnicode_Check(value) && PyUnicode_Compare(value, before.ptr()) == 0)
     return 0;
   PyErr_SetString(PyExc_RuntimeError,

@@ -1,4 +1,5 @@
 // tandem._C: what the Python front calls. No arithmetic, no planning.
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -25,14 +26,14 @@ namespace tandem::bindings {
 namespace {
 
 /// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as FSDP has put a plain tensor in its
-/// place, among the module's attributes.
+/// place, among the module's attributes, which come first, as in Python.
 struct __attribute__((visibility("hidden"))) Slot {
   py::dict parameters, attributes;
   py::str name;
 
   PyObject* find() const {
-    PyObject* param = PyDict_GetItem(parameters.ptr(), name.ptr());
-    return param != nullptr ? param : PyDict_GetItem(attributes.ptr(), name.ptr());
+    PyObject* param = PyDict_GetItem(attributes.ptr(), name.ptr());
+    return param != nullptr ? param : PyDict_GetItem(parameters.ptr(), name.ptr());
   }
 };
 
@@ -54,6 +55,21 @@ bool any_global_hooks() {
   return false;
 }
 
+/// Whether `__torch_function__` of a tensor's type wants to be asked about what is done with it.
+bool has_torch_function(PyObject* object) {
+  using at::impl::PythonTorchFunctionTLS;
+  PyTypeObject* const type = Py_TYPE(object);
+  if (THPVariable_CheckTypeExact(type)) return false;
+  if (PythonTorchFunctionTLS::get_disabled_state() != at::impl::ENABLED) return false;
+  static PyObject* const kDisabled =
+      py::object(py::module_::import("torch._C").attr("_disabled_torch_function_impl"))
+          .release()
+          .ptr();
+  const py::handle asked(reinterpret_cast<PyObject*>(type));
+  const py::object function = py::getattr(asked, "__torch_function__", py::none());
+  return !function.is_none() && function.ptr() != kDisabled;
+}
+
 /// A pipeline whose parameters are read from their modules' dictionaries at every call: what replaced a parameter takes effect at once,
 /// and no module is referenced from the graph.
 class __attribute__((visibility("hidden"))) EagerPipeline {
@@ -68,18 +84,19 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       slots_.push_back({parameters, attributes, name});
   }
 
-  /// The outputs, or None where an inner module has hooks or parametrizations, or an argument is no tensor but, perhaps, a proxy of
-  /// torch.fx: the caller then calls that module itself, or torch's dispatcher.
+  /// The outputs, or None where an inner module has hooks or parametrizations, where `__torch_function__` of a tensor or a mode wants to
+  /// be asked, or an argument is no tensor but, perhaps, a proxy of torch.fx: the caller then calls that module itself, or torch's
+  /// dispatcher.
   py::object call(const py::handle& x, bool training) const {
-    if (!THPVariable_Check(x.ptr()) || any_hooks()) return py::none();
+    if (!is_tensor(x) || is_watched()) return py::none();
     return run({&THPVariable_Unpack(x.ptr()), 1}, training);
   }
 
   py::object call_with_extra(const py::handle& x, const py::list& extra, bool training) const {
-    if (!THPVariable_Check(x.ptr()) || any_hooks()) return py::none();
+    if (!is_tensor(x) || is_watched()) return py::none();
     c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
     for (const py::handle& tensor : extra) {
-      if (!THPVariable_Check(tensor.ptr())) return py::none();
+      if (!is_tensor(tensor)) return py::none();
       inputs.push_back(THPVariable_Unpack(tensor.ptr()));
     }
     return run(inputs, training);
@@ -161,6 +178,20 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return result;
   }
 
+  static bool is_tensor(const py::handle& object) {
+    return THPVariable_Check(object.ptr()) && !has_torch_function(object.ptr());
+  }
+
+  /// Whether an inner module must be called as such, or a mode or a parameter's type must be asked.
+  bool is_watched() const {
+    if (any_hooks() || at::impl::torch_function_mode_enabled()) return true;
+    for (const Slot& slot : slots_) {
+      PyObject* param = slot.find();
+      if (param != nullptr && has_torch_function(param)) return true;
+    }
+    return false;
+  }
+
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<Slot> slots_;
   std::vector<Member> modules_;
@@ -226,7 +257,6 @@ PYBIND11_MODULE(_C, module) {
         return py::make_tuple(report.passed, report.comparisons, report.text);
       });
   module.def("weights_changed", &kernel_ops::weights_changed);
-  module.def("set_check_weights", &kernel_ops::set_check_weights);
   module.def("cached_bytes", &cached_bytes,
              "Bytes of freed memory that are kept for the next CPU tensors of a pipeline.");
   module.def("empty_cache", &empty_cache, "Gives all cached bytes back to the system.");

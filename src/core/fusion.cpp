@@ -1,5 +1,7 @@
 #include "core/fusion.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 
 namespace tandem {
@@ -33,6 +35,13 @@ bool Match::has(const MemberOperand& operand) const {
   if (operand.name == kOtherRead) return exists((*this)[operand]);
   return position(step.read_names, operand.name) != npos ||
          position(step.write_names, operand.name) != npos;
+}
+
+const Type& Match::type(const MemberOperand& operand) const {
+  const Value value = (*this)[operand];
+  TORCH_CHECK_VALUE(exists(value), "fusion: expected an operand of ", steps[operand.member]->name,
+                    " that is there, got \"", operand.name, "\". Ask with has() first.");
+  return types[index_of(value)];
 }
 
 }  // namespace tandem

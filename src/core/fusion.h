@@ -64,9 +64,8 @@ struct TANDEM_API Match {
   Value written(const MemberOperand& operand) const;
   /// Whether the member knows the name at all.
   bool has(const MemberOperand& operand) const;
-  const Type& type(const MemberOperand& operand) const {
-    return types.at(index_of((*this)[operand]));
-  }
+  /// Throws c10::ValueError where the member has no such operand.
+  const Type& type(const MemberOperand& operand) const;
 };
 
 enum class Pass : uint8_t { joint, forward, backward };

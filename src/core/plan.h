@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -39,22 +40,22 @@ struct BackwardPlan {
 class BackwardPlans {
  public:
   const BackwardPlan* find(const BackwardMask& mask) const {
-    const Table* table = table_.load(std::memory_order_acquire);
-    if (table == nullptr) return nullptr;
-    for (const BackwardPlan* plan : *table)
-      if (plan->mask == mask) return plan;
+    for (const Entry* entry = newest_.load(std::memory_order_acquire); entry != nullptr;
+         entry = entry->older)
+      if (entry->plan->mask == mask) return entry->plan.get();
     return nullptr;
   }
   /// Adds a program unless another thread was faster, and returns the one that stays.
   const BackwardPlan& insert(std::unique_ptr<const BackwardPlan> plan) const;
 
  private:
-  using Table = std::vector<const BackwardPlan*>;
+  struct Entry {
+    std::unique_ptr<const BackwardPlan> plan;
+    const Entry* older;
+  };
   mutable std::mutex mutex_;
-  mutable std::atomic<const Table*> table_{nullptr};
-  mutable std::vector<std::unique_ptr<const BackwardPlan>> plans_;
-  mutable std::vector<std::unique_ptr<const Table>>
-      tables_;  ///< old ones stay: a reader may still hold them
+  mutable std::atomic<const Entry*> newest_{nullptr};
+  mutable std::deque<Entry> entries_;
 };
 
 /// How a value gets from forward to backward.

@@ -10,12 +10,14 @@
 
 namespace tandem::kernel_ops {
 
-/// Numbers in a stamp: storage, data pointer, version counter, version, optimizer epoch, autocast region, what the codes were made with.
-inline constexpr int64_t kStampSize = 7;
+/// Numbers in a stamp: storage, data pointer, version counter, version, optimizer epoch, autocast region, what the codes were made with,
+/// what the weight's bytes were.
+inline constexpr int64_t kStampSize = 8;
 
 /// Writes codes, dequant_scale and amax of `weight` into the workspace unless its stamp says that they are there already: the same
 /// storage, address, layout and dtype, the same version of the same counter, optimizer epoch and recipe, and in forward the same
-/// autocast region. Outside any region forward always writes. `backward` accepts the codes of any region: they belong to the weight
+/// autocast region. On the CPU the bytes of the weight must be the same too (kernels/digest.h): FSDP, collectives, fused optimizers and
+/// `.data` write without moving a version. Outside any region forward always writes. `backward` accepts the codes of any region: they belong to the weight
 /// that forward used. Storages and counters have numbers of their own, which no later one gets: an address comes back once its object is
 /// freed.
 ///
@@ -32,8 +34,8 @@ void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
                      const at::Tensor& dequant_scale, const at::Tensor& amax,
                      const at::Tensor& stamp);
 
-/// Weights may have been written in a way that moves no version counter: every cached code is made again at its next use.
-/// torch.optim optimizers call this by a hook; others that write `.data` inside one autocast region must.
+/// Weights on an accelerator may have been written in a way that moves no version counter: every cached code is made again at its next
+/// use. torch.optim optimizers call this by a hook; others that write `.data` inside one autocast region must.
 TANDEM_API void weights_changed();
 
 /// The number of the outermost autocast region that is in force in this thread; 0 outside any.
@@ -47,8 +49,5 @@ struct RefreshCounts {
   int64_t made = 0, reused = 0;
 };
 TANDEM_API RefreshCounts refresh_counts();
-
-/// Compares the codes of every hit with fresh ones and raises where they differ: finds optimizers that forgot weights_changed().
-TANDEM_API void set_check_weights(bool enabled);
 
 }  // namespace tandem::kernel_ops

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 
 #include "executor/executor.h"
 #include "kernel_ops/quantize.h"
@@ -70,6 +71,11 @@ at::Tensor decoded(Frame& frame, Value codes) {
       type.dtype)[0];
 }
 
+at::Tensor state_of(at::Generator& generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
 }  // namespace
 
 Replay::Replay(const Plan& plan, at::TensorList inputs, at::TensorList params)
@@ -82,7 +88,7 @@ Replay::Replay(const Plan& plan, at::TensorList inputs, at::TensorList params)
 void Replay::run(const Steps& steps, at::Generator& generator) {
   for (const Step& step : steps) {
     if (step.runs_user_code)
-      generator_states_[step.covers.empty() ? Part{} : step.covers.front()] = generator.get_state();
+      generator_states_[step.covers.empty() ? Part{} : step.covers.front()] = state_of(generator);
     Step keeping = step;
     keeping.dead.clear();
     run_step(frame_, keeping);
@@ -192,8 +198,10 @@ WrongStep StepCheck::check(const Steps& steps, const Steps& unfused, Replay& ref
         if (exists(value)) provide(value, reference);
       if (step.runs_user_code && !members.empty())
         if (const at::Tensor state = reference.generator_state(members.front().covers.front());
-            state.defined())
+            state.defined()) {
+          const std::lock_guard<std::mutex> lock(generator.mutex());
           generator.set_state(state);
+        }
       Step keeping = step;
       keeping.dead.clear();
       run_step(frame_, keeping);

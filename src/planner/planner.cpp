@@ -321,7 +321,7 @@ class Slicing {
         if (!is_defined_[index_of(value)]) value = Value::none;
       }
       for (const Value value : step.writes)
-        if (exists(value) && gradients != 0) {
+        if (exists(value) && gradients != 0 && !is_again(step, value, plan_.types)) {
           from_gradient_[index_of(value)] = true;
           is_defined_[index_of(value)] = defined != 0;
         }

@@ -127,12 +127,11 @@ void drop_needless(size_t count, Steps& backward) {
                  backward.end());
 }
 
-/// A write of backward that is no gradient, but a result of forward written again.
+}  // namespace
+
 bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
   return exists(value) && !step.covers.empty() && types[index_of(value)].origin != Origin::gradient;
 }
-
-}  // namespace
 
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,

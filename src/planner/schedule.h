@@ -8,6 +8,9 @@
 
 namespace tandem {
 
+/// Whether a write of a backward step is no gradient, but a result of forward written again.
+bool is_again(const Step& step, Value value, const std::vector<Type>& types);
+
 /// Decides for each forward value that a backward step could write again whether it does: exactly where some other step reads it and
 /// none of those is needed to get to the writer, whatever gradients are asked for. All other such writes, and what is read only for
 /// them, become absent.

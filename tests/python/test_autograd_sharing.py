@@ -335,3 +335,15 @@ def test_hooks_that_give_back_something_else_are_refused():
         y = ops.Sequential(ops.GELU())(x)
     with pytest.raises(TypeError, match="pipeline: expected saved-tensor hooks to give back x of dtype Float as a plain tensor, got .* of dtype Double"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("first", [ops.BasicLinear, ops.RMSNorm])
+def test_operands_of_an_in_place_sum_that_are_parts_of_one_tensor(first):
+    whole = torch.randn(8, 4)
+    behind = randomize(first(4, 4) if first is ops.BasicLinear else first(4))
+    box = ops.Sequential(ops.AddExtraInput(in_place=True), behind)
+    expected = torch.autograd.grad(box(whole[:4].clone(), whole[4:].clone()).sum(), behind.weight)
+    written = whole.clone()
+    actual = torch.autograd.grad(box(written[:4], written[4:]).sum(), behind.weight)
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(written[4:], whole[:4] + whole[4:]) and torch.equal(written[:4], whole[:4])

@@ -447,3 +447,62 @@ def test_the_dispatcher_op_takes_no_state_and_no_buffers(needs_grad):
         torch.ops.tandem.pipeline(x, [], [], [], [], [torch.zeros(1), torch.zeros(1)], description)
     (y,) = torch.ops.tandem.pipeline(x, [], [], [], [], [], description)
     assert torch.equal(y, torch.relu(x))
+
+
+class Tripled(torch.Tensor):
+    """Means three times what it holds, to whatever function asks."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def unwrapped(value):
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(unwrapped, value))
+            return value.as_subclass(torch.Tensor) * 3 if isinstance(value, cls) else value
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*unwrapped(args), **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    pass
+
+
+class Counting(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [lambda: ops.Linear(4, 2), lambda: ops.Sequential(ops.RMSNorm(4), ops.Linear(4, 2))])
+def test_torch_function_is_asked(make):
+    module, x = make(), torch.randn(3, 4)
+    torch.testing.assert_close(module(x.as_subclass(Tripled)), module(3 * x))
+    assert type(module(x.as_subclass(Named))) is Named
+    with Counting() as mode:
+        y = module(x)
+    assert torch.ops.tandem.pipeline in mode.seen
+    torch.testing.assert_close(y, module(x))
+    linear = module if isinstance(module, ops.Linear) else module[1]
+    expected = torch.nn.functional.linear(x if module is linear else module[0](x), 3 * linear.weight, linear.bias)
+    weight = linear.weight.detach().as_subclass(Tripled)
+    weight._is_param = True  # as torch knows parameters of other classes
+    linear.weight = weight
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_a_tensor_among_the_attributes_stands_for_a_parameter_as_in_python():
+    for module in (ops.BasicLinear(4, 2), ops.Sequential(ops.BasicLinear(4, 2))):
+        owner = module if isinstance(module, ops.BasicLinear) else module[0]
+        owner.__dict__["weight"] = torch.zeros(2, 4)
+        assert not module(torch.ones(1, 4)).any()
+
+
+def test_nested_tensors_are_refused():
+    rows = [torch.randn(2, 4), torch.randn(3, 4)]
+    for layout in (torch.strided, torch.jagged):
+        with pytest.raises(ValueError, match=r"pipeline: expected tensors whose rows have one length, got a nested tensor\. Pass a padded tensor"):
+            ops.Sequential(ops.GELU())(torch.nested.nested_tensor(rows, layout=layout))

@@ -192,24 +192,37 @@ def averaged_model(model):
 
 def numpy_write(model):
     model.weight.detach().numpy()[:] = fresh().numpy()
-    tandem.weights_changed()
 
 
 def dlpack_write(model):
     torch.from_dlpack(model.weight.detach()).copy_(fresh())
-    tandem.weights_changed()
 
 
 def data_write(model):
     model.weight.data.mul_(2)
-    tandem.weights_changed()
 
 
 def data_swap_of_written(model):
     held, model.weight.data = model.weight.data, fresh()
     held.mul_(2)
     model.weight.data = held
-    tandem.weights_changed()
+
+
+def fused_kernel(model):
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([model.weight.detach()], [fresh()], [], **options)
+
+
+def functional_optimizer(model):
+    from torch.distributed.optim.functional_sgd import _FunctionalSGD
+
+    _FunctionalSGD([model.weight], lr=0.5, fused=True).step([fresh()])
+
+
+def version_preserved(model):
+    """As FSDP fills the parameters that it has gathered."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(model.weight):
+        model.weight.mul_(2)
 
 
 def weight_setter(value):
@@ -317,7 +330,10 @@ WAYS = {
     "AveragedModel": averaged_model,
     "prune and remove": pruned,
     "parametrize and remove": unparametrized,
-    # Writes that leave no trace in autograd, with the word that they need inside a region.
+    # Writes that leave no trace in autograd.
+    "fused kernel": fused_kernel,
+    "functional optimizer": functional_optimizer,
+    "version preserved": version_preserved,
     "data write": data_write,
     "data swap": data_swap_of_written,
     "numpy": numpy_write,
@@ -414,19 +430,3 @@ def test_codes_of_views_that_are_made_again_are_found():
         for _ in range(5):
             torch.func.functional_call(box, {"0.weight": base.detach()}, (x,))
         assert tandem._C.refresh_counts() == (made + 1, reused + 4)
-
-
-def test_the_rule_for_writes_that_leave_no_trace():
-    """What the docs say: `.data` written inside one region needs tandem.weights_changed(); the debug switch finds who forgot."""
-    model, x = Model(), torch.randn(8, SHAPE[1])
-    tandem._C.set_check_weights(True)
-    try:
-        with tandem.autocast(recipe=RECIPE):
-            model(x)
-            model.weight.data.mul_(2)
-            with pytest.raises(ValueError, match="weight codes: expected those of the weight as it is, got stale ones"):
-                model(x)
-    finally:
-        tandem._C.set_check_weights(False)
-    with tandem.autocast(recipe=RECIPE):
-        assert torch.equal(model(x), quantized_reference(model.weight, x))
