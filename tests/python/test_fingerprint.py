@@ -1,9 +1,14 @@
 """Ops that are written in Python share compiled code only where all that their code depends on is equal."""
 
+import collections
+import dataclasses
 import functools
+import logging
 import sys
+import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -170,9 +175,87 @@ def global_value(k):
     return namespace["Op"]()
 
 
+def calling(function):
+    class Op(Base):
+        def factor(self):
+            return function()
+
+    return Op()
+
+
+def ordered_dict(k):
+    values = collections.OrderedDict(k=k)
+    return calling(lambda: values["k"])
+
+
+def counter(k):
+    values = collections.Counter(k=int(k))
+    return calling(lambda: float(values["k"]))
+
+
+def evaluated(k):
+    return calling(eval(f"lambda: {k}", {}))  # noqa: S307
+
+
+def class_without_a_module(k):
+    namespace = {"Base": Base}
+    exec(f"class Op(Base):\n  def factor(self): return {k}", namespace)  # noqa: S102
+    return namespace["Op"]()
+
+
+def named_like_a_library(k):
+    namespace = {"functools": functools, "torch": torch, "k": k}
+    exec("@functools.wraps(torch.nn.functional.relu)\ndef relu(): return k", namespace)  # noqa: S102
+    return calling(namespace["relu"])
+
+
+def method_of_a_dict(k):
+    return calling(functools.partial({"k": k}.get, "k"))
+
+
+class Config:
+    def __init__(self, k):
+        self.k = k
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    k: float
+
+
+Pair = collections.namedtuple("Pair", ("function", "k"))
+
+
+def own_object(k):
+    value = Config(k)
+    return calling(lambda: value.k)
+
+
+def slots(k):
+    value = Slotted(k)
+    return calling(lambda: value.k)
+
+
+def named_tuple(k):
+    value = Pair(max, k)
+    return calling(lambda: value.k)
+
+
+def array(k):
+    value = np.full(2, k)
+    return calling(lambda: float(value[0]))
+
+
+def inner_hook(k):
+    op = with_inner()
+    op.inner[0].register_forward_hook(lambda module, inputs, y: y * k)
+    return op
+
+
 FACTORIES = [
     closure, default, keyword_default, class_attribute, base_class, function_of_a_closure, decorator, partial, static_method, prop,
-    container, module, attribute, global_value,
+    container, module, attribute, global_value, ordered_dict, counter, evaluated, class_without_a_module, named_like_a_library,
+    method_of_a_dict, own_object, slots, named_tuple, array, inner_hook,
 ]  # fmt: skip
 
 
@@ -196,7 +279,7 @@ def test_what_is_no_plain_value_is_never_shared():
         made.option = value
         return made
 
-    for value in (torch.ones(2), object(), {1: object()}, [lambda: 1]):
+    for value in (torch.ones(2), object(), {1: object()}, [lambda: 1, object()]):
         assert python_op.fingerprint(op(value)) != python_op.fingerprint(op(value))
     one = op(object())
     before = python_op.fingerprint(one)
@@ -248,6 +331,134 @@ def test_a_change_between_two_calls_is_seen_by_compiled_code(what, monkeypatch):
     CHANGES[what](monkeypatch, op)
     assert torch.equal(function(x), (5 if what == "global" else 10) * x)
     assert torch.equal(function(x), box(x))
+
+
+class Inherited(Base):
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.slots = Config(2.0), [Slotted(2.0)]
+        self.mixed, self.pair = {"k": 2.0, "function": max}, (max, [2.0])
+        self.functions, self.partial = [lambda: 2.0], functools.partial(lambda values: values[0], [2.0])
+
+
+class Child(Inherited):
+    pass
+
+
+ARRAY, CONFIG = np.full(2, 2.0), Config(2.0)
+
+
+def reading(read, **fields):
+    return type("Op", (Child,), {"factor": read, **fields})()
+
+
+def with_inner(**fields):
+    class Op(ops.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Sequential(torch.nn.Identity())
+
+        def op_forward(self, ctx, input_, **_):
+            return self.inner(input_)
+
+        def op_backward(self, ctx, grad_output):
+            return self.inner(grad_output), ()
+
+    return type("Op", (Op,), fields)()
+
+
+class Times(torch.nn.Module):
+    def forward(self, x):
+        return x * 5.0
+
+
+INNER_CHANGES = {
+    "a name that only a base had": (lambda: reading(lambda op: op.scale), lambda op, patch: patch(Child, "scale", 5.0)),
+    "an option that the class had": (
+        lambda: reading(lambda op: op.scale, fuser_options=("scale",)),
+        lambda op, patch: patch(op, "scale", 5.0),
+    ),
+    "an option that is a property": (
+        lambda: reading(lambda op: op.alpha, fuser_options=("alpha",), alpha=property(lambda op: op.hidden), hidden=2.0),
+        lambda op, patch: patch(op, "hidden", 5.0),
+    ),
+    "an object": (lambda: reading(lambda op: op.config.k), lambda op, patch: patch(op.config, "k", 5.0)),
+    "a new attribute of an object": (
+        lambda: reading(lambda op: getattr(op.config, "further", 2.0)),
+        lambda op, patch: patch(op.config, "further", 5.0),
+    ),
+    "a slot": (lambda: reading(lambda op: op.slots[0].k), lambda op, patch: patch(op.slots[0], "k", 5.0)),
+    "a global object": (lambda: reading(lambda op: CONFIG.k), lambda op, patch: patch(CONFIG, "k", 5.0)),
+    "an attribute of the class of an object": (
+        lambda: reading(lambda op: CONFIG.k),
+        lambda op, patch: patch(Config, "k", property(lambda config: 5.0)),
+    ),
+    "the class of an object": (
+        lambda: reading(lambda op: op.config.k),
+        lambda op, patch: patch(op.config, "__class__", type("Other", (Config,), {"k": property(lambda config: 5.0)})),
+    ),
+    "a dict with a function": (lambda: reading(lambda op: op.mixed["k"]), lambda op, patch: op.mixed.update(k=5.0)),
+    "a list of functions": (lambda: reading(lambda op: op.functions[-1]()), lambda op, patch: op.functions.append(lambda: 5.0)),
+    "a list in a tuple": (lambda: reading(lambda op: op.pair[1][0]), lambda op, patch: op.pair[1].__setitem__(0, 5.0)),
+    "a list in a partial": (lambda: reading(lambda op: op.partial()), lambda op, patch: op.partial.args[0].__setitem__(0, 5.0)),
+    "an array": (lambda: reading(lambda op: float(ARRAY[0])), lambda op, patch: ARRAY.fill(5.0)),
+    "an inner module": (with_inner, lambda op, patch: op.inner.append(Times())),
+    "an inner module, nothing declared": (lambda: with_inner(fuser_options=()), lambda op, patch: op.inner.append(Times())),
+    "an inner hook": (with_inner, lambda op, patch: op.inner[0].register_forward_hook(lambda module, inputs, y: y * 5.0)),
+    "an inner pre-hook": (with_inner, lambda op, patch: op.inner.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 5.0,))),
+}
+
+
+@pytest.mark.parametrize("what", INNER_CHANGES)
+def test_a_change_inside_of_what_an_op_holds_is_seen(what, monkeypatch):
+    make, change = INNER_CHANGES[what]
+    op = make()
+    box, x = ops.Sequential(op), torch.ones(2)
+    function = torch.compile(box, backend="aot_eager", fullgraph=True)
+    assert torch.equal(function(x), box(x))
+    before = box(x)
+    try:
+        change(op, lambda place, name, value: monkeypatch.setattr(place, name, value, raising=False))
+        assert not torch.equal(box(x), before)
+        assert torch.equal(function(x), box(x))
+    finally:
+        ARRAY.fill(2.0)
+
+
+def test_a_container_may_hold_itself():
+    op = closure(2.0)
+    op.several = [max]
+    op.several.append(op.several)
+    op.plain = {}
+    op.plain["self"] = op.plain
+    function, x = torch.compile(ops.Sequential(op), backend="aot_eager", fullgraph=True), torch.ones(2)
+    assert torch.equal(function(x), 2 * x)
+
+
+def test_what_code_does_not_name_recompiles_nothing():
+    class Trainer:
+        step, scale = 0, 2.0
+
+    trainer, lock, logger = Trainer(), threading.Lock(), logging.getLogger(__name__)
+
+    class Op(Base):
+        def factor(self):
+            logger.debug("called")
+            with lock:
+                return trainer.scale
+
+    op, counter = Op(), CompileCounterWithBackend("aot_eager")
+    function, x = torch.compile(ops.Sequential(op), backend=counter, fullgraph=True), torch.ones(2)
+    for trainer.step in range(3):
+        assert torch.equal(function(x), 2 * x)
+    op.factor_of_nothing = 1.0
+    del op.factor_of_nothing
+    assert torch.equal(function(x), 2 * x)
+    assert counter.frame_count == 1, "the lock is the same one"
+    trainer.scale = 5.0
+    assert torch.equal(function(x), 5 * x)
 
 
 def test_what_the_op_itself_changes_is_its_state():

@@ -86,7 +86,7 @@ def fingerprint(op: BasicOperation) -> str:
     """Changes with whatever the op's code depends on; no other op has it where that cannot be told. See `tandem.ops.fingerprint`."""
     taken = op.__dict__.get("_fingerprint")
     if taken is None or not taken.holds():
-        taken = op.__dict__["_fingerprint"] = Fingerprint(op, f"{PROCESS}.{op.instance_id}")
+        taken = op.__dict__["_fingerprint"] = Fingerprint(op, f"{PROCESS}.{op.instance_id}", taken)
     return taken.text
 
 
