@@ -144,14 +144,14 @@ def test_only_the_pipeline_that_holds_a_changed_op_prepares_again():
     layers = [ops.Sequential(ops.ConstantScale(2.0), ops.Identity()) for _ in range(8)]
     x = torch.ones(2)
     [layer(x) for layer in layers]
-    before = [layer._pipeline for layer in layers]
+    before = [layer._made[1] for layer in layers]
     layers[3][0].scale = 5.0
     assert [float(layer(x)[0]) for layer in layers] == [2, 2, 2, 5, 2, 2, 2, 2]
-    assert [layer._pipeline is pipeline for layer, pipeline in zip(layers, before, strict=True)] == [n != 3 for n in range(8)]
-    before = layers[3]._pipeline
+    assert [layer._made[1] is pipeline for layer, pipeline in zip(layers, before, strict=True)] == [n != 3 for n in range(8)]
+    before = layers[3]._made[1]
     layers[3][0].scale = 5.0
     layers[3](x)
-    assert layers[3]._pipeline is before, "the same value is no change"
+    assert layers[3]._made[1] is before, "the same value is no change"
 
 
 OPTIONS = {

@@ -400,7 +400,7 @@ def test_counts_of_operands_are_the_definition_s():
     x, extra = torch.randn(3), torch.randn(3)
     box(x, extra)
     (run,) = box._op_runs()
-    description = json.loads(next(iter(run.pipelines.values())).description(True))
+    description = json.loads(next(iter(run.now.pipelines.values())).description(True))
     entry = description["ops"][0]
     assert set(entry["options"]) == {"key"}
     entry["options"]["extra_inputs"] = 3

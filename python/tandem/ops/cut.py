@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.ops.run import Kwargs, OpRun, any_global_hooks, own_call
+from tandem.ops.prepared import Kwargs, Prepared, any_global_hooks, own_call
+from tandem.ops.run import OpRun
 
 if TYPE_CHECKING:
     from tandem.ops.op import FusibleOperation
@@ -51,12 +52,12 @@ _HOOKS = {
 class Cut:
     """The parts of `run`, whose units at the positions `hooked` stand alone, and why they do."""
 
-    def __init__(self, run: OpRun, hooked: tuple[int, ...]) -> None:
+    def __init__(self, run: Prepared, hooked: tuple[int, ...]) -> None:
         self.reasons = _reasons(run, hooked)
         self.parts = _parts(run, hooked)
 
 
-def _reasons(run: OpRun, hooked: tuple[int, ...]) -> list[str]:
+def _reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
     if run.owner is None and any_global_hooks():
         return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
     reasons = []
@@ -68,7 +69,7 @@ def _reasons(run: OpRun, hooked: tuple[int, ...]) -> list[str]:
     return reasons
 
 
-def _parts(run: OpRun, hooked: tuple[int, ...]) -> list[Part]:
+def _parts(run: Prepared, hooked: tuple[int, ...]) -> list[Part]:
     groups: list[list[int]] = []
     for index in range(len(run.units)):
         if index in hooked or not groups or groups[-1][-1] in hooked:
@@ -89,7 +90,7 @@ def _parts(run: OpRun, hooked: tuple[int, ...]) -> list[Part]:
 
 
 def _part(
-    run: OpRun, units: Sequence[FusibleOperation], alone: bool, first: int, count: int, readers: dict[str, list[int]]
+    run: Prepared, units: Sequence[FusibleOperation], alone: bool, first: int, count: int, readers: dict[str, list[int]]
 ) -> Part:
     inside = range(first, first + count)
     own = {channel for index in inside for channel, _ in run.bindings[index][1] if channel is not None}

@@ -12,7 +12,8 @@ from torch.compiler import is_compiling
 from tandem import _C
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
-from tandem.ops.run import OpRun, Outputs
+from tandem.ops.prepared import Outputs
+from tandem.ops.run import OpRun
 from tandem.ops.changes import capture, structure, watch
 from tandem.ops.places import places
 from tandem.ops.tracing import extras_of_fx_root
@@ -99,18 +100,17 @@ class FusibleOperation(torch.nn.Module):
 
     def _run_alone(self) -> OpRun:
         """The pipeline of this alone, made once."""
-        run = self.__dict__.get("_alone")
-        if run is None:
-            run = self.__dict__["_alone"] = OpRun(self.flat_ops() if self.is_fused_op else (self,), owner=self)
+        run = self.__dict__.get("_alone") or OpRun(self.flat_ops() if self.is_fused_op else (self,), owner=self)
         run.prepare()
-        self.__dict__["_alone_token"] = run.token
+        run = self.__dict__.setdefault("_alone", run)
+        self.__dict__["_alone_token"] = run.now.token
         return run
 
     _prepared_run = property(_C.native_getter(_run_alone, structure, "_alone_token", "_alone"))  # as Dynamo sees it
 
     def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
         run = self._run_alone()
-        return run(input, extras_of_fx_root(extra_inputs, run.num_extra_inputs, *unused), self.training)
+        return run(input, extras_of_fx_root(extra_inputs, run.now.num_extra_inputs, *unused), self.training)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
@@ -144,22 +144,19 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._option_names:
+        is_option = name == "in_place" or name in self._option_names
+        if is_option:
             value = self._checked_option(name, value)
-        if not self.__dict__.get("_extra_tensor_channels_locked"):
-            super().__setattr__(name, value)
-            return
-        if name != "in_place" and name not in self._option_names:
-            params = self._parameters
-            had = params.get(name) is not None
-            super().__setattr__(name, value)
-            if (params.get(name) is not None) != had and self.is_python_op:  # its parameters are others now
-                structure.change()
-            return
-        before = self.__dict__.get(name)
+        fields = self.__dict__
+        before, had = fields.get(name), fields.get("_parameters", {}).get(name) is not None
         super().__setattr__(name, value)
-        if type(value) is not type(before) or value != before:
-            self.__dict__["_changes"] = self.changes + 1
+        if not fields.get("_extra_tensor_channels_locked"):  # asked last: a pipeline in another thread locks first and reads then
+            return
+        if is_option:
+            if type(value) is not type(before) or value != before:
+                fields["_changes"] = self.changes + 1
+                structure.change()
+        elif (fields["_parameters"].get(name) is not None) != had and self.is_python_op:  # its parameters are others now
             structure.change()
 
     @property
@@ -238,9 +235,8 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     @property
     def instance_id(self) -> str:
         """A text that no other op of this process has."""
-        if "_instance" not in self.__dict__:
-            self.__dict__["_instance"] = f"{type(self).__qualname__}@{next(_instances)}"
-        return self.__dict__["_instance"]
+        known = self.__dict__.get("_instance")
+        return known or self.__dict__.setdefault("_instance", f"{type(self).__qualname__}@{next(_instances)}")
 
 
 class FusedOperation(FusibleOperation):

@@ -77,8 +77,9 @@ class ReportingMixin:
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
-            given, rest = rest[: run.num_extra_inputs], rest[run.num_extra_inputs :]
-            run.check_count(given)
+            now = run.prepare()
+            given, rest = rest[: now.num_extra_inputs], rest[now.num_extra_inputs :]
+            now.check_count(given)
             outputs = _verified(run, x, given, self.training, masks, outcomes)
             x = outputs[0] if isinstance(outputs, tuple) else outputs
         passed, comparisons, texts = zip(*outcomes, strict=True) if outcomes else ((), (), ())
@@ -95,7 +96,7 @@ class ReportingMixin:
         ones was made: their compiler chooses."""
         runs = [part for run in self._op_runs() for part in _parts_now(run)]
         called = [pipeline for run in runs for pipeline in run.called_pipelines()[-1:]]
-        if not called and any(run.descriptions for run in runs):
+        if not called and any(run.now.descriptions for run in runs):
             raise ValueError(
                 "saved_bytes: expected a container that has been called, got one with compiled calls only, whose compiler chooses what is "
                 "kept. Call it once without torch.compile."
@@ -108,15 +109,15 @@ class ReportingMixin:
 
 
 def _parts_now(run: OpRun) -> list[OpRun]:
-    return [part.run for part in run.cut().parts] if run.hooked() else [run]
+    return [part.run for part in run.now.cut().parts] if run.now.hooked() else [run]
 
 
 def _reports(run: OpRun, format: str) -> list[str]:
     reports = [pipeline.explain(format) for pipeline in run.called_pipelines()]
-    for description in run.descriptions.values():
+    for description in list(run.now.descriptions.values()):
         with contextlib.suppress(ValueError):  # one that no call has used
             reports.append(_C.explain_description(description, format))
-    for cut in run.cuts.values():
+    for cut in list(run.now.cuts.values()):
         parts = [report for part in cut.parts for report in _reports(part.run, format)]
         if parts:
             reports += [*_cut_report(cut, format), *parts]
@@ -134,8 +135,8 @@ def _cut_report(cut: Cut, format: str) -> list[str]:
 
 def _fusions(run: OpRun) -> set[str]:
     names = {name for pipeline in run.called_pipelines() for name in pipeline.fusions_made()}
-    names.update(name for description in run.descriptions.values() for name in _C.fusions_of_description(description))
-    return names.union(*(_fusions(part.run) for cut in run.cuts.values() for part in cut.parts))
+    names.update(name for description in list(run.now.descriptions.values()) for name in _C.fusions_of_description(description))
+    return names.union(*(_fusions(part.run) for cut in list(run.now.cuts.values()) for part in cut.parts))
 
 
 def _verified(
@@ -144,13 +145,14 @@ def _verified(
     """The outputs of a run, which are checked on the way."""
 
     def check(part: OpRun, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
-        flags = tuple(op.training for op in part.training_ops)
-        pipeline = part.pipeline(flags, training, None)
-        outcomes.append(pipeline.verify([x, *given], part.library_training(flags, training), masks))
+        now = part.prepare()
+        flags = tuple(op.training for op in now.training_ops)
+        pipeline = now.pipeline(flags, training, None)
+        outcomes.append(pipeline.verify([x, *given], now.library_training(flags, training), masks))
 
-    if not run.hooked():
+    if not run.now.hooked():
         check(run, x, extra)
         return run(x, extra, training)
-    cut = run.cut()
+    cut = run.now.cut()
     outcomes.append((True, 0, "\n".join(_cut_report(cut, "text"))))
     return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))

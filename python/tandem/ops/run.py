@@ -1,67 +1,23 @@
-"""A run of ops that is one pipeline: its descriptions, its calls, and how it is cut around ops that have hooks."""
+"""A run of ops that is one pipeline: how it looks at its ops, and its calls."""
 
 from __future__ import annotations
 
-import json
-import operator
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.modules.module as _modules
 from torch.compiler import is_compiling
 
 from tandem import _C
-from tandem.ops import fusions, python_op
 from tandem.ops.changes import structure
-from tandem.ops.tracing import constant_while_traced
+from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call
 
 if TYPE_CHECKING:
-    from tandem.ops.cut import Cut, Part
-    from tandem.ops.op import BasicOperation, FusibleOperation
+    from tandem.ops.cut import Part
+    from tandem.ops.op import FusibleOperation
 
-Outputs = torch.Tensor | tuple[torch.Tensor, ...]
-Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
-Kwargs = Mapping[int, Mapping[str, Any]]  # by basic op
-
-
-def any_global_hooks() -> bool:
-    """Whether hooks are registered for all modules."""
-    return bool(
-        _modules._global_forward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_backward_hooks
-        or _modules._global_backward_pre_hooks
-    )
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def own_call(unit: FusibleOperation) -> str | None:
-    """Which method of the module, or of what it consists of, is not the library's, so that calling it may do more than its ops do. Patched on
-    an instance it counts from the next look at the ops on, which `FusibleOperation.__setattr__` asks for."""
-    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
-        if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
-            return "forward"
-        if type(module).__call__ is not torch.nn.Module.__call__:
-            return "__call__"
-    return None
-
-
-def unit_has_hooks(unit: FusibleOperation) -> bool:
-    if has_hooks(unit):
-        return True
-    if unit.is_fused_op:
-        for op in unit.flat_ops():
-            if has_hooks(op):
-                return True
-    return False
+_NOTHING = SimpleNamespace(token=None, captured=None)  # what a run has seen that has never looked
 
 
 class OpRun:
@@ -74,261 +30,72 @@ class OpRun:
         required: Sequence[str] = (),
         owner: FusibleOperation | None = None,
     ) -> None:
+        self.units = tuple(units)
         self.owner = owner  # whose forward this is: its hooks have run already
         self.given_bindings = bindings
         self.required = list(required)
-        self._take(tuple(units))
-        self.token: object = None
-        self.captured: Any = None  # what the ops were like when `prepare` looked last
-        self.pipelines: dict[Any, _C.EagerPipeline] = {}
-        self.texts: dict[Any, Any] = {}
-        self.described_token: object = None
-        self.described_text = ""
-        self.descriptions: dict[Any, str] = {}
-        self.cuts: dict[tuple[int, ...], Cut] = {}
-        self.places: tuple[tuple[torch.nn.Module, str], ...] = ()  # of parameters
-        self.buffer_places: tuple[tuple[torch.nn.Module, str], ...] = ()  # operands where nothing else may be read: while tracing
-        self.bindings: Bindings = ()
-        self.num_extra_inputs = 0
-        self.num_outputs = 1
-        self.own_calls: tuple[str | None, ...] = ()  # by unit
-        self.has_own_calls = False  # then the direct path, which sees hooks only, is closed
+        self.now: Any = _NOTHING  # the last `Prepared`. Calls take it once
 
-    def _take(self, units: tuple[FusibleOperation, ...]) -> None:
-        self.units = units
-        self.basic_ops: tuple[BasicOperation, ...] = tuple(op for unit in units for op in unit.flat_ops())
-        self.training_ops = tuple(op for op in self.basic_ops if op._depends_on_training)
-        self.python_ops = tuple(op for op in self.basic_ops if op.is_python_op)
+    def prepare(self) -> Prepared:
+        """The ops as they are: locks their channels, drops what was made of them before. What it made last if nothing changed.
 
-    def prepare(self) -> None:
-        """Captures the ops as they are: locks their channels, drops what was made of them before. Does nothing if nothing changed."""
-        token = structure.token
-        if self.token is token:
-            return
+        Threads may be in here at the same time: what is read changes `token` once it has changed, so what a late one leaves is looked at again.
+        """
+        token, last = structure.token, self.now
+        if last.token is token:
+            return last
         for unit in (*self.units, self.owner):
             if unit is not None:
                 unit._capture()
         # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
-        basic_ops = [op for unit in units for op in unit.flat_ops()]
-        if len(basic_ops) != len(self.basic_ops) or not all(map(operator.is_, basic_ops, self.basic_ops)):
-            self.captured = None
-            self._take(units)
-        own_calls = tuple(None if unit is self.owner else own_call(unit) for unit in self.units)
-        written = [[(id(module), name) for module, name in op.parameter_places()] for op in self.python_ops]
-        captured = (structure.fusions, [op.changes for op in self.basic_ops], own_calls, written)
-        if captured == self.captured:
-            self.token = token
-            return
-        for op in self.basic_ops:
-            op.lock_channels()
-        self.bindings = self.given_bindings or tuple(op.channel_bindings() for op in self.basic_ops)
-        self.num_extra_inputs = sum(inputs.count(None) for inputs, _ in self.bindings)
-        self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)
-        self.pipelines, self.texts, self.descriptions, self.cuts = {}, {}, {}, {}
-        places: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
-        positions: dict[tuple[int, str], int] = {}
-        self._params: list[list[int]] = []
-        for op in self.basic_ops:
-            at = []
-            for module, name in op.parameter_places():
-                places.setdefault((id(module), name), (module, name))
-                at.append(positions.setdefault((id(module), name), len(positions)))
-            self._params.append(at)
-        self.places = tuple(places.values())
-        buffers: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
-        self._buffers: list[list[int]] = []  # by op, counted behind the parameters
-        for op in self.basic_ops:
-            buffers.update({(id(module), name): (module, name) for module, name in op.buffer_places()})
-            own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
-            self._buffers.append([len(self.places) + at for at in own])
-        self.buffer_places = tuple(buffers.values())
-        self.own_calls, self.has_own_calls = own_calls, any(own_calls)
-        self.pipeline((), True, None)  # errors come before the first tensor
-        self.captured = captured
-        self.token = token
+        ops = tuple(op for unit in units for op in unit.flat_ops())
+        own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
+        written = [[(id(module), name) for module, name in op.parameter_places()] for op in ops if op.is_python_op]
+        captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
+        is_same = captured == last.captured
+        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured)
+        now.token = token
+        self.__dict__.update(now=now, token=token)  # at once: other threads read them too
+        return now
+
+    prepared = property(_C.native_getter(prepare, structure, "token", "now"))  # as Dynamo sees it
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None = None) -> Outputs:
         if is_compiling():
-            self.check_count(extra)
-            return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs) if self.hooked() else self.call_op(x, extra, training, kwargs)
-        if self.token is not structure.token:
-            self.prepare()
-        self.check_count(extra)
-        if self.has_own_calls:
-            return self.call_cut(self.cut().parts, x, extra, training, kwargs)
-        flags = tuple([op.training for op in self.training_ops])
-        pipeline = self.pipelines.get((flags, None)) if kwargs is None else None
+            now = self.prepared
+            now.check_count(extra)
+            return self.call_cut(now.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
+        now = self.now
+        if now.token is not structure.token:
+            now = self.prepare()
+        now.check_count(extra)
+        if now.has_own_calls:
+            return self.call_cut(now.cut().parts, x, extra, training, kwargs)
+        flags = tuple([op.training for op in now.training_ops])
+        pipeline = now.pipelines.get((flags, None)) if kwargs is None else None
         if pipeline is None:
-            pipeline = self.pipeline(flags, training, kwargs)
-        in_training = self.library_training(flags, training) if flags else training
+            pipeline = now.pipeline(flags, training, kwargs)
+        in_training = now.library_training(flags, training) if flags else training
         outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         if outputs is not None:
             return outputs
         for tensor in (x, *extra):
             if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
-        if self.hooked():
-            return self.call_cut(self.cut().parts, x, extra, training, kwargs)
+        if now.hooked():
+            return self.call_cut(now.cut().parts, x, extra, training, kwargs)
         pipeline.note_recipe(in_training)
-        return self.call_op(x, extra, training, kwargs)
-
-    @staticmethod
-    def library_training(flags: tuple[bool, ...], training: bool) -> bool:
-        """The training flag of the whole pipeline: that of the ops that have one where they agree, else True (see `entries`)."""
-        return training if not flags else flags[0] or True in flags
+        return now.call_op(x, extra, training, kwargs)
 
     def called_pipelines(self) -> list[_C.EagerPipeline]:
         """The eager pipelines that have a plan."""
-        return [pipeline for pipeline in self.pipelines.values() if pipeline.has_run()]
-
-    def check_count(self, extra: Sequence[torch.Tensor]) -> None:
-        if len(extra) != self.num_extra_inputs:
-            raise ValueError(
-                f"pipeline: expected {self.num_extra_inputs} extra inputs, one per unbound extra input of its ops, got {len(extra)}. Pass them "
-                "after the input, in order."
-            )
-
-    def hooked(self) -> tuple[int, ...]:
-        """Positions of units that must be called as modules, of those that `prepare` saw. Hooks of all modules see the modules of containers, not what these consist of."""
-        everywhere = self.owner is None and any_global_hooks()
-        return tuple(
-            [
-                index
-                for index, unit in enumerate(self.units)
-                if unit is not self.owner and (everywhere or self.own_calls[index] is not None or unit_has_hooks(unit))
-            ]
-        )
+        return [pipeline for pipeline in list(self.now.pipelines.values()) if pipeline.has_run()]
 
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
-        self.prepare()
-        return None if self.training_ops or self.num_extra_inputs or self.has_own_calls else self.pipeline((), True, None)
-
-    def pipeline(self, flags: tuple[bool, ...], training: bool, kwargs: Kwargs | None) -> _C.EagerPipeline:
-        """The eager pipeline for these training flags of `training_ops` and arguments of Python ops."""
-        key = (flags, python_op.kwargs_key(kwargs))
-        if key not in self.pipelines:
-            modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
-            self.pipelines[key] = _C.EagerPipeline(
-                json.dumps(self.entries(flags, kwargs, traced=False, name_instances=python_op.any_fusions())),
-                [(module._parameters, module.__dict__, name) for module, name in self.places],
-                [(module.__dict__, module is not self.owner) for module in modules.values()],
-                self.owner is None,
-                self.required,
-            )
-        return self.pipelines[key]
-
-    def entries(
-        self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, traced: bool, name_instances: bool
-    ) -> list[dict[str, Any]]:
-        """The "ops" of a description. Ops whose training flag differs from that of the others stand as what they are in evaluation."""
-        by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
-        mixed = len(set(flags)) == 2
-        entries = []
-        for index, op in enumerate(self.basic_ops):
-            inputs, outputs = self.bindings[index]
-            if op.is_python_op:
-                buffers = len(self._buffers[index]) if traced else 0
-                entry = python_op.entry(op, len(self._params[index]), buffers, (kwargs or {}).get(index, {}), traced=traced)
-            elif mixed and by_op.get(id(op)) is False:
-                entry = {"op": "identity"}
-            else:
-                entry = {"op": op._kind, "options": op._options()}
-            if name_instances:
-                entry["instance"] = op.instance_id
-                python_op.register_instance(op)
-            entry["params"] = self._params[index] + self._buffers[index] if traced else self._params[index]
-            if any(channel is not None for channel in inputs):
-                entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
-            if any(channel is not None for channel, _ in outputs):
-                entry["extra_outputs"] = [
-                    None if channel is None else {"channel": channel, "to_caller": to_caller} for channel, to_caller in outputs
-                ]
-            is_bound = any(channel is not None for channel in op._extra_input_channels)  # and so written nowhere, cut or not
-            if getattr(op, "in_place", False) and not op.is_python_op and not is_bound:
-                entry["in_place"] = True
-            entries.append(entry)
-        return entries
-
-    # Through the dispatcher: under torch.compile, and for parametrized weights.
-
-    def call_op(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Outputs:
-        described = self.described
-        flags = tuple([op.training for op in self.training_ops])
-        recipe = _C.in_force.recipe
-        # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
-        version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
-        text = self.text(described, flags, training, recipe, version, kwargs)
-        params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
-        for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
-            if param is None:  # the dispatcher would tell of casts
-                raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
-        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], [], text)
-        return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
-
-    def _describe(self) -> str:
-        """All that a description depends on, but the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
-        self.prepare()
-        made = self._made_by_fusions(_C.in_force.outside_compiled_code)
-        written = tuple([python_op.fingerprint(op) for op in self.python_ops])  # whose options are not watched, but read
-        key = ("described", structure.native_fusions(), made, written)
-        if key not in self.texts:
-            flags = tuple([True for _ in self.training_ops])
-            entries = self.entries(flags, None, traced=True, name_instances=bool(made))
-            self.texts[key] = sys.intern(json.dumps([entries, self.required, *key], sort_keys=True))
-        if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
-            self.described_text, self.described_token = self.texts[key], self.token
-        return self.texts[key]
-
-    described = property(_C.native_getter(_describe, structure, "described_token", "described_text"))
-
-    def _made_by_fusions(self, recipe: str) -> tuple[Any, ...]:
-        """What the registered functions make of these ops under a recipe; empty where none applies."""
-        if not python_op.any_fusions():
-            return ()
-        key = ("fusions", structure.fusions, recipe)
-        if key not in self.texts:
-            self.texts[key] = fusions.fusions_made(self.basic_ops, recipe)
-        return self.texts[key]
-
-    @constant_while_traced
-    def text(
-        self, described: str, flags: tuple[bool, ...], training: bool, recipe: str, fusions_version: str | None, kwargs: Kwargs | None
-    ) -> str:
-        """The description of a call. Depends on nothing but its arguments, all of which Dynamo guards."""
-        key = (described, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs))
-        if key not in self.descriptions:
-            made = self._made_by_fusions(recipe)
-            description = {
-                "build": _C.build_id(),
-                "fusions_version": _C.fusions_version() if made else structure.native_fusions(),
-                "ops": self.entries(flags, kwargs, traced=True, name_instances=bool(made)),
-                "recipe": json.loads(recipe),
-                "training": self.library_training(flags, training),
-            }
-            if self.required:
-                description["required_fusions"] = self.required
-            if made:
-                description["process"] = python_op.PROCESS
-            self.descriptions[key] = json.dumps(description, sort_keys=True)
-        return self.descriptions[key]
-
-    # Cut around units with hooks.
-
-    def cut(self) -> Cut:
-        """What the units with hooks, as they are now, cut this into."""
-        from tandem.ops.cut import Cut
-
-        self.prepare()
-        hooked = self.hooked()
-        if hooked not in self.cuts:
-            self.cuts[hooked] = Cut(self, hooked)
-        for part in self.cuts[hooked].parts:
-            part.run.prepare()
-        return self.cuts[hooked]
-
-    prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
+        now = self.prepare()
+        return None if now.training_ops or now.num_extra_inputs or now.has_own_calls else now.pipeline((), True, None)
 
     def call_cut(
         self,

@@ -19,7 +19,7 @@ from tandem.ops.changes import capture, structure, watch
 
 Runs = list[OpRun | torch.nn.Module]
 _NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
-_NOTHING_MADE = {"_runs": None, "_pipeline": None, "_token": None, "_captured": ()}
+_NOTHING_MADE = {"_made": (None, None, None, ()), "_token": None, "_runs": None}  # what calls take at once; what Dynamo does
 
 
 class Sequential(ReportingMixin, torch.nn.Module):
@@ -156,14 +156,15 @@ class Sequential(ReportingMixin, torch.nn.Module):
         if is_compiling():
             runs = self._prepared_runs
         else:
-            pipeline = self._pipeline
-            if pipeline is not None and self._token is structure.token and extra_inputs is _NO_EXTRAS and op_kwargs is None:
+            token, pipeline, runs, _ = self._made
+            if token is not structure.token:
+                runs = self._prepare()
+            elif pipeline is not None and extra_inputs is _NO_EXTRAS and op_kwargs is None:
                 outputs = pipeline(input, self.training)
                 if outputs is not None:
                     return outputs
-            runs = self._prepare()
             if type(extra_inputs) is not tuple:
-                count = sum(run.num_extra_inputs for run in runs if isinstance(run, OpRun))
+                count = sum(run.now.num_extra_inputs for run in runs if isinstance(run, OpRun))
                 extra_inputs, op_kwargs = extras_of_fx_root(extra_inputs, count, op_kwargs), None
         if len(runs) == 1 and op_kwargs is None:
             run = runs[0]
@@ -178,7 +179,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
-            given, extra = extra[: run.num_extra_inputs], extra[run.num_extra_inputs :]
+            given, extra = extra[: run.now.num_extra_inputs], extra[run.now.num_extra_inputs :]
             outputs = run(x, given, self.training, kwargs.get(position))
             if isinstance(outputs, tuple):
                 x = outputs[0]
@@ -186,7 +187,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
             else:
                 x = outputs
         if extra:
-            expected = sum(run.num_extra_inputs for run in runs if isinstance(run, OpRun))
+            expected = sum(run.now.num_extra_inputs for run in runs if isinstance(run, OpRun))
             raise ValueError(
                 f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
                 "the last."
@@ -206,7 +207,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         found: dict[int, dict[int, Mapping[str, Any]]] = {}
         for position, run in enumerate(runs):
             if isinstance(run, OpRun):
-                own = {index: wanted[id(op)] for index, op in enumerate(run.basic_ops) if id(op) in wanted}
+                own = {index: wanted[id(op)] for index, op in enumerate(run.now.basic_ops) if id(op) in wanted}
                 if own:
                     found[position] = own
         return found
@@ -218,30 +219,28 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     def _prepare(self) -> Runs:
         """Makes the pipelines of the list as it is now."""
-        token = structure.token
-        runs = self._runs
-        if self._token is token:
+        token, last = structure.token, self._made
+        known, _, runs, captured = last
+        if known is token:
             return runs
         capture(self)
         modules = tuple(self._modules.values())
-        if runs is None or len(modules) != len(self._captured) or not all(map(operator.is_, modules, self._captured)):
-            runs = self._make_runs()
-            self.__dict__["_captured"] = modules
+        if runs is None or len(modules) != len(captured) or not all(map(operator.is_, modules, captured)):
+            runs = self._make_runs(modules)
         for run in runs:
             if isinstance(run, OpRun):
                 run.prepare()
         is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
-        self.__dict__["_pipeline"] = runs[0].plain_pipeline() if is_simple else None
-        self.__dict__["_runs"] = runs
-        self.__dict__["_token"] = token
+        made = (token, runs[0].plain_pipeline() if is_simple else None, runs, modules)
+        self.__dict__.update(_made=made, _token=token, _runs=runs)  # at once: other threads read them too
         return runs
 
     _prepared_runs = property(_C.native_getter(_prepare, structure, "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
 
-    def _make_runs(self) -> Runs:
+    def _make_runs(self, modules: tuple[torch.nn.Module, ...]) -> Runs:
         runs: Runs = []
         units: list[FusibleOperation] = []
-        for module in [*self._modules.values(), None]:
+        for module in [*modules, None]:
             if isinstance(module, FusibleOperation):
                 units.append(module)
                 continue
