@@ -1,5 +1,7 @@
 """Every op against a float64 reference."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -164,6 +166,51 @@ def test_an_option_that_is_no_finite_number_is_refused_where_it_is_assigned(valu
         assert before is None or torch.equal(op(x), before)
 
 
+BAD_OPTIONS = [
+    (lambda: ops.Quantize(), "quantize_forward", "no", "Quantize: expected quantize_forward to be True or False, got 'no'. Pass a bool."),
+    (lambda: ops.Quantize(), "quantize_backward", None, "Quantize: expected quantize_backward to be True or False, got None. Pass a bool."),
+    (lambda: ops.Quantize(), "quantize_forward", torch.ones(2), "expected quantize_forward to be True or False, got tensor([1., 1.])"),
+    (lambda: ops.RMSNorm(2), "zero_centered_gamma", 2, "RMSNorm: expected zero_centered_gamma to be True or False, got 2. Pass a bool."),
+    (lambda: ops.LayerNorm(2), "eps", -1, "LayerNorm: expected eps >= 0, got -1. Pass a small positive number such as 1e-5."),
+    (lambda: ops.Dropout(0.0), "p", 2, "Dropout: expected a probability p in [0, 1], got 2. p is the share that becomes zero."),
+    (lambda: ops.Reshape((2,)), "shape", 8, "Reshape: expected shape to be whole numbers, got 8. Pass a tuple of ints."),
+    (lambda: ops.Reshape((2,)), "shape", (-1, -1), "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1). One size can be inferred."),
+    (lambda: ops.Reshape((2,)), "shape", (1,) * 65, "Reshape: expected at most 64 sizes, got 65. No tensor has as many dimensions."),
+    (
+        lambda: ops.Reshape((2,)),
+        "shape",
+        (0, 2**63),
+        "Reshape: expected sizes whose product is below 2^63, got (0, 9223372036854775808). No tensor has as many elements.",
+    ),
+]
+IN_PLACE = "expected in_place to be True or False, got 'no'. Pass a bool."
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize(("make", "name", "value", "text"), BAD_OPTIONS)
+def test_an_option_is_checked_where_it_is_assigned(make, name, value, text, has_run):
+    op, x = make(), torch.randn(2)
+    before = op(x) if has_run else None
+    with pytest.raises(ValueError, match=re.escape(text)):
+        setattr(op, name, value)
+    assert before is None or torch.equal(op(x), before)
+
+
+@pytest.mark.parametrize("make", [ops.AddExtraInput, ops.MakeExtraOutput])
+def test_in_place_is_checked_where_it_is_assigned(make):
+    with pytest.raises(ValueError, match=f"{make.__name__}: {IN_PLACE}"):
+        make().in_place = "no"
+    with pytest.raises(ValueError, match=IN_PLACE):
+        make(in_place="no")
+
+
+def test_flags_take_tensors_of_one():
+    op, x = ops.Quantize(forward=torch.tensor(False)), torch.randn(2)
+    assert torch.equal(op(x), x) and op.quantize_forward is False
+    op.quantize_forward = torch.tensor(True)
+    assert torch.equal(op(x), x) and op.quantize_forward is True
+
+
 def test_options_take_tensors_of_one_number():
     scale, reshape, x = ops.ConstantScale(torch.tensor(2.0)), ops.Reshape((-1,)), torch.ones(4)
     assert torch.equal(scale(x), 2 * x)
@@ -195,6 +242,7 @@ BAD_ARGUMENTS = [
         ValueError,
         "AddExtraInput: expected channel to be text that UTF-8 can encode, got 'a\\ud800'. Leave out surrogates.",
     ),
+    (lambda: ops.Reshape(8), ValueError, "Reshape: expected shape to be whole numbers, got 8. Pass a tuple of ints."),
     (lambda: ops.Reshape((-1, -1)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1)"),
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
     (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),

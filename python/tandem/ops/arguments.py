@@ -1,7 +1,8 @@
-"""Checks of constructor arguments that several ops share."""
+"""Checks of constructor arguments and options that several ops share."""
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from typing import Any
@@ -43,9 +44,27 @@ def finite(op: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def sizes(op: str, name: str, value: Any) -> tuple[int, ...]:
-    """`value` as a tuple of whole numbers."""
+def flag(op: str, name: str, value: Any) -> bool:
+    """`value` as a bool: True or False, or what is equal to one, a tensor too."""
     try:
-        return tuple(operator.index(size) for size in value)
+        is_flag = value in (True, False)
+    except (RuntimeError, ValueError):  # what is several values is none
+        is_flag = False
+    if not is_flag:
+        raise ValueError(f"{op}: expected {name} to be True or False, got {value!r}. Pass a bool.")
+    return bool(value)
+
+
+def sizes(op: str, name: str, value: Any) -> tuple[int, ...]:
+    """`value` as a tuple of sizes, one of which may be -1."""
+    try:
+        found = tuple(operator.index(size) for size in value)
     except TypeError as error:
         raise ValueError(f"{op}: expected {name} to be whole numbers, got {value!r}. Pass a tuple of ints.") from error
+    if len(found) > 64:
+        raise ValueError(f"{op}: expected at most 64 sizes, got {len(found)}. No tensor has as many dimensions.")
+    if any(size < -1 for size in found) or found.count(-1) > 1:
+        raise ValueError(f"{op}: expected sizes >= 0 and at most one -1, got {found}. One size can be inferred.")
+    if math.prod(size for size in found if size > 0) >= 1 << 63:
+        raise ValueError(f"{op}: expected sizes whose product is below 2^63, got {found}. No tensor has as many elements.")
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.ops.arguments import at_default, finite, hidden_size
+from tandem.ops.arguments import at_default, finite, flag, hidden_size
 from tandem.ops.op import BasicOperation
 
 
@@ -41,15 +41,19 @@ class _Norm(BasicOperation):
         at_default(name, 0, sm_margin=sm_margin)
         hidden = hidden_size(name, normalized_shape)
         self.eps = eps
-        if not self.eps >= 0:
-            raise ValueError(f"{name}: expected eps >= 0, got {eps}. Pass a small positive number such as 1e-5.")
-        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.zero_centered_gamma = zero_centered_gamma
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
         self.reset_parameters()
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        return finite(type(self).__name__, name, value) if name == "eps" else value
+        op = type(self).__name__
+        if name != "eps":
+            return flag(op, name, value)
+        eps = finite(op, name, value)
+        if eps < 0:
+            raise ValueError(f"{op}: expected eps >= 0, got {value}. Pass a small positive number such as 1e-5.")
+        return eps
 
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm neither scales nor shifts."""

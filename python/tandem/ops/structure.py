@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.ops.arguments import finite, sizes
+from tandem.ops.arguments import finite, flag, sizes
 from tandem.ops.op import BasicOperation
 
 
@@ -28,9 +28,7 @@ class Reshape(BasicOperation):
             shape: sizes of y; at most one is -1 and follows from the others.
         """
         super().__init__()
-        self.shape = tuple(shape)
-        if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
-            raise ValueError(f"Reshape: expected sizes >= 0 and at most one -1, got {self.shape}. One size can be inferred.")
+        self.shape = sizes("Reshape", "shape", shape)
 
     def _checked_option(self, name: str, value: Any) -> Any:
         return sizes(type(self).__name__, name, value)
@@ -79,11 +77,12 @@ class Dropout(BasicOperation):
         """
         super().__init__()
         self.p = p
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"Dropout: expected a probability p in [0, 1], got {p}. p is the share that becomes zero.")
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        return finite(type(self).__name__, name, value)
+        p = finite(type(self).__name__, name, value)
+        if not 0 <= p <= 1:
+            raise ValueError(f"{type(self).__name__}: expected a probability p in [0, 1], got {value}. p is the share that becomes zero.")
+        return p
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -103,8 +102,11 @@ class Quantize(BasicOperation):
             backward: whether the gradient is.
         """
         super().__init__()
-        self.quantize_forward = bool(forward)
-        self.quantize_backward = bool(backward)
+        self.quantize_forward = forward
+        self.quantize_backward = backward
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return flag(type(self).__name__, name, value)
 
     def _options(self) -> dict[str, Any]:
         return {"forward": self.quantize_forward, "backward": self.quantize_backward}
@@ -126,7 +128,10 @@ class AddExtraInput(BasicOperation):
             in_place: whether the sum may be written into the extra input.
         """
         super().__init__()
-        self.in_place = bool(in_place)
+        self.in_place = in_place
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return flag(type(self).__name__, name, value)
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
@@ -145,7 +150,10 @@ class MakeExtraOutput(BasicOperation):
             in_place: whether backward may add into the memory of a gradient.
         """
         super().__init__()
-        self.in_place = bool(in_place)
+        self.in_place = in_place
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return flag(type(self).__name__, name, value)
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
