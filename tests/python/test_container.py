@@ -506,3 +506,27 @@ def test_nested_tensors_are_refused():
     for layout in (torch.strided, torch.jagged):
         with pytest.raises(ValueError, match=r"pipeline: expected tensors whose rows have one length, got a nested tensor\. Pass a padded tensor"):
             ops.Sequential(ops.GELU())(torch.nested.nested_tensor(rows, layout=layout))
+
+
+def test_parametrized_modules_that_have_run_can_be_copied():
+    linear = torch.nn.utils.parametrizations.weight_norm(ops.Linear(4, 2))
+    box, x = ops.Sequential(ops.RMSNorm(4), linear), torch.randn(3, 4)
+    expected = box(x), linear(x)
+    copied = copy.deepcopy(box)
+    with torch.no_grad():
+        linear.bias.fill_(9)
+    torch.testing.assert_close((copied(x), copied[1](x)), expected)
+    averaged = torch.optim.swa_utils.AveragedModel(box)
+    torch.testing.assert_close(averaged(x), box(x))
+    assert copied[1].basic_ops[0]._owner is copied[1]
+
+
+def test_replicas_compute_with_parameters_of_their_own():
+    """What torch.nn.DataParallel does for each device."""
+    x, linear = torch.randn(3, 4), ops.Linear(4, 2)
+    linear(x)
+    replica = linear._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * linear.weight, linear.bias * 0 + 1
+    torch.testing.assert_close(replica(x), torch.nn.functional.linear(x, 2 * linear.weight) + 1)
+    replica(x).sum().backward()
+    torch.testing.assert_close(linear.weight.grad, 2 * x.sum(0).expand(2, 4))

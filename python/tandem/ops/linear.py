@@ -158,10 +158,18 @@ class Linear(FusedOperation):
         self.in_features, self.out_features = in_features, out_features
         self.weight = parts[0].weight
         self.register_parameter("bias", parts[1].bias if bias else None)
+        self._own(parts)
+
+    def _own(self, parts: Sequence[BasicOperation]) -> None:
         for part in parts:
             part.__dict__["_parameters"] = self._parameters
             part.__dict__["_owner"] = self
         self.__dict__["basic_ops"] = tuple(parts)
+
+    def _replicate_for_data_parallel(self) -> Linear:
+        replica: Linear = super()._replicate_for_data_parallel()
+        replica._own([part._replicate_for_data_parallel() for part in self.basic_ops])
+        return replica
 
     def flat_ops(self) -> Sequence[BasicOperation]:
         return self.basic_ops

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
 from tandem.ops.channels import ChannelsMixin
@@ -114,6 +116,20 @@ class FusibleOperation(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusibleOperation:
+        # Parametrized modules have a __getstate__ that raises, and a __deepcopy__, unless there is one, that copies what is volatile too.
+        cls = type(self)
+        state = (cls.__bases__[0] if is_parametrized(self) else cls).__getstate__(self)
+        copied = memo[id(self)] = cls.__new__(cls)
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def _replicate_for_data_parallel(self) -> FusibleOperation:
+        replica: FusibleOperation = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for name in self._VOLATILE:
+            replica.__dict__.pop(name, None)
+        return replica
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         _drop_extra_state(state_dict, prefix + _EXTRA_STATE)
