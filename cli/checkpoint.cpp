@@ -24,8 +24,9 @@ constexpr std::string_view kChecksumKey = "\n \"fnv1a64\": \"";
 
 [[noreturn]] void refuse_damaged(const fs::path& path, const std::string& expected,
                                  const std::string& got) {
-  throw UserError("expected " + expected + " in " + path.string() + ", got " + got +
-                  ". Restore the file from a copy, or start again without --resume.");
+  throw UserError(
+      "expected " + expected + " in " + path.string() + ", got " + got +
+      ". Restore the file from a copy, or move it away and start again without --resume.");
 }
 
 /// Position of the first digit of the checksum in `text`, or npos.
@@ -33,9 +34,7 @@ size_t checksum_position(std::string_view text) {
   const size_t key = text.find(kChecksumKey);
   if (key == std::string_view::npos) return key;
   const size_t position = key + kChecksumKey.size();
-  const std::string_view digits = text.substr(position, Checksum::kDigits);
-  const bool whole = digits.size() == Checksum::kDigits &&
-                     digits.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+  const bool whole = Checksum::is_hex(text.substr(position, Checksum::kDigits));
   return whole ? position : std::string_view::npos;
 }
 
@@ -55,17 +54,20 @@ void save_checkpoint(OutFolder& out, const std::string& tag, const json& state,
   std::string name = kPrefix + tag + kSuffix;  // never the file that the present JSON names
   for (int again = 2; fs::exists(fs::symlink_status(out.path() / name)); ++again)
     name = kPrefix + tag + "-" + std::to_string(again) + kSuffix;
-  const FileDigest digest = write_safetensors(out.claim(name), tensors);
+  AtomicFile data = out.begin(name);
+  write_safetensors(data, tensors);
+  out.commit(data);
   json document = state;
   document["format"] = kFormat;
-  document["tensors"] = {{"file", name}, {"bytes", digest.bytes}, {"fnv1a64", digest.checksum}};
+  document["tensors"] = {
+      {"file", name}, {"bytes", data.digest().bytes}, {"fnv1a64", data.digest().checksum.hex()}};
   document[kChecksum] = std::string(Checksum::kDigits, '0');
   std::string text = document.dump(1) + "\n";
   const size_t position = checksum_position(text);
   text.replace(position, Checksum::kDigits, checksum_without(text, position));
-  AtomicFile file(out.claim(kCheckpointName));
+  AtomicFile file = out.begin(kCheckpointName);
   file.write(text);
-  file.commit();
+  out.commit(file);
   out.remove_others(kPrefix, name);
 }
 
@@ -96,8 +98,11 @@ NamedTensors load_checkpoint_tensors(const fs::path& folder, const json& state) 
   if (!tensors.at("bytes").is_number_integer())
     refuse_damaged(folder / kCheckpointName, "an integer as bytes under \"tensors\"",
                    tensors.at("bytes").dump().substr(0, 200));
-  const FileDigest digest{tensors.at("bytes").get<int64_t>(),
-                          tensors.at("fnv1a64").get<std::string>()};
+  const auto checksum = tensors.at("fnv1a64").get<std::string>();
+  if (!Checksum::is_hex(checksum))
+    refuse_damaged(folder / kCheckpointName, "16 hexadecimal digits as fnv1a64 under \"tensors\"",
+                   checksum.substr(0, 200));
+  const FileDigest digest{tensors.at("bytes").get<int64_t>(), Checksum::of_hex(checksum)};
   return read_safetensors(folder / fs::path(tensors.at("file").get<std::string>()).filename(),
                           &digest);
 } catch (const json::exception& error) {

@@ -1,6 +1,7 @@
 #include "files.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,17 +31,6 @@ fs::path temporary_name(const fs::path& name) {
   return "." + name.string() + format(".%08x", random()) + std::string(kTemporarySuffix);
 }
 
-/// Calls write(2) until all is written. Returns false with errno set when it fails.
-bool write_all(int descriptor, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return false;
-    bytes.remove_prefix(static_cast<size_t>(written));
-  }
-  return true;
-}
-
 struct Descriptor {
   explicit Descriptor(int opened) : number(opened) {}
   ~Descriptor() {
@@ -58,6 +48,20 @@ struct Descriptor {
                   " (" + reason + "). Free some space or choose another folder.");
 }
 
+/// Where `path` leads to through symbolic links, be it there or not.
+fs::path behind_links(const fs::path& path) {
+  constexpr int kMost = 40;  // as many as Linux follows
+  std::error_code error;
+  fs::path target = path;
+  for (int links = 0; fs::is_symlink(fs::symlink_status(target, error)); ++links) {
+    if (links == kMost) refuse_writing("written", path, "too many levels of symbolic links");
+    const fs::path next = fs::read_symlink(target, error);
+    if (error) refuse_writing("written", path, error.message());
+    target = target.parent_path() / next;  // `next` alone where it begins at the root
+  }
+  return target;
+}
+
 }  // namespace
 
 void Checksum::add(std::string_view bytes) {
@@ -69,6 +73,50 @@ void Checksum::add(std::string_view bytes) {
 
 std::string Checksum::hex() const {
   return format("%016llx", static_cast<unsigned long long>(state_));
+}
+
+bool Checksum::is_hex(std::string_view text) {
+  return text.size() == kDigits &&
+         text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+Checksum Checksum::of_hex(const std::string& text) {
+  Checksum checksum;
+  checksum.state_ = std::stoull(text, nullptr, 16);
+  return checksum;
+}
+
+void FileDigest::add(std::string_view more) {
+  bytes += static_cast<int64_t>(more.size());
+  checksum.add(more);
+}
+
+std::optional<FileDigest> digest_of_file(const fs::path& path) {
+  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+  FileDigest digest;
+  std::string part(1 << 20, '\0');
+  while (true) {
+    const ssize_t got = ::read(opened.number, part.data(), part.size());
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return std::nullopt;
+    if (got == 0) return digest;
+    digest.add(std::string_view(part).substr(0, static_cast<size_t>(got)));
+  }
+}
+
+bool write_all(int descriptor, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0 && errno == EAGAIN) {
+      pollfd ready{descriptor, POLLOUT, 0};
+      ::poll(&ready, 1, -1);
+      continue;
+    }
+    if (written < 0) return false;
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+  return true;
 }
 
 AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)) {
@@ -90,11 +138,17 @@ void AtomicFile::fail(const char* doing) const {
 
 void AtomicFile::write(std::string_view bytes) {
   if (!write_all(descriptor_, bytes)) fail("written");
+  digest_.add(bytes);
+}
+
+void AtomicFile::flush() {
+  if (descriptor_ < 0) return;
+  if (::fsync(descriptor_) != 0) fail("flushed to disk");
+  if (::close(std::exchange(descriptor_, -1)) != 0) fail("flushed to disk");
 }
 
 void AtomicFile::commit() {
-  if (::fsync(descriptor_) != 0) fail("flushed to disk");
-  if (::close(std::exchange(descriptor_, -1)) != 0) fail("flushed to disk");
+  flush();
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("replaced");
   temporary_.clear();
   const fs::path folder = path_.has_parent_path() ? path_.parent_path() : ".";
@@ -123,8 +177,7 @@ void write_file(const fs::path& path, std::string_view content) {
       refuse_writing("written", path, std::strerror(errno));
     return;
   }
-  const fs::path target = fs::exists(status) ? fs::canonical(path, error) : path;
-  AtomicFile file(error ? path : target);
+  AtomicFile file(behind_links(path));
   file.write(content);
   file.commit();
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -15,10 +16,31 @@ class Checksum {
 
   void add(std::string_view bytes);
   std::string hex() const;
+  bool operator==(const Checksum&) const = default;
+
+  /// Whether `text` is what `hex` may return, and the checksum that returns it.
+  static bool is_hex(std::string_view text);
+  static Checksum of_hex(const std::string& text);
 
  private:
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
+
+/// What tells the content of a file from others.
+struct FileDigest {
+  int64_t bytes = 0;
+  Checksum checksum;
+
+  void add(std::string_view more);
+  bool operator==(const FileDigest&) const = default;
+};
+
+/// The digest of what the file `path` holds; nothing where it cannot be read.
+std::optional<FileDigest> digest_of_file(const std::filesystem::path& path);
+
+/// Writes all of `bytes` to an open file, however often write(2) takes a part, is interrupted, or
+/// finds a pipe full that its reader made non-blocking. Returns false with errno set when it fails.
+bool write_all(int descriptor, std::string_view bytes);
 
 /// Writes `path` so that a crash leaves the old content or the new, never a part: a temporary file
 /// beside it with a name of its own, fsync, rename, fsync of the folder. Without `commit` nothing
@@ -33,12 +55,17 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(std::string_view bytes);
-  void commit();
+  void flush();   ///< what was written is on the disk, and nothing more can be written
+  void commit();  ///< flushes, and gives the file its name
+
+  const std::filesystem::path& path() const { return path_; }
+  const FileDigest& digest() const { return digest_; }  ///< of what was written
 
  private:
   [[noreturn]] void fail(const char* doing) const;
 
   std::filesystem::path path_, temporary_;  ///< temporary_ is empty once it is gone
+  FileDigest digest_;
   int descriptor_ = -1;
 };
 
@@ -46,9 +73,11 @@ class AtomicFile {
 std::string name_of_temporary(std::string_view name);
 
 /// Writes a file that the user names: what is there is replaced atomically where it is a regular
-/// file or a link to one, and written to where it is a device or a pipe.
+/// file, and written to where it is a device or a pipe. A symbolic link stays: the file that it
+/// leads to is written, and made where it is not there.
 ///
-/// Throws: UserError when it cannot be written (test test_explain_output).
+/// Throws: UserError when it cannot be written (tests test_explain_output,
+///         test_explain_output_through_links_to_nothing).
 void write_file(const std::filesystem::path& path, std::string_view content);
 
 /// The whole file. `expected` and `remedy` complete the error: "expected <expected>, got <path>

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -13,7 +14,6 @@
 #include <utility>
 
 #include "errors.h"
-#include "files.h"
 
 namespace tandem::cli {
 
@@ -24,7 +24,8 @@ namespace {
 
 constexpr const char* kLock = "tandem.lock";
 constexpr const char* kList = "tandem-files.json";
-constexpr const char* kFormat = "tandem train files 1";
+constexpr const char* kFormat = "tandem train files 2";
+constexpr size_t kLockBytes = 512;  ///< written at once and never shorter than before
 
 [[noreturn]] void refuse_folder(const std::string& expected, const fs::path& folder,
                                 const std::string& reason) {
@@ -48,15 +49,50 @@ std::optional<std::string> oddity(const fs::path& path) {
   return fs::is_symlink(status) ? "a symbolic link" : "not a regular file";
 }
 
-/// The content of a lock file: the number of its process and a newline, or nothing yet. Anything
-/// else is not ours.
-std::optional<std::string> process_of(int lock) {
-  std::array<char, 32> text{};
-  const ssize_t size = ::pread(lock, text.data(), text.size(), 0);
-  if (size <= 0) return size == 0 ? std::optional<std::string>("") : std::nullopt;
-  const std::string_view read(text.data(), static_cast<size_t>(size));
-  const bool ours = read.find_first_not_of("0123456789") == read.size() - 1 && read.back() == '\n';
-  return ours ? std::optional<std::string>(read.substr(0, read.size() - 1)) : std::nullopt;
+json json_of(const std::vector<FileDigest>& contents) {
+  json list = json::array();
+  for (const FileDigest& content : contents)
+    list.push_back({{"bytes", content.bytes}, {"fnv1a64", content.checksum.hex()}});
+  return list;
+}
+
+/// What `json_of` made of it, or nothing.
+std::optional<std::vector<FileDigest>> contents_of(const json& list) {
+  std::vector<FileDigest> contents;
+  if (!list.is_array()) return std::nullopt;
+  for (const json& content : list) {
+    if (!content.is_object()) return std::nullopt;
+    const json bytes = content.value("bytes", json()), checksum = content.value("fnv1a64", json());
+    if (!bytes.is_number_unsigned() || !checksum.is_string()) return std::nullopt;
+    const auto digits = checksum.get<std::string>();
+    if (!Checksum::is_hex(digits)) return std::nullopt;
+    contents.push_back({bytes.get<int64_t>(), Checksum::of_hex(digits)});
+  }
+  return contents;
+}
+
+/// The content of a lock file: a line with the number of its process, then one with the file that
+/// grows, if any, as in the list, then empty lines; or nothing yet. Anything else is not ours.
+struct LockText {
+  std::string process, growth;
+};
+
+std::optional<LockText> lock_text_of(int lock) {
+  std::array<char, 2 * kLockBytes> bytes{};
+  const ssize_t size = ::pread(lock, bytes.data(), bytes.size(), 0);
+  if (size <= 0) return size == 0 ? std::optional(LockText()) : std::nullopt;
+  const std::string_view text(bytes.data(), static_cast<size_t>(size));
+  const size_t digits = text.find_first_not_of("0123456789");
+  if (digits == 0 || digits == text.npos || text[digits] != '\n') return std::nullopt;
+  LockText read{std::string(text.substr(0, digits)), {}};
+  const size_t last = text.find_last_not_of('\n');
+  if (last < digits) return read;
+  read.growth = text.substr(digits + 1, last - digits);
+  const json growth = parse_document(read.growth);
+  if (!growth.is_object() || read.growth.find('\n') != read.growth.npos) return std::nullopt;
+  for (const json& contents : growth)
+    if (!contents_of(contents)) return std::nullopt;
+  return read;
 }
 
 /// Whether `path` still names the file that is open as `opened`.
@@ -89,7 +125,7 @@ OutFolder::OutFolder(fs::path folder, Missing missing) : folder_(std::move(folde
 OutFolder::~OutFolder() {
   try {
     if (list_is_old_) write_list();
-  } catch (const std::exception&) {  // the list then names files that are gone: no harm
+  } catch (const std::exception&) {  // what it lacks stays in the lock; what is gone does no harm
   }
   unlock();
 }
@@ -102,29 +138,42 @@ void OutFolder::lock() {
     if (lock_ < 0) refuse_folder("can be written", folder_, std::strerror(errno));
     const bool locked = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
     const int reason = errno;
-    const std::optional<std::string> process = process_of(lock_);
-    if (locked && process && is_same_file(lock_, path)) break;
+    const std::optional<LockText> text = lock_text_of(lock_);
+    if (locked && text && is_same_file(lock_, path)) {
+      growth_ = text->growth;
+      break;
+    }
     ::close(std::exchange(lock_, -1));
-    if (!process) refuse_file(path, "not a lock of tandem train");
+    if (!text) refuse_file(path, "not a lock of tandem train");
     if (!locked && reason == EWOULDBLOCK) {
       throw UserError("expected a folder that no other training writes to, got " +
-                      folder_.string() + " (process " + (process->empty() ? "unknown" : *process) +
+                      folder_.string() + " (process " +
+                      (text->process.empty() ? "unknown" : text->process) +
                       " trains there). Wait for its end, or pass another folder with --out.");
     }
     if (!locked) refuse_folder("can be locked", folder_, std::strerror(reason));
     // locked what its owner removed at the same time: once more, with the file of that name
   }
-  const std::string text = std::to_string(::getpid()) + "\n";
-  if (::ftruncate(lock_, 0) != 0 || ::pwrite(lock_, text.data(), text.size(), 0) < 0) {
-    const int reason = errno;
+  try {
+    write_lock();
+  } catch (...) {
     unlock();
-    refuse_folder("can be written", folder_, std::strerror(reason));
+    throw;
   }
+}
+
+/// In one write, which a crash does before or after: who locks the folder next finds either growth.
+void OutFolder::write_lock() const {
+  std::string text = std::to_string(::getpid()) + "\n" + growth_;
+  text.resize(std::max(kLockBytes, text.size() + 1), '\n');
+  if (::pwrite(lock_, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size()))
+    refuse_folder("can be written", folder_, std::strerror(errno));
 }
 
 void OutFolder::unlock() {
   if (lock_ < 0) return;
-  ::unlink((folder_ / kLock).c_str());  // while it is locked, so it is ours
+  // Removed while it is locked, so it is ours; kept where the list lacks what it says.
+  if (growth_.empty()) ::unlink((folder_ / kLock).c_str());
   ::close(std::exchange(lock_, -1));
 }
 
@@ -132,23 +181,40 @@ void OutFolder::read_list() {
   const fs::path path = folder_ / kList;
   if (const auto odd = oddity(path)) refuse_file(path, *odd);
   std::error_code error;
-  if (!fs::exists(path, error)) return;
+  if (!fs::exists(path, error)) {
+    growth_.clear();  // of nothing that is listed
+    return;
+  }
   const json list = parse_document(read_file(path, "Tandem's list of the files that it wrote",
                                              "Pass another folder with --out."));
   if (!list.is_object() || list.value("format", json()) != kFormat || !list.contains("files") ||
-      !list["files"].is_array())
+      !list["files"].is_object())
     refuse_file(path, "not the list of tandem train");
-  for (const json& name : list["files"]) {
-    if (!name.is_string()) refuse_file(path, "not the list of tandem train");
-    files_.insert(fs::path(name.get<std::string>()).filename().string());  // of this folder only
+  for (const auto& [name, listed] : list["files"].items()) {
+    const auto contents = contents_of(listed);
+    if (!contents) refuse_file(path, "not the list of tandem train");
+    files_[fs::path(name).filename().string()].contents = *contents;  // of this folder only
   }
+  if (growth_.empty()) return;
+  const json growth = parse_document(growth_);
+  for (const auto& [name, grown] : growth.items()) {
+    const auto contents = contents_of(grown);
+    const auto file = files_.find(name);
+    if (file == files_.end() || !contents) continue;
+    std::vector<FileDigest>& known = file->second.contents;
+    known.insert(known.end(), contents->begin(), contents->end());
+  }
+  list_is_old_ = true;
 }
 
 void OutFolder::write_list() {
+  json files = json::object();
+  for (const auto& [name, entry] : files_) files[name] = json_of(entry.contents);
   AtomicFile file(folder_ / kList);
-  file.write(json{{"format", kFormat}, {"files", files_}}.dump(1) + "\n");
+  file.write(json{{"format", kFormat}, {"files", files}}.dump(1) + "\n");
   file.commit();
   list_is_old_ = false;
+  growth_.clear();
 }
 
 void OutFolder::remove_temporaries() const {
@@ -160,32 +226,104 @@ void OutFolder::remove_temporaries() const {
   }
 }
 
-void OutFolder::require_free(const std::vector<std::string>& names) const {
+std::optional<OutFolder::Stamp> OutFolder::stamp_of(const fs::path& path) {
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0) return std::nullopt;
+  return Stamp{status.st_dev, status.st_ino, status.st_size, status.st_mtim.tv_sec,
+               status.st_mtim.tv_nsec};
+}
+
+/// Whether the file `name`, which exists, holds what Tandem wrote.
+bool OutFolder::is_ours(const std::string& name) {
+  const auto file = files_.find(name);
+  const std::optional<Stamp> stamp = stamp_of(folder_ / name);
+  if (file == files_.end() || !stamp) return false;
+  Entry& entry = file->second;
+  if (entry.checked == stamp) return true;
+  const auto has_its_size = [&](const FileDigest& d) { return d.bytes == stamp->bytes; };
+  if (std::none_of(entry.contents.begin(), entry.contents.end(), has_its_size)) return false;
+  const std::optional<FileDigest> found = digest_of_file(folder_ / name);
+  const auto same = std::find(entry.contents.begin(), entry.contents.end(), found);
+  if (same == entry.contents.end()) return false;
+  entry = {{FileDigest(*same)}, stamp};
+  return true;
+}
+
+/// The file `name` now holds `content`, and nothing else is to be expected there.
+void OutFolder::settle(const std::string& name, const FileDigest& content) {
+  files_[name] = {{content}, stamp_of(folder_ / name)};
+  list_is_old_ = true;
+}
+
+void OutFolder::require_free(const std::vector<std::string>& names) {
   for (const std::string& name : names) {
     const fs::path path = folder_ / name;
     std::error_code error;
     if (const auto odd = oddity(path)) refuse_file(path, *odd);
-    if (!files_.contains(name) && fs::exists(path, error))
-      refuse_file(path, "tandem train did not write it");
+    if (!fs::exists(path, error) || is_ours(name)) continue;
+    const auto file = files_.find(name);
+    const bool written = file != files_.end() && !file->second.contents.empty();
+    refuse_file(path, written ? "changed since Tandem wrote it" : "tandem train did not write it");
   }
 }
 
-fs::path OutFolder::claim(const std::string& name) {
+AtomicFile OutFolder::begin(const std::string& name) {
   require_free({name});
-  if (files_.insert(name).second) write_list();
-  return folder_ / name;
+  if (files_.try_emplace(name).second) write_list();
+  return AtomicFile(folder_ / name);
+}
+
+void OutFolder::commit(AtomicFile& file) {
+  const std::string name = file.path().filename().string();
+  file.flush();  // the list may not know a content before the disk has it
+  files_[name].contents.push_back(file.digest());
+  write_list();
+  require_free({name});  // what came while it was written
+  file.commit();
+  settle(name, file.digest());
+}
+
+void OutFolder::append(const std::string& name, std::string_view text) {
+  require_free({name});
+  if (files_.try_emplace(name).second) write_list();
+  const fs::path path = folder_ / name;
+  const bool is_new = !stamp_of(path);
+  const FileDigest before = is_new ? FileDigest() : files_[name].contents.back();
+  FileDigest after = before;
+  after.add(text);
+  growth_ = json{{name, json_of({before, after})}}.dump();
+  list_is_old_ = true;
+  write_lock();
+  const int file = ::open(
+      path.c_str(), O_WRONLY | O_APPEND | O_NOFOLLOW | O_CLOEXEC | (is_new ? O_CREAT : 0), 0644);
+  const bool written = file >= 0 && write_all(file, text);
+  const int reason = errno;
+  if (file >= 0 && !written) (void)!::ftruncate(file, before.bytes);  // the part that fitted
+  if (file >= 0) ::close(file);
+  if (!written) {
+    throw UserError("expected a file that can be written, got " + path.string() + " (" +
+                    std::strerror(reason) + "). Free some space or choose another folder.");
+  }
+  settle(name, after);
+}
+
+void OutFolder::recognize(const std::string& name) {
+  const auto file = files_.find(name);
+  const std::optional<FileDigest> found = digest_of_file(folder_ / name);
+  if (file != files_.end() && found) file->second.contents.push_back(*found);
 }
 
 void OutFolder::remove_others(std::string_view prefix, const std::string& current) {
   for (auto file = files_.begin(); file != files_.end();) {
-    const bool old = file->starts_with(prefix) && *file != current;
+    const std::string& name = file->first;
+    const bool old = name.starts_with(prefix) && name != current;
     std::error_code error;
-    if (!old || oddity(folder_ / *file)) {
+    if (!old || oddity(folder_ / name)) {
       ++file;
       continue;
     }
-    fs::remove(folder_ / *file, error);
-    file = files_.erase(file);
+    if (is_ours(name)) fs::remove(folder_ / name, error);
+    file = files_.erase(file);  // also what is another's now
     list_is_old_ = true;
   }
 }

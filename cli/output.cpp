@@ -1,7 +1,6 @@
 #include "output.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,6 +9,7 @@
 #include <string>
 
 #include "errors.h"
+#include "files.h"
 
 namespace tandem::cli {
 
@@ -22,20 +22,10 @@ void guard_standard_streams() {
 }
 
 void print(std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(STDOUT_FILENO, text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0 && errno == EAGAIN) {  // the reader made the pipe non-blocking
-      pollfd ready{STDOUT_FILENO, POLLOUT, 0};
-      ::poll(&ready, 1, -1);
-      continue;
-    }
-    if (written < 0) {
-      throw UserError("expected a standard output that can be written, got an error (" +
-                      std::string(std::strerror(errno)) +
-                      "). Free some space, or send the output elsewhere.");
-    }
-    text.remove_prefix(static_cast<size_t>(written));
+  if (!write_all(STDOUT_FILENO, text)) {
+    throw UserError("expected a standard output that can be written, got an error (" +
+                    std::string(std::strerror(errno)) +
+                    "). Free some space, or send the output elsewhere.");
   }
 }
 

@@ -130,7 +130,7 @@ class Reader {
 
 }  // namespace
 
-FileDigest write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors) {
+void write_safetensors(AtomicFile& file, const NamedTensors& tensors) {
   json header = json::object();
   std::vector<at::Tensor> contiguous;
   size_t offset = 0;
@@ -150,34 +150,22 @@ FileDigest write_safetensors(const std::filesystem::path& path, const NamedTenso
               ' ');  // data starts aligned
   const uint64_t length = text.size();
 
-  AtomicFile file(path);
-  Checksum checksum;
-  FileDigest digest;
-  const auto write = [&](std::string_view bytes) {
-    file.write(bytes);
-    checksum.add(bytes);
-    digest.bytes += static_cast<int64_t>(bytes.size());
-  };
-  write({reinterpret_cast<const char*>(&length), sizeof length});
-  write(text);
-  for (const at::Tensor& tensor : contiguous) write(bytes_of(tensor));
-  file.commit();
-  digest.checksum = checksum.hex();
-  return digest;
+  file.write({reinterpret_cast<const char*>(&length), sizeof length});
+  file.write(text);
+  for (const at::Tensor& tensor : contiguous) file.write(bytes_of(tensor));
 }
 
 NamedTensors read_safetensors(const std::filesystem::path& path, const FileDigest* expected) {
   std::string content =
       read_file(path, "a safetensors file", "Restore it, or start again without --resume.");
   if (expected) {
-    Checksum checksum;
-    checksum.add(content);
-    const FileDigest found{static_cast<int64_t>(content.size()), checksum.hex()};
+    FileDigest found;
+    found.add(content);
     if (found != *expected) {
       throw UserError(
           "expected " + path.string() + " with " + std::to_string(expected->bytes) +
-          " bytes and checksum " + expected->checksum + ", got " + std::to_string(found.bytes) +
-          " bytes and " + found.checksum +
+          " bytes and checksum " + expected->checksum.hex() + ", got " +
+          std::to_string(found.bytes) + " bytes and " + found.checksum.hex() +
           ". The file is damaged: restore it from a copy, or start again without --resume.");
     }
   }

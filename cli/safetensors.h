@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "files.h"
+
 namespace tandem::cli {
 
 struct NamedTensor {
@@ -14,20 +16,12 @@ struct NamedTensor {
 };
 using NamedTensors = std::vector<NamedTensor>;
 
-/// What tells a file from a damaged copy of it.
-struct FileDigest {
-  int64_t bytes = 0;
-  std::string checksum;
-  bool operator==(const FileDigest&) const = default;
-};
-
-/// Writes tensors in the safetensors format, atomically: 8 bytes of header length, a JSON header,
-/// the raw data.
+/// Writes tensors in the safetensors format: 8 bytes of header length, a JSON header, the raw data.
 ///
 /// Dtypes:  float32, bfloat16, float16, float64, int64, uint8.
 /// Throws:  UserError when the disk refuses.
 /// Source:  https://huggingface.co/docs/safetensors, "Format".
-FileDigest write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors);
+void write_safetensors(AtomicFile& file, const NamedTensors& tensors);
 
 /// Reads them back and checks every number of the header before it is used. With `expected`, the
 /// file must be that one.

@@ -49,6 +49,7 @@ int train(const Arguments& arguments) {
   if (arguments.resume) {
     out.emplace(options.out, OutFolder::Missing::refuse);
     state = load_checkpoint_state(out->path());
+    out->recognize(kCheckpointName);  // its own checksum says who wrote it
     if (!state.contains("configuration")) state["configuration"] = nlohmann::json::object();
     options = with_configuration(options, state["configuration"], given_options(*arguments.app));
   }

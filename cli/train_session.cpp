@@ -8,7 +8,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <numeric>
 #include <utility>
 
@@ -159,18 +158,13 @@ void TrainSession::begin_metrics(OutFolder& out) const {
     }
     if (i < results_.size()) lines += final_row(results_[i]).dump() + "\n";
   }
-  AtomicFile file(out.claim(kMetricsName));
+  AtomicFile file = out.begin(kMetricsName);
   file.write(lines);
-  file.commit();
+  out.commit(file);
 }
 
 void TrainSession::append(OutFolder& out, const json& row) const {
-  const fs::path path = out.claim(kMetricsName);
-  std::ofstream stream(path, std::ios::app);
-  stream << row.dump() + "\n" << std::flush;
-  if (!stream)
-    throw UserError("expected space for " + path.string() +
-                    ", got a failed write. Free some space.");
+  out.append(kMetricsName, row.dump() + "\n");
 }
 
 void TrainSession::log_step(OutFolder& out, const std::string& run, int64_t step,
@@ -205,7 +199,9 @@ void TrainSession::finish_one(OutFolder& out, const std::string& run, Training& 
   result.validation_bits_per_byte = training.validation_bits_per_byte();
   results_.push_back(result);
   append(out, final_row(result));
-  write_safetensors(out.claim(model_name(run)), training.parameters());
+  AtomicFile model = out.begin(model_name(run));
+  write_safetensors(model, training.parameters());
+  out.commit(model);
   if (run_index_ + 1 == runs_.size()) sample_ = printable(training.sample(kSampleBytes));
 }
 
@@ -259,9 +255,9 @@ bool TrainSession::run(OutFolder& out) {
     losses_.clear();
     step_seconds_.clear();
   }
-  AtomicFile report(out.claim(kReportName));
+  AtomicFile report = out.begin(kReportName);
   report.write(report_html({title(), results_, &log_, plan_svg_, sample_}));
-  report.commit();
+  out.commit(report);
   return true;
 }
 

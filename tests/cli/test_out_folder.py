@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 
 import pytest
-from program import assert_refused, contents, rows, start_long, tandem, train, wait_for
+from program import TANDEM, TINY, assert_refused, contents, fnv1a64, rows, start_long, tandem, train, wait_for
 
 NAMES = ["metrics.jsonl", "report.html", "checkpoint.json", "model-plain.safetensors"]
 
@@ -49,6 +51,131 @@ def test_other_files_are_kept(tmp_path):
     assert set(json.loads((out / "tandem-files.json").read_text())["files"]) == ours - {"tandem-files.json"}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_files_changed_since_tandem_wrote_them_are_kept(tmp_path, name):
+    """The name of a file proves nothing: what the user put in its place is the user's, also of the same size."""
+    out = tmp_path / "out"
+    train(out, "--runs", "plain", "--checkpoint-every", 6)
+    place = out / name
+    flipped = bytearray(place.read_bytes())
+    flipped[-2] ^= 1
+    for mine in (b"MY OWN NOTES\n", b"", bytes(flipped)):
+        place.unlink()
+        place.write_bytes(mine)
+        before = contents(out)
+        told = "without files of others", f"{name} (changed since Tandem wrote it)", "Move it away"
+        assert_refused(train(out, "--runs", "plain", check=False), *told)
+        if name != "checkpoint.json":
+            assert_refused(tandem("train", "--resume", "--out", out, check=False), *told)
+        assert contents(out) == before
+    place.rename(tmp_path / "mine")
+    train(out, "--runs", "plain")
+    assert (tmp_path / "mine").read_bytes() == bytes(flipped)
+
+
+def test_old_checkpoint_that_changed_is_not_removed(tmp_path):
+    out = tmp_path / "out"
+    train(out, "--runs", "plain", "--checkpoint-every", 12)
+    mine = out / "checkpoint-plain-12.safetensors"
+    size = mine.stat().st_size
+    mine.write_bytes(b"m" * size)
+    train(out, "--runs", "plain", "--checkpoint-every", 6)
+    assert mine.read_bytes() == b"m" * size
+    train(out, "--runs", "plain", "--checkpoint-every", 6)
+    assert mine.read_bytes() == b"m" * size
+    assert len(list(out.glob("checkpoint-*.safetensors"))) == 2
+
+
+def test_copied_and_touched_files_are_tandems(tmp_path):
+    """What counts is the content: times, inodes and the folder may be others."""
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    train(out, "--runs", "plain", "--checkpoint-every", 5)
+    shutil.copytree(out, copy, copy_function=shutil.copyfile)
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    tandem("train", "--resume", "--out", copy)
+    train(copy, "--runs", "plain", "--checkpoint-every", 5)
+    assert sorted(contents(copy)) == sorted(contents(out))
+
+
+def test_checkpoint_restored_from_a_copy_goes_on(tmp_path):
+    """A checkpoint carries its own checksum, which says that Tandem wrote it, though the list names a later one."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    train(out, "--runs", "plain", "--checkpoint-every", 12)
+    shutil.copytree(out, saved)
+    train(out, "--runs", "plain", "--checkpoint-every", 12, "--seed", 5)
+    for name in ("checkpoint.json", "checkpoint-plain-12.safetensors"):
+        shutil.copy(saved / name, out / name)
+    tandem("train", "--resume", "--out", out)
+    assert (out / "model-plain.safetensors").read_bytes() == (saved / "model-plain.safetensors").read_bytes()
+
+
+KILLER = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static void passed(const char* what) {  /* SIGKILL after as many calls as KILL_AFTER says */
+  static int left = -1;
+  if (left < 0) left = atoi(getenv("KILL_AFTER"));
+  (void)what;
+  if (--left == 0) kill(getpid(), SIGKILL);
+}
+#define CALL(name, result, parameters, ...)                          \
+  result name parameters {                                           \
+    result (*real) parameters = dlsym(RTLD_NEXT, #name);             \
+    result returned = real(__VA_ARGS__);                             \
+    passed(#name);                                                   \
+    return returned;                                                 \
+  }
+CALL(rename, int, (const char* from, const char* to), from, to)
+CALL(remove, int, (const char* path), path)
+CALL(unlink, int, (const char* path), path)
+CALL(pwrite, ssize_t, (int file, const void* bytes, size_t size, off_t at), file, bytes, size, at)
+CALL(ftruncate, int, (int file, off_t size), file, size)
+"""
+
+
+def test_killed_anywhere_its_own_files_are_not_refused(tmp_path):
+    """SIGKILL after each call that changes the folder; the next start, in the folder as it was left, refuses nothing."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    source, library, out = tmp_path / "killer.c", tmp_path / "killer.so", tmp_path / "out"
+    source.write_text(KILLER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    command = [TANDEM, "train", *TINY, "--steps", "4", "--log-every", "2", "--checkpoint-every", "2", "--runs", "plain", "--out", out]
+    for calls in range(1, 200):
+        environment = os.environ | {"LD_PRELOAD": str(library), "KILL_AFTER": str(calls)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, (calls, done.stderr)
+    assert calls > 15 and done.returncode == 0
+    names = {"metrics.jsonl", "report.html", "checkpoint.json", "model-plain.safetensors", "tandem-files.json"}
+    assert names < set(os.listdir(out)) and len(os.listdir(out)) == len(names) + 1, "something half written is left"
+
+
+def test_metrics_of_a_killed_training(tmp_path):
+    """They grow between two writings of the list: as they were left they are Tandem's, changed they are not."""
+    out = tmp_path / "out"
+    for change in (False, True):
+        process = start_long(out, "--runs", "plain", "--steps", "100000")
+        wait_for(lambda: (out / "metrics.jsonl").exists() and len(rows(out)) > 3, process)
+        process.kill()
+        process.communicate(timeout=60)
+        if not change:
+            train(out, "--runs", "plain")
+    changed = (out / "metrics.jsonl").read_text() + "MY OWN NOTES\n"
+    (out / "metrics.jsonl").write_text(changed)
+    for _ in range(2):
+        assert_refused(train(out, "--runs", "plain", check=False), "metrics.jsonl (changed since Tandem wrote it)")
+        assert (out / "metrics.jsonl").read_text() == changed
+    (out / "metrics.jsonl").write_text(changed.removesuffix("MY OWN NOTES\n"))
+    train(out, "--runs", "plain")
+
+
 def test_file_that_appears_during_training_is_kept(tmp_path):
     out = tmp_path / "out"
     process = start_long(out, "--runs", "plain")
@@ -60,9 +187,11 @@ def test_file_that_appears_during_training_is_kept(tmp_path):
 
 
 def test_list_that_is_none(tmp_path):
-    out = tmp_path / "out"
+    out, good = tmp_path / "out", {"bytes": 4, "fnv1a64": fnv1a64(b"mine")}
     train(out, "--runs", "plain")
-    for damage in ("", "[]", '{"format": "another", "files": []}', '{"format": "tandem train files 1", "files": [1]}'):
+    wrong = [{"a": 1}, {"a": [1]}, {"a": [{}]}, {"a": [good | {"bytes": -1}]}, {"a": [good | {"bytes": 1e300}]}, {"a": [good | {"fnv1a64": "f"}]}, []]
+    wrong = [json.dumps({"format": "tandem train files 2", "files": files}) for files in wrong]
+    for damage in ("", "[]", '{"format": "another", "files": {}}', '{"format": "tandem train files 1", "files": []}', *wrong):
         (out / "tandem-files.json").write_text(damage)
         assert_refused(train(out, "--runs", "plain", check=False), "tandem-files.json (not the list of tandem train)")
 
@@ -72,10 +201,22 @@ def test_list_names_files_of_its_folder_only(tmp_path):
     train(out, "--runs", "plain")
     mine.write_text("mine")
     listed = json.loads((out / "tandem-files.json").read_text())
-    listed["files"].append("../checkpoint-1.safetensors")
+    listed["files"]["../checkpoint-1.safetensors"] = [{"bytes": 4, "fnv1a64": fnv1a64(b"mine")}]
     (out / "tandem-files.json").write_text(json.dumps(listed))
-    train(out, "--runs", "plain")
+    train(out, "--runs", "plain", "--checkpoint-every", 6)
     assert mine.read_text() == "mine"
+
+
+def test_lock_that_is_none(tmp_path):
+    out = tmp_path / "out"
+    train(out, "--runs", "plain")
+    for damage in ("12a\n", "12", "\n12\n", "12\nmine\n", "12\n[]\n", '12\n{"metrics.jsonl": 1}\n', "12\n{}\nmine\n"):
+        (out / "tandem.lock").write_text(damage)
+        assert_refused(train(out, "--runs", "plain", check=False), "tandem.lock (not a lock of tandem train)")
+        assert (out / "tandem.lock").read_text() == damage
+    for left in ("", "12\n", '12\n{"mine": []}\n'):
+        (out / "tandem.lock").write_text(left)
+        train(out, "--runs", "plain")
 
 
 def test_second_training_in_a_folder_is_refused(tmp_path):

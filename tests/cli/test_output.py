@@ -84,6 +84,24 @@ def test_explain_output(tmp_path):
         assert_refused(done, "a file that can be", f"{path} ({reason}", command="tandem explain")
 
 
+def test_explain_output_through_links_to_nothing(tmp_path):
+    """The file that the last of the links names is made, wherever the links lie."""
+    (tmp_path / "below").mkdir()
+    first, second, plan = tmp_path / "first", tmp_path / "below" / "second", tmp_path / "plan"
+    first.symlink_to("below/second")
+    second.symlink_to("../plan")
+    tandem("explain", *MLP, "--output", "first", cwd=tmp_path)
+    assert "rms_norm" in plan.read_text() and first.is_symlink() and second.is_symlink() and not plan.is_symlink()
+    plan.unlink()
+    second.unlink()
+    second.symlink_to(tmp_path / "none" / "plan")
+    assert_refused(tandem("explain", *MLP, "--output", first, check=False), "No such file", command="tandem explain")
+    second.unlink()
+    second.symlink_to("../first")
+    assert_refused(tandem("explain", *MLP, "--output", first, check=False), "symbolic links", command="tandem explain")
+    assert sorted(os.listdir(tmp_path)) == ["below", "first"] and os.listdir(tmp_path / "below") == ["second"]
+
+
 def test_text_that_does_not_fit_in_memory(tmp_path):
     text, limit = tmp_path / "text.txt", 16 << 30
     with open(text, "wb") as file:
