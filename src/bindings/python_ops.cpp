@@ -67,9 +67,9 @@ at::Tensor to_tensor(const py::handle& object, const std::string& key, const cha
 }
 
 /// A result without a history of its own, which user code may have recorded, or which a parameter has that nobody declared: the history of
-/// results is the pipeline's. An argument is what it was.
+/// results is the pipeline's, but in composite form, which is differentiated as it is. An argument is what it was.
 at::Tensor without_history(const Call& call, at::Tensor tensor) {
-  if (!tensor.defined() || !tensor.requires_grad()) return tensor;
+  if (!tensor.defined() || !tensor.requires_grad() || call.path() == Path::composite) return tensor;
   const size_t reads = call.step().reads.size();
   for (size_t i = 0; i < reads; ++i)
     if (call.has(i) && call.format(i) != Format::opaque && call.in(i).is_same(tensor))

@@ -321,7 +321,7 @@ def unfused(built: Built, training: bool) -> Callable[..., list[torch.Tensor]]:
 
     def call(x: torch.Tensor, *extras: torch.Tensor) -> list[torch.Tensor]:
         built.module._prepare()
-        (run,) = built.module._runs
+        run = built.module._runs[0].now
         flags = tuple(op.training for op in run.training_ops)
         text = run.pipeline(flags, training, None).description(run.library_training(flags, training))
         description = json.dumps({**json.loads(text), "fuse": False})

@@ -79,6 +79,21 @@ const Ops kOps = {"basic_linear", "gelu", R"(constant_scale {"options": {"factor
                   "basic_linear"};
 Tensors params() { return {leaf({6, 4}, at::kFloat, 2), leaf({2, 6}, at::kFloat, 3)}; }
 
+TEST(UserFusion, WhichAsksForATypeThatIsNotThere) {
+  Fusion fusion = forward_fusion();
+  fusion.refuse = [](const Match& match) -> Refusal {
+    match.type({0, "nothing"});
+    return {};
+  };
+  const FusionHandle handle = register_fusion(fusion);
+  EXPECT_THAT(
+      [] {
+        Planned(kOps, {leaf({3, 4})}, params());
+      },
+      ThrowsText<c10::ValueError>("fusion: expected an operand of gelu that is there, got ",
+                                  "\"nothing\". Ask with has() first."));
+}
+
 TEST(UserFusion, Forward) {
   const FusionHandle handle = register_fusion(forward_fusion());
   const Planned planned(kOps, {leaf({3, 4})}, params());

@@ -125,7 +125,8 @@ class AddExtraInput(BasicOperation):
         """Makes a sum with an extra input.
 
         Args:
-            in_place: whether the sum may be written into the extra input.
+            in_place: whether the sum may be written into the extra input. An extra input that is a leaf which requires grad stays one:
+                its gradient is that of the value that it had, so it must not be read again before backward.
         """
         super().__init__()
         self.in_place = in_place
