@@ -238,7 +238,8 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
         stacked = [torch.stack([g, -2 * g, 0 * g]) for g in grads]
         found = torch.autograd.grad(outputs, asked, stacked, is_grads_batched=True, allow_unused=True)
         for f in found:
-            if f is not None and not _are_multiples(f):
+            dtypes = {leaf.dtype for leaf in built.leaves} | ({torch.float16} if mode.get("ac") == "f16" else set())
+            if f is not None and not _are_multiples(f, dtypes):
                 outcome.notes.append("rows of a batched gradient do not agree")
         found = tuple(None if f is None else f[0] for f in found)
     elif kind == "acc":
@@ -260,12 +261,12 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
         outcome.grads[index] = gradient
 
 
-def _are_multiples(rows: torch.Tensor) -> bool:
-    """Whether the second row is -2 times the first, but for roundings, those to the least numbers of the dtype among them."""
+def _are_multiples(rows: torch.Tensor, dtypes: set[torch.dtype]) -> bool:
+    """Whether the second row is -2 times the first, but for roundings, those to the least numbers of any dtype on the way among them."""
     if rows.numel() == 0:
         return True
-    kind = torch.finfo(rows.dtype)
-    return torch.allclose(rows[1], -2 * rows[0], rtol=2.0**-5, atol=1e-4 * rows.double().abs().max().item() + 8 * kind.smallest_normal * kind.eps)
+    least = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes | {rows.dtype} if dtype.is_floating_point)
+    return torch.allclose(rows[1], -2 * rows[0], rtol=2.0**-5, atol=1e-4 * rows.double().abs().max().item() + 8 * least)
 
 
 def _in_thread(function: Callable[[], Any]) -> Any:
