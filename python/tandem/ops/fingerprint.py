@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "tandem", "numpy", "typing_extensions"}
+_LIBRARIES |= {"pytest", "_pytest"}  # which writes calls of its own into functions that assert
 _SIMPLE = (type(None), bool, int, str)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented))
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType) + (

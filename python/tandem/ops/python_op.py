@@ -63,7 +63,7 @@ def live_op(key: str) -> tuple[BasicOperation | None, _Kwargs]:
     references, kwargs, code = _live.get(key, ([], {}, None))
     for reference in references:
         op = reference()
-        if op is not None and code in (None, fingerprint(op)):
+        if op is not None and (code is None or code == fingerprint(op)):
             return op, kwargs
     return None, kwargs
 
