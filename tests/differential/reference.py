@@ -251,7 +251,14 @@ class Reference:
 
     def _activation(self, kind: str, x: Valued) -> Valued:
         def gelu(v: torch.Tensor) -> torch.Tensor:
-            return F.gelu(v, approximate="tanh")
+            if not v.is_floating_point():
+                return F.gelu(v, approximate="tanh")  # raises
+            # As a product with a sigmoid: 1 + tanh(u), which torch computes, loses all digits where tanh(u) is near -1.
+            y = v * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3))
+            if self.generator is not None:
+                r = 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
+                y = y + UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32] * v.abs() * r
+            return y
 
         plain = {"gelu": gelu, "silu": F.silu, "relu": F.relu}
         if kind in plain:
