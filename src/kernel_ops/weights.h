@@ -17,9 +17,9 @@ inline constexpr int64_t kStampSize = 8;
 /// Writes codes, dequant_scale and amax of `weight` into the workspace unless its stamp says that they are there already: the same
 /// storage, address, layout and dtype, the same version of the same counter, optimizer epoch and recipe, and in forward the same
 /// autocast region. On the CPU the bytes of the weight must be the same too (kernels/digest.h): FSDP, collectives, fused optimizers and
-/// `.data` write without moving a version. Outside any region forward always writes. `backward` accepts the codes of any region: they belong to the weight
-/// that forward used. Storages and counters have numbers of their own, which no later one gets: an address comes back once its object is
-/// freed.
+/// `.data` write without moving a version. Outside any region forward always writes. `backward` accepts the codes of any region: they
+/// belong to the weight that forward used. Storages and counters have numbers of their own, which no later one gets: an address comes
+/// back once its object is freed.
 ///
 /// Shapes: codes uint8 like weight, dequant_scale and amax [] float32, stamp [kStampSize] int64 on the CPU, zeros at first.
 /// Throws: as check_workspace.

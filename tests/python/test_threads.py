@@ -96,44 +96,42 @@ def test_two_first_calls_in_the_middle_of_each_other(make):
     assert len(results) == 3
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_option_that_another_thread_changes(alone):
-    scale, x = ops.ConstantScale(2.0), torch.ones(4)
-    box = scale if alone else ops.Sequential(ops.Identity(), scale)
-    done = threading.Event()
+def change_while_others_call(box, values, change, steps):
+    """`change(step)` tells what a call that begins after it gives; calls on two other threads give one of `values`."""
+    x, done = torch.ones(4), threading.Event()
 
     def read():
         while not done.is_set():
-            assert float(box(x)[0]) in (2.0, 3.0)
+            assert float(box(x)[0]) in values
 
     def write():
         try:
-            for step in range(1500):
-                scale.scale = 2.0 + step % 2
-                assert float(box(x)[0]) == scale.scale, "a call that begins after a change sees it"
+            for step in range(steps):
+                expected = change(step)
+                assert float(box(x)[0]) == expected, "a call that begins after a change sees it"
         finally:
             done.set()
 
     tasks = iter([write, read, read])
     at_once(lambda: next(tasks)(), threads=3)
-    assert float(box(x)[0]) == scale.scale
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_option_that_another_thread_changes(alone):
+    scale = ops.ConstantScale(2.0)
+
+    def change(step):
+        scale.scale = 2.0 + step % 2
+        return scale.scale
+
+    change_while_others_call(scale if alone else ops.Sequential(ops.Identity(), scale), (2.0, 3.0), change, 1500)
 
 
 def test_a_list_that_another_thread_changes():
-    box, x = ops.Sequential(ops.ConstantScale(2.0), ops.Identity()), torch.ones(4)
-    done = threading.Event()
+    box = ops.Sequential(ops.ConstantScale(2.0), ops.Identity())
 
-    def read():
-        while not done.is_set():
-            assert float(box(x)[0]) in (2.0, 6.0)
+    def change(step):
+        box[1] = ops.Identity() if step % 2 else ops.ConstantScale(3.0)
+        return 2.0 if step % 2 else 6.0
 
-    def write():
-        try:
-            for step in range(300):
-                box[1] = ops.Identity() if step % 2 else ops.ConstantScale(3.0)
-                assert float(box(x)[0]) == (2.0 if step % 2 else 6.0)
-        finally:
-            done.set()
-
-    tasks = iter([write, read, read])
-    at_once(lambda: next(tasks)(), threads=3)
+    change_while_others_call(box, (2.0, 6.0), change, 300)
