@@ -166,9 +166,6 @@ class Versions {
   }
 
  private:
-  static int64_t version_of(const at::Tensor& tensor) {
-    return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-  }
   bool watches_;
   const Arguments& arguments_;
   c10::SmallVector<int64_t, 16> versions_;
@@ -258,8 +255,6 @@ const PipelineBackward* node_of(const Outputs& outputs) {
 }
 
 }  // namespace
-
-int64_t saved_bytes(const Outputs& outputs) { return note_kept_bytes(outputs, {}); }
 
 int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry) {
   const PipelineBackward* node = node_of(outputs);

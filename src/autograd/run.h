@@ -39,10 +39,9 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
 /// Whether this thread is inside a backward pass and records gradients: a checkpoint recomputes a forward.
 bool is_recompute();
 
-/// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node.
-int64_t saved_bytes(const Outputs& outputs);
-/// As `saved_bytes`, and writes them by entry of Plan::kept where they differ from what `by_entry` holds; an entry that shares its
-/// tensor with an earlier one repeats its bytes.
+/// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node. Writes them by entry of
+/// Plan::kept where they differ from what `by_entry` holds, if it is not empty; an entry that shares its tensor with an earlier one
+/// repeats its bytes.
 int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry);
 /// What the node of these outputs keeps, by entry of Plan::kept; empty without a node.
 std::vector<at::Tensor> kept_tensors(const Outputs& outputs);

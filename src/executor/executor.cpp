@@ -22,10 +22,6 @@ void run(Frame& frame, const Step& step) {
   step.run(call);
 }
 
-int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
 /// What backward will read and is there before a step of user code: the step may not write it.
 class KeptVersions {
  public:
@@ -57,6 +53,10 @@ class KeptVersions {
 };
 
 }  // namespace
+
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
 
 void run_step(Frame& frame, const Step& step) {
   if (frame.path() == Path::composite) {

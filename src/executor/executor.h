@@ -14,6 +14,9 @@ struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
+/// Counts the in-place writes of a tensor, as far as it counts them: 0 for an inference tensor.
+int64_t version_of(const at::Tensor& tensor);
+
 /// Runs one step, after which its demanded values are there and its dead ones are not. Throws c10::Error where a value was not written.
 void run_step(Frame& frame, const Step& step);
 

@@ -1,15 +1,14 @@
 #include "pipeline/verify.h"
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/randn_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
 #include <random>
 #include <set>
 #include <sstream>
 
+#include "executor/executor.h"
 #include "pipeline/compare.h"
 #include "pipeline/replay.h"
 #include "planner/planner.h"
@@ -124,7 +123,7 @@ class Verification {
 
   /// Steps have their dtypes from the plan, as in a call.
   Replay replay(const Steps& steps, Replay from) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const NoAutocast no_autocast;
     generators_.restore();
     from.run(steps, generators_.own());
     return from;
@@ -174,7 +173,7 @@ class Verification {
     const BackwardPlan *backward = nullptr, *unfused_backward = nullptr;
     WrongStep wrong;
     {
-      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      const NoAutocast no_autocast;
       generators_.restore();
       wrong = steps.check(plan.forward, unfused_.plan->forward, forward, generators_.own());
       if (wrong.fusion.empty() && plan.needs_backward) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 
+#include "kernel_ops/checks.h"
 #include "kernel_ops/kernel_op.h"
 #include "ops/options.h"
 #include "planner/glue.h"
@@ -13,8 +14,6 @@
 namespace tandem {
 
 namespace {
-
-auto name_of_dtype(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 class Lowering {
  public:
@@ -88,8 +87,8 @@ class Lowering {
     const auto known = casts_.find({value, dtype});
     if (known != casts_.end()) return known->second;
     TORCH_CHECK_TYPE(c10::canCast(dtype_of(value), dtype), op.label, ": expected ", name_of(value),
-                     " that converts to ", name_of_dtype(dtype), ", in which the op computes, got ",
-                     name_of_dtype(dtype_of(value)),
+                     " that converts to ", dtype_name(dtype), ", in which the op computes, got ",
+                     dtype_name(dtype_of(value)),
                      ". Convert it before the call, or convert the module.");
     check_differentiable(needs_grad(value), dtype, op);
     const Flow result =
@@ -105,7 +104,7 @@ class Lowering {
   static void check_differentiable(bool any_grad, at::ScalarType dtype, const OpNode& op) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !any_grad || c10::isFloatingType(dtype), op.label,
-        ": expected floating-point operands where gradients are needed, got ", name_of_dtype(dtype),
+        ": expected floating-point operands where gradients are needed, got ", dtype_name(dtype),
         ". Convert them, call under torch.no_grad(), or use torch.nn modules.");
   }
 
@@ -279,7 +278,7 @@ class Lowering {
     if (!description_.recipe || role == op.def->roles.end() || !exists(plain)) return plain;
     TORCH_CHECK_NOT_IMPLEMENTED(kernel_ops::kArithmetic.has(dtype_of(plain)), op.label,
                                 ": expected float32, bfloat16 or float16 under a recipe, got ",
-                                name_of_dtype(dtype_of(plain)),
+                                dtype_name(dtype_of(plain)),
                                 ". Leave the autocast region or convert the module.");
     if (role->role ==
         Role::

@@ -108,7 +108,7 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
       key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/path != Path::direct));
   const Outputs outputs = run_pipeline(plan, arguments, path);
   RunResult result;
-  result.saved_bytes = saved_bytes(outputs);
+  result.saved_bytes = note_kept_bytes(outputs, {});
   Tensors differentiable, grads, asked;
   uint64_t seed = 50;
   for (const at::Tensor& output : outputs) {
