@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
 from tandem.ops import fusions, python_op
@@ -103,6 +104,33 @@ def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named
             tensors[name] = own_tensor
 
 
+def _check_parameters(op: BasicOperation) -> None:
+    """A backward that is written in Python knows the parameters that its class made, and not what others have put in their place."""
+    if not op.is_python_op or views_stand_in(op):
+        return
+    computed = [*op.parametrizations] if is_parametrized(op) else []
+    computed += [name for name, value in vars(op).items() if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+    if computed:
+        raise RuntimeError(
+            f"{op._get_name()}: expected parameters of its own where gradients are needed, got {computed[0]}, which is computed from others (a "
+            "parametrization, pruning, a norm): op_backward would give them its gradient as theirs. Compute it in the op's forward and "
+            "op_backward, or make it permanent."
+        )
+
+
+@contextlib.contextmanager
+def _telling_of_constants(op: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{op._get_name()}: expected parameters and buffers in compiled code, got a tensor that is a plain attribute or a global. Register "
+            "it with register_buffer."
+        ) from error
+
+
 def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
     return [tuple(context.to_save or ()) for context in contexts]
 
@@ -154,10 +182,15 @@ class Runtime:
             return self._forward_fused(fused, x, extras, params, save)
         op, kwargs = python_op.live_op(key)
         if op is None:
-            raise RuntimeError(f"{key}: expected an op that is alive and as it was when it was described, got none. Keep the module that holds it.")
+            raise RuntimeError(
+                f"{key.partition('#')[0]}: expected an op that is alive and as it was when it was described, got none. Keep the module that "
+                "holds it."
+            )
+        if save:
+            _check_parameters(op)
         context = OperationContext(requires_grad=save)
         named = _names_of((op,), params)
-        with _standing_in((op,), params, named), python_op.own_code((op,)):
+        with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(kwargs)])
         saved = _saved_of([context]) if save else [()]
         fields = _fields([op], params, [context], saved, named, _ghost(op), y) if save else None
@@ -165,9 +198,11 @@ class Runtime:
 
     def _forward_fused(self, fused: fusions.Fused, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
         op, basics = fused.get()
+        for basic in basics if save else ():
+            _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        with _standing_in(basics, params, named), python_op.own_code(basics):
+        with _telling_of_constants(op), _standing_in(basics, params, named), python_op.own_code(basics):
             y, extra_outputs = _run_forward(op, contexts, x, extras, [{} for _ in basics])
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
@@ -203,7 +238,7 @@ class Runtime:
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         named = fields.names if fields is not None else _names_of(basics, params)
-        with _standing_in(basics, params, named), python_op.own_code(basics):
+        with _standing_in(basics, params, named), python_op.own_code(basics if fused is not None or python_op.is_shared(key) else ()):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
         return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
 

@@ -241,9 +241,9 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   return outputs;
 }
 
-bool is_recompute() {
-  return c10::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() != -1;
-}
+bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool is_recompute() { return c10::GradMode::is_enabled() && is_in_backward(); }
 
 namespace {
 

@@ -36,7 +36,9 @@ using Outputs = c10::SmallVector<at::Tensor, 4>;
 Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& arguments,
                      Path path);
 
-/// Whether this thread is inside a backward pass and records gradients: a checkpoint recomputes a forward.
+/// Whether this thread is inside a backward pass.
+bool is_in_backward();
+/// Whether it also records gradients: a checkpoint recomputes a forward.
 bool is_recompute();
 
 /// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node. Writes them by entry of

@@ -52,15 +52,18 @@ struct PythonOptions {
   };
   std::string key;
   std::vector<Counts> ops;
+
+  /// What messages call it: the key without the part that only caches understand.
+  std::string label() const { return key.substr(0, key.find('#')); }
 };
 
 py::object to_python(const at::Tensor& tensor) {
   return tensor.defined() ? py::cast(tensor) : py::none();
 }
 
-at::Tensor to_tensor(const py::handle& object, const std::string& key, const char* what) {
+at::Tensor to_tensor(const py::handle& object, const std::string& label, const char* what) {
   if (object.is_none()) return {};
-  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), key, ": expected ", what,
+  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), label, ": expected ", what,
                    " to be a tensor or None, got ", Py_TYPE(object.ptr())->tp_name,
                    ". Return tensors.");
   return THPVariable_Unpack(object.ptr());
@@ -84,27 +87,27 @@ py::list list_of(Call& call, size_t& next, size_t count) {
   return list;
 }
 
-py::tuple checked(const py::handle& object, size_t count, const std::string& key,
+py::tuple checked(const py::handle& object, size_t count, const std::string& label,
                   const char* what) {
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
   if (!items) throw py::error_already_set();
-  TORCH_CHECK_VALUE(items.size() == count, key, ": expected ", count, " ", what, ", got ",
+  TORCH_CHECK_VALUE(items.size() == count, label, ": expected ", count, " ", what, ", got ",
                     items.size(), ". Return one for each, None where there is none.");
   return items;
 }
 
 /// Hands results to the writes [next, next + n); values that a Python op returns are new unless they are its arguments.
-void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& key,
+void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& label,
                const char* what) {
   for (const auto& result : results) {
     const size_t write = next++;
     if (!call.wants(write)) continue;
-    at::Tensor tensor = to_tensor(result, key, what);
-    TORCH_CHECK_VALUE(tensor.defined(), key, ": expected ", what,
+    at::Tensor tensor = to_tensor(result, label, what);
+    TORCH_CHECK_VALUE(tensor.defined(), label, ": expected ", what,
                       ", which is required by an operation outside, got None. Return it.");
     const at::ScalarType planned = call.out_type(write).dtype;
     TORCH_CHECK_TYPE(
-        call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, key,
+        call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, label,
         ": expected ", what, " in ", planned, ", to which the op's tensors promote, got ",
         tensor.scalar_type(),
         ". Convert it in the op's forward: results of another dtype cannot be planned.");
@@ -116,6 +119,7 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
 void python_forward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
+  const std::string label = options.label();
   size_t next = 1;
   py::list extras, params;
   for (const auto& counts : options.ops) extras.append(list_of(call, next, counts.extra_inputs));
@@ -129,30 +133,27 @@ void python_forward(Call& call) {
     for (size_t w = outputs; w < call.step().writes.size(); ++w) save |= call.wants(w);
   const auto results =
       checked(runtime().attr("forward")(options.key, to_python(call.in(0)), extras, params, save),
-              4, options.key, "results");
+              4, label, "results");
   size_t write = 0;
-  write_all(call, write, py::make_tuple(results[0]), options.key, "the output");
+  write_all(call, write, py::make_tuple(results[0]), label, "the output");
   const auto extra_outputs =
-      checked(results[1], options.ops.size(), options.key, "groups of extra outputs");
+      checked(results[1], options.ops.size(), label, "groups of extra outputs");
   for (size_t op = 0; op < options.ops.size(); ++op)
-    write_all(
-        call, write,
-        checked(extra_outputs[op], options.ops[op].extra_outputs, options.key, "extra outputs"),
-        options.key, "an extra output");
+    write_all(call, write,
+              checked(extra_outputs[op], options.ops[op].extra_outputs, label, "extra outputs"),
+              label, "an extra output");
   if (!save) return;
   if (!is_opaque) {
-    const auto saved = checked(results[2], options.ops.size(), options.key, "contexts");
+    const auto saved = checked(results[2], options.ops.size(), label, "contexts");
     for (size_t op = 0; op < options.ops.size(); ++op)
-      write_all(
-          call, write,
-          checked(saved[op], options.ops[op].context, options.key, "saved tensors of a covered op"),
-          options.key, "a saved tensor");
+      write_all(call, write,
+                checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
+                label, "a saved tensor");
     return;
   }
   Opaque& opaque = call.frame().opaque(call.step().writes[last]);
   for (const auto& tensor : results[2])
-    opaque.tensors.push_back(
-        without_history(call, to_tensor(tensor, options.key, "a saved tensor")));
+    opaque.tensors.push_back(without_history(call, to_tensor(tensor, label, "a saved tensor")));
   opaque.fields = hold(py::reinterpret_borrow<py::object>(results[3]));
 }
 
@@ -161,6 +162,7 @@ void python_forward(Call& call) {
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
+  const std::string label = options.label();
   size_t next = 1;
   py::list grad_extras, params, contexts;
   for (const auto& counts : options.ops)
@@ -182,11 +184,11 @@ void python_backward(Call& call) {
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
   const auto results =
       checked(runtime().attr("backward")(options.key, saved, fields, grad_y, grad_extras, params),
-              3, options.key, "results");
+              3, label, "results");
   const auto zero_for_none = [&](size_t write, const py::handle& result) {
     if (!call.wants(write)) return;
-    at::Tensor gradient = to_tensor(result, options.key, "a gradient");
-    TORCH_CHECK_VALUE(gradient.defined(), options.key, ": expected a gradient for ",
+    at::Tensor gradient = to_tensor(result, label, "a gradient");
+    TORCH_CHECK_VALUE(gradient.defined(), label, ": expected a gradient for ",
                       call.out_type(write).name,
                       ", which requires grad, got None. Return it from op_backward.");
     // As autograd does with what a torch.autograd.Function returns.
@@ -196,14 +198,14 @@ void python_backward(Call& call) {
   zero_for_none(write++, results[0]);
   for (const int group : {1, 2}) {
     const auto per_op =
-        checked(results[static_cast<size_t>(group)], options.ops.size(), options.key,
+        checked(results[static_cast<size_t>(group)], options.ops.size(), label,
                 group == 1 ? "groups of parameter gradients" : "groups of extra input gradients");
     for (size_t op = 0; op < options.ops.size(); ++op)
       for (const auto& gradient :
            checked(per_op[op],
                    group == 1 ? options.ops[op].params - options.ops[op].buffers
                               : options.ops[op].extra_inputs,
-                   options.key, group == 1 ? "parameter gradients" : "extra input gradients"))
+                   label, group == 1 ? "parameter gradients" : "extra input gradients"))
         zero_for_none(write++, gradient);
   }
 }

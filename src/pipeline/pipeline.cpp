@@ -1,7 +1,9 @@
 #include "pipeline/pipeline.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -16,14 +18,12 @@
 namespace tandem {
 
 namespace {
-/// Stands for the recipe of the last call where there was none.
-const ActiveRecipe kNeverCalled;
+/// Stand for the recipe of the last call where there was none, and for more than one recipe.
+const ActiveRecipe kNeverCalled, kSeveral{"one of several"};
 }  // namespace
 
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
-    : ops_(std::move(ops)),
-      required_fusions_(std::move(required_fusions)),
-      last_recipe_{&kNeverCalled, &kNeverCalled} {
+    : ops_(std::move(ops)), required_fusions_(std::move(required_fusions)) {
   parse_description(
       text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
 }
@@ -114,23 +114,44 @@ Pipeline::Served& Pipeline::served(State& state, const std::shared_ptr<const Pla
   return *state.served.back();
 }
 
-/// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward.
+/// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward. A reentrant one has run its forward
+/// without grad, and which of such calls it repeats is not known: so all since the last recompute count, but calls without a recipe do not
+/// speak against one under the recipe of the others. Another one counts saved tensors itself and recomputes under hooks for them.
 void Pipeline::note_recipe(bool training) {
   const ActiveRecipe* recipe = active_recipe();
-  auto& last_recipe = last_recipe_[training ? 1 : 0];
-  const ActiveRecipe* last = last_recipe.load(std::memory_order_relaxed);
-  if (recipe == last) return;
-  if (is_recompute()) {
+  Calls& calls = calls_[training ? 1 : 0];
+  const ActiveRecipe* under = calls.under.load(std::memory_order_relaxed);
+  const ActiveRecipe* last = calls.with_grad.load(std::memory_order_relaxed);
+  if (is_in_backward()) {
+    if (!c10::GradMode::is_enabled()) return;
+    calls.are_recomputed.store(true, std::memory_order_relaxed);
+    const bool has_forward = under != nullptr || calls.plain.load(std::memory_order_relaxed);
+    const bool is_reentrant = !at::SavedTensorDefaultHooks::is_enabled() ||
+                              !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
+    const ActiveRecipe* expected =
+        has_forward && (is_reentrant || last == &kNeverCalled) ? under : last;
     const auto text = [](const ActiveRecipe* r) { return r == nullptr ? "none" : r->json; };
-    TORCH_CHECK_VALUE(last == &kNeverCalled,
+    TORCH_CHECK_VALUE(recipe == expected || expected == &kNeverCalled,
                       "pipeline: expected a recompute under the recipe of its forward, ",
-                      text(last), ", got ", text(recipe),
+                      text(expected), ", got ", text(recipe),
                       ". Call backward() inside the tandem.autocast region of the forward, or pass "
                       "use_reentrant=False and context_fn=lambda: (contextlib.nullcontext(), "
                       "tandem.autocast(recipe=...)) to checkpoint().");
     return;
   }
-  last_recipe.store(recipe, std::memory_order_relaxed);
+  if (c10::GradMode::is_enabled()) {
+    if (last != recipe) calls.with_grad.store(recipe, std::memory_order_relaxed);
+    return;
+  }
+  if (calls.are_recomputed.load(std::memory_order_relaxed)) {
+    calls.are_recomputed.store(false, std::memory_order_relaxed);
+    calls.plain.store(false, std::memory_order_relaxed);
+    calls.under.store(under = nullptr, std::memory_order_relaxed);
+  }
+  if (recipe == nullptr && !calls.plain.load(std::memory_order_relaxed))
+    calls.plain.store(true, std::memory_order_relaxed);
+  if (recipe != nullptr && recipe != under)
+    calls.under.store(under == nullptr ? recipe : &kSeveral, std::memory_order_relaxed);
 }
 
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {

@@ -82,8 +82,16 @@ class TANDEM_API Pipeline {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<State>> states_;
   std::atomic<int64_t> saved_bytes_{0};
-  /// Of the last call that was no recompute, in evaluation and in training: a validation between forward and backward changes nothing.
-  std::array<std::atomic<const ActiveRecipe*>, 2> last_recipe_;
+  /// What a recompute may repeat: the last call with grad, and the calls without since the last recompute.
+  struct Calls {
+    std::atomic<const ActiveRecipe*> with_grad;  ///< its recipe
+    std::atomic<const ActiveRecipe*> under{
+        nullptr};  ///< the recipe of those without grad, aside from those without a recipe
+    std::atomic<bool> plain{false};           ///< whether there were any of these
+    std::atomic<bool> are_recomputed{false};  ///< the next call without grad is the first of others
+  };
+  /// In evaluation and in training: a validation between forward and backward changes nothing.
+  std::array<Calls, 2> calls_;
 };
 
 }  // namespace tandem

@@ -10,7 +10,8 @@ namespace tandem {
 /// A value as an op meets it: from whom it comes decides where its gradient goes, and a rename has a gradient of its own.
 struct Flow {
   Value value = Value::none;
-  size_t edge = static_cast<size_t>(-1);  ///< where the gradients of this result's readers are summed up
+  size_t edge =
+      static_cast<size_t>(-1);  ///< where the gradients of this result's readers are summed up
 };
 
 /// What the steps of one op call its operands and results, and the values behind the names.

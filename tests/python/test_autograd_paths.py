@@ -237,6 +237,37 @@ def test_a_validation_before_backward_is_not_the_forward_that_is_recomputed():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_without_a_recipe_before_backward_hides_no_forward(grad):
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+
+    def step(inside):
+        x.grad = None
+        with tandem.autocast(recipe=RECIPE):
+            y = checkpoint(box, x, use_reentrant=True)
+        with torch.set_grad_enabled(grad):
+            box(x)
+        with tandem.autocast(enabled=inside, recipe=RECIPE):
+            y.sum().backward()
+        return x.grad
+
+    with pytest.raises(ValueError, match=MISMATCH):
+        step(inside=False)
+    with tandem.autocast(recipe=RECIPE):
+        expected = torch.autograd.grad(box(x).sum(), x)[0]
+    assert torch.equal(step(inside=True), expected)
+
+
+def test_forwards_under_several_recipes_are_not_recomputed():
+    box, x = mlp(), torch.randn(8, 16, requires_grad=True)
+    with tandem.autocast(recipe=RECIPE):
+        checkpoint(box, x, use_reentrant=True)
+    with tandem.autocast(recipe=Float8CurrentScaling(fp8_format=tandem.recipe.Format.E4M3)):
+        y = checkpoint(box, x, use_reentrant=True)
+        with pytest.raises(ValueError, match="expected a recompute under the recipe of its forward, one of several, got"):
+            y.sum().backward()
+
+
 def test_a_recompute_with_parametrized_weights_outside_the_region_raises():
     box, x = mlp(), torch.randn(8, 16, requires_grad=True)
     torch.nn.utils.parametrizations.weight_norm(box[0])

@@ -252,6 +252,9 @@ def test_ops_of_equal_source_and_options_have_one_description():
             super().__init__()
             self.option = option
 
+        def read(self):
+            return self.option
+
     def key(op):
         return python_op.fingerprint(op)
 

@@ -61,3 +61,12 @@ def test_a_changed_op_is_compiled_again_from_a_warm_cache(tmp_path):
 def test_a_changed_global_is_compiled_again_from_a_warm_cache(tmp_path):
     two, three = run(tmp_path, 2.0, GLOBAL), run(tmp_path, 3.0, GLOBAL)
     assert abs(two[0] - 1.954598) < 1e-4 and abs(three[0] - 2.996363) < 1e-4
+
+
+def test_what_no_fingerprint_sees_is_read_again_in_another_process(tmp_path, monkeypatch):
+    source = OP.replace("{factor}", 'float(os.environ["FACTOR"])').replace("import tandem, torch\n", "import os, tandem, torch\n")
+    results = []
+    for factor in ("2.0", "3.0"):
+        monkeypatch.setenv("FACTOR", factor)
+        results.append(run(tmp_path, 0.0, source))
+    assert abs(results[0][0] - 1.954598) < 1e-4 and abs(results[1][0] - 2.996363) < 1e-4

@@ -1,26 +1,31 @@
-"""What the code of an op that is written in Python depends on, as a text: equal texts may share compiled code.
+"""What the code of an op that is written in Python depends on, as a text: equal texts may share compiled code, within one process.
 
-Told are the classes of the op (code, defaults, closures, class attributes, bases, decorators), the globals that their functions read, the
-op's own attributes, the modules inside it with their hooks, and what containers and objects among all these hold: of an object that a
-class written in Python made, the attributes whose names occur in code. What can change is watched. Where a part of it is neither plain nor
-made of such parts (a tensor, a lock, an object of C code), no other op shares the code; it is known by which object it is, so a change
-inside it shows only in a tensor and in what exports its memory (arrays of up to 64 KiB).
+Told are the classes of the op (code, defaults, closures, class attributes, bases, decorators), the globals and modules that their functions
+read, the op's own attributes, the modules inside it with their hooks, which operands it has under which names, and what containers and
+objects among all these hold: of the op and of objects that a class written in Python made, the attributes whose names occur in code. What
+can change is watched. What is neither plain nor made of such parts (a tensor, a lock, an object of C code) is known by which object it is,
+so a change inside it shows only in a tensor and in what exports its memory (arrays of up to 64 KiB). Files, the environment and clocks are
+not seen; that is why no text is valid in another process.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextvars
 import dis
 import enum
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import logging
 import operator
+import os
 import sys
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,8 +48,8 @@ _NOT_OF_A_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__", "_abc_impl"}
     | {"__firstlineno__", "__static_attributes__", "__slotnames__", "_styles", "_forward_prefix"}
 )
-_CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
-_OF_C = (object, types.SimpleNamespace, collections.OrderedDict, collections.defaultdict, *_CONTAINERS)  # all state is items and attributes
+_CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque, types.MappingProxyType)
+_OF_C = (object, types.SimpleNamespace, collections.OrderedDict, collections.defaultdict, *_CONTAINERS[:-1])  # all state is items and attributes
 _HEAP_TYPE = 1 << 9
 _READS_ALL = frozenset({"__dict__", "vars", "getattr", "dir", "asdict", "astuple", "replace", "copy", "deepcopy", "attrgetter"})
 _NOT_READ = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__setattr__", "__delattr__"}) | {
@@ -58,6 +63,7 @@ _BASES, _CODE, _FIELDS = map(operator.attrgetter, ("__bases__", "__code__", "__d
 _DEFAULTS, _KEYWORD_DEFAULTS = map(operator.attrgetter, ("__defaults__", "__kwdefaults__"))
 _MOST_BYTES = 1 << 16  # of an array that is compared
 _DEEPEST = 32  # in a plain value
+_LARGE = 1 << 64  # Python writes integers of any size in base 16 only
 NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_extra_input_channels",
     "_extra_output_channels",
@@ -70,10 +76,36 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_fingerprint",
     "_fused_ops",
     "_instance",
+    "_made",
+    "_runs",
+    "_token",
 }
+_OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.channels")  # whose code reads no option of an op
 _MISSING = types.SimpleNamespace()
 _Told = Any  # of what JSON holds
-_serials = itertools.count()
+
+
+def _renew() -> None:
+    global process
+    process = uuid.uuid4().hex
+
+
+process = ""  # in what must not be found in a cache of another process
+_renew()
+os.register_at_fork(after_in_child=_renew)
+
+
+class _Known:
+    """An object that is told by which one it is: by a number that no other object ever had. Fingerprints hold these."""
+
+    __slots__ = ("__weakref__", "number", "value")
+    _numbers = itertools.count()
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.number = value, next(self._numbers)
+
+
+_known: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()  # by id of the object
 
 
 class _Opaque(Exception):
@@ -101,16 +133,19 @@ def _made_in_python(cls: type) -> bool:
     return bool(cls.__flags__ & _HEAP_TYPE) and has_fields and all(map(_made_in_python, cls.__bases__))
 
 
-def tell_plain(value: Any) -> _Told | None:
-    """A number, a text, None, a dtype or device, a list, tuple or dict of them as JSON that tells it apart; None where it is none."""
+def tell_plain(value: Any, *, enums: bool = False) -> _Told | None:
+    """A number, a text, None, a dtype or device, a list, tuple or dict of them as JSON that tells it apart; None where it is none. With
+    `enums`, their members are plain too: by name and value."""
     try:
-        return _plain(value)
+        return _plain(value, 0, enums)
     except _Opaque:
         return None
 
 
-def _plain(value: Any, depth: int = 0) -> _Told:
+def _plain(value: Any, depth: int, enums: bool) -> _Told:
     kind = type(value)
+    if kind is int and not -_LARGE < value < _LARGE:
+        return ["int", hex(value)]
     if kind in _SIMPLE:
         return [kind.__name__, value]
     if kind in (float, complex):
@@ -122,13 +157,13 @@ def _plain(value: Any, depth: int = 0) -> _Told:
     if depth == _DEEPEST:
         raise _Opaque
     if kind in (tuple, list, torch.Size):
-        return [kind.__name__, [_plain(item, depth + 1) for item in value]]
+        return [kind.__name__, [_plain(item, depth + 1, enums) for item in value]]
     if kind in (set, frozenset):
-        return [kind.__name__, sorted((_plain(item, depth + 1) for item in value), key=json.dumps)]
+        return [kind.__name__, sorted((_plain(item, depth + 1, enums) for item in value), key=json.dumps)]
     if kind in (dict, types.MappingProxyType):
-        return ["dict", [[_plain(name, depth + 1), _plain(item, depth + 1)] for name, item in value.items()]]
-    if isinstance(value, enum.Enum):
-        return ["enum", kind.__module__, kind.__qualname__, value.name]
+        return ["dict", [[_plain(name, depth + 1, enums), _plain(item, depth + 1, enums)] for name, item in value.items()]]
+    if issubclass(kind, enum.Enum) and enums:
+        return ["enum", kind.__module__, kind.__qualname__, value.name, _plain(value.value, depth + 1, enums)]
     raise _Opaque
 
 
@@ -140,11 +175,11 @@ def _is_fixed(plain: Any) -> bool:
     return True
 
 
-def _memory(value: Any) -> _Told | None:
+def _memory(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
     """What an array holds, None for what is none, or too large."""
     try:
         view = memoryview(value)
-        return None if view.nbytes > _MOST_BYTES or "O" in view.format else [view.format, view.shape, view.tobytes().hex()]
+        return None if view.nbytes > _MOST_BYTES or "O" in view.format else (view.format, view.shape, view.tobytes())
     except (TypeError, ValueError, BufferError):
         return None
 
@@ -165,9 +200,20 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(constant)
 
 
+def _imports(code: types.CodeType) -> Iterator[tuple[int, str]]:
+    """What a code object imports itself: level and name."""
+    instructions = list(dis.get_instructions(code))
+    for level, _, instruction in zip(instructions, instructions[1:], instructions[2:]):
+        if instruction.opname == "IMPORT_NAME":
+            yield level.argval if isinstance(level.argval, int) else 0, instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imports(constant)
+
+
 @functools.cache
-def _code(code: types.CodeType) -> tuple[_Told, tuple[str, ...], tuple[str, ...]]:
-    """A code object told, the globals that it reads, all names that it uses."""
+def _code(code: types.CodeType) -> tuple[_Told, tuple[str, ...], tuple[str, ...], tuple[tuple[int, str], ...]]:
+    """A code object told, the globals that it reads, all names that it uses, what it imports."""
 
     def told(part: types.CodeType) -> _Told:
         constants = [told(c) if isinstance(c, types.CodeType) else _constant(c) for c in part.co_consts]
@@ -178,7 +224,7 @@ def _code(code: types.CodeType) -> tuple[_Told, tuple[str, ...], tuple[str, ...]
     instructions = list(_instructions(code))
     reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     names = {name for i in instructions for name in (i.argval if isinstance(i.argval, tuple) else [i.argval]) if isinstance(name, str)}
-    return told(code), tuple(sorted(reads)), tuple(sorted(names))
+    return told(code), tuple(sorted(reads)), tuple(sorted(names)), tuple(_imports(code))
 
 
 class _Place:
@@ -264,8 +310,8 @@ class _This:
 class _Named:
     """A dict of which is told what code names, while more and more code is told."""
 
-    def __init__(self, fields: Mapping[str, Any], number: int, *, is_class: bool) -> None:
-        self.fields, self.number, self.is_class = fields, number, is_class
+    def __init__(self, fields: Mapping[str, Any], number: int, *, is_class: bool, without: frozenset[str]) -> None:
+        self.fields, self.number, self.is_class, self.without = fields, number, is_class, without
         self.told: set[str] = set()
         self.parts: list[_Told] = []
 
@@ -274,7 +320,7 @@ class _Named:
         if self.is_class:
             found |= {name for name in self.fields if name.startswith("__") and name.endswith("__")}
             found -= _NOT_OF_A_CLASS | _NOT_READ
-        return sorted(found - self.told)
+        return sorted(found - self.told - self.without)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -302,16 +348,26 @@ def _parts(
 
 
 def _items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+    return [*container, *container.values()] if isinstance(container, dict | types.MappingProxyType) else [*container]
+
+
+def _operands(op: BasicOperation) -> list[list[tuple[str, int | None]]]:
+    """The names of the tensors of each module inside an op, in order, and which operand each is: by the first place where it is met."""
+    numbers: dict[int, int] = {}
+    return [
+        [(name, None if tensor is None else numbers.setdefault(id(tensor), len(numbers))) for name, tensor in held.items()]
+        for module in op.modules()
+        for held in (module._parameters, module._buffers)
+    ]
 
 
 class Fingerprint:
     """`text` changes with whatever the code of `op` depends on. `holds` tells, cheaply, whether it would be the same if taken again."""
 
-    def __init__(self, op: BasicOperation, private: str, previous: Fingerprint | None = None) -> None:
+    def __init__(self, op: BasicOperation) -> None:
         self._watches: list[_Place | _Same | _Retold] = []
         self._numbers: dict[int, tuple[int, Any]] = {}  # of what may be met again, as functions and classes refer to each other
-        self._serials: dict[int, tuple[int, Any]] = {}  # of what cannot be told
+        self._opaques: list[_Known] = []  # of what cannot be told
         self._named: dict[int, _Named] = {}
         self._used: set[str] = set()  # names in all code
         self._objects: list[Any] = []
@@ -320,22 +376,45 @@ class Fingerprint:
         self._cells: list[types.CellType] = []
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}  # which all functions of a module share
         self._modules: set[tuple[int, tuple[str, ...]]] = set()
-        self._known_serials = {} if previous is None else previous._serials
         self._inside = {id(module): number for number, module in enumerate(op.modules())}
-        self._operands = {id(tensor) for tensor in itertools.chain(op.parameters(), op.buffers())}
-        told = [sys.hexversion, torch.__version__, self._class(type(op)), self._options(op)]
+        self._operands: dict[int, int] = {}
+        for tensor in itertools.chain(op.parameters(), op.buffers()):
+            self._operands.setdefault(id(tensor), len(self._operands))
+        self._op = weakref.ref(op)
+        operands = _Retold(self._operands_now)
+        told = [self._tell(type(op)), self._options(op), operands.told]
         self._settle()
         self._watches += [_Place(fields, names) for fields, names in self._globals.values()]
         self._watches.append(_Same(functools.partial(_parts, self._objects, self._classes, self._functions, self._cells)))
-        text = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-        self.text = f"{private}.{text}" if self._serials else text
-        del self._numbers, self._named, self._used, self._globals, self._modules, self._known_serials, self._inside, self._operands
+        self._watches.append(operands)
+        self._text = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        self._of_others: str | None = None  # the text while the op was as others are
+        del self._numbers, self._named, self._used, self._globals, self._modules, self._inside, self._operands
+
+    @property
+    def text(self) -> str:
+        return f"{process}.{self._text}"
+
+    def is_called(self, text: str) -> bool:
+        """Whether `text` is this, or was before the op's own code changed the op."""
+        return text in (self.text, f"{process}.{self._of_others}")
+
+    def _operands_now(self) -> Any:
+        return _operands(op) if (op := self._op()) is not None else None
 
     def holds(self) -> bool:
-        return all([watch.holds() for watch in self._watches])
+        try:
+            return all([watch.holds() for watch in self._watches])
+        except Exception:  # of users' objects, whatever they raise
+            return False
 
-    def absorb(self) -> None:
-        """The op's own code has run: what it changed is its state, not another op."""
+    def absorb(self, own: str) -> None:
+        """The op's own code has run while it was traced. What it changed is its state and not another op; but from now on it has code of its
+        own, as other ops do not have that state."""
+        if self.holds():
+            return
+        if self._of_others is None:
+            self._text, self._of_others = f"{own}.{self._text}", self._text
         for watch in self._watches:
             watch.absorb()
 
@@ -346,6 +425,12 @@ class Fingerprint:
         return [[name, self._tell(value)] for name, value in zip(place.names, place.values, strict=True) if value is not _MISSING]
 
     def _tell(self, value: Any, names: tuple[str, ...] = ()) -> _Told:
+        try:
+            return self._told(value, names)
+        except Exception:  # of a user's object: a lazy one, a mock, one that is nested too deeply
+            return self._opaque(value)
+
+    def _told(self, value: Any, names: tuple[str, ...]) -> _Told:
         plain = tell_plain(value)
         if plain is not None:
             if not _is_fixed(value):
@@ -371,6 +456,12 @@ class Fingerprint:
             return ["builtin", getattr(value, "__module__", None), value.__qualname__, of]
         if isinstance(value, logging.Logger):
             return ["logger", value.name]
+        if isinstance(value, weakref.ReferenceType):
+            self._watches.append(_Same(lambda: [value()]))
+            return ["weak", self._tell(value())]
+        if isinstance(value, contextvars.ContextVar):
+            self._watches.append(_Same(lambda: [value.get(None)]))
+            return ["context", value.name, self._tell(value.get(None))]
         if isinstance(value, _REDUCED):
             arguments: Any = value.__reduce__()[1]
             self._used.update(name for argument in arguments if isinstance(argument, str) for name in argument.split("."))
@@ -384,20 +475,26 @@ class Fingerprint:
             return self._hidden_module(value)
         if isinstance(value, torch.Tensor):
             if id(value) in self._operands:
-                return self._opaque(value)
+                return ["operand", self._operands[id(value)]]
             self._watches.append(_Retold(functools.partial(_version, value)))
             return [self._opaque(value), _version(value)]
+        if isinstance(value, enum.Enum):
+            fields = vars(value)
+            return ["enum", self._class(type(value)), self._fields(fields, list(fields), known=())]
         memory = _memory(value)
-        if memory is not None:
-            self._watches.append(_Retold(functools.partial(_memory, value)))
-            return ["memory", type(value).__qualname__, memory]
-        return self._object(value)
+        if memory is None:
+            return self._object(value)
+        self._watches.append(_Retold(functools.partial(_memory, value)))
+        held = [memory[0], memory[1], memory[2].hex()]
+        if hasattr(value, "__dict__"):  # such as a masked array
+            return ["memory", held, self._object(value)]
+        return ["memory", type(value).__qualname__, held]
 
     def _opaque(self, value: Any) -> _Told:
-        """A number that no other object ever had."""
-        known = self._known_serials.get(id(value)) or self._serials.get(id(value)) or (next(_serials), value)
-        self._serials[id(value)] = known
-        return ["opaque", known[0]]
+        """Which object it is."""
+        known = _known.get(id(value)) or _known.setdefault(id(value), _Known(value))
+        self._opaques.append(known)
+        return ["opaque", known.number]
 
     def _object(self, value: Any) -> _Told:
         """The items and attributes of anything."""
@@ -430,11 +527,11 @@ class Fingerprint:
         self._watches.append(watch)
         return [[name, self._tell(slot)] for name, slot in zip(names, watch.values, strict=True) if slot is not _MISSING]
 
-    def _name(self, fields: Mapping[str, Any], owner: Any) -> _Told:
+    def _name(self, fields: Mapping[str, Any], owner: Any, without: frozenset[str] = frozenset()) -> _Told:
         """What `_settle` will tell of an object or class."""
         if id(owner) in self._named:
             return ["named", self._named[id(owner)].number]
-        named = self._named[id(owner)] = _Named(fields, len(self._named), is_class=isinstance(owner, type))
+        named = self._named[id(owner)] = _Named(fields, len(self._named), is_class=isinstance(owner, type), without=without)
         return named.parts
 
     def _settle(self) -> None:
@@ -450,7 +547,7 @@ class Fingerprint:
                     named.parts.append([name, self._tell(named.fields[name])])
         for named in self._named.values():
             everything = reads_all and not named.is_class
-            bounds: dict[str, Iterable[str]] = {"known": ()} if everything else {"absent": self._used - named.told}
+            bounds: dict[str, Iterable[str]] = {"known": named.without} if everything else {"absent": self._used - named.told - named.without}
             self._watches.append(_Place(named.fields, sorted(named.told), **bounds))
 
     def _number(self, thing: Any) -> _Told | None:
@@ -466,7 +563,7 @@ class Fingerprint:
         seen = self._number(function)
         if seen is not None:
             return seen
-        told, reads, names = _code(code)
+        told, reads, names, imports = _code(code)
         self._used.update(names)
         self._functions.append(function)
         self._cells += function.__closure__ or ()
@@ -476,9 +573,22 @@ class Fingerprint:
         read = self._globals.setdefault(id(function.__globals__), (function.__globals__, set()))[1]
         read.update(reads)
         parts += [[name, self._tell(function.__globals__[name], names)] for name in reads if name in function.__globals__]
+        parts += [self._imported(level, name, function, names) for level, name in imports]
         if function.__dict__:
             parts += self._fields(vars(function), [name for name in vars(function) if name != "__wrapped__"])
         return ["function", parts]
+
+    def _imported(self, level: int, name: str, function: types.FunctionType, names: tuple[str, ...]) -> _Told:
+        """The module that a function imports, as far as that has been done."""
+        if level:
+            name = importlib.util.resolve_name("." * level + name, str(function.__globals__.get("__package__")))
+        root = name.partition(".")[0]
+        return None if root in _LIBRARIES else self._tell_modules((name, root), names)
+
+    def _tell_modules(self, modules: tuple[str, ...], names: tuple[str, ...]) -> _Told:
+        place = _Place(sys.modules, modules)
+        self._watches.append(place)
+        return [self._tell(module, names) for module in place.values if module is not _MISSING]
 
     def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> _Told:
         """A module of a library by name; of others, which change without a version, all that the code may read."""
@@ -501,7 +611,8 @@ class Fingerprint:
         self._classes.append(cls)
         names = [name for name in vars(cls) if name not in _NOT_OF_A_CLASS]
         bases = [self._class(base) for base in cls.__bases__]
-        return ["class", [cls.__module__, cls.__qualname__, bases, *self._fields(vars(cls), names, known=_NOT_OF_A_CLASS)]]
+        meta = self._class(type(cls))
+        return ["class", [cls.__module__, cls.__qualname__, meta, bases, *self._fields(vars(cls), names, known=_NOT_OF_A_CLASS)]]
 
     def _options(self, op: BasicOperation) -> _Told:
         if op.fuser_options is None:
@@ -513,10 +624,12 @@ class Fingerprint:
         """A module with the names of what is in it, and the hooks that its parent runs."""
         fields = vars(module)
         own = [name for name in fields if name not in NOT_OPTIONS]
-        told = [None if module is op else self._class(type(module)), self._fields(fields, [*own, "training"], known=NOT_OPTIONS)]
+        is_named = module is op and all(base.__module__ in _OWN_BASES or not _library(base) for base in type(op).__mro__[:-1])
+        told = [None if module is op else self._class(type(module))]
+        told.append(self._fields(fields, ["training"]) if is_named else self._fields(fields, [*own, "training"], known=NOT_OPTIONS))
+        told.append(self._name(fields, module, NOT_OPTIONS) if is_named else None)
         hooks = [] if module is op else [fields[name] for name in _HOOKS]
         self._watches.append(_Same(lambda: [*_items(fields["_modules"]), *(hook for some in hooks for hook in (some, *some.values()))]))
-        told += [sorted(module._buffers), sorted(module._parameters)]
         told.append([[name, self._inside.get(id(child))] for name, child in module._modules.items()])
         return [*told, [[self._tell(hook) for hook in some.values()] for some in hooks]]
 
@@ -528,10 +641,9 @@ class Fingerprint:
 
     def _option(self, op: BasicOperation, name: str) -> _Told:
         """A declared attribute, which a property may compute."""
-        reference = weakref.ref(op)
 
         def now() -> _Told | _This:
-            value = getattr(reference(), name)
+            value = getattr(self._op(), name)
             told = tell_plain(value)
             return _This(value) if told is None else told
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
@@ -164,7 +164,7 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         if is_option:
             value = self._checked_option(name, value)
         fields = self.__dict__
-        before, had = fields.get(name), fields.get("_parameters", {}).get(name) is not None
+        before, had = fields.get(name), self._holds(name)
         super().__setattr__(name, value)
         if not fields.get("_extra_tensor_channels_locked"):  # asked last: a pipeline in another thread locks first and reads then
             return
@@ -172,8 +172,28 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
             if type(value) is not type(before) or value != before:
                 fields["_changes"] = self.changes + 1
                 structure.change()
-        elif (fields["_parameters"].get(name) is not None) != had and self.is_python_op:  # its parameters are others now
+        elif self._holds(name) != had and self.is_python_op:  # its operands are others now
             structure.change()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if self.is_python_op:
+            structure.change()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if self.is_python_op:
+            structure.change()
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        super().register_buffer(name, tensor, persistent)
+        if self.is_python_op:
+            structure.change()
+
+    def _holds(self, name: str) -> tuple[bool, bool]:
+        """Whether a parameter and a buffer of this name are there."""
+        fields = self.__dict__
+        return fields.get("_parameters", {}).get(name) is not None, fields.get("_buffers", {}).get(name) is not None
 
     @property
     def changes(self) -> int:
@@ -207,7 +227,7 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
             return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
         run = _run
         if run is None:
-            run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
+            run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
         return run(input, extra_inputs, self.training, {0: kwargs} if kwargs else None)
 
     def op_forward(
@@ -303,7 +323,7 @@ class FusedOperation(FusibleOperation):
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
         run = _run
         if run is None:
-            run = self._prepared_run if is_compiling() else self.__dict__.get("_alone") or self._run_alone()
+            run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
         return run(input, extra_inputs, self.training, kwargs or None)
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as _modules
+from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import fusions, python_op
+from tandem.ops import fingerprint, fusions, python_op
 from tandem.ops.changes import structure
 from tandem.ops.tracing import constant_while_traced
 
@@ -147,7 +148,7 @@ class Prepared:
             return found
         modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
         made = _C.EagerPipeline(
-            json.dumps(self.entries(flags, kwargs, traced=False, name_instances=python_op.any_fusions())),
+            json.dumps(self.entries(flags, kwargs, buffers=False, shared=False, name_instances=python_op.any_fusions())),
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
@@ -156,17 +157,18 @@ class Prepared:
         return self.pipelines.setdefault(key, made)
 
     def entries(
-        self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, traced: bool, name_instances: bool
+        self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, buffers: bool, shared: bool, name_instances: bool
     ) -> list[dict[str, Any]]:
-        """The "ops" of a description. Ops whose training flag differs from that of the others stand as what they are in evaluation."""
+        """The "ops" of a description, with `buffers` among the operands. Ops whose training flag differs from that of the others stand as
+        what they are in evaluation."""
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
         entries = []
         for index, op in enumerate(self.basic_ops):
             inputs, outputs = self.bindings[index]
             if op.is_python_op:
-                buffers = len(self._buffers[index]) if traced else 0
-                entry = python_op.entry(op, len(self._params[index]), buffers, (kwargs or {}).get(index, {}), traced=traced)
+                count = len(self._buffers[index]) if buffers else 0
+                entry = python_op.entry(op, len(self._params[index]), count, (kwargs or {}).get(index, {}), shared=shared)
             elif mixed and by_op.get(id(op)) is False:
                 entry = {"op": "identity"}
             else:
@@ -174,7 +176,7 @@ class Prepared:
             if name_instances:
                 entry["instance"] = op.instance_id
                 python_op.register_instance(op)
-            entry["params"] = self._params[index] + self._buffers[index] if traced else self._params[index]
+            entry["params"] = self._params[index] + self._buffers[index] if buffers else self._params[index]
             if any(channel is not None for channel in inputs):
                 entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
             if any(channel is not None for channel, _ in outputs):
@@ -190,7 +192,7 @@ class Prepared:
     # Through the dispatcher: under torch.compile, and for parametrized weights.
 
     def call_op(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Outputs:
-        described = self.described
+        described = self.described if is_dynamo_compiling() else None
         flags = tuple([op.training for op in self.training_ops])
         recipe = _C.in_force.recipe
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
@@ -211,7 +213,7 @@ class Prepared:
         key = ("described", structure.native_fusions(), made, written)
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
-            entries = self.entries(flags, None, traced=True, name_instances=bool(made))
+            entries = self.entries(flags, None, buffers=True, shared=True, name_instances=bool(made))
             self.texts[key] = sys.intern(json.dumps([entries, self.required, *key], sort_keys=True))
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
             self.__dict__.update(described_text=self.texts[key], described_token=token)  # at once: other threads read them too
@@ -230,23 +232,26 @@ class Prepared:
 
     @constant_while_traced
     def text(
-        self, described: str, flags: tuple[bool, ...], training: bool, recipe: str, fusions_version: str | None, kwargs: Kwargs | None
+        self, described: str | None, flags: tuple[bool, ...], training: bool, recipe: str, fusions_version: str | None, kwargs: Kwargs | None
     ) -> str:
-        """The description of a call. Depends on nothing but its arguments, all of which Dynamo guards."""
-        key = (described, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs))
-        if key not in self.descriptions:
+        """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
+        but its arguments, all of which Dynamo guards."""
+        shared = described is not None
+        ours = described if shared else (structure.native_fusions(), structure.fusions)
+        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs))
+        if key not in self.descriptions or shared and self.python_ops:  # these ops are traced now, and no others of the same key
             made = self._made_by_fusions(recipe)
             description = {
                 "build": _C.build_id(),
                 "fusions_version": _C.fusions_version() if made else structure.native_fusions(),
-                "ops": self.entries(flags, kwargs, traced=True, name_instances=bool(made)),
+                "ops": self.entries(flags, kwargs, buffers=True, shared=shared, name_instances=bool(made)),
                 "recipe": json.loads(recipe),
                 "training": self.library_training(flags, training),
             }
             if self.required:
                 description["required_fusions"] = self.required
             if made:
-                description["process"] = python_op.PROCESS
+                description["process"] = fingerprint.process
             self.descriptions[key] = json.dumps(description, sort_keys=True)
         return self.descriptions[key]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
 from tandem.ops.changes import structure
@@ -51,7 +51,7 @@ class OpRun:
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
         ops = tuple(op for unit in units for op in unit.flat_ops())
         own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
-        written = [[(id(module), name) for module, name in op.parameter_places()] for op in ops if op.is_python_op]
+        written = [[(id(at), name) for places in (op.parameter_places(), op.buffer_places()) for at, name in places] for op in ops if op.is_python_op]
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
         is_same = captured == last.captured
         now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured)
@@ -62,7 +62,7 @@ class OpRun:
     prepared = property(_C.native_getter(prepare, structure, "token", "now"))  # as Dynamo sees it
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None = None) -> Outputs:
-        if is_compiling():
+        if is_dynamo_compiling():
             now = self.prepared
             now.check_count(extra)
             return self.call_cut(now.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)

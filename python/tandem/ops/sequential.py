@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
@@ -153,7 +153,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
             extra_inputs: one per unbound extra input of the ops, in order.
             op_kwargs: arguments for the forward of ops that are written in Python, by op or by position here.
         """
-        if is_compiling():
+        if is_dynamo_compiling():
             runs = self._prepared_runs
         else:
             token, pipeline, runs, _ = self._made
