@@ -92,7 +92,7 @@ void FileDigest::add(std::string_view more) {
 }
 
 std::optional<FileDigest> digest_of_file(const fs::path& path) {
-  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   FileDigest digest;
   std::string part(1 << 20, '\0');
   while (true) {
@@ -182,16 +182,20 @@ void write_file(const fs::path& path, std::string_view content) {
   file.commit();
 }
 
-std::string read_file(const fs::path& path, std::string_view expected, std::string_view remedy) {
+std::string read_file(const fs::path& path, std::string_view expected, std::string_view remedy,
+                      Source source) {
   const auto refuse = [&](const std::string& reason) {
     throw UserError("expected " + std::string(expected) + ", got " + path.string() + " (" + reason +
                     "). " + std::string(remedy));
   };
-  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  // A pipe without a writer would be waited for.
+  const int waiting = source == Source::file ? O_NONBLOCK : 0;
+  const Descriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC | waiting));
   struct stat status {};
   if (opened.number < 0 || ::fstat(opened.number, &status) != 0) refuse(std::strerror(errno));
   if (S_ISDIR(status.st_mode)) refuse("a folder");
   if (S_ISCHR(status.st_mode)) refuse("a device, which need not have an end");
+  if (source == Source::file && !S_ISREG(status.st_mode)) refuse("not a regular file");
   const size_t known = S_ISREG(status.st_mode) ? static_cast<size_t>(status.st_size) : 0;
   constexpr size_t kLeast = 1 << 16;
   std::string content;

@@ -80,13 +80,16 @@ std::string name_of_temporary(std::string_view name);
 ///         test_explain_output_through_links_to_nothing).
 void write_file(const std::filesystem::path& path, std::string_view content);
 
+/// What may be read: `file` refuses what is no regular file.
+enum class Source { any, file };
+
 /// The whole file. `expected` and `remedy` complete the error: "expected <expected>, got <path>
 /// (<reason>). <remedy>".
 ///
 /// Throws: UserError when it cannot be read to its end, also for lack of memory (tests
-/// test_text_errors, test_text_that_does_not_fit_in_memory).
+/// test_text_errors, test_text_that_does_not_fit_in_memory, test_checkpoint_that_is_no_file).
 std::string read_file(const std::filesystem::path& path, std::string_view expected,
-                      std::string_view remedy);
+                      std::string_view remedy, Source source = Source::file);
 
 /// `text` as JSON; discarded where it is none. What lies deeper than in any file of ours is dropped:
 /// copying or printing it would take a stack as deep.

@@ -14,7 +14,7 @@
 namespace tandem::cli {
 
 void guard_standard_streams() {
-  std::signal(SIGPIPE, SIG_IGN);
+  for (const int ending : {SIGPIPE, SIGXFSZ}) std::signal(ending, SIG_IGN);  // write(2) says it too
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     // open() takes the lowest free number; reading only, so that what is written is refused
     if (::fcntl(stream, F_GETFD) < 0 && errno == EBADF) (void)::open("/dev/null", O_RDONLY);

@@ -26,7 +26,7 @@ uint64_t mix(uint64_t x) {
 }  // namespace
 
 TextData::TextData(const fs::path& path, int64_t context)
-    : text_(read_file(path, "a text file", "Pass an existing file with --text.")),
+    : text_(read_file(path, "a text file", "Pass an existing file with --text.", Source::any)),
       context_(context) {
   const int64_t least = kValidationShare * (context + 1);
   if (bytes() < least) {

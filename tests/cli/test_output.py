@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+from functools import partial
 
 import pytest
 from program import MLP, TANDEM, TINY, assert_refused, contents, tandem, train
@@ -100,6 +101,17 @@ def test_explain_output_through_links_to_nothing(tmp_path):
     second.symlink_to("../first")
     assert_refused(tandem("explain", *MLP, "--output", first, check=False), "symbolic links", command="tandem explain")
     assert sorted(os.listdir(tmp_path)) == ["below", "first"] and os.listdir(tmp_path / "below") == ["second"]
+
+
+def test_file_size_limit_is_told(tmp_path):
+    """`ulimit -f` is an error of the write, not the end of the process."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024, 1024))
+    done = tandem("explain", *MLP, "--output", tmp_path / "plan", check=False, preexec_fn=limit)
+    told = f"expected a file that can be written, got {tmp_path / 'plan'} (File too large). Free some space or choose another folder."
+    assert_refused(done, told, command="tandem explain")
+    done = train(tmp_path / "out", "--runs", "plain", check=False, preexec_fn=limit)
+    assert done.returncode == 2 and "(File too large). Free some space or choose another folder." in done.stderr
+    assert not [name for name in os.listdir(tmp_path / "out") if name.endswith(".tandem-tmp")]
 
 
 def test_text_that_does_not_fit_in_memory(tmp_path):

@@ -136,6 +136,20 @@ def test_damaged_checkpoint(checkpoint):
     assert_refused(resume_refused(out), tensors.name, "No such file")
 
 
+@pytest.mark.parametrize("which", ["checkpoint.json", "checkpoint-plain-12.safetensors"])
+def test_checkpoint_that_is_no_file(checkpoint, which):
+    """A pipe is not waited for, be there a writer or none."""
+    out, _ = checkpoint
+    (out / which).unlink()
+    os.mkfifo(out / which)
+    expected = "a checkpoint" if which == "checkpoint.json" else "a safetensors file"
+    told = f"expected {expected}, got {out / which} (not a regular file). "
+    assert_refused(tandem("train", "--resume", "--out", out, check=False), told)
+    writer = os.open(out / which, os.O_RDWR)
+    assert_refused(tandem("train", "--resume", "--out", out, check=False), told)
+    os.close(writer)
+
+
 def test_damaged_checkpoint_header(checkpoint):
     """A header that is wrong although size and checksum agree: each number of it is checked as well."""
     out, tensors = checkpoint
