@@ -25,10 +25,11 @@ namespace {
 constexpr std::string_view kTemporarySuffix = ".tandem-tmp";
 constexpr size_t kTemporaryDigits = 8;
 
-/// ".report.html.1f0c3a9e.tandem-tmp": never the name of another process' temporary file.
-fs::path temporary_name(const fs::path& name) {
+/// ".tandem.1f0c3a9e.tandem-tmp": never the name of another process' temporary file, and short
+/// enough beside every file.
+std::string temporary_name(const std::string& owner) {
   std::random_device random;
-  return "." + name.string() + format(".%08x", random()) + std::string(kTemporarySuffix);
+  return "." + owner + format(".%08x", random()) + std::string(kTemporarySuffix);
 }
 
 struct Descriptor {
@@ -119,10 +120,13 @@ bool write_all(int descriptor, std::string_view bytes) {
   return true;
 }
 
-AtomicFile::AtomicFile(fs::path path) : path_(std::move(path)) {
+AtomicFile::AtomicFile(fs::path path, const std::string& owner) : path_(std::move(path)) {
+  struct stat replaced {};
+  const bool replaces = ::lstat(path_.c_str(), &replaced) == 0 && S_ISREG(replaced.st_mode);
+  const mode_t mode = replaces ? replaced.st_mode & 0777 : 0644;
   do {
-    temporary_ = path_.parent_path() / temporary_name(path_.filename());
-    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    temporary_ = path_.parent_path() / temporary_name(owner);
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
   } while (descriptor_ < 0 && errno == EEXIST);
   if (descriptor_ < 0) fail("created");
 }
@@ -157,14 +161,10 @@ void AtomicFile::commit() {
   if (opened.number >= 0) ::fsync(opened.number);
 }
 
-std::string name_of_temporary(std::string_view name) {
-  constexpr size_t kTail = 1 + kTemporaryDigits + kTemporarySuffix.size();
-  if (!name.starts_with('.') || !name.ends_with(kTemporarySuffix) || name.size() <= 1 + kTail)
-    return {};
-  const std::string_view digits = name.substr(name.size() - kTail, 1 + kTemporaryDigits);
-  const bool ours = digits.front() == '.' &&
-                    digits.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos;
-  return ours ? std::string(name.substr(1, name.size() - kTail - 1)) : std::string();
+bool is_temporary_of(const std::string& owner, std::string_view name) {
+  const std::string head = "." + owner + ".";
+  return name.size() == head.size() + kTemporaryDigits + kTemporarySuffix.size() &&
+         name.starts_with(head) && name.ends_with(kTemporarySuffix);
 }
 
 void write_file(const fs::path& path, std::string_view content) {

@@ -49,7 +49,8 @@ bool write_all(int descriptor, std::string_view bytes);
 /// Throws: UserError when the disk refuses (test test_unwritable_out_folder).
 class AtomicFile {
  public:
-  explicit AtomicFile(std::filesystem::path path);
+  /// `owner`: part of the temporary file's name, by which it can be told when it is left.
+  explicit AtomicFile(std::filesystem::path path, const std::string& owner = "tandem");
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -69,8 +70,8 @@ class AtomicFile {
   int descriptor_ = -1;
 };
 
-/// The name for which `name` is a temporary file of an AtomicFile, or "".
-std::string name_of_temporary(std::string_view name);
+/// Whether a temporary file of an AtomicFile with this `owner` may have this name.
+bool is_temporary_of(const std::string& owner, std::string_view name);
 
 /// Writes a file that the user names: what is there is replaced atomically where it is a regular
 /// file, and written to where it is a device or a pipe. A symbolic link stays: the file that it

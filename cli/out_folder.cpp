@@ -8,12 +8,16 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <random>
+#include <thread>
 #include <utility>
 
 #include "errors.h"
+#include "strings.h"
 
 namespace tandem::cli {
 
@@ -25,6 +29,8 @@ namespace {
 constexpr const char* kLock = "tandem.lock";
 constexpr const char* kList = "tandem-files.json";
 constexpr const char* kFormat = "tandem train files 2";
+constexpr size_t kOwnerDigits = 16;
+constexpr std::string_view kLockMark = "lock of tandem train\n";
 constexpr size_t kLockBytes = 512;  ///< written at once and never shorter than before
 
 [[noreturn]] void refuse_folder(const std::string& expected, const fs::path& folder,
@@ -71,28 +77,53 @@ std::optional<std::vector<FileDigest>> contents_of(const json& list) {
   return contents;
 }
 
-/// The content of a lock file: a line with the number of its process, then one with the file that
-/// grows, if any, as in the list, then empty lines; or nothing yet. Anything else is not ours.
+/// The content of a lock file: the mark, a line with the number of its process, one with the owner
+/// of its temporary files, one with the file that grows, if any, as in the list, then empty lines.
+/// Anything else is not ours.
 struct LockText {
-  std::string process, growth;
+  std::string process, owner, growth;
 };
+
+/// Takes the first line of `text` away, which must have one and consist of `digits`.
+std::string take_line(std::string_view& text, const char* digits) {
+  const size_t end = text.find_first_not_of(digits);
+  if (end == text.npos || text[end] != '\n') return {};
+  const std::string line(text.substr(0, end));
+  text.remove_prefix(end + 1);
+  return line;
+}
 
 std::optional<LockText> lock_text_of(int lock) {
   std::array<char, 2 * kLockBytes> bytes{};
   const ssize_t size = ::pread(lock, bytes.data(), bytes.size(), 0);
-  if (size <= 0) return size == 0 ? std::optional(LockText()) : std::nullopt;
-  const std::string_view text(bytes.data(), static_cast<size_t>(size));
-  const size_t digits = text.find_first_not_of("0123456789");
-  if (digits == 0 || digits == text.npos || text[digits] != '\n') return std::nullopt;
-  LockText read{std::string(text.substr(0, digits)), {}};
+  std::string_view text(bytes.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
+  struct stat status {};
+  if (!text.starts_with(kLockMark) || ::fstat(lock, &status) != 0 || status.st_nlink > 1)
+    return std::nullopt;
+  text.remove_prefix(kLockMark.size());
+  LockText read;
+  read.process = take_line(text, "0123456789");
+  read.owner = take_line(text, "0123456789abcdef");
+  if (read.process.empty() || read.owner.size() != kOwnerDigits) return std::nullopt;
   const size_t last = text.find_last_not_of('\n');
-  if (last < digits) return read;
-  read.growth = text.substr(digits + 1, last - digits);
+  if (last == text.npos) return read;
+  read.growth = text.substr(0, last + 1);
   const json growth = parse_document(read.growth);
   if (!growth.is_object() || read.growth.find('\n') != read.growth.npos) return std::nullopt;
   for (const json& contents : growth)
     if (!contents_of(contents)) return std::nullopt;
   return read;
+}
+
+/// Of the temporary files of one folder; no other file has it in its name.
+std::string new_owner() {
+  std::random_device random;
+  return format("%08x%08x", random(), random());
+}
+
+bool is_empty(int opened) {
+  struct stat status {};
+  return ::fstat(opened, &status) == 0 && status.st_size == 0;
 }
 
 /// Whether `path` still names the file that is open as `opened`.
@@ -132,30 +163,44 @@ OutFolder::~OutFolder() {
 
 void OutFolder::lock() {
   const fs::path path = folder_ / kLock;
-  while (true) {
+  constexpr int kMostWaits = 50;
+  for (int waits = 0;;) {
     if (const auto odd = oddity(path)) refuse_file(path, *odd);
-    lock_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+    lock_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    const bool is_new = lock_ >= 0;
+    if (!is_new && errno == EEXIST) {
+      lock_ = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+      if (lock_ < 0 && errno == ENOENT) continue;  // its owner removed it at the same time
+    }
     if (lock_ < 0) refuse_folder("can be written", folder_, std::strerror(errno));
-    const bool locked = ::flock(lock_, LOCK_EX | LOCK_NB) == 0;
+    // A new one is nobody else's: whoever has locked it leaves it alone.
+    const bool locked = ::flock(lock_, is_new ? LOCK_EX : LOCK_EX | LOCK_NB) == 0;
     const int reason = errno;
-    const std::optional<LockText> text = lock_text_of(lock_);
+    const std::optional<LockText> text =
+        is_new ? LockText{{}, new_owner(), {}} : lock_text_of(lock_);
+    const bool is_unwritten = !text && is_empty(lock_);
     if (locked && text && is_same_file(lock_, path)) {
+      owner_ = text->owner;
       growth_ = text->growth;
       break;
     }
     ::close(std::exchange(lock_, -1));
-    if (!text) refuse_file(path, "not a lock of tandem train");
-    if (!locked && reason == EWOULDBLOCK) {
+    if (is_unwritten && locked && ++waits < kMostWaits) {  // another training may be about to
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      continue;
+    }
+    if (!locked && reason == EWOULDBLOCK && (text || is_unwritten)) {
       throw UserError("expected a folder that no other training writes to, got " +
-                      folder_.string() + " (process " +
-                      (text->process.empty() ? "unknown" : text->process) +
+                      folder_.string() + " (process " + (text ? text->process : "unknown") +
                       " trains there). Wait for its end, or pass another folder with --out.");
     }
+    if (!text) refuse_file(path, "not a lock of tandem train");
     if (!locked) refuse_folder("can be locked", folder_, std::strerror(reason));
     // locked what its owner removed at the same time: once more, with the file of that name
   }
   try {
     write_lock();
+    ::fsync(lock_);  // else a crash of the machine may leave it empty, and so not ours
   } catch (...) {
     unlock();
     throw;
@@ -164,7 +209,8 @@ void OutFolder::lock() {
 
 /// In one write, which a crash does before or after: who locks the folder next finds either growth.
 void OutFolder::write_lock() const {
-  std::string text = std::to_string(::getpid()) + "\n" + growth_;
+  std::string text =
+      std::string(kLockMark) + std::to_string(::getpid()) + "\n" + owner_ + "\n" + growth_;
   text.resize(std::max(kLockBytes, text.size() + 1), '\n');
   if (::pwrite(lock_, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size()))
     refuse_folder("can be written", folder_, std::strerror(errno));
@@ -210,7 +256,7 @@ void OutFolder::read_list() {
 void OutFolder::write_list() {
   json files = json::object();
   for (const auto& [name, entry] : files_) files[name] = json_of(entry.contents);
-  AtomicFile file(folder_ / kList);
+  AtomicFile file(folder_ / kList, owner_);
   file.write(json{{"format", kFormat}, {"files", files}}.dump(1) + "\n");
   file.commit();
   list_is_old_ = false;
@@ -220,8 +266,8 @@ void OutFolder::write_list() {
 void OutFolder::remove_temporaries() const {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder_, error)) {
-    const std::string whose = name_of_temporary(entry.path().filename().string());
-    if ((whose == kList || files_.contains(whose)) && entry.is_regular_file(error))
+    const std::string name = entry.path().filename().string();
+    if (is_temporary_of(owner_, name) && fs::is_regular_file(entry.symlink_status(error)))
       fs::remove(entry.path(), error);
   }
 }
@@ -269,8 +315,7 @@ void OutFolder::require_free(const std::vector<std::string>& names) {
 
 AtomicFile OutFolder::begin(const std::string& name) {
   require_free({name});
-  if (files_.try_emplace(name).second) write_list();
-  return AtomicFile(folder_ / name);
+  return AtomicFile(folder_ / name, owner_);
 }
 
 void OutFolder::commit(AtomicFile& file) {

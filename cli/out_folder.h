@@ -19,7 +19,6 @@ namespace tandem::cli {
 /// wrote under it. What differs from that is not Tandem's, whatever its name. The order of the
 /// writes lets a crash at any point leave no file of Tandem's that the list does not know:
 ///
-///   begin    the name enters the list, so that a temporary file that is left can be told
 ///   commit   the temporary file is on the disk; the list knows its content beside the content that
 ///            it will replace; the file gets its name
 ///   append   as commit, but the two contents stand in tandem.lock: a row of metrics.jsonl is worth
@@ -30,7 +29,8 @@ namespace tandem::cli {
 /// it has changed since: the checkpoints that a training replaces are its own and not read again.
 ///
 /// tandem.lock is locked with flock(2), which ends with the process however it ends, and is removed
-/// when the folder is given back.
+/// when the folder is given back. It names the owner that temporary files have in their names, so
+/// that those of a killed process are told from all others. A lock without Tandem's mark is another's.
 class OutFolder {
  public:
   enum class Missing { create, refuse };
@@ -92,6 +92,7 @@ class OutFolder {
   std::map<std::string, Entry> files_;  ///< the list
   bool list_is_old_ = false;            ///< it differs from the file
   std::string growth_;                  ///< what the lock says of the list's newest entry, as JSON
+  std::string owner_;                   ///< of temporary files, as the lock names it
   int lock_ = -1;
 };
 

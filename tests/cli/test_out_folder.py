@@ -1,14 +1,17 @@
 """The --out folder of `tandem train`: files of others stay, and one training writes at a time."""
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from program import TANDEM, TINY, assert_refused, contents, fnv1a64, rows, start_long, tandem, train, wait_for
 
+LOCK = "lock of tandem train\n12\n{}\n"
 NAMES = ["metrics.jsonl", "report.html", "checkpoint.json", "model-plain.safetensors"]
 
 
@@ -210,13 +213,38 @@ def test_list_names_files_of_its_folder_only(tmp_path):
 def test_lock_that_is_none(tmp_path):
     out = tmp_path / "out"
     train(out, "--runs", "plain")
-    for damage in ("12a\n", "12", "\n12\n", "12\nmine\n", "12\n[]\n", '12\n{"metrics.jsonl": 1}\n', "12\n{}\nmine\n"):
-        (out / "tandem.lock").write_text(damage)
-        assert_refused(train(out, "--runs", "plain", check=False), "tandem.lock (not a lock of tandem train)")
-        assert (out / "tandem.lock").read_text() == damage
-    for left in ("", "12\n", '12\n{"mine": []}\n'):
-        (out / "tandem.lock").write_text(left)
+    lock, ours = out / "tandem.lock", LOCK.format("0123456789abcdef")
+    wrong = ("mine\n", "[]\n", '{"metrics.jsonl": 1}\n', "{}\nmine\n")
+    for damage in ("", "12", "12\n", "12\n{}\n", ours[:-1], LOCK.format("0123"), LOCK.format("x" * 16), *(ours + mine for mine in wrong)):
+        lock.write_text(damage)
+        assert_refused(train(out, "--runs", "plain", check=False), "tandem.lock (not a lock of tandem train)", "Move it away")
+        assert lock.read_text() == damage
+    lock.write_text(ours)
+    os.link(lock, tmp_path / "mine")
+    assert_refused(train(out, "--runs", "plain", check=False), "tandem.lock (not a lock of tandem train)")
+    assert (tmp_path / "mine").read_text() == ours
+    for left in (ours, ours + '{"mine": []}\n'):
+        lock.unlink(missing_ok=True)
+        lock.write_text(left)
         train(out, "--runs", "plain")
+
+
+def test_two_trainings_that_begin_at_once(tmp_path):
+    """One of them has the folder, however the other finds its lock: the lock is written after it is made."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tandem.lock").touch()
+    with open(out / "tandem.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = "a folder that no other training writes to", "(process unknown trains there). Wait for its end"
+        assert_refused(train(out, "--runs", "plain", check=False), *told)
+    (out / "tandem.lock").unlink()
+    for _ in range(5):
+        both = [start_long(out, "--runs", "plain", "--steps", "1") for _ in range(2)]
+        errors = [process.communicate(timeout=120)[1] for process in both]
+        assert sorted(process.returncode for process in both) in ([0, 2], [0, 0]), errors
+        for process, error in zip(both, errors, strict=True):
+            assert process.returncode == 0 or "no other training writes to" in error
 
 
 def test_second_training_in_a_folder_is_refused(tmp_path):
@@ -236,13 +264,32 @@ def test_second_training_in_a_folder_is_refused(tmp_path):
 
 
 def test_half_written_files_of_a_killed_training_are_removed(tmp_path):
-    out = tmp_path / "out"
+    """They bear the owner that the lock of the killed training names. Others stay, whatever their names."""
+    out, mine = tmp_path / "out", [".report.html.0123abcd.tandem-tmp", ".tandem.0123abcd.tandem-tmp", ".fedcba9876543210.00000000.tandem-tmp"]
     train(out, "--runs", "plain")
-    left = [".metrics.jsonl.0123abcd.tandem-tmp", ".checkpoint-plain-12.safetensors.00000000.tandem-tmp", ".tandem-files.json.ffffffff.tandem-tmp"]
-    for name in left:
+    for name in mine:
+        (out / name).write_text("mine")
+    for name in (".0123456789abcdef.00000000.tandem-tmp", ".0123456789abcdef.9abcdef0.tandem-tmp"):
         (out / name).write_text("half")
+    (out / "tandem.lock").write_text(LOCK.format("0123456789abcdef"))
     train(out, "--runs", "plain")
-    assert not [name for name in os.listdir(out) if name.endswith(".tandem-tmp")]
+    assert sorted(name for name in os.listdir(out) if name.endswith(".tandem-tmp")) == sorted(mine)
+    assert all((out / name).read_text() == "mine" for name in mine)
+
+
+def test_killed_while_it_writes_a_file(tmp_path):
+    out = tmp_path / "out"
+    process = start_long(out, "--runs", "plain", "--steps", "100000", "--checkpoint-every", "1")
+    wait_for(lambda: list(out.glob(".*.tandem-tmp")), process)
+    while not list(out.glob(".*.tandem-tmp")):  # stopped, it does not finish the file
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
+    train(out, "--runs", "plain")
+    assert not list(out.glob(".*.tandem-tmp")) and not (out / "tandem.lock").exists()
 
 
 def test_folder_without_permission(tmp_path):
