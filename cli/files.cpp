@@ -1,8 +1,10 @@
 #include "files.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +26,7 @@ namespace {
 
 constexpr std::string_view kTemporarySuffix = ".tandem-tmp";
 constexpr size_t kTemporaryDigits = 8;
+constexpr const char* kFreeSpace = "Free some space or choose another folder.";
 
 /// ".tandem.1f0c3a9e.tandem-tmp": never the name of another process' temporary file, and short
 /// enough beside every file.
@@ -43,24 +46,44 @@ struct Descriptor {
   const int number;
 };
 
-[[noreturn]] void refuse_writing(const char* doing, const fs::path& path,
-                                 const std::string& reason) {
+[[noreturn]] void refuse_writing(const char* doing, const fs::path& path, const std::string& reason,
+                                 const char* remedy = kFreeSpace) {
   throw UserError("expected a file that can be " + std::string(doing) + ", got " + path.string() +
-                  " (" + reason + "). Free some space or choose another folder.");
+                  " (" + reason + "). " + remedy);
 }
 
-/// Where `path` leads to through symbolic links, be it there or not.
+/// Whether `link` is one of the kernel's, as /proc/self/fd/1 is: it leads to a file that is open,
+/// and the name that it shows is only where that file was found.
+bool is_of_the_kernel(const fs::path& link) {
+  struct statfs system {};
+  return ::statfs(link.has_parent_path() ? link.parent_path().c_str() : ".", &system) == 0 &&
+         system.f_type == PROC_SUPER_MAGIC;
+}
+
+/// Where `path` leads to through symbolic links with names behind them, be it there or not.
 fs::path behind_links(const fs::path& path) {
   constexpr int kMost = 40;  // as many as Linux follows
   std::error_code error;
   fs::path target = path;
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, error)); ++links) {
     if (links == kMost) refuse_writing("written", path, "too many levels of symbolic links");
+    if (is_of_the_kernel(target)) break;
     const fs::path next = fs::read_symlink(target, error);
     if (error) refuse_writing("written", path, error.message());
     target = target.parent_path() / next;  // `next` alone where it begins at the root
   }
   return target;
+}
+
+/// The file that is there, as it is open to write behind what it holds. Where this process has it
+/// open already, that descriptor's copy, which keeps the place that others write at.
+int open_to_append(const fs::path& target) {
+  std::error_code error;
+  const std::string name = target.filename().string();
+  if (name.find_first_not_of("0123456789") == name.npos && name.size() < 10 &&
+      fs::canonical(target.parent_path(), error) == fs::canonical("/proc/self/fd", error) && !error)
+    return ::fcntl(std::stoi(name), F_DUPFD_CLOEXEC, 0);
+  return ::open(target.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
 }
 
 }  // namespace
@@ -129,6 +152,12 @@ AtomicFile::AtomicFile(fs::path path, const std::string& owner) : path_(std::mov
     descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
   } while (descriptor_ < 0 && errno == EEXIST);
   if (descriptor_ < 0) fail("created");
+  if (replaces && ::fchmod(descriptor_, mode) != 0) {
+    const int reason = errno;
+    ::close(descriptor_);
+    ::unlink(temporary_.c_str());
+    refuse_writing("created", path_, std::strerror(reason));
+  }
 }
 
 AtomicFile::~AtomicFile() {
@@ -171,13 +200,21 @@ void write_file(const fs::path& path, std::string_view content) {
   std::error_code error;
   const fs::file_status status = fs::status(path, error);
   if (fs::is_directory(status)) refuse_writing("written", path, "a folder");
-  if (fs::exists(status) && !fs::is_regular_file(status)) {
-    const Descriptor opened(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  const fs::path target = behind_links(path);
+  if (fs::exists(status) &&
+      (!fs::is_regular_file(status) || fs::is_symlink(fs::symlink_status(target, error)))) {
+    const Descriptor opened(open_to_append(target));
     if (opened.number < 0 || !write_all(opened.number, content))
       refuse_writing("written", path, std::strerror(errno));
     return;
   }
-  AtomicFile file(behind_links(path));
+  constexpr fs::perms kWritable =
+      fs::perms::owner_write | fs::perms::group_write | fs::perms::others_write;
+  if (fs::exists(status) && ((status.permissions() & kWritable) == fs::perms::none ||
+                             ::euidaccess(target.c_str(), W_OK) != 0))
+    refuse_writing("written", path, "it is write-protected",
+                   "Permit writing with chmod u+w, or name another file.");
+  AtomicFile file(target);
   file.write(content);
   file.commit();
 }

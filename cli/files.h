@@ -44,7 +44,8 @@ bool write_all(int descriptor, std::string_view bytes);
 
 /// Writes `path` so that a crash leaves the old content or the new, never a part: a temporary file
 /// beside it with a name of its own, fsync, rename, fsync of the folder. Without `commit` nothing
-/// changes, and the temporary file is removed.
+/// changes, and the temporary file is removed. What is replaced gives its permissions; another hard
+/// link to it keeps the old content.
 ///
 /// Throws: UserError when the disk refuses (test test_unwritable_out_folder).
 class AtomicFile {
@@ -75,10 +76,11 @@ bool is_temporary_of(const std::string& owner, std::string_view name);
 
 /// Writes a file that the user names: what is there is replaced atomically where it is a regular
 /// file, and written to where it is a device or a pipe. A symbolic link stays: the file that it
-/// leads to is written, and made where it is not there.
+/// leads to is written, and made where it is not there. A file that is open, as /dev/stdout and
+/// /dev/fd/3 name one, is written behind what was written to it.
 ///
 /// Throws: UserError when it cannot be written (tests test_explain_output,
-///         test_explain_output_through_links_to_nothing).
+///         test_explain_output_through_links_to_nothing, test_explain_output_to_a_protected_file).
 void write_file(const std::filesystem::path& path, std::string_view content);
 
 /// What may be read: `file` refuses what is no regular file.

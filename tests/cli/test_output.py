@@ -103,6 +103,47 @@ def test_explain_output_through_links_to_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["below", "first"] and os.listdir(tmp_path / "below") == ["second"]
 
 
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr", "/dev/fd/1", "/proc/self/fd/2", "/proc/thread-self/fd/1", "link"])
+def test_explain_output_to_a_file_that_is_open(tmp_path, name):
+    """What was written there stays, and what the shell writes next comes behind the plan."""
+    shared = tmp_path / "shared"
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    for redirection in ("", ">>" if "thread" in name else ">"):
+        shared.write_text("before\n")
+        script = f"{{ echo first; {TANDEM} explain {' '.join(MLP)} --output {name}; echo last; }}"
+        script += f" >>{shared} 2>&1" if not redirection else f" {redirection}{shared} 2>&1"
+        inode = shared.stat().st_ino
+        subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True, timeout=300)
+        lines = shared.read_text().splitlines()
+        assert lines[:2] == ["before", "first"] if redirection != ">" else lines[0] == "first"
+        assert lines[-1] == "last" and any("rms_norm" in line for line in lines)
+        assert shared.stat().st_ino == inode and sorted(os.listdir(tmp_path)) == ["link", "shared"]
+    done = subprocess.run([TANDEM, "explain", *MLP, "--output", "/dev/fd/0"], stdin=open(shared), capture_output=True, text=True)
+    assert_refused(done, "expected a file that can be written, got /dev/fd/0 (Bad file descriptor)", command="tandem explain")
+    assert shared.read_text().splitlines() == lines
+
+
+def test_explain_output_keeps_permissions(tmp_path):
+    plan = tmp_path / ("p" * 255)
+    for mode in (0o600, 0o664, 0o777):
+        plan.write_text("old")
+        plan.chmod(mode)
+        tandem("explain", *MLP, "--output", plan, umask=0o077)
+        assert plan.stat().st_mode & 0o7777 == mode and "rms_norm" in plan.read_text()
+    assert os.listdir(tmp_path) == [plan.name]
+
+
+def test_explain_output_to_a_protected_file(tmp_path):
+    plan, link = tmp_path / "plan", tmp_path / "link"
+    plan.write_text("old")
+    plan.chmod(0o444)
+    link.symlink_to(plan)
+    for path in (plan, link):
+        told = f"expected a file that can be written, got {path} (it is write-protected). Permit writing with chmod u+w, or name another file."
+        assert_refused(tandem("explain", *MLP, "--output", path, check=False), told, command="tandem explain")
+    assert plan.read_text() == "old" and plan.stat().st_mode & 0o777 == 0o444
+
+
 def test_file_size_limit_is_told(tmp_path):
     """`ulimit -f` is an error of the write, not the end of the process."""
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024, 1024))
