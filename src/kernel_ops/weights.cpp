@@ -119,8 +119,8 @@ bool is_of(const int64_t* stamp, const int64_t* expected) {
 /// What codes depend on besides the weight's numbers.
 int64_t hash_of(const at::Tensor& weight, std::string_view format, double amax_epsilon,
                 bool power_of_two) {
-  size_t hash =
-      c10::get_hash(format, amax_epsilon, power_of_two, static_cast<int>(weight.scalar_type()));
+  size_t hash = c10::get_hash(format, amax_epsilon, power_of_two,
+                              static_cast<int>(weight.scalar_type()), weight.is_neg());
   for (const int64_t stride : weight.strides())
     hash = c10::hash_combine(hash, c10::get_hash(stride));
   return static_cast<int64_t>(hash);
@@ -165,8 +165,12 @@ void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tenso
   std::copy(std::begin(expected), std::end(expected), stamp.mutable_data_ptr<int64_t>());
 }
 
-void refresh_weight_shapes(const at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&,
-                           std::string_view, double, bool, bool) {}
+/// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
+void refresh_weight_shapes(const at::Tensor& weight, at::Tensor& codes, at::Tensor& dequant_scale,
+                           at::Tensor& amax, at::Tensor& stamp, std::string_view, double, bool,
+                           bool) {
+  check_workspace(weight, codes, dequant_scale, amax, stamp);
+}
 
 }  // namespace
 
@@ -183,7 +187,8 @@ void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
   } parts[] = {{"codes", codes, at::kByte, weight.sym_sizes(), weight.device()},
                {"dequant_scale", dequant_scale, at::kFloat, {}, weight.device()},
                {"amax", amax, at::kFloat, {}, weight.device()},
-               {"stamp", stamp, at::kLong, stamp_size, at::kCPU}};
+               {"stamp", stamp, at::kLong, stamp_size,
+                weight.is_meta() && stamp.is_meta() ? weight.device() : c10::Device(at::kCPU)}};
   for (const auto& [name, tensor, dtype, sizes, device] : parts) {
     TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype &&
                           tensor.sym_sizes() == sizes && tensor.device() == device,
@@ -197,6 +202,9 @@ void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
         tensor.is_contiguous() && !tensor.requires_grad(), "refresh_weight_: expected ", name,
         " contiguous and without a gradient, got strides ", tensor.sym_strides(),
         " and requires_grad=", tensor.requires_grad(), ". Allocate the workspace for this weight.");
+    TORCH_CHECK_VALUE(!tensor.is_neg(), "refresh_weight_: expected ", name,
+                      " as it lies in memory, got a negated view ",
+                      "(is_neg). Allocate the workspace by itself.");
   }
   for (const auto& part : parts) {
     bool is_shared = part.tensor.is_alias_of(weight);
@@ -239,8 +247,10 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);
   library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
-  library.impl("refresh_weight_", c10::DispatchKey::Autograd,
-               torch::CppFunction::makeFallthrough());
+  // torch's kernels of the last two write a mutable argument back from a result, which this op has none of.
+  for (const auto key :
+       {c10::DispatchKey::Autograd, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
+    library.impl("refresh_weight_", key, torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace tandem::kernel_ops

@@ -29,7 +29,7 @@ void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
                     bool power_of_two, bool backward);
 
 /// A workspace is written in place, by whoever passed it: it must have the shapes and dtypes above, lie where the weight lies, be
-/// contiguous, carry no gradient, and share no memory, neither among its parts nor with the weight. Throws c10::ValueError.
+/// contiguous and no negated view, carry no gradient, and share no memory, neither among its parts nor with the weight. Throws c10::ValueError.
 void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
                      const at::Tensor& dequant_scale, const at::Tensor& amax,
                      const at::Tensor& stamp);

@@ -2,6 +2,8 @@
 #include "kernel_ops/weights.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_neg_view.h>
+#include <ATen/ops/complex.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -227,6 +229,50 @@ TEST_F(RefreshWeight, AWorkspaceOfAnotherShapeIsRefused) {
               ThrowsText<c10::ValueError>("refresh_weight_: expected codes of shape [8, 7], Byte",
                                           "got CPUByteType of shape [8, 6]",
                                           "Allocate the workspace again"));
+}
+
+TEST_F(RefreshWeight, ANegatedWeightIsAnotherOne) {
+  const Region region;
+  forward();
+  EXPECT_FALSE(forward());
+  weight_.set_data(at::_neg_view(weight_.data()));
+  EXPECT_TRUE(weight_.is_neg());
+  EXPECT_TRUE(forward());
+  EXPECT_TRUE(is_current());
+}
+
+TEST_F(RefreshWeight, ANegatedOrConjugateWorkspaceIsRefusedAndNotReleasedTwice) {
+  const auto refuses = [&](at::Tensor& part, const char* name, const at::Tensor& view,
+                           const char* got) {
+    const at::Tensor before = std::exchange(part, view);
+    EXPECT_THAT([&] { forward(); },
+                ThrowsText<c10::ValueError>("refresh_weight_: expected ", name, got));
+    EXPECT_EQ(weight_.use_count(), 1u);
+    part = before;
+  };
+  const char* negated =
+      " as it lies in memory, got a negated view (is_neg). Allocate the workspace by itself.";
+  refuses(codes_, "codes", at::_neg_view(codes_), negated);
+  refuses(dequant_scale_, "dequant_scale", at::_neg_view(dequant_scale_), negated);
+  refuses(amax_, "amax", at::_neg_view(amax_), negated);
+  refuses(stamp_, "stamp", at::_neg_view(stamp_), negated);
+  refuses(amax_, "amax", at::complex(at::zeros({}), at::zeros({})).conj(),
+          " of shape [], Float, on cpu, as the weight's workspace, got CPUComplexFloatType");
+}
+
+TEST_F(RefreshWeight, WithoutMemoryAllPartsAreOrNone) {
+  const auto meta = [](const at::Tensor& tensor) { return tensor.to(at::kMeta); };
+  for (at::Tensor* one : {&weight_, &codes_, &dequant_scale_, &amax_, &stamp_}) {
+    const at::Tensor before = std::exchange(*one, meta(*one));
+    EXPECT_THAT([&] { forward(); },
+                ThrowsText<c10::ValueError>("refresh_weight_: expected ",
+                                            ", as the weight's workspace, got "));
+    *one = before;
+  }
+  for (at::Tensor* one : {&weight_, &codes_, &dequant_scale_, &amax_}) *one = meta(*one);
+  EXPECT_FALSE(forward()) << "a stamp stays on the CPU";
+  stamp_ = meta(stamp_);
+  EXPECT_FALSE(forward());
 }
 
 }  // namespace
