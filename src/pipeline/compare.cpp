@@ -6,6 +6,7 @@
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
 #include <limits>
@@ -66,6 +67,12 @@ Numbers numbers_of(const at::Tensor& got, const at::Tensor& expected) {
           b.masked_fill(nan, 0).clamp(-largest, largest), ""};
 }
 
+/// In float64, zero where a number is not finite.
+at::Tensor finite_sizes(const at::Tensor& tensor) {
+  const at::Tensor size = at::abs(tensor.detach().to(at::kDouble));
+  return size.masked_fill((at::isnan(size)).logical_or(at::isinf(size)), 0);
+}
+
 }  // namespace
 
 double unit_of(at::ScalarType dtype) {
@@ -87,17 +94,25 @@ double unit_of(at::ScalarType dtype) {
 
 double largest_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0 || !tensor.is_floating_point()) return 0;
-  const at::Tensor size = at::abs(tensor.detach().to(at::kDouble));
-  return size.masked_fill((at::isnan(size)).logical_or(at::isinf(size)), 0).max().item<double>();
+  return finite_sizes(tensor).max().item<double>();
+}
+
+at::Tensor largest_of_rows(const at::Tensor& tensor) {
+  return finite_sizes(tensor).amax(-1, /*keepdim=*/true);
 }
 
 std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
                        double scale) {
+  return difference(got, expected, tolerance, at::scalar_tensor(scale, at::kDouble));
+}
+
+std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
+                       const at::Tensor& scale) {
   const auto [a, b, problem] = numbers_of(got, expected);
   if (!problem.empty() || !a.defined() || a.numel() == 0) return problem;
   // Divided first: the difference of two large numbers may overflow.
-  const at::Tensor size = at::maximum(at::abs(a), at::abs(b))
-                              .clamp_min(std::max(scale, std::numeric_limits<double>::min()));
+  const at::Tensor size = at::maximum(at::maximum(at::abs(a), at::abs(b)), scale.to(a.device()))
+                              .clamp_min(std::numeric_limits<double>::min());
   const at::Tensor apart = at::abs(a / size - b / size).flatten();
   const int64_t worst = apart.argmax().item<int64_t>();
   if (apart[worst].item<double>() <= tolerance) return "";

@@ -1,6 +1,9 @@
 #include "pipeline/replay.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -62,6 +65,18 @@ double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Fr
   tolerance +=
       arithmetic * (kUnitsPerOp * ops + kUnitsPerSum * std::sqrt(static_cast<double>(longest)));
   return std::min(tolerance, kLargestTolerance);
+}
+
+bool contains(const Values& values, Value value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+/// Whether `tensor` is rows, or one number of each, that lie as those of `result` do.
+bool has_rows_of(const at::Tensor& tensor, const at::Tensor& result) {
+  const at::IntArrayRef sizes = result.sizes(), leading = sizes.slice(0, sizes.size() - 1);
+  if (tensor.numel() == 0) return false;
+  if (tensor.dim() == 1) return tensor.numel() == c10::multiply_integers(leading);
+  return tensor.dim() == result.dim() && tensor.sizes().slice(0, leading.size()).equals(leading);
 }
 
 at::Tensor decoded(Frame& frame, Value codes) {
@@ -152,16 +167,58 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
     return difference_in_norm(decoded(frame_, value), decoded(expected, value),
                               unit_of_format(format));
   }
-  // What lies between the members and is written by no fused step is rounded too, at its own size.
-  const at::Tensor& result = expected.tensor(value);
-  double scale = largest_of(result);
+  return difference(frame_.tensor(value), expected.tensor(value), tolerance,
+                    scale_of(step, value, members, reference));
+}
+
+/// What the roundings of each element of a result are relative to. A row is rounded at its own size and at that of what lies between the
+/// members there. Where terms cancel, roundings are larger than the result: at most in proportion to what the row was made of, so that a
+/// row whose operands are a hundredth of the largest ones has a hundredth of the whole tensor's scale. That holds for rows that are made
+/// of rows; sums over rows, and what is quantized, have the whole tensor's.
+at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& members,
+                               Replay& reference) {
+  const Plan& plan = reference.plan();
+  const at::Tensor& result = reference.frame().tensor(value);
+  Values between;
   for (const Step& member : members)
-    for (const Value between : member.writes)
-      if (exists(between) && !writes(step, between) && reference.has(between) &&
-          frame_.type(between).format == Format::plain &&
-          expected.tensor(between).numel() == result.numel())
-        scale = std::max(scale, largest_of(expected.tensor(between)));
-  return difference(frame_.tensor(value), result, tolerance, scale);
+    for (const Value written : member.writes)
+      if (exists(written) && !writes(step, written) && reference.has(written))
+        between.push_back(written);
+  double whole = largest_of(result);
+  for (const Value rounded : between)
+    if (frame_.type(rounded).format == Format::plain &&
+        reference.frame().tensor(rounded).numel() == result.numel())
+      whole = std::max(whole, largest_of(reference.frame().tensor(rounded)));
+  const at::Tensor for_all = at::scalar_tensor(whole, at::kDouble);
+  if (!result.is_floating_point() || result.dim() < 2 || result.numel() == 0) return for_all;
+  if (const Origin origin = frame_.type(value).origin;
+      origin == Origin::gradient || origin == Origin::intermediate)
+    for (const Value param : plan.params)
+      if (reference.frame().tensor(param).sizes() == result.sizes()) return for_all;
+
+  at::Tensor scale = largest_of_rows(result), share;
+  const auto note = [&](Value operand, const at::Tensor& tensor, bool is_rounded) {
+    if (frame_.type(operand).format != Format::plain) return false;
+    if (!tensor.defined() || !tensor.is_floating_point() || contains(plan.params, operand))
+      return true;
+    if (!has_rows_of(tensor, result)) return false;
+    const at::Tensor rows = largest_of_rows(tensor.reshape({scale.numel(), -1})).view_as(scale);
+    if (is_rounded && tensor.numel() == result.numel()) scale = at::maximum(scale, rows);
+    if (const double largest = rows.max().item<double>(); largest > 0)
+      share = share.defined() ? at::maximum(share, rows / largest) : rows / largest;
+    return true;
+  };
+  for (const Value operand : step.reads)
+    if (holds_tensor(operand) && !note(operand, frame_.tensor(operand), false)) return for_all;
+  for (const Value rounded : between)
+    if (holds_tensor(rounded) && !note(rounded, reference.frame().tensor(rounded), true))
+      return for_all;
+  return share.defined() ? at::maximum(scale, share * whole) : for_all;
+}
+
+bool StepCheck::holds_tensor(Value value) {
+  return exists(value) && index_of(value) < bounds_.size() &&
+         tensors_per_value(frame_.type(value).format) != 0;
 }
 
 void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {

@@ -58,6 +58,8 @@ class StepCheck {
   bool provide(Value value, Replay& reference);
   std::string compare(const Step& step, size_t write, const Steps& members, Replay& reference,
                       bool& is_same);
+  bool holds_tensor(Value value);
+  at::Tensor scale_of(const Step& step, Value value, const Steps& members, Replay& reference);
   void carry_bounds(const Step& step, bool is_same, double tolerance);
 
   Frame frame_;

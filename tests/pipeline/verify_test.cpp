@@ -17,6 +17,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/norm.h"
+#include "pipeline/compare.h"
 #include "planner/registry.h"
 #include "quantization/recipe.h"
 #include "support/plans.h"
@@ -204,6 +205,47 @@ TEST_P(VerifyEverywhere, OneWrongElementIsNamed) {
   });
   EXPECT_THAT(scaled_gelu_verified().text,
               ::testing::AllOf(Names("test_wrong", "2.gelu"), HasSubstr(" at element 20 within ")));
+}
+
+/// Rows of which the first is larger: the others are small beside the tensor's largest element, and as large as they are to a user.
+at::Tensor with_a_large_row(const Setting& setting, int64_t cols) {
+  at::Tensor x = random({6, cols}, setting.dtype);
+  const bool is_wide = setting.around == Around::nothing && unit_of(setting.dtype) < 0x1p-20;
+  x[0].mul_(is_wide ? 0.1 / unit_of(setting.dtype) : setting.dtype == at::kHalf ? 1e3 : 1e4);
+  return x.requires_grad_();
+}
+
+TEST_P(VerifyEverywhere, RowsAreWrongHoweverLargeAnotherRowIs) {
+  const FusionHandle handle = forward_fusion("test_wrong", [](Call& call) {
+    at::Tensor y = scaled_gelu(call);
+    y.slice(0, 1).zero_();
+    call.out(0, y);
+  });
+  const at::ScalarType dtype = GetParam().dtype;
+  const Tensors params = scaled_gelu_params(dtype);
+  params[1].detach().zero_();
+  EXPECT_THAT(verified_here(kScaledGelu, {with_a_large_row(GetParam(), 4)}, params).text,
+              Names("test_wrong", "2.gelu, 3.constant_scale) in 3.constant_scale.y"));
+}
+
+TEST_P(VerifyEverywhere, RightFusionsPassHoweverLargeARowIs) {
+  const FusionHandle handle =
+      forward_fusion("test_right", [](Call& call) { call.out(0, scaled_gelu(call)); });
+  const at::ScalarType dtype = GetParam().dtype;
+  VerifyReport report =
+      verified_here(kScaledGelu, {with_a_large_row(GetParam(), 4)}, scaled_gelu_params(dtype));
+  EXPECT_TRUE(report.passed) << report.text;
+  report = verified_here(kBlock, {with_a_large_row(GetParam(), 8)}, block_params(dtype));
+  EXPECT_TRUE(report.passed) << report.text;
+}
+
+TEST_P(VerifyEverywhere, RowsOfOneElementThatCancelPass) {
+  // A product of one column is what is left of terms that are larger than it.
+  const at::ScalarType dtype = GetParam().dtype;
+  const VerifyReport report =
+      verified_here({"basic_linear", "bias", "gelu"}, {leaf({512, 64}, dtype)},
+                    {leaf({1, 64}, dtype, 2), leaf({1}, dtype, 3)});
+  EXPECT_TRUE(report.passed) << report.text;
 }
 
 TEST_P(VerifyEverywhere, AWrongGradientAloneIsNamed) {
