@@ -70,6 +70,8 @@ struct Overwritten {
   size_t input;        ///< place in the inputs
   Value result;        ///< what it holds afterwards
   bool requires_grad;  ///< of that
+  size_t step;         ///< of forward: the one that writes it
+  Values read_later;   ///< other values that later steps or backward read, and outputs
 };
 
 struct Plan {

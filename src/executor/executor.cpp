@@ -5,7 +5,10 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
+
+#include "executor/overlap.h"
 
 namespace tandem {
 
@@ -14,6 +17,34 @@ namespace {
 bool is_written(Frame& frame, Value value) {
   const Format format = frame.type(value).format;
   return format == Format::opaque || format == Format::shape || frame.tensor(value).defined();
+}
+
+/// A write in place must change nothing but what it is to change. Of what is in the frame; what is not yet there is no old value.
+void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwritten) {
+  const Step& step = plan.forward[overwritten.step];
+  const Value target = plan.inputs[overwritten.input];
+  const auto check = [&](Value value, const at::Tensor& tensor, const char* why) {
+    TORCH_CHECK(!tensor.defined() || !overlap(tensor, frame.tensor(target)), "pipeline: expected ",
+                plan.types[index_of(value)].name, " unchanged until the end of the call, as ", why,
+                ", got an in-place write by an ",
+                "op of the pipeline. Use in_place=False, or write into a copy.");
+  };
+  for (const Value value : overwritten.read_later) {
+    const bool is_output =
+        std::find(plan.outputs.begin(), plan.outputs.end(), value) != plan.outputs.end();
+    check(value, frame.tensor(value),
+          plan.kept_at[index_of(value)] >= 0 ? "backward reads it"
+          : is_output                        ? "it is an output"
+                                             : "a later op reads it");
+  }
+  for (const Value value : plan.kept_opaque)
+    if (frame.type(value).format == Format::opaque)
+      for (const at::Tensor& tensor : frame.opaque(value).tensors)
+        check(value, tensor, "backward reads it");
+  for (const Value value : step.reads)
+    if (exists(value) && value != target && frame.tensor(value).defined() &&
+        !same_elements(frame.tensor(value), frame.tensor(target)))
+      check(value, frame.tensor(value), "the op that writes reads it");
 }
 
 void run(Frame& frame, const Step& step) {
@@ -80,7 +111,14 @@ void run_forward(Frame& frame, const Plan& plan) {
   std::optional<at::AutoDispatchBelowADInplaceOrView>
       below;  // once, where no step needs to be above it
   if (frame.path() != Path::composite && !plan.runs_user_code) below.emplace();
-  for (const Step& step : plan.forward) {
+  for (const Overwritten& overwritten : plan.overwritten)  // before anything has been done
+    check_overwrite(frame, plan, overwritten);
+  size_t next_write = 0;
+  for (size_t s = 0; s < plan.forward.size(); ++s) {
+    const Step& step = plan.forward[s];
+    for (; next_write < plan.overwritten.size() && plan.overwritten[next_write].step == s;
+         ++next_write)  // and with what is there by now
+      check_overwrite(frame, plan, plan.overwritten[next_write]);
     std::optional<KeptVersions> before;
     if (step.runs_user_code && plan.needs_backward && frame.path() != Path::composite)
       before.emplace(frame, plan);

@@ -139,20 +139,36 @@ void check_required(const Description& description, const Plan& plan) {
   }
 }
 
+/// Tensors that steps behind one read, that backward reads, and outputs.
+Values read_after(const Plan& plan, size_t step) {
+  ValueSet is_read(plan.types.size());
+  for (size_t s = step + 1; s < plan.forward.size(); ++s) is_read.add(plan.forward[s].reads);
+  is_read.add(plan.outputs);
+  for (const Kept& kept : plan.kept) is_read.add(kept.value);
+  Values values;
+  for (size_t v = 0; v < plan.types.size(); ++v)
+    if (const Format format = plan.types[v].format;
+        is_read(static_cast<Value>(v)) && format != Format::opaque && format != Format::shape)
+      values.push_back(static_cast<Value>(v));
+  return values;
+}
+
 /// An argument that a step writes in place must not be one that backward reads.
 void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
-  for (const Step& step : plan.forward)
+  for (size_t s = 0; s < plan.forward.size(); ++s) {
+    const Step& step = plan.forward[s];
     for (const Value value : step.mutates) {
       const auto input = std::find(plan.inputs.begin(), plan.inputs.end(), value);
       if (input == plan.inputs.end()) continue;  // a workspace
       const Value result = step.writes[step.main_write];
       plan.overwritten.push_back({static_cast<size_t>(input - plan.inputs.begin()), result,
-                                  requires_grad[index_of(result)]});
+                                  requires_grad[index_of(result)], s, read_after(plan, s)});
       TORCH_CHECK_VALUE(plan.kept_at[index_of(value)] < 0, step.name,
                         ": expected an argument that backward does not read, got ",
                         plan.types[index_of(value)].name,
                         ", whose old value another op needs. Use in_place=False.");
     }
+  }
 }
 
 /// The joint pass: on all of both directions.

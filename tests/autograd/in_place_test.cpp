@@ -158,6 +158,72 @@ TEST(InPlace, TheSameMemoryTwiceIsRefused) {
   EXPECT_NO_THROW(call({kAdd, kAdd}, {random({2, 4}), extra, extra.clone()}));
 }
 
+/// That a call is refused with this text, before it has written anything.
+void expect_refused(const Ops& ops, const Tensors& inputs, const std::string& text) {
+  Tensors before;
+  for (const at::Tensor& input : inputs) before.push_back(input.detach().clone());
+  EXPECT_THAT([&] { call(ops, inputs); }, ThrowsText<c10::Error>(text));
+  for (size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(same(inputs[i].detach(), before[i])) << i;
+}
+
+const std::string kAddAgain = "add_extra_input";
+const std::string kToChannel =
+    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
+const std::string kFromChannel = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
+
+TEST(InPlace, OnMemoryThatALaterOpReadsIsRefused) {
+  const std::string text =
+      "pipeline: expected extra 1 unchanged until the end of the call, as a later op reads it, got "
+      "an in-place write by an op of the pipeline. Use in_place=False, or write into a copy.";
+  const at::Tensor x = leaf({3}), whole = leaf({4}) * 1, extra = whole.narrow(0, 0, 3);
+  for (const at::Tensor& again : {extra, extra.view({3}), extra.detach(), whole.narrow(0, 1, 3),
+                                  whole.detach().narrow(0, 1, 3)})
+    expect_refused({kAdd, kAddAgain}, {x, extra, again}, text);
+  expect_refused({kAdd, kAdd, kAddAgain}, {x, random({3}), extra, extra},
+                 "expected extra 2 unchanged");  // the first sum is not written either
+  const at::Tensor buffer = random({3});
+  expect_refused({kAdd, kAddAgain}, {x, buffer, buffer}, text);
+}
+
+TEST(InPlace, OnMemoryThatAChannelOrAnOutputHoldsIsRefused) {
+  const at::Tensor x = leaf({4}) * 1;
+  expect_refused({kToChannel, kAdd, kFromChannel}, {x, x},
+                 "expected x unchanged until the end of the call, as a later op reads it, got");
+  expect_refused({"make_extra_output", kAdd}, {x, x},
+                 "expected x unchanged until the end of the call, as it is an output, got");
+  expect_refused({kToChannel, R"(reshape {"options": {"shape": [2, 2]}})", "gelu",
+                  R"(reshape {"options": {"shape": [4]}})", kAdd},
+                 {x, x}, "unchanged until the end of the call, as backward reads it, got");
+}
+
+TEST(InPlace, OfAPartThatOverlapsWhatIsAddedIsRefused) {
+  const at::Tensor whole = random({8});
+  expect_refused({kAdd}, {whole.narrow(0, 0, 3), whole.narrow(0, 1, 3)},
+                 "expected x unchanged until the end of the call, as the op that writes reads it");
+  expect_refused({kAdd}, {whole.narrow(0, 0, 3), whole.as_strided({3}, {2}, 0)},
+                 "expected x unchanged until the end of the call, as the op that writes reads it");
+}
+
+TEST(InPlace, ATensorIsAddedToItselfOrReadBefore) {
+  const at::Tensor before = leaf({4}), x = before * 1;
+  call({kAdd}, {x, x})[0].sum().backward();
+  EXPECT_TRUE(same(x.detach(), before.detach() * 2));
+  EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 2));
+  const at::Tensor other = leaf({4}, at::kFloat, 2), extra = other * 1;
+  call({kAddAgain, kAdd}, {before, extra, extra})[0].sum().backward();
+  EXPECT_TRUE(same(other.grad(), before.detach() * 0 + 2));
+}
+
+TEST(InPlace, PartsThatLieBetweenEachOtherAreApart) {
+  const at::Tensor before = leaf({3, 4}), whole = before * 1, x = leaf({3, 2}, at::kFloat, 2);
+  const Outputs outputs =
+      call({kAdd, kAddAgain}, {x, whole.narrow(1, 0, 2), whole.narrow(1, 2, 2)});
+  EXPECT_TRUE(
+      same(outputs[0].detach(), (before.narrow(1, 0, 2) + x + before.narrow(1, 2, 2)).detach()));
+  outputs[0].sum().backward();
+  EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 1));
+}
+
 TEST(InPlace, OnAChannelIsAPermissionThatNobodyNeeds) {
   const Ops ops = {R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})",
                    "gelu",

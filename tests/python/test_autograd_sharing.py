@@ -293,6 +293,95 @@ def test_a_leaf_that_an_earlier_graph_needs_is_watched():
         earlier.sum().backward()
 
 
+def to_channel():
+    return ops.MakeExtraOutput().set_extra_output_channel(0, "c", output_to_caller=False)
+
+
+def from_channel():
+    return ops.AddExtraInput().set_extra_input_channel(0, "c")
+
+
+class Square(ops.BasicOperation):
+    """Saves its input."""
+
+    def op_forward_compute(self, input_):
+        return input_ * input_, [input_]
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * ctx.saved_tensors[0] * grad_output, []
+
+
+class AsIs(ops.BasicOperation):
+    """Returns its input."""
+
+    def op_forward_compute(self, input_):
+        return input_.view_as(input_), []
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save):
+        pass
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, []
+
+
+def in_place():
+    return ops.AddExtraInput(in_place=True)
+
+
+READ_AGAIN = {
+    "twice": (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x, b, b), "extra 1", "a later op reads it"),
+    "view": (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x, b, b.view(4)), "extra 1", "a later op reads it"),
+    "detached": (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x, b, b.detach()), "extra 1", "a later op reads it"),
+    "overlap": (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x[:3], b[:3], b[1:]), "extra 1", "a later op reads it"),
+    "no gradient": (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x, *(b.detach(),) * 2), "extra 1", "a later op reads it"),
+    "through numpy": (
+        lambda: [in_place(), ops.AddExtraInput()],
+        lambda x, b: (x, b, torch.from_numpy(b.detach().numpy())),
+        "extra 1",
+        "a later op reads it",
+    ),
+    "channel": (lambda: [to_channel(), in_place(), from_channel()], lambda x, b: (b, b), "x", "a later op reads it"),
+    "channel of a Python op": (lambda: [AsIs(), to_channel(), in_place(), from_channel()], lambda x, b: (b, b), ".*", "a later op reads it"),
+    "output": (lambda: [ops.MakeExtraOutput(), in_place()], lambda x, b: (b, b), "x", "it is an output"),
+    "reshape": (lambda: [to_channel(), ops.Reshape((4, 1)), ops.GELU(), ops.Reshape((4,)), in_place()], lambda x, b: (b, b), ".*", "backward reads it"),
+    "saved by a Python op": (lambda: [Square(), in_place()], lambda x, b: (b, b), ".*", "backward reads it"),
+    "parts that overlap": (lambda: [in_place()], lambda x, b: (b[:2], b[::2]), "x", "the op that writes reads it"),
+}
+
+
+@pytest.mark.parametrize("name", READ_AGAIN)
+def test_nothing_else_may_read_what_an_in_place_sum_overwrites(name):
+    make, arguments, value, why = READ_AGAIN[name]
+    x, leaf = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    b = leaf * 1
+    text = (
+        rf"pipeline: expected {value} unchanged until the end of the call, as {why}, got an in-place write by an op of the pipeline\. "
+        r"Use in_place=False, or write into a copy\."
+    )
+    with pytest.raises(RuntimeError, match=text):
+        ops.Sequential(*make())(*arguments(x, b))
+    assert torch.equal(b, leaf) and b.grad_fn.name() == "MulBackward0"
+
+
+def test_what_is_read_before_the_write_or_apart_from_it_may_be_the_same_tensor():
+    x, leaf = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for make, arguments, reference in (
+        (lambda: [in_place()], lambda x, b: (b, b), lambda x, b: b + b),
+        (lambda: [ops.AddExtraInput(), in_place()], lambda x, b: (x, b, b), lambda x, b: x + b + b),
+        (lambda: [in_place(), ops.AddExtraInput()], lambda x, b: (x[:, :2], b[:, 2:], b[:, :2]), lambda x, b: x[:, :2] + b[:, :2] + b[:, 2:]),
+        (lambda: [ops.ConstantScale(3.0), in_place(), ops.SiLU()], lambda x, b: (b, b), lambda x, b: F.silu(b * 3 + b)),
+    ):
+        y = ops.Sequential(*make())(*arguments(x, leaf * 1))
+        expected = reference(x, leaf)
+        torch.testing.assert_close(y, expected)
+        asked = [x, leaf]
+        actual = torch.autograd.grad(y.sum(), asked, allow_unused=True)
+        torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), asked, allow_unused=True))
+
+
 # Hooks.
 
 BOXES = {
