@@ -87,8 +87,9 @@ class OverwrittenView : public Node {
  public:
   OverwrittenView(const at::Tensor& view, torch::autograd::Edge now) {
     add_input_metadata(view);
-    add_next_edge(
-        {});  // what the view held, which the sum has read: its gradient comes through the pipeline
+    // What the view held, which the sum has read: its gradient comes through the pipeline, and here is zero. torch looks here for an
+    // edge where the base has one, and goes by the base's own.
+    add_next_edge(torch::autograd::impl::gradient_edge(at::Tensor(view._base())));
     add_next_edge(std::move(now));
   }
   std::string name() const override { return "TandemOverwrittenView"; }
@@ -98,27 +99,30 @@ class OverwrittenView : public Node {
   }
 };
 
-/// What a tensor leads to that holds the value of `result`: the output that it is, or an error where it is none.
+/// What a tensor leads to that holds the value of `result`: the output that it is, or an error where it is none. That leads to all that the
+/// pipeline does, as torch runs no node for gradients of what it does not lead to.
 torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& tensor,
-                              const Outputs& outputs, const Plan& plan) {
+                              const Outputs& outputs, const Plan& plan, const Node& node) {
   const auto output = std::find(plan.outputs.begin(), plan.outputs.end(), overwritten.result);
   if (output != plan.outputs.end())
     return torch::autograd::impl::gradient_edge(
         outputs[static_cast<size_t>(output - plan.outputs.begin())]);
   auto refusal = compat::make_node<torch::autograd::Error>(
       "pipeline: expected no gradient for a tensor that an in-place sum inside of a pipeline has "
-      "overwritten, got one. Use in_place=False, or pass the extra input detached.");
+      "overwritten, got one. Use in_place=False, or pass the extra input detached.",
+      torch::autograd::edge_list(node.next_edges()));
   refusal->add_input_metadata(tensor);
   return {std::move(refusal), 0};
 }
 
 /// What the call has overwritten goes on with the history of the sum, as behind any in-place operation, and so does the base of a view.
 /// A leaf stays one: its old value is gone, and the gradient of that is what it gets.
-void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, const Plan& plan) {
+void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, const Plan& plan,
+                        const Node& node) {
   for (const Overwritten& overwritten : plan.overwritten) {
     const at::Tensor& input = arguments.inputs[overwritten.input];
     if (!overwritten.requires_grad || (input.requires_grad() && input.is_leaf())) continue;
-    torch::autograd::Edge edge = edge_of(overwritten, input, outputs, plan);
+    torch::autograd::Edge edge = edge_of(overwritten, input, outputs, plan, node);
     const auto* view = torch::autograd::impl::get_view_autograd_meta(input);
     if (view != nullptr && view->has_bw_view())
       edge = {compat::make_node<OverwrittenView>(input, std::move(edge)), 0};
@@ -236,7 +240,7 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
     if (path == Path::dispatch) clone_shared(outputs, arguments, *plan);
   }
   set_history(outputs, arguments, *plan, node, path);
-  if (path == Path::direct) rebase_overwritten(outputs, arguments, *plan);
+  if (path == Path::direct) rebase_overwritten(outputs, arguments, *plan, *node);
   node->save(frame, arguments, outputs);
   return outputs;
 }

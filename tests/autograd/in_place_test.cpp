@@ -1,5 +1,6 @@
 // in_place=True: writes into the caller's tensor, or an error where autograd needs its old value.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/GradMode.h>
 
 #include "core/call.h"
@@ -106,6 +107,49 @@ TEST(InPlace, ATensorWhoseSumIsNoOutputHasNoGradientAnyMore) {
     y.sum().backward();
     EXPECT_TRUE(same(x.grad(), x.detach() * 0 + 2));
   }
+}
+
+TEST(InPlace, NorHasItOneAmongTheGradientsThatAreAskedFor) {
+  for (const bool in_a_part : {true, false})
+    for (const bool of_x : {true, false})
+      for (const bool with_output : {true, false}) {
+        const at::Tensor x = leaf({4}), before = leaf({2, 4}), base = before * 3;
+        const at::Tensor extra = in_a_part ? base.select(0, 1) : base.select(0, 1).clone();
+        const at::Tensor y = call({kAdd, "silu"}, {x, extra})[0];
+        Tensors outputs{in_a_part ? base : extra}, given{at::ones_like(outputs[0])};
+        if (with_output) outputs.push_back(y), given.push_back(at::ones_like(y));
+        EXPECT_THAT([&] { gradients_of(outputs, {of_x ? x : before}, given); },
+                    ThrowsText<std::exception>(
+                        "pipeline: expected no gradient for a tensor that an in-place sum inside "
+                        "of a pipeline has overwritten, got one. Use in_place=False, or pass the "
+                        "extra input detached."));
+      }
+}
+
+TEST(InPlace, InAViewGivesTheGradientsThatAreAskedFor) {
+  const auto gradients = [](auto add, bool has_history, std::vector<size_t> asked) {
+    const at::Tensor x = leaf({4}), before = leaf({3, 4}, at::kFloat, 2);
+    const at::Tensor base = has_history ? before * 3 : before.detach() * 3;
+    const at::Tensor y = add(x, base.select(0, 1)) * 5;
+    const Tensors leaves{x, before};
+    Tensors from;
+    for (const size_t i : asked) from.push_back(leaves[i]);
+    return gradients_of({base, y}, from, {random({3, 4}), random({4})});
+  };
+  const auto in_pipeline = [](const at::Tensor& x, const at::Tensor& extra) {
+    return call({kAdd}, {x, extra})[0];
+  };
+  const auto in_torch = [](const at::Tensor& x, const at::Tensor& extra) { return extra.add_(x); };
+  for (const bool has_history : {true, false})
+    for (const std::vector<size_t>& asked :
+         {std::vector<size_t>{0}, std::vector<size_t>{1}, std::vector<size_t>{0, 1}}) {
+      const auto found = gradients(in_pipeline, has_history, asked),
+                 expected = gradients(in_torch, has_history, asked);
+      for (size_t i = 0; i < found.size(); ++i) {
+        ASSERT_EQ(found[i].defined(), expected[i].defined()) << i;
+        EXPECT_TRUE(!found[i].defined() || same(found[i], expected[i])) << i;
+      }
+    }
 }
 
 TEST(InPlace, AViewOfALeafIsRefused) {

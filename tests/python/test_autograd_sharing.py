@@ -382,6 +382,39 @@ def test_what_is_read_before_the_write_or_apart_from_it_may_be_the_same_tensor()
         torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), asked, allow_unused=True))
 
 
+NO_GRADIENT = (
+    r"pipeline: expected no gradient for a tensor that an in-place sum inside of a pipeline has overwritten, got one\. "
+    r"Use in_place=False, or pass the extra input detached\."
+)
+
+
+@pytest.mark.parametrize("part", [lambda b: b, lambda b: b[:], lambda b: b[1]], ids=["whole", "view", "row"])
+def test_a_gradient_of_what_an_in_place_sum_inside_has_overwritten_is_never_dropped(part):
+    for ask in (
+        lambda y, b, leaves: torch.autograd.grad([y.sum(), b.sum()], leaves),
+        lambda y, b, leaves: torch.autograd.grad([y.sum(), b.sum()], leaves[:1]),
+        lambda y, b, leaves: (y.sum() + b.sum()).backward(inputs=leaves[1:]),
+        lambda y, b, leaves: b.sum().backward(),
+    ):
+        leaf = torch.randn(2, 4, requires_grad=True)
+        b = leaf * 1
+        x = torch.randn(part(b).shape, requires_grad=True)
+        y = ops.Sequential(in_place(), ops.SiLU())(x, part(b))
+        with pytest.raises(RuntimeError, match=NO_GRADIENT):
+            ask(y, b, [leaf, x])
+
+
+def test_gradients_asked_for_come_through_an_overwritten_view():
+    for count in (1, 2):
+        found = []
+        for add in (in_place(), lambda x, e: e.add_(x)):
+            leaf, x = torch.full((2, 4), 2.0, requires_grad=True), torch.full((4,), 3.0, requires_grad=True)
+            b = leaf * 5
+            y = add(x, b[1])
+            found.append(torch.autograd.grad((b * b).sum() + y.sum(), [leaf, x][:count]))
+        torch.testing.assert_close(found[0], found[1])
+
+
 # Hooks.
 
 BOXES = {
