@@ -27,6 +27,16 @@ inline bool is_watched() {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
+/// Whether the operations of this thread are recorded, or done on shapes only: what they would write has no values yet.
+inline bool is_recorded() {
+  using c10::impl::TorchDispatchModeKey;
+  if (c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Tracer)) return true;
+  for (const auto mode :
+       {TorchDispatchModeKey::FAKE, TorchDispatchModeKey::PROXY, TorchDispatchModeKey::FUNCTIONAL})
+    if (c10::impl::TorchDispatchModeTLS::get_mode(mode).has_value()) return true;
+  return false;
+}
+
 /// A strided CPU or CUDA tensor whose memory holds its elements.
 inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.key_set().has_any(kNotPlain) && (tensor.is_cpu() || tensor.is_cuda()) &&

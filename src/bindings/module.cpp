@@ -102,6 +102,18 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, training);
   }
 
+  /// Before the dispatcher op; what is no tensor is a proxy of torch.fx, which records.
+  void check_no_writes(const py::handle& x, const py::list& extra) const {
+    std::vector<at::Tensor> inputs;
+    if (!THPVariable_Check(x.ptr())) return;
+    inputs.push_back(THPVariable_Unpack(x.ptr()));
+    for (const py::handle& tensor : extra) {
+      if (!THPVariable_Check(tensor.ptr())) return;
+      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
+    pipeline_->check_no_writes(inputs);
+  }
+
   bool any_hooks() const {
     static PyObject* const kNames[] = {PyUnicode_InternFromString("_forward_hooks"),
                                        PyUnicode_InternFromString("_forward_pre_hooks"),
@@ -234,6 +246,7 @@ PYBIND11_MODULE(_C, module) {
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("any_hooks", &EagerPipeline::any_hooks)
+      .def("check_no_writes", &EagerPipeline::check_no_writes)
       .def("note_recipe",
            [](const EagerPipeline& self, bool training) {
              const ContextRegion region;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "autograd/direct.h"
 #include "core/build_id.h"
 #include "core/json_fields.h"
 #include "kernel_ops/weights.h"
@@ -23,9 +24,13 @@ const ActiveRecipe kNeverCalled, kSeveral{"one of several"};
 }  // namespace
 
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
-    : ops_(std::move(ops)), required_fusions_(std::move(required_fusions)) {
-  parse_description(
+    : ops_(std::move(ops)),
+      required_fusions_(std::move(required_fusions)),
+      calls_{Calls{&kNeverCalled}, Calls{&kNeverCalled}} {
+  const auto parsed = parse_description(
       text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
+  writes_arguments_ = std::any_of(parsed->ops.begin(), parsed->ops.end(),
+                                  [](const OpNode& op) { return op.writes_caller(); });
 }
 
 std::string Pipeline::text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
@@ -154,10 +159,24 @@ void Pipeline::note_recipe(bool training) {
     calls.under.store(under == nullptr ? recipe : &kSeveral, std::memory_order_relaxed);
 }
 
+void Pipeline::check_no_writes(at::TensorList inputs) const {
+  if (!writes_arguments_ || is_recorded()) return;
+  for (const at::Tensor& tensor : inputs)
+    if (!tensor.defined() || tensor.is_meta()) return;
+  TORCH_CHECK_VALUE(
+      false, "pipeline: expected a plain call, which writes the sum of in_place=True into the ",
+      "caller's tensor, got one through torch.ops.tandem.pipeline, which writes no ",
+      "argument: under a mode or a torch.func transform, or with a tensor subclass, a ",
+      "tangent or a parametrized weight. Use in_place=False.");
+}
+
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
   note_recipe(training);
   Arguments arguments{inputs, params, {}};
-  if (!is_direct(arguments)) return call_op(arguments, description(training));
+  if (!is_direct(arguments)) {
+    check_no_writes(inputs);
+    return call_op(arguments, description(training));
+  }
   State& current = state(training);
   const auto& plan =
       current.program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/false));

@@ -31,6 +31,11 @@ class TANDEM_API Pipeline {
   /// Throws: c10::ValueError where a backward recomputes under another recipe than that of the last forward.
   void note_recipe(bool training);
 
+  /// Refuses a call that goes another way where the caller has asked that it writes an argument: that way writes none.
+  ///
+  /// Throws: c10::ValueError, unless the call is recorded or on the meta device.
+  void check_no_writes(at::TensorList inputs) const;
+
   /// The description of a state: what tandem::pipeline takes.
   std::string description(bool training, bool fuse = true,
                           const std::vector<std::string>& skipped_fusions = {}) const;
@@ -78,6 +83,7 @@ class TANDEM_API Pipeline {
 
   std::string ops_;
   std::vector<std::string> required_fusions_;
+  bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<State>> states_;

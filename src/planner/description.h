@@ -27,6 +27,10 @@ struct OpNode {
   std::vector<uint32_t> params;  ///< positions in the pipeline's parameter list
   std::vector<Binding> extra_inputs, extra_outputs;
   bool in_place = false;
+  /// in_place on a caller's tensor is a command; on a channel's value it is a permission that nobody needs to use.
+  bool writes_caller() const {
+    return in_place && def->forward_in_place != nullptr && extra_inputs[0].channel.empty();
+  }
   std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
 };
 

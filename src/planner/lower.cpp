@@ -182,7 +182,7 @@ class Lowering {
   /// The dtype of y: where the user asked for a sum in the caller's tensor it is that tensor's, traced or not, as for torch's add_.
   at::ScalarType result_dtype(const OpNode& op, const OperandTable& names,
                               at::ScalarType dtype) const {
-    if (!may_write_caller(op)) return dtype;
+    if (!op.writes_caller()) return dtype;
     const at::ScalarType target = dtype_of(names.value(op.def->inputs[1]));
     TORCH_CHECK_TYPE(c10::canCast(dtype, target), op.label, ": expected an extra input that holds ",
                      dtype, ", as in_place=True asks, got ", target,
@@ -229,11 +229,8 @@ class Lowering {
     }
   }
 
-  /// in_place on a caller's tensor is a command; on a channel's value it is a permission that nobody needs to use.
-  bool may_write_caller(const OpNode& op) const {
-    return op.in_place && op.def->forward_in_place != nullptr && op.extra_inputs[0].channel.empty();
-  }
-  bool writes_caller(const OpNode& op) const { return may_write_caller(op) && !call_.traced; }
+  /// What is traced writes nothing.
+  bool writes_caller(const OpNode& op) const { return op.writes_caller() && !call_.traced; }
 
   Step forward_step(size_t index) {
     const OpNode& op = description_.ops[index];

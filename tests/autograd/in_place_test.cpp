@@ -1,5 +1,6 @@
 // in_place=True: writes into the caller's tensor, or an error where autograd needs its old value.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/ones_like.h>
 #include <c10/core/GradMode.h>
 
@@ -266,6 +267,17 @@ TEST(InPlace, PartsThatLieBetweenEachOtherAreApart) {
       same(outputs[0].detach(), (before.narrow(1, 0, 2) + x + before.narrow(1, 2, 2)).detach()));
   outputs[0].sum().backward();
   EXPECT_TRUE(same(before.grad(), before.detach() * 0 + 1));
+}
+
+TEST(InPlace, ThatNeedsTheDispatcherIsRefused) {
+  const at::Tensor x = random({4}), extra = at::_neg_view(random({4})), before = extra.clone();
+  expect_refused({kAdd}, {x, extra},
+                 "pipeline: expected a plain call, which writes the sum of in_place=True into the "
+                 "caller's tensor, got one through torch.ops.tandem.pipeline, which writes no "
+                 "argument: under a mode or a torch.func transform, or with a tensor subclass, a "
+                 "tangent or a parametrized weight. Use in_place=False.");
+  EXPECT_NO_THROW(call({kAddAgain}, {x, extra}));
+  EXPECT_TRUE(call({kAdd}, {x.to(at::kMeta), extra.to(at::kMeta)})[0].is_meta());
 }
 
 TEST(InPlace, OnAChannelIsAPermissionThatNobodyNeeds) {

@@ -415,6 +415,70 @@ def test_gradients_asked_for_come_through_an_overwritten_view():
         torch.testing.assert_close(found[0], found[1])
 
 
+class AsksFunctions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def within(context):
+    def call(box, x, b):
+        with context:
+            return box(x, b)
+
+    return call
+
+
+def with_parametrized_weight(box, x, b):
+    linear = ops.BasicLinear(4, 4)
+    torch.nn.utils.parametrizations.orthogonal(linear)
+    return ops.Sequential(linear, *box)(x, b)
+
+
+NOT_PLAIN = {
+    "device": within(torch.device("cpu")),
+    "function mode": within(AsksFunctions()),
+    "dispatch mode": within(Watching()),
+    "subclass": lambda box, x, b: box(x.as_subclass(Subclass), b),
+    "subclass to write": lambda box, x, b: box(x, b.as_subclass(Subclass)),
+    "vmap": lambda box, x, b: torch.vmap(box)(x, b),
+    "grad": lambda box, x, b: torch.func.grad(lambda x: box(x, b).sum())(x),
+    "jvp": lambda box, x, b: torch.func.jvp(lambda x: box(x, b), (x,), (x,)),
+    "parametrization": with_parametrized_weight,
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_in_place_is_refused_where_the_call_goes_through_the_dispatcher(name):
+    x, b = torch.randn(2, 4), torch.randn(2, 4)
+    before = b.clone()
+    with pytest.raises(ValueError) as raised:
+        NOT_PLAIN[name](ops.Sequential(in_place(), ops.GELU()), x, b)
+    assert str(raised.value) == (
+        "pipeline: expected a plain call, which writes the sum of in_place=True into the caller's tensor, got one through "
+        "torch.ops.tandem.pipeline, which writes no argument: under a mode or a torch.func transform, or with a tensor subclass, a tangent or a "
+        "parametrized weight. Use in_place=False."
+    )
+    assert torch.equal(b, before)
+    NOT_PLAIN[name](ops.Sequential(ops.AddExtraInput(), ops.GELU()), x, b)
+
+
+@pytest.mark.parametrize("record", [torch.fx.symbolic_trace, lambda box: torch.compile(box, backend="eager")], ids=["fx", "compile"])
+def test_a_recorded_in_place_sum_is_a_fresh_tensor(record):
+    x, b = torch.randn(2, 4), torch.randn(2, 4)
+    before = b.clone()
+    torch.testing.assert_close(record(ops.Sequential(in_place(), ops.GELU()))(x, b), gelu(x + before))
+    assert torch.equal(b, before)
+
+
 # Hooks.
 
 BOXES = {

@@ -85,6 +85,7 @@ class OpRun:
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
         if now.hooked():
             return self.call_cut(now.cut().parts, x, extra, training, kwargs)
+        pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
 
