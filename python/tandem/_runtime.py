@@ -109,7 +109,8 @@ def _check_parameters(op: BasicOperation) -> None:
     if not op.is_python_op or views_stand_in(op):
         return
     computed = [*op.parametrizations] if is_parametrized(op) else []
-    computed += [name for name, value in vars(op).items() if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+    attributes = [(name, value) for name, value in vars(op).items() if name not in op._parameters]  # FSDP1 puts views beside parameters
+    computed += [name for name, value in attributes if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     if computed:
         raise RuntimeError(
             f"{op._get_name()}: expected parameters of its own where gradients are needed, got {computed[0]}, which is computed from others (a "

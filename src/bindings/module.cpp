@@ -1,5 +1,6 @@
 // tandem._C: what the Python front calls. No arithmetic, no planning.
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -68,6 +69,20 @@ bool has_torch_function(PyObject* object) {
   const py::handle asked(reinterpret_cast<PyObject*>(type));
   const py::object function = py::getattr(asked, "__torch_function__", py::none());
   return !function.is_none() && function.ptr() != kDisabled;
+}
+
+/// Whether a `__torch_function__` mode wants to be asked. A default device (`torch.set_default_device`, `with torch.device(...)`) does not:
+/// it speaks to functions that make tensors of nothing.
+bool asks_a_mode() {
+  using at::impl::PythonTorchFunctionTLS;
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  static PyObject* const kDefaultDevice =
+      py::object(py::module_::import("torch.utils._device").attr("DeviceContext")).release().ptr();
+  for (int64_t i = 0; i < PythonTorchFunctionTLS::stack_len(); ++i) {
+    const PyObject* mode = PythonTorchFunctionTLS::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != kDefaultDevice) return true;
+  }
+  return false;
 }
 
 /// A pipeline whose parameters are read from their modules' dictionaries at every call: what replaced a parameter takes effect at once,
@@ -196,7 +211,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   /// Whether an inner module must be called as such, or a mode or a parameter's type must be asked.
   bool is_watched() const {
-    if (any_hooks() || at::impl::torch_function_mode_enabled()) return true;
+    if (any_hooks() || asks_a_mode()) return true;
     for (const Slot& slot : slots_) {
       PyObject* param = slot.find();
       if (param != nullptr && has_torch_function(param)) return true;

@@ -105,3 +105,10 @@ def llama_mlp(hidden=16, inner=24, **kwargs):
 def llama_mlp_reference(x, norm, up, down):
     h = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norm
     return F.linear(gated(F.silu)(F.linear(h, up)), down)
+
+
+class AsksFunctions(torch.overrides.TorchFunctionMode):
+    """Calls go through the dispatcher under it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))

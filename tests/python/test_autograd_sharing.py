@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from support import randomize
+from support import AsksFunctions, randomize
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import tandem
@@ -415,11 +415,6 @@ def test_gradients_asked_for_come_through_an_overwritten_view():
         torch.testing.assert_close(found[0], found[1])
 
 
-class AsksFunctions(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 class Watching(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -444,7 +439,6 @@ def with_parametrized_weight(box, x, b):
 
 
 NOT_PLAIN = {
-    "device": within(torch.device("cpu")),
     "function mode": within(AsksFunctions()),
     "dispatch mode": within(Watching()),
     "subclass": lambda box, x, b: box(x.as_subclass(Subclass), b),
@@ -469,6 +463,15 @@ def test_in_place_is_refused_where_the_call_goes_through_the_dispatcher(name):
     )
     assert torch.equal(b, before)
     NOT_PLAIN[name](ops.Sequential(ops.AddExtraInput(), ops.GELU()), x, b)
+
+
+def test_a_default_device_is_no_mode_to_ask():
+    x, b = torch.randn(2, 4), torch.randn(2, 4)
+    before = b.clone()
+    with torch.device("meta"):
+        y = ops.Sequential(in_place(), ops.GELU())(x, b)
+    torch.testing.assert_close(y, gelu(x + before))
+    assert torch.equal(b, x + before)
 
 
 @pytest.mark.parametrize("record", [torch.fx.symbolic_trace, lambda box: torch.compile(box, backend="eager")], ids=["fx", "compile"])

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils import prune
 
 import tandem.ops as ops
+from support import AsksFunctions
 from test_fingerprint import Base
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -67,7 +68,7 @@ def test_ops_whose_operands_stand_elsewhere_do_not_stand_in_for_each_other(what,
         want = (x if op.w is None else x * op.w) + (0.0 if op.b is None else op.b)
         box = ops.Sequential(op)
         function = torch.compile(box, backend="aot_eager", fullgraph=True) if how == "compiled" else box
-        with torch.device("cpu") if how == "dispatcher" else contextlib.nullcontext():
+        with AsksFunctions() if how == "dispatcher" else contextlib.nullcontext():
             y = function(x)
         torch.testing.assert_close(y, want)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), tensors), torch.autograd.grad(want.sum(), tensors))
@@ -95,7 +96,7 @@ class Counted(Base):
 
 def test_equal_ops_keep_their_own_state_through_the_dispatcher():
     boxes = [ops.Sequential(Counted()) for _ in range(3)]
-    with torch.device("cpu"):
+    with AsksFunctions():
         for call in (1, 2):
             assert [box(torch.ones(1)).item() for box in boxes] == [call] * 3
 
@@ -107,7 +108,7 @@ def test_equal_ops_in_two_threads_keep_their_own_parameters():
     def call(box, factor):
         for _ in range(100):
             x = torch.randn(3, requires_grad=True)
-            with torch.device("cpu"):
+            with AsksFunctions():
                 y = box(x)
             y.sum().backward()
             wrong.extend([] if torch.equal(y, x * factor) and torch.equal(x.grad, torch.full((3,), factor)) else [factor])
