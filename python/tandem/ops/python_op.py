@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _Kwargs = Mapping[str, Any]
 _live: dict[str, tuple[list[weakref.ref[BasicOperation]], _Kwargs, str | None]] = {}  # newest first; with the fingerprint in the key, if any
 _instances: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
+_naming = threading.RLock()  # while a list of `_live` is replaced; an op may die meanwhile
 _fusion_functions = 0  # how many are registered
 
 
@@ -49,9 +51,10 @@ def entry(op: BasicOperation, params: int, buffers: int, kwargs: _Kwargs, *, sha
     key = f"{place}#{code}" if shared else f"{op.instance_id}#{_fingerprint.process}"
     if kwargs:
         key += kwargs_key({0: kwargs}) or ""
-    references = _live.setdefault(key, ([], dict(kwargs), code))[0]
-    others = [reference for reference in references if (known := reference()) is not None and known is not op]
-    references[:] = [weakref.ref(op), *others]
+    with _naming:
+        references = _live.setdefault(key, ([], dict(kwargs), code))[0]
+        others = [reference for reference in references if (known := reference()) is not None and known is not op]
+        references[:] = [weakref.ref(op), *others]
     return {"op": name, "label": type(op).__name__, "options": {"key": key}}
 
 
