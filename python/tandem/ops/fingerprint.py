@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.ops.plain import Told, is_fixed, tell_plain
+from tandem.ops.watches import MISSING, Place, Retold, Same
+
 if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "tandem", "numpy", "typing_extensions"}
 _LIBRARIES |= {"pytest", "_pytest"}  # which writes calls of its own into functions that assert
-_SIMPLE = (type(None), bool, int, str)
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented))
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType) + (
     types.MethodWrapperType,
     types.GetSetDescriptorType,
@@ -62,8 +63,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _BASES, _CODE, _FIELDS = map(operator.attrgetter, ("__bases__", "__code__", "__dict__"))
 _DEFAULTS, _KEYWORD_DEFAULTS = map(operator.attrgetter, ("__defaults__", "__kwdefaults__"))
 _MOST_BYTES = 1 << 16  # of an array that is compared
-_DEEPEST = 32  # in a plain value
-_LARGE = 1 << 64  # Python writes integers of any size in base 16 only
 NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_extra_input_channels",
     "_extra_output_channels",
@@ -81,8 +80,6 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_token",
 }
 _OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.channels")  # whose code reads no option of an op
-_MISSING = types.SimpleNamespace()
-_Told = Any  # of what JSON holds
 
 
 def _renew() -> None:
@@ -108,10 +105,6 @@ class _Known:
 _known: weakref.WeakValueDictionary[int, _Known] = weakref.WeakValueDictionary()  # by id of the object
 
 
-class _Opaque(Exception):
-    """Something is no plain value."""
-
-
 def _library(thing: Any) -> bool:
     """Whether the name of a function or class leads to it, in a library that changes with its version only."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
@@ -133,48 +126,6 @@ def _made_in_python(cls: type) -> bool:
     return bool(cls.__flags__ & _HEAP_TYPE) and has_fields and all(map(_made_in_python, cls.__bases__))
 
 
-def tell_plain(value: Any, *, enums: bool = False) -> _Told | None:
-    """A number, a text, None, a dtype or device, a list, tuple or dict of them as JSON that tells it apart; None where it is none. With
-    `enums`, their members are plain too: by name and value."""
-    try:
-        return _plain(value, 0, enums)
-    except _Opaque:
-        return None
-
-
-def _plain(value: Any, depth: int, enums: bool) -> _Told:
-    kind = type(value)
-    if kind is int and not -_LARGE < value < _LARGE:
-        return ["int", hex(value)]
-    if kind in _SIMPLE:
-        return [kind.__name__, value]
-    if kind in (float, complex):
-        return [kind.__name__, value.hex() if kind is float else [value.real.hex(), value.imag.hex()]]
-    if isinstance(value, _NAMED):
-        return [kind.__name__, str(value)]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if depth == _DEEPEST:
-        raise _Opaque
-    if kind in (tuple, list, torch.Size):
-        return [kind.__name__, [_plain(item, depth + 1, enums) for item in value]]
-    if kind in (set, frozenset):
-        return [kind.__name__, sorted((_plain(item, depth + 1, enums) for item in value), key=json.dumps)]
-    if kind in (dict, types.MappingProxyType):
-        return ["dict", [[_plain(name, depth + 1, enums), _plain(item, depth + 1, enums)] for name, item in value.items()]]
-    if issubclass(kind, enum.Enum) and enums:
-        return ["enum", kind.__module__, kind.__qualname__, value.name, _plain(value.value, depth + 1, enums)]
-    raise _Opaque
-
-
-def _is_fixed(plain: Any) -> bool:
-    try:
-        hash(plain)
-    except TypeError:
-        return False
-    return True
-
-
 def _memory(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
     """What an array holds, None for what is none, or too large."""
     try:
@@ -188,7 +139,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _constant(constant: Any) -> _Told:
+def _constant(constant: Any) -> Told:
     plain = tell_plain(constant)
     return repr(constant) if plain is None else plain
 
@@ -212,10 +163,10 @@ def _imports(code: types.CodeType) -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def _code(code: types.CodeType) -> tuple[_Told, tuple[str, ...], tuple[str, ...], tuple[tuple[int, str], ...]]:
+def _code(code: types.CodeType) -> tuple[Told, tuple[str, ...], tuple[str, ...], tuple[tuple[int, str], ...]]:
     """A code object told, the globals that it reads, all names that it uses, what it imports."""
 
-    def told(part: types.CodeType) -> _Told:
+    def told(part: types.CodeType) -> Told:
         constants = [told(c) if isinstance(c, types.CodeType) else _constant(c) for c in part.co_consts]
         fields = (part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount, part.co_flags)
         names = [part.co_names, part.co_varnames, part.co_freevars, part.co_cellvars]
@@ -225,71 +176,6 @@ def _code(code: types.CodeType) -> tuple[_Told, tuple[str, ...], tuple[str, ...]
     reads = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     names = {name for i in instructions for name in (i.argval if isinstance(i.argval, tuple) else [i.argval]) if isinstance(name, str)}
     return told(code), tuple(sorted(reads)), tuple(sorted(names)), tuple(_imports(code))
-
-
-class _Place:
-    """Names that were looked up in a dict: it holds while they lead to the same objects, and neither `absent` names nor any but `known`
-    ones are there."""
-
-    __slots__ = ("absent", "fields", "known", "names", "values")
-
-    def __init__(
-        self, fields: Mapping[str, Any], names: Iterable[str], *, known: Iterable[str] | None = None, absent: Iterable[str] = ()
-    ) -> None:
-        self.fields, self.names = fields, tuple(names)
-        self.known = None if known is None else {*known, *self.names}
-        self.absent = {name for name in absent if name not in fields}
-        self.values = self._now()
-
-    def _now(self) -> list[Any]:
-        return list(map(self.fields.get, self.names, itertools.repeat(_MISSING)))
-
-    def holds(self) -> bool:
-        fields = self.fields
-        if not all(map(operator.is_, map(fields.get, self.names, itertools.repeat(_MISSING)), self.values)):
-            return False
-        if self.known is not None:
-            return fields.keys() <= self.known
-        return not self.absent or fields.keys().isdisjoint(self.absent)
-
-    def absorb(self) -> None:
-        if self.known is not None:
-            self.known |= self.fields.keys()
-        appeared = self.absent & self.fields.keys()
-        self.absent -= appeared
-        self.names += tuple(sorted(appeared))
-        self.values = self._now()
-
-
-class _Same:
-    """Holds while the same objects are there."""
-
-    __slots__ = ("now", "values")
-
-    def __init__(self, now: Callable[[], list[Any]]) -> None:
-        self.now, self.values = now, now()
-
-    def holds(self) -> bool:
-        now = self.now()
-        return len(now) == len(self.values) and all(map(operator.is_, now, self.values))
-
-    def absorb(self) -> None:
-        self.values = self.now()
-
-
-class _Retold:
-    """Holds while something says the same."""
-
-    __slots__ = ("now", "told")
-
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self.now, self.told = now, now()
-
-    def holds(self) -> bool:
-        return bool(self.now() == self.told)
-
-    def absorb(self) -> None:
-        self.told = self.now()
 
 
 class _This:
@@ -313,7 +199,7 @@ class _Named:
     def __init__(self, fields: Mapping[str, Any], number: int, *, is_class: bool, without: frozenset[str]) -> None:
         self.fields, self.number, self.is_class, self.without = fields, number, is_class, without
         self.told: set[str] = set()
-        self.parts: list[_Told] = []
+        self.parts: list[Told] = []
 
     def further(self, used: set[str], reads_all: bool) -> list[str]:
         found = set(self.fields) if reads_all and not self.is_class else used & self.fields.keys()
@@ -327,14 +213,14 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING
+        return MISSING
 
 
 def _slot(value: Any, name: str) -> Any:
     try:
         return object.__getattribute__(value, name)
     except AttributeError:
-        return _MISSING
+        return MISSING
 
 
 def _parts(
@@ -365,7 +251,7 @@ class Fingerprint:
     """`text` changes with whatever the code of `op` depends on. `holds` tells, cheaply, whether it would be the same if taken again."""
 
     def __init__(self, op: BasicOperation) -> None:
-        self._watches: list[_Place | _Same | _Retold] = []
+        self._watches: list[Place | Same | Retold] = []
         self._numbers: dict[int, tuple[int, Any]] = {}  # of what may be met again, as functions and classes refer to each other
         self._opaques: list[_Known] = []  # of what cannot be told
         self._named: dict[int, _Named] = {}
@@ -381,11 +267,11 @@ class Fingerprint:
         for tensor in itertools.chain(op.parameters(), op.buffers()):
             self._operands.setdefault(id(tensor), len(self._operands))
         self._op = weakref.ref(op)
-        operands = _Retold(self._operands_now)
+        operands = Retold(self._operands_now)
         told = [self._tell(type(op)), self._options(op), operands.told]
         self._settle()
-        self._watches += [_Place(fields, names) for fields, names in self._globals.values()]
-        self._watches.append(_Same(functools.partial(_parts, self._objects, self._classes, self._functions, self._cells)))
+        self._watches += [Place(fields, names) for fields, names in self._globals.values()]
+        self._watches.append(Same(functools.partial(_parts, self._objects, self._classes, self._functions, self._cells)))
         self._watches.append(operands)
         self._text = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         self._of_others: str | None = None  # the text while the op was as others are
@@ -418,23 +304,23 @@ class Fingerprint:
         for watch in self._watches:
             watch.absorb()
 
-    def _fields(self, fields: Mapping[str, Any], names: Iterable[str], **bounds: Iterable[str]) -> list[_Told]:
+    def _fields(self, fields: Mapping[str, Any], names: Iterable[str], **bounds: Iterable[str]) -> list[Told]:
         """What is in a dict under names, and from now on watched there."""
-        place = _Place(fields, names, **bounds)
+        place = Place(fields, names, **bounds)
         self._watches.append(place)
-        return [[name, self._tell(value)] for name, value in zip(place.names, place.values, strict=True) if value is not _MISSING]
+        return [[name, self._tell(value)] for name, value in zip(place.names, place.values, strict=True) if value is not MISSING]
 
-    def _tell(self, value: Any, names: tuple[str, ...] = ()) -> _Told:
+    def _tell(self, value: Any, names: tuple[str, ...] = ()) -> Told:
         try:
             return self._told(value, names)
         except Exception:  # of a user's object: a lazy one, a mock, one that is nested too deeply
             return self._opaque(value)
 
-    def _told(self, value: Any, names: tuple[str, ...]) -> _Told:
+    def _told(self, value: Any, names: tuple[str, ...]) -> Told:
         plain = tell_plain(value)
         if plain is not None:
-            if not _is_fixed(value):
-                self._watches.append(_Retold(functools.partial(tell_plain, value)))
+            if not is_fixed(value):
+                self._watches.append(Retold(functools.partial(tell_plain, value)))
             return plain
         if isinstance(value, types.FunctionType):
             return self._function(value)
@@ -457,10 +343,10 @@ class Fingerprint:
         if isinstance(value, logging.Logger):
             return ["logger", value.name]
         if isinstance(value, weakref.ReferenceType):
-            self._watches.append(_Same(lambda: [value()]))
+            self._watches.append(Same(lambda: [value()]))
             return ["weak", self._tell(value())]
         if isinstance(value, contextvars.ContextVar):
-            self._watches.append(_Same(lambda: [value.get(None)]))
+            self._watches.append(Same(lambda: [value.get(None)]))
             return ["context", value.name, self._tell(value.get(None))]
         if isinstance(value, _REDUCED):
             arguments: Any = value.__reduce__()[1]
@@ -476,7 +362,7 @@ class Fingerprint:
         if isinstance(value, torch.Tensor):
             if id(value) in self._operands:
                 return ["operand", self._operands[id(value)]]
-            self._watches.append(_Retold(functools.partial(_version, value)))
+            self._watches.append(Retold(functools.partial(_version, value)))
             return [self._opaque(value), _version(value)]
         if isinstance(value, enum.Enum):
             fields = vars(value)
@@ -484,27 +370,27 @@ class Fingerprint:
         memory = _memory(value)
         if memory is None:
             return self._object(value)
-        self._watches.append(_Retold(functools.partial(_memory, value)))
+        self._watches.append(Retold(functools.partial(_memory, value)))
         held = [memory[0], memory[1], memory[2].hex()]
         if hasattr(value, "__dict__"):  # such as a masked array
             return ["memory", held, self._object(value)]
         return ["memory", type(value).__qualname__, held]
 
-    def _opaque(self, value: Any) -> _Told:
+    def _opaque(self, value: Any) -> Told:
         """Which object it is."""
         known = _known.get(id(value)) or _known.setdefault(id(value), _Known(value))
         self._opaques.append(known)
         return ["opaque", known.number]
 
-    def _object(self, value: Any) -> _Told:
+    def _object(self, value: Any) -> Told:
         """The items and attributes of anything."""
         cls = type(value)
         self._objects.append(value)
-        parts: list[_Told] = [cls.__module__, cls.__qualname__]
+        parts: list[Told] = [cls.__module__, cls.__qualname__]
         if cls is object or not _made_in_python(cls):  # which one it is matters
             parts.append(self._opaque(value))
         if isinstance(value, _CONTAINERS):
-            self._watches.append(_Same(functools.partial(_items, value)))
+            self._watches.append(Same(functools.partial(_items, value)))
             items = [self._tell(item) for item in _items(value)]
             parts.append(sorted(items, key=json.dumps) if isinstance(value, set | frozenset) else items)
             parts.append(self._tell(value.default_factory) if isinstance(value, collections.defaultdict) else None)
@@ -522,12 +408,12 @@ class Fingerprint:
                 parts.append(None if _library(base) else self._name(vars(base), base))
         return ["object", *parts]
 
-    def _slots(self, value: Any, names: list[str]) -> _Told:
-        watch = _Same(lambda: [_slot(value, name) for name in names])
+    def _slots(self, value: Any, names: list[str]) -> Told:
+        watch = Same(lambda: [_slot(value, name) for name in names])
         self._watches.append(watch)
-        return [[name, self._tell(slot)] for name, slot in zip(names, watch.values, strict=True) if slot is not _MISSING]
+        return [[name, self._tell(slot)] for name, slot in zip(names, watch.values, strict=True) if slot is not MISSING]
 
-    def _name(self, fields: Mapping[str, Any], owner: Any, without: frozenset[str] = frozenset()) -> _Told:
+    def _name(self, fields: Mapping[str, Any], owner: Any, without: frozenset[str] = frozenset()) -> Told:
         """What `_settle` will tell of an object or class."""
         if id(owner) in self._named:
             return ["named", self._named[id(owner)].number]
@@ -548,15 +434,15 @@ class Fingerprint:
         for named in self._named.values():
             everything = reads_all and not named.is_class
             bounds: dict[str, Iterable[str]] = {"known": named.without} if everything else {"absent": self._used - named.told - named.without}
-            self._watches.append(_Place(named.fields, sorted(named.told), **bounds))
+            self._watches.append(Place(named.fields, sorted(named.told), **bounds))
 
-    def _number(self, thing: Any) -> _Told | None:
+    def _number(self, thing: Any) -> Told | None:
         if id(thing) in self._numbers:
             return ["seen", self._numbers[id(thing)][0]]
         self._numbers[id(thing)] = (len(self._numbers), thing)
         return None
 
-    def _function(self, function: types.FunctionType) -> _Told:
+    def _function(self, function: types.FunctionType) -> Told:
         code = function.__code__
         if code.co_filename.startswith("<frozen") or _library(function):
             return ["function", function.__module__, function.__qualname__]
@@ -569,7 +455,7 @@ class Fingerprint:
         self._cells += function.__closure__ or ()
         parts = [told, self._tell(function.__defaults__), self._tell(function.__kwdefaults__)]
         contents = map(_content, function.__closure__ or ())
-        parts += [[name, None if v is _MISSING else self._tell(v, names)] for name, v in zip(code.co_freevars, contents, strict=True)]
+        parts += [[name, None if v is MISSING else self._tell(v, names)] for name, v in zip(code.co_freevars, contents, strict=True)]
         read = self._globals.setdefault(id(function.__globals__), (function.__globals__, set()))[1]
         read.update(reads)
         parts += [[name, self._tell(function.__globals__[name], names)] for name in reads if name in function.__globals__]
@@ -578,19 +464,18 @@ class Fingerprint:
             parts += self._fields(vars(function), [name for name in vars(function) if name != "__wrapped__"])
         return ["function", parts]
 
-    def _imported(self, level: int, name: str, function: types.FunctionType, names: tuple[str, ...]) -> _Told:
+    def _imported(self, level: int, name: str, function: types.FunctionType, names: tuple[str, ...]) -> Told:
         """The module that a function imports, as far as that has been done."""
         if level:
             name = importlib.util.resolve_name("." * level + name, str(function.__globals__.get("__package__")))
         root = name.partition(".")[0]
-        return None if root in _LIBRARIES else self._tell_modules((name, root), names)
-
-    def _tell_modules(self, modules: tuple[str, ...], names: tuple[str, ...]) -> _Told:
-        place = _Place(sys.modules, modules)
+        if root in _LIBRARIES:
+            return None
+        place = Place(sys.modules, (name, root))
         self._watches.append(place)
-        return [self._tell(module, names) for module in place.values if module is not _MISSING]
+        return [self._tell(module, names) for module in place.values if module is not MISSING]
 
-    def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> _Told:
+    def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> Told:
         """A module of a library by name; of others, which change without a version, all that the code may read."""
         library = module.__name__.partition(".")[0]
         if library in _LIBRARIES:
@@ -598,11 +483,11 @@ class Fingerprint:
         if (id(module), names) in self._modules:
             return ["seen", module.__name__]
         self._modules.add((id(module), names))
-        place = _Place(vars(module), [name for name in names if name in vars(module)], absent=names)
+        place = Place(vars(module), [name for name in names if name in vars(module)], absent=names)
         self._watches.append(place)
         return ["module", module.__name__, [[n, self._tell(v, names)] for n, v in zip(place.names, place.values, strict=True)]]
 
-    def _class(self, cls: type) -> _Told:
+    def _class(self, cls: type) -> Told:
         if _library(cls) or not cls.__flags__ & _HEAP_TYPE:
             return ["class", cls.__module__, cls.__qualname__]
         seen = self._number(cls)
@@ -614,13 +499,13 @@ class Fingerprint:
         meta = self._class(type(cls))
         return ["class", [cls.__module__, cls.__qualname__, meta, bases, *self._fields(vars(cls), names, known=_NOT_OF_A_CLASS)]]
 
-    def _options(self, op: BasicOperation) -> _Told:
+    def _options(self, op: BasicOperation) -> Told:
         if op.fuser_options is None:
             return [self._inner(module, op) for module in op.modules()]
         declared = [[name, self._option(op, name)] for name in op.fuser_options]
         return [declared, [self._inner(module, op) for module in op.modules() if module is not op]]
 
-    def _inner(self, module: torch.nn.Module, op: BasicOperation | None) -> _Told:
+    def _inner(self, module: torch.nn.Module, op: BasicOperation | None) -> Told:
         """A module with the names of what is in it, and the hooks that its parent runs."""
         fields = vars(module)
         own = [name for name in fields if name not in NOT_OPTIONS]
@@ -629,24 +514,24 @@ class Fingerprint:
         told.append(self._fields(fields, ["training"]) if is_named else self._fields(fields, [*own, "training"], known=NOT_OPTIONS))
         told.append(self._name(fields, module, NOT_OPTIONS) if is_named else None)
         hooks = [] if module is op else [fields[name] for name in _HOOKS]
-        self._watches.append(_Same(lambda: [*_items(fields["_modules"]), *(hook for some in hooks for hook in (some, *some.values()))]))
+        self._watches.append(Same(lambda: [*_items(fields["_modules"]), *(hook for some in hooks for hook in (some, *some.values()))]))
         told.append([[name, self._inside.get(id(child))] for name, child in module._modules.items()])
         return [*told, [[self._tell(hook) for hook in some.values()] for some in hooks]]
 
-    def _hidden_module(self, root: torch.nn.Module) -> _Told:
+    def _hidden_module(self, root: torch.nn.Module) -> Told:
         """A module that the op holds without having it as a child."""
         found = [module for module in root.modules() if id(module) not in self._inside]
         self._inside.update((id(module), len(self._inside) + number) for number, module in enumerate(found))
         return ["hidden", self._opaque(root), [self._inner(module, None) for module in found]]
 
-    def _option(self, op: BasicOperation, name: str) -> _Told:
+    def _option(self, op: BasicOperation, name: str) -> Told:
         """A declared attribute, which a property may compute."""
 
-        def now() -> _Told | _This:
+        def now() -> Told | _This:
             value = getattr(self._op(), name)
             told = tell_plain(value)
             return _This(value) if told is None else told
 
-        watch = _Retold(now)
+        watch = Retold(now)
         self._watches.append(watch)
         return self._tell(watch.told.value) if isinstance(watch.told, _This) else watch.told

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tandem import _C
 from tandem.ops import fingerprint as _fingerprint
-from tandem.ops.fingerprint import Fingerprint, tell_plain
+from tandem.ops.fingerprint import Fingerprint
+from tandem.ops.plain import tell_plain
 
 if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
