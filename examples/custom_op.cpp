@@ -30,7 +30,7 @@ void backward(tandem::Call& call) {
 const tandem::OpDef kShiftedRelu{
     .name = "shifted_relu",
     .formula = "y = max(x - shift, 0)",
-    .forward = forward,
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = forward}},
     .backward =
         {{.name = "backward", .reads = {"grad_y", "x"}, .writes = {"grad_x"}, .run = backward}},
     .parse = parse,

@@ -21,12 +21,11 @@ bool any_of(const Arguments& arguments, Predicate&& predicate) {
   return false;
 }
 
-/// Inputs of the op as the plan counts them. The schema has room for tensors that no op of this version has.
+/// Inputs of the op as the plan counts them. The schema has room for state that no op of this version has.
 std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
-                              at::TensorList state, at::TensorList buffers) {
-  TORCH_CHECK_VALUE(state.empty() && buffers.empty(),
-                    "pipeline: expected no state and no buffers, as no op has any, got ",
-                    state.size(), " and ", buffers.size(), " tensors. Pass empty lists.");
+                              at::TensorList state) {
+  TORCH_CHECK_VALUE(state.empty(), "pipeline: expected no state, as no op has any, got ",
+                    state.size(), " tensors. Pass an empty list.");
   std::vector<Tensor> inputs{x};
   for (size_t i = 0; i < extra.size(); ++i) {
     const std::optional<Tensor> tensor = extra.get(i);
@@ -40,6 +39,10 @@ std::vector<Tensor> returned(Outputs outputs) { return {outputs.begin(), outputs
 std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view description) {
   const auto program = program_of(description);
   const auto& plan = program->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan->buffers.empty() || !c10::GradMode::is_enabled(),
+      "pipeline: expected gradients that are returned, as torch.func returns them, got an op with ",
+      "accumulate_into_main_grad=True. Build it without, or call backward().");
   TORCH_CHECK_NOT_IMPLEMENTED(
       plan->no_composite.empty(),
       "pipeline: expected ops with a composite form under torch.func, torch.jit.trace and "
@@ -63,8 +66,8 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       at::TensorList params, at::TensorList workspaces,
                                       at::TensorList state, at::TensorList buffers,
                                       std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state, buffers);
-  const Arguments arguments{inputs, params, workspaces};
+  const auto inputs = inputs_of(x, extra, state);
+  const Arguments arguments{inputs, params, workspaces, [held = buffers.vec()] { return held; }};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
   const auto& plan =
       program_of(description)
@@ -76,8 +79,8 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
                                    at::TensorList params, at::TensorList workspaces,
                                    at::TensorList state, at::TensorList buffers,
                                    std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state, buffers);
-  const Arguments arguments{inputs, params, workspaces};
+  const auto inputs = inputs_of(x, extra, state);
+  const Arguments arguments{inputs, params, workspaces, [held = buffers.vec()] { return held; }};
   const auto& plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
@@ -88,8 +91,9 @@ std::vector<Tensor> pipeline_transformed(const Tensor& x,
                                          at::TensorList params, at::TensorList workspaces,
                                          at::TensorList state, at::TensorList buffers,
                                          std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state, buffers);
-  return run_composite({inputs, params, workspaces}, description);
+  const auto inputs = inputs_of(x, extra, state);
+  return run_composite({inputs, params, workspaces, [held = buffers.vec()] { return held; }},
+                       description);
 }
 
 std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
@@ -140,8 +144,9 @@ Outputs call_op(const Arguments& arguments, const std::string& description) {
                                      std::string_view)>();
   c10::List<std::optional<Tensor>> extra;
   for (size_t i = 1; i < arguments.inputs.size(); ++i) extra.push_back(arguments.inputs[i]);
+  const auto buffers = arguments.buffers ? arguments.buffers() : std::vector<Tensor>();
   const auto results = op.call(arguments.inputs[0], extra, arguments.params, arguments.workspaces,
-                               {}, {}, description);
+                               {}, buffers, description);
   return {results.begin(), results.end()};
 }
 

@@ -97,6 +97,7 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
   for (const Kept& kept : plan.kept)
     slots_.push_back(save_value(kept.value, frame.tensor(kept.value, kept.part), saving));
   workspaces_.assign(arguments.workspaces.begin(), arguments.workspaces.end());
+  if (plan.mutates_buffers_in_backward) buffers_ = arguments.buffers;
   opaques_.resize(plan.opaques);
   shapes_.resize(plan.shapes);
   for (const Value value : plan.kept_opaque) {
@@ -158,13 +159,14 @@ void PipelineBackward::release_variables() {
   slots_.clear();
   opaques_.clear();
   workspaces_.clear();
+  buffers_ = nullptr;
   is_released_ = true;
 }
 
 std::vector<bool> PipelineBackward::asked() const {
   std::vector<bool> asked(plan_->gradients.size());
   for (size_t i = 0; i < asked.size(); ++i)
-    asked[i] = exists(plan_->gradients[i]) && task_should_compute_output(i);
+    asked[i] = (exists(plan_->gradients[i]) || plan_->absorbed[i]) && task_should_compute_output(i);
   return asked;
 }
 
@@ -244,6 +246,10 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (size_t i = 0; i < gradients.size(); ++i)
     if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
+  if (std::ranges::any_of(backward.steps, [](const Step& step) { return !step.absorbs.empty(); })) {
+    const auto buffers = taken(buffers_, plan);
+    for (size_t i = 0; i < buffers.size(); ++i) frame.tensor(plan.buffers[i]) = buffers[i];
+  }
   for (const Value value : plan.kept_opaque)
     if (plan.types[index_of(value)].format == Format::shape)
       frame.shape(value) = shapes_[plan.slot_of[index_of(value)]];
@@ -340,10 +346,10 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
 }
 
 void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      plan_->kept_opaque.empty() && workspaces_.empty(),
-      "pipeline: expected a backward of plain tensors under ",
-      "compiled autograd, got what a Python op or a recipe saved. Compile the forward as well.");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan_->kept_opaque.empty() && workspaces_.empty() && !buffers_,
+                              "pipeline: expected a backward of plain tensors under ",
+                              "compiled autograd, got what a Python op or a recipe saved, or a "
+                              "main_grad. Compile the forward as well.");
   args.collect(reinterpret_cast<uint64_t>(
       plan_.get()));  // a plan is immutable and lives as long as its pipeline
   TORCH_CHECK_NOT_IMPLEMENTED(reshapes_.empty(),

@@ -81,6 +81,7 @@ class PipelineBackward : public torch::autograd::Node {
   std::vector<Slot> slots_;  ///< as in plan.kept, then the tensors of opaque values
   std::vector<c10::SymDimVector> reshapes_;
   std::vector<at::Tensor> workspaces_;
+  Buffers buffers_;
   std::vector<KeptOpaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
   bool is_released_ = false;

@@ -45,6 +45,10 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
   if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
   for (size_t i = 0; i < plan.workspaces.size(); ++i)
     frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
+  if (plan.mutates_buffers_in_forward) {
+    const auto buffers = taken(arguments.buffers, plan);
+    for (size_t i = 0; i < buffers.size(); ++i) frame.tensor(plan.buffers[i]) = buffers[i];
+  }
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 
@@ -201,6 +205,18 @@ void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
 Value root_of(const Plan& plan, Value value) {
   while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
   return value;
+}
+
+std::vector<at::Tensor> taken(const Buffers& buffers, const Plan& plan) {
+  std::vector<at::Tensor> tensors = buffers ? buffers() : std::vector<at::Tensor>();
+  TORCH_CHECK_VALUE(tensors.size() == plan.buffers.size(), "pipeline: expected ",
+                    plan.buffers.size(), " buffers, got ", tensors.size(),
+                    ". Pass one tensor for each that an op writes.");
+  for (size_t i = 0; i < tensors.size(); ++i)
+    TORCH_CHECK_VALUE(tensors[i].defined(), "pipeline: expected a tensor as ",
+                      plan.types[index_of(plan.buffers[i])].name,
+                      ", got an undefined one. Pass a tensor.");
+  return tensors;
 }
 
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root) {

@@ -5,6 +5,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -13,11 +14,18 @@
 
 namespace tandem {
 
+/// Gives the caller's buffers, in the order of the plan. Asked when they are needed: others may have come into their place since forward.
+using Buffers = std::function<std::vector<at::Tensor>()>;
+
 /// The tensors of one call, in the order of the plan. Nothing here refers to a module.
 struct Arguments {
   at::TensorList inputs;  ///< the main input, then extra inputs
   at::TensorList params, workspaces;
+  Buffers buffers = nullptr;
 };
+
+/// What `buffers` gives, as many as the plan has. Throws c10::ValueError on another number, or on one that is undefined.
+std::vector<at::Tensor> taken(const Buffers& buffers, const Plan& plan);
 
 /// The value whose memory a value may share, following reshapes of reshapes and sums in place.
 Value root_of(const Plan& plan, Value value);

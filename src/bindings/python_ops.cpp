@@ -212,7 +212,7 @@ void python_backward(Call& call) {
 
 PythonOptions::Counts counts_of(const OpDef& def) {
   return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(), def.context.size(),
-          def.buffers};
+          def.fixed_params};
 }
 
 /// How many operands the op has is the definition's to say.
@@ -248,13 +248,13 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
   def.runs_user_code = true;
   def.dtype = DtypeRule::promote;
   def.parse_for = parse_python;
-  def.forward = python_forward;
-  BackwardStepDef backward{
-      .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
+  StepDef forward{.name = "forward", .reads = {}, .writes = {}, .run = python_forward},
+      backward{
+          .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
   for (size_t i = 0; i < extra_inputs; ++i)
     def.inputs.push_back(permanent("extra" + std::to_string(i)));
   for (size_t i = 0; i < params; ++i) def.params.push_back(permanent("param" + std::to_string(i)));
-  def.buffers = buffers;
+  def.fixed_params = buffers;
   for (size_t i = 0; i < buffers; ++i)
     def.params.push_back(permanent("buffer" + std::to_string(i)));
   for (size_t i = 0; i < extra_outputs; ++i) {
@@ -270,6 +270,10 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
     backward.writes.push_back(permanent("grad_" + std::string(def.params[i])));
   for (size_t i = 1; i < def.inputs.size(); ++i)
     backward.writes.push_back(permanent("grad_" + std::string(def.inputs[i])));
+  forward.reads = def.inputs;
+  forward.reads.insert(forward.reads.end(), def.params.begin(), def.params.end());
+  for (const ResultDef& result : def.results) forward.writes.push_back(result.name);
+  def.forward = {std::move(forward)};
   def.backward = {std::move(backward)};
   register_op(def);
 }
@@ -283,12 +287,13 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   FusedRun ahead{.reads = {{0, "x"}}, .writes = {}, .run = python_forward},
       back{.reads = {}, .writes = {{0, "grad_x"}}, .run = python_backward};
   const auto last_member = static_cast<uint32_t>(last - first);
-  ahead.writes.push_back({last_member, description.ops[last].def->results[0].name});
+  ahead.writes.push_back({last_member, description.ops[last].kind->def.results[0].name});
   back.reads.push_back(
-      {last_member, permanent("grad_" + std::string(description.ops[last].def->results[0].name))});
+      {last_member,
+       permanent("grad_" + std::string(description.ops[last].kind->def.results[0].name))});
   const auto each = [&](auto&& visit) {
     for (size_t op = first; op <= last; ++op)
-      visit(static_cast<uint32_t>(op - first), *description.ops[op].def);
+      visit(static_cast<uint32_t>(op - first), description.ops[op].kind->def);
   };
   each([&](uint32_t member, const OpDef& def) {
     options.ops.push_back(counts_of(def));
@@ -302,7 +307,7 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
     for (size_t p = 0; p < def.params.size(); ++p) {
       const std::string_view param = def.params[p];
       ahead.reads.push_back({member, param});
-      if (p + def.buffers >= def.params.size()) continue;
+      if (p + def.fixed_params >= def.params.size()) continue;
       back.reads.push_back({member, param});
       back.writes.push_back({member, permanent("grad_" + std::string(param))});
     }

@@ -81,6 +81,12 @@ class Call {
   }
   Format format(size_t read) const { return frame_.type(step_.reads[read]).format; }
 
+  /// The reads and writes of a list operand, of which a step has the first, the second, ...
+  const ListRange& read_list(size_t list) const { return step_.read_lists[list]; }
+  const ListRange& write_list(size_t list) const { return step_.write_lists[list]; }
+  /// What the step mutates.
+  const at::Tensor& mutated(size_t place) const { return frame_.tensor(step_.mutates[place]); }
+
   bool wants(size_t write) const { return exists(step_.writes[write]); }
   /// The type that the plan gives to a write.
   const Type& out_type(size_t write) const { return frame_.type(step_.writes[write]); }

@@ -30,6 +30,24 @@ Value Match::written(const MemberOperand& operand) const {
   return write == npos ? Value::none : step.writes[write];
 }
 
+Values Match::all(const MemberOperand& operand) const {
+  const Step& step = *steps[operand.member];
+  Values values;
+  for (size_t i = 0; is_list(operand.name) && i < step.reads.size(); ++i)
+    if (step.read_names[i] == operand.name) values.push_back(step.reads[i]);
+  if (!is_list(operand.name)) return {(*this)[operand]};
+  return values.empty() ? all_written(operand) : values;
+}
+
+Values Match::all_written(const MemberOperand& operand) const {
+  const Step& step = *steps[operand.member];
+  if (!is_list(operand.name)) return {written(operand)};
+  Values values;
+  for (size_t i = 0; i < step.writes.size(); ++i)
+    if (step.write_names[i] == operand.name) values.push_back(step.writes[i]);
+  return values;
+}
+
 bool Match::has(const MemberOperand& operand) const {
   const Step& step = *steps[operand.member];
   if (operand.name == kOtherRead) return exists((*this)[operand]);

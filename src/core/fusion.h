@@ -19,7 +19,7 @@ struct MemberOperand {
   std::string_view name;
 };
 
-/// As an operand's name: the one read of a member that no member writes, such as the other term of a sum.
+/// As an operand's name, which no op can give: the one read of a member that no member writes, such as the other term of a sum.
 inline constexpr std::string_view kOtherRead = "*";
 
 /// As a pattern's `operand`: whichever operand reads what the chain goes through.
@@ -58,10 +58,13 @@ struct TANDEM_API Match {
   std::span<const Step* const> steps;
   const std::vector<Type>& types;
 
-  /// The value that a member calls `name`: what it reads under it, else what it writes; Value::none if there is none.
+  /// The value that a member calls `name`: what it reads under it, else what it writes; Value::none if there is none. Of a list the first.
   Value operator[](const MemberOperand& operand) const;
   /// What a member writes under a name; Value::none if it does not.
   Value written(const MemberOperand& operand) const;
+  /// The same, all elements of a list.
+  Values all(const MemberOperand& operand) const;
+  Values all_written(const MemberOperand& operand) const;
   /// Whether the member knows the name at all.
   bool has(const MemberOperand& operand) const;
   /// Throws c10::ValueError where the member has no such operand.
@@ -70,10 +73,12 @@ struct TANDEM_API Match {
 
 enum class Pass : uint8_t { joint, forward, backward };
 
-/// One direction of a fused step. A write that nobody demands is passed as absent.
+/// One direction of a fused step. A write that nobody demands is passed as absent. Lists stand last among reads and writes.
 struct FusedRun {
   std::vector<MemberOperand> reads, writes;
   Run run = nullptr;
+  std::vector<uint32_t> mutates =
+      {};  ///< members all of whose mutations the fused step performs, in this order
 };
 
 /// A fusion is legal exactly when it writes every value that is demanded outside the run, performs every mutation of the run and reads

@@ -19,7 +19,8 @@ class Call;
 /// Runs one step: reads its operands from the call, writes the results that are demanded.
 using Run = void (*)(Call& call);
 
-/// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>.
+/// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>. One that ends in [] is a list, whose
+/// length the op's options say; in the reads and writes of a step lists stand last.
 using Names = std::vector<std::string_view>;
 
 /// Options of an op as its own struct, made from JSON once per plan.
@@ -51,12 +52,22 @@ struct Same {
   std::string_view name, operand;
 };
 
-/// One step of an op's backward. It runs if any of its writes is demanded.
-struct BackwardStepDef {
-  std::string_view name;  ///< "backward", or what it writes where an op has several
+/// What a step does with the clock: a collective is one that starts it and one that waits for it, and others may stand between.
+enum class Phase : uint8_t { start, compute, wait };
+
+/// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if it mutates what is not the library's own.
+struct StepDef {
+  std::string_view name;  ///< "forward", "backward", or what it writes where an op has several
   Names reads;            ///< operands and results by their names, gradients as grad_<result>
-  Names writes;  ///< gradients as grad_<operand>, then results that it can write again (`reemits`)
+  /// Results; in backward gradients as grad_<operand>, then results that it can write again (`reemits`).
+  Names writes;
+  Names mutates = {};  ///< buffers; an extra input where the user asked for it
+  /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one of them is asked for.
+  Names absorbs = {};
+  Phase phase = Phase::compute;
   Run run = nullptr;
+  /// Whether an op with these options has the step; nullptr: always.
+  bool (*applies)(const void* options) = nullptr;
 };
 
 /// An operand of a product, which a recipe quantizes.
@@ -72,45 +83,40 @@ struct OpDef {
   /// What patterns may ask for instead of a name, or empty. The ops of a family have the same options, reads and writes.
   std::string_view family = {};
   Names inputs = {"x"};  ///< the main input, then the extra ones
+  Names indices =
+      {};  ///< extra inputs that count or point: integers, never cast, without a gradient
   Names params = {};
-  size_t buffers =
-      0;  ///< the last of `params`: read without a gradient, and without a say in dtypes
+  /// The last of `params`: read without a gradient, and without a say in dtypes.
+  size_t fixed_params = 0;
+  Names buffers = {};  ///< tensors of the caller that steps mutate; passed with every call
   std::vector<ResultDef> results = {{"y"}};  ///< the main output first
   Names extra_outputs = {};                  ///< results that are outputs besides the main one
   DtypeRule dtype = DtypeRule::input;
   std::vector<Same> same = {};  ///< results that are an operand
-  std::vector<Same> same_gradients =
-      {};  ///< gradients of operands that are the gradient of a result
+  /// Gradients of operands that are the gradient of a result.
+  std::vector<Same> same_gradients = {};
   std::vector<RoleOf> roles = {};
-  Run forward = nullptr;
-  std::vector<BackwardStepDef> backward = {};
+  std::vector<StepDef> forward = {};
+  std::vector<StepDef> backward = {};
   Names reemits = {};  ///< results that a backward step can write again while it reads its inputs
   Names reemit_reads = {};   ///< operands that it reads only then
   Names context = {};        ///< ordered: what `saved_tensors` means to Python
   bool views_input = false;  ///< y is a reshape of x, whose memory it may share
-  Run forward_in_place =
-      nullptr;  ///< writes y into the extra input's own memory, where the user asked for it
-  bool runs_user_code =
-      false;  ///< runs as the body of a torch.autograd.Function does, and its values are never reused
+  /// Instead of `forward` where the user asked for it: writes y into the memory of the extra input, which it mutates.
+  std::optional<StepDef> in_place = {};
+  /// Runs as the body of a torch.autograd.Function does, and its values are never reused.
+  bool runs_user_code = false;
   bool training_only = false;  ///< in evaluation y is x
-  bool is_quantize_point =
-      false;  ///< y is x behind a quantizer of the recipe; options are ops::QuantizeOptions
+  /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
+  bool is_quantize_point = false;
   bool has_composite = true;  ///< the forward is made of differentiable operations
-  Options (*parse)(const nlohmann::json& options) =
-      nullptr;  ///< throws c10::ValueError on an unknown or bad option
+  /// The length of a list operand. Needed where there are lists.
+  size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
+  /// Throws c10::ValueError on an unknown or bad option.
+  Options (*parse)(const nlohmann::json& options) = nullptr;
   /// Instead of `parse`, where options depend on the definition that they are for.
   Options (*parse_for)(const OpDef& definition, const nlohmann::json& options) = nullptr;
 };
-
-/// The definition with this name; throws c10::ValueError that lists the names there are.
-TANDEM_API const OpDef& op_def(std::string_view name);
-
-/// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or the definition contradicts itself:
-/// an unknown operand in reads, writes, same or reemits, a name declared twice, or one that means two things in backward.
-TANDEM_API void register_op(const OpDef& definition);
-
-/// All registered names, sorted.
-TANDEM_API std::vector<std::string> op_names();
 
 /// Position of a name in a list, or npos.
 inline constexpr size_t npos = static_cast<size_t>(-1);
@@ -119,17 +125,65 @@ inline size_t position(std::span<const std::string_view> names, std::string_view
     if (names[i] == name) return i;
   return npos;
 }
+inline bool is_list(std::string_view name) { return name.ends_with("[]"); }
 
-/// What a name in the backward of an op refers to: an operand or result, or the gradient of one.
+/// What a name in a definition refers to: an operand or result, by its place in OpKind::operands, or the gradient of one.
 struct OperandRef {
-  std::string_view name;
+  size_t operand = 0;
   bool is_gradient = false;
+  bool operator==(const OperandRef&) const = default;
 };
 
-/// In the reads of a backward step: an operand or a result, else grad_<result>; nullopt for any other name.
-TANDEM_API std::optional<OperandRef> backward_read(const OpDef& definition, std::string_view name);
-/// In the writes of a backward step: a result of `reemits`, else grad_<operand>; nullopt for any other name.
-TANDEM_API std::optional<OperandRef> backward_write(const OpDef& definition, std::string_view name);
+/// A step with its names resolved.
+struct OpStep {
+  const StepDef* def = nullptr;
+  std::vector<OperandRef> reads, writes, mutates, absorbs;
+  /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
+  size_t main_read = npos, main_write = npos;
+};
+
+/// A registered op: its definition with every name resolved. All that passes decide by.
+struct OpKind {
+  explicit OpKind(const OpDef& definition);
+
+  const OpDef& def;
+  Names operands;  ///< inputs, params, buffers, results
+  size_t first_param = 0, first_buffer = 0, first_result = 0;
+  std::vector<OpStep> forward, backward;
+  std::optional<OpStep> in_place;
+  std::vector<size_t> extra_outputs, indices;
+  struct SameOperand {
+    size_t name, operand;
+  };
+  std::vector<SameOperand> same;            ///< a result and the operand that it is
+  std::vector<SameOperand> same_gradients;  ///< an operand and the result whose gradient is its own
+  std::vector<size_t> reemits, reemit_reads;
+  struct RoleOfOperand {
+    OperandRef operand;
+    Role role;
+  };
+  std::vector<RoleOfOperand> roles;
+
+  const ResultDef& result(size_t operand) const { return def.results[operand - first_result]; }
+  bool is_result(size_t operand) const { return operand >= first_result; }
+  bool is_same(size_t result) const;
+  /// In the reads and writes of a step of either direction, also of a fusion: nullopt for a name that is none.
+  std::optional<OperandRef> read(std::string_view name, bool backward) const;
+  std::optional<OperandRef> write(std::string_view name, bool backward) const;
+};
+
+/// The op of this name; throws c10::ValueError that lists the names there are.
+TANDEM_API const OpKind& op_kind(std::string_view name);
+/// Its definition.
+inline const OpDef& op_def(std::string_view name) { return op_kind(name).def; }
+
+/// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or the definition contradicts itself:
+/// an unknown operand in reads, writes, mutates, same or reemits, a name declared twice, one that means two things in backward, or a
+/// list before an operand that is none.
+TANDEM_API void register_op(const OpDef& definition);
+
+/// All registered names, sorted.
+TANDEM_API std::vector<std::string> op_names();
 
 namespace detail {
 struct OpRegistration {

@@ -82,6 +82,7 @@ struct Plan {
 
   Values inputs;  ///< the main input, then extra inputs
   Values params;
+  Values buffers;     ///< of the caller, which steps mutate
   Values workspaces;  ///< codes, dequant_scale, amax and stamp of each of `workspace_weights`
   Values workspace_weights;
   Values outputs;                          ///< the main output, then public extra outputs
@@ -95,9 +96,11 @@ struct Plan {
   Values kept_opaque;            ///< opaque values and shapes that backward reads
   Values output_gradients;       ///< the value of each output's gradient
   Values gradients;              ///< of inputs, then parameters; Value::none where none is required
+  std::vector<bool> absorbed;    ///< by gradient: whether it goes into a buffer, and nowhere else
   std::vector<Decision> decisions;
 
   bool is_quantized = false;
+  bool mutates_buffers_in_forward = false, mutates_buffers_in_backward = false;
   bool runs_user_code = false;
   bool needs_backward = false;
   std::vector<Overwritten> overwritten;

@@ -15,7 +15,8 @@ enum class StepKind : uint8_t {
   fused,  ///< what a fusion put in the place of others
   // The planner's own, which no op asks for:
   cast,
-  add,  ///< the sum of two gradients
+  round,  ///< where the user asked that numbers become those of the recipe's format: a quantize and a dequantize step from then on
+  add,    ///< the sum of two gradients
   rename,
   seed,
   quantize,
@@ -23,11 +24,17 @@ enum class StepKind : uint8_t {
   refresh,  ///< brings the codes of a weight up to date in its workspace
 };
 
-/// A part of an op: its forward (nth 0) or its nth backward step (from 1). Every part is covered exactly once.
+/// A part of an op: its nth step of a direction. Every part is covered exactly once.
 struct Part {
   uint32_t op = 0;
-  uint32_t nth = 0;
+  bool is_backward = false;
+  uint16_t nth = 0;
   auto operator<=>(const Part&) const = default;
+};
+
+/// A list operand among the reads or writes of a step.
+struct ListRange {
+  uint32_t first = 0, count = 0;
 };
 
 /// One call of an implementation.
@@ -37,13 +44,17 @@ struct Step {
   std::string name;
   std::string family;  ///< of an op's step: "activation", "activation.backward", or empty
   Run run = nullptr;
+  Phase phase = Phase::compute;
   Names read_names, write_names;  ///< as the definition calls them, parallel to reads and writes
   Values reads;                   ///< Value::none for an operand that is absent
   Values writes;                  ///< Value::none for a result that nobody demands
   /// Positions of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
   size_t main_read = 0, main_write = 0;
-  Values
-      mutates;  ///< workspaces and in-place operands: such steps are never dropped, repeated or reordered
+  std::vector<ListRange> read_lists, write_lists;
+  /// Workspaces, buffers and in-place operands: such steps are never repeated, nor reordered among those of the same value.
+  Values mutates;
+  /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs where one of them is asked for.
+  std::vector<uint32_t> absorbs;
   std::vector<Part> covers;
   std::vector<Options>
       options;  ///< one per op that the step covers, in op order; one for a quantize step

@@ -43,6 +43,7 @@ enum class Origin : uint8_t {
   input,         ///< an argument: the main input or an extra one
   param,         ///< a parameter, passed in at every call
   workspace,     ///< a preallocated tensor that steps mutate: the cached codes of a weight
+  buffer,        ///< a tensor of the caller that steps mutate, such as a parameter's main_grad
   result,        ///< written by a forward step
   gradient,      ///< written by a backward step, or given to backward
   intermediate,  ///< written and read in backward only

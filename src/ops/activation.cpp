@@ -44,7 +44,10 @@ OpDef activation(std::string_view name, std::string_view formula, decltype(OpDef
   return {.name = name,
           .formula = formula,
           .family = "activation",
-          .forward = forward<kernel_ops::ActivationForward>,
+          .forward = {{.name = "forward",
+                       .reads = {"x"},
+                       .writes = {"y"},
+                       .run = forward<kernel_ops::ActivationForward>}},
           .backward = {{.name = "backward",
                         .reads = {"grad_y", "x"},
                         .writes = {"grad_x", "y"},
@@ -57,7 +60,7 @@ OpDef activation(std::string_view name, std::string_view formula, decltype(OpDef
 OpDef gated(std::string_view name, std::string_view formula, decltype(OpDef::parse) parse) {
   OpDef definition = activation(name, formula, parse);
   definition.family = "glu";
-  definition.forward = forward<kernel_ops::GluForward>;
+  definition.forward[0].run = forward<kernel_ops::GluForward>;
   definition.backward[0].run = backward<kernel_ops::GluBackward>;
   return definition;
 }

@@ -45,7 +45,8 @@ const OpDef kBasicLinear{
     .params = {"weight"},
     .dtype = DtypeRule::weight,
     .roles = {{"x", Role::input}, {"weight", Role::weight}, {"grad_y", Role::grad_output}},
-    .forward = linear_forward,
+    .forward =
+        {{.name = "forward", .reads = {"x", "weight"}, .writes = {"y"}, .run = linear_forward}},
     .backward = {{.name = "grad_x",
                   .reads = {"grad_y", "weight"},
                   .writes = {"grad_x"},
@@ -64,7 +65,7 @@ const OpDef kBias{
     .params = {"bias"},
     .dtype = DtypeRule::promote,
     .same_gradients = {{"grad_x", "grad_y"}},
-    .forward = bias_forward,
+    .forward = {{.name = "forward", .reads = {"x", "bias"}, .writes = {"y"}, .run = bias_forward}},
     .backward =
         {{.name = "grad_bias", .reads = {"grad_y"}, .writes = {"grad_bias"}, .run = bias_backward}},
     .parse = parse_no_options,

@@ -79,7 +79,8 @@ const OpDef kReshape{
     .formula = "y = x.reshape(shape)",
     .results = {{"y"}, {"x_shape", ResultDef::shape}},
     .dtype = DtypeRule::promote,
-    .forward = reshape_forward,
+    .forward =
+        {{.name = "forward", .reads = {"x"}, .writes = {"y", "x_shape"}, .run = reshape_forward}},
     .backward = {{.name = "backward",
                   .reads = {"grad_y", "x_shape"},
                   .writes = {"grad_x"},
@@ -92,7 +93,7 @@ const OpDef kConstantScale{
     .name = "constant_scale",
     .formula = "y = x factor",
     .dtype = DtypeRule::promote_number,
-    .forward = scale,
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = scale}},
     .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = scale}},
     .parse = parse_scale,
 };
@@ -102,7 +103,7 @@ const OpDef kDropout{
     .formula = "y = keep(seed, p) ? x / (1 - p) : 0",
     .results = {{"y"}, {"seed", ResultDef::seed}},
     .dtype = DtypeRule::promote,
-    .forward = dropout,
+    .forward = {{.name = "forward", .reads = {"x", "seed"}, .writes = {"y"}, .run = dropout}},
     .backward =
         {{.name = "backward", .reads = {"grad_y", "seed"}, .writes = {"grad_x"}, .run = dropout}},
     .context = {"seed"},
@@ -126,8 +127,12 @@ const OpDef kAddExtraInput{
     .inputs = {"x", "extra"},
     .dtype = DtypeRule::promote,
     .same_gradients = {{"grad_x", "grad_y"}, {"grad_extra", "grad_y"}},
-    .forward = add,
-    .forward_in_place = add_in_place,
+    .forward = {{.name = "forward", .reads = {"x", "extra"}, .writes = {"y"}, .run = add}},
+    .in_place = StepDef{.name = "in_place",
+                        .reads = {"x", "extra"},
+                        .writes = {"y"},
+                        .mutates = {"extra"},
+                        .run = add_in_place},
     .parse = parse_no_options,
 };
 

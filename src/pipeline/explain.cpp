@@ -43,8 +43,10 @@ std::vector<std::string> covered(const ExplainedPlan& explained, const Step& ste
   std::vector<std::string> parts;
   for (const Part& part : step.covers) {
     const OpNode& op = explained.program->description().ops[part.op];
-    parts.push_back(op.label +
-                    (part.nth == 0 ? "" : "." + std::string(op.def->backward[part.nth - 1].name)));
+    const StepDef& step_def =
+        (part.is_backward ? op.kind->def.backward : op.kind->def.forward)[part.nth];
+    const bool is_whole = step_def.name == "forward";  // of most ops, which nobody needs to hear
+    parts.push_back(op.label + (is_whole ? "" : "." + std::string(step_def.name)));
   }
   return parts;
 }

@@ -170,9 +170,10 @@ void Pipeline::check_no_writes(at::TensorList inputs) const {
       "tangent or a parametrized weight. Use in_place=False.");
 }
 
-Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training) {
+Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training,
+                             Buffers buffers) {
   note_recipe(training);
-  Arguments arguments{inputs, params, {}};
+  Arguments arguments{inputs, params, {}, std::move(buffers)};
   if (!is_direct(arguments)) {
     check_no_writes(inputs);
     return call_op(arguments, description(training));

@@ -271,7 +271,7 @@ class Verification {
     std::string text;
     for (const Part& part : step.covers)
       text += (text.empty() ? "" : ", ") + program.description().ops[part.op].label +
-              (part.nth == 0 ? "" : " backward");
+              (part.is_backward ? " backward" : "");
     return text;
   }
 

@@ -32,16 +32,27 @@ std::vector<Binding> bindings_of(const json* listed, const char* field, size_t c
   return bindings;
 }
 
-/// Positions in the parameter list: as many as the op has parameters, none twice.
-std::vector<uint32_t> positions_of(Fields& op, const OpNode& node) {
+/// How many tensors an op has among its operands [first, last), the elements of lists counted.
+size_t count_of(const OpNode& node, size_t first, size_t last) {
+  size_t count = 0;
+  for (size_t operand = first; operand < last; ++operand) {
+    const std::string_view name = node.kind->operands[operand];
+    count += is_list(name) ? node.kind->def.list_length(node.options.get(), name) : 1;
+  }
+  return count;
+}
+
+/// Positions in a list of the pipeline: as many as the op has operands of that sort, none twice.
+std::vector<uint32_t> positions_of(Fields& op, const OpNode& node, const char* field, size_t count,
+                                   const char* what) {
   std::vector<int64_t> positions;
-  op.get("params", positions, limits::kParams, 0, limits::kParams - 1);
-  TORCH_CHECK_VALUE(positions.size() == node.def->params.size(), node.label, ": expected ",
-                    node.def->params.size(), " parameters, got ", positions.size(),
-                    ". Give the position of each in the parameter list.");
+  op.get(field, positions, limits::kParams, 0, limits::kParams - 1);
+  TORCH_CHECK_VALUE(positions.size() == count, node.label, ": expected ", count, " ", what,
+                    "s, got ", positions.size(), ". Give the position of each in the ", what,
+                    " list.");
   TORCH_CHECK_VALUE(
       std::set<int64_t>(positions.begin(), positions.end()).size() == positions.size(), node.label,
-      ": expected parameters at different positions, got one twice in ",
+      ": expected ", what, "s at different positions, got one twice in ",
       shown_json(json(positions)), ". Give each its own.");
   return {positions.begin(), positions.end()};
 }
@@ -52,21 +63,25 @@ OpNode op_node(const json& entry, size_t index) {
   std::string name;
   op.at("op");
   op.get("op", name);
-  node.def = &op_def(name);
-  std::string label(node.def->name);
+  node.kind = &op_kind(name);
+  const OpDef& def = node.kind->def;
+  std::string label(def.name);
   op.get("label", label);
   node.label = std::to_string(index) + "." + label;
   const json* options = op.find("options");
   const json none = json::object();
-  node.options = node.def->parse_for != nullptr
-                     ? node.def->parse_for(*node.def, options != nullptr ? *options : none)
-                     : node.def->parse(options != nullptr ? *options : none);
-  node.params = positions_of(op, node);
+  node.options = def.parse_for != nullptr ? def.parse_for(def, options != nullptr ? *options : none)
+                                          : def.parse(options != nullptr ? *options : none);
+  const OpKind& operands = *node.kind;
+  node.params = positions_of(
+      op, node, "params", count_of(node, operands.first_param, operands.first_buffer), "parameter");
+  node.buffers = positions_of(
+      op, node, "buffers", count_of(node, operands.first_buffer, operands.first_result), "buffer");
   op.get("in_place", node.in_place).get("instance", node.instance);
   node.extra_inputs =
-      bindings_of(op.find("extra_inputs"), "extra_inputs", node.def->inputs.size() - 1, node.label);
-  node.extra_outputs = bindings_of(op.find("extra_outputs"), "extra_outputs",
-                                   node.def->extra_outputs.size(), node.label);
+      bindings_of(op.find("extra_inputs"), "extra_inputs", def.inputs.size() - 1, node.label);
+  node.extra_outputs =
+      bindings_of(op.find("extra_outputs"), "extra_outputs", def.extra_outputs.size(), node.label);
   op.finish();
   return node;
 }
@@ -102,6 +117,13 @@ size_t Description::param_count() const {
   size_t count = 0;
   for (const OpNode& op : ops)
     for (const uint32_t param : op.params) count = std::max(count, size_t{param} + 1);
+  return count;
+}
+
+size_t Description::buffer_count() const {
+  size_t count = 0;
+  for (const OpNode& op : ops)
+    for (const uint32_t buffer : op.buffers) count = std::max(count, size_t{buffer} + 1);
   return count;
 }
 

@@ -21,15 +21,16 @@ struct Binding {
 
 /// An op of a pipeline with its bindings.
 struct OpNode {
-  const OpDef* def = nullptr;
+  const OpKind* kind = nullptr;
   Options options;
-  std::string label;             ///< "2.swiglu", as `explain` and errors name it
-  std::vector<uint32_t> params;  ///< positions in the pipeline's parameter list
+  std::string label;              ///< "2.swiglu", as `explain` and errors name it
+  std::vector<uint32_t> params;   ///< positions in the pipeline's parameter list
+  std::vector<uint32_t> buffers;  ///< positions in its list of buffers
   std::vector<Binding> extra_inputs, extra_outputs;
   bool in_place = false;
   /// in_place on a caller's tensor is a command; on a channel's value it is a permission that nobody needs to use.
   bool writes_caller() const {
-    return in_place && def->forward_in_place != nullptr && extra_inputs[0].channel.empty();
+    return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
   std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
 };
@@ -53,6 +54,7 @@ struct Description {
   uint64_t fusions_version = 0;  ///< of the registered user fusions
 
   size_t param_count() const;
+  size_t buffer_count() const;
   /// Ops whose extra inputs come from the caller, in order of ops then slots.
   size_t extra_input_count() const;
 };

@@ -2,15 +2,10 @@
 #pragma once
 
 #include <functional>
-#include <set>
-#include <tuple>
 #include <vector>
 
-#include "core/fusion.h"
-#include "core/plan.h"
 #include "planner/description.h"
-#include "planner/lower.h"
-#include "planner/step_list.h"
+#include "planner/replacement.h"
 
 namespace tandem {
 
@@ -21,20 +16,11 @@ struct UserFusions {
   std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups;
 };
 
-/// What a pass may rely on.
-struct FusionScope {
-  Pass pass = Pass::forward;
-  const std::vector<Type>* types = nullptr;
-  const std::vector<OperandTable>* operands = nullptr;  ///< by op
-  /// Outside the list of steps: outputs, kept values, gradients asked for.
-  std::function<bool(Value)> is_demanded = nullptr;
-  /// In the backward pass: what is there before the list runs, and what has become of a gradient where others are undefined.
-  std::function<bool(Value)> is_there = nullptr;
-  std::function<Value(Value)> resolved = nullptr;
-  const std::vector<std::string>* skipped = nullptr;
-  std::vector<Decision>* decisions = nullptr;
-  std::set<std::tuple<std::string, std::string, std::string>> noted = {};  ///< each decision once
-};
+/// The fusions of a pass: those of users first, then the library's.
+std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
+                                      const UserFusions& user);
+/// Throws c10::ValueError where the groups that a user's function returns do not cover the ops once and in order.
+std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user);
 
 /// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes stay written.
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope);
@@ -42,10 +28,8 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
 /// Replaces the steps of each group's ops by the group's fusion.
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope);
 
-/// Joint fusions: replaces steps of both directions and adds the private values between them to `types`, which is that of the scope.
-void fuse_jointly(StepList& forward, StepList& backward, const std::vector<const Fusion*>& fusions,
-                  FusionScope& scope, std::vector<Type>& types);
-void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vector<OpGroup>& groups,
-                         FusionScope& scope, std::vector<Type>& types);
+/// Joint fusions: replaces steps of both directions and adds the private values between them to the draft.
+void fuse_jointly(const Description& description, const UserFusions& user, FusionScope& scope,
+                  Draft& draft);
 
 }  // namespace tandem

@@ -80,6 +80,10 @@ Step rename_step(Value x, Value y) {
   return step_of(StepKind::rename, "rename", run_rename, {"x"}, {x}, {"y"}, {y});
 }
 
+Step round_step(Value x, Value y) {
+  return step_of(StepKind::round, "round", nullptr, {"x"}, {x}, {"y"}, {y});
+}
+
 Step seed_step(Value x, Value seed) {
   return step_of(StepKind::seed, "draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
 }

@@ -12,6 +12,8 @@ Step cast_step(Value x, Value y);
 Step add_step(Value a, Value b, Value y);
 /// y is x under another number, where only their gradients differ.
 Step rename_step(Value x, Value y);
+/// y = x in the numbers of the recipe's format: a place that the pass of quantize points fills.
+Step round_step(Value x, Value y);
 /// seed = one int64 from the generator of x's device.
 Step seed_step(Value x, Value seed);
 /// codes = x in the point's format.

@@ -135,7 +135,7 @@ bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
 
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<Names>& reemit_reads) {
+                      const std::vector<OperandTable>& operands) {
   const size_t quantized_again = quantize_again(forward, backward);
   // All candidates are taken out first, so that what steps write is what is sure to be written.
   struct Candidate {
@@ -161,10 +161,16 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
     writes_again[candidate.step] = true;
   }
   for (size_t s = 0; s < backward.size(); ++s) {
-    if (writes_again[s] || backward[s].covers.size() != 1) continue;
-    for (const auto& name : reemit_reads[backward[s].covers[0].op])
-      if (const size_t read = position(backward[s].read_names, name); read != npos)
-        backward[s].reads[read] = Value::none;
+    if (writes_again[s] || backward[s].kind != StepKind::op) continue;
+    const Part part = backward[s].covers[0];
+    if (part.op >= operands.size()) continue;
+    const OpKind& op = operands[part.op].kind();
+    for_each_read(op.backward[part.nth], operands[part.op],
+                  [&](size_t read, OperandRef ref, size_t) {
+                    if (!ref.is_gradient &&
+                        std::ranges::find(op.reemit_reads, ref.operand) != op.reemit_reads.end())
+                      backward[s].reads[read] = Value::none;
+                  });
   }
   drop_needless(quantized_again, backward);
 }
@@ -200,17 +206,20 @@ void schedule(Steps& steps) {
       before = {s, {}};
     }
   }
-  std::priority_queue<size_t, std::vector<size_t>, std::greater<>> ready;  // the first in the list
+  using Turn =
+      std::pair<Phase,
+                size_t>;  // what starts, what computes, what waits: each the first in the list
+  std::priority_queue<Turn, std::vector<Turn>, std::greater<>> ready;
   for (size_t s = 0; s < steps.size(); ++s)
-    if (missing[s] == 0) ready.push(s);
+    if (missing[s] == 0) ready.emplace(steps[s].phase, s);
   Steps ordered;
   ordered.reserve(steps.size());
   while (!ready.empty()) {
-    const size_t next = ready.top();
+    const size_t next = ready.top().second;
     ready.pop();
-    ordered.push_back(std::move(steps[next]));
     for (const size_t later : behind[next])
-      if (--missing[later] == 0) ready.push(later);
+      if (--missing[later] == 0) ready.emplace(steps[later].phase, later);
+    ordered.push_back(std::move(steps[next]));
   }
   TORCH_INTERNAL_ASSERT(ordered.size() == steps.size(),
                         "a plan's steps depend on each other in a circle");
@@ -226,31 +235,6 @@ Values values_from_forward(const Steps& backward, const Values& output_gradients
       if (exists(value) && writers.of(value) == kNobody && known.insert(value).second)
         values.push_back(value);
   return values;
-}
-
-void check_reads(const Steps& steps, std::vector<bool> is_there, const std::vector<Type>& types) {
-  is_there.resize(types.size());
-  for (const Step& step : steps) {
-    for (const Value value : step.reads)
-      TORCH_INTERNAL_ASSERT(!exists(value) || is_there[index_of(value)], "step ", step.name,
-                            " reads ", types[index_of(value)].name, ", which nothing has written");
-    for (const Value value : step.writes)
-      if (exists(value)) is_there[index_of(value)] = true;
-    for (const Value value : step.dead) is_there[index_of(value)] = false;
-  }
-}
-
-void find_dead(Steps& steps, const std::vector<bool>& stays) {
-  std::vector<bool> seen(stays.size());
-  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    step->dead.clear();
-    for (const Values* list : {&step->reads, &step->writes})
-      for (const Value value : *list)
-        if (exists(value) && !stays[index_of(value)] && !seen[index_of(value)]) {
-          seen[index_of(value)] = true;
-          step->dead.push_back(value);
-        }
-  }
 }
 
 }  // namespace tandem

@@ -1,10 +1,11 @@
-// The order of backward steps, what they write again instead of having it kept, and when values die.
+// The order of steps, and what backward writes again instead of having it kept.
 #pragma once
 
 #include <vector>
 
 #include "core/plan.h"
 #include "core/step.h"
+#include "planner/draft.h"
 
 namespace tandem {
 
@@ -19,21 +20,15 @@ bool is_again(const Step& step, Value value, const std::vector<Type>& types);
 /// the same bits, instead of having the codes kept.
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<Names>& reemit_reads);
+                      const std::vector<OperandTable>& operands);
 
 /// Orders steps so that each runs after those that write what it reads, and keeps its place among those that mutate what it reads or
-/// mutates; otherwise in the order given.
+/// mutates: no step passes another one that mutates what it looks at. Otherwise in the order given, but what a step starts it starts
+/// as early as it can, and waits for as late as it can, so that others stand between.
 void schedule(Steps& steps);
 
 /// Values that forward must leave behind: read by a backward step that will run, and not written by one. No op decides this; it is
 /// derived, so a frozen weight or a fused neighbour changes it without touching an op.
 Values values_from_forward(const Steps& backward, const Values& output_gradients);
-
-/// Every value that a step reads must be there: given beforehand, or written by an earlier step. Anything else is a defect of the
-/// planner, which a step would otherwise take for an operand that is absent.
-void check_reads(const Steps& steps, std::vector<bool> is_there, const std::vector<Type>& types);
-
-/// Fills in `dead` of every step. `stays` holds values that outlive the run.
-void find_dead(Steps& steps, const std::vector<bool>& stays);
 
 }  // namespace tandem

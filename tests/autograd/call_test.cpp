@@ -81,7 +81,10 @@ TEST(Path, ForwardModeRunsTheCompositeForm) {
 const OpDef kOpaque{
     .name = "test_no_composite",
     .formula = "y = x",
-    .forward = [](Call& call) { call.out(0, call.in(0).clone()); },
+    .forward = {{.name = "forward",
+                 .reads = {"x"},
+                 .writes = {"y"},
+                 .run = [](Call& call) { call.out(0, call.in(0).clone()); }}},
     .has_composite = false,
     .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };

@@ -310,14 +310,18 @@ const OpDef kMultiply{
     .formula = "y = x extra",
     .inputs = {"x", "extra"},
     .dtype = DtypeRule::promote,
-    .forward = multiply,
+    .forward = {{.name = "forward", .reads = {"x", "extra"}, .writes = {"y"}, .run = multiply}},
     .backward =
         {{.name = "grad_x", .reads = {"grad_y", "extra"}, .writes = {"grad_x"}, .run = multiply},
          {.name = "grad_extra",
           .reads = {"grad_y", "x"},
           .writes = {"grad_extra"},
           .run = multiply}},
-    .forward_in_place = multiply_in_place,
+    .in_place = StepDef{.name = "in_place",
+                        .reads = {"x", "extra"},
+                        .writes = {"y"},
+                        .mutates = {"extra"},
+                        .run = multiply_in_place},
     .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kMultiply);

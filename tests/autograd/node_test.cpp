@@ -199,7 +199,10 @@ TEST(Node, OneGraphOnTwoThreads) {
 const OpDef kNotANumber{
     .name = "test_not_a_number",
     .formula = "y = x, whose gradient is NaN",
-    .forward = [](Call& call) { call.out(0, call.in(0).clone()); },
+    .forward = {{.name = "forward",
+                 .reads = {"x"},
+                 .writes = {"y"},
+                 .run = [](Call& call) { call.out(0, call.in(0).clone()); }}},
     .backward = {{.name = "backward",
                   .reads = {"grad_y"},
                   .writes = {"grad_x"},

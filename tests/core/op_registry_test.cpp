@@ -10,7 +10,7 @@ namespace tandem::testing {
 namespace {
 
 OpDef definition(std::string_view name) {
-  return {.name = name, .formula = "y = x", .parse = ops::parse_no_options};
+  return {.name = name, .formula = "y = x", .same = {{"y", "x"}}, .parse = ops::parse_no_options};
 }
 
 TEST(OpRegistry, KnowsTheBuiltInOps) {
@@ -108,15 +108,58 @@ TEST(OpRegistryErrors, NamesThatMeanTwoThings) {
 }
 
 TEST(OpRegistry, NamesInBackwardReferToOperandsAndGradients) {
-  const OpDef& norm = op_def("rms_norm");
-  EXPECT_EQ(backward_read(norm, "x")->name, "x");
-  EXPECT_FALSE(backward_read(norm, "inv_rms")->is_gradient);
-  EXPECT_EQ(backward_read(norm, "grad_y")->name, "y");
-  EXPECT_TRUE(backward_read(norm, "grad_y")->is_gradient);
-  EXPECT_FALSE(backward_read(norm, "grad_weight").has_value());
-  EXPECT_EQ(backward_write(norm, "grad_weight")->name, "weight");
-  EXPECT_FALSE(backward_write(norm, "y")->is_gradient);
-  EXPECT_FALSE(backward_write(norm, "inv_rms").has_value());
+  const OpKind& norm = op_kind("rms_norm");
+  EXPECT_EQ(norm.operands, (Names{"x", "weight", "y", "inv_rms"}));
+  EXPECT_EQ(norm.read("x", /*backward=*/true), OperandRef{0});
+  EXPECT_EQ(norm.read("inv_rms", true), OperandRef{3});
+  EXPECT_EQ(norm.read("grad_y", true), (OperandRef{2, /*is_gradient=*/true}));
+  EXPECT_FALSE(norm.read("grad_weight", true).has_value());
+  EXPECT_FALSE(norm.read("grad_y", /*backward=*/false).has_value());
+  EXPECT_EQ(norm.write("grad_weight", true), (OperandRef{1, /*is_gradient=*/true}));
+  EXPECT_EQ(norm.write("y", true), OperandRef{2});
+  EXPECT_FALSE(norm.write("inv_rms", true).has_value());
+}
+
+TEST(OpRegistryErrors, NamesThatAreNoNames) {
+  static OpDef def = definition("test_star");
+  def.inputs = {"x", "*"};
+  EXPECT_THAT([] { register_op(def); },
+              ThrowsText<c10::ValueError>(
+                  "op test_star: expected operands and results named by letters, digits and _, ",
+                  "with [] behind a list, got \"*\". Rename it."));
+}
+
+TEST(OpRegistryErrors, ListsStandLastAndHaveALength) {
+  static OpDef before = definition("test_list_before"), endless = definition("test_endless"),
+               result = definition("test_list_result");
+  const auto one = [](const void*, std::string_view) { return size_t{1}; };
+  before.params = {"weight[]"};
+  before.list_length = one;
+  before.forward = {{.name = "forward", .reads = {"weight[]", "x"}, .writes = {"y"}}};
+  EXPECT_THAT([] { register_op(before); },
+              ThrowsText<c10::ValueError>(
+                  "op test_list_before: expected lists behind all other operands of step \"forward"
+                  "\", got one before. Name them last."));
+  endless.params = {"weight[]"};
+  EXPECT_THAT([] { register_op(endless); },
+              ThrowsText<c10::ValueError>(
+                  "op test_endless: expected list_length, which tells how long its lists are, got "
+                  "none. Define it."));
+  result.results = {{"y[]"}};
+  EXPECT_THAT([] { register_op(result); },
+              ThrowsText<c10::ValueError>(
+                  "op test_list_result: expected results that are one value each, got list "
+                  "\"y[]\". Declare one tensor."));
+}
+
+TEST(OpRegistryErrors, ResultsThatNobodyWrites) {
+  static OpDef def = definition("test_unwritten");
+  def.results = {{"y"}, {"z"}};
+  def.forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}}};
+  EXPECT_THAT([] { register_op(def); },
+              ThrowsText<c10::ValueError>(
+                  "op test_unwritten: expected a step of forward that writes result \"z\", got "
+                  "none. Name it in a step's writes."));
 }
 
 TEST(Values, PartsAndNamesOfFormats) {

@@ -35,7 +35,7 @@ void shifted_relu_backward(Call& call) {
 const OpDef kShiftedRelu{
     .name = "shifted_relu",
     .formula = "y = max(x - shift, 0)",
-    .forward = shifted_relu_forward,
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = shifted_relu_forward}},
     .backward = {{.name = "backward",
                   .reads = {"grad_y", "y"},
                   .writes = {"grad_x"},

@@ -35,7 +35,7 @@ void pass_on(Call& call) {
 const OpDef kPlusOne{
     .name = "test_plus_one",
     .formula = "y = x + 1",
-    .forward = plus_one,
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = plus_one}},
     .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = pass_on}},
     .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
@@ -44,7 +44,7 @@ TANDEM_REGISTER_OP(kPlusOne);
 const OpDef kPlusOneKept{
     .name = "test_plus_one_kept",
     .formula = "y = x + 1, whose backward reads y",
-    .forward = plus_one,
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = plus_one}},
     .backward =
         {{.name = "backward", .reads = {"grad_y", "y"}, .writes = {"grad_x"}, .run = pass_on}},
     .parse = [](const nlohmann::json&) -> Options { return nullptr; },
@@ -54,7 +54,7 @@ TANDEM_REGISTER_OP(kPlusOneKept);
 const OpDef kSilent{
     .name = "test_silent",
     .formula = "writes nothing",
-    .forward = [](Call&) {},
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = [](Call&) {}}},
     .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kSilent);

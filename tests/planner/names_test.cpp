@@ -23,7 +23,7 @@ OpDef doubling(std::string_view name) {
   return {
       .name = name,
       .formula = "y = 2 x",
-      .forward = twice,
+      .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = twice}},
       .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = twice}},
       .parse = no_options};
 }
@@ -106,7 +106,10 @@ const OpDef kGradients{
     .inputs = {"x", "grad_x"},
     .params = {"grad_grad_x"},
     .dtype = DtypeRule::promote,
-    .forward = [](Call& call) { call.out(0, call.in(0) * call.in(1) * call.in(2)); },
+    .forward = {{.name = "forward",
+                 .reads = {"x", "grad_x", "grad_grad_x"},
+                 .writes = {"y"},
+                 .run = [](Call& call) { call.out(0, call.in(0) * call.in(1) * call.in(2)); }}},
     .backward = {{.name = "first",
                   .reads = {"grad_y", "x", "grad_x", "grad_grad_x"},
                   .writes = {"grad_x", "grad_grad_x", "grad_grad_grad_x"},
@@ -147,7 +150,7 @@ TEST(OperandNames, TheMainOnesNeedNotBeXAndY) {
       .formula = "b = 2 a",
       .inputs = {"a"},
       .results = {{"b"}},
-      .forward = twice,
+      .forward = {{.name = "forward", .reads = {"a"}, .writes = {"b"}, .run = twice}},
       .backward = {{.name = "backward", .reads = {"grad_b"}, .writes = {"grad_a"}, .run = twice}},
       .parse = no_options};
   static const bool registered = (register_op(named), true);

@@ -1,6 +1,7 @@
 // Order of steps and the last reader of each value.
 #include "planner/schedule.h"
 
+#include "planner/liveness.h"
 #include "support/throws.h"
 
 namespace tandem::testing {
@@ -100,26 +101,25 @@ TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {
     }
     return steps;
   };
-  const std::vector<Names> nothing(3);
   const std::vector<bool> free(32);
   const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward({20, 7});
-  choose_reemitted({}, steps, types, free, nothing);
+  choose_reemitted({}, steps, types, free, {});
   EXPECT_EQ(steps[1].writes[1], Value{7});
 
   steps = backward({20});
-  choose_reemitted({}, steps, types, free, nothing);
+  choose_reemitted({}, steps, types, free, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "nobody reads it";
 
   steps = backward({20, 7});
   steps[0].reads.push_back(Value{7});
-  choose_reemitted({}, steps, types, free, nothing);
+  choose_reemitted({}, steps, types, free, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an ancestor of the writer reads it";
 
   steps = backward({20, 7});
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted({}, steps, types, argument, nothing);
+  choose_reemitted({}, steps, types, argument, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an argument costs nothing to keep";
 }
 
@@ -134,28 +134,27 @@ TEST(Schedule, CodesAreMadeAgainWhereTheirSourceIsThere) {
     }
     return steps;
   };
-  const std::vector<Names> nothing(2);
   const std::vector<bool> free(32);
   const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward();
-  choose_reemitted(forward, steps, types, free, nothing);
+  choose_reemitted(forward, steps, types, free, {});
   schedule(steps);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "quantize", "reader"));
   EXPECT_EQ(steps[0].writes[1], Value{7}) << "for the quantize step alone";
 
   steps = backward();
   steps[0].reads.push_back(Value{8});
-  choose_reemitted(forward, steps, types, free, nothing);
+  choose_reemitted(forward, steps, types, free, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "the writer needs the codes";
 
   steps = backward();
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted(forward, steps, types, argument, nothing);
+  choose_reemitted(forward, steps, types, argument, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "an argument may be freed earlier";
 
   steps[1].reads.push_back(Value{7});
-  choose_reemitted(forward, steps, types, argument, nothing);
+  choose_reemitted(forward, steps, types, argument, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader", "quantize")) << "it is kept anyway";
 }
 

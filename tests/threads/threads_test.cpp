@@ -430,7 +430,10 @@ const OpDef& twice() {
   definitions.push_back({
       .name = names.back(),
       .formula = "y = 2 x",
-      .forward = [](Call& call) { call.out(0, call.in(0) * 2); },
+      .forward = {{.name = "forward",
+                   .reads = {"x"},
+                   .writes = {"y"},
+                   .run = [](Call& call) { call.out(0, call.in(0) * 2); }}},
       .backward = {{.name = "backward",
                     .reads = {"grad_y"},
                     .writes = {"grad_x"},

@@ -1,0 +1,192 @@
+// Definitions with their names resolved: every name must be one that is declared, and mean one thing.
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "core/op_def.h"
+
+namespace tandem {
+
+namespace {
+
+/// The name behind "grad_", or nothing.
+std::string_view behind_grad(std::string_view name) {
+  constexpr std::string_view kGradient = "grad_";
+  return name.starts_with(kGradient) ? name.substr(kGradient.size()) : std::string_view();
+}
+
+bool is_name(std::string_view name) {
+  if (is_list(name)) name.remove_suffix(2);
+  return !name.empty() && std::ranges::all_of(name, [](char c) {
+    return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+  });
+}
+
+size_t place(const OpKind& op, std::string_view name, std::string_view where, size_t first,
+             size_t last) {
+  const size_t found = position(op.operands, name);
+  TORCH_CHECK_VALUE(found != npos && found >= first && found < last, "op ", op.def.name,
+                    ": expected ", where, " to name one of its operands or results, got \"", name,
+                    "\". Declare it in inputs, params or results.");
+  return found;
+}
+
+void check_lists_last(const OpKind& op, const Names& names, std::string_view step) {
+  TORCH_CHECK_VALUE(std::ranges::is_sorted(names, {}, is_list), "op ", op.def.name, ": expected ",
+                    "lists behind all other operands of step \"", step,
+                    "\", got one before. Name them last.");
+}
+
+/// Where a name could be an operand and the gradient of another, in what a step of backward reads or writes.
+void check_one_meaning(const OpKind& op, std::string_view name, bool is_declared,
+                       bool is_gradient) {
+  TORCH_CHECK_VALUE(!is_declared || !is_gradient, "op ", op.def.name, ": expected \"", name,
+                    "\" in backward to mean one thing, got an operand or result of that name ",
+                    "and the gradient of another. Rename the operand or result.");
+}
+
+OpStep resolve_forward(const OpKind& op, const StepDef& def) {
+  OpStep step;
+  step.def = &def;
+  check_lists_last(op, def.reads, def.name);
+  check_lists_last(op, def.writes, def.name);
+  for (const auto& name : def.reads)
+    step.reads.push_back({place(op, name, "the reads of a step", 0, op.operands.size())});
+  for (const auto& name : def.writes)
+    step.writes.push_back(
+        {place(op, name, "the writes of a step", op.first_result, op.operands.size())});
+  for (const auto& name : def.mutates)
+    step.mutates.push_back({place(op, name, "what a step mutates", 0, op.first_result)});
+  step.main_read = position(def.reads, op.operands[0]);
+  step.main_write = position(def.writes, op.operands[op.first_result]);
+  return step;
+}
+
+OpStep resolve_backward(const OpKind& op, const StepDef& def) {
+  OpStep step;
+  step.def = &def;
+  check_lists_last(op, def.reads, def.name);
+  check_lists_last(op, def.writes, def.name);
+  for (const auto& name : def.reads) {
+    const auto ref = op.read(name, /*backward=*/true);
+    if (!ref)
+      place(op, behind_grad(name).empty() ? name : behind_grad(name),
+            "the reads of a backward step", 0, op.operands.size());
+    TORCH_CHECK_VALUE(ref, "op ", op.def.name, ": expected ",
+                      "the reads of a backward step to name gradients of its results, got \"", name,
+                      "\". Only these are given to backward.");
+    const size_t result = position(op.operands, behind_grad(name));
+    check_one_meaning(op, name, position(op.operands, name) != npos,
+                      result != npos && op.is_result(result));
+    if (*ref == OperandRef{op.first_result, /*is_gradient=*/true})
+      step.main_read = step.reads.size();
+    step.reads.push_back(*ref);
+  }
+  for (const auto& name : def.writes) {
+    const auto ref = op.write(name, /*backward=*/true);
+    if (!ref && behind_grad(name).empty()) {
+      TORCH_CHECK_VALUE(false, "op ", op.def.name, ": expected a write that is no gradient to ",
+                        "name one of its operands or results, got \"", name,
+                        "\". Declare it in inputs, params or results, and in reemits.");
+    }
+    if (!ref) place(op, behind_grad(name), "the writes of a backward step", 0, op.first_buffer);
+    const size_t operand = position(op.operands, behind_grad(name));
+    check_one_meaning(op, name, position(op.def.reemits, name) != npos,
+                      operand != npos && !op.is_result(operand));
+    if (*ref == OperandRef{0, /*is_gradient=*/true}) step.main_write = step.writes.size();
+    step.writes.push_back(*ref);
+  }
+  for (const auto& name : def.mutates)
+    step.mutates.push_back(
+        {place(op, name, "what a step mutates", op.first_buffer, op.first_result)});
+  for (const auto& name : def.absorbs)
+    step.absorbs.push_back(
+        {place(op, behind_grad(name), "what a step absorbs", op.first_param, op.first_buffer),
+         /*is_gradient=*/true});
+  return step;
+}
+
+/// Each result is written by a step, drawn as a seed, or an operand.
+void check_results(const OpKind& op) {
+  if (op.forward.empty() && !op.in_place && op.same.size() == op.def.results.size()) return;
+  for (size_t result = op.first_result; result < op.operands.size(); ++result) {
+    const bool is_written = std::ranges::any_of(op.forward, [&](const OpStep& step) {
+      return std::ranges::find(step.writes, OperandRef{result}) != step.writes.end();
+    });
+    TORCH_CHECK_VALUE(is_written || op.is_same(result) || op.result(result).kind == ResultDef::seed,
+                      "op ", op.def.name, ": expected a step of forward that writes result \"",
+                      op.operands[result], "\", got none. Name it in a step's writes.");
+  }
+}
+
+}  // namespace
+
+OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.inputs) {
+  first_param = operands.size();
+  operands.insert(operands.end(), def.params.begin(), def.params.end());
+  first_buffer = operands.size();
+  operands.insert(operands.end(), def.buffers.begin(), def.buffers.end());
+  first_result = operands.size();
+  for (const ResultDef& result : def.results) operands.push_back(result.name);
+  for (size_t i = 0; i < operands.size(); ++i)
+    TORCH_CHECK_VALUE(position(operands, operands[i]) == i, "op ", def.name,
+                      ": expected operands and results of different names, got \"", operands[i],
+                      "\" twice. Rename one of them.");
+  for (const auto& name : operands)
+    TORCH_CHECK_VALUE(is_name(name), "op ", def.name, ": expected operands and results named by ",
+                      "letters, digits and _, with [] behind a list, got \"", name,
+                      "\". Rename it.");
+  for (const ResultDef& result : def.results)
+    TORCH_CHECK_VALUE(!is_list(result.name), "op ", def.name, ": expected results that are one ",
+                      "value each, got list \"", result.name, "\". Declare one tensor.");
+  TORCH_CHECK_VALUE(def.list_length != nullptr || std::ranges::none_of(operands, is_list), "op ",
+                    def.name, ": expected list_length, which tells how long its lists are, ",
+                    "got none. Define it.");
+  for (const Same& each : def.same)
+    same.push_back({place(*this, each.name, "same", 0, operands.size()),
+                    place(*this, each.operand, "same", 0, first_buffer)});
+  for (const Same& each : def.same_gradients)
+    same_gradients.push_back(
+        {place(*this, behind_grad(each.name), "same_gradients", 0, first_buffer),
+         place(*this, behind_grad(each.operand), "same_gradients", first_result, operands.size())});
+  for (const auto& name : def.reemits)
+    reemits.push_back(place(*this, name, "reemits", 0, operands.size()));
+  for (const auto& name : def.reemit_reads)
+    reemit_reads.push_back(place(*this, name, "reemit_reads", 0, operands.size()));
+  for (const auto& name : def.indices)
+    indices.push_back(place(*this, name, "indices", 1, first_param));
+  for (const auto& name : def.extra_outputs)
+    extra_outputs.push_back(place(*this, name, "extra_outputs", first_result, operands.size()));
+  for (const StepDef& step : def.forward) forward.push_back(resolve_forward(*this, step));
+  if (def.in_place) in_place = resolve_forward(*this, *def.in_place);
+  for (const StepDef& step : def.backward) backward.push_back(resolve_backward(*this, step));
+  for (const RoleOf& role : def.roles) {
+    const auto ref = read(role.operand, /*backward=*/true);
+    if (!ref) place(*this, role.operand, "roles", 0, operands.size());
+    roles.push_back({*ref, role.role});
+  }
+  check_results(*this);
+}
+
+bool OpKind::is_same(size_t result) const {
+  return std::ranges::any_of(same, [&](const SameOperand& each) { return each.name == result; });
+}
+
+std::optional<OperandRef> OpKind::read(std::string_view name, bool backward) const {
+  if (const size_t operand = position(operands, name); operand != npos) return OperandRef{operand};
+  if (!backward) return std::nullopt;
+  const size_t result = position(operands, behind_grad(name));
+  if (result == npos || !is_result(result)) return std::nullopt;
+  return OperandRef{result, /*is_gradient=*/true};
+}
+
+std::optional<OperandRef> OpKind::write(std::string_view name, bool backward) const {
+  const size_t written = position(operands, name);
+  if (!backward && written != npos) return OperandRef{written};
+  if (backward && position(def.reemits, name) != npos) return OperandRef{written};
+  const size_t operand = position(operands, behind_grad(name));
+  if (!backward || operand == npos || operand >= first_buffer) return std::nullopt;
+  return OperandRef{operand, /*is_gradient=*/true};
+}
+
+}  // namespace tandem

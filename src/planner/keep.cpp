@@ -1,0 +1,53 @@
+#include "planner/keep.h"
+
+#include <algorithm>
+
+#include "planner/liveness.h"
+#include "planner/schedule.h"
+#include "planner/value_set.h"
+
+namespace tandem {
+
+namespace {
+
+/// Values that backward may read at no cost, or that it must not write again.
+ValueSet free_to_keep(const Description& description, const std::vector<OpGroup>& backward_groups,
+                      const Draft& draft) {
+  ValueSet is_free(draft.types.size(), {&draft.inputs, &draft.params, &draft.outputs});
+  std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
+  for (const OpGroup& group : backward_groups)
+    std::fill(group_end.begin() + static_cast<std::ptrdiff_t>(group.first),
+              group_end.begin() + static_cast<std::ptrdiff_t>(group.last) + 1, group.last + 1);
+  for (const Step& step : draft.backward)
+    if (!step.covers.empty() && step.covers.back().op < group_end[step.covers.front().op])
+      for (const Value value : step.writes)
+        if (exists(value) && draft.types[index_of(value)].origin != Origin::gradient)
+          is_free.add(value);
+  return is_free;
+}
+
+}  // namespace
+
+void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
+                 Draft& draft, Plan& plan) {
+  const ValueSet is_free = free_to_keep(description, backward_groups, draft);
+  choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands);
+  schedule(draft.backward);
+  const ValueSet asked(draft.types.size(), {&draft.gradients});
+  drop_dead_steps(draft.backward, draft.types, asked, [](size_t) { return true; });
+  const ValueSet is_output(draft.types.size(), {&draft.outputs});
+  for (const Value value : values_from_forward(draft.backward, draft.output_gradients)) {
+    const Type& type = draft.types[index_of(value)];
+    if (type.origin == Origin::workspace || type.origin == Origin::buffer) continue;
+    if (type.format == Format::opaque || type.format == Format::shape) {
+      plan.kept_opaque.push_back(value);
+    } else {
+      const uint8_t parts =
+          is_fp8(type.format) ? 2 : 1;  // codes and their scale; nobody reads the amax again
+      for (uint8_t part = 0; part < parts; ++part)
+        plan.kept.push_back({value, part, is_output(value)});
+    }
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,87 @@
+#include "planner/liveness.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "planner/value_set.h"
+
+namespace tandem {
+
+namespace {
+
+std::string list_of(const std::vector<Part>& parts) {
+  std::ostringstream text;
+  for (const Part& part : parts)
+    text << (text.tellp() > 0 ? ", " : "") << "op " << part.op
+         << (part.is_backward ? " backward " : " forward ") << part.nth;
+  return text.str();
+}
+
+}  // namespace
+
+std::vector<Part> parts_of(const Steps& steps) {
+  std::vector<Part> parts;
+  for (const Step& step : steps) parts.insert(parts.end(), step.covers.begin(), step.covers.end());
+  std::sort(parts.begin(), parts.end());
+  return parts;
+}
+
+void check_coverage(const std::vector<Part>& before, const Steps& after, const char* pass) {
+  const std::vector<Part> covered = parts_of(after);
+  TORCH_INTERNAL_ASSERT(covered == before, "the ", pass, " pass was to cover ", list_of(before),
+                        " and covers ", list_of(covered));
+}
+
+void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
+                     const std::function<bool(Value)>& is_demanded_outside,
+                     const std::function<bool(size_t)>& is_asked) {
+  const auto is_of_the_caller = [&](Value value) {
+    return types[index_of(value)].origin != Origin::workspace;
+  };
+  ValueSet read(types.size());
+  Steps live;
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
+    if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
+    for (Value& value : step->writes) {
+      if (exists(value) && !read(value) && !is_demanded_outside(value)) value = Value::none;
+      needed |= exists(value);
+    }
+    if (!needed) continue;
+    read.add(step->reads);
+    live.push_back(std::move(*step));
+  }
+  std::reverse(live.begin(), live.end());
+  steps = std::move(live);
+}
+
+void check_reads(const Steps& steps, std::vector<bool> is_there, const std::vector<Type>& types) {
+  is_there.resize(types.size());
+  for (const Step& step : steps) {
+    for (const Values* list : {&step.reads, &step.mutates})
+      for (const Value value : *list)
+        TORCH_INTERNAL_ASSERT(!exists(value) || is_there[index_of(value)], "step ", step.name,
+                              " reads ", types[index_of(value)].name,
+                              ", which nothing has written");
+    for (const Value value : step.writes)
+      if (exists(value)) is_there[index_of(value)] = true;
+    for (const Value value : step.dead) is_there[index_of(value)] = false;
+  }
+}
+
+void find_dead(Steps& steps, const std::vector<bool>& stays) {
+  std::vector<bool> seen(stays.size());
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    step->dead.clear();
+    for (const Values* list : {&step->reads, &step->writes})
+      for (const Value value : *list)
+        if (exists(value) && !stays[index_of(value)] && !seen[index_of(value)]) {
+          seen[index_of(value)] = true;
+          step->dead.push_back(value);
+        }
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,186 @@
+// Backward, from the last op to the first: what each step is given, and sums of what several readers contribute.
+#include <algorithm>
+#include <map>
+
+#include "planner/glue.h"
+#include "planner/lower.h"
+
+namespace tandem {
+
+namespace {
+
+class BackwardLowering {
+ public:
+  BackwardLowering(const Description& description, const ForwardFlow& flow, Draft& draft)
+      : description_(description), flow_(flow), draft_(draft), contributions_(flow.edges) {}
+
+  void run() {
+    for (const Flow& output : flow_.outputs) {
+      Value gradient = Value::none;
+      if (draft_.needs_grad(output.value)) {
+        gradient = draft_.add_gradient(output.value);
+        contribute(output, gradient);
+      }
+      draft_.output_gradients.push_back(gradient);
+    }
+    for (auto event = flow_.events.rbegin(); event != flow_.events.rend(); ++event)
+      event->kind == Event::op ? lower(event->index) : lower(*event);
+    for (const auto* arguments : {&flow_.inputs, &flow_.params})
+      for (const Flow& argument : *arguments)
+        draft_.gradients.push_back(draft_.needs_grad(argument.value) ? gradient_of(argument)
+                                                                     : Value::none);
+  }
+
+ private:
+  using Event = ForwardFlow::Event;
+
+  /// A gradient that an op writes for an element of an operand.
+  struct Written {
+    size_t operand, element;
+    Value gradient;
+  };
+
+  /// Of a cast, and of a point that rounds gradients.
+  void lower(const Event& event) {
+    Value gradient = gradient_of(event.to);
+    if (!exists(gradient) || !draft_.needs_grad(event.from.value)) return;
+    if (event.kind == Event::round_gradient) {
+      const Value rounded = draft_.add_gradient(event.from.value);
+      draft_.backward.push_back(round_step(gradient, rounded));
+      gradient = rounded;
+    }
+    contribute(event.from, gradient);
+    if (event.index != npos)  // of the points of one op, the first comes last
+      draft_.operands[event.index].bind_written(0, 0, gradient);
+  }
+
+  void contribute(Flow to, Value gradient) {
+    if (draft_.dtype(to.value) != draft_.dtype(gradient)) {
+      const Value converted = draft_.add_gradient(to.value);
+      draft_.backward.push_back(cast_step(gradient, converted));
+      gradient = converted;
+    }
+    contributions_[to.edge].push_back(gradient);
+  }
+
+  /// The sum of gradients of `of`; `add` steps where there are several.
+  Value sum_of(Values& gradients, Value of) {
+    while (gradients.size() > 1) {
+      const Value b = gradients.back();
+      gradients.pop_back();
+      const Value a = gradients.back();
+      gradients.back() = draft_.add_gradient(of);
+      draft_.backward.push_back(add_step(a, b, gradients.back()));
+    }
+    return gradients.empty() ? Value::none : gradients[0];
+  }
+  Value gradient_of(Flow flow) {
+    return exists(flow.value) ? sum_of(contributions_[flow.edge], flow.value) : Value::none;
+  }
+
+  /// Results of an op that are an operand.
+  std::vector<OpKind::SameOperand> renames_of(size_t index) const {
+    const OpNode& node = description_.ops[index];
+    const OperandTable& operands = draft_.operands[index];
+    if (is_passed_over(description_, node)) return {{node.kind->first_result, 0}};
+    std::vector<OpKind::SameOperand> renames;
+    for (const auto& same :
+         node.kind->same)  // a point of rounding may have made a value of its own
+      if (operands.value(same.name) == operands.value(same.operand)) renames.push_back(same);
+    return renames;
+  }
+
+  void lower(size_t index) {
+    const OpNode& node = description_.ops[index];
+    const OpKind& op = *node.kind;
+    OperandTable& operands = draft_.operands[index];
+    bool any = false;
+    for (size_t result = op.first_result; result < op.operands.size(); ++result) {
+      if (op.result(result).kind != ResultDef::computed) continue;
+      const Flow flow = operands.flow(result);
+      const Value gradient = draft_.needs_grad(flow.value) ? gradient_of(flow) : Value::none;
+      operands.bind_given(result, gradient);
+      any |= exists(gradient);
+    }
+    if (!any) return;
+    std::vector<Written> written;
+    for (const auto& rename : renames_of(index))
+      written.push_back({rename.operand, 0, operands.given(rename.name)});
+    if (!is_passed_over(description_, node)) {
+      for (const auto& same : op.same_gradients)
+        if (!op.is_same(same.operand))
+          written.push_back({same.name, 0, operands.given(same.operand)});
+      for (uint16_t nth = 0; nth < op.backward.size(); ++nth) lower_step(index, nth, written);
+    }
+    contribute_all(operands, written);
+  }
+
+  void contribute_all(OperandTable& operands, const std::vector<Written>& written) {
+    std::map<std::pair<size_t, size_t>, Values> sums;
+    for (const auto& [operand, element, gradient] : written)
+      if (exists(gradient) && draft_.needs_grad(operands.value(operand, element)))
+        sums[{operand, element}].push_back(gradient);
+    for (const auto& [operand, element, gradient] : written) {  // in this order, each once
+      const auto found = sums.find({operand, element});
+      if (found == sums.end()) continue;
+      const Flow to = operands.flow(operand, element);
+      const Value sum = sum_of(found->second, to.value);
+      operands.bind_written(operand, element, sum);
+      contribute(to, sum);
+      sums.erase(found);
+    }
+  }
+
+  /// One step of an op's backward, unless it writes no gradient that is needed and mutates nothing.
+  void lower_step(size_t index, uint16_t nth, std::vector<Written>& all_written) {
+    const OpNode& node = description_.ops[index];
+    const OpStep& resolved = node.kind->backward[nth];
+    if (resolved.def->applies != nullptr && !resolved.def->applies(node.options.get())) return;
+    const OperandTable& operands = draft_.operands[index];
+    Values writes;
+    std::vector<Written> written;
+    for (const OperandRef& ref : resolved.writes)
+      for (size_t element = 0; element < operands.count(ref.operand); ++element) {
+        const Value of = operands.value(ref.operand, element);
+        if (!ref.is_gradient) {  // a result again; the planner decides whether it shall be written
+          writes.push_back(of);
+          continue;
+        }
+        writes.push_back(draft_.needs_grad(of) ? draft_.add_gradient(of) : Value::none);
+        if (exists(writes.back())) written.push_back({ref.operand, element, writes.back()});
+      }
+    const auto absorbed = absorbed_by(node, resolved, operands);
+    if (written.empty() && absorbed.empty()) return;
+    all_written.insert(all_written.end(), written.begin(), written.end());
+    Step step = step_of_op(node, resolved, {static_cast<uint32_t>(index), true, nth}, operands);
+    step.writes = std::move(writes);
+    step.absorbs = absorbed;
+    draft_.backward.push_back(std::move(step));
+  }
+
+  /// Places in the plan's gradients of the parameters whose gradient the step keeps to itself.
+  std::vector<uint32_t> absorbed_by(const OpNode& node, const OpStep& step,
+                                    const OperandTable& operands) const {
+    std::vector<uint32_t> absorbed;
+    for (const OperandRef& ref : step.absorbs)
+      for (size_t element = 0; element < operands.count(ref.operand); ++element)
+        if (draft_.needs_grad(operands.value(ref.operand, element)))
+          absorbed.push_back(static_cast<uint32_t>(draft_.inputs.size()) +
+                             node.params[operands.place(ref.operand, element) -
+                                         operands.place(node.kind->first_param, 0)]);
+    return absorbed;
+  }
+
+  const Description& description_;
+  const ForwardFlow& flow_;
+  Draft& draft_;
+  std::vector<Values> contributions_;  // by edge
+};
+
+}  // namespace
+
+void lower_backward(const Description& description, const ForwardFlow& flow, Draft& draft) {
+  BackwardLowering(description, flow, draft).run();
+}
+
+}  // namespace tandem

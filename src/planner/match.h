@@ -1,0 +1,23 @@
+// Patterns of fusions on a list of steps.
+#pragma once
+
+#include "planner/replacement.h"
+
+namespace tandem {
+
+/// Finds the members of a fusion's pattern that starts at `start`, in pattern order; empty where it does not match.
+Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion);
+
+/// A pattern that matched.
+struct Candidate {
+  Candidate(const StepList& list, const Members& members);
+
+  std::vector<const Step*> steps;
+  std::string place;             ///< as `explain` prints it: "1.basic_linear + 1.bias"
+  std::vector<Options> options;  ///< of the ops that it covers, in member order
+};
+
+/// Why the fused step cannot have the operands that the fusion names: members have others.
+Refusal check_names(const Fusion& fusion, const Match& match, const FusionScope& scope);
+
+}  // namespace tandem

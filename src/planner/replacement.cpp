@@ -1,0 +1,175 @@
+#include "planner/replacement.h"
+
+#include <algorithm>
+
+namespace tandem {
+
+namespace {
+
+bool contains(const Values& values, Value value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+bool is_of_op(const Step& step) {
+  return step.kind == StepKind::op || step.kind == StepKind::fused;
+}
+
+}  // namespace
+
+bool FusionScope::skips(const Fusion& fusion) const {
+  return std::find(skipped->begin(), skipped->end(), fusion.name) != skipped->end();
+}
+
+void FusionScope::note(const Fusion& fusion, const std::string& place, const Refusal& refusal) {
+  const std::string reason = refusal.value_or("");
+  if (noted.emplace(fusion.name, place, reason).second)
+    decisions->push_back({fusion.name, place, reason});
+}
+
+Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,
+                const Lookup& read, const Lookup& write, const StepList& steps,
+                const Members& members) {
+  Step step;
+  step.kind = StepKind::fused;
+  step.name = fusion.name;
+  step.run = run.run;
+  step.runs_user_code = fusion.runs_user_code;
+  step.options = std::move(options);
+  const auto fill = [](const std::vector<MemberOperand>& operands, const Lookup& lookup,
+                       Names& names, Values& values, std::vector<ListRange>& lists) {
+    for (const auto& operand : operands) {
+      const Values found = lookup(operand);
+      if (is_list(operand.name))
+        lists.push_back(
+            {static_cast<uint32_t>(values.size()), static_cast<uint32_t>(found.size())});
+      names.insert(names.end(), found.size(), operand.name);
+      values.insert(values.end(), found.begin(), found.end());
+    }
+  };
+  fill(run.reads, read, step.read_names, step.reads, step.read_lists);
+  fill(run.writes, write, step.write_names, step.writes, step.write_lists);
+  for (const uint32_t member : run.mutates) {
+    if (member >= members.size()) continue;
+    const Step& mutator = steps[members[member]];
+    step.mutates.insert(step.mutates.end(), mutator.mutates.begin(), mutator.mutates.end());
+    step.absorbs.insert(step.absorbs.end(), mutator.absorbs.begin(), mutator.absorbs.end());
+  }
+  return step;
+}
+
+Replacement::Replacement(const StepList& steps, Members members, const FusionScope& scope,
+                         const std::function<bool(Value)>& is_demanded, bool only_gradients)
+    : steps_(steps),
+      members_(std::move(members)),
+      types_(*scope.types),
+      is_demanded_(is_demanded),
+      only_gradients_(only_gradients) {
+  std::sort(members_.begin(), members_.end());
+}
+
+Refusal Replacement::check(const Step& fused) {
+  for (const auto& rule : {&Replacement::check_demanded, &Replacement::check_reads,
+                           &Replacement::check_writes, &Replacement::check_mutations})
+    if (auto refusal = (this->*rule)(fused)) return refusal;
+  for (const size_t place : {members_.front(), members_.back()})
+    if (can_stand_at(place, fused)) {
+      place_ = place;
+      return std::nullopt;
+    }
+  return "no position is behind all that it reads and before all that reads it";
+}
+
+void Replacement::drop_undemanded_writes(Step& fused) const {
+  for (Value& value : fused.writes)
+    if (exists(value) && !is_demanded_outside(value)) value = Value::none;
+}
+
+void Replacement::apply(StepList& steps, Step fused) const {
+  for (const size_t m : members_)
+    fused.covers.insert(fused.covers.end(), steps_[m].covers.begin(), steps_[m].covers.end());
+  std::sort(fused.covers.begin(), fused.covers.end());
+  steps.replace(members_, place_, std::move(fused));
+}
+
+bool Replacement::is_member(size_t place) const {
+  return std::binary_search(members_.begin(), members_.end(), place);
+}
+
+bool Replacement::counts(const Step& member, Value value) const {
+  return exists(value) && !(only_gradients_ && is_of_op(member) &&
+                            types_[index_of(value)].origin != Origin::gradient);
+}
+
+bool Replacement::is_written_by_member(Value value) const {
+  return std::any_of(members_.begin(), members_.end(), [&](size_t m) {
+    return writes(steps_[m], value) && counts(steps_[m], value);
+  });
+}
+
+bool Replacement::is_demanded_outside(Value value) const {
+  if (is_demanded_(value)) return true;
+  const auto readers = steps_.readers(value);
+  return std::any_of(readers.begin(), readers.end(), [&](size_t s) { return !is_member(s); });
+}
+
+Refusal Replacement::check_demanded(const Step& fused) const {
+  for (const size_t m : members_)
+    for (const Value value : steps_[m].writes)
+      if (counts(steps_[m], value) && is_demanded_outside(value) && !contains(fused.writes, value))
+        return name(value) + " is demanded outside and the fused step does not write it";
+  return std::nullopt;
+}
+
+Refusal Replacement::check_reads(const Step& fused) const {
+  for (const Value value : fused.reads)
+    if (exists(value) && is_written_by_member(value))
+      return name(value) + " is read by the fused step, and only the steps it replaces write it";
+  return std::nullopt;
+}
+
+Refusal Replacement::check_writes(const Step& fused) const {
+  for (const Value value : fused.writes)
+    if (exists(value) && std::none_of(members_.begin(), members_.end(),
+                                      [&](size_t m) { return writes(steps_[m], value); }))
+      return name(value) + " is written by the fused step, and by none of those it replaces";
+  return std::nullopt;
+}
+
+/// The fused step must do to memory what its members do, with nobody looking on in between.
+Refusal Replacement::check_mutations(const Step& fused) const {
+  for (const size_t m : members_)
+    for (const Value value : steps_[m].mutates)
+      if (!contains(fused.mutates, value))
+        return "step " + steps_[m].name + " mutates " + name(value) +
+               ", which a fused step would hide";
+  const auto in_between = [&](const StepList::Places& places) -> const Step* {
+    for (const size_t s : places)
+      if (s > members_.front() && s < members_.back() && !is_member(s)) return &steps_[s];
+    return nullptr;
+  };
+  for (const Value value : fused.reads)
+    if (exists(value))
+      if (const Step* step = in_between(steps_.mutators(value)))
+        return "step " + step->name + " mutates " + name(value) + " in between";
+  for (const Value value : fused.mutates) {
+    const Step* step = in_between(steps_.mutators(value));
+    if (step == nullptr) step = in_between(steps_.readers(value));
+    if (step != nullptr)
+      return "step " + step->name + " looks at " + name(value) + " in between, which it mutates";
+  }
+  return std::nullopt;
+}
+
+bool Replacement::can_stand_at(size_t place, const Step& fused) const {
+  for (const Value value : fused.reads)
+    if (exists(value))
+      for (const size_t writer : steps_.writers(value))
+        if (writer > place && !is_member(writer)) return false;
+  for (const Value value : fused.writes)
+    if (exists(value))
+      for (const size_t reader : steps_.readers(value))
+        if (reader < place && !is_member(reader)) return false;
+  return true;
+}
+
+}  // namespace tandem
