@@ -1,4 +1,4 @@
-// FP8 with one scale per tensor: scales and current scaling.
+// FP8 with one scale per tensor: scales, current and delayed scaling.
 #pragma once
 
 #include "kernels/fp8.h"
@@ -34,6 +34,13 @@ float amax(ConstRows x);
 ///
 /// Bytes: reads x twice (the second time from cache where it fits), writes one byte per element.
 void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out);
+
+/// codes = fp8_from_float(x * quant_scale) with a scale of the past, dequant_scale = 1 /
+/// quant_scale, and the amax of x for the scale of the future (see delayed.h). Bitwise equal on
+/// every target and thread count.
+///
+/// Bytes: reads x once, writes one byte per element.
+void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.
 void dequantize(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y);
