@@ -17,10 +17,13 @@ void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Ou
               float* amax) {
   const size_t bands = (x.rows + kMxBlock - 1) / kMxBlock;
   const size_t chunks = (x.cols + kTileCols - 1) / kTileCols;
+  // Narrow tiles go to a thread in numbers.
+  const auto grain =
+      static_cast<int64_t>(std::max<size_t>(1, kTileCols / std::max<size_t>(1, x.cols)));
   SharedExtremes shared;
   with_element(x.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {
-      parallel_for(0, static_cast<int64_t>(bands * chunks), 1,
+      parallel_for(0, static_cast<int64_t>(bands * chunks), grain,
                    [&](int64_t first, int64_t last) HWY_ATTR {
                      const ScopedFloatMode mode;
                      Extremes extremes;
