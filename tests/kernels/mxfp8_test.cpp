@@ -194,6 +194,18 @@ TEST_P(Mxfp8, RandomFloat32Patterns) {
   EXPECT_TRUE(same(quantize(view, {format()}), reference(view, {format()}))) << "subnormal";
 }
 
+TEST_P(Mxfp8, AmaxesNextToWhereTheScaleChanges) {
+  std::vector<float> x;  // a block each
+  for (int exponent = -150; exponent <= 120; ++exponent) {
+    const float amax = std::ldexp(kernels::fp8_max(format()), exponent);
+    for (const float value : {amax, std::nextafter(amax, 0.0f), std::nextafter(amax, kInfinity)}) {
+      x.push_back(value);
+      x.resize((x.size() + 31) / 32 * 32, 0.0f);
+    }
+  }
+  EXPECT_TRUE(same(quantize(one_row(x), {format()}), reference(one_row(x), {format()})));
+}
+
 TEST_P(Mxfp8, EveryShapeAroundABlockAndStride) {
   uint32_t seed = 0;
   for (const Element element : kElements) {

@@ -301,52 +301,62 @@ HWY_INLINE void quantize_any_pair(E element, const ElementPair& x,
   store_bytes(select_bits(nans, hn::Set(d16, uint16_t{0x7F}), signed_codes), codes);
 }
 
-/// Codes of whole blocks of a row. `factor` has one element per block, or with kColumns one per
-/// column, in the order of ElementPair. `is_finite` says that no x is NaN or infinite: then x times
-/// its factor is below the format's overflow_from.
-template <Fp8Format kFormat, bool kColumns, bool kIsFinite, typename E>
+/// What some columns of a row are multiplied by, and where their codes go: by row, one factor per
+/// block; by column, one per column, in the order of ElementPair.
+struct RowFactors {
+  const float* by_row;
+  const float* by_column;
+};
+struct RowCodes {
+  uint8_t* by_row;
+  uint8_t* by_column;
+};
+
+/// Codes of whole blocks of a row, in one direction or both. `kIsFinite` says that no x is NaN or
+/// infinite: then x times its factor is below the format's overflow_from.
+template <Fp8Format kFormat, bool kByRow, bool kByColumn, bool kIsFinite, typename E>
 HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTRICT x,
-                                  size_t blocks, const float* HWY_RESTRICT factor,
-                                  uint8_t* HWY_RESTRICT codes) {
+                                  size_t blocks, RowFactors factors, RowCodes codes) {
   const hn::ScalableTag<float> d;
   const size_t lanes = hn::Lanes(d);
+  const auto convert = [&](const ElementPair& pair, auto first, auto second, uint8_t* to)
+                           TANDEM_INLINE_LAMBDA {
+                             if constexpr (kIsFinite) {
+                               quantize_ordinary_pair<kFormat>(element, pair, first, second, to);
+                             } else {
+                               quantize_any_pair<kFormat>(element, pair, first, second, to);
+                             }
+                           };
   for (size_t b = 0; b < blocks; ++b) {
-    auto first = hn::Set(d, kColumns ? 0.0f : factor[b]), second = first;
+    auto of_block = hn::Zero(d);
+    if constexpr (kByRow) of_block = hn::Set(d, factors.by_row[b]);
     for (size_t c = b * kMxBlock; c < (b + 1) * kMxBlock; c += 2 * lanes) {
-      if constexpr (kColumns) {
-        first = hn::Load(d, factor + c);
-        second = hn::Load(d, factor + c + lanes);
-      }
       const ElementPair pair = load_pair(element, x + c);
-      if constexpr (kIsFinite) {
-        quantize_ordinary_pair<kFormat>(element, pair, first, second, codes + c);
-      } else {
-        quantize_any_pair<kFormat>(element, pair, first, second, codes + c);
+      if constexpr (kByRow) convert(pair, of_block, of_block, codes.by_row + c);
+      if constexpr (kByColumn) {
+        convert(pair, hn::Load(d, factors.by_column + c),
+                hn::Load(d, factors.by_column + c + lanes), codes.by_column + c);
       }
     }
   }
 }
 
-/// The codes of row `r` of a tile to `codes`, which is where its first column goes.
-template <Fp8Format kFormat, bool kColumns, typename E>
+/// The codes of a row of a tile, to where those of its first column go.
+template <Fp8Format kFormat, bool kByRow, bool kByColumn, typename E>
 HWY_INLINE void quantize_tile_row(E element, const typename E::Stored* HWY_RESTRICT x,
-                                  const Tile& tile, bool is_finite,
-                                  const float* HWY_RESTRICT factor, TileWork<E>& work,
-                                  uint8_t* HWY_RESTRICT codes) {
-  const auto run = [&](const typename E::Stored* from, size_t blocks, const float* by, uint8_t* to)
-                       TANDEM_INLINE_LAMBDA {
-                         if (is_finite) {
-                           quantize_blocks<kFormat, kColumns, true>(element, from, blocks, by, to);
-                         } else {
-                           quantize_blocks<kFormat, kColumns, false>(element, from, blocks, by, to);
-                         }
-                       };
-  const size_t whole = tile.whole();
-  run(x, whole / kMxBlock, factor, codes);
-  if (whole == tile.cols) return;
-  std::memcpy(static_cast<void*>(work.rest), x + whole, (tile.cols - whole) * sizeof(work.rest[0]));
-  run(work.rest, 1, factor + (kColumns ? whole : whole / kMxBlock), work.codes);
-  std::memcpy(codes + whole, work.codes, tile.cols - whole);
+                                  const Tile& tile, bool is_finite, RowFactors factors,
+                                  TileWork<E>& work, RowCodes codes) {
+  const auto run = is_finite ? &quantize_blocks<kFormat, kByRow, kByColumn, true, E>
+                             : &quantize_blocks<kFormat, kByRow, kByColumn, false, E>;
+  const size_t whole = tile.whole(), rest = tile.cols - whole;
+  run(element, x, whole / kMxBlock, factors, codes);
+  if (rest == 0) return;
+  std::memcpy(static_cast<void*>(work.rest), x + whole, rest * sizeof(work.rest[0]));
+  uint8_t *by_row = work.codes, *by_column = work.codes + kMxBlock;
+  run(element, work.rest, 1, {factors.by_row + whole / kMxBlock, factors.by_column + whole},
+      {by_row, by_column});
+  if constexpr (kByRow) std::memcpy(codes.by_row + whole, by_row, rest);
+  if constexpr (kByColumn) std::memcpy(codes.by_column + whole, by_column, rest);
 }
 
 /// The scales of a tile of square blocks: the amax of a block is that of all its rows.
@@ -428,17 +438,24 @@ HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile& tile, const Ti
     if (next != nullptr) fetch_row(element, x, *next, r);
     const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
     const size_t to = (tile.row + r) * x.cols + tile.col;
-    if (row.codes != nullptr) {
-      quantize_tile_row<kFormat, false>(element, from, tile, is_finite, work.block_factor[r], work,
-                                        row.codes + to);
+    const auto convert = [&](auto by_row, auto by_column, RowCodes codes) HWY_ATTR {
+      quantize_tile_row<kFormat, by_row(), by_column()>(
+          element, from, tile, is_finite, {work.block_factor[r], work.column_factor}, work, codes);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    uint8_t* const row_codes = row.codes == nullptr ? nullptr : row.codes + to;
+    uint8_t* const column_codes = column.codes == nullptr ? nullptr : column.codes + to;
+    if (row_codes != nullptr && column_codes != nullptr && !square_blocks) {
+      convert(kYes, kYes, {row_codes, column_codes});
+      continue;
     }
-    if (column.codes == nullptr) continue;
+    if (row_codes != nullptr) convert(kYes, kNo, {row_codes, nullptr});
+    if (column_codes == nullptr) continue;
     if (square_blocks) {
-      quantize_tile_row<kFormat, false>(element, from, tile, is_finite, work.block_factor[r], work,
-                                        column.codes + to);
+      convert(kYes, kNo, {column_codes, nullptr});
     } else {
-      quantize_tile_row<kFormat, true>(element, from, tile, is_finite, work.column_factor, work,
-                                       column.codes + to);
+      convert(kNo, kYes, {nullptr, column_codes});
     }
   }
 }
