@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/mxfp8.h"
 #include "kernels/norm.h"
 #include "kernels/parallel.h"
 #include "support/thread_pool.h"
@@ -186,6 +187,29 @@ void run_all(const Bench& bench) {
       "quantize_current", 1, rows * hidden, [&](const std::vector<ConstRows>& in, void* out) {
         cpu::quantize_current(in[0], {}, {static_cast<uint8_t*>(out), &dequant_scale, &amax});
       });
+  bench.report("quantize_delayed", 1, rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::quantize_delayed(in[0], Fp8Format::e4m3, 200.0f,
+                                       {static_cast<uint8_t*>(out), &dequant_scale, &amax});
+               });
+  // The scales, 1/32 of the codes, are not counted.
+  std::vector<uint8_t> row_scales(mx_scale_shape(MxDirection::row, rows, hidden).size()),
+      column_scales(mx_scale_shape(MxDirection::column, rows, hidden).size());
+  bench.report(
+      "mxfp8_quantize, by row", 1, rows * hidden, [&](const std::vector<ConstRows>& in, void* out) {
+        cpu::mxfp8_quantize(in[0], {}, {static_cast<uint8_t*>(out), row_scales.data()}, {}, &amax);
+      });
+  bench.report("mxfp8_quantize, by column", 1, rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::mxfp8_quantize(in[0], {}, {},
+                                     {static_cast<uint8_t*>(out), column_scales.data()}, &amax);
+               });
+  bench.report("mxfp8_quantize, both ways", 1, 2 * rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 auto* codes = static_cast<uint8_t*>(out);
+                 cpu::mxfp8_quantize(in[0], {}, {codes, row_scales.data()},
+                                     {codes + rows * hidden, column_scales.data()}, &amax);
+               });
   bench.report("rms_norm_quantize", 1, rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
                  cpu::rms_norm_quantize(in[0], weight, options, element, {}, {}, inv.data(),

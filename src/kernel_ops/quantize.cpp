@@ -25,10 +25,10 @@
 namespace tandem::kernel_ops {
 
 kernels::Fp8Format fp8_format(std::string_view name) {
-  if (name == "e4m3") return kernels::Fp8Format::e4m3;
-  TORCH_CHECK_VALUE(name == "e5m2", "quantize: expected format \"e4m3\" or \"e5m2\", got \"", name,
+  for (size_t i = 0; i < std::size(kernels::kFp8Formats); ++i)
+    if (name == kernels::kFp8Formats[i].name) return static_cast<kernels::Fp8Format>(i);
+  TORCH_CHECK_VALUE(false, "quantize: expected format \"e4m3\" or \"e5m2\", got \"", name,
                     "\". Choose one of the two.");
-  return kernels::Fp8Format::e5m2;
 }
 
 kernels::CurrentScaling current_scaling(std::string_view format, double amax_epsilon,
@@ -40,31 +40,22 @@ namespace {
 
 constexpr double kFloatMax = std::numeric_limits<float>::max();
 
-struct FormatTraits {
-  int mantissa_bits, min_exponent, bias;  // min_exponent: of the smallest normal number
-  double max;
-};
-FormatTraits traits(kernels::Fp8Format format) {
-  return format == kernels::Fp8Format::e4m3 ? FormatTraits{3, -6, 7, 448}
-                                            : FormatTraits{2, -14, 15, 57344};
-}
-
 /// The saturating cast in ATen operations: exact in float64, where no step of it rounds but the one that should.
 Tensor encode(const Tensor& scaled, kernels::Fp8Format format) {
-  const FormatTraits f = traits(format);
+  const kernels::Fp8Traits& f = kernels::traits_of(format);
   const Tensor x = scaled.to(at::kDouble), magnitude = at::clamp(at::abs(x), 0, f.max);
   // frexp gives zero the exponent 0, as if it lay in [0.5, 1).
   const Tensor exponent =
-      at::where(magnitude == 0, f.min_exponent,
-                at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent));
+      at::where(magnitude == 0, f.min_exponent(),
+                at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent()));
   const Tensor quantum =
       at::ldexp(at::scalar_tensor(1.0, x.options()), (exponent - f.mantissa_bits).to(at::kDouble));
   const Tensor steps =
       at::round(magnitude / quantum).to(at::kLong);  // nearest even, as at::round is
   const Tensor code =
-      ((exponent - f.min_exponent).to(at::kLong) * (int64_t{1} << f.mantissa_bits) + steps);
-  const Tensor with_sign = at::bitwise_or(at::clamp(code, 0, int64_t{f.max == 448 ? 0x7E : 0x7B}),
-                                          at::signbit(x).to(at::kLong) * 128);
+      ((exponent - f.min_exponent()).to(at::kLong) * (int64_t{1} << f.mantissa_bits) + steps);
+  const Tensor with_sign =
+      at::bitwise_or(at::clamp(code, 0, int64_t{f.largest}), at::signbit(x).to(at::kLong) * 128);
   return at::where(at::isnan(x), 0x7F, with_sign).to(at::kByte);
 }
 
@@ -114,7 +105,7 @@ Results<3> QuantizeCurrent::reference(const Tensor& x, std::string_view format, 
   const Tensor bounded = at::clamp(amax, static_cast<float>(amax_epsilon));
   // A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32 quotient.
   const Tensor quotient =
-      (at::scalar_tensor(traits(fp8).max, bounded.options().dtype(at::kDouble)) /
+      (at::scalar_tensor(double{kernels::fp8_max(fp8)}, bounded.options().dtype(at::kDouble)) /
        bounded.to(at::kDouble))
           .to(at::kFloat);
   Tensor scale = at::where(at::isinf(quotient), static_cast<float>(kFloatMax), quotient);

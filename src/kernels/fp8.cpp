@@ -1,25 +1,17 @@
 // Scalar FP8: what the vector code must equal to the bit.
+#include "kernels/fp8.h"
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
 
 #include "kernels/cpu/float_mode.h"
+#include "kernels/fp8.h"
 #include "kernels/quantize.h"
 
 namespace tandem::kernels {
 namespace {
-
-struct Layout {
-  int mantissa_bits;
-  int min_exponent;  // of normal values
-  uint32_t largest;  // code of the largest value
-  uint32_t above;    // code of what is larger: NaN or infinity
-};
-
-constexpr Layout layout_of(Fp8Format format) {
-  return format == Fp8Format::e4m3 ? Layout{3, -6, 0x7E, 0x7F} : Layout{2, -14, 0x7B, 0x7C};
-}
 
 constexpr uint32_t kInfinity = 0x7F800000;
 
@@ -30,27 +22,27 @@ constexpr uint32_t shift_rounding(uint32_t value, int bits) {
 }
 
 /// The code of a finite magnitude, as if the format's exponents went on above its largest value.
-uint32_t round_magnitude(uint32_t magnitude, const Layout& layout) {
+uint32_t round_magnitude(uint32_t magnitude, const Fp8Traits& traits) {
   const int field = static_cast<int>(magnitude >> 23);
   const uint32_t significand = (magnitude & 0x7FFFFF) | (field > 0 ? 0x800000 : 0);
-  const int steps_above =
-      std::max(field, 1) - 127 - layout.min_exponent;  // exponent over that of the smallest normal
-  const int dropped = 23 - layout.mantissa_bits;
+  const int steps_above = std::max(field, 1) - 127 -
+                          traits.min_exponent();  // exponent over that of the smallest normal
+  const int dropped = traits.dropped_bits();
   if (steps_above >= 0) {
     // The leading bit of the significand adds the one to the exponent that tells normal from subnormal.
     return shift_rounding(significand, dropped) +
-           (static_cast<uint32_t>(steps_above) << layout.mantissa_bits);
+           (static_cast<uint32_t>(steps_above) << traits.mantissa_bits);
   }
   return dropped - steps_above > 25 ? 0 : shift_rounding(significand, dropped - steps_above);
 }
 
 uint8_t convert(float value, Fp8Format format, bool saturate) {
-  const Layout layout = layout_of(format);
+  const Fp8Traits& traits = traits_of(format);
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7FFFFFFF, sign = (bits >> 24) & 0x80;
   if (magnitude > kInfinity) return 0x7F;
-  uint32_t code = magnitude == kInfinity ? layout.above : round_magnitude(magnitude, layout);
-  if (code > layout.largest) code = saturate ? layout.largest : layout.above;
+  uint32_t code = magnitude == kInfinity ? traits.above : round_magnitude(magnitude, traits);
+  if (code > traits.largest) code = saturate ? traits.largest : traits.above;
   return static_cast<uint8_t>(sign | code);
 }
 
@@ -69,17 +61,16 @@ uint8_t fp8_from_float_unsaturated(float value, Fp8Format format) {
 }
 
 float float_from_fp8(uint8_t code, Fp8Format format) {
-  const Layout layout = layout_of(format);
+  const Fp8Traits& traits = traits_of(format);
   const uint32_t magnitude = code & 0x7F, sign = (code & 0x80u) << 24;
-  if (format == Fp8Format::e4m3 ? magnitude == 0x7F : magnitude > 0x7C)
-    return std::numeric_limits<float>::quiet_NaN();
-  if (magnitude > layout.largest) return std::bit_cast<float>(sign | kInfinity);
-  const int mantissa_bits = layout.mantissa_bits;
+  if (magnitude >= traits.first_nan) return std::numeric_limits<float>::quiet_NaN();
+  if (magnitude > traits.largest) return std::bit_cast<float>(sign | kInfinity);
+  const int mantissa_bits = traits.mantissa_bits;
   const uint32_t field = magnitude >> mantissa_bits,
                  mantissa = magnitude & ((1u << mantissa_bits) - 1);
   const int significand = static_cast<int>(field > 0 ? mantissa | (1u << mantissa_bits) : mantissa);
   const int exponent =
-      layout.min_exponent - mantissa_bits + static_cast<int>(std::max(field, 1u)) - 1;
+      traits.min_exponent() - mantissa_bits + static_cast<int>(std::max(field, 1u)) - 1;
   const float value = std::ldexp(static_cast<float>(significand), exponent);
   return sign != 0 ? -value : value;
 }

@@ -1,25 +1,13 @@
-// FP8 with one scale per tensor: the conversions of the OCP OFP8 formats and current scaling.
+// FP8 with one scale per tensor: scales, current and delayed scaling.
 #pragma once
 
+#include "kernels/fp8.h"
 #include "kernels/views.h"
 
 namespace tandem::kernels {
 
-/// OCP OFP8 v1.0: E4M3 (max 448, no infinity) and E5M2 (max 57344).
-enum class Fp8Format : uint8_t { e4m3, e5m2 };
-
-constexpr float fp8_max(Fp8Format format) { return format == Fp8Format::e4m3 ? 448.0f : 57344.0f; }
-
-/// One rounding to nearest even in the format's own precision, saturating; NaN of either sign gives 0x7F. The scalar reference.
-uint8_t fp8_from_float(float value, Fp8Format format);
-
-/// As fp8_from_float but not saturating: above the largest value E4M3 gives NaN and E5M2 infinity, the sign kept.
-uint8_t fp8_from_float_unsaturated(float value, Fp8Format format);
-
-/// The value of a code; all NaN codes give a quiet NaN.
-float float_from_fp8(uint8_t code, Fp8Format format);
-
-/// scale = format max / amax with the rules for 0, infinity, NaN and overflow (`big` replaces an infinite scale).
+/// scale = format max / amax with the rules for 0, infinity, NaN and overflow (`big` replaces an
+/// infinite scale).
 float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two, float big);
 
 /// How a per-tensor current scale is made from the tensor's own amax.
@@ -41,10 +29,18 @@ namespace cpu {
 /// max |x|, NaN skipped, infinities not; 0 for an empty x.
 float amax(ConstRows x);
 
-/// amax over x, the scale from it, codes = fp8_from_float(x * scale). Bitwise equal on every target and thread count.
+/// amax over x, the scale from it, codes = fp8_from_float(x * scale). Bitwise equal on every target
+/// and thread count.
 ///
 /// Bytes: reads x twice (the second time from cache where it fits), writes one byte per element.
 void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out);
+
+/// codes = fp8_from_float(x * quant_scale) with a scale of the past, dequant_scale = 1 /
+/// quant_scale, and the amax of x for the scale of the future (see delayed.h). Bitwise equal on
+/// every target and thread count.
+///
+/// Bytes: reads x once, writes one byte per element.
+void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out);
 
 /// y = decode(codes) * dequant_scale in float32, rounded once to y's element.
 void dequantize(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y);

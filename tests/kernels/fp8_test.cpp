@@ -65,9 +65,26 @@ TEST(Fp8FromFloat, UnsaturatedOverflow) {
   EXPECT_EQ(kernels::fp8_from_float_unsaturated(-kNan, Fp8Format::e5m2), 0x7F);
 }
 
+TEST(Fp8Traits, AreConsistent) {
+  for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2}) {
+    const kernels::Fp8Traits& traits = kernels::traits_of(format);
+    const auto value = [&](uint32_t code) {
+      return kernels::float_from_fp8(static_cast<uint8_t>(code), format);
+    };
+    EXPECT_EQ(value(traits.largest), traits.max);
+    const float step = traits.max - value(traits.largest - 1);
+    EXPECT_EQ(traits.overflow_from, traits.max + step / 2);
+    EXPECT_EQ(value(1), std::bit_cast<float>(traits.min_subnormal_bits()));
+    EXPECT_EQ(value(1u << traits.mantissa_bits), std::bit_cast<float>(traits.min_normal_bits()));
+    EXPECT_EQ(traits.above, traits.largest + 1);
+    EXPECT_TRUE(std::isnan(value(traits.first_nan)));
+    EXPECT_FALSE(std::isnan(value(traits.first_nan - 1)));
+  }
+}
+
 TEST(Fp8FromFloat, CodesSurviveTheirValueAndMidpointsGoToTheEvenCode) {
   for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2}) {
-    const int largest = format == Fp8Format::e4m3 ? 0x7E : 0x7B;
+    const int largest = static_cast<int>(kernels::traits_of(format).largest);
     for (int code = 0; code <= largest; ++code) {
       const float value = kernels::float_from_fp8(static_cast<uint8_t>(code), format);
       EXPECT_EQ(kernels::fp8_from_float(value, format), code);

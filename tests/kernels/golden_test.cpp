@@ -24,7 +24,7 @@ const Safetensors& golden() {
   return file;
 }
 
-const char* name_of(Fp8Format format) { return format == Fp8Format::e4m3 ? "e4m3" : "e5m2"; }
+const char* name_of(Fp8Format format) { return kernels::traits_of(format).name; }
 
 uint32_t bits_of(float value) { return std::isnan(value) ? kNan : std::bit_cast<uint32_t>(value); }
 

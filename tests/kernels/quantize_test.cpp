@@ -56,6 +56,23 @@ Quantized scalar_quantize(const std::vector<float>& x, const CurrentScaling& sca
   return result;
 }
 
+Quantized quantize_given(ConstRows x, Fp8Format format, float quant_scale) {
+  Quantized result;
+  result.codes.resize(x.rows * x.cols);
+  kernels::cpu::quantize_delayed(x, format, quant_scale,
+                                 {result.codes.data(), &result.dequant_scale, &result.amax});
+  return result;
+}
+
+Quantized scalar_quantize_given(const std::vector<float>& x, Fp8Format format, float quant_scale) {
+  Quantized result{{}, 1.0f / quant_scale, 0.0f};
+  for (const float value : x) {
+    if (!std::isnan(value)) result.amax = std::max(result.amax, std::abs(value));
+    result.codes.push_back(kernels::fp8_from_float(value * quant_scale, format));
+  }
+  return result;
+}
+
 ::testing::AssertionResult same(const Quantized& got, const Quantized& expected) {
   if (std::bit_cast<uint32_t>(got.amax) != std::bit_cast<uint32_t>(expected.amax)) {
     return ::testing::AssertionFailure()
@@ -73,7 +90,7 @@ ConstRows one_row(const std::vector<float>& x) {
   return {x.data(), Element::float32, 1, x.size(), x.size()};
 }
 
-std::string name_of(Fp8Format format) { return format == Fp8Format::e4m3 ? "e4m3" : "e5m2"; }
+std::string name_of(Fp8Format format) { return kernels::traits_of(format).name; }
 
 class Quantize : public ::testing::TestWithParam<std::tuple<int64_t, Fp8Format>> {
  protected:
@@ -122,7 +139,7 @@ TEST_P(Quantize, RandomFloat32Patterns) {
 
 TEST_P(Quantize, MidpointsAndTheirNeighbours) {
   std::vector<float> x = {kernels::fp8_max(format())};  // makes the scale 1
-  const int largest = format() == Fp8Format::e4m3 ? 0x7E : 0x7B;
+  const int largest = static_cast<int>(kernels::traits_of(format()).largest);
   for (int code = 0; code < largest; ++code) {
     const float low = kernels::float_from_fp8(static_cast<uint8_t>(code), format());
     const float high = kernels::float_from_fp8(static_cast<uint8_t>(code + 1), format());
@@ -195,6 +212,37 @@ TEST_P(Quantize, AnyNumberOfThreadsGivesTheSameBits) {
     const ScopedThreadPool pool(threads);
     EXPECT_TRUE(same(quantize(x.view(), {format()}), serial)) << threads;
   }
+}
+
+TEST_P(Quantize, GivenScales) {
+  std::mt19937 engine(20242);
+  std::vector<float> patterns(70000);
+  for (float& value : patterns) value = std::bit_cast<float>(static_cast<uint32_t>(engine()));
+  const Matrix normal = Matrix::random(Element::float32, 40, 2000, 0, 11);
+  for (const float quant_scale :
+       {1.0f, 89.6f, 0x1p-20f, FLT_MAX, FLT_TRUE_MIN, 0.0f, -2.0f, -0.0f,
+        std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+    for (const auto& x : {patterns, normal.values(), std::vector<float>(3, -0.0f)}) {
+      EXPECT_TRUE(same(quantize_given(one_row(x), format(), quant_scale),
+                       scalar_quantize_given(x, format(), quant_scale)))
+          << quant_scale;
+    }
+  }
+}
+
+TEST_P(Quantize, GivenScaleWithStridesThreadsAndNothing) {
+  for (const Element element : kElements) {
+    for (const size_t cols : {1, 17, 700, 33000}) {
+      const Matrix x = Matrix::random(element, 11, cols, 3, static_cast<uint32_t>(cols));
+      const Quantized expected = scalar_quantize_given(x.values(), format(), 120.0f);
+      EXPECT_TRUE(same(quantize_given(x.view(), format(), 120.0f), expected)) << cols;
+      const ScopedThreadPool pool(3);
+      EXPECT_TRUE(same(quantize_given(x.view(), format(), 120.0f), expected)) << cols;
+    }
+  }
+  const Quantized empty = quantize_given({nullptr, Element::float32, 0, 5, 5}, format(), 4.0f);
+  EXPECT_EQ(empty.amax, 0.0f);
+  EXPECT_EQ(empty.dequant_scale, 0.25f);
 }
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Rows of float32, bfloat16 or float16 to FP8 and back, and their amax. Included once per Highway target; bitwise equal on all
-// of them.
+// Rows of float32, bfloat16 or float16 to FP8 and back, and their amax. Included once per Highway
+// target; bitwise equal on all of them.
 
 #if defined(TANDEM_KERNELS_CPU_QUANTIZE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_QUANTIZE_INL_H_
@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <limits>
 #include <type_traits>
 
@@ -22,14 +24,15 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// What one look at a tensor tells: max |x| over the elements that are not NaN, as bits of the element without a sign, which
-/// order like the values; and whether there is a NaN.
+/// What one look at a tensor tells: max |x| over the elements that are not NaN, as bits of the
+/// element without a sign, which order like the values; and whether there is a NaN.
 struct Extremes {
   uint32_t amax_bits = 0;
   bool has_nan = false;
 };
 
-/// The maximum of the bits of x without their signs; with kSkipNan, of those elements that are not NaN.
+/// The maximum of the bits of x without their signs; with kSkipNan, of those elements that are not
+/// NaN.
 template <bool kSkipNan, typename E>
 HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT x, size_t count,
                                        uint32_t infinity_bits) {
@@ -50,7 +53,8 @@ HWY_INLINE uint32_t max_magnitude_bits(E, const typename E::Stored* HWY_RESTRICT
     if constexpr (kSkipNan) magnitude = hn::IfThenZeroElse(hn::Gt(magnitude, infinity), magnitude);
     return hn::Max(max, magnitude);
   };
-  // Four streams at a time: one alone waits for memory at each page, which hardware does not prefetch across.
+  // Four streams at a time: one alone waits for memory at each page, which hardware does not
+  // prefetch across.
   const size_t quarter = count / (4 * lanes) * lanes;
   auto max0 = hn::Zero(d), max1 = hn::Zero(d);
   for (size_t i = 0; i < quarter; i += lanes) {
@@ -111,67 +115,59 @@ HWY_INLINE float value_of_bits(E element, uint32_t bits) {
   return hn::GetLane(load_first(element, d, &stored, 1));
 }
 
-/// What the conversions of one format differ in.
-template <Fp8Format kFormat>
-struct Fp8 {
-  static constexpr bool kE4m3 = kFormat == Fp8Format::e4m3;
-  static constexpr int kDropped =
-      kE4m3 ? 20 : 21;  // mantissa bits of float32 over those of the format
-  static constexpr uint32_t kMax = kE4m3 ? 0x43E00000u : 0x47600000u;   // 448, 57344
-  static constexpr int32_t kMinNormal = kE4m3 ? 121 << 23 : 113 << 23;  // 2^-6, 2^-14
-  static constexpr float kSubnormalUnit = kE4m3 ? 0x1p-9f : 0x1p-16f;
-  static constexpr uint32_t kRebias = kE4m3 ? 120u << 23 : 112u << 23;
-  static constexpr uint32_t kFirstNan = kE4m3 ? 0x7Fu : 0x7Du;
-};
-
 /// a where the bits of `mask` are set, b elsewhere; one instruction on targets that have it.
 template <class V>
 HWY_INLINE V select_bits(V mask, V a, V b) {
   return hn::Xor(hn::And(hn::Xor(a, b), mask), b);
 }
 
-/// The code of every magnitude in the low byte, anything over it. Magnitudes that round to more than the format's largest value give
-/// no code.
+/// The code of every magnitude in the low byte, anything over it. Magnitudes that round to more
+/// than the format's largest value give no code.
 ///
-/// With 2^e the power of two in a magnitude, no less than the smallest normal number, the code is the steps of a whole mantissa from
-/// there to 2^e, plus the magnitude in units of 2^e over a mantissa's length. Those units are the last bits of the sum with 2^e shifted
-/// up by the bits that are dropped: the adder rounds, and subnormals are no case of their own. What 2^e counts too much of steps is
-/// taken off in the same sum, where it must be even to leave ties alone.
+/// With 2^e the power of two in a magnitude, no less than the smallest normal number, the code is
+/// the steps of a whole mantissa from there to 2^e, plus the magnitude in units of 2^e over a
+/// mantissa's length. Those units are the last bits of the sum with 2^e shifted up by the bits that
+/// are dropped: the adder rounds, and subnormals are no case of their own. What 2^e counts too much
+/// of steps is taken off in the same sum, where it must be even to leave ties alone.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> magnitude_codes(D d, hn::Vec<D> magnitude) {
-  using Format = Fp8<kFormat>;
+  constexpr Fp8Traits kTraits = traits_of(kFormat);
+  constexpr auto kMinNormal = static_cast<int32_t>(kTraits.min_normal_bits());
   const hn::RebindToSigned<D> di;
   const hn::RebindToUnsigned<D> du;
   const auto exponent = hn::And(hn::BitCast(di, magnitude), hn::Set(di, 0x7F800000));
-  const auto power = hn::Max(exponent, hn::Set(di, Format::kMinNormal));
-  constexpr int32_t kTooManySteps = (Format::kMinNormal >> Format::kDropped) & 0xFF;
+  const auto power = hn::Max(exponent, hn::Set(di, kMinNormal));
+  constexpr int32_t kTooManySteps = (kMinNormal >> kTraits.dropped_bits()) & 0xFF;
   static_assert(kTooManySteps % 2 == 0);
   const auto addend =
-      hn::Add(power, hn::Set(di, (Format::kDropped << 23) + (0x100 - kTooManySteps)));
+      hn::Add(power, hn::Set(di, (kTraits.dropped_bits() << 23) + (0x100 - kTooManySteps)));
   const auto sum = hn::BitCast(di, hn::Add(magnitude, hn::BitCast(d, addend)));
-  return hn::BitCast(du, hn::Add(sum, hn::ShiftRight<Format::kDropped>(power)));
+  return hn::BitCast(du, hn::Add(sum, hn::ShiftRight<kTraits.dropped_bits()>(power)));
 }
 
 /// fp8_from_float of every lane, in the low byte.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
-  using Format = Fp8<kFormat>;
+  constexpr Fp8Traits kTraits = traits_of(kFormat);
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
   const auto bits = hn::BitCast(du, v);
   const auto unsigned_bits = hn::BitCast(di, hn::And(bits, hn::Set(du, 0x7FFFFFFFu)));
   const auto is_nan = hn::RebindMask(du, hn::Gt(unsigned_bits, hn::Set(di, 0x7F800000)));
-  // Clamped as integers, which order like the magnitudes and leave no case to the rounding above the largest value.
-  const auto clamped = hn::Min(unsigned_bits, hn::Set(di, static_cast<int32_t>(Format::kMax)));
+  // Clamped as integers, which order like the magnitudes and leave no case to the rounding above
+  // the largest value.
+  const auto clamped = hn::Min(unsigned_bits, hn::Set(di, std::bit_cast<int32_t>(kTraits.max)));
   const auto codes = magnitude_codes<kFormat>(d, hn::BitCast(d, clamped));
   const auto code = select_bits(hn::Set(du, 0x7Fu), codes, hn::ShiftRight<24>(bits));
   return hn::IfThenElse(is_nan, hn::Set(du, 0x7Fu), hn::And(code, hn::Set(du, 0xFFu)));
 }
 
-/// Whether every |x * quant_scale| rounds to a code below NaN and infinity without a clamp, and no x is NaN.
+/// Whether every |x * quant_scale| rounds to a code below NaN and infinity without a clamp, no x is
+/// NaN, and signs are kept.
 HWY_INLINE bool is_ordinary(float amax, bool has_nan, float quant_scale, Fp8Format format) {
   const ScopedFloatMode mode;
-  return !has_nan && amax * quant_scale < (format == Fp8Format::e4m3 ? 464.0f : 61440.0f);
+  return !has_nan && !std::signbit(quant_scale) &&
+         amax * quant_scale < traits_of(format).overflow_from;
 }
 
 #if HWY_TARGET != HWY_SCALAR
@@ -182,40 +178,64 @@ HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> high_words(hn::Vec<hn::ScalableTag
   return hn::ConcatOdd(d16, hn::BitCast(d16, second), hn::BitCast(d16, first));
 }
 
-/// fp8_codes of two vectors of ordinary x (see is_ordinary) times `factor`, which is positive: no clamp, no NaN, and signs
-/// joined where a vector holds two elements for one.
-template <Fp8Format kFormat, typename E>
-HWY_INLINE void quantize_ordinary_pair(E element, const typename E::Stored* HWY_RESTRICT x,
-                                       hn::Vec<hn::ScalableTag<float>> factor,
-                                       uint8_t* HWY_RESTRICT codes) {
+/// Two vectors of elements: magnitudes as float32 and, with their signs, the high 16 bits in the
+/// order of memory. Of bfloat16 `first` holds the even elements and `second` the odd ones: each is
+/// a float32 where it stands, and nothing moves between lanes.
+struct ElementPair {
+  hn::Vec<hn::ScalableTag<float>> first, second;
+  hn::Vec<hn::ScalableTag<uint16_t>> words;
+};
+
+template <typename E>
+HWY_INLINE ElementPair load_pair(E element, const typename E::Stored* HWY_RESTRICT x) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::ScalableTag<uint16_t> d16;
-  const hn::Rebind<uint8_t, decltype(d16)> d8;
-  const auto codes_of = [&](auto magnitude) TANDEM_INLINE_LAMBDA {
-    return magnitude_codes<kFormat>(d, hn::Mul(magnitude, factor));
-  };
-  hn::Vec<decltype(d16)> words, both;
   if constexpr (E::kElement == Element::bfloat16) {
-    // Every other element, where it stands, is a float32 in its high half: nothing moves between lanes.
-    words = hn::LoadU(d16, x);
+    const hn::RebindToUnsigned<decltype(d)> du;
+    const auto words = hn::LoadU(hn::ScalableTag<uint16_t>(), x);
     const auto magnitudes = hn::And(hn::BitCast(du, words), hn::Set(du, 0x7FFF7FFFu));
-    const auto even = codes_of(hn::BitCast(d, hn::ShiftLeft<16>(magnitudes)));
-    const auto odd = codes_of(hn::BitCast(d, hn::And(magnitudes, hn::Set(du, 0xFFFF0000u))));
-    both = hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(odd)), hn::BitCast(d16, even));
+    return {hn::BitCast(d, hn::ShiftLeft<16>(magnitudes)),
+            hn::BitCast(d, hn::And(magnitudes, hn::Set(du, 0xFFFF0000u))), words};
   } else {
     const auto first = load(element, d, x), second = load(element, d, x + hn::Lanes(d));
-    words = high_words(first, second);
-    both = hn::ConcatEven(d16, hn::BitCast(d16, codes_of(hn::Abs(second))),
-                          hn::BitCast(d16, codes_of(hn::Abs(first))));
+    return {hn::Abs(first), hn::Abs(second), high_words(first, second)};
   }
-  const auto signed_codes =
-      select_bits(hn::Set(d16, uint16_t{0x7F}), both, hn::ShiftRight<8>(words));
-  hn::StoreU(hn::TruncateTo(d8, signed_codes), d8, codes);
+}
+
+/// The low 16 bits of what was computed from the two halves of an ElementPair, in the order of
+/// memory.
+template <typename E, class V>
+HWY_INLINE hn::Vec<hn::ScalableTag<uint16_t>> join_pair(E, V first, V second) {
+  const hn::ScalableTag<uint16_t> d16;
+  if constexpr (E::kElement == Element::bfloat16) {
+    return hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(second)), hn::BitCast(d16, first));
+  } else {
+    return hn::ConcatEven(d16, hn::BitCast(d16, second), hn::BitCast(d16, first));
+  }
+}
+
+/// The low bytes of a joined pair.
+HWY_INLINE void store_bytes(hn::Vec<hn::ScalableTag<uint16_t>> words, uint8_t* HWY_RESTRICT to) {
+  const hn::Rebind<uint8_t, hn::ScalableTag<uint16_t>> d8;
+  hn::StoreU(hn::TruncateTo(d8, words), d8, to);
+}
+
+/// fp8_codes of a pair of ordinary x (see is_ordinary) times factors that are positive: no clamp,
+/// no NaN, and signs joined where a vector holds two elements for one.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void quantize_ordinary_pair(E element, const ElementPair& x,
+                                       hn::Vec<hn::ScalableTag<float>> first_factor,
+                                       hn::Vec<hn::ScalableTag<float>> second_factor,
+                                       uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<float> d;
+  const hn::ScalableTag<uint16_t> d16;
+  const auto both = join_pair(element, magnitude_codes<kFormat>(d, hn::Mul(x.first, first_factor)),
+                              magnitude_codes<kFormat>(d, hn::Mul(x.second, second_factor)));
+  store_bytes(select_bits(hn::Set(d16, uint16_t{0x7F}), both, hn::ShiftRight<8>(x.words)), codes);
 }
 #endif
 
-/// codes[i] = fp8_from_float(x[i] * quant_scale). `ordinary` as is_ordinary says for the whole tensor.
+/// codes[i] = fp8_from_float(x[i] * quant_scale). `ordinary` as is_ordinary says for the whole
+/// tensor.
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                              float quant_scale, [[maybe_unused]] bool ordinary,
@@ -231,7 +251,8 @@ HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x
 #if HWY_TARGET != HWY_SCALAR
   if (ordinary) {
     for (; i + 2 * lanes <= count; i += 2 * lanes)
-      quantize_ordinary_pair<kFormat>(element, x + i, factor, codes + i);
+      quantize_ordinary_pair<kFormat>(element, load_pair(element, x + i), factor, factor,
+                                      codes + i);
   }
 #endif
   for (; i + lanes <= count; i += lanes)
@@ -246,22 +267,25 @@ HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x
 /// float_from_fp8 of the code in the low byte of every lane.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<D> fp8_values(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
-  using Format = Fp8<kFormat>;
+  constexpr Fp8Traits kTraits = traits_of(kFormat);
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kTraits.bias) << 23;
+  constexpr float kUnit = std::bit_cast<float>(kTraits.min_subnormal_bits());
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
   const auto magnitude = hn::BitCast(di, hn::And(code, hn::Set(du, 0x7Fu)));
   const auto sign = hn::ShiftLeft<24>(hn::And(code, hn::Set(du, 0x80u)));
-  const auto normal = hn::Add(hn::ShiftLeft<Format::kDropped>(hn::BitCast(du, magnitude)),
-                              hn::Set(du, Format::kRebias));
-  const auto subnormal = hn::Mul(hn::ConvertTo(d, magnitude), hn::Set(d, Format::kSubnormalUnit));
+  const auto normal = hn::Add(hn::ShiftLeft<kTraits.dropped_bits()>(hn::BitCast(du, magnitude)),
+                              hn::Set(du, kRebias));
+  const auto subnormal = hn::Mul(hn::ConvertTo(d, magnitude), hn::Set(d, kUnit));
   const auto is_subnormal =
-      hn::RebindMask(du, hn::Lt(magnitude, hn::Set(di, Format::kE4m3 ? 8 : 4)));
+      hn::RebindMask(du, hn::Lt(magnitude, hn::Set(di, 1 << kTraits.mantissa_bits)));
   const auto is_nan = hn::RebindMask(
-      du, hn::Gt(magnitude, hn::Set(di, static_cast<int32_t>(Format::kFirstNan) - 1)));
+      du, hn::Gt(magnitude, hn::Set(di, static_cast<int32_t>(kTraits.first_nan) - 1)));
   auto value = hn::IfThenElse(is_subnormal, hn::BitCast(du, subnormal), normal);
-  if constexpr (!Format::kE4m3) {
-    value = hn::IfThenElse(hn::RebindMask(du, hn::Eq(magnitude, hn::Set(di, 0x7C))),
-                           hn::Set(du, 0x7F800000u), value);
+  if constexpr (kTraits.above < kTraits.first_nan) {
+    value = hn::IfThenElse(
+        hn::RebindMask(du, hn::Eq(magnitude, hn::Set(di, static_cast<int32_t>(kTraits.above)))),
+        hn::Set(du, 0x7F800000u), value);
   }
   value = hn::Or(value, sign);
   return hn::BitCast(d, hn::IfThenElse(is_nan, hn::Set(du, 0x7FC00000u), value));

@@ -15,10 +15,13 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// A matrix as pieces of at most `length` adjacent elements: rows, or equal parts of the whole where no gap lies between rows.
+/// Elements that stay in the second-level cache from one look to the next.
+constexpr size_t kPart = 32768;
+
+/// A matrix as pieces of at most `length` adjacent elements: rows, or equal parts of the whole
+/// where no gap lies between rows.
 struct Pieces {
   explicit Pieces(ConstRows x) {
-    constexpr size_t kPart = 32768;
     const bool adjacent = x.stride == x.cols || x.rows == 1;
     length = adjacent ? kPart : x.cols;
     distance = adjacent ? kPart : x.stride;
@@ -28,7 +31,7 @@ struct Pieces {
   /// Of piece `i`; the offset in contiguous memory of the same shape is i * length.
   size_t length_of(size_t i) const { return std::min(length, elements - i * length); }
   int64_t grain() const {
-    return static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, length)));
+    return static_cast<int64_t>(std::max<size_t>(1, kPart / std::max<size_t>(1, length)));
   }
 
   size_t count, length, distance, elements;
@@ -63,7 +66,8 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
       parallel_for(0, static_cast<int64_t>(pieces.count), pieces.grain(),
                    [&](int64_t first, int64_t last) HWY_ATTR {
                      const ScopedFloatMode mode;
-                     // From the end: what the search for the amax has read last is still in the cache.
+                     // From the end: what the search for the amax has read last is still in the
+                     // cache.
                      for (size_t i = static_cast<size_t>(last); i-- > static_cast<size_t>(first);) {
                        quantize_row<kind()>(element, E::at(x.data, i * pieces.distance),
                                             pieces.length_of(i), quant_scale, ordinary,
@@ -71,6 +75,40 @@ void quantize_scaled(ConstRows x, Fp8Format format, float amax, bool has_nan, fl
                      }
                    });
     });
+  });
+}
+
+/// As amax_of and quantize_scaled in one pass: each part is looked at and, while it is in the
+/// cache, converted.
+void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* codes, float& amax) {
+  const Pieces pieces(x);
+  SharedExtremes shared;
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      parallel_for(
+          0, static_cast<int64_t>(pieces.count), pieces.grain(),
+          [&](int64_t first, int64_t last) HWY_ATTR {
+            const ScopedFloatMode mode;
+            Extremes all;
+            for (size_t i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
+              const auto* from = E::at(x.data, i * pieces.distance);
+              uint8_t* to = codes + i * pieces.length;
+              const size_t length = pieces.length_of(i);
+              for (size_t at = 0; at < length; at += kPart) {
+                const size_t count = std::min(kPart, length - at);
+                Extremes part;
+                look_at(element, from + at, count, part);
+                const bool ordinary = is_ordinary(value_of_bits(element, part.amax_bits),
+                                                  part.has_nan, quant_scale, format);
+                quantize_row<kind()>(element, from + at, count, quant_scale, ordinary, to + at);
+                all.amax_bits = std::max(all.amax_bits, part.amax_bits);
+              }
+            }
+            shared.add(all);
+          });
+    });
+    amax = value_of_bits(element, shared.get().amax_bits);
   });
 }
 
@@ -100,6 +138,7 @@ namespace tandem::kernels::cpu {
 
 HWY_EXPORT(amax_of);
 HWY_EXPORT(quantize_scaled);
+HWY_EXPORT(quantize_given);
 HWY_EXPORT(dequantize_to);
 
 float amax(ConstRows x) {
@@ -118,6 +157,11 @@ void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out)
   HWY_DYNAMIC_DISPATCH(quantize_scaled)
   (x, scaling.format, largest, has_nan, quant_scale, out.codes);
   *out.amax = largest;
+  *out.dequant_scale = divide(1.0f, quant_scale);
+}
+
+void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out) {
+  HWY_DYNAMIC_DISPATCH(quantize_given)(x, format, quant_scale, out.codes, *out.amax);
   *out.dequant_scale = divide(1.0f, quant_scale);
 }
 

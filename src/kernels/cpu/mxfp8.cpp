@@ -1,0 +1,121 @@
+#include "kernels/mxfp8.h"
+
+#include "kernels/cpu/targets.h"
+#include "kernels/parallel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/mxfp8.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/mxfp8-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+
+#if TANDEM_HAS_ELEMENT_PAIRS
+void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+              float* amax) {
+  const size_t bands = (x.rows + kMxBlock - 1) / kMxBlock;
+  const size_t chunks = (x.cols + kTileCols - 1) / kTileCols;
+  // Narrow tiles go to a thread in numbers.
+  const auto grain =
+      static_cast<int64_t>(std::max<size_t>(1, kTileCols / std::max<size_t>(1, x.cols)));
+  SharedExtremes shared;
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    with_format(scaling.format, [&](auto format) HWY_ATTR {
+      parallel_for(0, static_cast<int64_t>(bands * chunks), grain,
+                   [&](int64_t first, int64_t last) HWY_ATTR {
+                     const ScopedFloatMode mode;
+                     Extremes extremes;
+                     TileWork<decltype(element)> work;
+                     const auto tile_at = [&](int64_t i) {
+                       const auto at = static_cast<size_t>(i);
+                       return Tile(x, at / chunks * kMxBlock, at % chunks * kTileCols);
+                     };
+                     for (int64_t i = first; i < last; ++i) {
+                       const Tile tile = tile_at(i), next = tile_at(std::min(i + 1, last - 1));
+                       quantize_tile<format()>(element, x, tile, i + 1 < last ? &next : nullptr,
+                                               scaling.square_blocks, row, column, work, extremes);
+                     }
+                     shared.add(extremes);
+                   });
+    });
+    if (amax != nullptr) *amax = value_of_bits(element, shared.get().amax_bits);
+  });
+}
+#else
+// Pairs of vectors need more than one lane; without them the reference is as good.
+void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+              float* amax) {
+  mxfp8_quantize_reference(x, scaling, row, column, amax);
+}
+#endif
+
+void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
+                       MxDirection direction, Rows y) {
+  const size_t stride = mx_scale_shape(direction, y.rows, y.cols).cols;
+  const int64_t grain =
+      static_cast<int64_t>(std::max<size_t>(1, 32768 / std::max<size_t>(1, y.cols)));
+  with_element(y.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      parallel_for(
+          0, static_cast<int64_t>(y.rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
+            const ScopedFloatMode mode;
+            for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
+              const uint8_t* from = codes + r * y.cols;
+              auto* to = E::at(y.data, r * y.stride);
+              if (direction == MxDirection::row) {
+                for (size_t c = 0; c < y.cols; c += kMxBlock) {
+                  const float factor = float_from_e8m0(dequant_scale[r * stride + c / kMxBlock]);
+                  dequantize_row<kind()>(element, from + c, std::min(kMxBlock, y.cols - c), factor,
+                                         to + c);
+                }
+              } else {
+                dequantize_columns<kind()>(element, from, y.cols,
+                                           dequant_scale + r / kMxBlock * stride, to);
+              }
+            }
+          });
+    });
+  });
+}
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace tandem::kernels::cpu {
+namespace {
+
+HWY_EXPORT(quantize);
+HWY_EXPORT(dequantize_blocks);
+
+/// Zeros what lies behind [rows, cols] of a scale tensor.
+void clear_padding(uint8_t* scales, const MxScaleShape& shape, size_t rows, size_t cols) {
+  if (scales == nullptr) return;
+  for (size_t r = 0; r < rows && cols < shape.cols; ++r)
+    std::fill_n(scales + r * shape.cols + cols, shape.cols - cols, uint8_t{0});
+  std::fill_n(scales + rows * shape.cols, (shape.rows - rows) * shape.cols, uint8_t{0});
+}
+
+}  // namespace
+
+void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
+                    float* amax) {
+  const size_t row_blocks = (x.cols + kMxBlock - 1) / kMxBlock,
+               column_blocks = (x.rows + kMxBlock - 1) / kMxBlock;
+  clear_padding(row.dequant_scale, mx_scale_shape(MxDirection::row, x.rows, x.cols), x.rows,
+                row_blocks);
+  clear_padding(column.dequant_scale, mx_scale_shape(MxDirection::column, x.rows, x.cols),
+                column_blocks, x.cols);
+  HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, amax);
+}
+
+void mxfp8_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
+                      MxDirection direction, Rows y) {
+  HWY_DYNAMIC_DISPATCH(dequantize_blocks)(codes, dequant_scale, format, direction, y);
+}
+
+}  // namespace tandem::kernels::cpu
+#endif

@@ -1,0 +1,86 @@
+// Number formats of quantized tensors: the FP8 formats of OCP OFP8 v1.0, and E8M0, the scale format
+// of OCP MX v1.0.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace tandem::kernels {
+
+/// An element format of 8 bits: its place in kFp8Formats.
+enum class Fp8Format : uint8_t { e4m3, e5m2 };
+
+/// What defines a format of one sign, some exponent and the other mantissa bits; all else follows
+/// from these.
+struct Fp8Traits {
+  const char* name;
+  int mantissa_bits;
+  int bias;
+  float max;            ///< the largest finite value
+  float overflow_from;  ///< the midpoint above max: what is smaller rounds to max at most
+  uint32_t largest;     ///< code of max
+  uint32_t above;       ///< code of what is larger: the first NaN, or infinity
+  uint32_t first_nan;   ///< the least code of a NaN; `above` is infinity where it is less
+
+  constexpr int min_exponent() const { return 1 - bias; }            ///< of normal numbers
+  constexpr int dropped_bits() const { return 23 - mantissa_bits; }  ///< of a float32 mantissa
+  /// 2^min_exponent, the smallest normal number, and the smallest number of all, as float32 bits.
+  constexpr uint32_t min_normal_bits() const { return static_cast<uint32_t>(128 - bias) << 23; }
+  constexpr uint32_t min_subnormal_bits() const {
+    return static_cast<uint32_t>(128 - bias - mantissa_bits) << 23;
+  }
+};
+
+/// The only list of formats, in the order of Fp8Format.
+inline constexpr Fp8Traits kFp8Formats[] = {
+    {"e4m3", 3, 7, 448.0f, 464.0f, 0x7E, 0x7F, 0x7F},
+    {"e5m2", 2, 15, 57344.0f, 61440.0f, 0x7B, 0x7C, 0x7D},
+};
+
+constexpr const Fp8Traits& traits_of(Fp8Format format) {
+  return kFp8Formats[static_cast<size_t>(format)];
+}
+constexpr float fp8_max(Fp8Format format) { return traits_of(format).max; }
+
+/// One rounding to nearest even in the format's own precision, saturating; NaN of either sign gives
+/// 0x7F. The scalar reference.
+uint8_t fp8_from_float(float value, Fp8Format format);
+
+/// As fp8_from_float but not saturating: above the largest value E4M3 gives NaN and E5M2 infinity,
+/// the sign kept.
+uint8_t fp8_from_float_unsaturated(float value, Fp8Format format);
+
+/// The value of a code; all NaN codes give a quiet NaN.
+float float_from_fp8(uint8_t code, Fp8Format format);
+
+inline constexpr uint8_t kE8m0Largest = 0xFE;  ///< 2^127
+inline constexpr uint8_t kE8m0Nan = 0xFF;
+
+/// The E8M0 code of the smallest power of two >= value, within [2^-127, 2^127]: 0 for 0, 0xFE for
+/// infinity, 0xFF for NaN. Rounds up, unlike the casts of other libraries; in integers, because a
+/// logarithm is wrong next to powers of two.
+///
+/// Shapes: value >= 0.
+constexpr uint8_t e8m0_from_float(float value) {
+  const uint32_t magnitude = std::bit_cast<uint32_t>(value) & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) return kE8m0Nan;
+  if (magnitude <= 0x00400000) return 0;  // 2^-127, a subnormal float32
+  const uint32_t code = (magnitude + 0x7FFFFF) >> 23;
+  return static_cast<uint8_t>(code < kE8m0Largest ? code : kE8m0Largest);
+}
+
+/// 2^(code - 127), exactly; NaN for 0xFF.
+constexpr float float_from_e8m0(uint8_t code) {
+  if (code == kE8m0Nan) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23);
+}
+
+/// 2^(127 - code), exactly: what data is multiplied by; NaN for 0xFF.
+constexpr float reciprocal_of_e8m0(uint8_t code) {
+  return code == kE8m0Nan ? float_from_e8m0(kE8m0Nan)
+                          : float_from_e8m0(static_cast<uint8_t>(kE8m0Largest - code));
+}
+
+}  // namespace tandem::kernels
