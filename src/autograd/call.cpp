@@ -67,7 +67,7 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       at::TensorList state, at::TensorList buffers,
                                       std::string_view description) {
   const auto inputs = inputs_of(x, extra, state);
-  const Arguments arguments{inputs, params, workspaces, [held = buffers.vec()] { return held; }};
+  const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
   const auto& plan =
       program_of(description)
@@ -80,7 +80,7 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
                                    at::TensorList state, at::TensorList buffers,
                                    std::string_view description) {
   const auto inputs = inputs_of(x, extra, state);
-  const Arguments arguments{inputs, params, workspaces, [held = buffers.vec()] { return held; }};
+  const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
   const auto& plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
@@ -92,8 +92,7 @@ std::vector<Tensor> pipeline_transformed(const Tensor& x,
                                          at::TensorList state, at::TensorList buffers,
                                          std::string_view description) {
   const auto inputs = inputs_of(x, extra, state);
-  return run_composite({inputs, params, workspaces, [held = buffers.vec()] { return held; }},
-                       description);
+  return run_composite({inputs, params, workspaces, Buffers::of(buffers)}, description);
 }
 
 std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
@@ -144,7 +143,8 @@ Outputs call_op(const Arguments& arguments, const std::string& description) {
                                      std::string_view)>();
   c10::List<std::optional<Tensor>> extra;
   for (size_t i = 1; i < arguments.inputs.size(); ++i) extra.push_back(arguments.inputs[i]);
-  const auto buffers = arguments.buffers ? arguments.buffers() : std::vector<Tensor>();
+  std::vector<Tensor> buffers;
+  for (size_t i = 0; i < arguments.buffers.count; ++i) buffers.push_back(arguments.buffers.take(i));
   const auto results = op.call(arguments.inputs[0], extra, arguments.params, arguments.workspaces,
                                {}, buffers, description);
   return {results.begin(), results.end()};

@@ -159,7 +159,7 @@ void PipelineBackward::release_variables() {
   slots_.clear();
   opaques_.clear();
   workspaces_.clear();
-  buffers_ = nullptr;
+  buffers_ = {};
   is_released_ = true;
 }
 
@@ -246,10 +246,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (size_t i = 0; i < gradients.size(); ++i)
     if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
-  if (std::ranges::any_of(backward.steps, [](const Step& step) { return !step.absorbs.empty(); })) {
-    const auto buffers = taken(buffers_, plan);
-    for (size_t i = 0; i < buffers.size(); ++i) frame.tensor(plan.buffers[i]) = buffers[i];
-  }
+  if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward.steps, frame);
   for (const Value value : plan.kept_opaque)
     if (plan.types[index_of(value)].format == Format::shape)
       frame.shape(value) = shapes_[plan.slot_of[index_of(value)]];
@@ -346,10 +343,11 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
 }
 
 void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(plan_->kept_opaque.empty() && workspaces_.empty() && !buffers_,
-                              "pipeline: expected a backward of plain tensors under ",
-                              "compiled autograd, got what a Python op or a recipe saved, or a "
-                              "main_grad. Compile the forward as well.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan_->kept_opaque.empty() && workspaces_.empty() && buffers_.count == 0,
+      "pipeline: expected a backward of plain tensors under ",
+      "compiled autograd, got what a Python op or a recipe saved, or a "
+      "main_grad. Compile the forward as well.");
   args.collect(reinterpret_cast<uint64_t>(
       plan_.get()));  // a plan is immutable and lives as long as its pipeline
   TORCH_CHECK_NOT_IMPLEMENTED(reshapes_.empty(),

@@ -45,10 +45,10 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
   if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
   for (size_t i = 0; i < plan.workspaces.size(); ++i)
     frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
-  if (plan.mutates_buffers_in_forward) {
-    const auto buffers = taken(arguments.buffers, plan);
-    for (size_t i = 0; i < buffers.size(); ++i) frame.tensor(plan.buffers[i]) = buffers[i];
-  }
+  TORCH_CHECK_VALUE(plan.buffers.empty() || arguments.buffers.count == plan.buffers.size(),
+                    "pipeline: expected ", plan.buffers.size(), " buffers, got ",
+                    arguments.buffers.count, ". Pass one tensor for each that an op writes.");
+  if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 
@@ -207,16 +207,22 @@ Value root_of(const Plan& plan, Value value) {
   return value;
 }
 
-std::vector<at::Tensor> taken(const Buffers& buffers, const Plan& plan) {
-  std::vector<at::Tensor> tensors = buffers ? buffers() : std::vector<at::Tensor>();
-  TORCH_CHECK_VALUE(tensors.size() == plan.buffers.size(), "pipeline: expected ",
-                    plan.buffers.size(), " buffers, got ", tensors.size(),
-                    ". Pass one tensor for each that an op writes.");
-  for (size_t i = 0; i < tensors.size(); ++i)
-    TORCH_CHECK_VALUE(tensors[i].defined(), "pipeline: expected a tensor as ",
-                      plan.types[index_of(plan.buffers[i])].name,
-                      ", got an undefined one. Pass a tensor.");
-  return tensors;
+Buffers Buffers::of(at::TensorList tensors) {
+  if (tensors.empty()) return {};
+  return {tensors.size(), [held = tensors.vec()](size_t i) { return held[i]; }};
+}
+
+void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame) {
+  for (size_t i = 0; i < plan.buffers.size(); ++i) {
+    const Value buffer = plan.buffers[i];
+    const bool is_mutated = std::ranges::any_of(steps, [&](const Step& step) {
+      return std::ranges::find(step.mutates, buffer) != step.mutates.end();
+    });
+    if (!is_mutated) continue;
+    frame.tensor(buffer) = buffers.take(i);
+    TORCH_CHECK_VALUE(frame.tensor(buffer).defined(), "pipeline: expected a tensor as ",
+                      plan.types[index_of(buffer)].name, ", got an undefined one. Pass a tensor.");
+  }
 }
 
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root) {

@@ -14,18 +14,24 @@
 
 namespace tandem {
 
-/// Gives the caller's buffers, in the order of the plan. Asked when they are needed: others may have come into their place since forward.
-using Buffers = std::function<std::vector<at::Tensor>()>;
+/// The caller's buffers, in the order of the plan. Each is taken when it is about to be written, and only then: another tensor may have come
+/// into its place since forward.
+struct Buffers {
+  size_t count = 0;
+  std::function<at::Tensor(size_t)> take = nullptr;
+  /// Those that are there already.
+  static Buffers of(at::TensorList tensors);
+};
 
 /// The tensors of one call, in the order of the plan. Nothing here refers to a module.
 struct Arguments {
   at::TensorList inputs;  ///< the main input, then extra inputs
   at::TensorList params, workspaces;
-  Buffers buffers = nullptr;
+  Buffers buffers = {};
 };
 
-/// What `buffers` gives, as many as the plan has. Throws c10::ValueError on another number, or on one that is undefined.
-std::vector<at::Tensor> taken(const Buffers& buffers, const Plan& plan);
+/// Puts the buffers that `steps` mutate into `frame`. Throws c10::ValueError where one is undefined.
+void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame);
 
 /// The value whose memory a value may share, following reshapes of reshapes and sums in place.
 Value root_of(const Plan& plan, Value value);

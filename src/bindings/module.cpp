@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/autocast.h"
+#include "bindings/hold.h"
 #include "bindings/python_ops.h"
 #include "core/build_id.h"
 #include "kernel_ops/weights.h"
@@ -91,10 +92,11 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
                 std::vector<Member> modules, bool is_container,
-                std::vector<std::string> required_fusions)
+                std::vector<std::string> required_fusions, std::vector<size_t> buffer_params)
       : pipeline_(std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions))),
         modules_(std::move(modules)),
-        is_container_(is_container) {
+        is_container_(is_container),
+        buffer_params_(std::move(buffer_params)) {
     for (const auto& [parameters, attributes, name] : slots)
       slots_.push_back({parameters, attributes, name});
   }
@@ -194,15 +196,30 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     const ContextRegion region;
     Outputs outputs;
     {
+      Buffers buffers = buffer_params_.empty() ? Buffers() : main_grads();
       const py::gil_scoped_release
           no_gil;  // a collective would deadlock otherwise; steps of user code take it back
-      outputs = (*pipeline_)(inputs, parameters, training);
+      outputs = (*pipeline_)(inputs, parameters, training, std::move(buffers));
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[0]));
     py::tuple result(outputs.size());
     for (size_t i = 0; i < outputs.size(); ++i)
       result[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[i]));
     return result;
+  }
+
+  /// The main_grad of each parameter that has one for its gradient, as it will be when backward writes it.
+  Buffers main_grads() const {
+    auto owners = std::make_shared<std::vector<std::shared_ptr<void>>>();
+    for (const size_t place : buffer_params_)
+      owners->push_back(hold(py::reinterpret_borrow<py::object>(slots_[place].find())));
+    return {owners->size(), [owners](size_t i) {
+              const py::gil_scoped_acquire gil;
+              const py::handle owner(static_cast<PyObject*>((*owners)[i].get()));
+              const py::object tensor =
+                  py::module_::import("tandem.ops.main_grad").attr("take")(owner);
+              return THPVariable_Unpack(tensor.ptr());
+            }};
   }
 
   static bool is_tensor(const py::handle& object) {
@@ -223,6 +240,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   std::vector<Slot> slots_;
   std::vector<Member> modules_;
   bool is_container_;  ///< else the ops are parts of one module, whose hooks have run
+  std::vector<size_t>
+      buffer_params_;  ///< by buffer: the slot of the parameter whose main_grad it is
 };
 
 void collect_cycles(PyHeapTypeObject* heap_type) {
@@ -255,9 +274,9 @@ ExplainFormat format_of(const std::string& name) {
 PYBIND11_MODULE(_C, module) {
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
-                    std::vector<Member>, bool, std::vector<std::string>>(),
+                    std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>>(),
            py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),
-           py::arg("required_fusions"))
+           py::arg("required_fusions"), py::arg("buffer_params"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("any_hooks", &EagerPipeline::any_hooks)

@@ -65,6 +65,9 @@ struct StepDef {
   /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one of them is asked for.
   Names absorbs = {};
   Phase phase = Phase::compute;
+  /// Of backward: writes results again for a step behind it, from what it reads, which holds no gradient. The library gives it one as its last
+  /// read, "behind", so that no compiler takes the step for that of forward.
+  bool writes_again = false;
   Run run = nullptr;
   /// Whether an op with these options has the step; nullptr: always.
   bool (*applies)(const void* options) = nullptr;
@@ -91,6 +94,7 @@ struct OpDef {
   Names buffers = {};  ///< tensors of the caller that steps mutate; passed with every call
   std::vector<ResultDef> results = {{"y"}};  ///< the main output first
   Names extra_outputs = {};                  ///< results that are outputs besides the main one
+  Names temporaries = {};                    ///< what a step of backward writes for another one
   DtypeRule dtype = DtypeRule::input;
   std::vector<Same> same = {};  ///< results that are an operand
   /// Gradients of operands that are the gradient of a result.
@@ -147,8 +151,8 @@ struct OpKind {
   explicit OpKind(const OpDef& definition);
 
   const OpDef& def;
-  Names operands;  ///< inputs, params, buffers, results
-  size_t first_param = 0, first_buffer = 0, first_result = 0;
+  Names operands;  ///< inputs, params, buffers, results, temporaries
+  size_t first_param = 0, first_buffer = 0, first_result = 0, first_temporary = 0;
   std::vector<OpStep> forward, backward;
   std::optional<OpStep> in_place;
   std::vector<size_t> extra_outputs, indices;
@@ -165,7 +169,9 @@ struct OpKind {
   std::vector<RoleOfOperand> roles;
 
   const ResultDef& result(size_t operand) const { return def.results[operand - first_result]; }
-  bool is_result(size_t operand) const { return operand >= first_result; }
+  bool is_result(size_t operand) const {
+    return operand >= first_result && operand < first_temporary;
+  }
   bool is_same(size_t result) const;
   /// In the reads and writes of a step of either direction, also of a fusion: nullopt for a name that is none.
   std::optional<OperandRef> read(std::string_view name, bool backward) const;

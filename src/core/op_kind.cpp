@@ -51,10 +51,10 @@ OpStep resolve_forward(const OpKind& op, const StepDef& def) {
   check_lists_last(op, def.reads, def.name);
   check_lists_last(op, def.writes, def.name);
   for (const auto& name : def.reads)
-    step.reads.push_back({place(op, name, "the reads of a step", 0, op.operands.size())});
+    step.reads.push_back({place(op, name, "the reads of a step", 0, op.first_temporary)});
   for (const auto& name : def.writes)
     step.writes.push_back(
-        {place(op, name, "the writes of a step", op.first_result, op.operands.size())});
+        {place(op, name, "the writes of a step", op.first_result, op.first_temporary)});
   for (const auto& name : def.mutates)
     step.mutates.push_back({place(op, name, "what a step mutates", 0, op.first_result)});
   step.main_read = position(def.reads, op.operands[0]);
@@ -91,8 +91,7 @@ OpStep resolve_backward(const OpKind& op, const StepDef& def) {
     }
     if (!ref) place(op, behind_grad(name), "the writes of a backward step", 0, op.first_buffer);
     const size_t operand = position(op.operands, behind_grad(name));
-    check_one_meaning(op, name, position(op.def.reemits, name) != npos,
-                      operand != npos && !op.is_result(operand));
+    check_one_meaning(op, name, !ref->is_gradient, operand != npos && !op.is_result(operand));
     if (*ref == OperandRef{0, /*is_gradient=*/true}) step.main_write = step.writes.size();
     step.writes.push_back(*ref);
   }
@@ -109,7 +108,7 @@ OpStep resolve_backward(const OpKind& op, const StepDef& def) {
 /// Each result is written by a step, drawn as a seed, or an operand.
 void check_results(const OpKind& op) {
   if (op.forward.empty() && !op.in_place && op.same.size() == op.def.results.size()) return;
-  for (size_t result = op.first_result; result < op.operands.size(); ++result) {
+  for (size_t result = op.first_result; result < op.first_temporary; ++result) {
     const bool is_written = std::ranges::any_of(op.forward, [&](const OpStep& step) {
       return std::ranges::find(step.writes, OperandRef{result}) != step.writes.end();
     });
@@ -128,6 +127,8 @@ OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.i
   operands.insert(operands.end(), def.buffers.begin(), def.buffers.end());
   first_result = operands.size();
   for (const ResultDef& result : def.results) operands.push_back(result.name);
+  first_temporary = operands.size();
+  operands.insert(operands.end(), def.temporaries.begin(), def.temporaries.end());
   for (size_t i = 0; i < operands.size(); ++i)
     TORCH_CHECK_VALUE(position(operands, operands[i]) == i, "op ", def.name,
                       ": expected operands and results of different names, got \"", operands[i],
@@ -148,7 +149,7 @@ OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.i
   for (const Same& each : def.same_gradients)
     same_gradients.push_back(
         {place(*this, behind_grad(each.name), "same_gradients", 0, first_buffer),
-         place(*this, behind_grad(each.operand), "same_gradients", first_result, operands.size())});
+         place(*this, behind_grad(each.operand), "same_gradients", first_result, first_temporary)});
   for (const auto& name : def.reemits)
     reemits.push_back(place(*this, name, "reemits", 0, operands.size()));
   for (const auto& name : def.reemit_reads)
@@ -183,7 +184,9 @@ std::optional<OperandRef> OpKind::read(std::string_view name, bool backward) con
 std::optional<OperandRef> OpKind::write(std::string_view name, bool backward) const {
   const size_t written = position(operands, name);
   if (!backward && written != npos) return OperandRef{written};
-  if (backward && position(def.reemits, name) != npos) return OperandRef{written};
+  if (backward &&
+      (position(def.reemits, name) != npos || (written != npos && written >= first_temporary)))
+    return OperandRef{written};
   const size_t operand = position(operands, behind_grad(name));
   if (!backward || operand == npos || operand >= first_buffer) return std::nullopt;
   return OperandRef{operand, /*is_gradient=*/true};

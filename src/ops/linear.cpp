@@ -1,5 +1,8 @@
 #include "ops/linear.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
 #include "ops/options.h"
@@ -27,6 +30,42 @@ void linear_grad_weight(Call& call) {
   call.out(0, product(call, {grad_y, true}, {x}, sizes, call.out_type(0).dtype));
 }
 
+/// The gradient is added in the product itself: main_grad is read and written once.
+void linear_accumulate(Call& call) {
+  enum Read { grad_y, x };
+  const auto& options = call.options<LinearOptions>();
+  const at::Tensor& main_grad = call.mutated(0);
+  const c10::SymInt sizes[] = {call.in(grad_y).sym_size(-1), call.in(x).sym_size(-1)};
+  TORCH_CHECK_VALUE(main_grad.sym_sizes() == c10::SymIntArrayRef(sizes),
+                    "linear: expected main_grad of the weight's shape ", c10::SymIntArrayRef(sizes),
+                    ", got ", main_grad.sym_sizes(), ". Allocate it like the weight.");
+  TORCH_CHECK_VALUE(!main_grad.requires_grad() && main_grad.is_floating_point(),
+                    "linear: expected main_grad to hold floating-point numbers without a "
+                    "gradient of its own, got ",
+                    main_grad.toString(), " with requires_grad=", main_grad.requires_grad(),
+                    ". Allocate it with torch.zeros.");
+  product_into(call, {grad_y, true}, {x}, main_grad, !options.overwrite_main_grad);
+  if (call.path() == Path::direct)
+    main_grad.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  if (call.step().writes.empty() || !call.wants(0)) return;
+  const auto dummy = call.in(x).options().dtype(call.out_type(0).dtype);
+  call.out(0, options.dummy == LinearOptions::Dummy::zeros ? at::zeros_symint(sizes, dummy)
+                                                           : at::empty_symint(sizes, dummy));
+}
+
+bool returns_gradient(const void* options) {
+  return !static_cast<const LinearOptions*>(options)->accumulate_into_main_grad;
+}
+template <bool kDummy>
+bool accumulates(const void* options) {
+  const auto& linear = *static_cast<const LinearOptions*>(options);
+  return linear.accumulate_into_main_grad && (linear.dummy != LinearOptions::Dummy::none) == kDummy;
+}
+/// There is a main_grad where one is asked for.
+size_t main_grads(const void* options, std::string_view) {
+  return returns_gradient(options) ? 0 : 1;
+}
+
 void bias_forward(Call& call) {
   enum Read { x, bias };
   call.write<kernel_ops::AddBias>(call.in(x), call.maybe(bias), std::optional<at::Tensor>());
@@ -43,6 +82,7 @@ const OpDef kBasicLinear{
     .name = "basic_linear",
     .formula = "y = x weight^T",
     .params = {"weight"},
+    .buffers = {"main_grad[]"},
     .dtype = DtypeRule::weight,
     .roles = {{"x", Role::input}, {"weight", Role::weight}, {"grad_y", Role::grad_output}},
     .forward =
@@ -54,9 +94,25 @@ const OpDef kBasicLinear{
                  {.name = "grad_weight",
                   .reads = {"grad_y", "x"},
                   .writes = {"grad_weight"},
-                  .run = linear_grad_weight}},
+                  .run = linear_grad_weight,
+                  .applies = returns_gradient},
+                 {.name = "accumulate",
+                  .reads = {"grad_y", "x"},
+                  .writes = {},
+                  .mutates = {"main_grad[]"},
+                  .absorbs = {"grad_weight"},
+                  .run = linear_accumulate,
+                  .applies = accumulates</*kDummy=*/false>},
+                 {.name = "accumulate",
+                  .reads = {"grad_y", "x"},
+                  .writes = {"grad_weight"},
+                  .mutates = {"main_grad[]"},
+                  .absorbs = {"grad_weight"},
+                  .run = linear_accumulate,
+                  .applies = accumulates</*kDummy=*/true>}},
     .context = {"x", "weight"},
-    .parse = parse_no_options,
+    .list_length = main_grads,
+    .parse = parse_linear,
 };
 
 const OpDef kBias{

@@ -65,6 +65,22 @@ Options parse_reshape(const json& options) {
   return std::make_shared<ReshapeOptions>(std::move(parsed));
 }
 
+Options parse_linear(const json& options) {
+  LinearOptions parsed;
+  std::string dummy = "none";
+  fields_of(options)
+      .get("accumulate_into_main_grad", parsed.accumulate_into_main_grad)
+      .get("overwrite_main_grad", parsed.overwrite_main_grad)
+      .get("dummy_gradient", dummy)
+      .finish();
+  using Dummy = LinearOptions::Dummy;
+  parsed.dummy = dummy == "empty" ? Dummy::empty : dummy == "zeros" ? Dummy::zeros : Dummy::none;
+  TORCH_CHECK_VALUE(parsed.dummy != Dummy::none || dummy == "none",
+                    "linear: expected dummy_gradient \"none\", \"empty\" or \"zeros\", got \"",
+                    shown(dummy), "\". Name what is returned beside main_grad.");
+  return std::make_shared<LinearOptions>(parsed);
+}
+
 Options parse_quantize(const json& options) {
   QuantizeOptions parsed;
   fields_of(options).get("forward", parsed.forward).get("backward", parsed.backward).finish();

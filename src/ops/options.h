@@ -21,6 +21,14 @@ struct DropoutOptions {
 struct ReshapeOptions {
   std::vector<int64_t> shape;
 };
+/// What becomes of a weight's gradient.
+struct LinearOptions {
+  /// What the parameter asks to be given instead, so that whoever waits for a gradient wakes up: nothing, anything, zeros.
+  enum class Dummy : uint8_t { none, empty, zeros };
+  bool accumulate_into_main_grad = false;  ///< it is added to the buffer main_grad, not returned
+  bool overwrite_main_grad = false;        ///< it takes the place of what main_grad holds
+  Dummy dummy = Dummy::none;
+};
 struct QuantizeOptions {
   bool forward = true, backward = false;
 };
@@ -30,6 +38,7 @@ Options parse_norm(const nlohmann::json& options);
 Options parse_scale(const nlohmann::json& options);
 Options parse_dropout(const nlohmann::json& options);
 Options parse_reshape(const nlohmann::json& options);
+Options parse_linear(const nlohmann::json& options);
 Options parse_quantize(const nlohmann::json& options);
 
 }  // namespace tandem::ops

@@ -1,6 +1,7 @@
 #include "ops/product.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
@@ -154,7 +155,7 @@ bool has_onednn() {
 }
 
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
-                        Rows rows) {
+                        Rows rows, bool accumulate) {
   const bool contracted = rows == Rows::contracted, rounds = a.scalar_type() == at::kFloat;
   const int64_t count = a.size(contracted ? 1 : 0);
   const int64_t per_row = b.size(1) * a.size(contracted ? 0 : 1);
@@ -166,7 +167,7 @@ void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tens
     const at::Tensor part_a = part_of(a, contracted ? 1 : 0, first, piece),
                      part_b = contracted ? part_of(b, 0, first, piece) : b;
     at::Tensor target = contracted ? result : part_of(result, 0, first, piece);
-    const bool adds = contracted && first != 0;
+    const bool adds = contracted && (accumulate || first != 0);
     if (is_worth_it) {
       at::native::mkldnn_matmul(part_a, part_b, target, /*beta=*/adds ? 1 : 0, /*alpha=*/1);
     } else if (adds) {
@@ -204,6 +205,41 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                                             rows, Sums::independent_of_threads);
   return call.run<kernel_ops::ScaleProduct>(codes_product, call.in(a.read, 1), call.in(b.read, 1),
                                             dtype)[0];
+}
+
+void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate) {
+  check_one_device(call, {a.read, b.read});
+  if (is_fp8(call.format(a.read))) {
+    const c10::SymInt sizes[] = {target.sym_size(0), target.sym_size(1)};
+    const at::Tensor result = product(call, a, b, sizes, at::kFloat);
+    accumulate ? target.add_(result) : target.copy_(result);
+    return;
+  }
+  const auto operand =
+      [&](Factor factor) {  // exact in the wider dtype, and so is the sum's only rounding
+        const at::Tensor& tensor = call.in(factor.read);
+        const at::ScalarType wide = at::promote_types(tensor.scalar_type(), target.scalar_type());
+        return matrix(tensor.to(wide), factor.transposed, call.path());
+      };
+  const at::Tensor left = operand(a), right = operand(b);
+  const bool is_same = left.scalar_type() == target.scalar_type();
+  if (call.path() == Path::direct && is_same && target.is_contiguous() &&
+      kernel_ops::kArithmetic.has(target.scalar_type()) && kernel_ops::detail::is_plain_cpu(left) &&
+      kernel_ops::detail::is_plain_cpu(right) && kernel_ops::detail::is_plain_cpu(target)) {
+    at::Tensor result = target;
+    if (prefers_onednn(target.scalar_type()) && a.transposed) {
+      multiply_by_onednn(left, right, result, Rows::contracted, accumulate);
+    } else {
+      at::cpu::addmm_out(result, result, left, right, /*beta=*/accumulate ? 1 : 0);
+    }
+    return;
+  }
+  if (!is_same) {
+    const at::Tensor result = at::mm(left, right);
+    accumulate ? target.add_(result) : target.copy_(result);
+  } else {
+    target.addmm_(left, right, /*beta=*/accumulate ? 1 : 0);
+  }
 }
 
 c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight) {

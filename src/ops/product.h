@@ -19,7 +19,7 @@ enum class Rows : uint8_t { of_the_result, contracted };
 /// Whether libtorch's oneDNN product is there and fast here.
 bool has_onednn();
 
-/// result = a b, on the CPU. oneDNN keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
+/// result = a b, or result += a b where rows are contracted and `accumulate`, on the CPU. oneDNN keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
 /// numbers of rows with two significant bits only, two per octave; other numbers are cut into such pieces, and the rest goes to at::mm.
 /// Products of fewer than 2^24 multiplications, and pieces of fewer than 2^25, go to at::mm, which is faster there.
 /// bfloat16 ones do not: at::mm would give those to oneDNN too. How a product is cut depends on its shape alone.
@@ -27,7 +27,7 @@ bool has_onednn();
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
 /// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
-                        Rows rows);
+                        Rows rows, bool accumulate = false);
 
 /// Throws c10::ValueError unless these reads, where they exist, lie on one device.
 void check_one_device(const Call& call, std::initializer_list<size_t> reads);
@@ -37,6 +37,12 @@ void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 /// Shapes: the product [m, n] gets the sizes `sizes`, whose numel is m * n.
 /// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the contracted length.
 at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype);
+
+/// target += a b, or target = a b unless `accumulate`: a product into a tensor of the caller, in the dtype of that.
+///
+/// Shapes: target [m, n]; a and b as for `product`.
+/// Error:  n * 2^-23 * sum |a||b|, and one rounding of the sum.
+void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate);
 
 /// Sizes of y = x W^T: those of x with the last one replaced by the rows of W.
 c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight);

@@ -25,7 +25,7 @@ class TANDEM_API Pipeline {
   /// Shapes: inputs are the main input and one per unbound extra input; the outputs likewise.
   /// Throws: c10::ValueError where tensors do not fit the ops.
   Outputs operator()(at::TensorList inputs, at::TensorList params, bool training,
-                     Buffers buffers = nullptr);
+                     Buffers buffers = {});
 
   /// Remembers the recipe of a call that goes another way, as operator() does of its own.
   ///

@@ -95,7 +95,7 @@ class BackwardLowering {
     const OpKind& op = *node.kind;
     OperandTable& operands = draft_.operands[index];
     bool any = false;
-    for (size_t result = op.first_result; result < op.operands.size(); ++result) {
+    for (size_t result = op.first_result; result < op.first_temporary; ++result) {
       if (op.result(result).kind != ResultDef::computed) continue;
       const Flow flow = operands.flow(result);
       const Value gradient = draft_.needs_grad(flow.value) ? gradient_of(flow) : Value::none;
@@ -136,12 +136,19 @@ class BackwardLowering {
     const OpNode& node = description_.ops[index];
     const OpStep& resolved = node.kind->backward[nth];
     if (resolved.def->applies != nullptr && !resolved.def->applies(node.options.get())) return;
-    const OperandTable& operands = draft_.operands[index];
+    OperandTable& operands = draft_.operands[index];
     Values writes;
     std::vector<Written> written;
+    bool is_for_others = resolved.def->writes_again;  // then liveness decides
     for (const OperandRef& ref : resolved.writes)
       for (size_t element = 0; element < operands.count(ref.operand); ++element) {
         const Value of = operands.value(ref.operand, element);
+        if (ref.operand >= node.kind->first_temporary) {
+          writes.push_back(add_temporary(index, ref.operand));
+          operands.bind(ref.operand, {writes.back()});
+          is_for_others = true;
+          continue;
+        }
         if (!ref.is_gradient) {  // a result again; the planner decides whether it shall be written
           writes.push_back(of);
           continue;
@@ -150,12 +157,20 @@ class BackwardLowering {
         if (exists(writes.back())) written.push_back({ref.operand, element, writes.back()});
       }
     const auto absorbed = absorbed_by(node, resolved, operands);
-    if (written.empty() && absorbed.empty()) return;
+    if (written.empty() && absorbed.empty() && !is_for_others) return;
     all_written.insert(all_written.end(), written.begin(), written.end());
     Step step = step_of_op(node, resolved, {static_cast<uint32_t>(index), true, nth}, operands);
     step.writes = std::move(writes);
     step.absorbs = absorbed;
     draft_.backward.push_back(std::move(step));
+  }
+
+  /// In the dtype of the op's result.
+  Value add_temporary(size_t index, size_t operand) {
+    const OpNode& node = description_.ops[index];
+    const Value y = draft_.operands[index].value(node.kind->first_result);
+    return draft_.add({draft_.dtype(y), Format::plain, Origin::intermediate, Value::none,
+                       node.label + "." + std::string(node.kind->operands[operand])});
   }
 
   /// Places in the plan's gradients of the parameters whose gradient the step keeps to itself.

@@ -212,7 +212,7 @@ class ForwardLowering {
   void bind_results(const OpNode& node, OperandTable& operands, at::ScalarType dtype,
                     bool any_grad) {
     const OpKind& op = *node.kind;
-    for (size_t operand = op.first_result; operand < op.operands.size(); ++operand) {
+    for (size_t operand = op.first_result; operand < op.first_temporary; ++operand) {
       const auto same = std::ranges::find(op.same, operand, &OpKind::SameOperand::name);
       if (same != op.same.end()) {
         operands.bind(operand, new_flow(operands.value(same->operand)));

@@ -129,8 +129,20 @@ void drop_needless(size_t count, Steps& backward) {
 
 }  // namespace
 
+namespace {
+
+bool only_writes_again(const Step& step, const std::vector<OperandTable>& operands) {
+  if (step.kind != StepKind::op || step.covers[0].op >= operands.size()) return false;
+  const Part part = step.covers[0];
+  return operands[part.op].kind().backward[part.nth].def->writes_again;
+}
+
+}  // namespace
+
 bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
-  return exists(value) && !step.covers.empty() && types[index_of(value)].origin != Origin::gradient;
+  if (!exists(value) || step.covers.empty()) return false;
+  const Origin origin = types[index_of(value)].origin;
+  return origin != Origin::gradient && origin != Origin::intermediate;
 }
 
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
@@ -153,12 +165,36 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
   Waiting waiting(backward, readers);
   std::vector<bool> writes_again(backward.size());
   for (const Candidate& candidate : candidates) {
+    if (only_writes_again(backward[candidate.step], operands)) continue;
     const auto read_by = readers.of(candidate.value);
     if (is_free_to_keep[index_of(candidate.value)] || read_by.empty() ||
         reads(backward[candidate.step], candidate.value) || waiting.waits(candidate.step, read_by))
       continue;
     backward[candidate.step].writes[candidate.write] = candidate.value;
     writes_again[candidate.step] = true;
+  }
+  // Of steps that do nothing else, the last first: what it reads may be written by one before.
+  std::map<Value, Value> behind;  // what is written again, and a gradient that is there by then
+  for (auto candidate = candidates.rbegin(); candidate != candidates.rend(); ++candidate) {
+    Step& step = backward[candidate->step];
+    const auto read_by = readers.of(candidate->value);
+    if (!only_writes_again(step, operands) || is_free_to_keep[index_of(candidate->value)] ||
+        read_by.size() !=
+            1)  // of several readers another one may run than that whose gradient is there
+      continue;
+    const Step& reader = backward[read_by[0]];
+    const auto known =
+        std::ranges::find_if(reader.writes, [&](Value value) { return behind.count(value) != 0; });
+    const auto gradient = std::ranges::find_if(reader.reads, [&](Value value) {
+      return exists(value) && types[index_of(value)].origin == Origin::gradient;
+    });
+    if (known == reader.writes.end() && gradient == reader.reads.end()) continue;
+    const Value token = known != reader.writes.end() ? behind.at(*known) : *gradient;
+    behind[candidate->value] = token;
+    step.writes[candidate->write] = candidate->value;
+    step.read_names.push_back("behind");
+    step.reads.push_back(token);
+    writes_again[candidate->step] = true;
   }
   for (size_t s = 0; s < backward.size(); ++s) {
     if (writes_again[s] || backward[s].kind != StepKind::op) continue;

@@ -1,0 +1,136 @@
+#include "ops/collective.h"
+
+#include <c10/util/Exception.h>
+
+#include <nlohmann/json.hpp>
+
+#include "core/call.h"
+#include "core/json_fields.h"
+#include "kernel_ops/collective.h"
+
+namespace tandem::ops {
+
+namespace {
+
+using kernel_ops::Group;
+
+/// Starts a collective on the step's first read.
+template <at::Tensor (*kCollective)(const at::Tensor&, const Group&)>
+void start(Call& call) {
+  call.out(0, kCollective(call.in(0), call.options<Group>()));
+}
+
+void start_again(Call& call) {
+  enum Read { x, behind };
+  call.out(0,
+           kernel_ops::start_all_gather_again(call.in(x), call.in(behind), call.options<Group>()));
+}
+
+void wait(Call& call) { call.out(0, kernel_ops::wait(call.in(0))); }
+
+Options parse_group(const nlohmann::json& options) {
+  Group group;
+  uint64_t size = 0;
+  Fields fields(options, "op options");
+  fields.at("group");
+  fields.get("group", group.name).get("size", size).finish();
+  TORCH_CHECK_VALUE(size >= 1 && size <= (1u << 20), "collective: expected a group of 1 to 2^20 ",
+                    "ranks, got ", size, ". Give the size of the process group.");
+  group.size = static_cast<int64_t>(size);
+  return std::make_shared<Group>(std::move(group));
+}
+
+using Collective = at::Tensor (*)(const at::Tensor&, const Group&);
+
+std::vector<StepDef> forward(Run run) {
+  return {
+      {.name = "start", .reads = {"x"}, .writes = {"started"}, .phase = Phase::start, .run = run},
+      {.name = "wait", .reads = {"started"}, .writes = {"y"}, .phase = Phase::wait, .run = wait}};
+}
+
+std::vector<StepDef> backward(Run run) {
+  return {{.name = "grad_start",
+           .reads = {"grad_y"},
+           .writes = {"grad_started"},
+           .phase = Phase::start,
+           .run = run},
+          {.name = "grad_wait",
+           .reads = {"grad_started"},
+           .writes = {"grad_x"},
+           .phase = Phase::wait,
+           .run = wait}};
+}
+
+std::vector<StepDef> gather_backward() {
+  std::vector<StepDef> steps{{.name = "again_start",
+                              .reads = {"x"},
+                              .writes = {"started"},
+                              .phase = Phase::start,
+                              .writes_again = true,
+                              .run = start_again},
+                             {.name = "again_wait",
+                              .reads = {"started"},
+                              .writes = {"y"},
+                              .phase = Phase::wait,
+                              .writes_again = true,
+                              .run = wait}};
+  for (StepDef& step : backward(start<kernel_ops::start_reduce_scatter>))
+    steps.push_back(std::move(step));
+  return steps;
+}
+
+}  // namespace
+
+const OpDef kAllGather{
+    .name = "all_gather",
+    .formula = "y = concatenate(x of all ranks)",
+    .results = {{"y"}, {"started"}},
+    .temporaries = {"grad_started"},
+    .dtype = DtypeRule::promote,
+    .forward = forward(start<kernel_ops::start_all_gather>),
+    .backward = gather_backward(),
+    .reemits = {"started", "y"},
+    .has_composite = false,
+    .parse = parse_group,
+};
+
+const OpDef kReduceScatter{
+    .name = "reduce_scatter",
+    .formula = "y = the rank's rows of sum over ranks of x",
+    .results = {{"y"}, {"started"}},
+    .temporaries = {"grad_started"},
+    .dtype = DtypeRule::promote,
+    .forward = forward(start<kernel_ops::start_reduce_scatter>),
+    .backward = backward(start<kernel_ops::start_all_gather>),
+    .has_composite = false,
+    .parse = parse_group,
+};
+
+const OpDef kAllReduce{
+    .name = "all_reduce",
+    .formula = "y = sum over ranks of x",
+    .results = {{"y"}, {"started"}},
+    .dtype = DtypeRule::promote,
+    .same_gradients = {{"grad_x", "grad_y"}},
+    .forward = forward(start<kernel_ops::start_all_reduce>),
+    .has_composite = false,
+    .parse = parse_group,
+};
+
+const OpDef kReduceGradient{
+    .name = "reduce_gradient",
+    .formula = "y = x; grad_x = sum over ranks of grad_y",
+    .temporaries = {"grad_started"},
+    .dtype = DtypeRule::promote,
+    .same = {{"y", "x"}},
+    .backward = backward(start<kernel_ops::start_all_reduce>),
+    .has_composite = false,
+    .parse = parse_group,
+};
+
+TANDEM_REGISTER_OP(kAllGather);
+TANDEM_REGISTER_OP(kReduceScatter);
+TANDEM_REGISTER_OP(kAllReduce);
+TANDEM_REGISTER_OP(kReduceGradient);
+
+}  // namespace tandem::ops
