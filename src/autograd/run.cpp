@@ -45,6 +45,7 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
   if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
   for (size_t i = 0; i < plan.workspaces.size(); ++i)
     frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
+  frame.give(arguments.given);
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 

@@ -17,6 +17,7 @@ namespace tandem {
 struct Arguments {
   at::TensorList inputs;  ///< the main input, then extra inputs
   at::TensorList params, workspaces;
+  const void* given = nullptr;  ///< what user code is given besides tensors, as its front knows it
 };
 
 /// The value whose memory a value may share, following reshapes of reshapes and sums in place.

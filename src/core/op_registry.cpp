@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "core/json_fields.h"
-#include "core/op_def.h"
+#include "core/op_source.h"
 
 namespace tandem {
 
@@ -15,6 +15,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<std::string, const OpDef*, std::less<>> definitions;
+  OpSource source;
 };
 Registry& registry() {
   static Registry registry;
@@ -109,6 +110,23 @@ const OpDef& op_def(std::string_view name) {
   }
   TORCH_CHECK_VALUE(false, "op: expected one of ", joined(op_names()), ", got \"", shown(name),
                     "\". Register the op before the pipeline that uses it.");
+}
+
+void set_op_source(OpSource source) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.source = std::move(source);
+}
+
+std::shared_ptr<const OpDef> find_op(std::string_view name) {
+  OpSource source;
+  {
+    Registry& all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    source = all.source;
+  }
+  if (auto made = source ? source(name) : nullptr) return made;
+  return {std::shared_ptr<const OpDef>(), &op_def(name)};
 }
 
 std::optional<OperandRef> backward_read(const OpDef& definition, std::string_view name) {

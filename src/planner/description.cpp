@@ -6,7 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/build_id.h"
 #include "core/json_fields.h"
+#include "core/op_source.h"
 
 namespace tandem {
 
@@ -46,13 +48,17 @@ std::vector<uint32_t> positions_of(Fields& op, const OpNode& node) {
   return {positions.begin(), positions.end()};
 }
 
-OpNode op_node(const json& entry, size_t index) {
+/// `definitions`: where one that is not registered is held.
+OpNode op_node(const json& entry, size_t index,
+               std::vector<std::shared_ptr<const OpDef>>& definitions) {
   Fields op(entry, "description: op " + std::to_string(index));
   OpNode node;
   std::string name;
   op.at("op");
   op.get("op", name);
-  node.def = &op_def(name);
+  auto definition = find_op(name);
+  node.def = definition.get();
+  if (definition.use_count() != 0) definitions.push_back(std::move(definition));
   std::string label(node.def->name);
   op.get("label", label);
   node.label = std::to_string(index) + "." + label;
@@ -96,6 +102,20 @@ void check_channels(const std::vector<OpNode>& ops) {
     }
 }
 
+/// The same words may mean another thing to another library. What is written by hand carries neither.
+void check_origin(Fields& fields) {
+  uint64_t version = kDescriptionVersion;
+  std::string build = build_id();
+  fields.get("version", version).get("build", build);
+  TORCH_CHECK_VALUE(version == kDescriptionVersion, "description: expected version ",
+                    kDescriptionVersion, ", got ", version,
+                    ". Export or compile the model again with this version of Tandem.");
+  TORCH_CHECK_VALUE(build == build_id(), "description: expected one of this build of Tandem, ",
+                    build_id(), ", got one of another build, ", shown(build),
+                    ". Export or compile the model again, or call run_decompositions() before "
+                    "saving it: what remains needs no description.");
+}
+
 }  // namespace
 
 size_t Description::param_count() const {
@@ -116,12 +136,14 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
   const json parsed = parse_json(text, "description");
   auto description = std::make_shared<Description>();
   Fields fields(parsed, "description");
+  check_origin(fields);
   const json& ops = fields.at("ops");
   TORCH_CHECK_VALUE(ops.is_array() && ops.size() <= limits::kOps,
                     "description: expected a list of at most ", limits::kOps, " ops, got ",
                     ops.is_array() ? std::to_string(ops.size()) : shown_json(ops),
                     ". Cut the pipeline into several.");
-  for (const json& op : ops) description->ops.push_back(op_node(op, description->ops.size()));
+  for (const json& op : ops)
+    description->ops.push_back(op_node(op, description->ops.size(), description->definitions));
   if (const json* recipe = fields.find("recipe")) description->recipe = recipe_from_json(*recipe);
   fields.get("training", description->training)
       .get("fuse", description->fuse)
@@ -129,9 +151,8 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
       .get("skipped_fusions", description->skipped_fusions, limits::kFusionNames)
       .get("required_fusions", description->required_fusions, limits::kFusionNames)
       .get("fusions_version", description->fusions_version);
-  // What only tells descriptions apart, for caches that must not outlive a build or a process.
-  std::string build, process;
-  fields.get("build", build).get("process", process).finish();
+  std::string process;  // only tells descriptions apart, for caches that must not outlive a process
+  fields.get("process", process).finish();
   check_channels(description->ops);
   return description;
 }

@@ -14,6 +14,8 @@ namespace tandem {
 /// What the backward pass applies to every mask's program.
 struct BackwardFusions {
   std::vector<const Fusion*> patterns;
+  std::vector<std::shared_ptr<const Fusion>>
+      user_patterns;  ///< those of `patterns` that may be removed
   std::vector<OpGroup> groups;
   std::vector<OperandTable> operands;
   std::vector<std::string> skipped;
@@ -26,8 +28,8 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
                                       const UserFusions& user) {
   std::vector<const Fusion*> fusions;
   if (!description.fuse) return fusions;
-  for (const Fusion* fusion : user.patterns)
-    if (fusion->pass == pass) fusions.push_back(fusion);
+  for (const auto& fusion : user.patterns)
+    if (fusion->pass == pass) fusions.push_back(fusion.get());
   for (const Fusion& fusion : built_in_fusions(pass)) fusions.push_back(&fusion);
   return fusions;
 }
@@ -201,6 +203,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   plan->is_quantized = description.recipe.has_value();
   plan->runs_user_code = program.runs_user_code;
   plan->no_composite = program.no_composite;
+  plan->definitions = description.definitions;
 
   FusionScope scope{.pass = Pass::joint,
                     .types = &program.types,
@@ -273,6 +276,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
       std::any_of(program.gradients.begin(), program.gradients.end(), exists)) {
     auto backward = std::make_shared<BackwardFusions>();
     backward->patterns = fusions_of(Pass::backward, description, user);
+    backward->user_patterns = user.patterns;
     backward->groups = backward_groups;
     backward->operands = program.operands;
     backward->skipped = description.skipped_fusions;
@@ -297,9 +301,8 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
     plan->kept_at[index_of(plan->kept[k].value)] = static_cast<int32_t>(k);
   note_overwritten(*plan, program.requires_grad);
   if (!description.required_fusions.empty()) {
-    if (plan->needs_backward)
-      for (const Decision& decision : full_backward(*plan).decisions)
-        plan->decisions.push_back(decision);
+    if (const auto full = plan->needs_backward ? full_backward(*plan) : nullptr)
+      plan->decisions.insert(plan->decisions.end(), full->decisions.begin(), full->decisions.end());
     check_required(description, *plan);
   }
   return plan;
@@ -367,10 +370,9 @@ class Slicing {
 
 }  // namespace
 
-const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
-  if (const BackwardPlan* known = plan.backward_plans.find(mask)) return *known;
-  auto sliced = std::make_unique<BackwardPlan>();
-  sliced->mask = mask;
+std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask) {
+  if (auto known = plan.backward_plans.find(mask)) return known;
+  auto sliced = std::make_shared<BackwardPlan>();
   Slicing slicing(plan, mask);
   sliced->steps = slicing.run();
   for (size_t i = 0; i < plan.gradients.size(); ++i)
@@ -404,10 +406,10 @@ const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
   stays.add(plan.workspaces);
   find_dead(sliced->steps, stays.flags());
   check_reads(sliced->steps, is_there.flags(), plan.types);
-  return plan.backward_plans.insert(std::move(sliced));
+  return plan.backward_plans.insert(mask, std::move(sliced));
 }
 
-const BackwardPlan& full_backward(const Plan& plan) {
+std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan) {
   BackwardMask all;
   for (size_t i = 0; i < plan.outputs.size(); ++i)
     all.given.push_back(exists(plan.output_gradients[i]));

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from tandem.ops.arguments import at_default, positive
+from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.checkpoint import rename
 from tandem.ops.op import BasicOperation, FusedOperation, _drop_extra_state
 
@@ -174,8 +175,10 @@ class Linear(FusedOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return self.basic_ops
 
-    def _capture(self) -> None:
-        pass  # `basic_ops` stay those that they are
+    def _capture(self, changes: Changes) -> None:
+        add_watcher(self, changes)
+        for part in self.basic_ops:  # which stay those that they are
+            part._capture(changes)
 
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
