@@ -101,8 +101,9 @@ TEST(DescriptionErrors, MissingOrWrongFields) {
 
 TEST(DescriptionErrors, UnknownFieldsAreNamedWithThoseThereAre) {
   EXPECT_THAT(parsing({"gelu"}, R"({"recipes": null})"),
-              ThrowsText<c10::ValueError>("description: expected one of [\"version\",\"build\",\"ops\",\"recipe\",",
-                                          "\"fusions_version\"", "got \"recipes\". Remove it."));
+              ThrowsText<c10::ValueError>(
+                  "description: expected one of [\"version\",\"build\",\"ops\",\"recipe\",",
+                  "\"fusions_version\"", "got \"recipes\". Remove it."));
   EXPECT_THAT(parsing({R"(gelu {"param": [0]})"}),
               ThrowsText<c10::ValueError>("description: op 0: expected one of [\"op\",\"label\",",
                                           "got \"param\". Remove it."));
