@@ -12,7 +12,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
 from tandem.ops import fusions, python_op
-from tandem.ops.changes import structure
 from tandem.ops.context import OperationContext
 from tandem.ops.places import Names, at, names, views_stand_in
 
@@ -70,7 +69,7 @@ def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[
         if len(own) > expected:
             named += names(op, "_buffers")
         if len(own) != len(named):
-            structure.change()
+            op._tell()
             raise RuntimeError(
                 f"{op._get_name()}: expected the {len(own)} parameters with which its pipeline was planned, got an op with {expected}. It is "
                 "planned again at the next call; assign parameters to attributes of the op itself, and not in forward."
@@ -177,10 +176,18 @@ def _as_list(grads: Any) -> list[torch.Tensor | None]:
 class Runtime:
     """The object that the library calls; see src/bindings/python_ops.cpp for what it passes."""
 
-    def forward(self, key: str, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
-        fused = fusions.fused_op(key)
-        if fused is not None:
-            return self._forward_fused(fused, x, extras, params, save)
+    def forward(
+        self,
+        target: str | fusions.Fused,
+        x: torch.Tensor,
+        extras: list[Tensors],
+        params: list[Tensors],
+        save: bool,
+        given: list[dict[str, Any] | None],
+    ) -> Any:
+        if isinstance(target, fusions.Fused):
+            return self._forward_fused(target, x, extras, params, save, given)
+        key = target
         op, kwargs = python_op.live_op(key)
         if op is None:
             raise RuntimeError(
@@ -192,19 +199,27 @@ class Runtime:
         context = OperationContext(requires_grad=save)
         named = _names_of((op,), params)
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
-            y, extra_outputs = _run_forward(op, [context], x, extras, [dict(kwargs)])
+            y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
         fields = _fields([op], params, [context], saved, named, _ghost(op), y) if save else None
         return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
 
-    def _forward_fused(self, fused: fusions.Fused, x: torch.Tensor, extras: list[Tensors], params: list[Tensors], save: bool) -> Any:
+    def _forward_fused(
+        self,
+        fused: fusions.Fused,
+        x: torch.Tensor,
+        extras: list[Tensors],
+        params: list[Tensors],
+        save: bool,
+        given: list[dict[str, Any] | None],
+    ) -> Any:
         op, basics = fused.get()
         for basic in basics if save else ():
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
         with _telling_of_constants(op), _standing_in(basics, params, named), python_op.own_code(basics):
-            y, extra_outputs = _run_forward(op, contexts, x, extras, [{} for _ in basics])
+            y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(own or {}) for own in given])
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
@@ -214,13 +229,12 @@ class Runtime:
         return y, [tuple(group) for group in extra_outputs], saved, None
 
     def backward(
-        self, key: str, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
+        self, target: str | fusions.Fused, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
     ) -> Any:
-        fused = fusions.fused_op(key)
-        if fused is not None:
-            op, basics = fused.get()
+        if isinstance(target, fusions.Fused):
+            op, basics = target.get()
         else:
-            op, _ = python_op.live_op(key)
+            op, _ = python_op.live_op(target)
             op = op if op is not None else fields.ghost
             basics = (op,)
         if fields is not None:
@@ -239,11 +253,11 @@ class Runtime:
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         named = fields.names if fields is not None else _names_of(basics, params)
-        with _standing_in(basics, params, named), python_op.own_code(basics if fused is not None or python_op.is_shared(key) else ()):
+        with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
         return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[tuple[int, int, str, str]]:
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[tuple[int, int, str, str, fusions.Fused]]:
         return fusions.groups(pass_name, instances, recipe)
 
 

@@ -38,7 +38,7 @@ std::vector<Tensor> returned(Outputs outputs) { return {outputs.begin(), outputs
 
 std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view description) {
   const auto program = program_of(description);
-  const auto& plan = program->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
+  const auto plan = program->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   TORCH_CHECK_NOT_IMPLEMENTED(
       plan->buffers.empty() || !c10::GradMode::is_enabled(),
       "pipeline: expected gradients that are returned, as torch.func returns them, got an op with ",
@@ -49,7 +49,7 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
       "forward-mode differentiation, got op ",
       plan->no_composite, ". Write its forward in differentiable torch operations.");
   if (plan->is_quantized && c10::GradMode::is_enabled()) {
-    const auto& differentiated =
+    const auto differentiated =
         program->plan_for(key_of(arguments, /*grad_mode=*/true, /*traced=*/true));
     const bool rounds =
         std::any_of(differentiated->backward.begin(), differentiated->backward.end(),
@@ -69,9 +69,8 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
   const auto inputs = inputs_of(x, extra, state);
   const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
-  const auto& plan =
-      program_of(description)
-          ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
+  const auto plan = program_of(description)
+                        ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
 }
 
@@ -81,7 +80,7 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
                                    std::string_view description) {
   const auto inputs = inputs_of(x, extra, state);
   const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
-  const auto& plan =
+  const auto plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
 }

@@ -3,12 +3,13 @@
 
 #include "autograd/run.h"
 #include "planner/program.h"
+#include "tandem/export.h"
 
 namespace tandem {
 
 /// Whether a call may run device kernels on its tensors directly: plain CPU or CUDA tensors and clean thread-local state. Otherwise
 /// functorch, tensor subclasses, modes or tracing must see it, and it goes through the dispatcher op.
-bool is_direct(const Arguments& arguments);
+TANDEM_API bool is_direct(const Arguments& arguments);
 
 /// The key of a call, for `Program::plan_for`.
 PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced);

@@ -240,13 +240,13 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   const BackwardMask mask = mask_of(gradients, asked);
   if (std::find(mask.given.begin(), mask.given.end(), true) == mask.given.end())
     return results;  // an undefined gradient is answered with undefined gradients
-  const BackwardPlan& backward = backward_plan(plan, mask);
+  const auto backward = backward_plan(plan, mask);
   Frame frame(path_for(gradients), plan.types, plan.slot_of, plan.tensor_slots);
   frame.reserve_side_values(plan.opaques, plan.shapes);
   for (size_t i = 0; i < gradients.size(); ++i)
     if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
-  if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward.steps, frame);
+  if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
   for (const Value value : plan.kept_opaque)
     if (plan.types[index_of(value)].format == Format::shape)
       frame.shape(value) = shapes_[plan.slot_of[index_of(value)]];
@@ -288,7 +288,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   };
   const bool check_nan = torch::autograd::AnomalyMode::is_enabled() &&
                          torch::autograd::AnomalyMode::should_check_nan();
-  for (const Step& step : backward.steps) {
+  for (const Step& step : backward->steps) {
     for (const Value value : step.reads)
       if (exists(value)) load(value);
     {
@@ -299,7 +299,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
     if (C10_UNLIKELY(check_nan)) check_no_nan(frame, step);
   }
   for (size_t i = 0; i < results.size(); ++i)
-    if (exists(backward.gradients[i])) results[i] = frame.tensor(backward.gradients[i]);
+    if (exists(backward->gradients[i])) results[i] = frame.tensor(backward->gradients[i]);
   return results;
 }
 
@@ -348,8 +348,7 @@ void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& 
       "pipeline: expected a backward of plain tensors under ",
       "compiled autograd, got what a Python op or a recipe saved, or a "
       "main_grad. Compile the forward as well.");
-  args.collect(reinterpret_cast<uint64_t>(
-      plan_.get()));  // a plan is immutable and lives as long as its pipeline
+  args.collect(plan_->number);  // not its address, which another plan may get once it is gone
   TORCH_CHECK_NOT_IMPLEMENTED(reshapes_.empty(),
                               "pipeline: expected kept tensors that are no views of arguments "
                               "under compiled autograd, got ",

@@ -49,6 +49,7 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
                     "pipeline: expected ", plan.buffers.size(), " buffers, got ",
                     arguments.buffers.count, ". Pass one tensor for each that an op writes.");
   if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
+  frame.give(arguments.given);
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 

@@ -28,6 +28,7 @@ struct Arguments {
   at::TensorList inputs;  ///< the main input, then extra inputs
   at::TensorList params, workspaces;
   Buffers buffers = {};
+  const void* given = nullptr;  ///< what user code is given besides tensors, as its front knows it
 };
 
 /// Puts the buffers that `steps` mutate into `frame`. Throws c10::ValueError where one is undefined.

@@ -139,7 +139,9 @@ void bind_autocast(py::module_& module) {
           if (!token.is_none()) {
             const py::dict fields = self.attr("__dict__");
             PyObject* known = PyDict_GetItem(fields.ptr(), token.ptr());
-            if (known != nullptr && known == changes.attr("token").ptr())
+            PyObject* told = PyDict_GetItem(fields.ptr(), changes.ptr());
+            if (known != nullptr && told != nullptr && told != Py_None &&
+                known == py::reinterpret_borrow<py::object>(told).attr("token").ptr())
               if (PyObject* found = PyDict_GetItem(fields.ptr(), value.ptr()))
                 return py::reinterpret_borrow<py::object>(found);
           }
@@ -150,8 +152,8 @@ void bind_autocast(py::module_& module) {
       py::arg("value") = py::none(),
       "A property of this getter is an attribute to Dynamo: it calls the getter instead of tracing "
       "it, and guards by calling it again. "
-      "Where the object's attribute `token` is `changes.token`, its attribute `value` is the "
-      "answer, and no Python runs.");
+      "Where the object's attribute `token` is that of its attribute `changes`, its attribute "
+      "`value` is the answer, and no Python runs.");
 }
 
 }  // namespace tandem::bindings

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/call.h"
 #include "bindings/autocast.h"
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
@@ -119,6 +120,20 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, training);
   }
 
+  /// The same with `arguments`: of forwards that are written in Python, by op. None also where the call must go through the dispatcher,
+  /// whose ops know no arguments but those in a description.
+  py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
+                                 const py::dict& arguments) const {
+    if (!is_tensor(x) || is_watched()) return py::none();
+    c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
+    for (const py::handle& tensor : extra) {
+      if (!is_tensor(tensor)) return py::none();
+      inputs.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
+    if (!is_direct({inputs, params(), {}})) return py::none();
+    return run(inputs, training, arguments.ptr());
+  }
+
   /// Before the dispatcher op; what is no tensor is a proxy of torch.fx, which records.
   void check_no_writes(const py::handle& x, const py::list& extra) const {
     std::vector<at::Tensor> inputs;
@@ -191,7 +206,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
  private:
-  py::object run(at::TensorList inputs, bool training) const {
+  py::object run(at::TensorList inputs, bool training, const void* given = nullptr) const {
     const auto parameters = params();
     const ContextRegion region;
     Outputs outputs;
@@ -199,7 +214,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       Buffers buffers = buffer_params_.empty() ? Buffers() : main_grads();
       const py::gil_scoped_release
           no_gil;  // a collective would deadlock otherwise; steps of user code take it back
-      outputs = (*pipeline_)(inputs, parameters, training, std::move(buffers));
+      outputs = (*pipeline_)(inputs, parameters, training, std::move(buffers), given);
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[0]));
     py::tuple result(outputs.size());
@@ -279,6 +294,7 @@ PYBIND11_MODULE(_C, module) {
            py::arg("required_fusions"), py::arg("buffer_params"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
+      .def("call_with_arguments", &EagerPipeline::call_with_arguments)
       .def("any_hooks", &EagerPipeline::any_hooks)
       .def("check_no_writes", &EagerPipeline::check_no_writes)
       .def("note_recipe",
@@ -314,7 +330,9 @@ PYBIND11_MODULE(_C, module) {
     const auto counts = kernel_ops::refresh_counts();
     return py::make_tuple(counts.made, counts.reused);
   });
+  module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
   module.def("plans_made", &Program::plans_made);
+  module.def("programs_alive", &Program::alive);
   module.def("fusions_version", &fusions_version);
   module.def("build_id", &build_id);
   module.def("version", &version);

@@ -4,14 +4,15 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <deque>
-#include <map>
-#include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "bindings/hold.h"
 #include "core/call.h"
 #include "core/json_fields.h"
+#include "core/op_source.h"
 #include "planner/registry.h"
 #include "quantization/recipe.h"
 
@@ -32,14 +33,6 @@ py::object held(const std::shared_ptr<void>& fields) {
                 : py::none();
 }
 
-/// Text that definitions refer to: they live as long as the process.
-std::string_view permanent(std::string text) {
-  static auto& mutex = *new std::mutex;
-  static auto& texts = *new std::deque<std::string>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  return texts.emplace_back(std::move(text));
-}
-
 /// Of a Python op: what its class declares, which nobody writes by hand.
 constexpr size_t kMostOperands = 4096;
 
@@ -52,9 +45,13 @@ struct PythonOptions {
   };
   std::string key;
   std::vector<Counts> ops;
+  std::shared_ptr<void>
+      fused;  ///< of a fusion: what the runtime knows it by; null of an op, which it finds by its key
+  std::shared_ptr<const void> fusion;  ///< the same: whose texts the steps refer to
 
   /// What messages call it: the key without the part that only caches understand.
   std::string label() const { return key.substr(0, key.find('#')); }
+  py::object target() const { return fused ? held(fused) : py::str(key); }
 };
 
 py::object to_python(const at::Tensor& tensor) {
@@ -115,7 +112,23 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
   }
 }
 
-/// runtime.forward(key, x, extra inputs per op, params per op, save) -> (y, extra outputs per op, saved per op, fields)
+/// What the caller gives to each op that a step covers, None where that is nothing: the front's dict by op of the pipeline.
+py::list given_to(const Call& call, const Frame& frame, size_t count) {
+  uint32_t first = call.step().covers.empty() ? 0 : call.step().covers.front().op;
+  for (const Part& part : call.step().covers) first = std::min(first, part.op);
+  const auto* given = static_cast<PyObject*>(const_cast<void*>(frame.given()));
+  py::list by_op;
+  for (size_t op = first; op < first + count; ++op) {
+    const py::int_ key(op);
+    PyObject* own =
+        given == nullptr ? nullptr : PyDict_GetItem(const_cast<PyObject*>(given), key.ptr());
+    by_op.append(own == nullptr ? py::none() : py::reinterpret_borrow<py::object>(own));
+  }
+  return by_op;
+}
+
+/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op)
+///   -> (y, extra outputs per op, saved per op, fields)
 void python_forward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -132,7 +145,8 @@ void python_forward(Call& call) {
   if (!is_opaque)
     for (size_t w = outputs; w < call.step().writes.size(); ++w) save |= call.wants(w);
   const auto results =
-      checked(runtime().attr("forward")(options.key, to_python(call.in(0)), extras, params, save),
+      checked(runtime().attr("forward")(options.target(), to_python(call.in(0)), extras, params,
+                                        save, given_to(call, call.frame(), options.ops.size())),
               4, label, "results");
   size_t write = 0;
   write_all(call, write, py::make_tuple(results[0]), label, "the output");
@@ -157,7 +171,7 @@ void python_forward(Call& call) {
   opaque.fields = hold(py::reinterpret_borrow<py::object>(results[3]));
 }
 
-/// runtime.backward(key, saved, fields, grad_y, grads of extra outputs per op, params per op)
+/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params per op)
 ///   -> (grad_x, grads of params per op, grads of extra inputs per op)
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
@@ -182,9 +196,9 @@ void python_backward(Call& call) {
     saved = contexts;
   }
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
-  const auto results =
-      checked(runtime().attr("backward")(options.key, saved, fields, grad_y, grad_extras, params),
-              3, label, "results");
+  const auto results = checked(
+      runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params), 3,
+      label, "results");
   const auto zero_for_none = [&](size_t write, const py::handle& result) {
     if (!call.wants(write)) return;
     at::Tensor gradient = to_tensor(result, label, "a gradient");
@@ -225,25 +239,48 @@ Options parse_python(const OpDef& def, const nlohmann::json& options) {
   return parsed;
 }
 
-/// Registers the definition of a class of Python ops with so many operands; once per name.
-void register_python_op(const std::string& name, size_t extra_inputs, size_t params,
-                        size_t extra_outputs, size_t buffers) {
-  for (const size_t count : {extra_inputs, params, extra_outputs, buffers})
+/// A definition, or a fusion, and the texts that it refers to.
+template <typename T>
+struct WithTexts {
+  T made;
+  std::deque<std::string> texts;
+  std::string_view text(std::string text) { return texts.emplace_back(std::move(text)); }
+};
+
+/// The last part of the name of a Python op, behind the last ':' : its numbers of extra inputs, parameters, extra outputs and buffers, as
+/// "0x1x0x0". Nothing where a name does not end like that.
+std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
+  std::array<size_t, 4> counts{};
+  std::string_view rest = name.substr(name.rfind(':') + 1);
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), counts[i]);
+    if (error != std::errc()) return std::nullopt;
+    rest.remove_prefix(static_cast<size_t>(end - rest.data()));
+    const bool is_last = i + 1 == counts.size();
+    if (is_last ? !rest.empty() : !rest.starts_with('x')) return std::nullopt;
+    if (!is_last) rest.remove_prefix(1);
+  }
+  return counts;
+}
+
+/// The definition of a class of Python ops with so many operands: all that is to be known of it is in its name,
+/// "python:module:class:0x1x0x0".
+std::shared_ptr<const OpKind> python_kind(std::string_view name) {
+  if (!name.starts_with("python:")) return nullptr;
+  const auto counts = counts_in(name);
+  TORCH_CHECK_VALUE(counts.has_value(), "op: expected the name of a Python op to end in its ",
+                    "numbers of operands, such as \":0x1x0x0\", got \"", shown(name),
+                    "\". Descriptions are made by the fronts.");
+  for (const size_t count : *counts)
     TORCH_CHECK_VALUE(count <= kMostOperands, "op: expected at most ", kMostOperands,
                       " operands of each sort, got ", count, ". Split the op.");
-  for (const auto& known : op_names()) {
-    if (known != name) continue;
-    const OpDef& def = op_def(name);
-    const PythonOptions::Counts counts = counts_of(def);
-    TORCH_CHECK_VALUE(def.parse_for == parse_python && counts.extra_inputs == extra_inputs &&
-                          counts.params == params + buffers &&
-                          counts.extra_outputs == extra_outputs && counts.buffers == buffers,
-                      "op: expected a new name or the operands that \"", shown(name),
-                      "\" is registered with, got others. Rename the op.");
-    return;
-  }
-  auto& def = *new OpDef;  // definitions live as long as the process
-  def.name = permanent(name);
+  const auto [extra_inputs, params, extra_outputs, buffers] = *counts;
+  struct Owner : WithTexts<OpDef> {
+    std::optional<OpKind> kind;
+  };
+  const auto owner = std::make_shared<Owner>();
+  OpDef& def = owner->made;
+  def.name = owner->text(std::string(name));
   def.formula = "written in Python";
   def.runs_user_code = true;
   def.dtype = DtypeRule::promote;
@@ -252,37 +289,46 @@ void register_python_op(const std::string& name, size_t extra_inputs, size_t par
       backward{
           .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
   for (size_t i = 0; i < extra_inputs; ++i)
-    def.inputs.push_back(permanent("extra" + std::to_string(i)));
-  for (size_t i = 0; i < params; ++i) def.params.push_back(permanent("param" + std::to_string(i)));
+    def.inputs.push_back(owner->text("extra" + std::to_string(i)));
+  for (size_t i = 0; i < params; ++i)
+    def.params.push_back(owner->text("param" + std::to_string(i)));
   def.fixed_params = buffers;
   for (size_t i = 0; i < buffers; ++i)
-    def.params.push_back(permanent("buffer" + std::to_string(i)));
+    def.params.push_back(owner->text("buffer" + std::to_string(i)));
   for (size_t i = 0; i < extra_outputs; ++i) {
-    const auto output = permanent("extra_output" + std::to_string(i));
+    const auto output = owner->text("extra_output" + std::to_string(i));
     def.results.push_back({output});
     def.extra_outputs.push_back(output);
-    backward.reads.push_back(permanent("grad_" + std::string(output)));
+    backward.reads.push_back(owner->text("grad_" + std::string(output)));
   }
   def.results.push_back({"saved", ResultDef::opaque});
   for (size_t i = 0; i < params; ++i) backward.reads.push_back(def.params[i]);
   backward.reads.push_back("saved");
   for (size_t i = 0; i < params; ++i)
-    backward.writes.push_back(permanent("grad_" + std::string(def.params[i])));
+    backward.writes.push_back(owner->text("grad_" + std::string(def.params[i])));
   for (size_t i = 1; i < def.inputs.size(); ++i)
-    backward.writes.push_back(permanent("grad_" + std::string(def.inputs[i])));
+    backward.writes.push_back(owner->text("grad_" + std::string(def.inputs[i])));
   forward.reads = def.inputs;
   forward.reads.insert(forward.reads.end(), def.params.begin(), def.params.end());
   for (const ResultDef& result : def.results) forward.writes.push_back(result.name);
   def.forward = {std::move(forward)};
   def.backward = {std::move(backward)};
-  register_op(def);
+  owner->kind.emplace(def);
+  return {owner, &*owner->kind};
 }
 
 /// The fusion of a group of ops [first, last] that a Python function returned, its operands named by op.
-const Fusion* group_fusion(Pass pass, const std::string& name, const Description& description,
-                           size_t first, size_t last, PythonOptions& options) {
-  static auto& fusions = *new std::deque<Fusion>;
-  Fusion fusion{.name = name, .pass = pass, .runs_user_code = true};
+std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
+                                           const Description& description, size_t first,
+                                           size_t last,
+                                           const std::shared_ptr<PythonOptions>& options) {
+  struct Owner : WithTexts<Fusion> {
+    std::vector<std::shared_ptr<const OpKind>> kinds;  ///< whose texts the operands are
+  };
+  const auto owner = std::make_shared<Owner>();
+  owner->kinds = description.kinds;
+  Fusion& fusion = owner->made;
+  fusion = Fusion{.name = name, .pass = pass, .runs_user_code = true};
   fusion.picture = "written in Python";
   FusedRun ahead{.reads = {{0, "x"}}, .writes = {}, .run = python_forward},
       back{.reads = {}, .writes = {{0, "grad_x"}}, .run = python_backward};
@@ -290,17 +336,17 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
   ahead.writes.push_back({last_member, description.ops[last].kind->def.results[0].name});
   back.reads.push_back(
       {last_member,
-       permanent("grad_" + std::string(description.ops[last].kind->def.results[0].name))});
+       owner->text("grad_" + std::string(description.ops[last].kind->def.results[0].name))});
   const auto each = [&](auto&& visit) {
     for (size_t op = first; op <= last; ++op)
       visit(static_cast<uint32_t>(op - first), description.ops[op].kind->def);
   };
   each([&](uint32_t member, const OpDef& def) {
-    options.ops.push_back(counts_of(def));
+    options->ops.push_back(counts_of(def));
     for (size_t i = 1; i < def.inputs.size(); ++i) ahead.reads.push_back({member, def.inputs[i]});
     for (const auto& output : def.extra_outputs) {
       ahead.writes.push_back({member, output});
-      back.reads.push_back({member, permanent("grad_" + std::string(output))});
+      back.reads.push_back({member, owner->text("grad_" + std::string(output))});
     }
   });
   each([&](uint32_t member, const OpDef& def) {
@@ -309,12 +355,12 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
       ahead.reads.push_back({member, param});
       if (p + def.fixed_params >= def.params.size()) continue;
       back.reads.push_back({member, param});
-      back.writes.push_back({member, permanent("grad_" + std::string(param))});
+      back.writes.push_back({member, owner->text("grad_" + std::string(param))});
     }
   });
   each([&](uint32_t member, const OpDef& def) {
     for (size_t i = 1; i < def.inputs.size(); ++i)
-      back.writes.push_back({member, permanent("grad_" + std::string(def.inputs[i]))});
+      back.writes.push_back({member, owner->text("grad_" + std::string(def.inputs[i]))});
     for (const auto& name : def.context) {
       if (pass == Pass::backward) back.reads.push_back({member, name});
       if (pass == Pass::forward)
@@ -326,11 +372,11 @@ const Fusion* group_fusion(Pass pass, const std::string& name, const Description
     fusion.backward = back;
     fusion.keeps = {"saved"};
   }
-  fusions.push_back(std::move(fusion));
-  return &fusions.back();
+  options->fusion = owner;  // steps hold their options
+  return {owner, &fusion};
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> [(first, last, key)], one per fused op.
+/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> [(first, last, key, name of the function, fused op)].
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
   const py::gil_scoped_acquire gil;
   static constexpr const char* kPasses[] = {"joint", "forward", "backward"};
@@ -341,12 +387,13 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
   if (description.recipe) recipe = py::str(to_json(*description.recipe).dump());
   for (const auto& item :
        runtime().attr("groups")(kPasses[static_cast<size_t>(pass)], ops, recipe)) {
-    const auto [first, last, key, name] =
-        item.cast<std::tuple<size_t, size_t, std::string, std::string>>();
+    auto [first, last, key, name, fused] =
+        item.cast<std::tuple<size_t, size_t, std::string, std::string, py::object>>();
     auto options = std::make_shared<PythonOptions>();
-    options->key = key;
-    const Fusion* fusion = group_fusion(pass, name, description, first, last, *options);
-    groups.push_back({first, last, fusion, std::move(options)});
+    options->key = std::move(key);
+    options->fused = hold(std::move(fused));
+    auto fusion = group_fusion(pass, name, description, first, last, options);
+    groups.push_back({first, last, std::move(fusion), std::move(options)});
   }
   return groups;
 }
@@ -357,9 +404,8 @@ void bind_python_ops(py::module_& module) {
   module.def("set_runtime", [](py::object object) {
     runtime() = std::move(object);
     set_group_fusions(groups_from_python);
+    set_op_source(python_kind);
   });
-  module.def("register_python_op", register_python_op, py::arg("name"), py::arg("extra_inputs"),
-             py::arg("params"), py::arg("extra_outputs"), py::arg("buffers"));
   module.def("bump_fusions_version", bump_fusions_version);
 }
 

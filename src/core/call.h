@@ -46,6 +46,10 @@ class TANDEM_API Frame {
     shapes_.resize(shapes);
   }
 
+  /// What the caller gives to user code besides tensors, or null: of a forward, while it runs.
+  const void* given() const { return given_; }
+  void give(const void* given) { given_ = given; }
+
   /// A fresh contiguous tensor on the device of `like`.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
   /// Drops a value that nobody reads any more. What this frame alone held serves the next `allocate` (kernel_ops/memory.h).
@@ -53,6 +57,7 @@ class TANDEM_API Frame {
 
  private:
   Path path_;
+  const void* given_ = nullptr;
   const std::vector<Type>& types_;
   const std::vector<uint32_t>& slot_of_;
   c10::SmallVector<at::Tensor, 48> tensors_;

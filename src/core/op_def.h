@@ -113,7 +113,8 @@ struct OpDef {
   bool training_only = false;  ///< in evaluation y is x
   /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
   bool is_quantize_point = false;
-  bool has_composite = true;  ///< the forward is made of differentiable operations
+  bool is_unquantized = false;  ///< a product that has no quantized form: a recipe is refused
+  bool has_composite = true;    ///< the forward is made of differentiable operations
   /// The length of a list operand. Needed where there are lists.
   size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
   /// Throws c10::ValueError on an unknown or bad option.
@@ -147,7 +148,7 @@ struct OpStep {
 };
 
 /// A registered op: its definition with every name resolved. All that passes decide by.
-struct OpKind {
+struct TANDEM_API OpKind {
   explicit OpKind(const OpDef& definition);
 
   const OpDef& def;

@@ -7,6 +7,7 @@
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
+#include "core/op_source.h"
 
 namespace tandem {
 
@@ -15,6 +16,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<std::string, std::unique_ptr<const OpKind>, std::less<>> ops;
+  OpSource source;
 };
 Registry& registry() {
   static Registry registry;
@@ -37,6 +39,23 @@ const OpKind& op_kind(std::string_view name) {
   }
   TORCH_CHECK_VALUE(false, "op: expected one of ", joined(op_names()), ", got \"", shown(name),
                     "\". Register the op before the pipeline that uses it.");
+}
+
+void set_op_source(OpSource source) {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.source = std::move(source);
+}
+
+std::shared_ptr<const OpKind> find_op(std::string_view name) {
+  OpSource source;
+  {
+    Registry& all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    source = all.source;
+  }
+  if (auto made = source ? source(name) : nullptr) return made;
+  return {std::shared_ptr<const OpKind>(), &op_kind(name)};
 }
 
 void register_op(const OpDef& definition) {

@@ -4,12 +4,12 @@
 #include <c10/util/SmallVector.h>
 
 #include <atomic>
-#include <deque>
+#include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "core/cache.h"
 #include "core/step.h"
 
 namespace tandem {
@@ -29,34 +29,14 @@ struct BackwardMask {
 
 /// The backward program of one mask.
 struct BackwardPlan {
-  BackwardMask mask;
   Steps steps;
   Values
       gradients;  ///< of inputs, then parameters; Value::none where the gradient is undefined or not asked for
   std::vector<Decision> decisions;
 };
 
-/// The backward programs of a plan, one per mask that has occurred. Reading takes no lock; entries never move or change.
-class BackwardPlans {
- public:
-  const BackwardPlan* find(const BackwardMask& mask) const {
-    for (const Entry* entry = newest_.load(std::memory_order_acquire); entry != nullptr;
-         entry = entry->older)
-      if (entry->plan->mask == mask) return entry->plan.get();
-    return nullptr;
-  }
-  /// Adds a program unless another thread was faster, and returns the one that stays.
-  const BackwardPlan& insert(std::unique_ptr<const BackwardPlan> plan) const;
-
- private:
-  struct Entry {
-    std::unique_ptr<const BackwardPlan> plan;
-    const Entry* older;
-  };
-  mutable std::mutex mutex_;
-  mutable std::atomic<const Entry*> newest_{nullptr};
-  mutable std::deque<Entry> entries_;
-};
+/// The backward programs of a plan, one per mask that has occurred.
+using BackwardPlans = Cache<BackwardMask, BackwardPlan>;
 
 /// How a value gets from forward to backward.
 struct Kept {
@@ -75,6 +55,8 @@ struct Overwritten {
 };
 
 struct Plan {
+  const uint64_t number = next_number();  ///< no other plan ever has it
+
   std::vector<Type> types;
   /// By value: its first tensor slot, or its place among opaque values or shapes.
   std::vector<uint32_t> slot_of;
@@ -109,6 +91,13 @@ struct Plan {
   std::shared_ptr<const struct BackwardFusions>
       backward_fusions;  ///< what the backward pass applies to each mask's program
   BackwardPlans backward_plans;
+  /// Of ops that are written in Python: steps refer to their texts.
+  std::vector<std::shared_ptr<const OpKind>> kinds;
+
+  static uint64_t next_number() {
+    static std::atomic<uint64_t> next{0};
+    return ++next;
+  }
 };
 
 }  // namespace tandem

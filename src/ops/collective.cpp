@@ -26,6 +26,9 @@ void start_again(Call& call) {
            kernel_ops::start_all_gather_again(call.in(x), call.in(behind), call.options<Group>()));
 }
 
+/// Not the same value: its gradient is another.
+void pass_on(Call& call) { call.out(0, call.in(0)); }
+
 void wait(Call& call) { call.out(0, kernel_ops::wait(call.in(0))); }
 
 Options parse_group(const nlohmann::json& options) {
@@ -51,11 +54,11 @@ std::vector<StepDef> forward(Run run) {
 std::vector<StepDef> backward(Run run) {
   return {{.name = "grad_start",
            .reads = {"grad_y"},
-           .writes = {"grad_started"},
+           .writes = {"gradient_started"},
            .phase = Phase::start,
            .run = run},
           {.name = "grad_wait",
-           .reads = {"grad_started"},
+           .reads = {"gradient_started"},
            .writes = {"grad_x"},
            .phase = Phase::wait,
            .run = wait}};
@@ -85,7 +88,7 @@ const OpDef kAllGather{
     .name = "all_gather",
     .formula = "y = concatenate(x of all ranks)",
     .results = {{"y"}, {"started"}},
-    .temporaries = {"grad_started"},
+    .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
     .forward = forward(start<kernel_ops::start_all_gather>),
     .backward = gather_backward(),
@@ -98,7 +101,7 @@ const OpDef kReduceScatter{
     .name = "reduce_scatter",
     .formula = "y = the rank's rows of sum over ranks of x",
     .results = {{"y"}, {"started"}},
-    .temporaries = {"grad_started"},
+    .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
     .forward = forward(start<kernel_ops::start_reduce_scatter>),
     .backward = backward(start<kernel_ops::start_all_gather>),
@@ -120,10 +123,11 @@ const OpDef kAllReduce{
 const OpDef kReduceGradient{
     .name = "reduce_gradient",
     .formula = "y = x; grad_x = sum over ranks of grad_y",
-    .temporaries = {"grad_started"},
+    .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
-    .same = {{"y", "x"}},
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = pass_on}},
     .backward = backward(start<kernel_ops::start_all_reduce>),
+    .views_input = true,
     .has_composite = false,
     .parse = parse_group,
 };

@@ -81,6 +81,21 @@ Options parse_linear(const json& options) {
   return std::make_shared<LinearOptions>(parsed);
 }
 
+Options parse_grouped_linear(const json& options) {
+  GroupedLinearOptions parsed;
+  uint64_t groups = parsed.num_groups;
+  fields_of(options)
+      .get("num_groups", groups)
+      .get("bias", parsed.bias)
+      .get("packed_weight", parsed.packed_weight)
+      .get("packed_bias", parsed.packed_bias)
+      .finish();
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= limits::kParams / 2, "grouped_linear: expected 1 to ",
+                    limits::kParams / 2, " groups, got ", groups, ". Give the number of weights.");
+  parsed.num_groups = groups;
+  return std::make_shared<GroupedLinearOptions>(parsed);
+}
+
 Options parse_quantize(const json& options) {
   QuantizeOptions parsed;
   fields_of(options).get("forward", parsed.forward).get("backward", parsed.backward).finish();

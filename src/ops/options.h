@@ -29,6 +29,11 @@ struct LinearOptions {
   bool overwrite_main_grad = false;        ///< it takes the place of what main_grad holds
   Dummy dummy = Dummy::none;
 };
+struct GroupedLinearOptions {
+  size_t num_groups = 1;
+  bool bias = true;
+  bool packed_weight = false, packed_bias = false;  ///< one tensor for all groups
+};
 struct QuantizeOptions {
   bool forward = true, backward = false;
 };
@@ -39,6 +44,7 @@ Options parse_scale(const nlohmann::json& options);
 Options parse_dropout(const nlohmann::json& options);
 Options parse_reshape(const nlohmann::json& options);
 Options parse_linear(const nlohmann::json& options);
+Options parse_grouped_linear(const nlohmann::json& options);
 Options parse_quantize(const nlohmann::json& options);
 
 }  // namespace tandem::ops

@@ -125,10 +125,8 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
     at::Tensor result = call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), a.scalar_type(), a);
     at::Tensor target =
         result.dim() == 2 ? result : raw_view(result, {a.size(0), b.size(1)}, {b.size(1), 1});
-    if (sums == Sums::any && prefers_onednn(a.scalar_type())) {
-      multiply_by_onednn(a, b, target, rows);
-    } else if (sums == Sums::any) {
-      at::cpu::mm_out(target, a, b);
+    if (sums == Sums::any) {
+      multiply_into(a, b, target, rows);
     } else {
       multiply_in_tiles(a, b, target);
     }
@@ -176,6 +174,15 @@ void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tens
       at::cpu::mm_out(target, part_a, part_b);
     }
     if (piece == 0) break;
+  }
+}
+
+void multiply_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result, Rows rows) {
+  if (prefers_onednn(a.scalar_type())) {
+    multiply_by_onednn(a, b, result, rows);
+  } else {
+    at::Tensor target = result;
+    at::cpu::mm_out(target, a, b);
   }
 }
 

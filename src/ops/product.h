@@ -29,6 +29,9 @@ bool has_onednn();
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
                         Rows rows, bool accumulate = false);
 
+/// result = a b on the direct path, by the faster of oneDNN and torch's product. Matrices of one dtype, plain and on the CPU.
+void multiply_into(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result, Rows rows);
+
 /// Throws c10::ValueError unless these reads, where they exist, lie on one device.
 void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 

@@ -84,10 +84,10 @@ json plan_json(const ExplainedPlan& explained) {
   }
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {
-    const BackwardPlan& backward = full_backward(plan);
-    for (const Step& step : backward.steps)
+    const auto backward = full_backward(plan);
+    for (const Step& step : backward->steps)
       result["backward"].push_back(step_json(explained, step));
-    decisions.insert(decisions.end(), backward.decisions.begin(), backward.decisions.end());
+    decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
   }
   result["fusions"] = json::array();
   for (const Decision& decision : decisions) {
@@ -108,6 +108,7 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
   for (const json& step : plan.at(direction)) {
     text << "    " << step.at("kind").get<std::string>() << ": " << joined(step.at("reads"))
          << " -> " << joined(step.at("writes"));
+    if (!step.at("mutates").empty()) text << " (mutates " << joined(step.at("mutates")) << ")";
     if (step.at("fused").get<bool>())
       text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
     text << "\n";
@@ -257,7 +258,7 @@ std::vector<std::string> fusions_in(const std::vector<std::shared_ptr<const Plan
   };
   for (const auto& plan : plans) {
     collect(plan->decisions);
-    if (plan->needs_backward) collect(full_backward(*plan).decisions);
+    if (plan->needs_backward) collect(full_backward(*plan)->decisions);
   }
   return {names.begin(), names.end()};
 }

@@ -21,6 +21,9 @@ namespace tandem {
 namespace {
 /// Stand for the recipe of the last call where there was none, and for more than one recipe.
 const ActiveRecipe kNeverCalled, kSeveral{"one of several"};
+
+/// What is kept for calls like earlier ones: states under the fusions of now, and plans of one.
+constexpr size_t kMostStates = 16, kMostServed = 64;
 }  // namespace
 
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
@@ -36,8 +39,10 @@ Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
 std::string Pipeline::text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                               bool fuse, bool cache_weights,
                               const std::vector<std::string>& skipped_fusions) const {
-  nlohmann::json description{
-      {"build", build_id()}, {"training", training}, {"fusions_version", fusions_version}};
+  nlohmann::json description{{"version", kDescriptionVersion},
+                             {"build", build_id()},
+                             {"training", training},
+                             {"fusions_version", fusions_version}};
   description["ops"] = parse_json(ops_, "description");
   description["recipe"] =
       recipe == nullptr ? nlohmann::json() : nlohmann::json::parse(recipe->json);
@@ -58,22 +63,44 @@ std::string Pipeline::description(bool training, bool fuse,
 Pipeline::State& Pipeline::state(bool training) {
   const ActiveRecipe* recipe = active_recipe();
   const uint64_t version = tandem::fusions_version();
-  for (State* state = newest_.load(std::memory_order_acquire); state != nullptr;
-       state = const_cast<State*>(state->older))
+  for (State* state = newest_; state != nullptr; state = state->older)
     if (state->recipe == recipe && state->training == training && state->fusions_version == version)
       return *state;
   auto program =
       program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.push_back(std::unique_ptr<State>(new State{recipe,
-                                                     training,
-                                                     version,
-                                                     std::move(program),
-                                                     {},
-                                                     {},
-                                                     newest_.load(std::memory_order_relaxed)}));
-  newest_.store(states_.back().get(), std::memory_order_release);
-  return *states_.back();
+  states_.push_back(std::unique_ptr<State>(
+      new State{recipe, training, version, std::move(program), {}, {}, newest_.load()}));
+  newest_ = states_.back().get();
+  State& made = *states_.back();
+  retire_states(version);
+  return made;
+}
+
+/// States of other fusions than those of now are asked for no more; of many recipes the first go. All reads and writes of the list are
+/// sequentially consistent: a visit that begins when there was none finds the list as it is without them.
+void Pipeline::retire_states(uint64_t fusions_version) {
+  size_t excess = states_.size() > kMostStates ? states_.size() - kMostStates : 0;
+  std::vector<std::unique_ptr<State>> stay;
+  for (auto& state : states_) {
+    const bool is_last = state == states_.back();
+    const bool is_excess = excess != 0;
+    if (is_excess) --excess;
+    (is_last || (!is_excess && state->fusions_version >= fusions_version) ? stay : retired_)
+        .push_back(std::move(state));
+  }
+  states_ = std::move(stay);
+  for (size_t i = states_.size(); i-- > 0;)
+    states_[i]->older = i == 0 ? nullptr : states_[i - 1].get();
+  has_retired_ = !retired_.empty();
+}
+
+void Pipeline::free_retired() const {
+  std::vector<std::unique_ptr<State>> dead;  // they go without the lock: their end may run Python
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (visits_ != 0) return;
+  dead.swap(retired_);
+  has_retired_ = false;
 }
 
 std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Arguments& arguments,
@@ -105,18 +132,19 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
   return state.workspaces;
 }
 
-Pipeline::Served& Pipeline::served(State& state, const std::shared_ptr<const Plan>& plan) {
+Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Plan>& plan) {
   for (Served* served = state.newest_served.load(std::memory_order_acquire); served != nullptr;
        served = served->older)
-    if (served->plan == plan) return *served;
+    if (served->plan == plan) return served;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& served : state.served)
-    if (served->plan == plan) return *served;
+    if (served->plan == plan) return served.get();
+  if (state.served.size() == kMostServed) return nullptr;
   state.served.push_back(
       std::unique_ptr<Served>(new Served{plan, state.newest_served.load(std::memory_order_relaxed),
                                          std::vector<std::atomic<int64_t>>(plan->kept.size())}));
   state.newest_served.store(state.served.back().get(), std::memory_order_release);
-  return *state.served.back();
+  return state.served.back().get();
 }
 
 /// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward. A reentrant one has run its forward
@@ -171,15 +199,16 @@ void Pipeline::check_no_writes(at::TensorList inputs) const {
 }
 
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training,
-                             Buffers buffers) {
+                             Buffers buffers, const void* given) {
   note_recipe(training);
-  Arguments arguments{inputs, params, {}, std::move(buffers)};
+  Arguments arguments{inputs, params, {}, std::move(buffers), given};
   if (!is_direct(arguments)) {
     check_no_writes(inputs);
     return call_op(arguments, description(training));
   }
+  const Visit visit(*this);
   State& current = state(training);
-  const auto& plan =
+  const auto plan =
       current.program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/false));
   std::vector<at::Tensor> workspaces;
   if (!plan->workspaces.empty()) {
@@ -187,13 +216,18 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     arguments.workspaces = workspaces;
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
-  if (Served& entry = served(current, plan); plan->needs_backward)
-    saved_bytes_.store(note_kept_bytes(outputs, entry.kept_bytes), std::memory_order_relaxed);
+  Served* entry = served(current, plan);
+  if (plan->needs_backward)
+    saved_bytes_.store(
+        note_kept_bytes(outputs, entry != nullptr ? std::span(entry->kept_bytes)
+                                                  : std::span<std::atomic<int64_t>>()),
+        std::memory_order_relaxed);
   return outputs;
 }
 
 std::string Pipeline::explain(ExplainFormat format) const {
   std::vector<ExplainedPlan> plans;
+  const Visit visit(*this);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
@@ -208,8 +242,8 @@ std::string Pipeline::explain(ExplainFormat format) const {
 }
 
 bool Pipeline::has_run() const {
-  for (const State* state = newest_.load(std::memory_order_acquire); state != nullptr;
-       state = state->older)
+  const Visit visit(*this);
+  for (const State* state = newest_; state != nullptr; state = state->older)
     if (state->newest_served.load(std::memory_order_acquire) != nullptr) return true;
   return false;
 }

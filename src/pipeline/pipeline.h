@@ -23,9 +23,10 @@ class TANDEM_API Pipeline {
   /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the thread's recipe.
   ///
   /// Shapes: inputs are the main input and one per unbound extra input; the outputs likewise.
+  /// `given`: what user code is given besides tensors; only a direct call passes it on.
   /// Throws: c10::ValueError where tensors do not fit the ops.
   Outputs operator()(at::TensorList inputs, at::TensorList params, bool training,
-                     Buffers buffers = {});
+                     Buffers buffers = {}, const void* given = nullptr);
 
   /// Remembers the recipe of a call that goes another way, as operator() does of its own.
   ///
@@ -70,15 +71,32 @@ class TANDEM_API Pipeline {
     std::shared_ptr<Program> program;
     std::vector<at::Tensor> workspaces;      ///< of `recipe`
     std::vector<CodedWeight> coded_weights;  ///< one per four workspaces
-    const State* older;
+    std::atomic<State*> older;
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
   };
+  /// A call at work: while there is one, no state that it may see dies.
+  class Visit {
+   public:
+    explicit Visit(const Pipeline& pipeline) : pipeline_(pipeline) { ++pipeline.visits_; }
+    Visit(const Visit&) = delete;
+    Visit& operator=(const Visit&) = delete;
+    ~Visit() {
+      if (--pipeline_.visits_ == 0 && pipeline_.has_retired_) pipeline_.free_retired();
+    }
+
+   private:
+    const Pipeline& pipeline_;
+  };
+
   State& state(bool training);
+  void retire_states(uint64_t fusions_version);
+  void free_retired() const;
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
                       bool fuse, bool cache_weights,
                       const std::vector<std::string>& skipped_fusions) const;
-  Served& served(State& state, const std::shared_ptr<const Plan>& plan);
+  /// Null for one of too many plans: `explain` tells of the first ones.
+  Served* served(State& state, const std::shared_ptr<const Plan>& plan);
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
                                          State& state);
 
@@ -87,7 +105,11 @@ class TANDEM_API Pipeline {
   bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<State>> states_;
+  std::vector<std::unique_ptr<State>> states_;  ///< oldest first
+  /// States that no later call finds: they die when no call is at work.
+  mutable std::vector<std::unique_ptr<State>> retired_;
+  mutable std::atomic<bool> has_retired_{false};
+  mutable std::atomic<int64_t> visits_{0};
   std::atomic<int64_t> saved_bytes_{0};
   /// What a recompute may repeat: the last call with grad, and the calls without since the last recompute.
   struct Calls {

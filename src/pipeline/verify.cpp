@@ -95,7 +95,7 @@ class Verification {
       Replay given = forward;
       set_gradients(given);
       Replay reference = unfused_.plan->needs_backward
-                             ? replay(backward_plan(*unfused_.plan, mask_).steps, given)
+                             ? replay(backward_plan(*unfused_.plan, mask_)->steps, given)
                              : given;
       Failure failure = compare(fused_, forward, reference);
       if (failure.text.empty()) continue;
@@ -170,15 +170,15 @@ class Verification {
     const Tensors gradients = gradients_for(outputs);
 
     StepCheck steps(plan, report_.comparisons);
-    const BackwardPlan *backward = nullptr, *unfused_backward = nullptr;
+    std::shared_ptr<const BackwardPlan> backward, unfused_backward;
     WrongStep wrong;
     {
       const NoAutocast no_autocast;
       generators_.restore();
       wrong = steps.check(plan.forward, unfused_.plan->forward, forward, generators_.own());
       if (wrong.fusion.empty() && plan.needs_backward) {
-        backward = &backward_plan(plan, mask_);
-        unfused_backward = &backward_plan(*unfused_.plan, mask_);
+        backward = backward_plan(plan, mask_);
+        unfused_backward = backward_plan(*unfused_.plan, mask_);
         wrong = steps.check(backward->steps, unfused_backward->steps, reference, generators_.own());
       }
     }
@@ -247,8 +247,8 @@ class Verification {
   std::vector<std::string> fusions() const {
     std::vector<Decision> decisions = fused_.plan->decisions;
     if (fused_.plan->needs_backward) {
-      const auto& backward = backward_plan(*fused_.plan, mask_).decisions;
-      decisions.insert(decisions.end(), backward.begin(), backward.end());
+      const auto backward = backward_plan(*fused_.plan, mask_);
+      decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
     }
     std::vector<std::string> names;
     for (const Decision& decision : decisions)

@@ -6,7 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/build_id.h"
 #include "core/json_fields.h"
+#include "core/op_source.h"
 
 namespace tandem {
 
@@ -57,13 +59,16 @@ std::vector<uint32_t> positions_of(Fields& op, const OpNode& node, const char* f
   return {positions.begin(), positions.end()};
 }
 
-OpNode op_node(const json& entry, size_t index) {
+/// `kinds`: where one that is not registered is held.
+OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<const OpKind>>& kinds) {
   Fields op(entry, "description: op " + std::to_string(index));
   OpNode node;
   std::string name;
   op.at("op");
   op.get("op", name);
-  node.kind = &op_kind(name);
+  auto kind = find_op(name);
+  node.kind = kind.get();
+  if (kind.use_count() != 0) kinds.push_back(std::move(kind));
   const OpDef& def = node.kind->def;
   std::string label(def.name);
   op.get("label", label);
@@ -111,6 +116,20 @@ void check_channels(const std::vector<OpNode>& ops) {
     }
 }
 
+/// The same words may mean another thing to another library. What is written by hand carries neither.
+void check_origin(Fields& fields) {
+  uint64_t version = kDescriptionVersion;
+  std::string build = build_id();
+  fields.get("version", version).get("build", build);
+  TORCH_CHECK_VALUE(version == kDescriptionVersion, "description: expected version ",
+                    kDescriptionVersion, ", got ", version,
+                    ". Export or compile the model again with this version of Tandem.");
+  TORCH_CHECK_VALUE(build == build_id(), "description: expected one of this build of Tandem, ",
+                    build_id(), ", got one of another build, ", shown(build),
+                    ". Export or compile the model again, or call run_decompositions() before "
+                    "saving it: what remains needs no description.");
+}
+
 }  // namespace
 
 size_t Description::param_count() const {
@@ -138,12 +157,14 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
   const json parsed = parse_json(text, "description");
   auto description = std::make_shared<Description>();
   Fields fields(parsed, "description");
+  check_origin(fields);
   const json& ops = fields.at("ops");
   TORCH_CHECK_VALUE(ops.is_array() && ops.size() <= limits::kOps,
                     "description: expected a list of at most ", limits::kOps, " ops, got ",
                     ops.is_array() ? std::to_string(ops.size()) : shown_json(ops),
                     ". Cut the pipeline into several.");
-  for (const json& op : ops) description->ops.push_back(op_node(op, description->ops.size()));
+  for (const json& op : ops)
+    description->ops.push_back(op_node(op, description->ops.size(), description->kinds));
   if (const json* recipe = fields.find("recipe")) description->recipe = recipe_from_json(*recipe);
   fields.get("training", description->training)
       .get("fuse", description->fuse)
@@ -151,9 +172,8 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
       .get("skipped_fusions", description->skipped_fusions, limits::kFusionNames)
       .get("required_fusions", description->required_fusions, limits::kFusionNames)
       .get("fusions_version", description->fusions_version);
-  // What only tells descriptions apart, for caches that must not outlive a build or a process.
-  std::string build, process;
-  fields.get("build", build).get("process", process).finish();
+  std::string process;  // only tells descriptions apart, for caches that must not outlive a process
+  fields.get("process", process).finish();
   check_channels(description->ops);
   return description;
 }

@@ -38,12 +38,16 @@ struct OpNode {
 /// A run of ops that a user's fusion function has fused: ops [first, last].
 struct OpGroup {
   size_t first = 0, last = 0;
-  const Fusion* fusion = nullptr;  ///< owned by whoever registered it
+  std::shared_ptr<const Fusion> fusion;
   Options options;
 };
 
+/// What a description must carry to be read by this library, where it carries a version at all.
+inline constexpr uint64_t kDescriptionVersion = 1;
+
 struct Description {
   std::vector<OpNode> ops;
+  std::vector<std::shared_ptr<const OpKind>> kinds;  ///< of ops whose front made them by name
   std::optional<Float8CurrentScaling> recipe;
   bool training = true;
   bool fuse = true;            ///< false: no fusion at all, what `verify` compares with
@@ -60,7 +64,7 @@ struct Description {
 };
 
 /// Reads a description, which may come from anywhere, and resolves its channels. Throws c10::ValueError on what is no JSON or exceeds
-/// `limits` (core/json_fields.h), on unknown fields and ops, wrong types and options, parameter positions that do not fit the op, and on
+/// `limits` (core/json_fields.h), on another version or build than this library's, on unknown fields and ops, wrong types and options, parameter positions that do not fit the op, and on
 /// channels with several producers, no producer, or no earlier one.
 std::shared_ptr<const Description> parse_description(std::string_view json);
 

@@ -13,8 +13,8 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
                                       const UserFusions& user) {
   std::vector<const Fusion*> fusions;
   if (!description.fuse) return fusions;
-  for (const Fusion* fusion : user.patterns)
-    if (fusion->pass == pass) fusions.push_back(fusion);
+  for (const auto& fusion : user.patterns)
+    if (fusion->pass == pass) fusions.push_back(fusion.get());
   for (const Fusion& fusion : built_in_fusions(pass)) fusions.push_back(&fusion);
   return fusions;
 }
@@ -140,8 +140,8 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
     if (scope.skips(*group.fusion)) continue;
     const Members members = members_of(forward, group, scope),
                   backward_members = members_of(backward, group, scope);
-    Refusal refusal = refuse_overlap(forward, group);
-    if (!refusal) refusal = refuse_overlap(backward, group);
+    Refusal refusal = refuse_group(forward, group, scope);
+    if (!refusal) refusal = refuse_group(backward, group, scope);
     if (!refusal && members.empty()) refusal = "none of these ops has a step here";
     if (!refusal) {
       Step ahead = fused_step(*group.fusion, group.fusion->run, {group.options},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "planner/description.h"
@@ -11,7 +12,8 @@ namespace tandem {
 
 /// What the planner asks a front for: fusions that users registered.
 struct UserFusions {
-  std::vector<const Fusion*> patterns;  ///< declarative ones of any pass, in order of precedence
+  std::vector<std::shared_ptr<const Fusion>>
+      patterns;  ///< declarative ones of any pass, in order of precedence
   /// Fusions over the list of ops, in TE's form: called once per plan and pass, returns the groups it fused.
   std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups;
 };

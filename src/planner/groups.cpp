@@ -26,7 +26,14 @@ std::string place_of(const OpGroup& group) {
   return "ops " + std::to_string(group.first) + " to " + std::to_string(group.last);
 }
 
-Refusal refuse_overlap(const StepList& steps, const OpGroup& group) {
+Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionScope& scope) {
+  for (size_t op = group.first; op <= group.last; ++op) {
+    const OpKind& kind = (*scope.operands)[op].kind();
+    for (size_t operand = 0; operand < kind.first_buffer; ++operand)
+      if (group.fusion->runs_user_code && is_list(kind.operands[operand]))
+        return "op " + std::to_string(op) + " has a list of operands, \"" +
+               std::string(kind.operands[operand]) + "\", which no fusion written in Python takes";
+  }
   for (size_t op = group.first; op <= group.last; ++op)
     for (const size_t s : steps.of_op(op))
       if (steps[s].covers.front().op < group.first || steps[s].covers.back().op > group.last)
@@ -85,8 +92,8 @@ Lookup writes_of(const OpGroup& group, const FusionScope& scope, bool backward) 
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope) {
   for (const OpGroup& group : groups) {
     if (scope.skips(*group.fusion)) continue;
-    if (const Refusal overlap = refuse_overlap(steps, group)) {
-      scope.note(*group.fusion, place_of(group), overlap);
+    if (const Refusal reason = refuse_group(steps, group, scope)) {
+      scope.note(*group.fusion, place_of(group), reason);
       continue;
     }
     const Members members = members_of(steps, group, scope);

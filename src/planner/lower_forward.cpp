@@ -130,6 +130,9 @@ class ForwardLowering {
       flow_.events.push_back({Event::op, index});
       return y;
     }
+    TORCH_CHECK_NOT_IMPLEMENTED(!def.is_unquantized || !description_.recipe, node.label,
+                                ": expected no recipe, as this op has no quantized form, got one. ",
+                                "Call it outside of the tandem.autocast region.");
     if (!def.has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;
     draft_.runs_user_code |= def.runs_user_code;
     at::ScalarType dtype = compute_dtype(node, x.value);

@@ -93,9 +93,8 @@ void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
 
 void check_required(const Description& description, Plan& plan) {
   if (description.required_fusions.empty()) return;
-  if (plan.needs_backward)
-    for (const Decision& decision : full_backward(plan).decisions)
-      plan.decisions.push_back(decision);
+  if (const auto full = plan.needs_backward ? full_backward(plan) : nullptr)
+    plan.decisions.insert(plan.decisions.end(), full->decisions.begin(), full->decisions.end());
   for (const std::string& name : description.required_fusions) {
     std::string reasons;
     bool made = false;
@@ -116,6 +115,7 @@ std::shared_ptr<const BackwardFusions> backward_fusions(const Description& descr
                                                         std::vector<OpGroup> groups,
                                                         const Draft& draft) {
   auto backward = std::make_shared<BackwardFusions>();
+  backward->user_patterns = user.patterns;
   backward->patterns = fusions_of(Pass::backward, description, user);
   backward->groups = std::move(groups);
   backward->operands = draft.operands;
@@ -159,6 +159,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
                                       const UserFusions& user) {
   auto plan = std::make_unique<Plan>();
   plan->is_quantized = description.recipe.has_value();
+  plan->kinds = description.kinds;
   Draft draft = lower(description, key);
   put_quantize_points(description, draft);
   FusionScope scope{.pass = Pass::joint,
@@ -183,12 +184,12 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   return plan;
 }
 
-const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask) {
-  if (const BackwardPlan* known = plan.backward_plans.find(mask)) return *known;
-  return plan.backward_plans.insert(slice_backward(plan, mask));
+std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask) {
+  if (auto known = plan.backward_plans.find(mask)) return known;
+  return plan.backward_plans.insert(mask, slice_backward(plan, mask));
 }
 
-const BackwardPlan& full_backward(const Plan& plan) {
+std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan) {
   BackwardMask all;
   for (size_t i = 0; i < plan.outputs.size(); ++i)
     all.given.push_back(exists(plan.output_gradients[i]));

@@ -16,10 +16,10 @@ namespace tandem {
 std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
                                       const UserFusions& user_fusions);
 
-/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask and kept in the plan.
-const BackwardPlan& backward_plan(const Plan& plan, const BackwardMask& mask);
+/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask while the plan has it.
+std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask);
 
 /// The backward program where every gradient is given and asked for: what `explain` shows.
-const BackwardPlan& full_backward(const Plan& plan);
+std::shared_ptr<const BackwardPlan> full_backward(const Plan& plan);
 
 }  // namespace tandem

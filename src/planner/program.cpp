@@ -2,7 +2,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <map>
+#include <list>
+#include <unordered_map>
 
 #include "planner/planner.h"
 #include "planner/registry.h"
@@ -10,7 +11,7 @@
 namespace tandem {
 
 namespace {
-std::atomic<int64_t> made{0};
+std::atomic<int64_t> made{0}, living{0};
 
 /// Says which thread plans while it lives.
 struct Planner {
@@ -22,48 +23,129 @@ struct Planner {
   ~Planner() { planner = std::thread::id(); }
   std::atomic<std::thread::id>& planner;
 };
+
+/// All programs that live, by the hash of their text, and the recent ones. No program is destroyed under the lock: its end looks here, and
+/// may run Python.
+class Programs {
+ public:
+  using Pointer = std::shared_ptr<Program>;
+
+  static Programs& all() {
+    static auto& programs = *new Programs;  // outlives static holders of programs
+    return programs;
+  }
+
+  Pointer find(std::string_view text) {
+    std::list<Pointer> dropped;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(text);
+    Pointer program = found == known_.end() ? nullptr : found->second.program.lock();
+    if (program) use(program, dropped);
+    return program;
+  }
+
+  /// The program that stays: another thread may have been faster.
+  Pointer add(const Pointer& program) {
+    std::list<Pointer> dropped;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(program->text());
+    Pointer known = found == known_.end() ? nullptr : found->second.program.lock();
+    if (!known) {
+      if (found != known_.end()) known_.erase(found);  // of one that dies: the key is its text
+      known_.emplace(program->text(), Known{program, program.get(), recent_.end()});
+      known = program;
+    }
+    use(known, dropped);
+    return known;
+  }
+
+  void forget(const Program& program) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(program.text());
+    if (found != known_.end() && found->second.address == &program) known_.erase(found);
+  }
+
+  template <typename IsOutdated>
+  void drop(IsOutdated&& is_outdated) {
+    std::list<Pointer> dropped;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto program = recent_.begin(); program != recent_.end();) {
+      const auto next = std::next(program);
+      if (is_outdated((*program)->description())) take(program, dropped);
+      program = next;
+    }
+  }
+
+ private:
+  using Recent = std::list<Pointer>;
+  struct Known {
+    std::weak_ptr<Program> program;
+    const Program* address;
+    Recent::iterator recent;  ///< its place, or the end
+  };
+
+  void use(const Pointer& program, Recent& dropped) {
+    Known& known = known_.find(program->text())->second;
+    if (known.recent != recent_.end()) {
+      recent_.splice(recent_.begin(), recent_, known.recent);
+      return;
+    }
+    recent_.push_front(program);
+    known.recent = recent_.begin();
+    bytes_ += program->text().size();
+    while (recent_.size() > kRecentPrograms || (recent_.size() > 1 && bytes_ > kRecentProgramBytes))
+      take(std::prev(recent_.end()), dropped);
+  }
+
+  void take(Recent::iterator program, Recent& dropped) {
+    bytes_ -= (*program)->text().size();
+    known_.find((*program)->text())->second.recent = recent_.end();
+    dropped.splice(dropped.end(), recent_, program);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string_view, Known> known_;  ///< a key is the text of its program
+  Recent recent_;                                      ///< the last one asked for first
+  size_t bytes_ = 0;
+};
 }  // namespace
 
 Program::Program(std::string text)
-    : text_(std::move(text)), description_(parse_description(text_)) {}
+    : text_(std::move(text)), description_(parse_description(text_)) {
+  ++living;
+}
 
-const std::shared_ptr<const Plan>& Program::make(const PlanKey& key) {
+Program::~Program() {
+  Programs::all().forget(*this);
+  --living;
+}
+
+std::shared_ptr<const Plan> Program::make(const PlanKey& key) {
   TORCH_CHECK_VALUE(planner_.load() != std::this_thread::get_id(),
                     "pipeline: expected fusion functions that do not call the pipeline that is "
                     "being planned, got a call of it. Call another pipeline, or none.");
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& entry : entries_)
-    if (entry->key == key) return entry->plan;
+  if (auto known = plans_.find(key)) return known;
   const Planner planner(planner_);
   std::shared_ptr<const Plan> plan = make_plan(*description_, key, user_fusions());
   ++made;
-  entries_.push_back(std::make_unique<const Entry>(
-      Entry{key, std::move(plan), newest_.load(std::memory_order_relaxed)}));
-  newest_.store(entries_.back().get(), std::memory_order_release);
-  return entries_.back()->plan;
-}
-
-std::vector<std::shared_ptr<const Plan>> Program::plans() const {
-  std::vector<std::shared_ptr<const Plan>> plans;
-  for (const Entry* entry = newest_.load(std::memory_order_acquire); entry != nullptr;
-       entry = entry->older)
-    plans.insert(plans.begin(), entry->plan);
-  return plans;
+  return plans_.insert(key, std::move(plan));
 }
 
 int64_t Program::plans_made() { return made.load(); }
 
+int64_t Program::alive() { return living.load(); }
+
 std::shared_ptr<Program> program_of(std::string_view description) {
-  static auto& mutex = *new std::mutex;
-  static auto& programs = *new std::map<std::string, std::shared_ptr<Program>, std::less<>>;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = programs.find(description); found != programs.end())
-      return found->second;
-  }
-  auto program = std::make_shared<Program>(std::string(description));
-  const std::lock_guard<std::mutex> lock(mutex);
-  return programs.emplace(program->text(), program).first->second;
+  Programs& programs = Programs::all();
+  if (auto known = programs.find(description)) return known;
+  return programs.add(std::make_shared<Program>(std::string(description)));
+}
+
+void drop_outdated_programs(uint64_t fusions_version) {
+  Programs::all().drop([&](const Description& description) {
+    return description.fusions_version != 0 && description.fusions_version != fusions_version;
+  });
 }
 
 }  // namespace tandem

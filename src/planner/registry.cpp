@@ -4,8 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <mutex>
+
+#include "planner/program.h"
 
 namespace tandem {
 
@@ -14,10 +15,9 @@ namespace {
 struct Registry {
   struct Entry {
     uint64_t id;
-    const Fusion* fusion;
+    std::shared_ptr<const Fusion> fusion;
   };
   std::mutex mutex;
-  std::deque<Fusion> fusions;  // plans hold pointers: removed ones stay
   std::vector<Entry> order;
   uint64_t next_id = 1;
   std::atomic<uint64_t> version{0};
@@ -51,25 +51,31 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
   for (const auto& entry : all.order)
     TORCH_CHECK_VALUE(entry.fusion->name != fusion.name, "fusion: expected a new name, got \"",
                       fusion.name, "\", which is registered. Remove the other one first.");
-  all.fusions.push_back(std::move(fusion));
-  const Registry::Entry entry{all.next_id++, &all.fusions.back()};
-  all.order.insert(prepend ? all.order.begin() : all.order.end(), entry);
+  const uint64_t id = all.next_id++;
+  all.order.insert(prepend ? all.order.begin() : all.order.end(),
+                   {id, std::make_shared<const Fusion>(std::move(fusion))});
   ++all.version;
-  return FusionHandle(entry.id);
+  return FusionHandle(id);
 }
 
 void FusionHandle::remove() {
   if (id_ == 0) return;
   Registry& all = registry();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  std::erase_if(all.order, [&](const Registry::Entry& entry) { return entry.id == id_; });
-  ++all.version;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::erase_if(all.order, [&](const Registry::Entry& entry) { return entry.id == id_; });
+    ++all.version;
+  }
   id_ = 0;
+  drop_outdated_programs(fusions_version());
 }
 
 uint64_t fusions_version() { return registry().version.load(std::memory_order_relaxed); }
 
-void bump_fusions_version() { ++registry().version; }
+void bump_fusions_version() {
+  ++registry().version;
+  drop_outdated_programs(fusions_version());
+}
 
 UserFusions user_fusions() {
   Registry& all = registry();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "core/fusion.h"
 #include "planner/fuse.h"
@@ -37,7 +38,7 @@ TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
 /// Changes with every registration and removal; part of every description.
 TANDEM_API uint64_t fusions_version();
 
-/// The user fusions as they are now. The pointers stay valid as long as the process runs.
+/// The user fusions as they are now. Plans hold those that they may still apply.
 TANDEM_API UserFusions user_fusions();
 
 /// How a front that has fusions over op lists is asked for them.

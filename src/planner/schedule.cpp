@@ -170,6 +170,10 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
     if (is_free_to_keep[index_of(candidate.value)] || read_by.empty() ||
         reads(backward[candidate.step], candidate.value) || waiting.waits(candidate.step, read_by))
       continue;
+    // A collective that gathers it again shall start early, and a shard is little to keep.
+    if (std::ranges::any_of(
+            read_by, [&](size_t reader) { return only_writes_again(backward[reader], operands); }))
+      continue;
     backward[candidate.step].writes[candidate.write] = candidate.value;
     writes_again[candidate.step] = true;
   }

@@ -68,9 +68,8 @@ class Slicing {
 
 }  // namespace
 
-std::unique_ptr<const BackwardPlan> slice_backward(const Plan& plan, const BackwardMask& mask) {
-  auto sliced = std::make_unique<BackwardPlan>();
-  sliced->mask = mask;
+std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const BackwardMask& mask) {
+  auto sliced = std::make_shared<BackwardPlan>();
   Slicing slicing(plan, mask);
   sliced->steps = slicing.run();
   for (size_t i = 0; i < plan.gradients.size(); ++i)

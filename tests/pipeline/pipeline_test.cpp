@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "kernel_ops/weights.h"
+#include "planner/program.h"
 #include "planner/registry.h"
 #include "quantization/recipe.h"
 #include "support/plans.h"
@@ -163,6 +164,30 @@ TEST(Pipeline, ARegisteredFusionIsPlannedAtTheNextCall) {
     EXPECT_EQ(pipeline(inputs, {}, true)[0].max().item<float>(), 7);
   }
   EXPECT_TRUE(same(pipeline(inputs, {}, true)[0], y));
+}
+
+TEST(Pipeline, WhatRemovedFusionsWerePartOfDies) {
+  Pipeline pipeline(ops_json({"gelu", "silu"}));
+  const Tensors inputs{leaf({3})};
+  pipeline(inputs, {}, true);
+  const int64_t before = Program::alive();
+  for (int i = 0; i < 40; ++i) {
+    const at::Tensor y = pipeline(inputs, {}, true)[0];
+    bump_fusions_version();
+    y.sum().backward();
+  }
+  EXPECT_LE(Program::alive(), before + 1);
+}
+
+TEST(Pipeline, OfManyRecipesTheLastOnesStay) {
+  Pipeline pipeline(ops_json(kMlp));
+  const Tensors inputs{leaf({4, 8})}, params = mlp_params();
+  for (int i = 0; i < 40; ++i) {
+    const Autocast region(true, {.amax_epsilon = {i / 100.0, 0, 0}});
+    pipeline(inputs, params, true);
+  }
+  const auto report = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));
+  EXPECT_EQ(report["plans"].size(), 16u);
 }
 
 TEST(PipelineDescription, HoldsStateAndBuild) {

@@ -1,6 +1,7 @@
 // Descriptions: what they hold, and what is wrong with those that are refused.
 #include "planner/description.h"
 
+#include "core/build_id.h"
 #include "pipeline/pipeline.h"
 #include "support/plans.h"
 #include "support/throws.h"
@@ -29,6 +30,27 @@ TEST(Description, HoldsWhatItSays) {
   EXPECT_TRUE(description->recipe.has_value());
   EXPECT_EQ(description->fusions_version, 7u);
   EXPECT_THAT(description->skipped_fusions, ::testing::ElementsAre("a"));
+}
+
+TEST(Description, MayBeWrittenByHand) {
+  EXPECT_NO_THROW(parsing({"gelu"})());
+  EXPECT_NO_THROW(parsing({"gelu"}, R"({"version": 1, "build": ")" + build_id() + "\"}")());
+}
+
+TEST(DescriptionErrors, OfAnotherLibrary) {
+  EXPECT_THAT(parsing({"gelu"}, R"({"version": 2})"),
+              ThrowsText<c10::ValueError>("description: expected version 1, got 2. Export or "
+                                          "compile the model again with this version of Tandem."));
+  EXPECT_THAT(parsing({"gelu"}, R"({"version": "1"})"),
+              ThrowsText<c10::ValueError>("description: expected \"version\" to be an integer"));
+  EXPECT_THAT(parsing({"gelu"}, R"({"build": "0123"})"),
+              ThrowsText<c10::ValueError>("description: expected one of this build of Tandem, ",
+                                          build_id() + ", got one of another build, 0123. Export "
+                                                       "or compile the model again, or call "
+                                                       "run_decompositions() before saving it"));
+  EXPECT_THAT(
+      parsing({"gelu"}, R"({"budget": 3})"),
+      ThrowsText<c10::ValueError>("description: expected one of [", "got \"budget\". Remove it."));
 }
 
 TEST(Description, CountsUnboundExtraInputs) {
@@ -79,8 +101,9 @@ TEST(DescriptionErrors, MissingOrWrongFields) {
 
 TEST(DescriptionErrors, UnknownFieldsAreNamedWithThoseThereAre) {
   EXPECT_THAT(parsing({"gelu"}, R"({"recipes": null})"),
-              ThrowsText<c10::ValueError>("description: expected one of [\"ops\",\"recipe\",",
-                                          "\"fusions_version\"", "got \"recipes\". Remove it."));
+              ThrowsText<c10::ValueError>(
+                  "description: expected one of [\"version\",\"build\",\"ops\",\"recipe\",",
+                  "\"fusions_version\"", "got \"recipes\". Remove it."));
   EXPECT_THAT(parsing({R"(gelu {"param": [0]})"}),
               ThrowsText<c10::ValueError>("description: op 0: expected one of [\"op\",\"label\",",
                                           "got \"param\". Remove it."));

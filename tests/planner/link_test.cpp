@@ -96,11 +96,11 @@ TEST(ReadsOfFusedSteps, OfAJointBackwardAreWhatForwardWrites) {
 }
 
 TEST(ReadsOfFusedSteps, OfAGroupAreNotWhatMembersWrite) {
-  static const Fusion fusion{
-      .name = "test_group_reads",
-      .run = {.reads = {{0, "x"}, {2, "extra"}}, .writes = {{2, "y"}}, .run = never}};
+  static const auto fusion = std::make_shared<const Fusion>(
+      Fusion{.name = "test_group_reads",
+             .run = {.reads = {{0, "x"}, {2, "extra"}}, .writes = {{2, "y"}}, .run = never}});
   set_group_fusions([](Pass pass, const Description&) {
-    return pass == Pass::forward ? std::vector<OpGroup>{{0, 2, &fusion, nullptr}}
+    return pass == Pass::forward ? std::vector<OpGroup>{{0, 2, fusion, nullptr}}
                                  : std::vector<OpGroup>();
   });
   const Ops ops = {"gelu", out("r"), in("r")};

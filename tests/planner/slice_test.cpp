@@ -22,10 +22,10 @@ TEST(Slices, AnUndefinedGradientTurnsASumIntoARename) {
 
 TEST(Slices, WhatReachesNothingIsUndefined) {
   const Planned planned({"make_extra_output", "bias"}, {leaf({2, 4})}, {leaf({4})}, kUnfused);
-  const BackwardPlan& extra_only = backward_plan(planned.plan(), {{false, true}, {true, true}});
-  EXPECT_TRUE(exists(extra_only.gradients[0]));
-  EXPECT_FALSE(exists(extra_only.gradients[1])) << "the bias is not behind the extra output";
-  EXPECT_TRUE(extra_only.steps.empty());
+  const auto extra_only = backward_plan(planned.plan(), {{false, true}, {true, true}});
+  EXPECT_TRUE(exists(extra_only->gradients[0]));
+  EXPECT_FALSE(exists(extra_only->gradients[1])) << "the bias is not behind the extra output";
+  EXPECT_TRUE(extra_only->steps.empty());
 }
 
 TEST(Slices, OnlyWhatIsAskedForRuns) {
@@ -54,14 +54,32 @@ TEST(Slices, AreMadeOncePerMask) {
   const Planned planned(kTwoOutputs, {leaf({2, 4})}, {});
   const BackwardMask mask{{true, false}, {true}};
   EXPECT_EQ(planned.plan().backward_plans.find(mask), nullptr);
-  const BackwardPlan& made = backward_plan(planned.plan(), mask);
-  EXPECT_EQ(&backward_plan(planned.plan(), mask), &made);
-  EXPECT_EQ(planned.plan().backward_plans.find(mask), &made);
-  EXPECT_NE(&full_backward(planned.plan()), &made);
-  auto again = std::make_unique<BackwardPlan>();
-  again->mask = mask;
-  EXPECT_EQ(&planned.plan().backward_plans.insert(std::move(again)), &made)
+  const auto made = backward_plan(planned.plan(), mask);
+  EXPECT_EQ(backward_plan(planned.plan(), mask), made);
+  EXPECT_EQ(planned.plan().backward_plans.find(mask), made);
+  EXPECT_NE(full_backward(planned.plan()), made);
+  EXPECT_EQ(planned.plan().backward_plans.insert(mask, std::make_shared<BackwardPlan>()), made)
       << "the first of two threads wins";
+}
+
+TEST(Slices, OfManyMasksTheFirstAndTheRecentStay) {
+  const Planned planned({"bias", "bias", "bias", "bias", "bias", "bias", "bias"}, {leaf({2, 4})},
+                        Tensors(7, leaf({4})), kUnfused);
+  const auto mask_of = [](int which) {
+    BackwardMask mask{{true}, {}};
+    for (int bit = 0; bit < 8; ++bit) mask.asked.push_back((which >> bit & 1) != 0);
+    return mask;
+  };
+  const auto first = backward_plan(planned.plan(), mask_of(0));
+  std::weak_ptr<const BackwardPlan> later;
+  for (int which = 1; which < 256; ++which) {
+    const auto made = backward_plan(planned.plan(), mask_of(which));
+    EXPECT_EQ(backward_plan(planned.plan(), mask_of(which)), made);
+    if (which == 100) later = made;
+  }
+  EXPECT_EQ(backward_plan(planned.plan(), mask_of(0)), first);
+  EXPECT_TRUE(later.expired());
+  EXPECT_EQ(planned.plan().backward_plans.all().size(), 64u);
 }
 
 }  // namespace

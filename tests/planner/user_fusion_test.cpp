@@ -163,6 +163,17 @@ TEST(UserFusion, IsPartOfThePlanOnlyWhileItIsRegistered) {
   EXPECT_TRUE(user_fusions().patterns.empty());
 }
 
+TEST(UserFusion, DiesWithTheLastPlanThatMayApplyIt) {
+  FusionHandle handle = register_fusion(forward_fusion());
+  const std::weak_ptr<const Fusion> fusion = user_fusions().patterns.at(0);
+  auto planned = std::make_unique<Planned>(kOps, Tensors{leaf({3, 4})}, params());
+  handle.remove();
+  EXPECT_FALSE(fusion.expired()) << "backward may be planned later";
+  EXPECT_NO_THROW(planned->backward());
+  planned.reset();
+  EXPECT_TRUE(fusion.expired());
+}
+
 TEST(UserFusion, HandlesMove) {
   FusionHandle first = register_fusion(forward_fusion("test_first"));
   FusionHandle second(std::move(first));
@@ -279,13 +290,13 @@ struct ScopedGroups {
 };
 
 TEST(GroupFusion, ReplacesTheStepsOfItsOps) {
-  static const Fusion fusion{
-      .name = "test_group",
-      .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = [](Call& call) {
-                call.out(0, at::gelu(call.in(0), "tanh") * 3);
-              }}};
+  static const auto fusion = std::make_shared<const Fusion>(
+      Fusion{.name = "test_group",
+             .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = [](Call& call) {
+                       call.out(0, at::gelu(call.in(0), "tanh") * 3);
+                     }}});
   const ScopedGroups groups([](Pass pass, const Description&) {
-    return pass == Pass::forward ? std::vector<OpGroup>{{1, 2, &fusion, nullptr}}
+    return pass == Pass::forward ? std::vector<OpGroup>{{1, 2, fusion, nullptr}}
                                  : std::vector<OpGroup>();
   });
   const Planned planned(kOps, {leaf({3, 4})}, params());
@@ -295,10 +306,10 @@ TEST(GroupFusion, ReplacesTheStepsOfItsOps) {
 }
 
 TEST(GroupFusionErrors, OverlappingGroups) {
-  static const Fusion fusion{.name = "test_overlap"};
+  static const auto fusion = std::make_shared<const Fusion>(Fusion{.name = "test_overlap"});
   const ScopedGroups groups([](Pass pass, const Description&) {
     return pass == Pass::forward
-               ? std::vector<OpGroup>{{0, 1, &fusion, nullptr}, {1, 2, &fusion, nullptr}}
+               ? std::vector<OpGroup>{{0, 1, fusion, nullptr}, {1, 2, fusion, nullptr}}
                : std::vector<OpGroup>();
   });
   EXPECT_THAT(

@@ -438,7 +438,7 @@ def test_what_is_no_tensor_is_refused(value):
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_the_dispatcher_op_takes_no_state_and_no_buffers(needs_grad):
-    description = ops.Sequential(ops.ReLU())._op_runs()[0].now.pipeline((), True, None).description(True)
+    description = ops.Sequential(ops.ReLU())._op_runs()[0].now.pipeline(()).description(True)
     x = torch.randn(3, requires_grad=needs_grad)
     text = r"pipeline: expected no state and no buffers, as no op has any, got {} and {} tensors\. Pass empty lists\."
     with pytest.raises(ValueError, match=text.format(1, 0)):

@@ -11,7 +11,6 @@ import torch
 from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
 
 import tandem.ops as ops
-from tandem import _C
 
 
 def test_both_styles_run_between_ops_of_the_library():
@@ -406,10 +405,14 @@ def test_counts_of_operands_are_the_definition_s():
     entry["options"]["extra_inputs"] = 3
     with pytest.raises(ValueError, match=r'op options: expected one of \["key"\], got "extra_inputs". Remove it.'):
         torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
-    with pytest.raises(ValueError, match="op: expected a new name or the operands that .* is registered with, got others. Rename the op."):
-        _C.register_python_op(entry["op"], 2, 0, 1, 0)
+    del entry["options"]["extra_inputs"]
+    entry["op"] = "python:new:0x4097x0x0"
     with pytest.raises(ValueError, match="op: expected at most 4096 operands of each sort, got 4097. Split the op."):
-        _C.register_python_op("new", 4097, 0, 0, 0)
+        torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
+    for name in ("python:new", "python:new:1x2x3", "python:new:1x2x3x", "python:new:1x2x3x4x5", "python:new:1x-2x3x4"):
+        entry["op"] = name
+        with pytest.raises(ValueError, match='op: expected the name of a Python op to end in its numbers of operands, such as ":0x1x0x0", got "python:new'):
+            torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
 
 
 def test_a_pipeline_has_run_once_it_was_called():

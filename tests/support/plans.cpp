@@ -67,10 +67,10 @@ std::string Planned::text_of(const Steps& steps) const {
 
 std::string Planned::forward() const { return text_of(plan_->forward); }
 std::string Planned::backward() const {
-  return plan_->needs_backward ? text_of(full_backward(*plan_).steps) : "";
+  return plan_->needs_backward ? text_of(full_backward(*plan_)->steps) : "";
 }
 std::string Planned::backward(const BackwardMask& mask) const {
-  return text_of(backward_plan(*plan_, mask).steps);
+  return text_of(backward_plan(*plan_, mask)->steps);
 }
 
 std::vector<std::string> Planned::kept() const {
@@ -95,7 +95,7 @@ std::vector<std::string> Planned::decisions() const {
                       (decision.reason.empty() ? "made" : decision.reason));
   };
   collect(plan_->decisions);
-  if (plan_->needs_backward) collect(full_backward(*plan_).decisions);
+  if (plan_->needs_backward) collect(full_backward(*plan_)->decisions);
   return texts;
 }
 

@@ -295,6 +295,41 @@ TEST(Threads, EnterRegionsOfTheirOwn) {
   });
 }
 
+TEST(Threads, UseMoreRecipesThanAPipelineKeeps) {
+  Sequential model = mlp();
+  expect_as_alone([&](size_t t) {
+    Tensors all;
+    for (size_t i = 0; i < 8; ++i) {
+      const Autocast region(true, {.amax_epsilon = {static_cast<double>(8 * t + i), 0, 0}});
+      for (const at::Tensor& tensor : step(model, input(t))) all.push_back(tensor);
+    }
+    return all;
+  });
+}
+
+TEST(Threads, AskForMoreGradientsThanAPlanKeeps) {
+  Sequential model = mlp();
+  const at::Tensor x = input(0).requires_grad_(), y = model->forward(x);
+  Tensors all = model->parameters();
+  all.push_back(x);
+  const Tensors alone = torch::autograd::grad({y}, all, {at::ones_like(y)}, /*retain_graph=*/true);
+  ASSERT_GE(all.size(), 4u);
+  together(kThreads, [&](size_t t) {
+    for (size_t which = 1; which < size_t{1} << all.size(); ++which) {
+      const size_t mask = (which + 7 * t) % (size_t{1} << all.size());
+      Tensors asked, expected;
+      for (size_t i = 0; i < all.size(); ++i)
+        if ((mask >> i & 1) != 0) {
+          asked.push_back(all[i]);
+          expected.push_back(alone[i]);
+        }
+      if (asked.empty()) continue;
+      EXPECT_TRUE(all_same(
+          torch::autograd::grad({y}, asked, {at::ones_like(y)}, /*retain_graph=*/true), expected));
+    }
+  });
+}
+
 TEST(Threads, StayInOneRegionEach) {
   Sequential model = mlp();
   std::vector<std::vector<Tensors>> found(kThreads);

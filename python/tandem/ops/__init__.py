@@ -2,6 +2,7 @@
 
 from tandem import _runtime
 from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
 from tandem.ops.fusions import (
     FusionHandle,
@@ -9,6 +10,7 @@ from tandem.ops.fusions import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
@@ -19,6 +21,8 @@ _runtime.install()
 
 __all__ = [
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -29,6 +33,7 @@ __all__ = [
     "FusionHandle",
     "GEGLU",
     "GELU",
+    "GroupedLinear",
     "Identity",
     "LayerNorm",
     "Linear",
@@ -37,6 +42,7 @@ __all__ = [
     "Quantize",
     "RMSNorm",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "Sequential",
     "SiLU",

@@ -69,15 +69,18 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_extra_output_to_caller",
     "_extra_tensor_channels_locked",
     "_alone",
+    "_alone_changes",
     "_alone_token",
     "_changes",
     "_compiled_call_impl",
     "_fingerprint",
     "_fused_ops",
     "_instance",
+    "_keys",
     "_made",
     "_runs",
     "_token",
+    "_watchers",
 }
 _OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.channels")  # whose code reads no option of an op
 

@@ -44,6 +44,8 @@ class FusionHandle:
             return
         self._is_registered = False
         _functions[self._pass_name].remove(self._function)
+        if not any(self._function in functions for functions in _functions.values()):
+            _registered.pop(id(self._function), None)
         _changed(-1)
 
     def __enter__(self) -> Self:
@@ -110,12 +112,14 @@ def _changed(count: int) -> None:
 
 
 class Fused:
-    """A fused op that a plan refers to by its key. The basic ops hold it; where they are gone, a copy without parameters stands in."""
+    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in."""
 
     def __init__(self, op: FusedOperation, pass_name: str, name: str) -> None:
         from tandem._runtime import _ghost
 
         self.pass_name, self.name = pass_name, name
+        self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
+        op.flat_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
         self._op = weakref.ref(op)
         self._ghost = copy.copy(op)
         self._ghost.__dict__["_modules"] = {**op._modules}
@@ -130,13 +134,6 @@ class Fused:
         return op, op.flat_ops()
 
 
-_fused: dict[str, Fused] = {}
-
-
-def fused_op(key: str) -> Fused | None:
-    return _fused.get(key)
-
-
 def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """What a fused forward saved on the context of an op of the library, as the values that the op's own backward reads."""
     if len(saved) != len(basic._context):
@@ -147,17 +144,18 @@ def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.T
     return list(saved)
 
 
-def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[tuple[int, int, str, str]]:
-    """Asks the functions of a pass: (first op, last op, key, name of the function) of each fused op that they return."""
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[tuple[int, int, str, str, Fused]]:
+    """Asks the functions of a pass: (first op, last op, key, name of the function, the op) of each fused op that they return."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
-    return [
-        (first, last, _keep(op, pass_name, name_of(function)), name_of(function))
-        for first, last, op, function in _returned(pass_name, ops, recipe)
-    ]
+    found = []
+    for first, last, op, function in _returned(pass_name, ops, recipe):
+        fused = Fused(op, pass_name, name_of(function))
+        found.append((first, last, fused.key, fused.name, fused))
+    return found
 
 
 def fusions_made(ops: Sequence[BasicOperation], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
@@ -225,13 +223,6 @@ def _check_directions(op: FusedOperation, pass_name: str, name: str) -> None:
                 f"{name}: expected ops of the library in {op._get_name()}, got {basic._get_name()}, written in Python, whose saved state only "
                 "it knows. Use register_forward_backward_fusion."
             )
-
-
-def _keep(op: FusedOperation, pass_name: str, name: str) -> str:
-    key = f"{op._get_name()}@{next(_numbers)}"
-    _fused[key] = Fused(op, pass_name, name)
-    op.flat_ops()[0].__dict__.setdefault("_fused_ops", []).append(op)  # alive as long as the op
-    return key
 
 
 __all__ = [

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import at_default, positive
+from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.checkpoint import rename
+from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group
 from tandem.ops.op import BasicOperation, FusedOperation, _drop_extra_state
 
 
@@ -20,6 +22,7 @@ class BasicLinear(BasicOperation):
 
     _kind = "basic_linear"
     _parameter_names = ("weight",)
+    _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
     _context = ("x", "weight")
 
     def __init__(
@@ -43,13 +46,18 @@ class BasicLinear(BasicOperation):
             out_features: size of the last dimension of y.
             device: where the parameter is made; None: torch's default device.
             dtype: of the parameter; None: `torch.get_default_dtype()`.
-            tensor_parallel_mode, tensor_parallel_group, rng_state_tracker_function, userbuffers_options: None; no other value is known yet.
-            sequence_parallel, accumulate_into_main_grad: False; no other value is known yet.
+            tensor_parallel_mode, tensor_parallel_group: None; `Linear` puts the collectives of tensor parallelism around a product.
+            rng_state_tracker_function, userbuffers_options: None; no other value is known yet.
+            sequence_parallel: False, as `tensor_parallel_mode`.
+            accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
+                returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
+                gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
         """
         super().__init__()
         at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
         at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options)
-        at_default("BasicLinear", False, sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)
+        at_default("BasicLinear", False, sequence_parallel=sequence_parallel)
+        self.accumulate_into_main_grad = flag("BasicLinear", "accumulate_into_main_grad", accumulate_into_main_grad)
         self.in_features = positive("BasicLinear", "in_features", in_features)
         self.out_features = positive("BasicLinear", "out_features", out_features)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -145,20 +153,38 @@ class Linear(FusedOperation):
             bias: whether there is one; False: `bias` is None.
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
-            tensor_parallel_mode, tensor_parallel_group, rng_state_tracker_function: None; no other value is known yet.
-            sequence_parallel, accumulate_into_main_grad: False; no other value is known yet.
+            tensor_parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
+                features, and its bias is a term of a sum over ranks, as in TransformerEngine. None: no rank knows of another.
+            tensor_parallel_group: the ranks; None: all processes.
+            sequence_parallel: with a mode: the ranks share the first dimension outside: x is gathered before a column-parallel product, y
+                scattered behind a row-parallel one.
+            rng_state_tracker_function: None; no other value is known yet.
+            accumulate_into_main_grad: as for `BasicLinear`.
         """
-        at_default("Linear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
         at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
-        at_default("Linear", False, sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)
-        parts: list[BasicOperation] = [BasicLinear(in_features, out_features, device=device, dtype=dtype)]
-        if bias:
-            parts.append(Bias(out_features, device=device, dtype=dtype))
+        before, after, size = _collectives(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
+        if size > 1 and tensor_parallel_mode == "column":
+            local_out = _share("out_features", out_features, size)
+        elif size > 1:
+            local_in = _share("in_features", in_features, size)
+        linear = BasicLinear(local_in, local_out, device=device, dtype=dtype, accumulate_into_main_grad=accumulate_into_main_grad)
+        added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.weight = parts[0].weight
-        self.register_parameter("bias", parts[1].bias if bias else None)
-        self._own(parts)
+        self.local_in_features, self.local_out_features = local_in, local_out
+        self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
+        self.tensor_parallel_size = size
+        self.sequence_parallel = bool(sequence_parallel) and size > 1
+        self.__dict__["_has_bias"] = bool(bias)
+        self.weight = linear.weight
+        self.register_parameter("bias", added[0].bias if added else None)
+        self._own([*before, linear, *added, *after])
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The ranks that share the weight; None where none do."""
+        return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
 
     def _own(self, parts: Sequence[BasicOperation]) -> None:
         for part in parts:
@@ -174,16 +200,19 @@ class Linear(FusedOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return self.basic_ops
 
-    def _capture(self) -> None:
-        pass  # `basic_ops` stay those that they are
+    def _capture(self, changes: Changes) -> None:
+        add_watcher(self, changes)
+        for part in self.basic_ops:  # which stay those that they are
+            part._capture(changes)
 
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
         for part in self.basic_ops:
-            part.reset_parameters()
+            if isinstance(part, (BasicLinear, Bias)):
+                part.reset_parameters()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if name == "bias" and param is not None and len(self.__dict__.get("basic_ops", (0, 0))) == 1:
+        if name == "bias" and param is not None and not self._has_bias:
             raise ValueError(
                 "Linear: expected no bias, as it was built with bias=False, got a parameter. Build it with bias=True."
             )
@@ -196,4 +225,25 @@ class Linear(FusedOperation):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        parallel = f", tensor_parallel_mode={self.tensor_parallel_mode}" if self.tensor_parallel_mode else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{parallel}"
+
+
+def _collectives(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
+    """What stands before and behind the product, and how many ranks share it."""
+    if mode is None:
+        return [], [], 1
+    if mode not in ("column", "row"):
+        raise ValueError(f'Linear: expected tensor_parallel_mode None, "column" or "row", got {mode!r}. Name how ranks share the weight.')
+    group = checked_group("Linear", group)
+    if group.size() == 1:
+        return [], [], 1
+    if mode == "column":
+        return [AllGather(group) if sequence_parallel else ReduceGradient(group)], [], group.size()
+    return [], [ReduceScatter(group) if sequence_parallel else AllReduce(group)], group.size()
+
+
+def _share(name: str, features: int, size: int) -> int:
+    if features % size:
+        raise ValueError(f"Linear: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
+    return features // size

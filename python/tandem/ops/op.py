@@ -16,7 +16,7 @@ from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import OpRun
-from tandem.ops.changes import capture, structure, watch
+from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.places import places
 from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
@@ -31,7 +31,7 @@ class FusibleOperation(torch.nn.Module):
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
     _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
-    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance")
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_watchers")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,12 +48,12 @@ class FusibleOperation(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "forward":  # a patch, which containers honour
-            structure.change()
+            self._tell()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         if name == "forward":
-            structure.change()
+            self._tell()
 
     @property
     def is_fused_op(self) -> bool:
@@ -64,8 +64,13 @@ class FusibleOperation(torch.nn.Module):
         """The basic ops that this stands for, in order."""
         raise NotImplementedError
 
-    def _capture(self) -> None:
-        """A pipeline is made of this: what replaces a module in it from now on is told."""
+    def _capture(self, changes: Changes) -> None:
+        """A pipeline is made of this: what becomes of it from now on is told."""
+        add_watcher(self, changes)
+
+    def _tell(self) -> None:
+        """Makes the pipelines of this look at it again."""
+        tell(self.__dict__.get("_watchers", ()))
 
     @property
     def _holder(self) -> torch.nn.Module:
@@ -105,10 +110,10 @@ class FusibleOperation(torch.nn.Module):
         run = self.__dict__.get("_alone") or OpRun(self.flat_ops() if self.is_fused_op else (self,), owner=self)
         run.prepare()
         run = self.__dict__.setdefault("_alone", run)
-        self.__dict__["_alone_token"] = run.now.token
+        self.__dict__.update(_alone_changes=run.changes, _alone_token=run.now.token)  # at once: other threads read them too
         return run
 
-    _prepared_run = property(_C.native_getter(_run_alone, structure, "_alone_token", "_alone"))  # as Dynamo sees it
+    _prepared_run = property(_C.native_getter(_run_alone, "_alone_changes", "_alone_token", "_alone"))  # as Dynamo sees it
 
     def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
         run = self._run_alone()
@@ -171,24 +176,24 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         if is_option:
             if type(value) is not type(before) or value != before:
                 fields["_changes"] = self.changes + 1
-                structure.change()
+                self._tell()
         elif self._holds(name) != had and self.is_python_op:  # its operands are others now
-            structure.change()
+            self._tell()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         if self.is_python_op:
-            structure.change()
+            self._tell()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         if self.is_python_op:
-            structure.change()
+            self._tell()
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         super().register_buffer(name, tensor, persistent)
         if self.is_python_op:
-            structure.change()
+            self._tell()
 
     def _holds(self, name: str) -> tuple[bool, bool]:
         """Whether a parameter and a buffer of this name are there."""
@@ -216,10 +221,11 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return (self,)
 
-    def _capture(self) -> None:
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)
         if self.is_python_op:  # whose parameters may be those of modules inside it
             for module in self.modules():
-                capture(module)
+                capture(module, changes)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, _run: OpRun | None = None, **kwargs: Any) -> Outputs:
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
@@ -304,11 +310,12 @@ class FusedOperation(FusibleOperation):
     def flat_ops(self) -> Sequence[BasicOperation]:
         return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
 
-    def _capture(self) -> None:
-        capture(self)
-        capture(self.basic_ops)
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)
+        capture(self, changes)
+        capture(self.basic_ops, changes)
         for op in self.basic_ops:
-            op._capture()
+            op._capture(changes)
 
     def forward(
         self,

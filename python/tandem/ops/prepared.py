@@ -12,8 +12,8 @@ import torch.nn.modules.module as _modules
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import fingerprint, fusions, python_op
-from tandem.ops.changes import structure
+from tandem.ops import fingerprint, fusions, main_grad, python_op
+from tandem.ops.changes import Changes, structure
 from tandem.ops.tracing import constant_while_traced
 
 if TYPE_CHECKING:
@@ -64,6 +64,17 @@ def unit_has_hooks(unit: FusibleOperation) -> bool:
     return False
 
 
+_MOST_KEPT = 64  # of the texts and pipelines of one run: its ops' flags, fusions, recipes and arguments may be ever new ones
+
+
+def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
+    """Adds what was made; the oldest goes where there are many. Other threads may do so too."""
+    cache[key] = made
+    if len(cache) > _MOST_KEPT:
+        cache.pop(next(iter(list(cache))), None)
+    return made
+
+
 class Prepared:
     """`units` and their basic ops as they were when a run looked at them. Only `token` is replaced, and caches only grow: a call takes one of
     these and keeps to it, whatever other threads change meanwhile."""
@@ -77,8 +88,10 @@ class Prepared:
         required: Sequence[str],
         own_calls: tuple[str | None, ...],
         captured: Any,
+        changes: Changes,
     ) -> None:
         self.units, self.basic_ops, self.owner, self.required = units, basic_ops, owner, required
+        self.changes = changes
         self.captured = captured  # what the ops were like before anything here was read
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
@@ -93,9 +106,9 @@ class Prepared:
         self.token: object = None  # the last one under which the ops were found to be so
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
-        self.descriptions: dict[Any, str] = {}
+        self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # with what the text names
         self.cuts: dict[tuple[int, ...], Cut] = {}
-        self.pipeline((), True, None)  # errors come before the first tensor
+        self.pipeline(())  # errors come before the first tensor
 
     def _read_places(self) -> None:
         """Where the operands are: of parameters, and of buffers, which count where nothing else may be read: while tracing."""
@@ -116,6 +129,20 @@ class Prepared:
             own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
             self._buffers.append([len(self.places) + at for at in own])
         self.buffer_places = tuple(buffers.values())
+        # By op: positions of the parameters whose gradient goes into their main_grad. Empty for most pipelines.
+        self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
+        self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
+        self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
+
+    def _absorbed(self, index: int, op: BasicOperation) -> list[int]:
+        if not getattr(op, "accumulate_into_main_grad", False):
+            return []
+        names = [name for _, name in op.parameter_places()]
+        return [self._params[index][names.index(name)] for name in op._main_grad_names]
+
+    def main_grad_modes(self) -> tuple[main_grad.Mode, ...]:
+        """How a call gives back the gradients that go into a main_grad."""
+        return main_grad.modes("Linear", self.main_grad_places)
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
@@ -140,27 +167,37 @@ class Prepared:
             ]
         )
 
-    def pipeline(self, flags: tuple[bool, ...], training: bool, kwargs: Kwargs | None) -> _C.EagerPipeline:
-        """The eager pipeline for these training flags of `training_ops` and arguments of Python ops."""
-        key = (flags, python_op.kwargs_key(kwargs))
+    def pipeline(self, flags: tuple[bool, ...], modes: tuple[main_grad.Mode, ...] = ()) -> _C.EagerPipeline:
+        """The eager pipeline for these training flags of `training_ops`, and these modes. Arguments of Python ops come with each call."""
+        key = (flags, modes) if modes else flags
         found = self.pipelines.get(key)
         if found is not None:
             return found
         modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
         made = _C.EagerPipeline(
-            json.dumps(self.entries(flags, kwargs, buffers=False, shared=False, name_instances=python_op.any_fusions())),
+            json.dumps(self.entries(flags, None, modes, buffers=False, shared=False, name_instances=python_op.any_fusions())),
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
             self.required,
+            [at for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None],
         )
-        return self.pipelines.setdefault(key, made)
+        return _keep(self.pipelines, key, made)
 
     def entries(
-        self, flags: tuple[bool, ...], kwargs: Kwargs | None, *, buffers: bool, shared: bool, name_instances: bool
+        self,
+        flags: tuple[bool, ...],
+        kwargs: Kwargs | None,
+        modes: tuple[main_grad.Mode, ...] = (),
+        *,
+        buffers: bool,
+        shared: bool,
+        name_instances: bool,
     ) -> list[dict[str, Any]]:
         """The "ops" of a description, with `buffers` among the operands. Ops whose training flag differs from that of the others stand as
         what they are in evaluation."""
+        by_param = {at: mode for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None}
+        main_grads = {at: position for position, at in enumerate(by_param)}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
         entries = []
@@ -176,6 +213,11 @@ class Prepared:
             if name_instances:
                 entry["instance"] = op.instance_id
                 python_op.register_instance(op)
+            absorbed = [at for at in self._main_grads.get(index, ()) if at in by_param]
+            if absorbed:
+                dummy, overwrite = by_param[absorbed[0]]
+                entry["options"] |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
+                entry["buffers"] = [main_grads[at] for at in absorbed]
             entry["params"] = self._params[index] + self._buffers[index] if buffers else self._params[index]
             if any(channel is not None for channel in inputs):
                 entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
@@ -197,12 +239,14 @@ class Prepared:
         recipe = _C.in_force.recipe
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
-        text = self.text(described, flags, training, recipe, version, kwargs)
+        modes = self.main_grad_modes() if self.main_grad_places else ()
+        text = self.text(described, flags, training, recipe, version, kwargs, modes)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
-        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], [], text)
+        buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, modes, strict=False) if mode is not None])
+        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], buffers, text)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
     def _describe(self) -> str:
@@ -214,46 +258,57 @@ class Prepared:
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
             entries = self.entries(flags, None, buffers=True, shared=True, name_instances=bool(made))
-            self.texts[key] = sys.intern(json.dumps([entries, self.required, *key], sort_keys=True))
+            text = _keep(self.texts, key, sys.intern(json.dumps([entries, self.required, *key], sort_keys=True)))
+        else:
+            text = self.texts[key]
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
-            self.__dict__.update(described_text=self.texts[key], described_token=token)  # at once: other threads read them too
-        return self.texts[key]
+            self.__dict__.update(described_text=text, described_token=token)  # at once: other threads read them too
+        return text
 
-    described = property(_C.native_getter(_describe, structure, "described_token", "described_text"))
+    described = property(_C.native_getter(_describe, "changes", "described_token", "described_text"))
 
     def _made_by_fusions(self, recipe: str) -> tuple[Any, ...]:
         """What the registered functions make of these ops under a recipe; empty where none applies."""
         if not python_op.any_fusions():
             return ()
         key = ("fusions", structure.fusions, recipe)
-        if key not in self.texts:
-            self.texts[key] = fusions.fusions_made(self.basic_ops, recipe)
-        return self.texts[key]
+        made = self.texts.get(key)
+        return _keep(self.texts, key, fusions.fusions_made(self.basic_ops, recipe)) if made is None else made
 
     @constant_while_traced
     def text(
-        self, described: str | None, flags: tuple[bool, ...], training: bool, recipe: str, fusions_version: str | None, kwargs: Kwargs | None
+        self,
+        described: str | None,
+        flags: tuple[bool, ...],
+        training: bool,
+        recipe: str,
+        fusions_version: str | None,
+        kwargs: Kwargs | None,
+        modes: tuple[main_grad.Mode, ...] = (),
     ) -> str:
         """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
         but its arguments, all of which Dynamo guards."""
         shared = described is not None
         ours = described if shared else (structure.native_fusions(), structure.fusions)
-        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs))
-        if key not in self.descriptions or shared and self.python_ops:  # these ops are traced now, and no others of the same key
+        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes)
+        known = self.descriptions.get(key)
+        if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
             made = self._made_by_fusions(recipe)
+            entries = self.entries(flags, kwargs, modes, buffers=True, shared=shared, name_instances=bool(made))
             description = {
                 "build": _C.build_id(),
                 "fusions_version": _C.fusions_version() if made else structure.native_fusions(),
-                "ops": self.entries(flags, kwargs, buffers=True, shared=shared, name_instances=bool(made)),
+                "ops": entries,
                 "recipe": json.loads(recipe),
                 "training": self.library_training(flags, training),
+                "version": _C.DESCRIPTION_VERSION,
             }
             if self.required:
                 description["required_fusions"] = self.required
             if made:
                 description["process"] = fingerprint.process
-            self.descriptions[key] = json.dumps(description, sort_keys=True)
-        return self.descriptions[key]
+            known = _keep(self.descriptions, key, (json.dumps(description, sort_keys=True), python_op.holds(entries)))
+        return known[0]
 
     # Cut around units with hooks.
 

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tandem import _C
 from tandem.ops import fingerprint as _fingerprint
 from tandem.ops.fingerprint import Fingerprint
 from tandem.ops.plain import tell_plain
@@ -18,9 +17,24 @@ if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
 
 _Kwargs = Mapping[str, Any]
-_live: dict[str, tuple[list[weakref.ref[BasicOperation]], _Kwargs, str | None]] = {}  # newest first; with the fingerprint in the key, if any
+
+
+class _Key:
+    """What a key stands for. The ops that have it hold it."""
+
+    __slots__ = ("__weakref__", "code", "kwargs", "ops")
+
+    def __init__(self, kwargs: _Kwargs, code: str | None) -> None:
+        self.kwargs = kwargs
+        self.code = code  # the fingerprint in the key, if it is shared
+        self.ops: tuple[weakref.ref[BasicOperation], ...] = ()  # newest first
+
+
+_MOST_KEYS = 64  # of one op: shared ones change with its code and options, and hold the arguments of a call
+_live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
+_NONE = _Key({}, None)
 _instances: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
-_naming = threading.RLock()  # while a list of `_live` is replaced; an op may die meanwhile
+_naming = threading.RLock()  # while an op gets a key; another may die meanwhile
 _fusion_functions = 0  # how many are registered
 
 
@@ -47,38 +61,46 @@ def entry(op: BasicOperation, params: int, buffers: int, kwargs: _Kwargs, *, sha
     is this op's own. Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}"
-    _C.register_python_op(name, op.num_extra_inputs, params, op.num_extra_outputs, buffers)
     code = fingerprint(op) if shared else None
     key = f"{place}#{code}" if shared else f"{op.instance_id}#{_fingerprint.process}"
     if kwargs:
         key += kwargs_key({0: kwargs}) or ""
     with _naming:
-        references = _live.setdefault(key, ([], dict(kwargs), code))[0]
-        others = [reference for reference in references if (known := reference()) is not None and known is not op]
-        references[:] = [weakref.ref(op), *others]
+        found = _live.get(key) or _live.setdefault(key, _Key(dict(kwargs), code))
+        others = [reference for reference in found.ops if (known := reference()) is not None and known is not op]
+        found.ops = (weakref.ref(op), *others)
+        keys = op.__dict__.setdefault("_keys", {})
+        keys.pop(key, None)
+        keys[key] = found  # the last one
+        if len(keys) > _MOST_KEYS:  # the op's own one, which has no arguments, stays: eager pipelines name it
+            del keys[next(name for name, held in keys.items() if held.code is not None or held.kwargs)]
     return {"op": name, "label": type(op).__name__, "options": {"key": key}}
+
+
+def holds(entries: Iterable[dict[str, Any]]) -> list[_Key]:
+    """What the keys in the "ops" of a description stand for: they stay while this is held and the ops live."""
+    keys = [entry["options"]["key"] for entry in entries if entry["op"].startswith("python:")]
+    return [held for key in keys if (held := _live.get(key)) is not None]
 
 
 def live_op(key: str) -> tuple[BasicOperation | None, _Kwargs]:
     """The op that a key stands for, and the arguments. Of several, the one that was described last: that is the one which is being traced.
     One that is alive may have changed since it got the key."""
-    references, kwargs, code = _live.get(key, ([], {}, None))
-    for reference in tuple(references):
+    found = _live.get(key) or _NONE
+    for reference in found.ops:
         op = reference()
-        if op is not None and (code is None or _taken(op).is_called(code)):
-            return op, kwargs
-    return None, kwargs
+        if op is not None and (found.code is None or _taken(op).is_called(found.code)):
+            return op, found.kwargs
+    return None, found.kwargs
 
 
 def is_shared(key: str) -> bool:
     """Whether a key is that of all ops with equal code, and so of traced ones."""
-    return _live.get(key, ([], {}, None))[2] is not None
+    return (_live.get(key) or _NONE).code is not None
 
 
-def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
-    """Arguments of a call as a text. Raises TypeError where one is no plain value."""
-    if not kwargs:
-        return None
+def check_kwargs(kwargs: Mapping[int, _Kwargs]) -> None:
+    """Raises TypeError where an argument is no plain value: others cannot be told apart, or from what they were before."""
     for op_kwargs in kwargs.values():
         for name, value in op_kwargs.items():
             if tell_plain(value, enums=True) is None:
@@ -86,6 +108,13 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
                     f"op_kwargs: expected plain values (numbers, texts, None, lists of them), got {name} of type {type(value).__name__}. "
                     "Pass tensors as extra inputs."
                 )
+
+
+def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
+    """Arguments of a call as a text. Raises TypeError where one is no plain value."""
+    if not kwargs:
+        return None
+    check_kwargs(kwargs)
     return json.dumps({str(i): {n: tell_plain(v, enums=True) for n, v in given.items()} for i, given in kwargs.items()}, sort_keys=True)
 
 

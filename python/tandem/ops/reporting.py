@@ -114,7 +114,7 @@ def _parts_now(run: OpRun) -> list[OpRun]:
 
 def _reports(run: OpRun, format: str) -> list[str]:
     reports = [pipeline.explain(format) for pipeline in run.called_pipelines()]
-    for description in list(run.now.descriptions.values()):
+    for description, _ in list(run.now.descriptions.values()):
         with contextlib.suppress(ValueError):  # one that no call has used
             reports.append(_C.explain_description(description, format))
     for cut in list(run.now.cuts.values()):
@@ -135,7 +135,7 @@ def _cut_report(cut: Cut, format: str) -> list[str]:
 
 def _fusions(run: OpRun) -> set[str]:
     names = {name for pipeline in run.called_pipelines() for name in pipeline.fusions_made()}
-    names.update(name for description in list(run.now.descriptions.values()) for name in _C.fusions_of_description(description))
+    names.update(name for description, _ in list(run.now.descriptions.values()) for name in _C.fusions_of_description(description))
     return names.union(*(_fusions(part.run) for cut in list(run.now.cuts.values()) for part in cut.parts))
 
 
@@ -147,7 +147,7 @@ def _verified(
     def check(part: OpRun, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
         now = part.prepare()
         flags = tuple(op.training for op in now.training_ops)
-        pipeline = now.pipeline(flags, training, None)
+        pipeline = now.pipeline(flags)
         outcomes.append(pipeline.verify([x, *given], now.library_training(flags, training), masks))
 
     if not run.now.hooked():

@@ -10,7 +10,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops.changes import structure
+from tandem.ops import python_op
+from tandem.ops.changes import Changes, structure
 from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class OpRun:
         bindings: Bindings | None = None,
         required: Sequence[str] = (),
         owner: FusibleOperation | None = None,
+        changes: Changes | None = None,
     ) -> None:
+        self.changes = Changes() if changes is None else changes  # of the units and what they consist of
         self.units = tuple(units)
         self.owner = owner  # whose forward this is: its hooks have run already
         self.given_bindings = bindings
@@ -41,12 +44,12 @@ class OpRun:
 
         Threads may be in here at the same time: what is read changes `token` once it has changed, so what a late one leaves is looked at again.
         """
-        token, last = structure.token, self.now
+        token, last = self.changes.token, self.now
         if last.token is token:
             return last
         for unit in (*self.units, self.owner):
             if unit is not None:
-                unit._capture()
+                unit._capture(self.changes)
         # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
         ops = tuple(op for unit in units for op in unit.flat_ops())
@@ -54,12 +57,12 @@ class OpRun:
         written = [[(id(at), name) for places in (op.parameter_places(), op.buffer_places()) for at, name in places] for op in ops if op.is_python_op]
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
         is_same = captured == last.captured
-        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured)
+        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured, self.changes)
         now.token = token
         self.__dict__.update(now=now, token=token)  # at once: other threads read them too
         return now
 
-    prepared = property(_C.native_getter(prepare, structure, "token", "now"))  # as Dynamo sees it
+    prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # as Dynamo sees it
 
     def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None = None) -> Outputs:
         if is_dynamo_compiling():
@@ -67,17 +70,24 @@ class OpRun:
             now.check_count(extra)
             return self.call_cut(now.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
         now = self.now
-        if now.token is not structure.token:
+        if now.token is not self.changes.token:
             now = self.prepare()
         now.check_count(extra)
         if now.has_own_calls:
             return self.call_cut(now.cut().parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in now.training_ops])
-        pipeline = now.pipelines.get((flags, None)) if kwargs is None else None
-        if pipeline is None:
-            pipeline = now.pipeline(flags, training, kwargs)
+        if now.main_grad_places:
+            pipeline = now.pipeline(flags, now.main_grad_modes())
+        else:
+            pipeline = now.pipelines.get(flags)
+            if pipeline is None:
+                pipeline = now.pipeline(flags)
         in_training = now.library_training(flags, training) if flags else training
-        outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
+        if kwargs is not None:
+            python_op.check_kwargs(kwargs)
+            outputs = pipeline.call_with_arguments(x, list(extra), in_training, dict(kwargs))
+        else:
+            outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         if outputs is not None:
             return outputs
         for tensor in (x, *extra):
@@ -96,7 +106,7 @@ class OpRun:
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         now = self.prepare()
-        return None if now.training_ops or now.num_extra_inputs or now.has_own_calls else now.pipeline((), True, None)
+        return None if now.training_ops or now.num_extra_inputs or now.has_own_calls or now.main_grad_places else now.pipeline(())
 
     def call_cut(
         self,

@@ -15,11 +15,12 @@ from tandem.ops.op import FusibleOperation
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun, Outputs
 from tandem.ops.tracing import extras_of_fx_root
-from tandem.ops.changes import capture, structure, watch
+from tandem.ops.changes import Changes, capture, watch
 
 Runs = list[OpRun | torch.nn.Module]
 _NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
-_NOTHING_MADE = {"_made": (None, None, None, ()), "_token": None, "_runs": None}  # what calls take at once; what Dynamo does
+_NOTHING = Changes()
+_NOTHING_MADE = {"_made": (_NOTHING, None, None, None, ()), "_changes": None, "_token": None, "_runs": None}  # what calls take at once; what Dynamo does
 
 
 class Sequential(ReportingMixin, torch.nn.Module):
@@ -35,6 +36,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
     >>> mlp[1], len(mlp[1:])
     (Linear(in_features=8, out_features=32, bias=True), 3)
     """
+
+    _made: Any = _NOTHING_MADE["_made"]  # of a copy
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         """Makes a container.
@@ -156,8 +159,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
         if is_dynamo_compiling():
             runs = self._prepared_runs
         else:
-            token, pipeline, runs, _ = self._made
-            if token is not structure.token:
+            changes, token, pipeline, runs, _ = self._made
+            if token is not changes.token:
                 runs = self._prepare()
             elif pipeline is not None and extra_inputs is _NO_EXTRAS and op_kwargs is None:
                 outputs = pipeline(input, self.training)
@@ -219,25 +222,27 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     def _prepare(self) -> Runs:
         """Makes the pipelines of the list as it is now."""
-        token, last = structure.token, self._made
-        known, _, runs, captured = last
+        changes, known, _, runs, captured = self._made
+        if changes is _NOTHING:
+            changes = Changes()
+        token = changes.token
         if known is token:
             return runs
-        capture(self)
+        capture(self, changes)
         modules = tuple(self._modules.values())
         if runs is None or len(modules) != len(captured) or not all(map(operator.is_, modules, captured)):
-            runs = self._make_runs(modules)
+            runs = self._make_runs(modules, changes)
         for run in runs:
             if isinstance(run, OpRun):
                 run.prepare()
         is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
-        made = (token, runs[0].plain_pipeline() if is_simple else None, runs, modules)
-        self.__dict__.update(_made=made, _token=token, _runs=runs)  # at once: other threads read them too
+        made = (changes, token, runs[0].plain_pipeline() if is_simple else None, runs, modules)
+        self.__dict__.update(_made=made, _changes=changes, _token=token, _runs=runs)  # at once: other threads read them too
         return runs
 
-    _prepared_runs = property(_C.native_getter(_prepare, structure, "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
+    _prepared_runs = property(_C.native_getter(_prepare, "_changes", "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
 
-    def _make_runs(self, modules: tuple[torch.nn.Module, ...]) -> Runs:
+    def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
         runs: Runs = []
         units: list[FusibleOperation] = []
         for module in [*modules, None]:
@@ -245,14 +250,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 units.append(module)
                 continue
             if units:
-                runs.append(OpRun(units, None, self._required))
+                runs.append(OpRun(units, None, self._required, changes=changes))
                 units = []
             if module is not None:
                 runs.append(module)
         return runs
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **_NOTHING_MADE}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOTHING_MADE}
 
 
 def _checked(module: Any) -> torch.nn.Module:

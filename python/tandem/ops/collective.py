@@ -1,0 +1,82 @@
+"""Collectives over a process group as operations, along the first dimension: each is started as early and waited for as late as it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed
+
+from tandem.ops.op import BasicOperation
+
+
+class _Collective(BasicOperation):
+    """A collective over `process_group`; None: that of all processes."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        super().__init__()
+        self.process_group = checked_group(type(self).__name__, process_group)
+        self.process_group_size = self.process_group.size()
+
+    def _options(self) -> dict[str, Any]:
+        import torch.distributed._functional_collectives  # noqa: F401  shapes of what is started, for tracing
+
+        return {"group": self.process_group.group_name, "size": self.process_group_size}
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy, in this process or another, takes part in the group of the same name
+        return {**super().__getstate__(), "process_group": self.process_group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "process_group": torch.distributed.distributed_c10d._resolve_process_group(state["process_group"])})
+
+    def extra_repr(self) -> str:
+        return f"group={self.process_group.group_name}, size={self.process_group_size}"
+
+
+class AllGather(_Collective):
+    """y = the rows of all ranks, [rows, ...] -> [size * rows, ...]; the gradient is the rank's rows of the sum of gradients."""
+
+    _kind = "all_gather"
+
+
+class ReduceScatter(_Collective):
+    """y = the rank's rows of the sum over ranks, [rows, ...] -> [rows / size, ...]; the gradient is those of all ranks."""
+
+    _kind = "reduce_scatter"
+
+
+class AllReduce(_Collective):
+    """y = the sum over ranks; the gradient is that of y, which all ranks hold."""
+
+    _kind = "all_reduce"
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        """Makes a sum over ranks.
+
+        Args:
+            process_group: who takes part; None: all processes.
+            reduce_in_backward: accepted as by TransformerEngine, which does not use it either.
+        """
+        super().__init__(process_group)
+        self._reduce_in_backward = reduce_in_backward
+
+
+class ReduceGradient(_Collective):
+    """y is x, which all ranks hold; the gradient is the sum over ranks."""
+
+    _kind = "reduce_gradient"
+
+
+def checked_group(op: str, group: Any) -> Any:
+    """The process group, that of all processes where it is None."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise RuntimeError(
+            f"{op}: expected processes that know each other, got none. Call torch.distributed.init_process_group first."
+        )
+    if group is None:
+        return torch.distributed.group.WORLD
+    if not hasattr(group, "group_name"):
+        raise TypeError(f"{op}: expected a torch.distributed process group, got {type(group).__name__}. Pass what new_group returned.")
+    return group
+
+
+__all__ = ["AllGather", "AllReduce", "ReduceGradient", "ReduceScatter", "checked_group"]

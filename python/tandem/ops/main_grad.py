@@ -1,0 +1,67 @@
+"""Gradients that go into `weight.main_grad`: what training frameworks with gradient buffers of their own agree on with this library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+Place = tuple[torch.nn.Module, str]
+Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
+
+
+def modes(op: str, places: Sequence[Place]) -> tuple[Mode, ...]:
+    """How the gradients of these parameters are given back in a call. Raises RuntimeError where a parameter has no `main_grad`."""
+    if not torch.is_grad_enabled():
+        return (None,) * len(places)
+    found: list[Mode] = []
+    for module, name in places:
+        param = getattr(module, name)
+        if not param.requires_grad:
+            found.append(None)
+            continue
+        buffer(param, op)
+        dummy = "none"
+        if hasattr(param, "grad_added_to_main_grad"):  # whose owner waits for a gradient to know that main_grad is there
+            dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
+        found.append((dummy, bool(getattr(param, "overwrite_main_grad", False))))
+    return tuple(found)
+
+
+def buffer(param: Any, op: str = "Linear") -> torch.Tensor:
+    """The parameter's `main_grad` as it is now."""
+    if hasattr(param, "__fsdp_param__"):
+        param.main_grad = param.get_main_grad()
+    main_grad = getattr(param, "main_grad", None)
+    if not isinstance(main_grad, torch.Tensor):
+        raise RuntimeError(
+            f"{op}: expected a tensor as main_grad of the weight, as accumulate_into_main_grad=True asks, got {type(main_grad).__name__}. Assign "
+            "weight.main_grad = torch.zeros_like(weight) before the call, or build the op without."
+        )
+    return main_grad
+
+
+def announce(param: Any) -> None:
+    """Tells the parameter's owner, if it wants to know, that the gradient is, or will be, in main_grad."""
+    if hasattr(param, "grad_added_to_main_grad"):
+        param.grad_added_to_main_grad = True
+
+
+def take(param: Any) -> torch.Tensor:
+    """What the library calls when backward is about to write the gradient of `param`."""
+    announce(param)
+    return buffer(param)
+
+
+def buffers(places: Sequence[Place]) -> list[torch.Tensor]:
+    """For a call through the dispatcher, which is given them with the other tensors."""
+    params = [getattr(module, name) for module, name in places]
+    if not is_dynamo_compiling():
+        for param in params:
+            announce(param)
+    return [buffer(param) for param in params]
+
+
+__all__ = ["announce", "buffer", "buffers", "modes", "take"]

@@ -1,0 +1,178 @@
+"""Tensor and sequence parallelism over gloo processes, against one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing import assert_close
+
+from tandem import ops
+
+HIDDEN, WIDE, ROWS = 8, 24, 6
+
+
+def full(bias: bool) -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(ops.RMSNorm(HIDDEN), ops.Linear(HIDDEN, WIDE, bias=bias), ops.GELU(), ops.Linear(WIDE, HIDDEN, bias=bias))
+
+
+def sharded(rank: int, size: int, sequence_parallel: bool, bias: bool) -> ops.Sequential:
+    """The same block, of which a rank holds some features of the inner dimension."""
+    whole = full(bias)
+    parallel: dict[str, Any] = {"sequence_parallel": sequence_parallel, "bias": bias}
+    block = ops.Sequential(
+        ops.RMSNorm(HIDDEN),
+        ops.Linear(HIDDEN, WIDE, tensor_parallel_mode="column", **parallel),
+        ops.GELU(),
+        ops.Linear(WIDE, HIDDEN, tensor_parallel_mode="row", **parallel),
+    )
+    with torch.no_grad():
+        block[0].weight.copy_(whole[0].weight)
+        block[1].weight.copy_(whole[1].weight.chunk(size)[rank])
+        block[3].weight.copy_(whole[3].weight.chunk(size, 1)[rank])
+        if bias:
+            block[1].bias.copy_(whole[1].bias.chunk(size)[rank])
+            block[3].bias.copy_(whole[3].bias / size)  # a term of the sum over ranks
+    return block
+
+
+def check_against_one_process(rank: int, size: int, sequence_parallel: bool, bias: bool, compiled: bool) -> None:
+    block, whole = sharded(rank, size, sequence_parallel, bias), full(bias)
+    call = torch.compile(block, fullgraph=True) if compiled else block
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (block, whole)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+        grad = torch.randn(ROWS, HIDDEN, generator=generator)
+        own = slice(None) if not sequence_parallel else slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+        x_own = x.detach()[own].clone().requires_grad_()
+        expected, y = whole(x), call(x_own)
+        expected.backward(grad)
+        y.backward(grad[own])
+        assert_close(y, expected[own])
+        assert_close(x_own.grad, x.grad[own])
+        assert_close(block[1].weight.grad, whole[1].weight.grad.chunk(size)[rank])
+        assert_close(block[3].weight.grad, whole[3].weight.grad.chunk(size, 1)[rank])
+        if sequence_parallel:  # what all ranks hold alike sees the rank's rows only, as in Megatron
+            dist.all_reduce(block[0].weight.grad)
+        assert_close(block[0].weight.grad, whole[0].weight.grad)
+        if bias:  # each rank's is a term of the sum, as in TransformerEngine: all of them move
+            block[3].bias.grad /= size
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_order(rank: int, size: int, *_: Any) -> None:
+    """The product of grad_weight stands between the start of a collective and the wait for it."""
+    block = sharded(rank, size, True, True)
+    block(torch.randn(ROWS // size, HIDDEN, requires_grad=True)).sum().backward()
+    text = block.explain()
+    backward = text[text.index("backward") :]
+    column = re.search(r"all_gather\.grad_start(?:.|\n)*?basic_linear\.grad_weight(?:.|\n)*?all_gather\.grad_wait", backward)
+    assert column is not None, backward
+    assert "again_start" in backward, backward
+    kept = text[text.index("kept for backward") : text.index("\n  backward")]
+    assert "all_gather.y" not in kept, "the gathered rows are gathered again, not kept"
+
+
+def check_masks(rank: int, size: int, *_: Any) -> None:
+    """A frozen weight gathers nothing again; an input without a gradient scatters none."""
+    block = sharded(rank, size, True, True)
+    block[1].weight.requires_grad_(False)
+    block(torch.randn(ROWS // size, HIDDEN)).sum().backward()
+    text = block.explain()
+    assert "again_start" not in text
+    assert block[0].weight.grad is not None
+
+
+def check_errors(rank: int, size: int, *_: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected out_features that {size} ranks share evenly, got 7. Use a multiple of {size}"):
+        ops.Linear(8, 7, tensor_parallel_mode="column")
+    with pytest.raises(ValueError, match='expected tensor_parallel_mode None, "column" or "row", got \'rows\''):
+        ops.Linear(8, 8, tensor_parallel_mode="rows")
+    row = ops.Linear(8 * size, 8, tensor_parallel_mode="row", sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"reduce_scatter: expected a first dimension that the \d+ ranks of the group share evenly, got x of"):
+        row(torch.randn(size + 1, 8))
+    with pytest.raises(TypeError, match="expected a torch.distributed process group, got int. Pass what new_group returned"):
+        ops.AllReduce(3)
+
+
+def check_copies(rank: int, size: int, *_: Any) -> None:
+    block = sharded(rank, size, True, True)
+    x = torch.randn(ROWS // size, HIDDEN)
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(copied(x), block(x))
+        assert copied[1].tensor_parallel_group is block[1].tensor_parallel_group
+
+
+def check_ops(rank: int, size: int, *_: Any) -> None:
+    x = torch.full((size, 2), float(rank + 1), requires_grad=True)
+    total = sum(range(1, size + 1))
+    y = ops.AllReduce()(x)
+    assert torch.equal(y, torch.full((size, 2), float(total)))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(size, 2))
+    gathered = ops.AllGather()(x)
+    assert gathered.shape == (size * size, 2) and torch.equal(gathered[:: size, 0], torch.arange(1.0, size + 1))
+    scattered = ops.ReduceScatter()(gathered)
+    assert torch.equal(scattered, x * size)
+    with torch.no_grad():
+        assert torch.equal(ops.Sequential(ops.AllGather(), ops.Identity())(x), gathered)
+
+
+def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        for check, *arguments in checks:
+            try:
+                check(rank, size, *arguments)
+            except Exception as error:
+                error.add_note(f"in {check.__name__}{tuple(arguments)}")
+                raise
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(tmp_path: Path, size: int, *checks: tuple[Any, ...]) -> None:
+    """Runs checks one after the other: starting processes takes longer than they do."""
+    mp.spawn(run, (size, str(tmp_path / "store"), list(checks)), nprocs=size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_block_on_several_ranks_equals_one_process(tmp_path: Path, size: int) -> None:
+    cases = [(sequence_parallel, bias) for sequence_parallel in (False, True) for bias in (False, True)]
+    spawn(tmp_path, size, *[(check_against_one_process, *case, False) for case in cases])
+
+
+def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> None:
+    spawn(tmp_path, 2, *[(check_against_one_process, sequence_parallel, True, True) for sequence_parallel in (False, True)])
+
+
+def test_order_masks_errors_copies_and_ops_on_two_ranks(tmp_path: Path) -> None:
+    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_copies,), (check_ops,))
+
+
+def test_a_group_is_needed() -> None:
+    with pytest.raises(RuntimeError, match="expected processes that know each other, got none. Call torch.distributed.init_process_group first"):
+        ops.Linear(4, 4, tensor_parallel_mode="column")
+
+
+def test_one_rank_is_no_parallelism(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        linear = ops.Linear(4, 4, tensor_parallel_mode="row", sequence_parallel=True)
+        assert linear.tensor_parallel_mode is None and len(linear.basic_ops) == 2 and not linear.sequence_parallel
+        assert linear.tensor_parallel_group is None
+    finally:
+        dist.destroy_process_group()
+    assert ops.Linear(4, 4, sequence_parallel=True).tensor_parallel_size == 1
