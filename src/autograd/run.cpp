@@ -45,9 +45,9 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
   if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
   for (size_t i = 0; i < plan.workspaces.size(); ++i)
     frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
-  TORCH_CHECK_VALUE(plan.buffers.empty() || arguments.buffers.count == plan.buffers.size(),
-                    "pipeline: expected ", plan.buffers.size(), " buffers, got ",
-                    arguments.buffers.count, ". Pass one tensor for each that an op writes.");
+  TORCH_CHECK_VALUE(arguments.buffers.count == plan.buffers.size(), "pipeline: expected ",
+                    plan.buffers.size(), " buffers, got ", arguments.buffers.count,
+                    ". Pass one tensor for each that an op writes.");
   if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
   frame.give(arguments.given);
   if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);

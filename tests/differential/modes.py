@@ -325,7 +325,7 @@ def unfused(built: Built, training: bool) -> Callable[..., list[torch.Tensor]]:
         built.module._prepare()
         run = built.module._runs[0].now
         flags = tuple(op.training for op in run.training_ops)
-        text = run.pipeline(flags, training, None).description(run.library_training(flags, training))
+        text = run.pipeline(flags).description(run.library_training(flags, training))
         description = json.dumps({**json.loads(text), "fuse": False})
         params = [module._parameters[name] for module, name in run.places]
         return list(torch.ops.tandem.pipeline(x, list(extras), params, [], [], [], description))

@@ -40,6 +40,9 @@ def cases(layout="contiguous", dtype=torch.float32):
     matrix = torch.randn(4, 8).to(dtype)
     workspace = [t.clone() for t in quantized(matrix)]
     stamp = torch.zeros(STAMP, dtype=torch.int64)
+    flat, flat_y = x.reshape(-1, 8), y.reshape(-1, 8)
+    splits = torch.tensor([flat.shape[0] // 2, 0, flat.shape[0] // 4])
+    matrices, biases = list(torch.randn(3, 5, 8).to(dtype)), list(torch.randn(3, 5).to(dtype))
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     return {
         "activation_backward": [y, x, "gelu", [True, True, True]],
@@ -50,6 +53,9 @@ def cases(layout="contiguous", dtype=torch.float32):
         "dropout": [x, SEED, 0.25],
         "glu_backward": [y, wide, "silu", [True, True, True]],
         "glu_forward": [wide, None, "gelu", [False, True]],
+        "grouped_grad_weight": [flat_y, flat, splits, 3],
+        "grouped_product": [flat, splits, matrices, biases, True],
+        "grouped_sum_rows": [flat_y, splits, 3],
         "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
         "layer_norm_forward": [x, weight, bias, 1e-5, False],
         "layer_norm_quantize": [x, weight, bias, 1e-5, False, "e4m3", 0.0, False, True],
@@ -66,7 +72,7 @@ def cases(layout="contiguous", dtype=torch.float32):
 
 def test_every_op_has_a_case():
     names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("tandem::")}
-    assert names == set(cases())
+    assert names - {"all_gather_again"} == set(cases()), "all but one that needs a process group: tests/python/test_collectives.py"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -221,7 +221,7 @@ def test_options_take_tensors_of_one_number():
 
 
 BAD_ARGUMENTS = [
-    (lambda: ops.Linear(0, 3), ValueError, "BasicLinear: expected in_features to be a whole number > 0, got 0"),
+    (lambda: ops.Linear(0, 3), ValueError, "Linear: expected in_features to be a whole number > 0, got 0"),
     (lambda: ops.Linear(3, True), ValueError, "expected out_features to be a whole number > 0, got True"),
     (lambda: ops.Bias(-1), ValueError, "Bias: expected size to be a whole number > 0, got -1"),
     (lambda: ops.RMSNorm(8, eps=-1), ValueError, "RMSNorm: expected eps >= 0, got -1"),
@@ -249,20 +249,22 @@ BAD_ARGUMENTS = [
     (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
     (lambda: ops.Bias(4, tensor_parallel=True), NotImplementedError, "Bias: expected tensor_parallel=False, got True"),
 ]
+BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))
+BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, tensor_parallel_mode="rows"), ValueError, 'Linear: expected tensor_parallel_mode None, "column" or'))
+BAD_ARGUMENTS.append((lambda: ops.BasicLinear(0, 4), ValueError, "BasicLinear: expected in_features to be a whole number > 0, got 0"))
+BAD_ARGUMENTS.append(
+    (
+        lambda: ops.Linear(4, 4, accumulate_into_main_grad=2),
+        ValueError,
+        "BasicLinear: expected accumulate_into_main_grad to be True or False, got 2",
+    )
+)
 for argument, value in [
     ("tensor_parallel_mode", "column"),
     ("tensor_parallel_group", 1),
     ("sequence_parallel", True),
     ("rng_state_tracker_function", id),
-    ("accumulate_into_main_grad", True),
 ]:
-    BAD_ARGUMENTS.append(
-        (
-            lambda argument=argument, value=value: ops.Linear(4, 4, **{argument: value}),
-            NotImplementedError,
-            f"Linear: expected {argument}=",
-        )
-    )
     BAD_ARGUMENTS.append(
         (
             lambda argument=argument, value=value: ops.BasicLinear(4, 4, **{argument: value}),

@@ -13,6 +13,11 @@ class _Collective(BasicOperation):
     """A collective over `process_group`; None: that of all processes."""
 
     def __init__(self, process_group: Any = None) -> None:
+        """Makes a collective.
+
+        Args:
+            process_group: who takes part; None: all processes.
+        """
         super().__init__()
         self.process_group = checked_group(type(self).__name__, process_group)
         self.process_group_size = self.process_group.size()
