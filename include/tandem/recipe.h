@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <variant>
 
 #include "tandem/export.h"
 
@@ -19,6 +20,9 @@ struct Float8CurrentScaling {
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
+/// A recipe, whichever it is.
+using Recipe = std::variant<Float8CurrentScaling>;
+
 struct Region;
 
 /// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
@@ -28,7 +32,7 @@ struct Region;
 ///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
 class TANDEM_API Autocast {
  public:
-  explicit Autocast(bool enabled = true, const Float8CurrentScaling& recipe = {});
+  explicit Autocast(bool enabled = true, const Recipe& recipe = Float8CurrentScaling{});
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass
 
 __all__ = ["Float8CurrentScaling", "Format", "Recipe"]
@@ -71,12 +72,25 @@ class Float8CurrentScaling(Recipe):
                 )
 
     def to_json(self) -> str:  # formatted by hand, as Dynamo traces it
-        epsilons = f"[{float(self.amax_epsilon_input)},{float(self.amax_epsilon_weight)},{float(self.amax_epsilon_grad_output)}]"
         power_2 = "true" if self.use_power_2_scales else "false"
         return (
-            f'{{"amax_epsilon":{epsilons},"fp8_format":"{self.fp8_format.value}",'
+            f'{{"amax_epsilon_grad_output":{float(self.amax_epsilon_grad_output)},"amax_epsilon_input":{float(self.amax_epsilon_input)},'
+            f'"amax_epsilon_weight":{float(self.amax_epsilon_weight)},"fp8_format":"{self.fp8_format.value}",'
             f'"name":"Float8CurrentScaling","use_power_2_scales":{power_2}}}'
         )
+
+
+_RECIPES: tuple[type[Recipe], ...] = (Float8CurrentScaling,)
+
+
+def recipe_from_json(text: str) -> Recipe:
+    """The recipe of `to_json`: its fields are what the constructor calls them."""
+    fields = json.loads(text)
+    name = fields.pop("name")
+    known = {recipe.__name__: recipe for recipe in _RECIPES}
+    if name not in known:
+        raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")
+    return known[name](**{field: Format(value) if field == "fp8_format" else value for field, value in fields.items()})
 
 
 def __dir__() -> list[str]:

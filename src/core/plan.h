@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/step.h"
+#include "kernel_ops/format.h"
 
 namespace tandem {
 
@@ -61,7 +62,7 @@ class BackwardPlans {
 /// How a value gets from forward to backward.
 struct Kept {
   Value value;
-  uint8_t part = 0;  ///< of a quantized group
+  uint8_t part = 0;  ///< of a value in codes
   bool is_output = false;
 };
 
@@ -74,6 +75,13 @@ struct Overwritten {
   Values read_later;   ///< other values that later steps or backward read, and outputs
 };
 
+/// A weight whose codes are cached: its tensors stand among the plan's workspaces, those that `parts` says, then the stamp.
+struct CachedWeight {
+  Value weight = Value::none;
+  const Quantizer* quantizer = nullptr;
+  GroupMask parts = {};
+};
+
 struct Plan {
   std::vector<Type> types;
   /// By value: its first tensor slot, or its place among opaque values or shapes.
@@ -83,8 +91,8 @@ struct Plan {
   Values inputs;  ///< the main input, then extra inputs
   Values params;
   Values buffers;     ///< of the caller, which steps mutate
-  Values workspaces;  ///< codes, dequant_scale, amax and stamp of each of `workspace_weights`
-  Values workspace_weights;
+  Values workspaces;  ///< those of each of `cached_weights`
+  std::vector<CachedWeight> cached_weights;
   Values outputs;                          ///< the main output, then public extra outputs
   std::vector<bool> output_requires_grad;  ///< floating, and behind something that requires grad
 

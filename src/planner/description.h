@@ -44,7 +44,7 @@ struct OpGroup {
 
 struct Description {
   std::vector<OpNode> ops;
-  std::optional<Float8CurrentScaling> recipe;
+  std::optional<Recipe> recipe;
   bool training = true;
   bool fuse = true;            ///< false: no fusion at all, what `verify` compares with
   bool cache_weights = false;  ///< workspaces are passed in for the codes of weights

@@ -153,29 +153,32 @@ TEST(Lowering, CodesOfOneTensorAreMadeOnce) {
        "basic_linear", "identity"},
       {leaf({2, 4})}, {leaf({4, 4})}, kRecipe);
   EXPECT_EQ(planned.forward(),
-            "quantize: x -> x in e4m3\n"
-            "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in e4m3\n"
-            "basic_linear: x in e4m3, 1.basic_linear.weight in e4m3 -> 1.basic_linear.y\n");
-  EXPECT_EQ(planned.backward(),
-            "quantize: grad of 1.basic_linear.y -> grad of 1.basic_linear.y in e5m2\n"
-            "basic_linear.grad_x: grad of 1.basic_linear.y in e5m2, 1.basic_linear.weight in e4m3 "
-            "-> grad of x\n"
-            "basic_linear.grad_weight: grad of 1.basic_linear.y in e5m2, x in e4m3 -> grad of "
-            "1.basic_linear.weight\n");
+            "quantize: x -> x in fp8_e4m3\n"
+            "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in fp8_e4m3\n"
+            "basic_linear: x in fp8_e4m3, 1.basic_linear.weight in fp8_e4m3 -> 1.basic_linear.y\n");
+  EXPECT_EQ(
+      planned.backward(),
+      "quantize: grad of 1.basic_linear.y -> grad of 1.basic_linear.y in fp8_e5m2\n"
+      "basic_linear.grad_x: grad of 1.basic_linear.y in fp8_e5m2, 1.basic_linear.weight in "
+      "fp8_e4m3 "
+      "-> grad of x\n"
+      "basic_linear.grad_weight: grad of 1.basic_linear.y in fp8_e5m2, x in fp8_e4m3 -> grad of "
+      "1.basic_linear.weight\n");
 }
 
 TEST(Lowering, CachedWeightsComeFromTheirWorkspaceInBothDirections) {
   const Planned planned({"basic_linear"}, {leaf({2, 4})}, {leaf({4, 4})},
                         R"({"fuse": false, "cache_weights": true,
                             "recipe": {"name": "Float8CurrentScaling"}})");
-  EXPECT_THAT(
-      planned.forward(),
-      ::testing::HasSubstr("refresh_weight: 0.basic_linear.weight, 0.basic_linear.weight.codes, "
-                           "0.basic_linear.weight.dequant_scale, 0.basic_linear.weight.amax, "
-                           "0.basic_linear.weight.stamp -> 0.basic_linear.weight in e4m3\n"));
+  EXPECT_THAT(planned.forward(),
+              ::testing::HasSubstr(
+                  "refresh_weight: 0.basic_linear.weight, 0.basic_linear.weight.row_codes, "
+                  "0.basic_linear.weight.row_scale, 0.basic_linear.weight.amax, "
+                  "0.basic_linear.weight.stamp -> 0.basic_linear.weight in fp8_e4m3\n"));
   EXPECT_THAT(planned.backward(), ::testing::HasSubstr("refresh_weight: "));
   EXPECT_EQ(planned.plan().workspaces.size(), 4u);
-  EXPECT_THAT(planned.kept(), ::testing::UnorderedElementsAre("0.basic_linear.weight", "x in e4m3"))
+  EXPECT_THAT(planned.kept(),
+              ::testing::UnorderedElementsAre("0.basic_linear.weight", "x in fp8_e4m3"))
       << "the weight itself, never its codes, which the next forward may overwrite";
 }
 
@@ -183,8 +186,8 @@ TEST(Lowering, TheOpQuantizeFeedsTheProductBehindIt) {
   const Planned planned(
       {R"(quantize {"options": {"forward": true, "backward": true}})", "basic_linear"},
       {leaf({2, 4})}, {leaf({4, 4})}, kRecipe);
-  EXPECT_THAT(planned.forward(), ::testing::StartsWith("quantize: x -> x in e4m3\n"));
-  EXPECT_THAT(planned.forward(), ::testing::HasSubstr("basic_linear: x in e4m3, "));
+  EXPECT_THAT(planned.forward(), ::testing::StartsWith("quantize: x -> x in fp8_e4m3\n"));
+  EXPECT_THAT(planned.forward(), ::testing::HasSubstr("basic_linear: x in fp8_e4m3, "));
   EXPECT_THAT(planned.backward(), ::testing::HasSubstr("dequantize: "));
   const Planned without({"quantize"}, {leaf({2, 4})}, {});
   EXPECT_EQ(without.forward(), "") << "a rename without a recipe";
