@@ -20,8 +20,20 @@ struct Float8CurrentScaling {
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
+/// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product sums over (OCP MX).
+struct MXFP8BlockScaling {
+  enum class Format : unsigned char {
+    hybrid,  ///< inputs and weights E4M3, gradients E5M2
+    e4m3,    ///< everything E4M3
+  };
+  Format fp8_format = Format::e4m3;
+  bool enable_2d_quantization =
+      false;  ///< blocks of weights are 32 by 32, so that both directions have the same codes
+  bool operator==(const MXFP8BlockScaling&) const = default;
+};
+
 /// A recipe, whichever it is.
-using Recipe = std::variant<Float8CurrentScaling>;
+using Recipe = std::variant<Float8CurrentScaling, MXFP8BlockScaling>;
 
 struct Region;
 

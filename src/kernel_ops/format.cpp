@@ -23,6 +23,7 @@
 #include <shared_mutex>
 
 #include "kernel_ops/checks.h"
+#include "kernel_ops/mx_scaling.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/tensor_scaling.h"
 
@@ -32,11 +33,13 @@ namespace {
 
 using kernels::Fp8Format;
 
-constexpr const ScalingDef* kOfTensors[] = {&kCurrentScaling};
+constexpr const ScalingDef *kOfTensors[] = {&kCurrentScaling}, *kOfMxBlocks[] = {&kMxScaling};
 
 const FormatDef kFormats[] = {
     {"fp8_e4m3", Fp8Format::e4m3, kTensorScale, kOfTensors},
     {"fp8_e5m2", Fp8Format::e5m2, kTensorScale, kOfTensors},
+    {"mxfp8_e4m3", Fp8Format::e4m3, kMxScale, kOfMxBlocks},
+    {"mxfp8_e5m2", Fp8Format::e5m2, kMxScale, kOfMxBlocks},
 };
 
 std::string joined(std::string text, std::string_view next) {

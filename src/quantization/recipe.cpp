@@ -73,6 +73,31 @@ struct Rules<Float8CurrentScaling> {
   }
 };
 
+template <>
+struct Rules<MXFP8BlockScaling> {
+  using Recipe = MXFP8BlockScaling;
+  static constexpr const char* kName = "MXFP8BlockScaling";
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    Quantizer options = quantizer(is_wide(recipe, slot.role) ? "mxfp8_e5m2" : "mxfp8_e4m3");
+    options.square_blocks = recipe.enable_2d_quantization && slot.role == Role::weight;
+    return quantizer(std::move(options));
+  }
+
+  static nlohmann::json fields(const Recipe& recipe) {
+    return {{"fp8_format", name_of(recipe.fp8_format)},
+            {"enable_2d_quantization", recipe.enable_2d_quantization}};
+  }
+
+  static Recipe parse(Fields& fields) {
+    Recipe recipe;
+    std::string format = name_of(recipe.fp8_format);
+    fields.get("fp8_format", format).get("enable_2d_quantization", recipe.enable_2d_quantization);
+    recipe.fp8_format = format_of<Recipe::Format>(format);
+    return recipe;
+  }
+};
+
 template <size_t... I>
 std::optional<Recipe> parse_named(const std::string& name, Fields& fields,
                                   std::index_sequence<I...>) {

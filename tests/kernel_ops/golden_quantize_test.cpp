@@ -40,7 +40,8 @@ const Quantizer& quantizer_of(const std::string& prefix, const nlohmann::json& o
 
 class GoldenQuantize : public ::testing::TestWithParam<Family> {};
 INSTANTIATE_TEST_SUITE_P(Families, GoldenQuantize,
-                         ::testing::Values(Family{"golden_fp8", "_current_", "fp8_", 12}),
+                         ::testing::Values(Family{"golden_fp8", "_current_", "fp8_", 12},
+                                           Family{"golden_formats", "_mxfp8_", "mxfp8_", 13}),
                          [](const auto& info) { return std::string(info.param.format) + "all"; });
 
 TEST_P(GoldenQuantize, CodesScalesAndNumbers) {

@@ -234,9 +234,8 @@ TEST(DescriptionErrors, BadOptions) {
 }
 
 TEST(DescriptionErrors, UnknownRecipe) {
-  EXPECT_THAT(
-      parsing({"gelu"}, R"({"recipe": {"name": "MXFP4"}})"),
-      ThrowsText<c10::ValueError>("recipe: expected \"Float8CurrentScaling\", got \"MXFP4"));
+  EXPECT_THAT(parsing({"gelu"}, R"({"recipe": {"name": "MXFP4"}})"),
+              ThrowsText<c10::ValueError>("\"MXFP8BlockScaling\", got \"MXFP4"));
 }
 
 TEST(DescriptionErrors, RecipeFields) {

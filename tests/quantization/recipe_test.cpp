@@ -41,13 +41,28 @@ TEST(Recipe, FormatAndEpsilonOfEachRole) {
   EXPECT_EQ(text(Role::grad_output), "fp8_e4m3:current:eps=1e-12:pow2=1");
 }
 
+TEST(Recipe, MxBlocksOfEachRole) {
+  MXFP8BlockScaling recipe;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  for (const Role role : {Role::input, Role::weight, Role::grad_output})
+    EXPECT_EQ(text(role), "mxfp8_e4m3");
+  recipe.fp8_format = MXFP8BlockScaling::Format::hybrid;
+  recipe.enable_2d_quantization = true;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(text(Role::input), "mxfp8_e4m3");
+  EXPECT_EQ(text(Role::weight), "mxfp8_e4m3:2d=1");
+  EXPECT_EQ(text(Role::grad_output), "mxfp8_e5m2");
+}
+
 TEST(RecipeErrors, UnknownNameAndFormat) {
   EXPECT_THAT(
       [] {
         recipe_from_json({{"name", "DelayedScaling"}});
       },
-      ThrowsText<c10::ValueError>("recipe: expected \"Float8CurrentScaling\", got \"",
-                                  "got \"DelayedScaling\"", "the recipes that this version knows"));
+      ThrowsText<c10::ValueError>(
+          "recipe: expected \"Float8CurrentScaling\" or \"MXFP8BlockScaling\", got \"",
+          "got \"DelayedScaling\"", "the recipes that this version knows"));
   EXPECT_THAT(
       [] {
         recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}});
