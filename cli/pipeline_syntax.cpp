@@ -16,6 +16,7 @@
 
 #include "errors.h"
 #include "options.h"
+#include "recipes.h"
 #include "strings.h"
 
 namespace tandem::cli {
@@ -262,8 +263,13 @@ at::ScalarType PipelineArguments::scalar_type() const {
 void add_pipeline_options(CLI::App& app, PipelineArguments& arguments) {
   add_words(app, "PIPELINE", arguments.words,
             "ops in order, each with its arguments after colons; see below");
-  add_option(app, "--recipe", arguments.recipe, Choice{{"none", "fp8"}},
-             "low-precision format; fp8: current scaling");
+  std::vector<std::string> recipes{"none"};
+  std::string meanings = "low-precision format";
+  for (const NamedRecipe& each : named_recipes()) {
+    recipes.emplace_back(each.name);
+    meanings += std::string("; ") + each.name + ": " + each.meaning;
+  }
+  add_option(app, "--recipe", arguments.recipe, Choice{recipes}, meanings);
   add_option(app, "--dtype", arguments.dtype, Choice{{"float32", "bfloat16"}},
              "of input and parameters");
   add_option(app, "--rows", arguments.rows, Whole{1, 1 << 24}, "rows of the input");
@@ -328,12 +334,12 @@ Workload make_workload(const PipelineArguments& arguments) {
   std::vector<at::Tensor> extra_inputs;
   for (const auto& sizes : parsed.extra_input_sizes) extra_inputs.push_back(random(sizes));
   return {std::move(parsed), std::move(pipeline), std::move(x), std::move(extra_inputs),
-          arguments.recipe == "fp8"};
+          recipe_named(arguments.recipe)};
 }
 
 std::vector<at::Tensor> Workload::forward() {
   std::optional<Autocast> region;
-  if (fp8) region.emplace(true, Float8CurrentScaling{});
+  if (recipe) region.emplace(true, *recipe);
   return pipeline->forward(x, extra_inputs);
 }
 

@@ -58,7 +58,7 @@ struct Workload {
   Sequential pipeline;
   at::Tensor x;
   std::vector<at::Tensor> extra_inputs;
-  bool fp8;
+  std::optional<Recipe> recipe;
 
   std::vector<at::Tensor> forward();
 };

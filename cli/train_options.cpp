@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "errors.h"
+#include "recipes.h"
 #include "strings.h"
 #include "text_data.h"
 
@@ -16,7 +17,12 @@ namespace {
 
 using nlohmann::json;
 
-const std::vector<std::string> kRuns{"plain", "tandem", "fp8"};
+/// Which runs there are: without Tandem, with it, and under each recipe.
+const std::vector<std::string> kRuns = [] {
+  std::vector<std::string> runs{"plain", "tandem"};
+  for (const std::string& name : recipe_names()) runs.push_back(name);
+  return runs;
+}();
 
 /// A value as the command line would write it.
 std::string written(const json& value) {
@@ -50,6 +56,7 @@ const std::vector<TrainOption>& train_options() {
   using O = TrainOptions;
   constexpr int64_t kMost = 1'000'000'000;
   constexpr const char *kModel = "Model", *kTraining = "Training", *kFiles = "Files";
+  static const std::string runs_help = "which to run, in this order: " + join(kRuns);
   static const std::vector<TrainOption> options{
       {"layers", &O::layers, Whole{1, 1000}, fixed, kModel, "transformer layers"},
       {"hidden", &O::hidden, Whole{2, 65536}, fixed, kModel, "width of the residual stream"},
@@ -60,8 +67,7 @@ const std::vector<TrainOption>& train_options() {
        "then keeps float32 copies), else float32"},
       {"text", &O::text, Text{"FILE"}, freely, kTraining,  // compared by its content
        "file to learn from (default: the King James Version that comes with Tandem)"},
-      {"runs", &O::runs, Text{"LIST"}, fixed, kTraining,
-       "which to run, in this order: plain, tandem, fp8"},
+      {"runs", &O::runs, Text{"LIST"}, fixed, kTraining, runs_help.c_str()},
       {"batch", &O::batch, Whole{1, 65536}, fixed, kTraining, "sequences per step"},
       {"steps", &O::steps, Whole{1, kMost}, fixed, kTraining, "steps of each run"},
       {"learning-rate", &O::learning_rate, Real{0, 10}, fixed, kTraining,

@@ -14,6 +14,7 @@
 
 #include "errors.h"
 #include "memory.h"
+#include "recipes.h"
 
 namespace tandem::cli {
 
@@ -38,7 +39,7 @@ at::Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_s
 Training::Training(const TrainOptions& options, const std::string& run, const TextData& text)
     : options_(options),
       text_(text),
-      fp8_(run == "fp8"),
+      recipe_(recipe_named(run)),
       model_(options.gpt(), run == "plain" ? Modules::plain : Modules::tandem, dtype_of(options)),
       masters_([&] {
         model_.initialize(options.seed);
@@ -85,7 +86,7 @@ double Training::learning_rate(int64_t step) const {
 
 at::Tensor Training::forward(const at::Tensor& bytes) {
   std::optional<Autocast> region;
-  if (fp8_) region.emplace(true, Float8CurrentScaling{});
+  if (recipe_) region.emplace(true, *recipe_);
   return model_.forward(bytes);
 }
 

@@ -47,7 +47,7 @@ class Training {
 
   const TrainOptions& options_;
   const TextData& text_;
-  const bool fp8_;
+  const std::optional<Recipe> recipe_;
   Gpt model_;
   std::vector<at::Tensor>
       masters_;  ///< what the optimizer sees: the parameters, or float32 copies of them

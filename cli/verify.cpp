@@ -25,7 +25,7 @@ struct Arguments {
 int verify_pipeline(const Arguments& arguments) {
   Workload workload = make_workload(arguments.pipeline);
   std::optional<Autocast> region;
-  if (workload.fp8) region.emplace(true, Float8CurrentScaling{});
+  if (workload.recipe) region.emplace(true, *workload.recipe);
   const VerifyReport report = verify(workload.pipeline, workload.x, workload.extra_inputs);
   if (arguments.json) {
     const nlohmann::json document{{"command", "verify"},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <variant>
 
 #include "tandem/export.h"
 
@@ -19,6 +20,21 @@ struct Float8CurrentScaling {
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
+/// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product sums over (OCP MX).
+struct MXFP8BlockScaling {
+  enum class Format : unsigned char {
+    hybrid,  ///< inputs and weights E4M3, gradients E5M2
+    e4m3,    ///< everything E4M3
+  };
+  Format fp8_format = Format::e4m3;
+  bool enable_2d_quantization =
+      false;  ///< blocks of weights are 32 by 32, so that both directions have the same codes
+  bool operator==(const MXFP8BlockScaling&) const = default;
+};
+
+/// A recipe, whichever it is.
+using Recipe = std::variant<Float8CurrentScaling, MXFP8BlockScaling>;
+
 struct Region;
 
 /// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
@@ -28,7 +44,7 @@ struct Region;
 ///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
 class TANDEM_API Autocast {
  public:
-  explicit Autocast(bool enabled = true, const Float8CurrentScaling& recipe = {});
+  explicit Autocast(bool enabled = true, const Recipe& recipe = Float8CurrentScaling{});
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from types import TracebackType
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.recipe import Float8CurrentScaling, Format, Recipe
-
-
-def recipe_of(text: str | None) -> Recipe | None:
-    """The recipe that a description holds."""
-    if text is None:
-        return None
-    fields = json.loads(text)
-    return Float8CurrentScaling(fields["use_power_2_scales"], Format[fields["fp8_format"]], *fields["amax_epsilon"])
+from tandem.recipe import Float8CurrentScaling, Recipe
 
 
 _DEFAULT_RECIPE = Float8CurrentScaling()
@@ -67,7 +58,7 @@ class autocast(contextlib.ContextDecorator):
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"autocast: expected recipe to be a recipe of tandem.recipe or None, got {type(recipe).__name__}. "
-                "Pass tandem.recipe.Float8CurrentScaling()."
+                "Pass for example tandem.recipe.Float8CurrentScaling()."
             )
         self._json = recipe.to_json() if enabled else "null"
         self._outer_while_traced: list[str] = []

@@ -26,11 +26,15 @@ using torch::autograd::Node;
 
 /// What a caller of the dispatcher op passes as workspaces, before any step runs.
 void check_workspaces(const Plan& plan, const Arguments& arguments) {
-  for (size_t w = 0; w < plan.workspace_weights.size(); ++w) {
-    const auto param = std::find(plan.params.begin(), plan.params.end(), plan.workspace_weights[w]);
-    const at::Tensor* parts = &arguments.workspaces[4 * w];
+  size_t next = 0;
+  for (const CachedWeight& cached : plan.cached_weights) {
+    const auto param = std::find(plan.params.begin(), plan.params.end(), cached.weight);
+    kernel_ops::Workspace workspace;
+    for (size_t part = 0; part < workspace.size(); ++part)
+      if (kernel_ops::has_part(*cached.quantizer, cached.parts, part))
+        workspace[part] = arguments.workspaces[next++];
     kernel_ops::check_workspace(arguments.params[static_cast<size_t>(param - plan.params.begin())],
-                                parts[0], parts[1], parts[2], parts[3]);
+                                workspace, *cached.quantizer);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "core/step.h"
+#include "kernel_ops/format.h"
 #include "kernel_ops/kernel_op.h"
 #include "tandem/export.h"
 
@@ -84,7 +85,8 @@ class Call {
   std::optional<at::Tensor> maybe(size_t read) const {
     return has(read) ? std::optional(in(read)) : std::nullopt;
   }
-  Format format(size_t read) const { return frame_.type(step_.reads[read]).format; }
+  const Type& type(size_t read) const { return frame_.type(step_.reads[read]); }
+  Format format(size_t read) const { return type(read).format; }
 
   /// The reads and writes of a list operand, of which a step has the first, the second, ...
   const ListRange& read_list(size_t list) const { return step_.read_lists[list]; }
@@ -129,16 +131,24 @@ class Call {
     return kernel_ops::run_reference<K>(args...);
   }
 
-  /// Runs K and hands its results to the step's writes, which stand in the same order; a quantized write takes one result per part.
+  /// Runs K and hands its results to the step's writes, which stand in the same order.
   template <typename K, typename... Args>
   void write(const Args&... args) {
     auto results = run<K>(args...);
-    size_t next = 0;
-    for (size_t i = 0; i < step_.writes.size(); ++i) {
-      const size_t parts = wants(i) ? tensors_per_value(out_type(i).format) : 1;
-      for (size_t part = 0; part < parts; ++part, ++next)
-        if (wants(i)) out(i, std::move(results[next]), part);
-    }
+    for (size_t i = 0; i < step_.writes.size(); ++i)
+      if (wants(i)) out(i, std::move(results[i]));
+  }
+
+  /// The same for a K that writes codes: the step's last writes are row codes, column codes and amax, K's last results their group.
+  template <typename K, typename... Args>
+  void write_codes(const Args&... args) {
+    auto results = run<K>(args...);
+    const size_t first = step_.writes.size() - std::tuple_size_v<GroupMask>;
+    for (size_t i = 0; i < first; ++i)
+      if (wants(i)) out(i, std::move(results[i]));
+    for (size_t part = 0; part < group_size; ++part)
+      if (wants(first + part / 2))
+        out(first + part / 2, std::move(results[first + part]), part % 2);
   }
 
  private:

@@ -55,6 +55,13 @@ struct Same {
 /// What a step does with the clock: a collective is one that starts it and one that waits for it, and others may stand between.
 enum class Phase : uint8_t { start, compute, wait };
 
+/// An operand of a product that a step reads, and the dimension of it that the product sums over: a recipe gives it codes whose blocks
+/// lie that way.
+struct Contract {
+  std::string_view operand;
+  Direction along;
+};
+
 /// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if it mutates what is not the library's own.
 struct StepDef {
   std::string_view name;  ///< "forward", "backward", or what it writes where an op has several
@@ -64,6 +71,8 @@ struct StepDef {
   Names mutates = {};  ///< buffers; an extra input where the user asked for it
   /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one of them is asked for.
   Names absorbs = {};
+  /// Products: what of the reads a recipe may quantize. Each has a role.
+  std::vector<Contract> contracts = {};
   Phase phase = Phase::compute;
   /// Of backward: writes results again for a step behind it, from what it reads, which holds no gradient. The library gives it one as its last
   /// read, "behind", so that no compiler takes the step for that of forward.
@@ -73,7 +82,7 @@ struct StepDef {
   bool (*applies)(const void* options) = nullptr;
 };
 
-/// An operand of a product, which a recipe quantizes.
+/// What an operand of products is to a recipe; a step that multiplies by it names it in `contracts`.
 struct RoleOf {
   std::string_view operand;
   Role role;
@@ -143,6 +152,12 @@ struct OperandRef {
 struct OpStep {
   const StepDef* def = nullptr;
   std::vector<OperandRef> reads, writes, mutates, absorbs;
+  struct ContractOf {
+    OperandRef operand;
+    Direction along;
+    Role role;
+  };
+  std::vector<ContractOf> contracts;
   /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
   size_t main_read = npos, main_write = npos;
 };
@@ -163,11 +178,6 @@ struct TANDEM_API OpKind {
   std::vector<SameOperand> same;            ///< a result and the operand that it is
   std::vector<SameOperand> same_gradients;  ///< an operand and the result whose gradient is its own
   std::vector<size_t> reemits, reemit_reads;
-  struct RoleOfOperand {
-    OperandRef operand;
-    Role role;
-  };
-  std::vector<RoleOfOperand> roles;
 
   const ResultDef& result(size_t operand) const { return def.results[operand - first_result]; }
   bool is_result(size_t operand) const {

@@ -45,6 +45,35 @@ void check_one_meaning(const OpKind& op, std::string_view name, bool is_declared
                     "and the gradient of another. Rename the operand or result.");
 }
 
+/// What a step multiplies, with the role that the op gives it.
+void resolve_contracts(const OpKind& op, const StepDef& def, OpStep& step) {
+  for (const Contract& contract : def.contracts) {
+    const size_t read = position(def.reads, contract.operand);
+    const auto role = std::ranges::find(op.def.roles, contract.operand, &RoleOf::operand);
+    TORCH_CHECK_VALUE(read != npos && role != op.def.roles.end(), "op ", op.def.name,
+                      ": expected contracts of step \"", def.name, "\" to name reads that have a ",
+                      "role, got \"", contract.operand,
+                      "\". Declare it in its reads and in roles.");
+    step.contracts.push_back({step.reads[read], contract.along, role->role});
+  }
+}
+
+/// A role is for the steps that multiply by the operand.
+void check_roles(const OpKind& op) {
+  for (const RoleOf& role : op.def.roles) {
+    if (!op.read(role.operand, /*backward=*/true))
+      place(op, role.operand, "roles", 0, op.operands.size());
+    const auto multiplies = [&](const StepDef& step) {
+      return std::ranges::find(step.contracts, role.operand, &Contract::operand) !=
+             step.contracts.end();
+    };
+    TORCH_CHECK_VALUE(std::ranges::any_of(op.def.forward, multiplies) ||
+                          std::ranges::any_of(op.def.backward, multiplies),
+                      "op ", op.def.name, ": expected a step whose contracts name \"", role.operand,
+                      "\", which has a role, got none. Say along which dimension it is summed.");
+  }
+}
+
 OpStep resolve_forward(const OpKind& op, const StepDef& def) {
   OpStep step;
   step.def = &def;
@@ -57,6 +86,7 @@ OpStep resolve_forward(const OpKind& op, const StepDef& def) {
         {place(op, name, "the writes of a step", op.first_result, op.first_temporary)});
   for (const auto& name : def.mutates)
     step.mutates.push_back({place(op, name, "what a step mutates", 0, op.first_result)});
+  resolve_contracts(op, def, step);
   step.main_read = position(def.reads, op.operands[0]);
   step.main_write = position(def.writes, op.operands[op.first_result]);
   return step;
@@ -102,6 +132,7 @@ OpStep resolve_backward(const OpKind& op, const StepDef& def) {
     step.absorbs.push_back(
         {place(op, behind_grad(name), "what a step absorbs", op.first_param, op.first_buffer),
          /*is_gradient=*/true});
+  resolve_contracts(op, def, step);
   return step;
 }
 
@@ -161,11 +192,7 @@ OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.i
   for (const StepDef& step : def.forward) forward.push_back(resolve_forward(*this, step));
   if (def.in_place) in_place = resolve_forward(*this, *def.in_place);
   for (const StepDef& step : def.backward) backward.push_back(resolve_backward(*this, step));
-  for (const RoleOf& role : def.roles) {
-    const auto ref = read(role.operand, /*backward=*/true);
-    if (!ref) place(*this, role.operand, "roles", 0, operands.size());
-    roles.push_back({*ref, role.role});
-  }
+  check_roles(*this);
   check_results(*this);
 }
 

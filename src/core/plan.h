@@ -11,6 +11,7 @@
 
 #include "core/cache.h"
 #include "core/step.h"
+#include "kernel_ops/format.h"
 
 namespace tandem {
 
@@ -41,7 +42,7 @@ using BackwardPlans = Cache<BackwardMask, BackwardPlan>;
 /// How a value gets from forward to backward.
 struct Kept {
   Value value;
-  uint8_t part = 0;  ///< of a quantized group
+  uint8_t part = 0;  ///< of a value in codes
   bool is_output = false;
 };
 
@@ -52,6 +53,13 @@ struct Overwritten {
   bool requires_grad;  ///< of that
   size_t step;         ///< of forward: the one that writes it
   Values read_later;   ///< other values that later steps or backward read, and outputs
+};
+
+/// A weight whose codes are cached: its tensors stand among the plan's workspaces, those that `parts` says, then the stamp.
+struct CachedWeight {
+  Value weight = Value::none;
+  const Quantizer* quantizer = nullptr;
+  GroupMask parts = {};
 };
 
 struct Plan {
@@ -65,8 +73,8 @@ struct Plan {
   Values inputs;  ///< the main input, then extra inputs
   Values params;
   Values buffers;     ///< of the caller, which steps mutate
-  Values workspaces;  ///< codes, dequant_scale, amax and stamp of each of `workspace_weights`
-  Values workspace_weights;
+  Values workspaces;  ///< those of each of `cached_weights`
+  std::vector<CachedWeight> cached_weights;
   Values outputs;                          ///< the main output, then public extra outputs
   std::vector<bool> output_requires_grad;  ///< floating, and behind something that requires grad
 

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kernel_ops/quantizer.h"
+
 namespace tandem {
 
 /// A value of a plan. Two steps that name the same Value mean the same numbers; a rename makes no new one.
@@ -16,27 +18,13 @@ constexpr size_t index_of(Value value) { return static_cast<size_t>(value); }
 constexpr bool exists(Value value) { return value != Value::none; }
 using Values = std::vector<Value>;
 
-/// How a value is represented.
+/// What a value consists of.
 enum class Format : uint8_t {
-  plain,     ///< one tensor
-  fp8_e4m3,  ///< three: codes, dequant_scale, amax
-  fp8_e5m2,  ///< three, likewise
-  shape,     ///< no tensor: the sizes of another value
+  plain,  ///< one tensor
+  codes,  ///< two: codes and dequant_scale of one direction, as the type's quantizer writes them
+  shape,  ///< no tensor: the sizes of another value
   opaque,  ///< whatever user code saves: tensors and plain fields, known only to the op that wrote them
 };
-
-constexpr size_t tensors_per_value(Format format) {
-  return format == Format::plain                                    ? 1
-         : format == Format::fp8_e4m3 || format == Format::fp8_e5m2 ? 3
-                                                                    : 0;
-}
-constexpr bool is_fp8(Format format) {
-  return format == Format::fp8_e4m3 || format == Format::fp8_e5m2;
-}
-constexpr const char* name_of(Format format) {
-  constexpr const char* kNames[] = {"plain", "e4m3", "e5m2", "shape", "opaque"};
-  return kNames[static_cast<size_t>(format)];
-}
 
 /// Where a value comes from.
 enum class Origin : uint8_t {
@@ -49,7 +37,7 @@ enum class Origin : uint8_t {
   intermediate,  ///< written and read in backward only
 };
 
-/// Which operand of a product a tensor is: it decides the quantized format.
+/// Which operand of a product a tensor is: a recipe has a quantizer for each.
 enum class Role : uint8_t { input, weight, grad_output };
 
 /// The type of a value, and what a reader of `explain` wants to know of it.
@@ -58,7 +46,14 @@ struct Type {
   Format format = Format::plain;
   Origin origin = Origin::result;
   Value view_of = Value::none;  ///< the value whose memory this one may share (a reshape), if any
-  std::string name;             ///< as `explain` prints it: "3.linear.y"
+  std::string name = {};        ///< as `explain` prints it: "3.linear.y"
+  /// Of a value in codes; null of all others.
+  const Quantizer* quantizer = nullptr;
+  Direction direction = Direction::row;
 };
+
+constexpr size_t tensors_per_value(Format format) {
+  return format == Format::plain ? 1 : format == Format::codes ? 2 : 0;
+}
 
 }  // namespace tandem

@@ -10,7 +10,7 @@
 
 namespace tandem {
 
-Autocast::Autocast(bool enabled, const Float8CurrentScaling& recipe)
+Autocast::Autocast(bool enabled, const Recipe& recipe)
     : region_(enter_autocast(enabled ? to_json(recipe).dump() : "null")) {}
 
 Autocast::~Autocast() {

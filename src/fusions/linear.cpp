@@ -18,9 +18,8 @@ enum Read { x, weight, bias, extra };
 
 /// The product that the epilogue continues: in the dtype that the unfused product has.
 at::Tensor product_of(Call& call) {
-  const Format format = call.format(x);
   const at::ScalarType dtype =
-      is_fp8(format) ? call.frame().type(call.step().reads[x]).dtype : call.in(x).scalar_type();
+      call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
   return ops::linear_product(call, x, weight, dtype);
 }
 
@@ -47,7 +46,7 @@ kernel_ops::ResultsOf<K> epilogue(Call& call, const at::Tensor& product, size_t 
 }
 
 void linear_bias(Call& call) {
-  const bool addmm = !owns_product(call) && !is_fp8(call.format(x)) &&
+  const bool addmm = !owns_product(call) && call.format(x) == Format::plain &&
                      call.in(bias).scalar_type() == call.in(x).scalar_type();
   if (addmm) {  // what compilers know best
     ops::check_one_device(call, {x, weight, bias});

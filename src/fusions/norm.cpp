@@ -3,28 +3,29 @@
 #include "core/call.h"
 #include "kernel_ops/norm.h"
 #include "ops/options.h"
-#include "quantization/recipe.h"
 
 namespace tandem::fusions {
 
 namespace {
 
 void rms_norm_quantize(Call& call) {
-  enum Read { x, weight };
+  enum Read { x, weight, scale };
+  enum Write { y, inv_rms, row, column, amax };
   const auto& norm = call.options<ops::NormOptions>(0);
-  const auto& point = call.options<QuantizeArguments>(1);
-  call.write<kernel_ops::RmsNormQuantize>(
-      call.in(x), call.in(weight), norm.eps, norm.zero_centered_gamma, point.format,
-      point.amax_epsilon, point.use_power_2_scales, call.wants(0));
+  call.write_codes<kernel_ops::RmsNormQuantize>(
+      call.in(x), call.in(weight), call.maybe(scale), norm.eps, norm.zero_centered_gamma,
+      call.options<Quantizer>(1),
+      std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
 void layer_norm_quantize(Call& call) {
-  enum Read { x, weight, bias };
+  enum Read { x, weight, bias, scale };
+  enum Write { y, mean, inv_std, row, column, amax };
   const auto& norm = call.options<ops::NormOptions>(0);
-  const auto& point = call.options<QuantizeArguments>(1);
-  call.write<kernel_ops::LayerNormQuantize>(
-      call.in(x), call.in(weight), call.in(bias), norm.eps, norm.zero_centered_gamma, point.format,
-      point.amax_epsilon, point.use_power_2_scales, call.wants(0));
+  call.write_codes<kernel_ops::LayerNormQuantize>(
+      call.in(x), call.in(weight), call.in(bias), call.maybe(scale), norm.eps,
+      norm.zero_centered_gamma, call.options<Quantizer>(1),
+      std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
 void rms_norm_backward_add(Call& call) {
@@ -52,19 +53,25 @@ Refusal refuse_same_gradient_twice(const Match& match) {
 const Fusion kRmsNormQuantize{
     .name = "rms_norm_quantize",
     .pattern = {"rms_norm", StepKind::quantize},
-    .run = {.reads = {{0, "x"}, {0, "weight"}},
-            .writes = {{0, "y"}, {0, "inv_rms"}, {1, "codes"}},
-            .run = rms_norm_quantize},
-    .picture = "x -> rms_norm -> y (if demanded) -> codes, dequant_scale, amax",
+    .run =
+        {.reads = {{0, "x"}, {0, "weight"}, {1, "scale"}},
+         .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+         .run = rms_norm_quantize},
+    .picture = "x -> rms_norm -> y (if demanded) -> codes, scales, amax",
 };
 
 const Fusion kLayerNormQuantize{
     .name = "layer_norm_quantize",
     .pattern = {"layer_norm", StepKind::quantize},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}},
-            .writes = {{0, "y"}, {0, "mean"}, {0, "inv_std"}, {1, "codes"}},
+    .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}, {1, "scale"}},
+            .writes = {{0, "y"},
+                       {0, "mean"},
+                       {0, "inv_std"},
+                       {1, "row_codes"},
+                       {1, "column_codes"},
+                       {1, "amax"}},
             .run = layer_norm_quantize},
-    .picture = "x -> layer_norm -> y (if demanded) -> codes, dequant_scale, amax",
+    .picture = "x -> layer_norm -> y (if demanded) -> codes, scales, amax",
 };
 
 const Fusion kRmsNormBackwardAdd{

@@ -14,6 +14,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernel_ops/quantizer.h"
+
 namespace tandem::kernel_ops {
 
 using at::Tensor;
@@ -42,7 +44,7 @@ class Dtypes {
 
 /// What CPU kernels compute on, and what else they read.
 inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStatistic(at::kFloat),
-    kCodes(at::kByte), kSeed(at::kLong);
+    kCodes(at::kByte), kScale(at::kFloat, at::kByte), kSeed(at::kLong);
 
 /// A kernel op K has
 ///   kName, kSchema                        name and schema in namespace `tandem`
@@ -57,6 +59,25 @@ template <size_t N>
 using Results = std::array<Tensor, N>;
 
 namespace detail {
+
+/// Arguments as the schema has them: a quantizer is its text, and is found by it.
+template <typename Argument>
+using SchemaArgument =
+    std::conditional_t<std::is_same_v<Argument, const Quantizer&>, std::string_view, Argument>;
+template <typename T>
+const T& to_schema(const T& argument) {
+  return argument;
+}
+inline std::string_view to_schema(const Quantizer& argument) { return argument.text; }
+template <typename Argument, typename Given>
+const std::remove_cvref_t<Argument>& from_schema(const Given& given) {
+  if constexpr (std::is_same_v<Argument, const Quantizer&>) {
+    return quantizer(std::string_view(given));
+  } else {
+    return given;
+  }
+}
+
 template <typename F>
 struct Signature;
 template <size_t N, typename... Args>
@@ -68,7 +89,7 @@ struct Signature<Specs<N> (*)(Args...)> {
   static std::tuple<TensorAt<I>...> tuple_of(std::index_sequence<I...>);
   using Returned =
       std::conditional_t<N == 1, Tensor, decltype(tuple_of(std::make_index_sequence<N>()))>;
-  using Function = Returned(Args...);
+  using Function = Returned(SchemaArgument<Args>...);
 };
 }  // namespace detail
 
@@ -86,10 +107,10 @@ ResultsOf<K> dispatch(const Args&... args) {
                                  .findSchemaOrThrow(K::kQualifiedName, "")
                                  .template typed<typename SignatureOf<K>::Function>();
   if constexpr (kResultCount<K> == 1) {
-    return {handle.call(args...)};
+    return {handle.call(detail::to_schema(args)...)};
   } else {
     return std::apply([](auto&&... results) { return ResultsOf<K>{std::move(results)...}; },
-                      handle.call(args...));
+                      handle.call(detail::to_schema(args)...));
   }
 }
 

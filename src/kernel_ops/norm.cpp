@@ -7,6 +7,7 @@
 #include <ATen/ops/where.h>
 
 #include "kernel_ops/checks.h"
+#include "kernel_ops/memory.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/register.h"
@@ -43,8 +44,30 @@ Tensor over_rows(const Tensor& x) { return x.reshape_symint({rows_of(x), x.sym_s
 
 float* statistics_out(const Tensor& tensor) { return tensor.data_ptr<float>(); }
 
-kernels::Fp8Output fp8_out(const Tensor& codes, const Tensor& dequant_scale, const Tensor& amax) {
-  return {codes.data_ptr<uint8_t>(), dequant_scale.data_ptr<float>(), amax.data_ptr<float>()};
+GroupMask group_mask(const std::array<bool, 4>& output_mask) {
+  return {output_mask[1], output_mask[2], output_mask[3]};
+}
+
+/// The last results of a norm that quantizes.
+template <size_t N>
+Group group_of(const Results<N>& results) {
+  Group group;
+  std::copy(results.end() - group_size, results.end(), group.begin());
+  return group;
+}
+
+/// Runs a norm and quantizes y, in one kernel where there is one, else `norm(y)` and then what quantizes.
+template <typename Norm>
+void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& weight,
+                   const std::optional<Tensor>& scale, const Quantizer& quantizer, Tensor y,
+                   Group group, Norm&& norm) {
+  if (quantizer.scaling->norm_quantize != nullptr && group[row_codes].defined()) {
+    quantizer.scaling->norm_quantize(fused, quantizer, group);
+    return;
+  }
+  if (!y.defined()) y = empty_cpu(x.sizes(), weight.scalar_type());
+  norm(y);
+  quantizer.scaling->quantize(y, scale, quantizer, group);
 }
 
 }  // namespace
@@ -194,63 +217,110 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
   return results;
 }
 
-Specs<5> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight, double eps,
-                                 bool zero_centered_gamma, std::string_view, double, bool,
-                                 bool want_y) {
-  auto [y, inv_rms] = RmsNormForward::shapes(x, weight, eps, zero_centered_gamma);
-  return {like(x, weight.scalar_type(), want_y), inv_rms, like(x, at::kByte), scalar(at::kFloat),
-          scalar(at::kFloat)};
+Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
+                                 const std::optional<Tensor>& scale, double eps,
+                                 bool zero_centered_gamma, const Quantizer& quantizer,
+                                 std::array<bool, 4> output_mask) {
+  const auto [y, inv_rms] = RmsNormForward::shapes(x, weight, eps, zero_centered_gamma);
+  auto group = group_specs(kName, x, scale, quantizer, group_mask(output_mask));
+  return {like(x, y.dtype, output_mask[0]),
+          inv_rms,
+          std::move(group[0]),
+          std::move(group[1]),
+          std::move(group[2]),
+          std::move(group[3]),
+          std::move(group[4])};
 }
 
-void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, double eps,
-                          bool zero_centered_gamma, std::string_view format, double amax_epsilon,
-                          bool power_of_two, bool, Results<5>& results) {
-  kernels::cpu::rms_norm_quantize(
-      RowsIn(x), VectorIn(weight), norm_options(eps, zero_centered_gamma),
-      element_of(weight.scalar_type()), current_scaling(format, amax_epsilon, power_of_two),
-      rows_out(results[0]), statistics_out(results[1]),
-      fp8_out(results[2], results[3], results[4]));
+void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
+                          double eps, bool zero_centered_gamma, const Quantizer& quantizer,
+                          std::array<bool, 4>, Results<7>& results) {
+  const RowsIn rows(x);
+  const VectorIn gamma(weight);
+  const auto options = norm_options(eps, zero_centered_gamma);
+  float* inv_rms = statistics_out(results[1]);
+  norm_quantize({.x = rows,
+                 .weight = gamma,
+                 .bias = {},
+                 .options = options,
+                 .y_element = element_of(weight.scalar_type()),
+                 .y = rows_out(results[0]),
+                 .inv_norm = inv_rms},
+                x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
+                  kernels::cpu::rms_norm_forward(rows, gamma, options, rows_out(y), inv_rms);
+                });
 }
 
-Results<5> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight, double eps,
-                                      bool zero_centered_gamma, std::string_view format,
-                                      double amax_epsilon, bool power_of_two, bool want_y) {
-  auto [y, inv_rms] = RmsNormForward::reference(x, weight, eps, zero_centered_gamma);
-  auto [codes, dequant_scale, amax] =
-      QuantizeCurrent::reference(y, format, amax_epsilon, power_of_two);
-  return {want_y ? y : masked_out(weight), inv_rms, codes, dequant_scale, amax};
+Results<7> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight,
+                                      const std::optional<Tensor>& scale, double eps,
+                                      bool zero_centered_gamma, const Quantizer& quantizer,
+                                      std::array<bool, 4> output_mask) {
+  const auto [y, inv_rms] = RmsNormForward::reference(x, weight, eps, zero_centered_gamma);
+  const auto group = Quantize::reference(y, scale, quantizer, group_mask(output_mask));
+  return {output_mask[0] ? y : masked_out(weight),
+          inv_rms,
+          group[0],
+          group[1],
+          group[2],
+          group[3],
+          group[4]};
 }
 
-Specs<6> LayerNormQuantize::shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                   double eps, bool zero_centered_gamma, std::string_view, double,
-                                   bool, bool want_y) {
-  auto [y, mean, inv_std] = LayerNormForward::shapes(x, weight, bias, eps, zero_centered_gamma);
-  return {like(x, weight.scalar_type(), want_y),
+Specs<8> LayerNormQuantize::shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                   const std::optional<Tensor>& scale, double eps,
+                                   bool zero_centered_gamma, const Quantizer& quantizer,
+                                   std::array<bool, 4> output_mask) {
+  const auto [y, mean, inv_std] =
+      LayerNormForward::shapes(x, weight, bias, eps, zero_centered_gamma);
+  auto group = group_specs(kName, x, scale, quantizer, group_mask(output_mask));
+  return {like(x, y.dtype, output_mask[0]),
           mean,
           inv_std,
-          like(x, at::kByte),
-          scalar(at::kFloat),
-          scalar(at::kFloat)};
+          std::move(group[0]),
+          std::move(group[1]),
+          std::move(group[2]),
+          std::move(group[3]),
+          std::move(group[4])};
 }
 
-void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
-                            bool zero_centered_gamma, std::string_view format, double amax_epsilon,
-                            bool power_of_two, bool, Results<6>& results) {
-  kernels::cpu::layer_norm_quantize(
-      RowsIn(x), VectorIn(weight), VectorIn(bias), norm_options(eps, zero_centered_gamma),
-      element_of(weight.scalar_type()), current_scaling(format, amax_epsilon, power_of_two),
-      rows_out(results[0]), statistics_out(results[1]), statistics_out(results[2]),
-      fp8_out(results[3], results[4], results[5]));
+void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                            const std::optional<Tensor>& scale, double eps,
+                            bool zero_centered_gamma, const Quantizer& quantizer,
+                            std::array<bool, 4>, Results<8>& results) {
+  const RowsIn rows(x);
+  const VectorIn gamma(weight), beta(bias);
+  const auto options = norm_options(eps, zero_centered_gamma);
+  float *mean = statistics_out(results[1]), *inv_std = statistics_out(results[2]);
+  norm_quantize({.x = rows,
+                 .weight = gamma,
+                 .bias = beta,
+                 .options = options,
+                 .y_element = element_of(weight.scalar_type()),
+                 .y = rows_out(results[0]),
+                 .is_centered = true,
+                 .mean = mean,
+                 .inv_norm = inv_std},
+                x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
+                  kernels::cpu::layer_norm_forward(rows, gamma, beta, options, rows_out(y), mean,
+                                                   inv_std);
+                });
 }
 
-Results<6> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                        double eps, bool zero_centered_gamma,
-                                        std::string_view format, double amax_epsilon,
-                                        bool power_of_two, bool want_y) {
-  auto [y, mean, inv_std] = LayerNormForward::reference(x, weight, bias, eps, zero_centered_gamma);
-  auto [codes, dequant_scale, amax] =
-      QuantizeCurrent::reference(y, format, amax_epsilon, power_of_two);
-  return {want_y ? y : masked_out(weight), mean, inv_std, codes, dequant_scale, amax};
+Results<8> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                        const std::optional<Tensor>& scale, double eps,
+                                        bool zero_centered_gamma, const Quantizer& quantizer,
+                                        std::array<bool, 4> output_mask) {
+  const auto [y, mean, inv_std] =
+      LayerNormForward::reference(x, weight, bias, eps, zero_centered_gamma);
+  const auto group = Quantize::reference(y, scale, quantizer, group_mask(output_mask));
+  return {output_mask[0] ? y : masked_out(weight),
+          mean,
+          inv_std,
+          group[0],
+          group[1],
+          group[2],
+          group[3],
+          group[4]};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

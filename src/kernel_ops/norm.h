@@ -94,48 +94,50 @@ struct LayerNormBackward {
                               bool zero_centered_gamma, std::array<bool, 4> output_mask);
 };
 
-/// RmsNormForward and QuantizeCurrent of its y in one: the same bits without a pass over y, which is written only where wanted.
+/// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass over y, which is written only where
+/// wanted.
 ///
-/// output_mask: y, inv_rms, codes, dequant_scale, amax (the last four always wanted).
+/// output_mask: y, then as of Quantize.
 struct RmsNormQuantize {
   static constexpr const char* kName = "rms_norm_quantize";
   static constexpr const char* kQualifiedName = "tandem::rms_norm_quantize";
   static constexpr const char* kSchema =
-      "rms_norm_quantize(Tensor x, Tensor weight, float eps, bool zero_centered_gamma, str format, "
-      "float amax_epsilon, bool "
-      "power_of_two, bool want_y) -> (Tensor y, Tensor inv_rms, Tensor codes, Tensor "
-      "dequant_scale, Tensor amax)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
-  static Specs<5> shapes(const Tensor& x, const Tensor& weight, double eps,
-                         bool zero_centered_gamma, std::string_view format, double amax_epsilon,
-                         bool power_of_two, bool want_y);
-  static void cpu(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
-                  std::string_view format, double amax_epsilon, bool power_of_two, bool want_y,
-                  Results<5>& results);
-  static Results<5> reference(const Tensor& x, const Tensor& weight, double eps,
-                              bool zero_centered_gamma, std::string_view format,
-                              double amax_epsilon, bool power_of_two, bool want_y);
+      "rms_norm_quantize(Tensor x, Tensor weight, Tensor? scale, float eps, bool "
+      "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor inv_rms, "
+      "Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, Tensor amax)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kStatistic};
+  static Specs<7> shapes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
+                         double eps, bool zero_centered_gamma, const Quantizer& quantizer,
+                         std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
+                  double eps, bool zero_centered_gamma, const Quantizer& quantizer,
+                  std::array<bool, 4> output_mask, Results<7>& results);
+  static Results<7> reference(const Tensor& x, const Tensor& weight,
+                              const std::optional<Tensor>& scale, double eps,
+                              bool zero_centered_gamma, const Quantizer& quantizer,
+                              std::array<bool, 4> output_mask);
 };
 
-/// LayerNormForward and QuantizeCurrent of its y in one, likewise.
+/// LayerNormForward and Quantize of its y in one, likewise.
 struct LayerNormQuantize {
   static constexpr const char* kName = "layer_norm_quantize";
   static constexpr const char* kQualifiedName = "tandem::layer_norm_quantize";
   static constexpr const char* kSchema =
-      "layer_norm_quantize(Tensor x, Tensor weight, Tensor bias, float eps, bool "
-      "zero_centered_gamma, str format, float amax_epsilon, "
-      "bool power_of_two, bool want_y) -> (Tensor y, Tensor mean, Tensor inv_std, Tensor codes, "
-      "Tensor dequant_scale, Tensor amax)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
-  static Specs<6> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
-                         bool zero_centered_gamma, std::string_view format, double amax_epsilon,
-                         bool power_of_two, bool want_y);
-  static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
-                  bool zero_centered_gamma, std::string_view format, double amax_epsilon,
-                  bool power_of_two, bool want_y, Results<6>& results);
-  static Results<6> reference(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
-                              bool zero_centered_gamma, std::string_view format,
-                              double amax_epsilon, bool power_of_two, bool want_y);
+      "layer_norm_quantize(Tensor x, Tensor weight, Tensor bias, Tensor? scale, float eps, bool "
+      "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor mean, Tensor "
+      "inv_std, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, "
+      "Tensor amax)";
+  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kStatistic};
+  static Specs<8> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                         const std::optional<Tensor>& scale, double eps, bool zero_centered_gamma,
+                         const Quantizer& quantizer, std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                  const std::optional<Tensor>& scale, double eps, bool zero_centered_gamma,
+                  const Quantizer& quantizer, std::array<bool, 4> output_mask, Results<8>& results);
+  static Results<8> reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                              const std::optional<Tensor>& scale, double eps,
+                              bool zero_centered_gamma, const Quantizer& quantizer,
+                              std::array<bool, 4> output_mask);
 };
 
 }  // namespace tandem::kernel_ops

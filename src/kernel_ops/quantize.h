@@ -1,75 +1,75 @@
-// Per-tensor FP8 as kernel ops: quantize, decode, and what turns the product of codes into numbers.
+// Quantizing as kernel ops: codes of a tensor, their numbers, and what turns the product of codes into numbers.
 #pragma once
 
-#include "kernel_ops/kernel_op.h"
-#include "kernels/quantize.h"
+#include "kernel_ops/format.h"
 
 namespace tandem::kernel_ops {
 
-kernels::Fp8Format fp8_format(
-    std::string_view name);  ///< "e4m3" or "e5m2"; throws c10::ValueError on anything else
-kernels::CurrentScaling current_scaling(std::string_view format, double amax_epsilon,
-                                        bool power_of_two);
-
-/// codes = cast(x * scale), saturating, with scale = format max / max(amax(x), amax_epsilon): x ~= decode(codes) * dequant_scale.
+/// The codes of x, their scales and its amax, as the quantizer says: x ~= decode(codes) * dequant_scale.
 ///
-/// Shapes: x any -> codes like x, uint8; dequant_scale and amax [], float32.
-/// Error:  none: bitwise what the numerics page specifies (test GoldenCurrent).
-struct QuantizeCurrent {
-  static constexpr const char* kName = "quantize_current";
-  static constexpr const char* kQualifiedName = "tandem::quantize_current";
+/// output_mask: row codes with their scale, column codes with theirs, amax. What is masked out is empty. Where one value serves both
+/// directions, it is that of rows, written if either is wanted.
+/// Shapes: x any -> codes like x, uint8, never transposed; scales as the format's layout says; amax [], float32.
+/// Error:  none: bitwise what the numerics page specifies (tests GoldenCurrent, GoldenQuantize).
+struct Quantize {
+  static constexpr const char* kName = "quantize";
+  static constexpr const char* kQualifiedName = "tandem::quantize";
   static constexpr const char* kSchema =
-      "quantize_current(Tensor x, str format, float amax_epsilon, bool power_of_two) -> (Tensor "
-      "codes, Tensor dequant_scale, Tensor "
-      "amax)";
-  static constexpr std::array kTakes{kArithmetic};
-  static Specs<3> shapes(const Tensor& x, std::string_view format, double amax_epsilon,
-                         bool power_of_two);
-  static void cpu(const Tensor& x, std::string_view format, double amax_epsilon, bool power_of_two,
-                  Results<3>& results);
-  static Results<3> reference(const Tensor& x, std::string_view format, double amax_epsilon,
-                              bool power_of_two);
+      "quantize(Tensor x, Tensor? scale, str quantizer, bool[3] output_mask) -> (Tensor row_codes, "
+      "Tensor row_scale, Tensor column_codes, Tensor column_scale, Tensor amax)";
+  static constexpr std::array kTakes{kArithmetic, kStatistic};
+  static Specs<5> shapes(const Tensor& x, const std::optional<Tensor>& scale,
+                         const Quantizer& quantizer, std::array<bool, 3> output_mask);
+  static void cpu(const Tensor& x, const std::optional<Tensor>& scale, const Quantizer& quantizer,
+                  std::array<bool, 3> output_mask, Results<5>& results);
+  static Results<5> reference(const Tensor& x, const std::optional<Tensor>& scale,
+                              const Quantizer& quantizer, std::array<bool, 3> output_mask);
 };
 
-/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`.
+/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which direction the codes are of.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   static constexpr const char* kQualifiedName = "tandem::dequantize";
   static constexpr const char* kSchema =
-      "dequantize(Tensor codes, Tensor dequant_scale, str format, ScalarType dtype) -> Tensor";
-  static constexpr std::array kTakes{kCodes, kStatistic, kArithmetic};
-  static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale, std::string_view format,
-                         at::ScalarType dtype);
-  static void cpu(const Tensor& codes, const Tensor& dequant_scale, std::string_view format,
-                  at::ScalarType dtype, Results<1>& results);
+      "dequantize(Tensor codes, Tensor dequant_scale, str quantizer, bool column, ScalarType "
+      "dtype) -> Tensor";
+  static constexpr std::array kTakes{kCodes, kScale, kArithmetic};
+  static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale,
+                         const Quantizer& quantizer, bool column, at::ScalarType dtype);
+  static void cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
+                  bool column, at::ScalarType dtype, Results<1>& results);
   static Results<1> reference(const Tensor& codes, const Tensor& dequant_scale,
-                              std::string_view format, at::ScalarType dtype);
+                              const Quantizer& quantizer, bool column, at::ScalarType dtype);
 };
 
-/// decode(codes) as float32, exactly: an operand of an emulated product, whose scales are applied at its end.
+/// An operand of an emulated product as float32, exactly: decode(codes), times its scales unless those apply at the product's end.
 struct Decode {
   static constexpr const char* kName = "decode";
   static constexpr const char* kQualifiedName = "tandem::decode";
-  static constexpr const char* kSchema = "decode(Tensor codes, str format) -> Tensor";
-  static constexpr std::array kTakes{kCodes};
-  static Specs<1> shapes(const Tensor& codes, std::string_view format);
-  static void cpu(const Tensor& codes, std::string_view format, Results<1>& results);
-  static Results<1> reference(const Tensor& codes, std::string_view format);
+  static constexpr const char* kSchema =
+      "decode(Tensor codes, Tensor dequant_scale, str quantizer, bool column) -> Tensor";
+  static constexpr std::array kTakes{kCodes, kScale};
+  static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale,
+                         const Quantizer& quantizer, bool column);
+  static void cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
+                  bool column, Results<1>& results);
+  static Results<1> reference(const Tensor& codes, const Tensor& dequant_scale,
+                              const Quantizer& quantizer, bool column);
 };
 
-/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`.
+/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`; a scale that is absent was applied before.
 struct ScaleProduct {
   static constexpr const char* kName = "scale_product";
   static constexpr const char* kQualifiedName = "tandem::scale_product";
   static constexpr const char* kSchema =
-      "scale_product(Tensor product, Tensor a_scale, Tensor b_scale, ScalarType dtype) -> Tensor";
+      "scale_product(Tensor product, Tensor? a_scale, Tensor? b_scale, ScalarType dtype) -> Tensor";
   static constexpr std::array kTakes{kArithmetic, kStatistic, kStatistic, kArithmetic};
-  static Specs<1> shapes(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
-                         at::ScalarType dtype);
-  static void cpu(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
-                  at::ScalarType dtype, Results<1>& results);
-  static Results<1> reference(const Tensor& product, const Tensor& a_scale, const Tensor& b_scale,
-                              at::ScalarType dtype);
+  static Specs<1> shapes(const Tensor& product, const std::optional<Tensor>& a_scale,
+                         const std::optional<Tensor>& b_scale, at::ScalarType dtype);
+  static void cpu(const Tensor& product, const std::optional<Tensor>& a_scale,
+                  const std::optional<Tensor>& b_scale, at::ScalarType dtype, Results<1>& results);
+  static Results<1> reference(const Tensor& product, const std::optional<Tensor>& a_scale,
+                              const std::optional<Tensor>& b_scale, at::ScalarType dtype);
 };
 
 }  // namespace tandem::kernel_ops

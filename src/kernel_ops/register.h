@@ -37,7 +37,24 @@ struct Kernels;
 
 template <typename K, size_t N, typename... Args>
 struct Kernels<K, Specs<N> (*)(Args...)> {
-  static auto cpu(Args... args) {
+  static auto cpu(SchemaArgument<Args>... args) { return run_cpu(from_schema<Args>(args)...); }
+  static auto meta(SchemaArgument<Args>... args) { return run_meta(from_schema<Args>(args)...); }
+  static auto reference(SchemaArgument<Args>... args) {
+    return returned(run_reference<K>(from_schema<Args>(args)...));
+  }
+
+  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is autograd of that form.
+  static auto autograd(SchemaArgument<Args>... args) {
+    bool requires_grad = false;
+    if (c10::GradMode::is_enabled()) (note_requires_grad(args, requires_grad), ...);
+    if (requires_grad) return reference(args...);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return returned(dispatch<K>(args...));
+  }
+
+ private:
+  template <typename... Given>
+  static auto run_cpu(const Given&... args) {
     if (!has_cpu_kernel<K>(args...)) return returned(run_reference<K>(args...));
     const Specs<N> specs = K::shapes(args...);
     Results<N> results, wanted;
@@ -49,7 +66,8 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
     return returned(std::move(results));
   }
 
-  static auto meta(Args... args) {
+  template <typename... Given>
+  static auto run_meta(const Given&... args) {
     check_devices<K>(args...);
     const Specs<N> specs = K::shapes(args...);
     const Tensor* first = nullptr;
@@ -61,17 +79,6 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
           specs[i].sizes,
           first->options().dtype(specs[i].dtype).memory_format(at::MemoryFormat::Contiguous));
     return returned(std::move(results));
-  }
-
-  static auto reference(Args... args) { return returned(run_reference<K>(args...)); }
-
-  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is autograd of that form.
-  static auto autograd(Args... args) {
-    bool requires_grad = false;
-    if (c10::GradMode::is_enabled()) (note_requires_grad(args, requires_grad), ...);
-    if (requires_grad) return reference(args...);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return returned(dispatch<K>(args...));
   }
 };
 

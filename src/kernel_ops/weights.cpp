@@ -2,7 +2,9 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/hash.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
@@ -117,19 +119,32 @@ bool is_of(const int64_t* stamp, const int64_t* expected) {
 }
 
 /// What codes depend on besides the weight's numbers.
-int64_t hash_of(const at::Tensor& weight, std::string_view format, double amax_epsilon,
-                bool power_of_two) {
-  size_t hash = c10::get_hash(format, amax_epsilon, power_of_two,
+int64_t hash_of(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
+  size_t hash = c10::get_hash(quantizer.text, mask[0], mask[1],
                               static_cast<int>(weight.scalar_type()), weight.is_neg());
   for (const int64_t stride : weight.strides())
     hash = c10::hash_combine(hash, c10::get_hash(stride));
   return static_cast<int64_t>(hash);
 }
 
-void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tensor& dequant_scale,
-                          at::Tensor& amax, at::Tensor& stamp, std::string_view format,
-                          double amax_epsilon, bool power_of_two, bool backward) {
-  check_workspace(weight, codes, dequant_scale, amax, stamp);
+GroupMask mask_of(const Workspace& workspace) {
+  return {workspace[row_codes].defined(), workspace[column_codes].defined(),
+          workspace[group_amax].defined()};
+}
+
+void refresh_weight_plain(const at::Tensor& weight, const std::optional<at::Tensor>& row_codes,
+                          const std::optional<at::Tensor>& row_scale,
+                          const std::optional<at::Tensor>& column_codes,
+                          const std::optional<at::Tensor>& column_scale, at::Tensor& amax,
+                          at::Tensor& stamp, std::string_view text, bool backward) {
+  const auto given = [](const std::optional<at::Tensor>& part) {
+    return part.value_or(at::Tensor());
+  };
+  const Workspace workspace{
+      given(row_codes), given(row_scale), given(column_codes), given(column_scale), amax, stamp};
+  const Quantizer& quantizer = tandem::quantizer(text);
+  check_workspace(weight, workspace, quantizer);
+  const GroupMask mask = mask_of(workspace);
   const std::lock_guard<std::mutex> lock(workspace_mutex());
   const int64_t expected[kStampSize] = {
       number_of_storage(weight),
@@ -138,7 +153,7 @@ void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tenso
       weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()),
       optimizer_epoch.load(),
       region,
-      hash_of(weight, format, amax_epsilon, power_of_two),
+      hash_of(weight, quantizer, mask),
       is_readable(weight)
           ? static_cast<int64_t>(kernels::cpu::digest(weight.const_data_ptr(), weight.nbytes()))
           : 0};
@@ -149,47 +164,75 @@ void refresh_weight_plain(const at::Tensor& weight, at::Tensor& codes, at::Tenso
   ++made;
   // Another thread, in a region of its own, may read codes of this weight: they are written only where that changes them.
   const bool may_be_read = weight.is_cpu() && is_of(stamp.const_data_ptr<int64_t>(), expected);
-  const bool has_kernel =
-      has_cpu_kernel<QuantizeCurrent>(weight, format, amax_epsilon, power_of_two);
-  Results<3> parts{codes, dequant_scale, amax}, results = parts;
+  const std::optional<at::Tensor> no_scale;
+  const bool has_kernel = has_cpu_kernel<Quantize>(weight, no_scale, quantizer, mask);
+  Group parts, results;
+  std::copy_n(workspace.begin(), parts.size(), parts.begin());
+  results = parts;
   if (!has_kernel) {
-    results = QuantizeCurrent::reference(weight.detach(), format, amax_epsilon, power_of_two);
+    results = Quantize::reference(weight.detach(), no_scale, quantizer, mask);
   } else {
-    if (may_be_read)
-      for (Tensor& result : results) result = empty_cpu(result.sizes(), result.scalar_type());
-    QuantizeCurrent::cpu(weight, format, amax_epsilon, power_of_two, results);
+    for (at::Tensor& result : results)
+      if (may_be_read && result.defined()) result = empty_cpu(result.sizes(), result.scalar_type());
+    Quantize::cpu(weight, no_scale, quantizer, mask, results);
   }
   for (size_t i = 0; i < parts.size(); ++i)
-    if (!results[i].is_same(parts[i]) && !(may_be_read && at::equal(results[i], parts[i])))
+    if (parts[i].defined() && !results[i].is_same(parts[i]) &&
+        !(may_be_read && at::equal(results[i], parts[i])))
       parts[i].copy_(results[i]);
   std::copy(std::begin(expected), std::end(expected), stamp.mutable_data_ptr<int64_t>());
 }
 
 /// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
-void refresh_weight_shapes(const at::Tensor& weight, at::Tensor& codes, at::Tensor& dequant_scale,
-                           at::Tensor& amax, at::Tensor& stamp, std::string_view, double, bool,
-                           bool) {
-  check_workspace(weight, codes, dequant_scale, amax, stamp);
+void refresh_weight_shapes(const at::Tensor& weight, const std::optional<at::Tensor>& row_codes,
+                           const std::optional<at::Tensor>& row_scale,
+                           const std::optional<at::Tensor>& column_codes,
+                           const std::optional<at::Tensor>& column_scale, at::Tensor& amax,
+                           at::Tensor& stamp, std::string_view text, bool) {
+  const auto given = [](const std::optional<at::Tensor>& part) {
+    return part.value_or(at::Tensor());
+  };
+  check_workspace(
+      weight,
+      {given(row_codes), given(row_scale), given(column_codes), given(column_scale), amax, stamp},
+      quantizer(text));
 }
 
 }  // namespace
 
-void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
-                     const at::Tensor& dequant_scale, const at::Tensor& amax,
-                     const at::Tensor& stamp) {
-  const c10::SymInt stamp_size = kStampSize;
-  const struct {
-    const char* name;
-    const at::Tensor& tensor;
-    at::ScalarType dtype;
-    c10::SymIntArrayRef sizes;
-    c10::Device device;  // the stamp is read on the host
-  } parts[] = {{"codes", codes, at::kByte, weight.sym_sizes(), weight.device()},
-               {"dequant_scale", dequant_scale, at::kFloat, {}, weight.device()},
-               {"amax", amax, at::kFloat, {}, weight.device()},
-               {"stamp", stamp, at::kLong, stamp_size,
-                weight.is_meta() && stamp.is_meta() ? weight.device() : c10::Device(at::kCPU)}};
-  for (const auto& [name, tensor, dtype, sizes, device] : parts) {
+Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
+  Workspace workspace;
+  const auto specs = group_specs("refresh_weight_", weight, std::nullopt, quantizer, mask);
+  for (size_t part = 0; part < group_size; ++part)
+    if (has_part(quantizer, mask, part))
+      workspace[part] = at::empty(C10_AS_INTARRAYREF_SLOW(specs[part].sizes),
+                                  weight.options()
+                                      .dtype(specs[part].dtype)
+                                      .memory_format(at::MemoryFormat::Contiguous)
+                                      .requires_grad(false));
+  workspace[stamp_part] = at::zeros({kStampSize}, at::kLong);
+  return workspace;
+}
+
+void check_workspace(const at::Tensor& weight, const Workspace& workspace,
+                     const Quantizer& quantizer) {
+  const GroupMask mask = mask_of(workspace);
+  const auto specs = group_specs("refresh_weight_", weight, std::nullopt, quantizer, mask);
+  const auto is_there = [&](size_t part) {
+    return has_part(quantizer, mask, part) || workspace[part].defined();
+  };
+  for (size_t part = 0; part < workspace_size; ++part) {
+    if (!is_there(part)) continue;
+    const at::Tensor& tensor = workspace[part];
+    const char* name = kWorkspaceNames[part];
+    const bool is_stamp = part == stamp_part;
+    const at::ScalarType dtype = is_stamp ? at::kLong : specs[part].dtype;
+    const c10::SymInt stamp_size = kStampSize;
+    const c10::SymIntArrayRef sizes =
+        is_stamp ? c10::SymIntArrayRef(stamp_size) : c10::SymIntArrayRef(specs[part].sizes);
+    const bool is_meta = weight.is_meta() && tensor.defined() && tensor.is_meta();
+    // the stamp is read on the host
+    const c10::Device device = is_stamp && !is_meta ? c10::Device(at::kCPU) : weight.device();
     TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype &&
                           tensor.sym_sizes() == sizes && tensor.device() == device,
                       "refresh_weight_: expected ", name, " of shape ", sizes, ", ", dtype, ", on ",
@@ -206,28 +249,32 @@ void check_workspace(const at::Tensor& weight, const at::Tensor& codes,
                       " as it lies in memory, got a negated view ",
                       "(is_neg). Allocate the workspace by itself.");
   }
-  for (const auto& part : parts) {
-    bool is_shared = part.tensor.is_alias_of(weight);
-    for (const auto& other : parts)
-      is_shared |= &other != &part &&
-                   at::get_overlap_status(part.tensor, other.tensor) != at::MemOverlapStatus::No;
-    TORCH_CHECK_VALUE(!is_shared || part.tensor.sym_numel() == 0, "refresh_weight_: expected ",
-                      part.name, " in memory of its own, got some that another part of the ",
+  for (size_t part = 0; part < workspace_size; ++part) {
+    if (!is_there(part)) continue;
+    bool is_shared = workspace[part].is_alias_of(weight);
+    for (size_t other = 0; other < workspace_size; ++other)
+      is_shared |=
+          other != part && is_there(other) &&
+          at::get_overlap_status(workspace[part], workspace[other]) != at::MemOverlapStatus::No;
+    TORCH_CHECK_VALUE(!is_shared || workspace[part].sym_numel() == 0, "refresh_weight_: expected ",
+                      kWorkspaceNames[part],
+                      " in memory of its own, got some that another part of the ",
                       "workspace or the weight shares. Allocate each part by itself.");
   }
 }
 
-void refresh_weight(const at::Tensor& weight, const at::Tensor& codes,
-                    const at::Tensor& dequant_scale, const at::Tensor& amax,
-                    const at::Tensor& stamp, std::string_view format, double amax_epsilon,
-                    bool power_of_two, bool backward) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tandem::refresh_weight_", "")
-                             .typed<void(const at::Tensor&, at::Tensor&, at::Tensor&, at::Tensor&,
-                                         at::Tensor&, std::string_view, double, bool, bool)>();
-  at::Tensor parts[] = {codes, dequant_scale, amax, stamp};
-  op.call(weight, parts[0], parts[1], parts[2], parts[3], format, amax_epsilon, power_of_two,
-          backward);
+void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
+                    const Quantizer& quantizer, bool backward) {
+  using Part = std::optional<at::Tensor>;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tandem::refresh_weight_", "")
+          .typed<void(const at::Tensor&, const Part&, const Part&, const Part&, const Part&,
+                      at::Tensor&, at::Tensor&, std::string_view, bool)>();
+  const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
+  at::Tensor amax = workspace[group_amax], stamp = workspace[stamp_part];
+  op.call(weight, part(row_codes), part(row_scale), part(column_codes), part(column_scale), amax,
+          stamp, quantizer.text, backward);
 }
 
 void weights_changed() { ++optimizer_epoch; }
@@ -240,9 +287,9 @@ RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.def(
-      "refresh_weight_(Tensor weight, Tensor(a!) codes, Tensor(b!) dequant_scale, Tensor(c!) amax, "
-      "Tensor(d!) stamp, str format, float "
-      "amax_epsilon, bool power_of_two, bool backward) -> ()",
+      "refresh_weight_(Tensor weight, Tensor(a!)? row_codes, Tensor(b!)? row_scale, Tensor(c!)? "
+      "column_codes, Tensor(d!)? column_scale, Tensor(e!) amax, Tensor(f!) stamp, str quantizer, "
+      "bool backward) -> ()",
       {at::Tag::pt2_compliant_tag});
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);

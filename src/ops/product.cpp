@@ -137,7 +137,18 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
 }
 
-std::string_view format_name(Format format) { return format == Format::fp8_e4m3 ? "e4m3" : "e5m2"; }
+/// An operand of a product of codes: its numbers in float32, and the scale that the product gets at its end, if its format has one.
+struct Decoded {
+  Decoded(Call& call, size_t read)
+      : quantizer(*call.type(read).quantizer),
+        values(call.run<kernel_ops::Decode>(call.in(read), call.in(read, 1), quantizer,
+                                            call.type(read).direction == Direction::column)[0]) {
+    if (quantizer.format->layout.applies_at_end) scale = call.in(read, 1);
+  }
+  const Quantizer& quantizer;
+  const at::Tensor values;
+  std::optional<at::Tensor> scale;
+};
 
 }  // namespace
 
@@ -200,23 +211,20 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                    at::ScalarType dtype) {
   check_one_device(call, {a.read, b.read});
   const Rows rows = a.transposed ? Rows::contracted : Rows::of_the_result;
-  if (!is_fp8(call.format(a.read)))
+  if (call.format(a.read) != Format::codes)
     return multiply(call, matrix(call.in(a.read), a.transposed, call.path()),
                     matrix(call.in(b.read), b.transposed, call.path()), sizes, rows);
-  const at::Tensor a_values =
-      call.run<kernel_ops::Decode>(call.in(a.read), format_name(call.format(a.read)))[0];
-  const at::Tensor b_values =
-      call.run<kernel_ops::Decode>(call.in(b.read), format_name(call.format(b.read)))[0];
-  const at::Tensor codes_product = multiply(call, matrix(a_values, a.transposed, call.path()),
-                                            matrix(b_values, b.transposed, call.path()), sizes,
-                                            rows, Sums::independent_of_threads);
-  return call.run<kernel_ops::ScaleProduct>(codes_product, call.in(a.read, 1), call.in(b.read, 1),
-                                            dtype)[0];
+  const Decoded first(call, a.read), second(call, b.read);
+  const at::Tensor result = multiply(call, matrix(first.values, a.transposed, call.path()),
+                                     matrix(second.values, b.transposed, call.path()), sizes, rows,
+                                     Sums::independent_of_threads);
+  if (!first.scale && !second.scale && dtype == result.scalar_type()) return result;
+  return call.run<kernel_ops::ScaleProduct>(result, first.scale, second.scale, dtype)[0];
 }
 
 void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate) {
   check_one_device(call, {a.read, b.read});
-  if (is_fp8(call.format(a.read))) {
+  if (call.format(a.read) == Format::codes) {
     const c10::SymInt sizes[] = {target.sym_size(0), target.sym_size(1)};
     const at::Tensor result = product(call, a, b, sizes, at::kFloat);
     accumulate ? target.add_(result) : target.copy_(result);

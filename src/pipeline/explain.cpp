@@ -20,10 +20,16 @@ std::string name_of(const Plan& plan, Value value) { return plan.types[index_of(
 
 std::string type_of(const Plan& plan, Value value) {
   const Type& type = plan.types[index_of(value)];
-  if (is_fp8(type.format))
-    return std::string("FP8 ") + tandem::name_of(type.format) + " (emulated on CPU)";
-  if (type.format != Format::plain) return tandem::name_of(type.format);
-  return c10::toString(type.dtype);
+  switch (type.format) {
+    case Format::codes:
+      return std::string(format_name(*type.quantizer)) + " (emulated on CPU)";
+    case Format::shape:
+      return "shape";
+    case Format::opaque:
+      return "opaque";
+    default:
+      return c10::toString(type.dtype);
+  }
 }
 
 std::vector<std::string> names(const Plan& plan, const Values& values) {

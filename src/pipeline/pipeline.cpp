@@ -1,8 +1,6 @@
 #include "pipeline/pipeline.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -70,7 +68,7 @@ Pipeline::State& Pipeline::state(bool training) {
       program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
   states_.push_back(std::unique_ptr<State>(
-      new State{recipe, training, version, std::move(program), {}, {}, newest_.load()}));
+      new State{recipe, training, version, std::move(program), {}, newest_.load()}));
   newest_ = states_.back().get();
   State& made = *states_.back();
   retire_states(version);
@@ -106,30 +104,31 @@ void Pipeline::free_retired() const {
 std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Arguments& arguments,
                                                  State& state) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t w = 0; w < plan.workspace_weights.size(); ++w) {
+  std::vector<at::Tensor> tensors;
+  for (size_t w = 0; w < plan.cached_weights.size(); ++w) {
+    const auto& [value, quantizer, mask] = plan.cached_weights[w];
     const size_t param = static_cast<size_t>(
-        std::find(plan.params.begin(), plan.params.end(), plan.workspace_weights[w]) -
-        plan.params.begin());
+        std::find(plan.params.begin(), plan.params.end(), value) - plan.params.begin());
     const at::Tensor& weight = arguments.params[param];
-    if (state.workspaces.size() <= 4 * w) {
-      state.workspaces.resize(4 * w + 4);
-      state.coded_weights.resize(w + 1);
-    }
-    at::Tensor* parts = &state.workspaces[4 * w];
+    // Plans that read the codes of other directions have a workspace of their own.
+    auto held = std::ranges::find_if(state.workspaces, [&](const HeldWorkspace& each) {
+      return each.weight == w && each.quantizer == quantizer && each.mask == mask;
+    });
+    if (held == state.workspaces.end())
+      held = state.workspaces.insert(held, HeldWorkspace{w, quantizer, mask, {}, {}});
+    const at::Tensor& codes = held->parts[mask[0] ? row_codes : column_codes];
     // A call on another thread, or a graph, may still read the codes of another weight: those stay as they are.
     CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
-    const bool is_free = parts[0].use_count() <= 1 || state.coded_weights[w] == coded;
-    state.coded_weights[w] = std::move(coded);
-    if (is_free && parts[0].defined() && parts[0].sizes() == weight.sizes() &&
-        parts[0].device() == weight.device())
-      continue;
-    c10::InferenceMode no_inference(false);  // a workspace must serve in every mode
-    const auto options = at::TensorOptions().device(weight.device());
-    parts[0] = at::empty(weight.sizes(), options.dtype(at::kByte));
-    for (const size_t part : {1, 2}) parts[part] = at::empty({}, options.dtype(at::kFloat));
-    parts[3] = at::zeros({kernel_ops::kStampSize}, at::kLong);
+    const bool is_free = codes.use_count() <= 1 || held->coded == coded;
+    held->coded = std::move(coded);
+    if (!is_free || !codes.defined() || codes.sizes() != weight.sizes() ||
+        codes.device() != weight.device()) {
+      c10::InferenceMode no_inference(false);  // a workspace must serve in every mode
+      held->parts = kernel_ops::make_workspace(weight, *quantizer, mask);
+    }
+    std::ranges::copy_if(held->parts, std::back_inserter(tensors), &at::Tensor::defined);
   }
-  return state.workspaces;
+  return tensors;
 }
 
 Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Plan>& plan) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "autograd/call.h"
+#include "kernel_ops/weights.h"
 #include "pipeline/autocast.h"
 #include "tandem/export.h"
 #include "tandem/report.h"
@@ -64,13 +65,20 @@ class TANDEM_API Pipeline {
     std::vector<int64_t> strides = {};
     bool operator==(const CodedWeight&) const = default;
   };
+  /// Of the nth weight of plans that read its codes in the directions of `mask`.
+  struct HeldWorkspace {
+    size_t weight;
+    const Quantizer* quantizer;
+    GroupMask mask;
+    CodedWeight coded;
+    kernel_ops::Workspace parts;
+  };
   struct State {
     const ActiveRecipe* recipe;
     bool training;
     uint64_t fusions_version;
     std::shared_ptr<Program> program;
-    std::vector<at::Tensor> workspaces;      ///< of `recipe`
-    std::vector<CodedWeight> coded_weights;  ///< one per four workspaces
+    std::vector<HeldWorkspace> workspaces;  ///< of `recipe`
     std::atomic<State*> older;
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};

@@ -23,9 +23,6 @@ constexpr double kUnitsPerOp = 8, kUnitsPerSum = 4;
 /// However many ops a fused step replaces.
 constexpr double kLargestTolerance = 0x1p-4;
 
-/// Half a unit in the last place of a format's numbers, relative: codes of inputs that differ in their last bit are mostly the same.
-double unit_of_format(Format format) { return format == Format::fp8_e4m3 ? 0x1p-4 : 0x1p-3; }
-
 bool is_same_step(const Step& a, const Step& b) {
   return a.run == b.run && a.kind == b.kind && a.reads == b.reads && a.covers == b.covers;
 }
@@ -50,7 +47,7 @@ double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Fr
       for (const Value value : *list) {
         if (!exists(value) || index_of(value) >= plan.types.size()) continue;
         const Type& type = plan.types[index_of(value)];
-        if (type.format != Format::plain && !is_fp8(type.format)) continue;
+        if (tensors_per_value(type.format) == 0) continue;
         if (list == &member.writes) unit = std::max(unit, unit_of(type.dtype));
         const at::Tensor& tensor = values.tensor(value);
         if (!tensor.defined()) continue;
@@ -82,8 +79,8 @@ bool has_rows_of(const at::Tensor& tensor, const at::Tensor& result) {
 at::Tensor decoded(Frame& frame, Value codes) {
   const Type& type = frame.type(codes);
   return kernel_ops::dispatch<kernel_ops::Dequantize>(
-      frame.tensor(codes, 0), frame.tensor(codes, 1), std::string_view(name_of(type.format)),
-      type.dtype)[0];
+      frame.tensor(codes, 0), frame.tensor(codes, 1), *type.quantizer,
+      type.direction == Direction::column, type.dtype)[0];
 }
 
 at::Tensor state_of(at::Generator& generator) {
@@ -158,14 +155,15 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   if (equal) return "";
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
-  if (is_fp8(format)) {
-    for (const size_t part : {1, 2})
-      if (auto found =
-              difference(frame_.tensor(value, part), expected.tensor(value, part), tolerance, 0);
-          !found.empty())
-        return (part == 1 ? "dequant_scale: " : "amax: ") + found;
+  if (format == Format::codes) {
+    // A scale in few bits may be another one where the amax is: then the numbers are told apart only.
+    const at::Tensor &scale = frame_.tensor(value, 1), &wanted = expected.tensor(value, 1);
+    if (auto found = scale.is_floating_point() ? difference(scale, wanted, tolerance, 0) : "";
+        !found.empty())
+      return "dequant_scale: " + found;
+    // Codes of inputs that differ in their last bit are mostly the same.
     return difference_in_norm(decoded(frame_, value), decoded(expected, value),
-                              unit_of_format(format));
+                              unit_of(*frame_.type(value).quantizer));
   }
   return difference(frame_.tensor(value), expected.tensor(value), tolerance,
                     scale_of(step, value, members, reference));
@@ -233,8 +231,8 @@ void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {
   for (const Value value : step.writes) {
     if (!exists(value)) continue;
     Bound written = bound;
-    if (const Format format = frame_.type(value).format; is_fp8(format)) {
-      written.relative = std::max(written.relative, unit_of_format(format));
+    if (const Type& type = frame_.type(value); type.format == Format::codes) {
+      written.relative = std::max(written.relative, unit_of(*type.quantizer));
       written.in_norm = true;
     }
     bounds_[index_of(value)] = written;

@@ -48,7 +48,7 @@ inline constexpr uint64_t kDescriptionVersion = 1;
 struct Description {
   std::vector<OpNode> ops;
   std::vector<std::shared_ptr<const OpKind>> kinds;  ///< of ops whose front made them by name
-  std::optional<Float8CurrentScaling> recipe;
+  std::optional<Recipe> recipe;
   bool training = true;
   bool fuse = true;            ///< false: no fusion at all, what `verify` compares with
   bool cache_weights = false;  ///< workspaces are passed in for the codes of weights

@@ -1,7 +1,7 @@
 // A plan in the making: what the passes of the planner hand on to each other.
 #pragma once
 
-#include "core/step.h"
+#include "core/plan.h"
 #include "planner/description.h"
 
 namespace tandem {
@@ -65,7 +65,7 @@ class OperandTable {
 struct Draft {
   std::vector<Type> types;
   Values inputs, params, buffers, workspaces, outputs;
-  Values workspace_weights;  ///< one parameter per four workspaces
+  std::vector<CachedWeight> cached_weights;  ///< whose tensors `workspaces` holds
   Steps forward, backward;
   std::vector<bool> requires_grad;  ///< by value of forward
   /// One per output: what the caller gives; Value::none where the output needs no gradient.

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/randint.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "core/call.h"
@@ -26,10 +27,8 @@ Step step_of(StepKind kind, std::string_view name, Run run, Names read_names, Va
   return step;
 }
 
-Options arguments_of(const QuantizePoint& point) {
-  return std::make_shared<QuantizeArguments>(
-      QuantizeArguments{name_of(point.format), point.amax_epsilon, point.use_power_2_scales});
-}
+/// Quantizers are there for good.
+Options options_of(const Quantizer& quantizer) { return {std::shared_ptr<void>(), &quantizer}; }
 
 void run_cast(Call& call) { call.out(0, call.in(0).to(call.out_type(0).dtype)); }
 
@@ -46,24 +45,26 @@ void run_draw_seed(Call& call) {
 }
 
 void run_quantize(Call& call) {
-  const auto& arguments = call.options<QuantizeArguments>();
-  call.write<kernel_ops::QuantizeCurrent>(call.in(0), arguments.format, arguments.amax_epsilon,
-                                          arguments.use_power_2_scales);
+  enum Read { x, scale };
+  call.write_codes<kernel_ops::Quantize>(call.in(x), call.maybe(scale), call.options<Quantizer>(),
+                                         call.output_mask<3>());
 }
 
 void run_dequantize(Call& call) {
-  const std::string_view format = name_of(call.format(0));
-  call.write<kernel_ops::Dequantize>(call.in(0), call.in(0, 1), format, call.out_type(0).dtype);
+  const Type& type = call.type(0);
+  call.write<kernel_ops::Dequantize>(call.in(0), call.in(0, 1), *type.quantizer,
+                                     type.direction == Direction::column, call.out_type(0).dtype);
 }
 
 template <bool kBackward>
 void run_refresh_weight(Call& call) {
-  enum Read { weight, codes, dequant_scale, amax, stamp };
-  const auto& arguments = call.options<QuantizeArguments>();
-  kernel_ops::refresh_weight(call.in(weight), call.in(codes), call.in(dequant_scale), call.in(amax),
-                             call.in(stamp), arguments.format, arguments.amax_epsilon,
-                             arguments.use_power_2_scales, kBackward);
-  for (size_t part = 0; part < 3; ++part) call.out(0, call.in(codes + part), part);
+  enum Read { weight, first_part };
+  kernel_ops::Workspace workspace;
+  for (size_t part = 0; part < workspace.size(); ++part)
+    if (call.has(first_part + part)) workspace[part] = call.in(first_part + part);
+  kernel_ops::refresh_weight(call.in(weight), workspace, call.options<Quantizer>(), kBackward);
+  for (size_t part = row_codes; part <= column_scale; ++part)
+    if (call.wants(part / 2)) call.out(part / 2, workspace[part], part % 2);
 }
 
 }  // namespace
@@ -88,9 +89,11 @@ Step seed_step(Value x, Value seed) {
   return step_of(StepKind::seed, "draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
 }
 
-Step quantize_step(Value x, Value codes, const QuantizePoint& point) {
-  Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x"}, {x}, {"codes"}, {codes});
-  step.options = {arguments_of(point)};
+Step quantize_step(Value x, const GroupValues& group, const Quantizer& quantizer) {
+  Step step =
+      step_of(StepKind::quantize, "quantize", run_quantize, {"x", "scale"}, {x, Value::none},
+              {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
+  step.options = {options_of(quantizer)};
   return step;
 }
 
@@ -99,15 +102,19 @@ Step dequantize_step(Value codes, Value y) {
                  {y});
 }
 
-Step refresh_weight_step(Value weight, const Values& workspace, Value codes,
-                         const QuantizePoint& point, bool backward) {
-  Step step =
-      step_of(StepKind::refresh, "refresh_weight",
-              backward ? run_refresh_weight<true> : run_refresh_weight<false>,
-              {"weight", "codes", "dequant_scale", "amax", "stamp"},
-              {weight, workspace[0], workspace[1], workspace[2], workspace[3]}, {"y"}, {codes});
-  step.mutates = workspace;
-  step.options = {arguments_of(point)};
+Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
+                         const Quantizer& quantizer, bool backward) {
+  Names read_names{"weight"};
+  read_names.insert(read_names.end(), std::begin(kernel_ops::kWorkspaceNames),
+                    std::end(kernel_ops::kWorkspaceNames));
+  Values reads{weight};
+  reads.insert(reads.end(), workspace.begin(), workspace.end());
+  Step step = step_of(StepKind::refresh, "refresh_weight",
+                      backward ? run_refresh_weight<true> : run_refresh_weight<false>,
+                      std::move(read_names), std::move(reads), {"row_codes", "column_codes"},
+                      {codes.begin(), codes.end()});
+  std::ranges::copy_if(workspace, std::back_inserter(step.mutates), exists);
+  step.options = {options_of(quantizer)};
   return step;
 }
 

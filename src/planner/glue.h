@@ -1,8 +1,9 @@
 // Steps that no op asks for and lowering puts between ops: casts, sums of gradients, seeds, quantize points, weight codes.
 #pragma once
 
+#include <array>
+
 #include "core/step.h"
-#include "quantization/recipe.h"
 
 namespace tandem {
 
@@ -16,12 +17,14 @@ Step rename_step(Value x, Value y);
 Step round_step(Value x, Value y);
 /// seed = one int64 from the generator of x's device.
 Step seed_step(Value x, Value seed);
-/// codes = x in the point's format.
-Step quantize_step(Value x, Value codes, const QuantizePoint& point);
+/// What a step that quantizes writes: row codes, column codes, amax.
+using GroupValues = std::array<Value, 3>;
+/// codes and amax of x.
+Step quantize_step(Value x, const GroupValues& group, const Quantizer& quantizer);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
-/// codes = those of the weight in its workspace (codes, dequant_scale, amax, stamp), made again where the weight has changed.
-Step refresh_weight_step(Value weight, const Values& workspace, Value codes,
-                         const QuantizePoint& point, bool backward);
+/// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again where the weight has changed.
+Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
+                         const Quantizer& quantizer, bool backward);
 
 }  // namespace tandem

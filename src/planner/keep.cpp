@@ -42,9 +42,7 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
     if (type.format == Format::opaque || type.format == Format::shape) {
       plan.kept_opaque.push_back(value);
     } else {
-      const uint8_t parts =
-          is_fp8(type.format) ? 2 : 1;  // codes and their scale; nobody reads the amax again
-      for (uint8_t part = 0; part < parts; ++part)
+      for (uint8_t part = 0; part < tensors_per_value(type.format); ++part)
         plan.kept.push_back({value, part, is_output(value)});
     }
   }

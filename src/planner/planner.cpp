@@ -132,7 +132,7 @@ void take_over(Draft& draft, Plan& plan) {
   plan.params = std::move(draft.params);
   plan.buffers = std::move(draft.buffers);
   plan.workspaces = std::move(draft.workspaces);
-  plan.workspace_weights = std::move(draft.workspace_weights);
+  plan.cached_weights = std::move(draft.cached_weights);
   plan.outputs = std::move(draft.outputs);
   plan.forward = std::move(draft.forward);
   plan.backward = std::move(draft.backward);

@@ -107,7 +107,7 @@ size_t quantize_again(const Steps& forward, Steps& backward) {
     const Readers readers(backward);
     for (const Step& step : forward)
       if (step.kind == StepKind::quantize && step.mutates.empty() &&
-          !readers.of(step.writes[0]).empty())
+          std::ranges::any_of(step.writes, [&](Value value) { return !readers.of(value).empty(); }))
         again.push_back(step);
   }
   backward.insert(backward.end(), again.begin(), again.end());

@@ -2,53 +2,154 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "core/json_fields.h"
 
 namespace tandem {
 
-QuantizePoint quantize_point(const Float8CurrentScaling& recipe, Role role) {
-  const bool wide_range =
-      role == Role::grad_output && recipe.fp8_format == Float8CurrentScaling::Format::hybrid;
-  return {wide_range ? Format::fp8_e5m2 : Format::fp8_e4m3,
-          recipe.amax_epsilon[static_cast<size_t>(role)], recipe.use_power_2_scales};
+namespace {
+
+constexpr const char* kEpsilons[] = {"amax_epsilon_input", "amax_epsilon_weight",
+                                     "amax_epsilon_grad_output"};
+
+template <typename Format>
+const char* name_of(Format format) {
+  return format == Format::hybrid ? "HYBRID" : "E4M3";
 }
 
-nlohmann::json to_json(const Float8CurrentScaling& recipe) {
-  return {
-      {"name", "Float8CurrentScaling"},
-      {"fp8_format", recipe.fp8_format == Float8CurrentScaling::Format::hybrid ? "HYBRID" : "E4M3"},
-      {"use_power_2_scales", recipe.use_power_2_scales},
-      {"amax_epsilon", {recipe.amax_epsilon[0], recipe.amax_epsilon[1], recipe.amax_epsilon[2]}}};
+template <typename Format>
+Format format_of(const std::string& name) {
+  TORCH_CHECK_VALUE(name == "HYBRID" || name == "E4M3",
+                    "recipe: expected fp8_format HYBRID or E4M3, got ", shown(name),
+                    ". Pure E5M2 has too few bits for inputs and weights.");
+  return name == "HYBRID" ? Format::hybrid : Format::e4m3;
 }
 
-std::optional<Float8CurrentScaling> recipe_from_json(const nlohmann::json& recipe) {
+/// HYBRID gives gradients the wider range.
+template <typename Recipe>
+bool is_wide(const Recipe& recipe, Role role) {
+  return role == Role::grad_output && recipe.fp8_format == Recipe::Format::hybrid;
+}
+
+/// How a recipe is written, read and asked: one of these each.
+template <typename Recipe>
+struct Rules;
+
+template <>
+struct Rules<Float8CurrentScaling> {
+  using Recipe = Float8CurrentScaling;
+  static constexpr const char* kName = "Float8CurrentScaling";
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    Quantizer options = quantizer(is_wide(recipe, slot.role) ? "fp8_e5m2" : "fp8_e4m3");
+    options.amax_epsilon = recipe.amax_epsilon[static_cast<size_t>(slot.role)];
+    options.power_of_two = recipe.use_power_2_scales;
+    return quantizer(std::move(options));
+  }
+
+  static nlohmann::json fields(const Recipe& recipe) {
+    nlohmann::json fields{{"fp8_format", name_of(recipe.fp8_format)},
+                          {"use_power_2_scales", recipe.use_power_2_scales}};
+    for (size_t role = 0; role < std::size(kEpsilons); ++role)
+      fields[kEpsilons[role]] = recipe.amax_epsilon[role];
+    return fields;
+  }
+
+  static Recipe parse(Fields& fields) {
+    Recipe recipe;
+    std::string format = name_of(recipe.fp8_format);
+    fields.get("fp8_format", format).get("use_power_2_scales", recipe.use_power_2_scales);
+    for (size_t role = 0; role < std::size(kEpsilons); ++role) {
+      double& epsilon = recipe.amax_epsilon[role];
+      fields.get(kEpsilons[role], epsilon);
+      TORCH_CHECK_VALUE(epsilon >= 0 && std::isfinite(epsilon), "recipe: expected ",
+                        kEpsilons[role], " finite and at least 0, got ", epsilon,
+                        ". It is the least amax.");
+    }
+    recipe.fp8_format = format_of<Recipe::Format>(format);
+    return recipe;
+  }
+};
+
+template <>
+struct Rules<MXFP8BlockScaling> {
+  using Recipe = MXFP8BlockScaling;
+  static constexpr const char* kName = "MXFP8BlockScaling";
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    Quantizer options = quantizer(is_wide(recipe, slot.role) ? "mxfp8_e5m2" : "mxfp8_e4m3");
+    options.square_blocks = recipe.enable_2d_quantization && slot.role == Role::weight;
+    return quantizer(std::move(options));
+  }
+
+  static nlohmann::json fields(const Recipe& recipe) {
+    return {{"fp8_format", name_of(recipe.fp8_format)},
+            {"enable_2d_quantization", recipe.enable_2d_quantization}};
+  }
+
+  static Recipe parse(Fields& fields) {
+    Recipe recipe;
+    std::string format = name_of(recipe.fp8_format);
+    fields.get("fp8_format", format).get("enable_2d_quantization", recipe.enable_2d_quantization);
+    recipe.fp8_format = format_of<Recipe::Format>(format);
+    return recipe;
+  }
+};
+
+template <size_t... I>
+std::optional<Recipe> parse_named(const std::string& name, Fields& fields,
+                                  std::index_sequence<I...>) {
+  std::optional<Recipe> parsed;
+  const auto attempt = [&]<typename R>(std::type_identity<R>) {
+    if (name == Rules<R>::kName) parsed = Rules<R>::parse(fields);
+  };
+  (attempt(std::type_identity<std::variant_alternative_t<I, Recipe>>()), ...);
+  return parsed;
+}
+
+template <size_t... I>
+std::string names_of(std::index_sequence<I...>) {
+  std::string names;
+  const auto add = [&](const char* name) {
+    names += std::string(names.empty() ? "\"" : " or \"") + name + "\"";
+  };
+  (add(Rules<std::variant_alternative_t<I, Recipe>>::kName), ...);
+  return names;
+}
+
+constexpr std::make_index_sequence<std::variant_size_v<Recipe>> kAll;
+
+}  // namespace
+
+const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  return std::visit(
+      [&]<typename R>(const R& each) -> const Quantizer& {
+        return Rules<R>::quantizer_of(each, slot);
+      },
+      recipe);
+}
+
+nlohmann::json to_json(const Recipe& recipe) {
+  return std::visit(
+      []<typename R>(const R& each) {
+        nlohmann::json fields = Rules<R>::fields(each);
+        fields["name"] = Rules<R>::kName;
+        return fields;
+      },
+      recipe);
+}
+
+std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe) {
   if (recipe.is_null()) return std::nullopt;
   Fields fields(recipe, "recipe");
-  std::string name, format = "HYBRID";
+  std::string name;
   fields.get("name", name);
-  TORCH_CHECK_VALUE(name == "Float8CurrentScaling",
-                    "recipe: expected \"Float8CurrentScaling\", got \"", shown(name),
-                    "\". It is the recipe that this version knows.");
-  Float8CurrentScaling parsed;
-  std::vector<double> epsilons(std::begin(parsed.amax_epsilon), std::end(parsed.amax_epsilon));
-  fields.get("fp8_format", format)
-      .get("use_power_2_scales", parsed.use_power_2_scales)
-      .get("amax_epsilon", epsilons, std::size(parsed.amax_epsilon))
-      .finish();
-  TORCH_CHECK_VALUE(format == "HYBRID" || format == "E4M3",
-                    "recipe: expected fp8_format HYBRID or E4M3, got ", shown(format),
-                    ". Pure E5M2 has too few bits for inputs and weights.");
-  parsed.fp8_format = format == "HYBRID" ? Float8CurrentScaling::Format::hybrid
-                                         : Float8CurrentScaling::Format::e4m3;
-  TORCH_CHECK_VALUE(epsilons.size() == std::size(parsed.amax_epsilon) &&
-                        *std::min_element(epsilons.begin(), epsilons.end()) >= 0,
-                    "recipe: expected ", std::size(parsed.amax_epsilon),
-                    " numbers >= 0 as amax_epsilon, got ", shown_json(nlohmann::json(epsilons)),
-                    ". Give one for inputs, weights and gradients each.");
-  std::copy(epsilons.begin(), epsilons.end(), std::begin(parsed.amax_epsilon));
+  auto parsed = parse_named(name, fields, kAll);
+  TORCH_CHECK_VALUE(parsed, "recipe: expected ", names_of(kAll), ", got \"", shown(name),
+                    "\". These are the recipes that this version knows.");
+  fields.finish();
   return parsed;
 }
 

@@ -1,4 +1,4 @@
-// Recipes: the user's choice of low-precision format and scaling, as frozen values.
+// Recipes: the user's choice of low-precision format and scaling, as frozen values that say how each operand is quantized.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -10,24 +10,19 @@
 
 namespace tandem {
 
-/// How one role is quantized: the options of a quantize step.
-struct QuantizePoint {
-  Format format = Format::fp8_e4m3;
-  double amax_epsilon = 0;
-  bool use_power_2_scales = false;
+/// Who is to be quantized: which operand of a product, of which op of the pipeline (npos: of a point of rounding), which of a list.
+struct QuantizeSlot {
+  Role role = Role::input;
+  size_t op = npos;
+  size_t slot = 0;
 };
 
-/// What a quantize step's options hold: the arguments of kernel op quantize_current.
-struct QuantizeArguments {
-  std::string_view format;
-  double amax_epsilon = 0;
-  bool use_power_2_scales = false;
-};
+/// The only question that a recipe answers.
+const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
 
-QuantizePoint quantize_point(const Float8CurrentScaling& recipe, Role role);
-
-/// As canonical JSON, and back. Throws c10::ValueError on an unknown recipe or field.
-TANDEM_API nlohmann::json to_json(const Float8CurrentScaling& recipe);
-std::optional<Float8CurrentScaling> recipe_from_json(const nlohmann::json& recipe);
+/// As canonical JSON, and back: the recipe's name, and its fields as Python's constructor calls them. Throws c10::ValueError on an unknown
+/// recipe or field.
+TANDEM_API nlohmann::json to_json(const Recipe& recipe);
+std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe);
 
 }  // namespace tandem

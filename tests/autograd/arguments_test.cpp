@@ -81,12 +81,11 @@ TEST_F(Workspaces, OfAnotherShapeDtypeOrDeviceAreRefused) {
                                             " on cpu, as the weight's workspace, got ",
                                             "Allocate the workspace again"));
   };
-  refuses(with(0, at::empty({8, 6}, at::kByte)), "codes of shape [6, 8], Byte,");
-  refuses(with(0, at::empty({48}, at::kByte)), "codes of shape [6, 8], Byte,");
-  refuses(with(0, at::empty({6, 8}, at::kChar)), "codes of shape [6, 8], Byte,");
-  refuses(with(0, at::empty({6, 8}, at::TensorOptions(at::kByte).device(at::kMeta))), "codes");
-  for (const auto& [part, name] :
-       {std::pair<size_t, const char*>(1, "dequant_scale"), {2, "amax"}}) {
+  refuses(with(0, at::empty({8, 6}, at::kByte)), "row_codes of shape [6, 8], Byte,");
+  refuses(with(0, at::empty({48}, at::kByte)), "row_codes of shape [6, 8], Byte,");
+  refuses(with(0, at::empty({6, 8}, at::kChar)), "row_codes of shape [6, 8], Byte,");
+  refuses(with(0, at::empty({6, 8}, at::TensorOptions(at::kByte).device(at::kMeta))), "row_codes");
+  for (const auto& [part, name] : {std::pair<size_t, const char*>(1, "row_scale"), {2, "amax"}}) {
     refuses(with(part, at::empty({0})), name);
     refuses(with(part, at::empty({1})), name);
     refuses(with(part, at::empty({}, at::kDouble)), name);
@@ -98,17 +97,17 @@ TEST_F(Workspaces, OfAnotherShapeDtypeOrDeviceAreRefused) {
 TEST_F(Workspaces, WhoseMemoryIsSharedOrExpandedAreRefused) {
   const char* gaps = "contiguous and without a gradient, got strides ";
   EXPECT_THAT(calling_with(with(0, at::empty({1, 1}, at::kByte).expand({6, 8}))),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected codes ", gaps, "[0, 0]",
+              ThrowsText<c10::ValueError>("refresh_weight_: expected row_codes ", gaps, "[0, 0]",
                                           "Allocate the workspace for this weight"));
   EXPECT_THAT(calling_with(with(0, at::empty({8, 6}, at::kByte).t())),
-              ThrowsText<c10::ValueError>("codes ", gaps));
+              ThrowsText<c10::ValueError>("row_codes ", gaps));
   EXPECT_THAT(calling_with(with(3, at::zeros({1}, at::kLong).expand({kernel_ops::kStampSize}))),
               ThrowsText<c10::ValueError>("stamp ", gaps));
   EXPECT_THAT(calling_with(with(1, at::empty({}).requires_grad_())),
-              ThrowsText<c10::ValueError>("dequant_scale ", gaps, "requires_grad=1"));
+              ThrowsText<c10::ValueError>("row_scale ", gaps, "requires_grad=1"));
   const char* shared = " in memory of its own, got some that another part of the workspace or the";
   EXPECT_THAT(calling_with(with(1, parts_[2])),
-              ThrowsText<c10::ValueError>("refresh_weight_: expected dequant_scale", shared,
+              ThrowsText<c10::ValueError>("refresh_weight_: expected row_scale", shared,
                                           "Allocate each part by itself"));
   EXPECT_THAT(calling_with(with(2, weight_[0][0])),
               ThrowsText<c10::ValueError>("refresh_weight_: expected amax", shared));

@@ -36,13 +36,13 @@ TEST_F(FrameMemory, IsLikeTheTensorGiven) {
 }
 
 TEST_F(FrameMemory, AllPartsOfAGroupDie) {
-  types_[0].format = Format::fp8_e4m3;
-  slots_ = {0, 3};
-  Frame f(Path::direct, types_, slots_, 4);
-  for (size_t part = 0; part < 3; ++part) f.tensor(Value{0}, part) = random({2});
+  types_[0].format = Format::codes;
+  slots_ = {0, 2};
+  Frame f(Path::direct, types_, slots_, 3);
+  for (size_t part = 0; part < 2; ++part) f.tensor(Value{0}, part) = random({2});
   f.tensor(Value{1}) = random({3});
   f.drop(Value{0});
-  for (size_t part = 0; part < 3; ++part) EXPECT_FALSE(f.tensor(Value{0}, part).defined());
+  for (size_t part = 0; part < 2; ++part) EXPECT_FALSE(f.tensor(Value{0}, part).defined());
   EXPECT_TRUE(f.tensor(Value{1}).defined());
 }
 

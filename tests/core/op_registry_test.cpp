@@ -162,11 +162,34 @@ TEST(OpRegistryErrors, ResultsThatNobodyWrites) {
                   "none. Name it in a step's writes."));
 }
 
-TEST(Values, PartsAndNamesOfFormats) {
+TEST(OpRegistryErrors, ContractsWithoutARoleAndRolesWithoutAContract) {
+  static OpDef multiplies = definition("test_no_role");
+  multiplies.forward = {
+      {.name = "forward", .reads = {"x"}, .writes = {"y"}, .contracts = {{"x", Direction::row}}}};
+  EXPECT_THAT(
+      [] { register_op(multiplies); },
+      ThrowsText<c10::ValueError>(
+          "op test_no_role: expected contracts of step \"forward\" to name reads that have a "
+          "role, got \"x\". Declare it in its reads and in roles."));
+  static OpDef other = definition("test_not_read");
+  other.roles = {{"y", Role::input}};
+  other.forward = {
+      {.name = "forward", .reads = {"x"}, .writes = {"y"}, .contracts = {{"y", Direction::row}}}};
+  EXPECT_THAT([] { register_op(other); },
+              ThrowsText<c10::ValueError>("to name reads that have a role, got \"y\""));
+  static OpDef idle = definition("test_no_contract");
+  idle.roles = {{"x", Role::input}};
+  idle.forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}}};
+  EXPECT_THAT([] { register_op(idle); },
+              ThrowsText<c10::ValueError>(
+                  "op test_no_contract: expected a step whose contracts name \"x\", which has a "
+                  "role, got none. Say along which dimension it is summed."));
+}
+
+TEST(Values, PartsOfFormats) {
   EXPECT_EQ(tensors_per_value(Format::plain), 1u);
-  EXPECT_EQ(tensors_per_value(Format::fp8_e5m2), 3u);
+  EXPECT_EQ(tensors_per_value(Format::codes), 2u);
   EXPECT_EQ(tensors_per_value(Format::shape), 0u);
-  EXPECT_STREQ(name_of(Format::fp8_e4m3), "e4m3");
   EXPECT_FALSE(exists(Value::none));
 }
 

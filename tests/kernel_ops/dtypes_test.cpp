@@ -111,14 +111,16 @@ TEST(KernelDtypes, Norms) {
 }
 
 TEST(KernelDtypes, Codes) {
-  const std::string_view format = "e4m3";
+  const Quantizer& quantizer = tandem::quantizer("fp8_e4m3");
   for_every_pair([&](at::ScalarType a, at::ScalarType b) {
     const at::Tensor codes = filled({5, 19}, a), scale = at::ones({}, b);
-    EXPECT_TRUE(agrees<Decode>(codes, format));
-    EXPECT_TRUE(agrees<Dequantize>(codes, scale, format, at::kFloat));
-    EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), format, b));
-    EXPECT_TRUE(agrees<ScaleProduct>(codes, scale, at::ones({}), at::kBFloat16));
-    EXPECT_TRUE(c10::isComplexType(a) || agrees<QuantizeCurrent>(codes, format, 0.0, false));
+    EXPECT_TRUE(agrees<Decode>(codes, scale, quantizer, false));
+    EXPECT_TRUE(agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat));
+    EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), quantizer, false, b));
+    EXPECT_TRUE(
+        agrees<ScaleProduct>(codes, Optional(scale), Optional(at::ones({})), at::kBFloat16));
+    EXPECT_TRUE(c10::isComplexType(a) ||
+                agrees<Quantize>(codes, Optional(), quantizer, std::array{true, true, true}));
   });
 }
 
@@ -133,7 +135,8 @@ TEST(KernelErrors, DtypesThatAnOpIsNotDefinedFor) {
           "Convert it before the call"));
   EXPECT_THAT(
       [] {
-        dispatch<Decode>(filled({2, 4}, at::kFloat), "e4m3");
+        dispatch<Decode>(filled({2, 4}, at::kFloat), at::ones({}), tandem::quantizer("fp8_e4m3"),
+                         false);
       },
       ThrowsText<c10::TypeError>("decode: expected uint8 codes, got ", "float32",
                                  "Pass what a quantize op returned"));

@@ -6,6 +6,7 @@
 
 #include "kernel_ops/quantize.h"
 #include "support/kernel_ops.h"
+#include "support/quantizers.h"
 #include "support/throws.h"
 
 namespace tandem::testing {
@@ -80,40 +81,46 @@ TEST_P(NormOp, LayerNormBackwardMatchesReference) {
 }
 
 TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
-  for_every_case(1, [&](const at::Tensor& x) {
-    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
-                     bias = random({x.size(-1)}, x.scalar_type(), 9);
-    for (const bool want_y : {true, false}) {
-      const auto rms =
-          dispatch<RmsNormQuantize>(x, weight, kEps, zero_centered(), "e4m3", 0.0, false, want_y);
-      const auto rms_y = dispatch<RmsNormForward>(x, weight, kEps, zero_centered());
-      const auto rms_codes = dispatch<QuantizeCurrent>(rms_y[0], "e4m3", 0.0, false);
-      if (want_y) {
-        EXPECT_TRUE(same(rms[0], rms_y[0]));
+  for (const Quantizer* quantizer : quantizers())
+    for_every_case(1, [&](const at::Tensor& x) {
+      const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                       bias = random({x.size(-1)}, x.scalar_type(), 9);
+      for (const auto& mask : {array{true, true, true, true}, array{false, true, true, true},
+                               array{false, true, false, false}, array{true, false, true, false},
+                               array{true, false, false, true}}) {
+        const array<bool, 3> group{mask[1], mask[2], mask[3]};
+        const auto expect = [&](const auto& fused, const auto& norm) {
+          const size_t statistics = norm.size();
+          if (mask[0]) {
+            EXPECT_TRUE(same(fused[0], norm[0]));
+          }
+          EXPECT_EQ(mask[0] ? x.numel() : 0, fused[0].numel());
+          for (size_t i = 1; i < statistics; ++i) EXPECT_TRUE(same(fused[i], norm[i]));
+          const auto codes = dispatch<Quantize>(norm[0], Optional(), *quantizer, group);
+          for (size_t part = 0; part < codes.size(); ++part)
+            EXPECT_TRUE(same(fused[statistics + part], codes[part]))
+                << quantizer->text << " " << part;
+        };
+        expect(dispatch<RmsNormQuantize>(x, weight, Optional(), kEps, zero_centered(), *quantizer,
+                                         mask),
+               dispatch<RmsNormForward>(x, weight, kEps, zero_centered()));
+        expect(dispatch<LayerNormQuantize>(x, weight, bias, Optional(), kEps, zero_centered(),
+                                           *quantizer, mask),
+               dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered()));
       }
-      EXPECT_EQ(want_y ? x.numel() : 0, rms[0].numel());
-      EXPECT_TRUE(same(rms[1], rms_y[1]));
-      for (size_t part = 0; part < 3; ++part)
-        EXPECT_TRUE(same(rms[2 + part], rms_codes[part])) << part;
-
-      const auto layer = dispatch<LayerNormQuantize>(x, weight, bias, kEps, zero_centered(), "e5m2",
-                                                     0.0, true, want_y);
-      const auto layer_y = dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered());
-      const auto layer_codes = dispatch<QuantizeCurrent>(layer_y[0], "e5m2", 0.0, true);
-      for (size_t part = 0; part < 3; ++part)
-        EXPECT_TRUE(same(layer[3 + part], layer_codes[part])) << part;
-    }
-  });
+    });
 }
 
 TEST_P(NormOp, NormAndQuantizeInCompositeForm) {
   const at::Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
-  const auto rms = dispatch<RmsNormQuantize>(x, weight, kEps, zero_centered(), "e4m3", 0.0, false,
-                                             /*want_y=*/false);
+  const Quantizer& quantizer = tandem::quantizer("fp8_e4m3");
+  const auto rms = dispatch<RmsNormQuantize>(x, weight, Optional(), kEps, zero_centered(),
+                                             quantizer, array{false, true, false, true});
   EXPECT_EQ(rms[0].numel(), 0);
   EXPECT_EQ(rms[2].scalar_type(), at::kByte);
-  const auto layer = dispatch<LayerNormQuantize>(x, weight, weight, kEps, zero_centered(), "e4m3",
-                                                 0.0, false, /*want_y=*/true);
+  const auto layer =
+      dispatch<LayerNormQuantize>(x, weight, weight, Optional(), kEps, zero_centered(), quantizer,
+                                  array{true, true, false, true});
   EXPECT_TRUE(
       same(layer[0], LayerNormForward::reference(x, weight, weight, kEps, zero_centered())[0]));
 }

@@ -1,9 +1,11 @@
 // FP8 as kernel ops: the composite reference has the bits of the CPU kernel, whatever the input.
 #include "kernel_ops/quantize.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
@@ -12,12 +14,16 @@
 #include <cmath>
 
 #include "support/kernel_ops.h"
+#include "support/quantizers.h"
 #include "support/throws.h"
 
 namespace tandem::testing {
 namespace {
 
 using namespace kernel_ops;
+using Optional = std::optional<at::Tensor>;
+
+constexpr std::array kRows{true, false, true};
 
 /// Numbers that make a cast go wrong: zeros, the smallest and largest, infinities, NaN, and one of every exponent.
 at::Tensor special_numbers(at::ScalarType dtype) {
@@ -28,26 +34,24 @@ at::Tensor special_numbers(at::ScalarType dtype) {
   return at::tensor(numbers, at::kDouble).to(dtype);
 }
 
-class QuantizeOp : public ::testing::TestWithParam<std::tuple<const char*, bool, double>> {
+class QuantizeOp : public ::testing::TestWithParam<std::string> {
  protected:
-  std::string_view format() const { return std::get<0>(GetParam()); }
-  bool power_of_two() const { return std::get<1>(GetParam()); }
-  double epsilon() const { return std::get<2>(GetParam()); }
+  const Quantizer& quantizer() const { return tandem::quantizer(GetParam()); }
 
   void expect_same_bits(const at::Tensor& x) {
-    const auto got = dispatch<QuantizeCurrent>(x, format(), epsilon(), power_of_two()),
-               expected = QuantizeCurrent::reference(x, format(), epsilon(), power_of_two());
-    for (size_t part = 0; part < 3; ++part) EXPECT_TRUE(same(got[part], expected[part])) << part;
+    for (const std::array mask : {std::array{true, true, true}, std::array{true, false, false},
+                                  std::array{false, true, false}, std::array{false, false, true}}) {
+      const auto got = dispatch<Quantize>(x, Optional(), quantizer(), mask),
+                 expected = Quantize::reference(x, Optional(), quantizer(), mask);
+      for (size_t part = 0; part < got.size(); ++part) {
+        EXPECT_TRUE(same(got[part], expected[part])) << part;
+        EXPECT_TRUE(written_of(quantizer(), mask)[part / 2] || got[part].numel() == 0) << part;
+      }
+    }
   }
 };
-INSTANTIATE_TEST_SUITE_P(Formats, QuantizeOp,
-                         ::testing::Combine(::testing::Values("e4m3", "e5m2"), ::testing::Bool(),
-                                            ::testing::Values(0.0, 0.5)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param)) +
-                                  (std::get<1>(info.param) ? "_pow2" : "_any") +
-                                  (std::get<2>(info.param) > 0 ? "_eps" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(Formats, QuantizeOp, ::testing::ValuesIn(quantizer_texts()),
+                         [](const auto& info) { return word_of(info.param); });
 
 TEST_P(QuantizeOp, EveryLayoutAndDtype) {
   for_every_case(1, [&](const at::Tensor& x) { expect_same_bits(x); });
@@ -73,13 +77,19 @@ TEST_P(QuantizeOp, OneNumberSetsTheScale) {
 }
 
 TEST_P(QuantizeOp, DequantizeGivesEveryCodeItsValue) {
-  const at::Tensor codes = at::arange(256, at::kByte).view({16, 16});
-  const at::Tensor scale = at::scalar_tensor(0.37, at::kFloat);
-  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
-    EXPECT_TRUE(same(dispatch<Dequantize>(codes, scale, format(), dtype)[0],
-                     Dequantize::reference(codes, scale, format(), dtype)[0]));
-  EXPECT_TRUE(
-      same(dispatch<Decode>(codes.t(), format())[0], Decode::reference(codes.t(), format())[0]));
+  const at::Tensor codes = at::arange(256, at::kByte).view({4, 64}).repeat({9, 1});
+  const at::Tensor x = random({36, 64}, at::kFloat) * 1e-3;
+  const auto group = dispatch<Quantize>(x, Optional(), quantizer(), std::array{true, true, false});
+  const size_t column_part = serves_both_directions(quantizer()) ? row_scale : column_scale;
+  for (const bool column : {false, true}) {
+    const at::Tensor& scale = group[column ? column_part : row_scale];
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+      EXPECT_TRUE(same(dispatch<Dequantize>(codes, scale, quantizer(), column, dtype)[0],
+                       Dequantize::reference(codes, scale, quantizer(), column, dtype)[0]));
+    const at::Tensor strided = codes.t().contiguous().t();
+    EXPECT_TRUE(same(dispatch<Decode>(strided, scale, quantizer(), column)[0],
+                     Decode::reference(codes, scale, quantizer(), column)[0]));
+  }
 }
 
 TEST(ScaleProductOp, MatchesReference) {
@@ -87,29 +97,66 @@ TEST(ScaleProductOp, MatchesReference) {
   for (const Layout& layout : layouts())
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
       const at::Tensor product = layout.make(at::kFloat, 5, 19, 1);
-      EXPECT_TRUE(same(dispatch<ScaleProduct>(product, a, b, dtype)[0],
-                       ScaleProduct::reference(product, a, b, dtype)[0]))
+      EXPECT_TRUE(same(dispatch<ScaleProduct>(product, Optional(a), Optional(b), dtype)[0],
+                       ScaleProduct::reference(product, Optional(a), Optional(b), dtype)[0]))
           << layout;
     }
 }
 
-TEST(QuantizeOpErrors, FormatAndEpsilon) {
-  EXPECT_THAT([] { dispatch<QuantizeCurrent>(random({2}), "e3m4", 0.0, false); },
-              ThrowsText<c10::ValueError>("quantize: expected format \"e4m3\" or \"e5m2\", got \"",
-                                          "got \"e3m4\"", "Choose one of the two"));
-  EXPECT_THAT([] { dispatch<QuantizeCurrent>(random({2}), "e4m3", -1.0, false); },
-              ThrowsText<c10::ValueError>("quantize: expected amax_epsilon >= 0, got -1",
-                                          "quantize: expected amax_epsilon >= 0, got ",
-                                          "0 sets no lower bound"));
+TEST(ScaleProductOp, WithoutScalesIsACast) {
+  const at::Tensor product = random({3, 5});
+  EXPECT_TRUE(same(dispatch<ScaleProduct>(product, Optional(), Optional(), at::kBFloat16)[0],
+                   product.to(at::kBFloat16)));
+}
+
+TEST(Quantizers, HaveOneTextAndOneAddress) {
+  const Quantizer& plain = quantizer("fp8_e4m3");
+  EXPECT_EQ(plain.text, "fp8_e4m3:current:eps=0:pow2=0");
+  EXPECT_EQ(&plain, &quantizer(plain.text));
+  EXPECT_EQ(&plain, &quantizer("fp8_e4m3:pow2=0:eps=0.0"));
+  Quantizer options = plain;
+  options.amax_epsilon = 0.1;
+  options.power_of_two = true;
+  EXPECT_EQ(quantizer(options).text, "fp8_e4m3:current:eps=0.1:pow2=1");
+  EXPECT_EQ(&quantizer(options), &quantizer("fp8_e4m3:current:eps=0.1:pow2=1"));
+  EXPECT_NE(&plain, &quantizer(options));
+  for (const FormatDef& format : formats())
+    EXPECT_EQ(quantizer(format.name).text, quantizer(quantizer(format.name).text).text);
+}
+
+TEST(QuantizerErrors, FormatScaleAndOptions) {
+  EXPECT_THAT([] { dispatch<Quantize>(random({2}), Optional(), quantizer("fp8_e3m4"), kRows); },
+              ThrowsText<c10::ValueError>("quantizer: expected a format among fp8_e4m3, fp8_e5m2",
+                                          "got \"fp8_e3m4\"", "Begin with the format's name"));
+  EXPECT_THAT([] { quantizer("fp8_e4m3:previous"); },
+              ThrowsText<c10::ValueError>(
+                  "quantizer: expected a kind of scale that fp8_e4m3 has, got \"previous\"",
+                  "Leave it out: it has \"current\"."));
+  for (const char* option : {"eps", "eps=x", "eps=1x", "pow2=2", "2d=1", "margin=0", ""})
+    EXPECT_THAT([&] { quantizer(std::string("fp8_e4m3:current:") + option); },
+                ThrowsText<c10::ValueError>(
+                    "quantizer: expected options of fp8_e4m3 among eps, pow2 with a number, 0 or 1",
+                    std::string("got \"") + option + "\"", "Write them as in \"fp8_e4m3:current"));
+  for (const char* epsilon : {"-1", "inf", "nan"})
+    EXPECT_THAT([&] { quantizer(std::string("fp8_e5m2:eps=") + epsilon); },
+                ThrowsText<c10::ValueError>("quantizer: expected eps >= 0 and finite, got ",
+                                            std::string("got ") + epsilon,
+                                            "0 sets no lower bound of amax"));
+  EXPECT_THAT(
+      [] { dispatch<Quantize>(random({2}), Optional(at::ones({})), quantizer("fp8_e4m3"), kRows); },
+      ThrowsText<c10::ValueError>(
+          "quantize: expected no scale for fp8_e4m3:current:eps=0:pow2=0, got one",
+          ". Only scales that are kept from call to call are passed in."));
 }
 
 TEST(QuantizeOpErrors, ScalesHaveOneElement) {
   const at::Tensor codes = at::arange(4, at::kByte), one = random({1});
-  EXPECT_THAT([&] { dispatch<Dequantize>(codes, random({0}), "e4m3", at::kFloat); },
-              ThrowsText<c10::ValueError>("dequantize: expected dequant_scale with one element"));
+  EXPECT_THAT(
+      [&] { dispatch<Dequantize>(codes, random({0}), quantizer("fp8_e4m3"), false, at::kFloat); },
+      ThrowsText<c10::ValueError>("dequantize: expected dequant_scale with one element"));
   EXPECT_THAT(
       [&] {
-        dispatch<ScaleProduct>(random({2, 2}), one, random({2}), at::kFloat);
+        dispatch<ScaleProduct>(random({2, 2}), Optional(one), Optional(random({2})), at::kFloat);
       },
       ThrowsText<c10::ValueError>("scale_product: expected b_scale with one element",
                                   "got shape [2]"));
@@ -117,12 +164,12 @@ TEST(QuantizeOpErrors, ScalesHaveOneElement) {
 
 TEST(QuantizeOpErrors, HasNoDerivative) {
   EXPECT_THAT(
-      [] { dispatch<QuantizeCurrent>(leaf({2}), "e4m3", 0.0, false); },
+      [] { dispatch<Quantize>(leaf({2}), Optional(), quantizer("fp8_e4m3"), kRows); },
       ThrowsText<c10::NotImplementedError>(
           "quantize: expected a tensor that needs no gradient, got one",
           ": expected a tensor that needs no gradient, got one that requires ", "detach x"));
   const c10::AutoGradMode no_grad(false);
-  EXPECT_NO_THROW(dispatch<QuantizeCurrent>(leaf({2}), "e4m3", 0.0, false));
+  EXPECT_NO_THROW(dispatch<Quantize>(leaf({2}), Optional(), quantizer("fp8_e4m3"), kRows));
 }
 
 }  // namespace

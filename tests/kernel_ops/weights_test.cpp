@@ -21,19 +21,21 @@ using namespace kernel_ops;
 /// A weight with its workspace; `forward` and `backward` say whether codes were made.
 class RefreshWeight : public ::testing::Test {
  protected:
-  bool refresh(bool backward, double epsilon = 0) {
+  bool refresh(bool backward, const char* quantizer = "fp8_e4m3") {
     const int64_t before = refresh_counts().made;
-    refresh_weight(weight_, codes_, dequant_scale_, amax_, stamp_, "e4m3", epsilon, false,
-                   backward);
+    refresh_weight(weight_, {codes_, dequant_scale_, {}, {}, amax_, stamp_},
+                   tandem::quantizer(quantizer), backward);
     return refresh_counts().made != before;
   }
   bool forward() { return refresh(false); }
   bool backward() { return refresh(true); }
   ::testing::AssertionResult is_current() {
-    const auto fresh = dispatch<QuantizeCurrent>(weight_.detach(), "e4m3", 0.0, false);
+    const auto fresh =
+        dispatch<Quantize>(weight_.detach(), std::optional<at::Tensor>(),
+                           tandem::quantizer("fp8_e4m3"), std::array{true, true, true});
     if (auto codes = same(codes_, fresh[0]); !codes) return codes;
     if (auto scale = same(dequant_scale_, fresh[1]); !scale) return scale;
-    return same(amax_, fresh[2]);
+    return same(amax_, fresh[group_amax]);
   }
 
   at::Tensor weight_ = random({8, 6});
@@ -169,11 +171,11 @@ TEST_F(RefreshWeight, OtherArgumentsAreSeen) {
   const Region region;
   forward();
   const int64_t made = refresh_counts().made;
-  refresh_weight(weight_, codes_, dequant_scale_, amax_, stamp_, "e4m3", 1.0, false, false);
-  refresh_weight(weight_, codes_, dequant_scale_, amax_, stamp_, "e4m3", 0.0, true, false);
+  refresh(false, "fp8_e4m3:current:eps=1");
+  refresh(false, "fp8_e4m3:current:pow2=1");
   EXPECT_EQ(refresh_counts().made, made + 2) << "epsilon 1 is not powers of two";
-  EXPECT_TRUE(refresh(false, /*epsilon=*/100.0));
-  EXPECT_TRUE(refresh(true, /*epsilon=*/0.0));
+  EXPECT_TRUE(refresh(false, "fp8_e4m3:current:eps=100"));
+  EXPECT_TRUE(refresh(true));
 }
 
 TEST_F(RefreshWeight, CodesAreMadeAgainWhenWritesWereSaid) {
@@ -226,9 +228,9 @@ TEST_F(RefreshWeight, DtypesWithoutAKernelUseTheReference) {
 TEST_F(RefreshWeight, AWorkspaceOfAnotherShapeIsRefused) {
   weight_ = random({8, 7});
   EXPECT_THAT([&] { forward(); },
-              ThrowsText<c10::ValueError>("refresh_weight_: expected codes of shape [8, 7], Byte",
-                                          "got CPUByteType of shape [8, 6]",
-                                          "Allocate the workspace again"));
+              ThrowsText<c10::ValueError>(
+                  "refresh_weight_: expected row_codes of shape [8, 7], Byte",
+                  "got CPUByteType of shape [8, 6]", "Allocate the workspace again"));
 }
 
 TEST_F(RefreshWeight, ANegatedWeightIsAnotherOne) {
@@ -252,8 +254,8 @@ TEST_F(RefreshWeight, ANegatedOrConjugateWorkspaceIsRefusedAndNotReleasedTwice) 
   };
   const char* negated =
       " as it lies in memory, got a negated view (is_neg). Allocate the workspace by itself.";
-  refuses(codes_, "codes", at::_neg_view(codes_), negated);
-  refuses(dequant_scale_, "dequant_scale", at::_neg_view(dequant_scale_), negated);
+  refuses(codes_, "row_codes", at::_neg_view(codes_), negated);
+  refuses(dequant_scale_, "row_scale", at::_neg_view(dequant_scale_), negated);
   refuses(amax_, "amax", at::_neg_view(amax_), negated);
   refuses(stamp_, "stamp", at::_neg_view(stamp_), negated);
   refuses(amax_, "amax", at::complex(at::zeros({}), at::zeros({})).conj(),

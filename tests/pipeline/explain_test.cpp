@@ -76,7 +76,7 @@ TEST_F(Explain, RefusalsAndRecipesAreThere) {
   pipeline_(inputs, params, true);
   EXPECT_THAT(pipeline_.explain(ExplainFormat::text),
               AllOf(HasSubstr("\"name\":\"Float8CurrentScaling\""),
-                    HasSubstr("x in e4m3 (FP8 e4m3 (emulated on CPU))"),
+                    HasSubstr("x in fp8_e4m3 (fp8_e4m3 (emulated on CPU))"),
                     HasSubstr("refused linear_bias at 0.basic_linear + 1.bias: the bias is Half")));
 }
 

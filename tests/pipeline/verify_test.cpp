@@ -306,17 +306,18 @@ TEST(Verify, ARightFusionIsNeverBlamed) {
 }
 
 TEST(Verify, AWrongFusionAtAQuantizePointIsNamed) {
-  const FusionHandle handle =
-      register_fusion({.name = "test_wrong",
-                       .pattern = {"rms_norm", StepKind::quantize},
-                       .run = {.reads = {{0, "x"}, {0, "weight"}},
-                               .writes = {{0, "y"}, {0, "inv_rms"}, {1, "codes"}},
-                               .run = [](Call& call) {
-                                 const auto& point = call.options<QuantizeArguments>(1);
-                                 call.write<kernel_ops::RmsNormQuantize>(
-                                     call.in(0), call.in(1) * 1.1, 1e-5, false, point.format,
-                                     point.amax_epsilon, point.use_power_2_scales, call.wants(0));
-                               }}});
+  const FusionHandle handle = register_fusion(
+      {.name = "test_wrong",
+       .pattern = {"rms_norm", StepKind::quantize},
+       .run = {
+           .reads = {{0, "x"}, {0, "weight"}},
+           .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+           .run = [](Call& call) {
+             const std::array mask{call.wants(0), call.wants(2), call.wants(3), call.wants(4)};
+             call.write_codes<kernel_ops::RmsNormQuantize>(call.in(0), call.in(1) * 1.1,
+                                                           std::optional<at::Tensor>(), 1e-5, false,
+                                                           call.options<Quantizer>(1), mask);
+           }}});
   const Autocast region;
   const VerifyReport report =
       verified({"rms_norm", "basic_linear"}, {leaf({5, 8})}, {leaf({8}), leaf({4, 8})});

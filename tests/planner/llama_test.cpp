@@ -113,24 +113,25 @@ TEST(LlamaMlp, WithoutGradNothingIsKept) {
 TEST(LlamaMlp, UnderARecipeOperandsAreCodesAndTheProductStays) {
   const Planned planned(kMlp, {leaf({3, kHidden})}, params(true, true, true),
                         R"({"recipe": {"name": "Float8CurrentScaling"}, "fuse": false})");
-  EXPECT_EQ(
-      planned.forward(),
-      "rms_norm: x, 0.rms_norm.weight -> 0.rms_norm.y, 0.rms_norm.inv_rms\n"
-      "quantize: 0.rms_norm.y -> 0.rms_norm.y in e4m3\n"
-      "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in e4m3\n"
-      "basic_linear: 0.rms_norm.y in e4m3, 1.basic_linear.weight in e4m3 -> 1.basic_linear.y\n"
-      "swiglu: 1.basic_linear.y -> 2.swiglu.y\n"
-      "quantize: 2.swiglu.y -> 2.swiglu.y in e4m3\n"
-      "quantize: 3.basic_linear.weight -> 3.basic_linear.weight in e4m3\n"
-      "basic_linear: 2.swiglu.y in e4m3, 3.basic_linear.weight in e4m3 -> 3.basic_linear.y\n");
+  EXPECT_EQ(planned.forward(),
+            "rms_norm: x, 0.rms_norm.weight -> 0.rms_norm.y, 0.rms_norm.inv_rms\n"
+            "quantize: 0.rms_norm.y -> 0.rms_norm.y in fp8_e4m3\n"
+            "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in fp8_e4m3\n"
+            "basic_linear: 0.rms_norm.y in fp8_e4m3, 1.basic_linear.weight in fp8_e4m3 -> "
+            "1.basic_linear.y\n"
+            "swiglu: 1.basic_linear.y -> 2.swiglu.y\n"
+            "quantize: 2.swiglu.y -> 2.swiglu.y in fp8_e4m3\n"
+            "quantize: 3.basic_linear.weight -> 3.basic_linear.weight in fp8_e4m3\n"
+            "basic_linear: 2.swiglu.y in fp8_e4m3, 3.basic_linear.weight in fp8_e4m3 -> "
+            "3.basic_linear.y\n");
   EXPECT_THAT(planned.kept(),
-              UnorderedElementsAre("3.basic_linear.weight in e4m3", "1.basic_linear.y",
-                                   "1.basic_linear.weight in e4m3", "x", "0.rms_norm.weight",
+              UnorderedElementsAre("3.basic_linear.weight in fp8_e4m3", "1.basic_linear.y",
+                                   "1.basic_linear.weight in fp8_e4m3", "x", "0.rms_norm.weight",
                                    "0.rms_norm.inv_rms"));
   EXPECT_THAT(planned.backward(),
               AllOf(HasSubstr("-> grad of 1.basic_linear.y, 2.swiglu.y\n"),
-                    HasSubstr("quantize: 2.swiglu.y -> 2.swiglu.y in e4m3\n"),
-                    HasSubstr("quantize: 0.rms_norm.y -> 0.rms_norm.y in e4m3\n")))
+                    HasSubstr("quantize: 2.swiglu.y -> 2.swiglu.y in fp8_e4m3\n"),
+                    HasSubstr("quantize: 0.rms_norm.y -> 0.rms_norm.y in fp8_e4m3\n")))
       << "codes of what is written again are made again";
 }
 

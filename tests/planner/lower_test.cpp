@@ -153,38 +153,83 @@ TEST(Lowering, CodesOfOneTensorAreMadeOnce) {
        "basic_linear", "identity"},
       {leaf({2, 4})}, {leaf({4, 4})}, kRecipe);
   EXPECT_EQ(planned.forward(),
-            "quantize: x -> x in e4m3\n"
-            "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in e4m3\n"
-            "basic_linear: x in e4m3, 1.basic_linear.weight in e4m3 -> 1.basic_linear.y\n");
-  EXPECT_EQ(planned.backward(),
-            "quantize: grad of 1.basic_linear.y -> grad of 1.basic_linear.y in e5m2\n"
-            "basic_linear.grad_x: grad of 1.basic_linear.y in e5m2, 1.basic_linear.weight in e4m3 "
-            "-> grad of x\n"
-            "basic_linear.grad_weight: grad of 1.basic_linear.y in e5m2, x in e4m3 -> grad of "
-            "1.basic_linear.weight\n");
+            "quantize: x -> x in fp8_e4m3\n"
+            "quantize: 1.basic_linear.weight -> 1.basic_linear.weight in fp8_e4m3\n"
+            "basic_linear: x in fp8_e4m3, 1.basic_linear.weight in fp8_e4m3 -> 1.basic_linear.y\n");
+  EXPECT_EQ(
+      planned.backward(),
+      "quantize: grad of 1.basic_linear.y -> grad of 1.basic_linear.y in fp8_e5m2\n"
+      "basic_linear.grad_x: grad of 1.basic_linear.y in fp8_e5m2, 1.basic_linear.weight in "
+      "fp8_e4m3 "
+      "-> grad of x\n"
+      "basic_linear.grad_weight: grad of 1.basic_linear.y in fp8_e5m2, x in fp8_e4m3 -> grad of "
+      "1.basic_linear.weight\n");
 }
 
 TEST(Lowering, CachedWeightsComeFromTheirWorkspaceInBothDirections) {
   const Planned planned({"basic_linear"}, {leaf({2, 4})}, {leaf({4, 4})},
                         R"({"fuse": false, "cache_weights": true,
                             "recipe": {"name": "Float8CurrentScaling"}})");
-  EXPECT_THAT(
-      planned.forward(),
-      ::testing::HasSubstr("refresh_weight: 0.basic_linear.weight, 0.basic_linear.weight.codes, "
-                           "0.basic_linear.weight.dequant_scale, 0.basic_linear.weight.amax, "
-                           "0.basic_linear.weight.stamp -> 0.basic_linear.weight in e4m3\n"));
+  EXPECT_THAT(planned.forward(),
+              ::testing::HasSubstr(
+                  "refresh_weight: 0.basic_linear.weight, 0.basic_linear.weight.row_codes, "
+                  "0.basic_linear.weight.row_scale, 0.basic_linear.weight.amax, "
+                  "0.basic_linear.weight.stamp -> 0.basic_linear.weight in fp8_e4m3\n"));
   EXPECT_THAT(planned.backward(), ::testing::HasSubstr("refresh_weight: "));
   EXPECT_EQ(planned.plan().workspaces.size(), 4u);
-  EXPECT_THAT(planned.kept(), ::testing::UnorderedElementsAre("0.basic_linear.weight", "x in e4m3"))
+  EXPECT_THAT(planned.kept(),
+              ::testing::UnorderedElementsAre("0.basic_linear.weight", "x in fp8_e4m3"))
       << "the weight itself, never its codes, which the next forward may overwrite";
+}
+
+TEST(Lowering, EachProductReadsCodesAlongTheDimensionThatItSums) {
+  const std::string recipe = R"({"fuse": false, "recipe": {"name": "MXFP8BlockScaling"}})";
+  const Planned planned({"basic_linear"}, {leaf({2, 4})}, {leaf({4, 4})}, recipe);
+  const std::string x = "x in mxfp8_e4m3 by ", weight = "0.basic_linear.weight in mxfp8_e4m3 by ",
+                    grad = "grad of 0.basic_linear.y in mxfp8_e4m3 by ";
+  EXPECT_EQ(planned.forward(), "quantize: x -> " + x + "rows, " + x + "columns\n" +
+                                   "quantize: 0.basic_linear.weight -> " + weight + "rows, " +
+                                   weight + "columns\n" + "basic_linear: " + x + "rows, " + weight +
+                                   "rows -> 0.basic_linear.y\n");
+  EXPECT_EQ(planned.backward(), "quantize: grad of 0.basic_linear.y -> " + grad + "rows, " + grad +
+                                    "columns\n" + "basic_linear.grad_x: " + grad + "rows, " +
+                                    weight + "columns -> grad of x\n" +
+                                    "basic_linear.grad_weight: " + grad + "columns, " + x +
+                                    "columns -> grad of 0.basic_linear.weight\n");
+  EXPECT_THAT(planned.kept(), ::testing::UnorderedElementsAre(x + "columns", weight + "columns"));
+
+  const Planned frozen({"basic_linear"}, {leaf({2, 4})}, {random({4, 4})}, recipe);
+  EXPECT_THAT(frozen.forward(), ::testing::StartsWith("quantize: x -> " + x + "rows\n"));
+  EXPECT_THAT(frozen.backward(),
+              ::testing::StartsWith("quantize: grad of 0.basic_linear.y -> " + grad + "rows\n"));
+  EXPECT_THAT(frozen.kept(), ::testing::UnorderedElementsAre(weight + "columns"));
+}
+
+TEST(Lowering, CodesMadeAgainInBackwardAreThoseThatItReads) {
+  const Planned planned({"rms_norm", "basic_linear"}, {leaf({2, 4})}, {leaf({4}), leaf({4, 4})},
+                        R"({"fuse": false, "recipe": {"name": "MXFP8BlockScaling"}})");
+  EXPECT_THAT(
+      planned.forward(),
+      ::testing::HasSubstr("quantize: 0.rms_norm.y -> 0.rms_norm.y in mxfp8_e4m3 by rows\n"));
+  EXPECT_THAT(planned.backward(), ::testing::HasSubstr("quantize: 0.rms_norm.y -> 0.rms_norm.y in "
+                                                       "mxfp8_e4m3 by columns\n"));
+}
+
+TEST(Lowering, AWorkspaceHoldsTheDirectionsThatAreRead) {
+  const std::string recipe = R"({"fuse": false, "cache_weights": true,
+                                 "recipe": {"name": "MXFP8BlockScaling"}})";
+  const Planned both({"basic_linear"}, {leaf({2, 4})}, {leaf({4, 4})}, recipe);
+  EXPECT_EQ(both.plan().workspaces.size(), 6u);
+  const Planned rows({"basic_linear"}, {random({2, 4})}, {leaf({4, 4})}, recipe);
+  EXPECT_EQ(rows.plan().workspaces.size(), 4u) << "nobody asks for the gradient of x";
 }
 
 TEST(Lowering, TheOpQuantizeFeedsTheProductBehindIt) {
   const Planned planned(
       {R"(quantize {"options": {"forward": true, "backward": true}})", "basic_linear"},
       {leaf({2, 4})}, {leaf({4, 4})}, kRecipe);
-  EXPECT_THAT(planned.forward(), ::testing::StartsWith("quantize: x -> x in e4m3\n"));
-  EXPECT_THAT(planned.forward(), ::testing::HasSubstr("basic_linear: x in e4m3, "));
+  EXPECT_THAT(planned.forward(), ::testing::StartsWith("quantize: x -> x in fp8_e4m3\n"));
+  EXPECT_THAT(planned.forward(), ::testing::HasSubstr("basic_linear: x in fp8_e4m3, "));
   EXPECT_THAT(planned.backward(), ::testing::HasSubstr("dequantize: "));
   const Planned without({"quantize"}, {leaf({2, 4})}, {});
   EXPECT_EQ(without.forward(), "") << "a rename without a recipe";

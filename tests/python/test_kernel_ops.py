@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def quantized(x):
-    return torch.ops.tandem.quantize_current(x, "e4m3", 0.0, False)
+    return torch.ops.tandem.quantize(x, None, "fp8_e4m3", [True, False, True])
 
 
 def cases(layout="contiguous", dtype=torch.float32):
@@ -38,7 +38,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         codes = codes.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     scale = torch.tensor(0.5)
     matrix = torch.randn(4, 8).to(dtype)
-    workspace = [t.clone() for t in quantized(matrix)]
+    row_codes, row_scale, _, _, amax = (t.clone() for t in quantized(matrix))
     stamp = torch.zeros(STAMP, dtype=torch.int64)
     flat, flat_y = x.reshape(-1, 8), y.reshape(-1, 8)
     splits = torch.tensor([flat.shape[0] // 2, 0, flat.shape[0] // 4])
@@ -48,8 +48,8 @@ def cases(layout="contiguous", dtype=torch.float32):
         "activation_backward": [y, x, "gelu", [True, True, True]],
         "activation_forward": [x, bias, "silu", [True, True]],
         "add_bias": [x, bias, y],
-        "decode": [codes, "e4m3"],
-        "dequantize": [codes, scale, "e4m3", dtype],
+        "decode": [codes, scale, "fp8_e4m3", False],
+        "dequantize": [codes, scale, "fp8_e4m3", False, dtype],
         "dropout": [x, SEED, 0.25],
         "glu_backward": [y, wide, "silu", [True, True, True]],
         "glu_forward": [wide, None, "gelu", [False, True]],
@@ -58,13 +58,13 @@ def cases(layout="contiguous", dtype=torch.float32):
         "grouped_sum_rows": [flat_y, splits, 3],
         "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
         "layer_norm_forward": [x, weight, bias, 1e-5, False],
-        "layer_norm_quantize": [x, weight, bias, 1e-5, False, "e4m3", 0.0, False, True],
+        "layer_norm_quantize": [x, weight, bias, None, 1e-5, False, "fp8_e4m3", [True, True, True, True]],
         "pipeline": [x, [], [weight], [], [], [], description],
-        "quantize_current": [x, "e4m3", 0.0, False],
-        "refresh_weight_": [matrix, *workspace, stamp, "e4m3", 0.0, False, False],
+        "quantize": [x, None, "fp8_e4m3", [True, True, True]],
+        "refresh_weight_": [matrix, row_codes, row_scale, None, None, amax, stamp, "fp8_e4m3", False],
         "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
         "rms_norm_forward": [x, weight, 1e-5, True],
-        "rms_norm_quantize": [x, weight, 1e-5, False, "e5m2", 0.0, True, True],
+        "rms_norm_quantize": [x, weight, None, 1e-5, False, "fp8_e5m2:current:pow2=1", [True, True, True, True]],
         "scale_product": [x, scale, scale, dtype],
         "sum_rows": [x, dtype],
     }

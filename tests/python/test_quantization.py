@@ -162,7 +162,9 @@ def test_recipes_are_frozen_values():
         "name": "Float8CurrentScaling",
         "fp8_format": "HYBRID",
         "use_power_2_scales": False,
-        "amax_epsilon": [0.0, 0.0, 0.0],
+        "amax_epsilon_grad_output": 0.0,
+        "amax_epsilon_input": 0.0,
+        "amax_epsilon_weight": 0.0,
     }
     with tandem.autocast():
         assert json.loads(tandem._C.active_recipe()) == json.loads(recipe.to_json())

@@ -1,4 +1,4 @@
-// A linear layer under current scaling against the vectors of tests/data/README.md.
+// A linear layer under each recipe against the vectors of tests/data/README.md.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/tensor.h>
@@ -15,21 +15,21 @@ const Safetensors& golden() {
 }
 
 std::vector<int64_t> shape_of(const std::string& name) {
-  const auto shape = golden().shape("linear_current/" + name);
+  const auto shape = golden().shape(name);
   return {shape.begin(), shape.end()};
 }
 
 /// An operand in bfloat16, as stored.
 at::Tensor operand(const std::string& name) {
   std::vector<float> values;
-  for (const uint16_t bits : golden().read<uint16_t>("linear_current/" + name))
+  for (const uint16_t bits : golden().read<uint16_t>(name))
     values.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits) << 16));
   return at::tensor(values, at::kFloat).view(shape_of(name)).to(at::kBFloat16);
 }
 
 at::Tensor expected(const std::string& name) {
   std::vector<float> values;
-  for (const uint32_t bits : golden().read<uint32_t>("linear_current/" + name))
+  for (const uint32_t bits : golden().read<uint32_t>(name))
     values.push_back(std::bit_cast<float>(bits));
   return at::tensor(values, at::kFloat).view(shape_of(name)).to(at::kDouble);
 }
@@ -45,33 +45,44 @@ at::Tensor expected(const std::string& name) {
          << name << ": expected an error within the bound, got " << excess << " more";
 }
 
-class GoldenLinear : public ::testing::TestWithParam<std::tuple<at::ScalarType, bool, Path>> {};
-INSTANTIATE_TEST_SUITE_P(Current, GoldenLinear,
-                         ::testing::Combine(::testing::Values(at::kBFloat16, at::kFloat),
-                                            ::testing::Bool(),
-                                            ::testing::Values(Path::direct, Path::dispatch)),
-                         [](const auto& info) {
-                           return std::string(c10::toString(std::get<0>(info.param))) +
-                                  (std::get<1>(info.param) ? "_fused" : "_unfused") +
-                                  (std::get<2>(info.param) == Path::direct ? "_direct"
-                                                                           : "_dispatch");
-                         });
+/// A family of vectors and the recipe that they are of.
+struct Family {
+  const char *name, *recipe;
+  int64_t features;
+};
+std::ostream& operator<<(std::ostream& out, const Family& family) { return out << family.name; }
+
+class GoldenLinear
+    : public ::testing::TestWithParam<std::tuple<Family, at::ScalarType, bool, Path>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Recipes, GoldenLinear,
+    ::testing::Combine(::testing::Values(Family{"linear_current", "Float8CurrentScaling", 48},
+                                         Family{"linear_mxfp8", "MXFP8BlockScaling", 64}),
+                       ::testing::Values(at::kBFloat16, at::kFloat), ::testing::Bool(),
+                       ::testing::Values(Path::direct, Path::dispatch)),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param).name) + "_" +
+             c10::toString(std::get<1>(info.param)) +
+             (std::get<2>(info.param) ? "_fused" : "_unfused") +
+             (std::get<3>(info.param) == Path::direct ? "_direct" : "_dispatch");
+    });
 
 TEST_P(GoldenLinear, OutputAndGradients) {
-  const auto [dtype, fuse, path] = GetParam();
-  const at::Tensor x = operand("x").to(dtype).requires_grad_(true),
-                   weight = operand("w").to(dtype).requires_grad_(true);
+  const auto& [family, dtype, fuse, path] = GetParam();
+  const std::string prefix = std::string(family.name) + "/";
+  const at::Tensor x = operand(prefix + "x").to(dtype).requires_grad_(true),
+                   weight = operand(prefix + "w").to(dtype).requires_grad_(true);
   const Planned planned({"basic_linear"}, {x}, {weight},
-                        std::string(R"({"recipe": {"name": "Float8CurrentScaling"}, "fuse": )") +
-                            (fuse ? "true" : "false") + "}");
+                        std::string(R"({"recipe": {"name": ")") + family.recipe +
+                            R"("}, "fuse": )" + (fuse ? "true" : "false") + "}");
   const Tensors inputs{x}, params{weight};
   const Outputs outputs = run_pipeline(planned.shared_plan(), {inputs, params, {}}, path);
   EXPECT_EQ(outputs[0].scalar_type(), dtype);
-  EXPECT_TRUE(is_right(outputs[0].detach(), "y", 48));
-  const Tensors grad_y{operand("dy").to(dtype)}, asked{x, weight};
+  EXPECT_TRUE(is_right(outputs[0].detach(), prefix + "y", family.features));
+  const Tensors grad_y{operand(prefix + "dy").to(dtype)}, asked{x, weight};
   const auto gradients = gradients_of(outputs, asked, grad_y);
-  EXPECT_TRUE(is_right(gradients[0], "dx", 32));
-  EXPECT_TRUE(is_right(gradients[1], "dw", 32));
+  EXPECT_TRUE(is_right(gradients[0], prefix + "dx", 32));
+  EXPECT_TRUE(is_right(gradients[1], prefix + "dw", 32));
 }
 
 }  // namespace

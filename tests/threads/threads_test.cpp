@@ -282,13 +282,14 @@ TEST(Threads, OneFreesTheGraphThatOthersDifferentiate) {
 TEST(Threads, EnterRegionsOfTheirOwn) {
   Sequential model = mlp();
   expect_as_alone([&](size_t t) {
-    const Autocast region(t != 3, {.use_power_2_scales = t == 2});
+    const Autocast region(t != 3, Float8CurrentScaling{.use_power_2_scales = t == 2});
     Tensors results = step(model, input(t));
     {
       const Autocast off(false);
       results.push_back(model->forward(input(t)).detach());
     }
-    const Autocast other(true, {.fp8_format = Float8CurrentScaling::Format::e4m3});
+    const Autocast other(true,
+                         Float8CurrentScaling{.fp8_format = Float8CurrentScaling::Format::e4m3});
     const Tensors inner = step(model, input(t));
     results.insert(results.end(), inner.begin(), inner.end());
     return results;

@@ -186,11 +186,11 @@ def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None)
 
 
 def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
-    from tandem._autocast import recipe_of
+    from tandem.recipe import recipe_from_json
 
     name = name_of(function)
     try:
-        returned = function(list(current), recipe=recipe_of(recipe))
+        returned = function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
         raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
     from tandem.ops.op import FusibleOperation

@@ -1,0 +1,25 @@
+#include "recipes.h"
+
+namespace tandem::cli {
+
+std::span<const NamedRecipe> named_recipes() {
+  static const NamedRecipe recipes[] = {
+      {"fp8", "current scaling", Float8CurrentScaling{}},
+      {"mxfp8", "blocks of 32 with a scale each", MXFP8BlockScaling{}},
+  };
+  return recipes;
+}
+
+std::vector<std::string> recipe_names() {
+  std::vector<std::string> names;
+  for (const NamedRecipe& each : named_recipes()) names.emplace_back(each.name);
+  return names;
+}
+
+std::optional<Recipe> recipe_named(const std::string& name) {
+  for (const NamedRecipe& each : named_recipes())
+    if (name == each.name) return each.recipe;
+  return std::nullopt;
+}
+
+}  // namespace tandem::cli

@@ -1,0 +1,25 @@
+// The recipes that --recipe and --runs name.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tandem/recipe.h"
+
+namespace tandem::cli {
+
+struct NamedRecipe {
+  const char* name;
+  const char* meaning;
+  Recipe recipe;
+};
+
+/// The only list of them.
+std::span<const NamedRecipe> named_recipes();
+std::vector<std::string> recipe_names();
+/// nullopt for "none", and for a run without a recipe.
+std::optional<Recipe> recipe_named(const std::string& name);
+
+}  // namespace tandem::cli

@@ -1,0 +1,264 @@
+#include "kernel_ops/format.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/round.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/signbit.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+
+#include "kernel_ops/checks.h"
+#include "kernel_ops/mx_scaling.h"
+#include "kernel_ops/shapes.h"
+#include "kernel_ops/tensor_scaling.h"
+
+namespace tandem {
+
+namespace {
+
+using kernels::Fp8Format;
+
+constexpr const ScalingDef *kOfTensors[] = {&kCurrentScaling}, *kOfMxBlocks[] = {&kMxScaling};
+
+const FormatDef kFormats[] = {
+    {"fp8_e4m3", Fp8Format::e4m3, kTensorScale, kOfTensors},
+    {"fp8_e5m2", Fp8Format::e5m2, kTensorScale, kOfTensors},
+    {"mxfp8_e4m3", Fp8Format::e4m3, kMxScale, kOfMxBlocks},
+    {"mxfp8_e5m2", Fp8Format::e5m2, kMxScale, kOfMxBlocks},
+};
+
+std::string joined(std::string text, std::string_view next) {
+  if (!text.empty()) text += ", ";
+  return text.append(next);
+}
+
+std::string format_names() {
+  std::string names;
+  for (const FormatDef& format : kFormats) names = joined(std::move(names), format.name);
+  return names;
+}
+
+std::string option_names(const ScalingDef& scaling) {
+  std::string names;
+  if (scaling.has_epsilon) names = joined(std::move(names), "eps");
+  if (scaling.has_power_of_two) names = joined(std::move(names), "pow2");
+  if (scaling.has_square_blocks) names = joined(std::move(names), "2d");
+  return names.empty() ? "none" : names;
+}
+
+std::string shortest(double number) {
+  char text[32];
+  return {text, std::to_chars(std::begin(text), std::end(text), number).ptr};
+}
+
+std::string canonical(const Quantizer& of) {
+  std::string text(of.format->name);
+  if (!of.scaling->name.empty()) text.append(":").append(of.scaling->name);
+  if (of.scaling->has_epsilon) text += ":eps=" + shortest(of.amax_epsilon);
+  if (of.scaling->has_power_of_two) text += of.power_of_two ? ":pow2=1" : ":pow2=0";
+  if (of.square_blocks) text += ":2d=1";
+  return text;
+}
+
+/// The parts of a text between colons, one after the other.
+class Pieces {
+ public:
+  explicit Pieces(std::string_view text) : rest_(text) {}
+  bool empty() const { return is_done_; }
+  std::string_view front() const { return rest_.substr(0, rest_.find(':')); }
+  void pop() {
+    const size_t colon = rest_.find(':');
+    is_done_ = colon == std::string_view::npos;
+    rest_ = is_done_ ? std::string_view() : rest_.substr(colon + 1);
+  }
+
+ private:
+  std::string_view rest_;
+  bool is_done_ = false;
+};
+
+bool parse_number(std::string_view text, double& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size();
+}
+bool parse_flag(std::string_view text, bool& flag) {
+  flag = text == "1";
+  return flag || text == "0";
+}
+
+void parse_option(std::string_view piece, Quantizer& parsed) {
+  const size_t sign = piece.find('=');
+  const std::string_view name = piece.substr(0, sign),
+                         value = sign == std::string_view::npos ? "" : piece.substr(sign + 1);
+  const ScalingDef& scaling = *parsed.scaling;
+  const bool is_known =
+      (name == "eps" && scaling.has_epsilon && parse_number(value, parsed.amax_epsilon)) ||
+      (name == "pow2" && scaling.has_power_of_two && parse_flag(value, parsed.power_of_two)) ||
+      (name == "2d" && scaling.has_square_blocks && parse_flag(value, parsed.square_blocks));
+  TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
+                    option_names(scaling), " with a number, 0 or 1, got \"", piece,
+                    "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
+}
+
+Quantizer parse(std::string_view text) {
+  Pieces pieces(text);
+  Quantizer parsed;
+  const auto format = std::ranges::find(kFormats, pieces.front(), &FormatDef::name);
+  TORCH_CHECK_VALUE(format != std::end(kFormats), "quantizer: expected a format among ",
+                    format_names(), ", got \"", text, "\". Begin with the format's name.");
+  parsed.format = format;
+  parsed.scaling = format->scalings.front();
+  pieces.pop();
+  if (!pieces.empty() && pieces.front().find('=') == std::string_view::npos) {
+    const auto scaling = std::ranges::find_if(
+        format->scalings, [&](const ScalingDef* def) { return def->name == pieces.front(); });
+    TORCH_CHECK_VALUE(scaling != format->scalings.end() && !pieces.front().empty(),
+                      "quantizer: expected a kind of scale that ", format->name, " has, got \"",
+                      pieces.front(), "\". Leave it out: it has \"", parsed.scaling->name, "\".");
+    parsed.scaling = *scaling;
+    pieces.pop();
+  }
+  for (; !pieces.empty(); pieces.pop()) parse_option(pieces.front(), parsed);
+  return parsed;
+}
+
+/// Quantizers by every text that has named them. They are never removed: plans and tensors hold their addresses.
+class Interned {
+ public:
+  const Quantizer* find(std::string_view text) const {
+    const std::shared_lock lock(mutex_);
+    const auto known = by_text_.find(text);
+    return known == by_text_.end() ? nullptr : known->second;
+  }
+  const Quantizer& add(std::string_view alias, Quantizer quantizer) {
+    const std::unique_lock lock(mutex_);
+    const auto [place, is_new] = by_text_.try_emplace(quantizer.text, nullptr);
+    if (is_new) {
+      owned_.push_back(std::make_unique<const Quantizer>(std::move(quantizer)));
+      place->second = owned_.back().get();
+    }
+    by_text_.try_emplace(std::string(alias), place->second);
+    return *place->second;
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::map<std::string, const Quantizer*, std::less<>> by_text_;
+  std::vector<std::unique_ptr<const Quantizer>> owned_;
+};
+
+Interned& interned() {
+  static auto& table = *new Interned;
+  return table;
+}
+
+}  // namespace
+
+const Quantizer& quantizer(std::string_view text) {
+  if (const Quantizer* known = interned().find(text)) return *known;
+  const Quantizer& made = quantizer(parse(text));
+  return interned().add(text, made);
+}
+
+const Quantizer& quantizer(Quantizer options) {
+  TORCH_INTERNAL_ASSERT(options.format != nullptr, "a quantizer has a format");
+  if (options.scaling == nullptr) options.scaling = options.format->scalings.front();
+  TORCH_CHECK_VALUE(options.amax_epsilon >= 0 && std::isfinite(options.amax_epsilon),
+                    "quantizer: expected eps >= 0 and finite, got ", options.amax_epsilon,
+                    ". 0 sets no lower bound of amax.");
+  options.text = canonical(options);
+  const std::string text = options.text;
+  return interned().add(text, std::move(options));
+}
+
+double unit_of(const Quantizer& quantizer) {
+  return std::ldexp(1.0, -kernels::traits_of(quantizer.format->element).mantissa_bits - 1);
+}
+
+bool serves_both_directions(const Quantizer& quantizer) {
+  return quantizer.format->layout.serves_both_directions;
+}
+
+std::string_view format_name(const Quantizer& quantizer) { return quantizer.format->name; }
+
+std::span<const FormatDef> formats() { return kFormats; }
+
+namespace kernel_ops {
+
+std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
+                                               const std::optional<Tensor>& scale,
+                                               const Quantizer& quantizer, GroupMask mask) {
+  TORCH_CHECK_VALUE(scale.has_value() == quantizer.scaling->takes_scale, op, ": expected ",
+                    quantizer.scaling->takes_scale ? "a" : "no", " scale for ", quantizer.text,
+                    ", got ", scale ? "one" : "none",
+                    ". Only scales that are kept from call to call are passed in.");
+  if (scale) check_one_element(op, *scale, "scale");
+  const ScaleLayout& layout = quantizer.format->layout;
+  const GroupMask written = written_of(quantizer, mask);
+  std::array<ResultSpec, group_size> specs;
+  for (const Direction direction : {Direction::row, Direction::column}) {
+    const auto d = static_cast<size_t>(direction);
+    specs[2 * d] = like(x, at::kByte, written[d]);
+    specs[2 * d + 1] = written[d] ? ResultSpec{layout.sizes(x, direction), layout.dtype, true}
+                                  : ResultSpec{{0}, layout.dtype, false};
+  }
+  specs[group_amax] = mask[2] ? scalar(at::kFloat) : ResultSpec{{0}, at::kFloat, false};
+  return specs;
+}
+
+Group group_reference(const Tensor& x, const std::optional<Tensor>& scale,
+                      const Quantizer& quantizer, GroupMask mask) {
+  const GroupMask written = written_of(quantizer, mask);
+  Group group = quantizer.scaling->reference(x, scale, quantizer, written);
+  const at::ScalarType scale_dtype = quantizer.format->layout.dtype;
+  for (size_t part = 0; part < group_size; ++part)
+    if (!written[part / 2])
+      group[part] = at::empty({0}, x.options().dtype(part == group_amax ? at::kFloat
+                                                     : part % 2 == 0    ? at::kByte
+                                                                        : scale_dtype));
+  return group;
+}
+
+/// In float64, where no step of it rounds but the one that should.
+Tensor encode(const Tensor& scaled, kernels::Fp8Format format) {
+  const kernels::Fp8Traits& f = kernels::traits_of(format);
+  const Tensor x = scaled.to(at::kDouble), magnitude = at::clamp(at::abs(x), 0, f.max);
+  // frexp gives zero the exponent 0, as if it lay in [0.5, 1).
+  const Tensor exponent =
+      at::where(magnitude == 0, f.min_exponent(),
+                at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent()));
+  const Tensor quantum =
+      at::ldexp(at::scalar_tensor(1.0, x.options()), (exponent - f.mantissa_bits).to(at::kDouble));
+  const Tensor steps =
+      at::round(magnitude / quantum).to(at::kLong);  // nearest even, as at::round is
+  const Tensor code =
+      ((exponent - f.min_exponent()).to(at::kLong) * (int64_t{1} << f.mantissa_bits) + steps);
+  const Tensor with_sign =
+      at::bitwise_or(at::clamp(code, 0, int64_t{f.largest}), at::signbit(x).to(at::kLong) * 128);
+  return at::where(at::isnan(x), 0x7F, with_sign).to(at::kByte);
+}
+
+Tensor decode_values(const Tensor& codes, kernels::Fp8Format format) {
+  std::vector<float> table(256);
+  for (size_t code = 0; code < table.size(); ++code)
+    table[code] = kernels::float_from_fp8(static_cast<uint8_t>(code), format);
+  return at::tensor(table, codes.options().dtype(at::kFloat)).index({codes.to(at::kLong)});
+}
+
+}  // namespace kernel_ops
+}  // namespace tandem

@@ -1,0 +1,48 @@
+// Quantizers: what is asked of whoever writes codes, as interned values with one canonical text.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "tandem/export.h"
+
+namespace tandem {
+
+/// Along which dimension of a matrix a product sums, and along which the numbers of a block lie.
+enum class Direction : uint8_t {
+  row,     ///< the last dimension
+  column,  ///< all others
+};
+
+struct FormatDef;
+struct ScalingDef;
+
+/// A format, a kind of scale and its options. Known by its address: equal quantizers are one object, which lives as long as the
+/// process.
+struct Quantizer {
+  const FormatDef* format = nullptr;
+  const ScalingDef* scaling = nullptr;
+  double amax_epsilon = 0;    ///< "eps": lower bound of amax
+  bool power_of_two = false;  ///< "pow2": scales are powers of two
+  bool square_blocks =
+      false;  ///< "2d": a block is as high as it is wide, and both directions have the same codes
+  std::string text;  ///< canonical: "fp8_e4m3:current:eps=0:pow2=0"
+};
+
+/// The quantizer of a text: a format, then a kind of scale where the format has several, then options that differ from their defaults,
+/// all behind colons. A text is parsed once per process. Throws c10::ValueError on what is none.
+TANDEM_API const Quantizer& quantizer(std::string_view text);
+
+/// The quantizer of these options, whose `scaling` may be left out where it is the format's first, and whose `text` is not read.
+/// Throws c10::ValueError on an epsilon below 0 and on options that this kind of scale does not have.
+TANDEM_API const Quantizer& quantizer(Quantizer options);
+
+/// Half a unit in the last place of the format's numbers, relative to their size.
+TANDEM_API double unit_of(const Quantizer& quantizer);
+/// Whether codes and scale of one direction are those of the other too.
+TANDEM_API bool serves_both_directions(const Quantizer& quantizer);
+/// As `explain` prints the format: "fp8_e4m3".
+TANDEM_API std::string_view format_name(const Quantizer& quantizer);
+
+}  // namespace tandem

@@ -1,0 +1,123 @@
+#include "kernel_ops/tensor_scaling.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/isinf.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+
+#include "kernel_ops/operands.h"
+#include "kernels/quantize.h"
+
+namespace tandem {
+
+namespace {
+
+using at::Tensor;
+
+constexpr float kFloatMax = std::numeric_limits<float>::max();
+
+c10::SymDimVector one_number(const Tensor&, Direction) { return {}; }
+
+void dequantize(const Tensor& codes, const Tensor& dequant_scale, kernels::Fp8Format element,
+                Direction, const Tensor& y) {
+  kernels::cpu::dequantize(codes.const_data_ptr<uint8_t>(), element,
+                           *dequant_scale.to(at::kFloat).const_data_ptr<float>(),
+                           kernel_ops::rows_out(y));
+}
+
+Tensor scales_of_elements(const Tensor&, const Tensor& dequant_scale, Direction) {
+  return dequant_scale;
+}
+
+kernels::CurrentScaling options_of(const Quantizer& quantizer) {
+  return {quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
+          quantizer.power_of_two};
+}
+
+/// What kernels write: all of it, into numbers of its own where the group has no place for it.
+struct Target {
+  explicit Target(Group& group)
+      : out{group[row_codes].data_ptr<uint8_t>(),
+            group[row_scale].defined() ? group[row_scale].data_ptr<float>() : &dequant_scale,
+            group[group_amax].defined() ? group[group_amax].data_ptr<float>() : &amax} {}
+  Target(const Target&) = delete;
+  Target& operator=(const Target&) = delete;
+  float dequant_scale = 0, amax = 0;
+  kernels::Fp8Output out;
+};
+
+void quantize_current(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
+                      Group& group) {
+  if (group[row_codes].defined()) {
+    kernels::cpu::quantize_current(kernel_ops::RowsIn(x), options_of(quantizer), Target(group).out);
+  } else if (group[group_amax].defined()) {
+    *group[group_amax].data_ptr<float>() = kernels::cpu::amax(kernel_ops::RowsIn(x));
+  }
+}
+
+Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
+                        GroupMask) {
+  const auto format = quantizer.format->element;
+  const Tensor source = x.to(at::kFloat), magnitude = at::abs(source);
+  const Tensor finite = at::where(at::isnan(magnitude), 0.0f, magnitude).flatten();
+  const Tensor amax = at::cat({finite, at::zeros({1}, finite.options())}).amax();
+  const Tensor bounded = at::clamp(amax, static_cast<float>(quantizer.amax_epsilon));
+  // A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32 quotient.
+  const Tensor quotient =
+      (at::scalar_tensor(double{kernels::fp8_max(format)}, bounded.options().dtype(at::kDouble)) /
+       bounded.to(at::kDouble))
+          .to(at::kFloat);
+  Tensor scale = at::where(at::isinf(quotient), kFloatMax, quotient);
+  if (quantizer.power_of_two) {
+    const Tensor exponent = std::get<1>(at::frexp(scale)) - 1;
+    scale = at::ldexp(at::scalar_tensor(1.0, scale.options().dtype(at::kDouble)),
+                      exponent.to(at::kDouble))
+                .to(at::kFloat);
+  }
+  scale = at::where((bounded == 0).bitwise_or(at::isinf(bounded)), 1.0f, scale).to(at::kFloat);
+  const Tensor dequant_scale = (1.0 / scale.to(at::kDouble)).to(at::kFloat);
+  return {kernel_ops::encode(source * scale, format), dequant_scale, {}, {}, amax};
+}
+
+void norm_quantize(const NormToQuantize& norm, const Quantizer& quantizer, Group& group) {
+  const Target target(group);
+  const auto scaling = options_of(quantizer);
+  if (!norm.is_centered) {
+    kernels::cpu::rms_norm_quantize(norm.x, norm.weight, norm.options, norm.y_element, scaling,
+                                    norm.y, norm.inv_norm, target.out);
+  } else {
+    kernels::cpu::layer_norm_quantize(norm.x, norm.weight, norm.bias, norm.options, norm.y_element,
+                                      scaling, norm.y, norm.mean, norm.inv_norm, target.out);
+  }
+}
+
+}  // namespace
+
+const ScaleLayout kTensorScale{
+    .serves_both_directions = true,
+    .applies_at_end = true,
+    .dtype = at::kFloat,
+    .sizes = one_number,
+    .dequantize = dequantize,
+    .scales_of_elements = scales_of_elements,
+};
+
+const ScalingDef kCurrentScaling{
+    .name = "current",
+    .has_epsilon = true,
+    .has_power_of_two = true,
+    .quantize = quantize_current,
+    .reference = current_reference,
+    .norm_quantize = norm_quantize,
+};
+
+}  // namespace tandem
