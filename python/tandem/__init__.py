@@ -22,11 +22,24 @@ check_torch(torch.__version__, TORCH)
 from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
+from tandem._quantize import (  # noqa: E402
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    quantize,
+)
 from tandem import ops  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
 __all__ = [
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "MXFP8Quantizer",
+    "QuantizedTensor",
+    "Quantizer",
     "Verification",
     "__version__",
     "autocast",
@@ -34,6 +47,7 @@ __all__ = [
     "empty_cache",
     "explain",
     "ops",
+    "quantize",
     "recipe",
     "set_cache_limit",
     "verify",

@@ -33,7 +33,8 @@ namespace {
 
 using kernels::Fp8Format;
 
-constexpr const ScalingDef *kOfTensors[] = {&kCurrentScaling}, *kOfMxBlocks[] = {&kMxScaling};
+constexpr const ScalingDef *kOfTensors[] = {&kCurrentScaling, &kDelayedScaling},
+                           *kOfMxBlocks[] = {&kMxScaling};
 
 const FormatDef kFormats[] = {
     {"fp8_e4m3", Fp8Format::e4m3, kTensorScale, kOfTensors},

@@ -64,14 +64,41 @@ void quantize_current(const Tensor& x, const std::optional<Tensor>&, const Quant
   }
 }
 
+void quantize_delayed(const Tensor& x, const std::optional<Tensor>& scale,
+                      const Quantizer& quantizer, Group& group) {
+  if (group[row_codes].defined()) {
+    const Target target(group);
+    kernels::cpu::quantize_delayed(kernel_ops::RowsIn(x), quantizer.format->element,
+                                   *scale->const_data_ptr<float>(), target.out);
+  } else if (group[group_amax].defined()) {
+    *group[group_amax].data_ptr<float>() = kernels::cpu::amax(kernel_ops::RowsIn(x));
+  }
+}
+
+Tensor amax_of(const Tensor& source) {
+  const Tensor magnitude = at::abs(source);
+  const Tensor finite = at::where(at::isnan(magnitude), 0.0f, magnitude).flatten();
+  return at::cat({finite, at::zeros({1}, finite.options())}).amax();
+}
+
+/// A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32 quotient.
+Tensor inverse_of(const Tensor& scale) { return (1.0 / scale.to(at::kDouble)).to(at::kFloat); }
+
+Group delayed_reference(const Tensor& x, const std::optional<Tensor>& scale,
+                        const Quantizer& quantizer, GroupMask) {
+  const Tensor source = x.to(at::kFloat), number = scale->to(at::kFloat).squeeze();
+  return {kernel_ops::encode(source * number, quantizer.format->element),
+          inverse_of(number),
+          {},
+          {},
+          amax_of(source)};
+}
+
 Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
                         GroupMask) {
   const auto format = quantizer.format->element;
-  const Tensor source = x.to(at::kFloat), magnitude = at::abs(source);
-  const Tensor finite = at::where(at::isnan(magnitude), 0.0f, magnitude).flatten();
-  const Tensor amax = at::cat({finite, at::zeros({1}, finite.options())}).amax();
+  const Tensor source = x.to(at::kFloat), amax = amax_of(source);
   const Tensor bounded = at::clamp(amax, static_cast<float>(quantizer.amax_epsilon));
-  // A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32 quotient.
   const Tensor quotient =
       (at::scalar_tensor(double{kernels::fp8_max(format)}, bounded.options().dtype(at::kDouble)) /
        bounded.to(at::kDouble))
@@ -84,8 +111,7 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
                 .to(at::kFloat);
   }
   scale = at::where((bounded == 0).bitwise_or(at::isinf(bounded)), 1.0f, scale).to(at::kFloat);
-  const Tensor dequant_scale = (1.0 / scale.to(at::kDouble)).to(at::kFloat);
-  return {kernel_ops::encode(source * scale, format), dequant_scale, {}, {}, amax};
+  return {kernel_ops::encode(source * scale, format), inverse_of(scale), {}, {}, amax};
 }
 
 void norm_quantize(const NormToQuantize& norm, const Quantizer& quantizer, Group& group) {
@@ -118,6 +144,13 @@ const ScalingDef kCurrentScaling{
     .quantize = quantize_current,
     .reference = current_reference,
     .norm_quantize = norm_quantize,
+};
+
+const ScalingDef kDelayedScaling{
+    .name = "delayed",
+    .takes_scale = true,
+    .quantize = quantize_delayed,
+    .reference = delayed_reference,
 };
 
 }  // namespace tandem

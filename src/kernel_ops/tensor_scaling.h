@@ -1,4 +1,4 @@
-// One scale per tensor: the layout of its formats, and scales from the tensor's own amax.
+// One scale per tensor: the layout of its formats, scales from the tensor's own amax, and scales from the past.
 #pragma once
 
 #include "kernel_ops/format.h"
@@ -12,5 +12,11 @@ extern const ScaleLayout kTensorScale;
 ///
 /// Error: none: bitwise what the numerics page specifies (test GoldenCurrent).
 extern const ScalingDef kCurrentScaling;
+
+/// codes = cast(x * scale), saturating, dequant_scale = 1 / scale, with the scale that is passed in; the amax is for the next one. Pure:
+/// who records the amax and makes scales of it is another step.
+///
+/// Error: none, likewise (test GoldenDelayedRun).
+extern const ScalingDef kDelayedScaling;
 
 }  // namespace tandem

@@ -1,11 +1,13 @@
 // Quantize, Dequantize and Decode against the vectors of tests/data/README.md: kernel and composite reference, byte by byte.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 
 #include <cstring>
 
 #include "kernel_ops/quantize.h"
 #include "support/safetensors.h"
 #include "support/tensors.h"
+#include "support/throws.h"
 
 namespace tandem::testing {
 namespace {
@@ -83,6 +85,43 @@ TEST_P(GoldenQuantize, CodesScalesAndNumbers) {
     }
   }
   EXPECT_EQ(cases, GetParam().cases);
+}
+
+TEST(GoldenDelayedRun, CodesOfEveryStepWithTheScaleSoFar) {
+  const Safetensors file(TANDEM_SOURCE_DIR "/tests/data/golden_formats.safetensors");
+  int cases = 0;
+  for (const auto& [name, text] : file.metadata().items()) {
+    if (name.find("delayed_run_") == std::string::npos) continue;
+    SCOPED_TRACE(name);
+    ++cases;
+    const auto options = nlohmann::json::parse(text.get<std::string>());
+    const Quantizer& delayed =
+        quantizer("fp8_" + options.at("fmt").get<std::string>() + ":delayed");
+    const at::Tensor x = raw<uint16_t>(file, name + "/x", at::kBFloat16),
+                     codes = raw<uint8_t>(file, name + "/data", at::kByte).view(x.sizes()),
+                     inverse = raw<uint32_t>(file, name + "/scale_inv", at::kFloat).flatten(),
+                     after = raw<uint32_t>(file, name + "/scale_after", at::kFloat).flatten();
+    Optional scale(at::ones({1}));
+    for (int64_t step = 0; step < x.size(0); ++step) {
+      constexpr std::array kRows{true, false, true}, kAmaxOnly{false, false, true};
+      const auto got = dispatch<Quantize>(x[step], scale, delayed, kRows),
+                 expected = Quantize::reference(x[step], scale, delayed, kRows);
+      for (const Group& group : {got, expected}) {
+        EXPECT_TRUE(same(group[row_codes], codes[step]));
+        EXPECT_TRUE(same(group[row_scale], inverse[step]));
+        EXPECT_TRUE(same(group[group_amax],
+                         dispatch<Quantize>(x[step], scale, delayed, kAmaxOnly)[group_amax]));
+      }
+      scale = after.slice(0, step, step + 1);
+    }
+  }
+  EXPECT_EQ(cases, 1);
+  EXPECT_THAT(
+      [] {
+        dispatch<Quantize>(at::ones({2}), Optional(), quantizer("fp8_e4m3:delayed"),
+                           std::array{true, false, true});
+      },
+      ThrowsText<c10::ValueError>("quantize: expected a scale for fp8_e4m3:delayed, got none"));
 }
 
 }  // namespace
