@@ -23,10 +23,13 @@ from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem import ops  # noqa: E402
+from tandem.modules import LayerNormLinear, LayerNormMLP  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
 __all__ = [
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Verification",
     "__version__",
     "autocast",
