@@ -216,8 +216,9 @@ def test_what_a_call_refuses() -> None:
         mlp(bias=False).fc1_bias = torch.nn.Parameter(torch.zeros(WIDE))
     with pytest.raises(ValueError, match=r'expected no layer_norm_bias, as it was built with normalization="RMSNorm", got a parameter\. Build it'):
         linear(normalization="RMSNorm").layer_norm_bias = torch.nn.Parameter(torch.zeros(HIDDEN))
-    with pytest.raises(ValueError, match=r"expected a module whose output is what the next op takes, got one with return_bias=True\. Call it"):
-        ops.Sequential(linear(return_bias=True))(torch.randn(2, HIDDEN))
+    for container in (ops.Sequential(linear(return_bias=True)), ops.FusedOperation([linear(return_bias=True)])):
+        with pytest.raises(ValueError, match=r"expected a module whose output is what the next op takes, got one with return_bias=True\. Call it"):
+            container(torch.randn(2, HIDDEN))
     with pytest.raises(KeyError, match=r"expected one of the parameters \['weight'\] that the part shares with its owner, got other\. Set it"):
         linear().basic_ops[1].register_parameter("other", torch.nn.Parameter(torch.zeros(1)))
 
@@ -355,6 +356,27 @@ def test_meta_device(cls: Any) -> None:
         assert cls(4, 4).layer_norm_weight.is_meta
 
 
+def test_functional_calls_and_exported_programs() -> None:
+    module, x = mlp(activation="geglu"), torch.randn(3, HIDDEN)
+    doubled = {name: 2 * param.detach() for name, param in module.named_parameters()}
+    expected = copy.deepcopy(module)
+    expected.load_state_dict(doubled)
+    assert_close(torch.func.functional_call(module, doubled, (x,)), by_torch(expected, x), rtol=1e-4, atol=1e-4)
+    gradients = torch.func.grad(lambda params: torch.func.functional_call(module, params, (x,)).square().sum())(doubled)
+    by_torch(expected, x).square().sum().backward()
+    assert_close(gradients, {name: param.grad for name, param in expected.named_parameters()}, rtol=1e-3, atol=1e-2)
+    assert_close(torch.export.export(module, (x,)).module()(x), by_torch(module, x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_parametrized_weight_counts() -> None:
+    module, x = mlp(), torch.randn(3, HIDDEN)
+    torch.nn.utils.parametrizations.weight_norm(module, "fc1_weight")
+    with torch.no_grad():
+        module.parametrizations.fc1_weight.original0.mul_(2)
+    for call in (module, copy.deepcopy(module)):
+        assert_close(call(x), by_torch(module, x), rtol=1e-4, atol=1e-4)
+
+
 def test_fusions_written_in_python_see_the_parts() -> None:
     seen = []
 
@@ -420,16 +442,19 @@ def check_rank(rank: int, size: int, make: Any, sequence_parallel: bool, compile
         assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def check_row(rank: int, size: int) -> None:
+def check_row(rank: int, size: int, sequence_parallel: bool) -> None:
     """Each rank norms its own features; the bias is added once."""
-    module = tandem.LayerNormLinear(size * HIDDEN, WIDE, parallel_mode="row", tp_group=dist.group.WORLD)
+    parallel: dict[str, Any] = {"parallel_mode": "row", "tp_group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
+    module = tandem.LayerNormLinear(size * HIDDEN, WIDE, **parallel)
     assert module.weight.shape == (WIDE, HIDDEN) and module.layer_norm_weight.shape == (HIDDEN,)
+    assert module.weight.partition_dim == 1 and module.bias.sequence_parallel is sequence_parallel
     with torch.no_grad():
         module.bias.fill_(3.0)
-    x = torch.randn(4, HIDDEN)
+    x = torch.randn(ROWS, HIDDEN)
     y = F.linear(normed(module, x), module.weight)
     dist.all_reduce(y)
-    assert_close(module(x), y + 3, rtol=1e-4, atol=1e-5)
+    rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size) if sequence_parallel else slice(None)
+    assert_close(module(x), y[rows] + 3, rtol=1e-4, atol=1e-5)
 
 
 def check_gathered(rank: int, size: int) -> None:
@@ -465,5 +490,5 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         for arguments in ({}, {"bias": False, "normalization": "RMSNorm"}, {"return_bias": True})
     ]
     cases += [(mlp, True, False, {"activation": "swiglu"}), (mlp, True, True, {}), (linear, False, True, {})]
-    own = [(check_row,), (check_gathered,), (check_copies_and_errors,)]
+    own = [(check_row, False), (check_row, True), (check_gathered,), (check_copies_and_errors,)]
     spawn(tmp_path, 2, *[(check_rank, *case) for case in cases], *own)

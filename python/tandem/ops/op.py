@@ -318,6 +318,7 @@ class FusedOperation(FusibleOperation):
         capture(self, changes)
         capture(self.basic_ops, changes)
         for op in self.basic_ops:
+            op._check_in_container()
             op._capture(changes)
 
     def forward(
