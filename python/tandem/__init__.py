@@ -31,6 +31,7 @@ from tandem._quantize import (  # noqa: E402
     quantize,
 )
 from tandem import ops  # noqa: E402
+from tandem.modules import LayerNormLinear, LayerNormMLP  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
@@ -40,6 +41,8 @@ __all__ = [
     "MXFP8Quantizer",
     "QuantizedTensor",
     "Quantizer",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Verification",
     "__version__",
     "autocast",

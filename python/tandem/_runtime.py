@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from tandem import _C
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
-from tandem.ops.places import Names, at, names, views_stand_in
+from tandem.ops.places import Names, holding, names, views_stand_in
 
 if TYPE_CHECKING:
     from tandem.ops.op import BasicOperation
@@ -84,8 +84,8 @@ def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named
     replaced = []
     for op, own, own_names in zip(ops, params, named, strict=True):
         for same, tensor in zip(own_names, own, strict=True):
-            for path, name in same:
-                module = at(op, path)
+            for path, known in same:
+                module, name = holding(op, path, known)
                 tensors = next((held for held in (module._parameters, module._buffers) if name in held), vars(module))
                 if tensors.get(name) is not tensor:
                     replaced.append((tensors, name, tensors.get(name), tensor))

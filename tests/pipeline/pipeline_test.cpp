@@ -183,7 +183,7 @@ TEST(Pipeline, OfManyRecipesTheLastOnesStay) {
   Pipeline pipeline(ops_json(kMlp));
   const Tensors inputs{leaf({4, 8})}, params = mlp_params();
   for (int i = 0; i < 40; ++i) {
-    const Autocast region(true, {.amax_epsilon = {i / 100.0, 0, 0}});
+    const Autocast region(true, Float8CurrentScaling{.amax_epsilon = {i / 100.0, 0, 0}});
     pipeline(inputs, params, true);
   }
   const auto report = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from tandem.ops.arguments import at_default, flag, positive
-from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group
-from tandem.ops.op import BasicOperation, FusedOperation, _drop_extra_state
+from tandem.ops.composite import CompositeOperation
+from tandem.ops.op import BasicOperation, _drop_extra_state
 
 
 class BasicLinear(BasicOperation):
@@ -111,7 +110,7 @@ class Bias(BasicOperation):
         return f"size={self.size}"
 
 
-class Linear(FusedOperation):
+class Linear(CompositeOperation):
     """y = x weight^T + bias: `BasicLinear`, then `Bias`.
 
     The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
@@ -162,12 +161,12 @@ class Linear(FusedOperation):
             accumulate_into_main_grad: as for `BasicLinear`.
         """
         at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
-        before, after, size = _collectives(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
         if size > 1 and tensor_parallel_mode == "column":
-            local_out = _share("out_features", out_features, size)
+            local_out = share("Linear", "out_features", out_features, size)
         elif size > 1:
-            local_in = _share("in_features", in_features, size)
+            local_in = share("Linear", "in_features", in_features, size)
         linear = BasicLinear(local_in, local_out, device=device, dtype=dtype, accumulate_into_main_grad=accumulate_into_main_grad)
         added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
@@ -176,47 +175,23 @@ class Linear(FusedOperation):
         self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
         self.tensor_parallel_size = size
         self.sequence_parallel = bool(sequence_parallel) and size > 1
-        self.__dict__["_has_bias"] = bool(bias)
         self.weight = linear.weight
-        self.register_parameter("bias", added[0].bias if added else None)
-        self._own([*before, linear, *added, *after])
+        if added:
+            self.bias = added[0].bias
+        else:
+            self._lack("bias", "bias=False", "bias=True")
+        self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, linear, *added, *after)])
 
     @property
     def tensor_parallel_group(self) -> Any:
         """The ranks that share the weight; None where none do."""
         return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
 
-    def _own(self, parts: Sequence[BasicOperation]) -> None:
-        for part in parts:
-            part.__dict__["_parameters"] = self._parameters
-            part.__dict__["_owner"] = self
-        self.__dict__["basic_ops"] = tuple(parts)
-
-    def _replicate_for_data_parallel(self) -> Linear:
-        replica: Linear = super()._replicate_for_data_parallel()
-        replica._own([part._replicate_for_data_parallel() for part in self.basic_ops])
-        return replica
-
-    def flat_ops(self) -> Sequence[BasicOperation]:
-        return self.basic_ops
-
-    def _capture(self, changes: Changes) -> None:
-        add_watcher(self, changes)
-        for part in self.basic_ops:  # which stay those that they are
-            part._capture(changes)
-
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if name == "bias" and param is not None and not self._has_bias:
-            raise ValueError(
-                "Linear: expected no bias, as it was built with bias=False, got a parameter. Build it with bias=True."
-            )
-        super().register_parameter(name, param)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         rename(state_dict, prefix, self._TE_NAMES)
@@ -229,13 +204,13 @@ class Linear(FusedOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{parallel}"
 
 
-def _collectives(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
+def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
     """What stands before and behind the product, and how many ranks share it."""
     if mode is None:
         return [], [], 1
     if mode not in ("column", "row"):
-        raise ValueError(f'Linear: expected tensor_parallel_mode None, "column" or "row", got {mode!r}. Name how ranks share the weight.')
-    group = checked_group("Linear", group)
+        raise ValueError(f'{op}: expected tensor_parallel_mode None, "column" or "row", got {mode!r}. Name how ranks share the weight.')
+    group = checked_group(op, group)
     if group.size() == 1:
         return [], [], 1
     if mode == "column":
@@ -243,7 +218,8 @@ def _collectives(mode: str | None, group: Any, sequence_parallel: bool) -> tuple
     return [], [ReduceScatter(group) if sequence_parallel else AllReduce(group)], group.size()
 
 
-def _share(name: str, features: int, size: int) -> int:
+def share(op: str, name: str, features: int, size: int) -> int:
+    """The features of one rank of `size`."""
     if features % size:
-        raise ValueError(f"Linear: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
+        raise ValueError(f"{op}: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
     return features // size

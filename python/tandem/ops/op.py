@@ -68,6 +68,9 @@ class FusibleOperation(torch.nn.Module):
         """A pipeline is made of this: what becomes of it from now on is told."""
         add_watcher(self, changes)
 
+    def _check_in_container(self) -> None:
+        """Raises where a container cannot pass on what this returns."""
+
     def _tell(self) -> None:
         """Makes the pipelines of this look at it again."""
         tell(self.__dict__.get("_watchers", ()))
@@ -315,6 +318,7 @@ class FusedOperation(FusibleOperation):
         capture(self, changes)
         capture(self.basic_ops, changes)
         for op in self.basic_ops:
+            op._check_in_container()
             op._capture(changes)
 
     def forward(

@@ -45,7 +45,12 @@ def at(op: BasicOperation, path: str) -> torch.nn.Module:
         ) from error
 
 
+def holding(op: BasicOperation, path: str, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that holds a tensor of `names`, and its name there: the owner of a part has names of its own."""
+    return at(op, path), name if path or op.is_python_op else getattr(op._parameters, "names", {}).get(name, name)
+
+
 def places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
     """Module and name of each tensor that `names` finds, the first one where it has several."""
     for (path, name), *_ in names(op, field):
-        yield at(op, path), name
+        yield holding(op, path, name)

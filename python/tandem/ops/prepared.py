@@ -137,8 +137,7 @@ class Prepared:
     def _absorbed(self, index: int, op: BasicOperation) -> list[int]:
         if not getattr(op, "accumulate_into_main_grad", False):
             return []
-        names = [name for _, name in op.parameter_places()]
-        return [self._params[index][names.index(name)] for name in op._main_grad_names]
+        return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
 
     def main_grad_modes(self) -> tuple[main_grad.Mode, ...]:
         """How a call gives back the gradients that go into a main_grad."""

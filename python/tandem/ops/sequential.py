@@ -247,6 +247,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         units: list[FusibleOperation] = []
         for module in [*modules, None]:
             if isinstance(module, FusibleOperation):
+                module._check_in_container()
                 units.append(module)
                 continue
             if units:
