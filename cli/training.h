@@ -3,9 +3,11 @@
 #include <torch/optim/adamw.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "gpt.h"
+#include "tandem/recipe.h"
 #include "text_data.h"
 #include "train_options.h"
 

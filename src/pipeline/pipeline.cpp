@@ -106,7 +106,9 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<at::Tensor> tensors;
   for (size_t w = 0; w < plan.cached_weights.size(); ++w) {
-    const auto& [value, quantizer, mask] = plan.cached_weights[w];
+    const Value value = plan.cached_weights[w].weight;
+    const auto& quantizer = plan.cached_weights[w].quantizer;
+    const GroupMask& mask = plan.cached_weights[w].parts;
     const size_t param = static_cast<size_t>(
         std::find(plan.params.begin(), plan.params.end(), value) - plan.params.begin());
     const at::Tensor& weight = arguments.params[param];

@@ -45,16 +45,17 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
 
 namespace {
 
-/// A match of a joint fusion, or a group: the two halves with what they replace.
-struct Halves {
-  Step ahead, back;
-  const Members &forward, &backward;
+/// One half of a joint fusion, and what it replaces.
+struct Half {
+  Step step;
+  const Members& members;
 };
 
 /// Replaces forward and backward members by the two halves of a joint fusion, private values added, or says why not.
-Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Halves halves,
-             const FusionScope& scope, std::vector<Type>& types) {
-  auto& [ahead, back, forward_members, backward_members] = halves;
+Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Half forward_part,
+             Half backward_part, const FusionScope& scope, std::vector<Type>& types) {
+  Step &ahead = forward_part.step, &back = backward_part.step;
+  const Members &forward_members = forward_part.members, &backward_members = backward_part.members;
   if (backward_members.empty()) return "these ops have no backward here";
   // What the replaced backward read need not be written any more; what others and the fused backward read must be.
   const std::function<bool(Value)> is_demanded = [&](Value value) {
@@ -125,9 +126,8 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
                                joint_lookup(match, scope, &OperandTable::read),
                                joint_lookup(match, scope, &OperandTable::written), backward,
                                backward_members);
-        refusal =
-            join(forward, backward, *fusion,
-                 {std::move(ahead), std::move(back), members, backward_members}, scope, types);
+        refusal = join(forward, backward, *fusion, {std::move(ahead), members},
+                       {std::move(back), backward_members}, scope, types);
       }
       scope.note(*fusion, candidate.place, refusal);
     }
@@ -150,8 +150,8 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
       Step back = fused_step(*group.fusion, group.fusion->backward, {group.options},
                              reads_of(group, scope, true), writes_of(group, scope, true), backward,
                              backward_members);
-      refusal = join(forward, backward, *group.fusion,
-                     {std::move(ahead), std::move(back), members, backward_members}, scope, types);
+      refusal = join(forward, backward, *group.fusion, {std::move(ahead), members},
+                     {std::move(back), backward_members}, scope, types);
     }
     scope.note(*group.fusion, place_of(group), refusal);
   }

@@ -301,7 +301,8 @@ TEST(Threads, UseMoreRecipesThanAPipelineKeeps) {
   expect_as_alone([&](size_t t) {
     Tensors all;
     for (size_t i = 0; i < 8; ++i) {
-      const Autocast region(true, {.amax_epsilon = {static_cast<double>(8 * t + i), 0, 0}});
+      const Autocast region(
+          true, Float8CurrentScaling{.amax_epsilon = {static_cast<double>(8 * t + i), 0, 0}});
       for (const at::Tensor& tensor : step(model, input(t))) all.push_back(tensor);
     }
     return all;

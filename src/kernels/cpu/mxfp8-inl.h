@@ -105,7 +105,7 @@ constexpr uint32_t infinity_bits() {
 
 /// The greatest lane; lanes are not negative.
 template <class D>
-HWY_INLINE uint32_t greatest_lane(D d, hn::Vec<D> v) {
+HWY_INLINE uint32_t greatest_lane(D, hn::Vec<D> v) {
   const hn::Repartition<int32_t, D> d32;
   const auto wide = hn::BitCast(d32, v);
   if constexpr (sizeof(hn::TFromD<D>) == 4) {
