@@ -88,13 +88,13 @@ struct Operands {
     std::vector<std::vector<int64_t>> shapes(std::min<size_t>(description.param_count(), 64));
     Tensors weights;
     for (const tandem::OpNode& op : description.ops) {
-      const bool is_product = op.def->name == "basic_linear";
-      for (const uint16_t param : op.params)
+      const bool is_product = op.kind->def.name == "basic_linear";
+      for (const uint32_t param : op.params)
         if (param < shapes.size())
           shapes[param] = is_product ? std::vector<int64_t>{2 * kFeatures, features}
                                      : std::vector<int64_t>{features};
       if (is_product) features = 2 * kFeatures;
-      if (op.def->family == "glu") features /= 2;
+      if (op.kind->def.family == "glu") features /= 2;
     }
     const uint8_t counts = choices.next();
     inputs.push_back(tensor_of({3, kFeatures}, choices));
@@ -107,7 +107,7 @@ struct Operands {
     if ((counts & 48) == 16 && inputs.size() > 1) inputs.pop_back();
     if (!description.cache_weights) return;
     for (const tandem::OpNode& op : description.ops) {
-      if (op.def->name != "basic_linear" || op.params[0] >= params.size()) continue;
+      if (op.kind->def.name != "basic_linear" || op.params[0] >= params.size()) continue;
       workspaces.push_back(workspace(params[op.params[0]].sizes().vec(), at::kByte, choices));
       workspaces.push_back(workspace({}, at::kFloat, choices));
       workspaces.push_back(workspace({}, at::kFloat, choices));
@@ -143,7 +143,7 @@ void run(const std::string& text, Bytes choices) {
   const bool direct = (mode & 1) == 0 && tandem::is_direct(arguments);
   const auto& plan = program.plan_for(tandem::key_of(arguments, c10::GradMode::is_enabled(),
                                                      /*traced=*/(mode & 2) != 0 || !direct));
-  // Through the dispatcher only now and then: it keeps the program of every description.
+  // Through the dispatcher only now and then: it parses the description once more.
   const bool by_op = std::hash<std::string>()(text) % 16 == 0;
   const tandem::Outputs outputs =
       by_op ? tandem::call_op(arguments, text)
