@@ -192,3 +192,21 @@ def test_transforms_refuse() -> None:
     linear.weight.main_grad = torch.zeros(4, 4)
     with pytest.raises(NotImplementedError, match="expected gradients that are returned, as torch.func returns them"):
         torch.func.grad(lambda x: linear(x).sum())(torch.ones(2, 4))
+
+
+LINEAR = '{"ops":[{"op":"basic_linear","params":[0],"options":{"accumulate_into_main_grad":true%s}%s}]}'
+
+
+@pytest.mark.parametrize(
+    ("description", "text"),
+    [
+        (LINEAR % (',"dummy_gradient":"ones"', ',"buffers":[0]'), 'linear: expected dummy_gradient "none", "empty" or "zeros", got "ones"'),
+        (LINEAR % ("", ""), "0.basic_linear: expected 1 buffers, got 0. Give the position of each in the buffer list."),
+        ('{"ops":[{"op":"grouped_linear","options":{"num_groups":0}}]}', "grouped_linear: expected 1 to 65536 groups, got 0"),
+        ('{"ops":[{"op":"all_gather","options":{"group":"g","size":0}}]}', "collective: expected a group of 1 to 2^20 ranks, got 0"),
+    ],
+)
+def test_descriptions_are_checked(description: str, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        tandem._C.explain_description(description, "text")
+    assert text in str(error.value)
