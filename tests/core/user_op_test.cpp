@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/call.h"
+#include "pipeline/pipeline.h"
+#include "planner/registry.h"
 #include "support/plans.h"
 #include "support/throws.h"
 
@@ -71,6 +73,74 @@ TEST(UserOp, ItsOptionsAreChecked) {
   EXPECT_THAT(
       [] { parse_description(description_of({R"(shifted_relu {"options": {"shift": -1}})"})); },
       ThrowsText<c10::ValueError>("shifted_relu: expected shift >= 0, got -1"));
+}
+
+/// y = 2 x, which counts its calls in a tensor of the caller.
+const OpDef kCounted{
+    .name = "test_counted",
+    .formula = "y = 2 x, seen += 1",
+    .buffers = {"seen"},
+    .forward = {{.name = "forward",
+                 .reads = {"x"},
+                 .writes = {"y"},
+                 .mutates = {"seen"},
+                 .run =
+                     [](Call& call) {
+                       call.mutated(0).add_(1);
+                       call.out(0, call.in(0) * 2);
+                     }}},
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y"},
+                  .writes = {"grad_x"},
+                  .run = [](Call& call) { call.out(0, call.in(0) * 2); }}},
+    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
+};
+TANDEM_REGISTER_OP(kCounted);
+
+const Ops kCountedOps = {R"(test_counted {"buffers": [0]})", R"(test_counted {"buffers": [0]})",
+                         "relu"};
+
+TEST(UserOp, MutatesABufferOfTheCallerOncePerCall) {
+  const at::Tensor x = leaf({3}), seen = at::zeros({});
+  Pipeline pipeline(ops_json(kCountedOps));
+  for (int calls = 1; calls <= 2; ++calls) {
+    const Outputs y = pipeline(Tensors{x}, {}, true, Buffers::of(Tensors{seen}));
+    EXPECT_TRUE(same(y[0], at::relu(4 * x.detach())));
+    y[0].sum().backward();
+    EXPECT_EQ(seen.item<double>(), 2 * calls) << "two ops, and backward repeats neither";
+  }
+  EXPECT_THAT([&] { pipeline(Tensors{x}, {}, true); },
+              ThrowsText<c10::ValueError>("pipeline: expected 1 buffers, got 0",
+                                          "Pass one tensor for each that an op writes"));
+}
+
+TEST(UserOp, AFusionPerformsTheMutationsThatItDeclaresAndIsRefusedWithout) {
+  const at::Tensor x = leaf({3}), seen = at::zeros({});
+  Fusion fusion{.name = "test_counted_relu",
+                .pattern = {"test_counted", "relu"},
+                .run = {.reads = {{0, "x"}}, .writes = {{0, "y"}, {1, "y"}}, .run = [](Call& call) {
+                          if (!call.step().mutates.empty()) call.mutated(0).add_(10);
+                          const at::Tensor z = call.in(0) * 2;
+                          if (call.wants(0)) call.out(0, z);
+                          call.out(1, at::relu(z));
+                        }}};
+  const auto explained = [&] {
+    Pipeline pipeline(ops_json(kCountedOps));
+    const Outputs y = pipeline(Tensors{x}, {}, true, Buffers::of(Tensors{seen}));
+    EXPECT_TRUE(same(y[0], at::relu(4 * x.detach())));
+    return pipeline.explain(ExplainFormat::text);
+  };
+  {
+    FusionHandle handle = register_fusion(fusion);
+    EXPECT_THAT(explained(), ::testing::HasSubstr("mutates 1.test_counted.seen, which a fused "));
+    EXPECT_EQ(seen.item<double>(), 2);
+    handle.remove();
+  }
+  fusion.run.mutates = {0};
+  FusionHandle handle = register_fusion(fusion);
+  EXPECT_THAT(explained(), ::testing::HasSubstr("made    test_counted_relu"));
+  EXPECT_EQ(seen.item<double>(), 2 + 1 + 10);
+  handle.remove();
 }
 
 }  // namespace

@@ -168,23 +168,6 @@ def test_functional_transforms_say_that_gradients_are_rounded():
         torch.func.grad(lambda t: linear(t).sum())(x)
 
 
-@pytest.mark.parametrize("shape", [(8, 20_000, 8), (130, 129, 131)])
-def test_products_do_not_depend_on_the_number_of_threads(shape):
-    rows, fan_in, fan_out = shape
-    linear = randomize(ops.Linear(fan_in, fan_out, bias=False))
-    x, grad = torch.randn(rows, fan_in, requires_grad=True), torch.randn(rows, fan_out)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            with tandem.autocast(recipe=MXFP8BlockScaling()):
-                y = linear(x)
-            results.append([y, *torch.autograd.grad(y, [x, linear.weight], grad)])
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_a_recipe_is_a_frozen_value_that_goes_through_json():
     recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True)
     assert MXFP8BlockScaling() == MXFP8BlockScaling(0, Format.E4M3, False, None) and hash(recipe) != hash(MXFP8BlockScaling())

@@ -215,8 +215,9 @@ def test_codes_made_again_in_backward_are_those_of_forward(dtype):
     assert together.saved_bytes() == 9 * (width * x.element_size() + 4), "the product and the norm's statistic"
 
 
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling()], ids=lambda recipe: type(recipe).__name__)
 @pytest.mark.parametrize("shape", [(8, 100_000, 8), (64, 8192, 64), (300, 5000, 17), (130, 129, 131)])
-def test_products_do_not_depend_on_the_number_of_threads(shape):
+def test_products_do_not_depend_on_the_number_of_threads(shape, recipe):
     rows, fan_in, fan_out = shape
     linear = randomize(ops.Linear(fan_in, fan_out, bias=False))
     x, grad = torch.randn(rows, fan_in, requires_grad=True), torch.randn(rows, fan_out)
@@ -224,7 +225,7 @@ def test_products_do_not_depend_on_the_number_of_threads(shape):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            with tandem.autocast(recipe=Float8CurrentScaling()):
+            with tandem.autocast(recipe=recipe):
                 y = linear(x)
             results.append([y, *torch.autograd.grad(y, [x, linear.weight], grad)])
     finally:
