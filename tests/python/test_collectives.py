@@ -114,6 +114,17 @@ def check_copies(rank: int, size: int, *_: Any) -> None:
         assert copied[1].tensor_parallel_group is block[1].tensor_parallel_group
 
 
+def check_ddp(rank: int, size: int, *_: Any) -> None:
+    """Each rank has some rows; gradients are averaged."""
+    whole, wrapped = full(True), torch.nn.parallel.DistributedDataParallel(full(True))
+    for step in range(2):
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(step))
+        whole(x).square().sum().backward()
+        wrapped(x.chunk(size)[rank]).square().sum().backward()
+        for expected, param in zip(whole.parameters(), wrapped.parameters(), strict=True):
+            assert_close(param.grad * size, expected.grad)
+
+
 def check_ops(rank: int, size: int, *_: Any) -> None:
     x = torch.full((size, 2), float(rank + 1), requires_grad=True)
     total = sum(range(1, size + 1))
@@ -158,8 +169,8 @@ def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> No
     spawn(tmp_path, 2, *[(check_against_one_process, sequence_parallel, True, True) for sequence_parallel in (False, True)])
 
 
-def test_order_masks_errors_copies_and_ops_on_two_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_copies,), (check_ops,))
+def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
+    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_copies,), (check_ops,), (check_ddp,))
 
 
 def test_a_group_is_needed() -> None:

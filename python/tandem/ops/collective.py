@@ -62,7 +62,6 @@ class AllReduce(_Collective):
             reduce_in_backward: accepted as by TransformerEngine, which does not use it either.
         """
         super().__init__(process_group)
-        self._reduce_in_backward = reduce_in_backward
 
 
 class ReduceGradient(_Collective):
