@@ -1,7 +1,9 @@
 // Recipes: which low-precision format the operands of products take, and how they are scaled.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <variant>
 
 #include "tandem/export.h"
@@ -32,8 +34,32 @@ struct MXFP8BlockScaling {
   bool operator==(const MXFP8BlockScaling&) const = default;
 };
 
+/// Per-tensor scaling from the amaxes of past steps: scale = format max 2^-margin / amax of the history. Modules keep the history of each
+/// tensor that is quantized for them in their `recipe_state`; it moves on once per outermost Autocast, for forward when that ends with
+/// gradients enabled, for backward when the last backward of its calls has run.
+struct DelayedScaling {
+  enum class Format : unsigned char {
+    hybrid,  ///< inputs and weights E4M3, gradients E5M2
+    e4m3,    ///< everything E4M3
+  };
+  enum class AmaxAlgorithm : unsigned char {
+    max,          ///< the largest amax of the history
+    most_recent,  ///< that of the last step
+  };
+  int64_t margin = 0;  ///< scales are 2^margin times smaller than they could be, in [-64, 64]
+  Format fp8_format = Format::hybrid;
+  int64_t amax_history_len = 1024;  ///< steps that count, in [1, 65536]
+  AmaxAlgorithm amax_compute_algo = AmaxAlgorithm::max;
+  bool reduce_amax = true;  ///< over `amax_reduction_group`
+  /// Name of the process group whose processes share their amaxes, as torch.distributed knows it; empty: none do.
+  std::string amax_reduction_group = {};
+  /// Name of a function that makes scales instead (tandem/extension.h); empty: as `amax_compute_algo` says.
+  std::string scale_update = {};
+  bool operator==(const DelayedScaling&) const = default;
+};
+
 /// A recipe, whichever it is.
-using Recipe = std::variant<Float8CurrentScaling, MXFP8BlockScaling>;
+using Recipe = std::variant<Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling>;
 
 struct Region;
 

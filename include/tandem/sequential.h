@@ -23,7 +23,8 @@ class Pipeline;
 ///   tandem::Sequential mlp({tandem::ops::rms_norm(h), tandem::ops::linear(h, 2 * f), tandem::ops::swiglu(), tandem::ops::linear(f, h)});
 ///   at::Tensor y = mlp->forward(x);
 ///
-/// Parameters are called "<position in the list>.<name>", such as "1.weight".
+/// Parameters are called "<position in the list>.<name>", such as "1.weight". Under a recipe that keeps amaxes an op's module has buffers
+/// "recipe_state.forward.scale", "recipe_state.forward.amax_history" and the same of backward.
 class TANDEM_API SequentialImpl : public torch::nn::Module {
  public:
   explicit SequentialImpl(const std::vector<Op>& ops, const at::TensorOptions& options = {});
@@ -44,6 +45,15 @@ class TANDEM_API SequentialImpl : public torch::nn::Module {
  private:
   std::vector<at::Tensor> parameter_list() const;
 
+  /// The recipe's state, made where it is not there yet.
+  std::vector<at::Tensor> state(int64_t history_length) const;
+
+  /// An op with products: the module that keeps the state, and how many slots it has.
+  struct StateOwner {
+    std::shared_ptr<torch::nn::Module> module;
+    int64_t forward, backward;
+  };
+  std::vector<StateOwner> state_owners_;
   std::unique_ptr<Pipeline> pipeline_;
 };
 

@@ -22,6 +22,7 @@ check_torch(torch.__version__, TORCH)
 from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
+from tandem._checkpoint import checkpoint  # noqa: E402
 from tandem._quantize import (  # noqa: E402
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "autocast",
     "cached_bytes",
+    "checkpoint",
     "empty_cache",
     "explain",
     "ops",

@@ -9,10 +9,19 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.recipe import Float8CurrentScaling, Recipe
+from tandem.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tandem.recipe_state import history_length, traced_region, traced_regions
 
 
 _DEFAULT_RECIPE = Float8CurrentScaling()
+
+def _group_of(recipe: DelayedScaling, group: torch.distributed.ProcessGroup | None) -> str:
+    """The name of the processes that share their amaxes; empty where there are no others."""
+    distributed = torch.distributed
+    if not recipe.reduce_amax or not distributed.is_available() or not distributed.is_initialized():
+        return ""
+    group = distributed.group.WORLD if group is None else group
+    return str(group.group_name) if group is not None and group.size() > 1 else ""
 
 
 class autocast(contextlib.ContextDecorator):
@@ -42,16 +51,16 @@ class autocast(contextlib.ContextDecorator):
             enabled: whether products inside are quantized.
             calibrating: False; no other value is known yet.
             recipe: formats and scaling; None: `Float8CurrentScaling()`.
-            amax_reduction_group: None; no other value is known yet.
+            amax_reduction_group: of a recipe that keeps amaxes: the processes that share them; None: all processes.
         """
         if calibrating:
             raise NotImplementedError(
-                "autocast: expected calibrating=False, got True. Current scaling needs no calibration; leave it out."
+                "autocast: expected calibrating=False, got True. No amaxes are collected without quantizing; leave it out."
             )
-        if amax_reduction_group is not None:
-            raise NotImplementedError(
-                f"autocast: expected amax_reduction_group=None, got {amax_reduction_group!r}. "
-                "This version reduces no amax over processes; leave it out."
+        if amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
+            raise TypeError(
+                "autocast: expected amax_reduction_group to be a process group of torch.distributed or None, got "
+                f"{type(amax_reduction_group).__name__}. Pass what torch.distributed.new_group returns."
             )
         if recipe is None:
             recipe = _DEFAULT_RECIPE
@@ -60,21 +69,29 @@ class autocast(contextlib.ContextDecorator):
                 f"autocast: expected recipe to be a recipe of tandem.recipe or None, got {type(recipe).__name__}. "
                 "Pass for example tandem.recipe.Float8CurrentScaling()."
             )
+        self._recipe, self._group, self._enabled = recipe, amax_reduction_group, bool(enabled)
         self._json = recipe.to_json() if enabled else "null"
         self._outer_while_traced: list[str] = []
 
     def __enter__(self) -> None:
         # Not is_compiling(): that is also True while another thread compiles.
+        text = self._json
+        if isinstance(self._recipe, DelayedScaling) and self._enabled:
+            text = self._recipe.to_json(_group_of(self._recipe, self._group))
         if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the recipe is in its descriptions
             self._outer_while_traced.append(_C.in_force.recipe)
-            _C.in_force.recipe = self._json
+            if history_length(text):
+                traced_regions.append(traced_region())
+            _C.in_force.recipe = text
         else:
-            _C.enter_autocast(self._json, self)
+            _C.enter_autocast(text, self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if is_dynamo_compiling():
+            if history_length(_C.in_force.recipe):
+                traced_regions.pop()
             _C.in_force.recipe = self._outer_while_traced.pop()
         else:
             _C.exit_autocast(self)

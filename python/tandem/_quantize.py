@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor:
+_PARTS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")  # in the order of the library's groups
+
+
+class QuantizedTensor(torch.Tensor):
     """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
+
+    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again; any other operation of torch
+    reads its numbers. State dicts hold the parts, as plain tensors under the parameter's name.
 
     Attributes:
         rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
@@ -26,15 +33,154 @@ class QuantizedTensor:
     rowwise_scale_inv: torch.Tensor | None
     columnwise_scale_inv: torch.Tensor | None
     quantizer: Quantizer
-    dtype: torch.dtype
 
-    def dequantize(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The numbers of one direction, in `dtype` or in that of x."""
+    # Operations go to __torch_dispatch__, below autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """Puts parts together that belong together, such as those of `tandem.quantize`."""
+        codes = rowwise_data if rowwise_data is not None else columnwise_data
+        if codes is None:
+            raise ValueError("QuantizedTensor: expected codes of rows or of columns, got neither. Pass rowwise_data or columnwise_data.")
+        tensor: QuantizedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
+        )
+        tensor.rowwise_data, tensor.rowwise_scale_inv = rowwise_data, rowwise_scale_inv
+        tensor.columnwise_data, tensor.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
+        tensor.quantizer = quantizer
+        return tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names, seen = [], set()
+        for name in _PARTS:  # a part of both directions is one tensor
+            part = getattr(self, name)
+            if part is not None and id(part) not in seen:
+                names.append(name)
+                seen.add(id(part))
+        return names, (self.quantizer, self.dtype, self.columnwise_data is not None, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> QuantizedTensor:
+        quantizer, dtype, has_columns, requires_grad = context
+        row, row_scale, column, column_scale = [parts.get(name) for name in _PARTS]
+        if has_columns and column is None:
+            column, column_scale = row, row_scale
+        return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:  # what compiled code depends on, besides parts and shapes
+        return f"{self.quantizer.text} {[getattr(self, name) is not None for name in _PARTS]}"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.alias.default):
+            return args[0]._with(lambda part: part)
+        if function is aten.clone.default:
+            return args[0]._with(torch.clone)
+        if function is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]._with(lambda part: part.to(device=kwargs.get("device"), copy=True))
+        if function is aten.copy_.default and isinstance(args[0], QuantizedTensor):
+            source = args[1]
+            if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
+                for name in _PARTS:
+                    if (part := getattr(args[0], name)) is not None:
+                        part.copy_(getattr(source, name))
+                return args[0]
+            args[0]._write(source.dequantize() if isinstance(source, QuantizedTensor) else source)
+            return args[0]
+        written = [arg for arg in args if isinstance(arg, QuantizedTensor)] if function._schema.is_mutable else []
+        plain: dict[int, torch.Tensor] = {}
+
+        def decoded(value: Any) -> Any:
+            if not isinstance(value, QuantizedTensor):
+                return value
+            return plain.setdefault(id(value), value.dequantize())
+
+        result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
+        for index, tensor in enumerate(function._schema.arguments):
+            is_written = tensor.alias_info is not None and tensor.alias_info.is_write and index < len(args)
+            if is_written and any(args[index] is each for each in written):
+                args[index]._write(plain[id(args[index])])
+                if result is plain[id(args[index])]:
+                    result = args[index]
+        return result
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+        changed: dict[int, torch.Tensor] = {}
+        parts = [getattr(self, name) for name in _PARTS]
+        made = [None if part is None else changed.setdefault(id(part), change(part)) for part in parts]
+        return QuantizedTensor(*made, self.quantizer, self.dtype)
+
+    def _has_parts_of(self, other: QuantizedTensor) -> bool:
+        there = [[getattr(tensor, name) is not None for name in _PARTS] for tensor in (self, other)]
+        return self.quantizer.text == other.quantizer.text and there[0] == there[1]
+
+    def _write(self, x: torch.Tensor) -> None:
+        """Codes of x in place of those that are there."""
+        made = self.quantizer.quantize(x.detach().to(self.dtype).expand(self.shape))
+        for name in _PARTS:
+            part, new = getattr(self, name), getattr(made, name)
+            if part is not None and new is not None:
+                part.copy_(new)
+
+    def dequantize(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """The numbers of one direction, in `dtype` or in that of x. Without `columnwise`, those of rows, or of columns where these are all."""
+        columnwise = columnwise or self.rowwise_data is None
         data, scale = (self.columnwise_data, self.columnwise_scale_inv) if columnwise else (self.rowwise_data, self.rowwise_scale_inv)
         if data is None or scale is None:
-            word = "columnwise" if columnwise else "rowwise"
-            raise ValueError(f"dequantize: expected {word} codes, got a tensor quantized without. Build the quantizer with {word}=True.")
+            raise ValueError("dequantize: expected columnwise codes, got a tensor quantized without. Build the quantizer with columnwise=True.")
         return torch.ops.tandem.dequantize(data, scale, self.quantizer.text, columnwise, dtype or self.dtype)
+
+    def quantize_(self, x: torch.Tensor) -> QuantizedTensor:
+        """Writes the codes of x, such as a master copy that an optimizer has stepped."""
+        with torch.no_grad():
+            return self.copy_(x)  # type: ignore[return-value]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"QuantizedTensor({list(self.shape)}, dtype={self.dtype}, quantizer={self.quantizer!r})"
+
+
+def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Puts the parts of quantized parameters in their place in a state dict."""
+    for name, param in parameters.items():
+        if isinstance(param, QuantizedTensor):
+            destination.pop(prefix + name, None)
+            for part in _PARTS:
+                if (tensor := getattr(param, part)) is not None:
+                    destination[f"{prefix}{name}.{part}"] = tensor if keep_vars else tensor.detach()
+
+
+def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> None:
+    """Puts quantized parameters together again, of the parts in a state dict."""
+    for name, param in parameters.items():
+        given = {part: state_dict.pop(f"{prefix}{name}.{part}") for part in _PARTS if f"{prefix}{name}.{part}" in state_dict}
+        if not given:
+            continue
+        held = [part for part in _PARTS if getattr(param, part, None) is not None]
+        if list(given) != held:
+            raise RuntimeError(
+                f"{prefix}{name}: expected {', '.join(held) or 'plain numbers'} in the state dict, as the parameter has, got {', '.join(given)}. "
+                "Quantize the parameter as the saved one was: torch.nn.Parameter(tandem.quantize(...))."
+            )
+        assert isinstance(param, QuantizedTensor)
+        for part, tensor in given.items():
+            if tensor.shape != getattr(param, part).shape:
+                raise RuntimeError(
+                    f"{prefix}{name}.{part}: expected shape {list(getattr(param, part).shape)}, got {list(tensor.shape)}. Load the state of the "
+                    "same module."
+                )
+        state_dict[prefix + name] = QuantizedTensor(*[given.get(part) for part in _PARTS], param.quantizer, param.dtype)
 
 
 class Quantizer:
@@ -66,7 +212,16 @@ class Quantizer:
             column, column_scale = row, row_scale
         rows = (row, row_scale) if self.rowwise else (None, None)
         columns = (column, column_scale) if self.columnwise else (None, None)
-        return QuantizedTensor(rows[0], columns[0], rows[1], columns[1], self, x.dtype), amax
+        return QuantizedTensor(*rows, *columns, self, x.dtype), amax
+
+    def _values(self) -> tuple[object, ...]:
+        return type(self), self.text, self.rowwise, self.columnwise
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Quantizer) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text!r}, rowwise={self.rowwise}, columnwise={self.columnwise})"
@@ -112,6 +267,9 @@ class Float8Quantizer(Quantizer):
                 got = f"{tensor.dtype} of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise ValueError(f"Float8Quantizer: expected {name} to be a tensor of one float32, got {got}. Pass torch.ones(1) to begin with.")
         self.scale, self.amax = scale, amax
+
+    def _values(self) -> tuple[object, ...]:
+        return (*super()._values(), id(self.scale), id(self.amax))
 
     def quantize(self, x: torch.Tensor) -> QuantizedTensor:
         codes, amax = self._codes(x, self.scale)

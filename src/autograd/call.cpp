@@ -13,19 +13,25 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
+/// Of the tensors that kernels read: of a parameter in codes, these.
 template <typename Predicate>
 bool any_of(const Arguments& arguments, Predicate&& predicate) {
-  for (const at::TensorList list : {arguments.inputs, arguments.params})
-    for (const Tensor& tensor : list)
-      if (tensor.defined() && predicate(tensor)) return true;
+  for (const Tensor& tensor : arguments.inputs)
+    if (tensor.defined() && predicate(tensor)) return true;
+  size_t next = 0;
+  for (size_t i = 0; i < arguments.params.size(); ++i) {
+    if (next < arguments.quantized.size() && arguments.quantized[next].param == i) {
+      for (const Tensor& part : arguments.quantized[next++].parts)
+        if (part.defined() && predicate(part)) return true;
+    } else if (arguments.params[i].defined() && predicate(arguments.params[i])) {
+      return true;
+    }
+  }
   return false;
 }
 
-/// Inputs of the op as the plan counts them. The schema has room for state that no op of this version has.
-std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
-                              at::TensorList state) {
-  TORCH_CHECK_VALUE(state.empty(), "pipeline: expected no state, as no op has any, got ",
-                    state.size(), " tensors. Pass an empty list.");
+/// Inputs of the op as the plan counts them.
+std::vector<Tensor> inputs_of(const Tensor& x, const c10::List<std::optional<Tensor>>& extra) {
   std::vector<Tensor> inputs{x};
   for (size_t i = 0; i < extra.size(); ++i) {
     const std::optional<Tensor> tensor = extra.get(i);
@@ -66,8 +72,9 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       at::TensorList params, at::TensorList workspaces,
                                       at::TensorList state, at::TensorList buffers,
                                       std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state);
-  const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
+  const auto inputs = inputs_of(x, extra);
+  const Arguments arguments{
+      inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
   const auto plan = program_of(description)
                         ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
@@ -78,8 +85,9 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
                                    at::TensorList params, at::TensorList workspaces,
                                    at::TensorList state, at::TensorList buffers,
                                    std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state);
-  const Arguments arguments{inputs, params, workspaces, Buffers::of(buffers)};
+  const auto inputs = inputs_of(x, extra);
+  const Arguments arguments{
+      inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
   const auto plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
@@ -90,8 +98,10 @@ std::vector<Tensor> pipeline_transformed(const Tensor& x,
                                          at::TensorList params, at::TensorList workspaces,
                                          at::TensorList state, at::TensorList buffers,
                                          std::string_view description) {
-  const auto inputs = inputs_of(x, extra, state);
-  return run_composite({inputs, params, workspaces, Buffers::of(buffers)}, description);
+  const auto inputs = inputs_of(x, extra);
+  return run_composite(
+      {inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)},
+      description);
 }
 
 std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::optional<Tensor>>& extra,
@@ -130,6 +140,9 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
           "Pass a padded tensor, or the rows of all sequences one after another.");
       key.add(tensor, grad_mode);
     }
+  for (const QuantizedParam& quantized : arguments.quantized)
+    key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
+                  quantized.has(Direction::row), quantized.has(Direction::column));
   return key;
 }
 
@@ -145,7 +158,7 @@ Outputs call_op(const Arguments& arguments, const std::string& description) {
   std::vector<Tensor> buffers;
   for (size_t i = 0; i < arguments.buffers.count; ++i) buffers.push_back(arguments.buffers.take(i));
   const auto results = op.call(arguments.inputs[0], extra, arguments.params, arguments.workspaces,
-                               {}, buffers, description);
+                               arguments.state, buffers, description);
   return {results.begin(), results.end()};
 }
 

@@ -77,6 +77,9 @@ Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving&
   const bool is_argument =
       owner != nullptr && (root == value ? owner->is_same(tensor) : shares_memory(*owner, tensor));
   if (!is_argument) owner = nullptr;
+  const Type& type = plan.types[index_of(value)];
+  if (type.origin == Origin::param && type.format == Format::codes)
+    return save_tensor(tensor, /*is_argument=*/true, saving);
   for (size_t i = 0; i < saving.outputs.size() && owner == nullptr; ++i)
     if (root_of(plan, plan.outputs[i]) == root && shares_memory(saving.outputs[i], tensor))
       owner = &saving.outputs[i];
@@ -98,6 +101,13 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
     slots_.push_back(save_value(kept.value, frame.tensor(kept.value, kept.part), saving));
   workspaces_.assign(arguments.workspaces.begin(), arguments.workspaces.end());
   if (plan.mutates_buffers_in_backward) buffers_ = arguments.buffers;
+  if (plan.uses_state_in_backward) {
+    state_.assign(arguments.state.begin(), arguments.state.end());
+    if (arguments.region != nullptr) {
+      state_[0] = arguments.region->token(/*is_recompute=*/false);
+      to_come_ = std::make_unique<RecipeRegion::Backward>(arguments.region);
+    }
+  }
   opaques_.resize(plan.opaques);
   shapes_.resize(plan.shapes);
   for (const Value value : plan.kept_opaque) {
@@ -160,6 +170,7 @@ void PipelineBackward::release_variables() {
   opaques_.clear();
   workspaces_.clear();
   buffers_ = {};
+  state_.clear();
   is_released_ = true;
 }
 
@@ -246,6 +257,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (size_t i = 0; i < gradients.size(); ++i)
     if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
+  for (size_t i = 0; i < state_.size(); ++i) frame.tensor(plan.state[i]) = state_[i];
   if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
   for (const Value value : plan.kept_opaque)
     if (plan.types[index_of(value)].format == Format::shape)
@@ -338,13 +350,14 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
       [&](size_t saved) {
         if (!keep) saved_[saved].variable.reset_data();
       });
+  if (to_come_ != nullptr) to_come_->note_run(used_states(*plan_, state_, /*is_backward=*/true));
   if (c10::GradMode::is_enabled()) return refuse_double_backward(gradients, std::move(results));
   return results;
 }
 
 void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      plan_->kept_opaque.empty() && workspaces_.empty() && buffers_.count == 0,
+      plan_->kept_opaque.empty() && workspaces_.empty() && buffers_.count == 0 && state_.empty(),
       "pipeline: expected a backward of plain tensors under ",
       "compiled autograd, got what a Python op or a recipe saved, or a "
       "main_grad. Compile the forward as well.");

@@ -82,6 +82,8 @@ class PipelineBackward : public torch::autograd::Node {
   std::vector<c10::SymDimVector> reshapes_;
   std::vector<at::Tensor> workspaces_;
   Buffers buffers_;
+  std::vector<at::Tensor> state_;
+  std::unique_ptr<RecipeRegion::Backward> to_come_;  ///< in the region of the call
   std::vector<KeptOpaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
   bool is_released_ = false;

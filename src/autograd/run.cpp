@@ -38,23 +38,21 @@ void check_workspaces(const Plan& plan, const Arguments& arguments) {
   }
 }
 
-void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
-  for (size_t i = 0; i < plan.inputs.size(); ++i)
-    frame.tensor(plan.inputs[i]) = arguments.inputs[i];
-  for (size_t i = 0; i < plan.params.size(); ++i)
-    frame.tensor(plan.params[i]) = arguments.params[i];
-  TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",
-                    plan.workspaces.size(), " workspace tensors, got ", arguments.workspaces.size(),
-                    ". Allocate them for the weights of this pipeline.");
-  if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
-  for (size_t i = 0; i < plan.workspaces.size(); ++i)
-    frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
-  TORCH_CHECK_VALUE(arguments.buffers.count == plan.buffers.size(), "pipeline: expected ",
-                    plan.buffers.size(), " buffers, got ", arguments.buffers.count,
-                    ". Pass one tensor for each that an op writes.");
-  if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
-  frame.give(arguments.given);
-  if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
+ScalingState state_at(at::TensorList state, size_t holder, bool is_backward) {
+  const size_t first = 1 + (2 * holder + (is_backward ? 1 : 0)) * kScalingStateTensors;
+  return {state[first], state[first + 1], state[first + 2]};
+}
+
+void check_states(const Plan& plan, at::TensorList state) {
+  TORCH_CHECK_VALUE(state.size() == plan.state.size(), "pipeline: expected ", plan.state.size(),
+                    " tensors as state of the recipe, got ", state.size(),
+                    ". Pass the region's number, then scale, amax_history and pending of forward "
+                    "and backward of each module, where the recipe keeps amaxes.");
+  for (size_t holder = 0; holder < plan.state_holders.size(); ++holder) {
+    const StateHolder& used = plan.state_holders[holder];
+    kernel_ops::check_state(state_at(state, holder, false), 0, used.forward.slots);
+    kernel_ops::check_state(state_at(state, holder, true), 0, used.backward.slots);
+  }
 }
 
 /// The argument or earlier output that an output shares memory with: the one that it was made from, else, as user code may return any
@@ -207,9 +205,55 @@ void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
 
 }  // namespace
 
+namespace {
+std::atomic<QuantizedParamReader> quantized_param_reader{nullptr};
+}  // namespace
+
+void set_quantized_param_reader(QuantizedParamReader reader) { quantized_param_reader = reader; }
+
+std::vector<QuantizedParam> quantized_params(at::TensorList params) {
+  std::vector<QuantizedParam> found;
+  const QuantizedParamReader read = quantized_param_reader.load(std::memory_order_relaxed);
+  if (read == nullptr) return found;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!params[i].defined() || !params[i].key_set().has(c10::DispatchKey::Python)) continue;
+    if (auto quantized = read(params[i])) {
+      quantized->param = i;
+      found.push_back(*std::move(quantized));
+    }
+  }
+  return found;
+}
+
 Value root_of(const Plan& plan, Value value) {
   while (exists(plan.types[index_of(value)].view_of)) value = plan.types[index_of(value)].view_of;
   return value;
+}
+
+void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
+  for (size_t i = 0; i < plan.inputs.size(); ++i)
+    frame.tensor(plan.inputs[i]) = arguments.inputs[i];
+  for (size_t i = 0; i < plan.params.size(); ++i)
+    frame.tensor(plan.params[i]) = arguments.params[i];
+  for (size_t i = 0; i < arguments.quantized.size(); ++i)
+    for (size_t direction = 0; direction < 2; ++direction)
+      if (const Value codes = plan.param_codes[2 * i + direction]; exists(codes))
+        for (size_t part = 0; part < 2; ++part)
+          frame.tensor(codes, part) = arguments.quantized[i].parts[2 * direction + part];
+  TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",
+                    plan.workspaces.size(), " workspace tensors, got ", arguments.workspaces.size(),
+                    ". Allocate them for the weights of this pipeline.");
+  if (frame.path() == Path::dispatch) check_workspaces(plan, arguments);
+  for (size_t i = 0; i < plan.workspaces.size(); ++i)
+    frame.tensor(plan.workspaces[i]) = arguments.workspaces[i];
+  check_states(plan, arguments.state);
+  for (size_t i = 0; i < plan.state.size(); ++i) frame.tensor(plan.state[i]) = arguments.state[i];
+  TORCH_CHECK_VALUE(arguments.buffers.count == plan.buffers.size(), "pipeline: expected ",
+                    plan.buffers.size(), " buffers, got ", arguments.buffers.count,
+                    ". Pass one tensor for each that an op writes.");
+  if (plan.mutates_buffers_in_forward) take_buffers(arguments.buffers, plan, plan.forward, frame);
+  frame.give(arguments.given);
+  if (plan.opaques + plan.shapes != 0) frame.reserve_side_values(plan.opaques, plan.shapes);
 }
 
 Buffers Buffers::of(at::TensorList tensors) {
@@ -230,6 +274,16 @@ void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, 
   }
 }
 
+std::vector<PendingUpdate> used_states(const Plan& plan, at::TensorList state, bool is_backward) {
+  std::vector<PendingUpdate> used;
+  for (size_t holder = 0; holder < plan.state_holders.size(); ++holder) {
+    const StateHolder& each = plan.state_holders[holder];
+    const StateHolder::Direction& direction = is_backward ? each.backward : each.forward;
+    if (direction.is_used) used.push_back({state_at(state, holder, is_backward), direction.update});
+  }
+  return used;
+}
+
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root) {
   for (const auto& [values, tensors] :
        {std::pair(&plan.inputs, arguments.inputs), std::pair(&plan.params, arguments.params)})
@@ -244,6 +298,10 @@ Outputs run_pipeline(const std::shared_ptr<const Plan>& plan, const Arguments& a
   Frame frame(path, plan->types, plan->slot_of, plan->tensor_slots);
   fill(frame, *plan, arguments);
   Outputs outputs;
+  const bool is_first = arguments.region != nullptr && !plan->state.empty() &&
+                        arguments.state[0].is_same(arguments.region->token(false));
+  if (is_first)  // not a recompute
+    arguments.region->note_forward(used_states(*plan, arguments.state, /*is_backward=*/false));
   if (!plan->needs_backward) {
     run_forward(frame, *plan);
     for (const Value output : plan->outputs) outputs.push_back(frame.tensor(output));

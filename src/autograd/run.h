@@ -4,13 +4,17 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "core/call.h"
 #include "core/plan.h"
+#include "quantization/region.h"
 
 namespace tandem {
 
@@ -23,16 +27,42 @@ struct Buffers {
   static Buffers of(at::TensorList tensors);
 };
 
+/// A parameter that is kept in codes, as row_codes, row_scale, ... of a group; those of a direction may be missing.
+struct QuantizedParam {
+  size_t param = 0;  ///< its place
+  const Quantizer* quantizer = nullptr;
+  std::array<at::Tensor, group_amax> parts = {};
+  bool has(Direction direction) const {
+    return parts[2 * static_cast<size_t>(direction)].defined();
+  }
+};
+/// What a front knows such parameters by: the codes of a tensor, of which kernels can read nothing else; nullopt for any other.
+using QuantizedParamReader = std::optional<QuantizedParam> (*)(const at::Tensor& param);
+TANDEM_API void set_quantized_param_reader(QuantizedParamReader reader);
+/// Those among the parameters of a call.
+TANDEM_API std::vector<QuantizedParam> quantized_params(at::TensorList params);
+
 /// The tensors of one call, in the order of the plan. Nothing here refers to a module.
 struct Arguments {
   at::TensorList inputs;  ///< the main input, then extra inputs
   at::TensorList params, workspaces;
   Buffers buffers = {};
+  at::TensorList state =
+      {};  ///< of the recipe: the region's number, then scale, amax_history and pending of each module and direction
+  std::vector<QuantizedParam> quantized = {};  ///< of the params, in their order
+  std::shared_ptr<RecipeRegion> region =
+      nullptr;                  ///< told of the state that is used; none through the dispatcher
   const void* given = nullptr;  ///< what user code is given besides tensors, as its front knows it
 };
 
+/// Puts what a call is given into a frame of its plan. Throws c10::ValueError where it does not fit the plan.
+void fill(Frame& frame, const Plan& plan, const Arguments& arguments);
+
 /// Puts the buffers that `steps` mutate into `frame`. Throws c10::ValueError where one is undefined.
 void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame);
+
+/// The states that forward, or backward, of the plan has used, from the tensors of Arguments::state.
+std::vector<PendingUpdate> used_states(const Plan& plan, at::TensorList state, bool is_backward);
 
 /// The value whose memory a value may share, following reshapes of reshapes and sums in place.
 Value root_of(const Plan& plan, Value value);

@@ -4,6 +4,8 @@
 #include <optional>
 
 #include "bindings/hold.h"
+#include "kernel_ops/delayed.h"
+#include "pipeline/pipeline.h"
 
 namespace tandem::bindings {
 
@@ -48,11 +50,35 @@ const ActiveRecipe* context_recipe() {
   return region ? region->recipe : nullptr;
 }
 
-void enter(const std::string& json, py::object owner) {
-  RegionPtr region = make_region(json, context_region(), hold(std::move(owner)));
+void put_in_force(RegionPtr region) {
   set_context_region(region);
   exchange_thread_region(std::move(region));
   ++open_regions;
+}
+
+void enter(const std::string& json, py::object owner) {
+  put_in_force(make_region(json, context_region(), hold(std::move(owner))));
+}
+
+/// The region around the caller, for `enter_recompute`; None where there is none.
+py::object region_now() {
+  RegionPtr region = context_region();
+  if (!region) return py::none();
+  return py::capsule(new RegionPtr(std::move(region)),
+                     [](void* pointer) { delete static_cast<RegionPtr*>(pointer); });
+}
+
+void enter_recompute(const py::object& region, py::object owner) {
+  RegionPtr then;
+  if (!region.is_none())
+    then = *static_cast<RegionPtr*>(PyCapsule_GetPointer(region.ptr(), nullptr));
+  put_in_force(make_recompute_region(then, context_region(), hold(std::move(owner))));
+}
+
+int64_t context_number() {
+  if (open_regions.load(std::memory_order_relaxed) == 0) return number_of(thread_region());
+  const py::gil_scoped_acquire gil;
+  return number_of(context_region());
 }
 
 void leave(const py::object& owner) {
@@ -66,6 +92,10 @@ void leave(const py::object& owner) {
   --open_regions;
   set_context_region(innermost_open(innermost));
   exchange_thread_region(thread_region());
+  {
+    const py::gil_scoped_release no_gil;  // processes may have to wait for each other
+    close_region(region);
+  }
   TORCH_CHECK(region == innermost,
               "autocast: expected the innermost region to be left first, got one that others were "
               "entered in since. It has ended and they are in force until they are left. Nest the "
@@ -126,6 +156,24 @@ ContextRegion::~ContextRegion() {
 void bind_autocast(py::module_& module) {
   module.def("enter_autocast", &enter, py::arg("recipe"), py::arg("owner"));
   module.def("exit_autocast", &leave, py::arg("owner"));
+  module.def("region_now", &region_now);
+  module.def("enter_recompute", &enter_recompute, py::arg("region"), py::arg("owner"));
+  module.def("state_in_region", [](std::vector<at::Tensor> state) {
+    const ContextRegion region;
+    return state_in_region(std::move(state));
+  });
+  module.def(
+      "register_scale_update",
+      [](std::string name, py::object function) {
+        register_scale_update(std::move(name), [held = hold(std::move(function))](
+                                                   const at::Tensor& amax_history,
+                                                   const at::Tensor& scale, double format_max) {
+          const py::gil_scoped_acquire gil;
+          py::handle(static_cast<PyObject*>(held.get()))(amax_history, scale, format_max);
+        });
+      },
+      py::arg("name"), py::arg("function"));
+  kernel_ops::set_region_reader(&context_number);
   module.def("active_recipe", []() -> std::optional<std::string> {
     const ActiveRecipe* recipe = context_recipe();
     return recipe == nullptr ? std::nullopt : std::optional(recipe->json);

@@ -40,6 +40,9 @@ struct __attribute__((visibility("hidden"))) Slot {
   }
 };
 
+/// A module that keeps state of recipes: its `__dict__`, and how many slots it has in forward and backward.
+using StateOwner = std::tuple<py::dict, int64_t, int64_t>;
+
 /// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its hooks would run.
 using Member = std::pair<py::dict, bool>;
 
@@ -93,11 +96,13 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
                 std::vector<Member> modules, bool is_container,
-                std::vector<std::string> required_fusions, std::vector<size_t> buffer_params)
+                std::vector<std::string> required_fusions, std::vector<size_t> buffer_params,
+                std::vector<StateOwner> state_owners)
       : pipeline_(std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions))),
         modules_(std::move(modules)),
         is_container_(is_container),
-        buffer_params_(std::move(buffer_params)) {
+        buffer_params_(std::move(buffer_params)),
+        state_owners_(std::move(state_owners)) {
     for (const auto& [parameters, attributes, name] : slots)
       slots_.push_back({parameters, attributes, name});
   }
@@ -130,7 +135,12 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       if (!is_tensor(tensor)) return py::none();
       inputs.push_back(THPVariable_Unpack(tensor.ptr()));
     }
-    if (!is_direct({inputs, params(), {}})) return py::none();
+    const auto parameters = params();
+    if (!is_direct({.inputs = inputs,
+                    .params = parameters,
+                    .workspaces = {},
+                    .quantized = quantized_params(parameters)}))
+      return py::none();
     return run(inputs, training, arguments.ptr());
   }
 
@@ -185,7 +195,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     const auto parameters = params();
     const ContextRegion region;
     const py::gil_scoped_release no_gil;
-    return tandem::verify(*pipeline_, inputs, parameters, training, masks);
+    return tandem::verify(*pipeline_, inputs, parameters, training, masks,
+                          [this](int64_t history_length) { return state(history_length); });
   }
 
   Pipeline& pipeline() const { return *pipeline_; }
@@ -197,12 +208,14 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       Py_VISIT(slot.attributes.ptr());
     }
     for (const auto& [module, is_called] : modules_) Py_VISIT(module.ptr());
+    for (const auto& [fields, forward, backward] : state_owners_) Py_VISIT(fields.ptr());
     return 0;
   }
 
   void drop_modules() {
     std::exchange(slots_, {});  // moved away first: what is destroyed may look here
     std::exchange(modules_, {});
+    std::exchange(state_owners_, {});
   }
 
  private:
@@ -214,13 +227,28 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       Buffers buffers = buffer_params_.empty() ? Buffers() : main_grads();
       const py::gil_scoped_release
           no_gil;  // a collective would deadlock otherwise; steps of user code take it back
-      outputs = (*pipeline_)(inputs, parameters, training, std::move(buffers), given);
+      outputs = (*pipeline_)(
+          inputs, parameters, training, std::move(buffers),
+          [this](int64_t history_length) { return state(history_length); }, given);
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[0]));
     py::tuple result(outputs.size());
     for (size_t i = 0; i < outputs.size(); ++i)
       result[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[i]));
     return result;
+  }
+
+  /// What the modules keep for a recipe whose history has so many rows, made where it is not there yet.
+  std::vector<at::Tensor> state(int64_t history_length) const {
+    const py::gil_scoped_acquire gil;
+    static PyObject* const kTensors =
+        py::object(py::module_::import("tandem.recipe_state").attr("tensors")).release().ptr();
+    std::vector<at::Tensor> tensors;
+    for (const auto& [fields, forward, backward] : state_owners_)
+      for (const py::handle& tensor :
+           py::reinterpret_borrow<py::object>(kTensors)(fields, forward, backward, history_length))
+        tensors.push_back(THPVariable_Unpack(tensor.ptr()));
+    return tensors;
   }
 
   /// The main_grad of each parameter that has one for its gradient, as it will be when backward writes it.
@@ -257,7 +285,25 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   bool is_container_;  ///< else the ops are parts of one module, whose hooks have run
   std::vector<size_t>
       buffer_params_;  ///< by buffer: the slot of the parameter whose main_grad it is
+  std::vector<StateOwner> state_owners_;  ///< as the ops' "state" numbers them
 };
+
+/// The parts of a tandem.QuantizedTensor.
+std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
+  const py::gil_scoped_acquire gil;
+  static PyObject* const kType =
+      py::object(py::module_::import("tandem._quantize").attr("QuantizedTensor")).release().ptr();
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
+  if (PyObject_IsInstance(object.ptr(), kType) != 1) return std::nullopt;
+  QuantizedParam quantized;
+  quantized.quantizer = &quantizer(object.attr("quantizer").attr("text").cast<std::string_view>());
+  const char* const names[] = {"rowwise_data", "rowwise_scale_inv", "columnwise_data",
+                               "columnwise_scale_inv"};
+  for (size_t part = 0; part < quantized.parts.size(); ++part)
+    if (const py::object tensor = object.attr(names[part]); !tensor.is_none())
+      quantized.parts[part] = THPVariable_Unpack(tensor.ptr());
+  return quantized;
+}
 
 void collect_cycles(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
@@ -289,9 +335,10 @@ ExplainFormat format_of(const std::string& name) {
 PYBIND11_MODULE(_C, module) {
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
-                    std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>>(),
+                    std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>,
+                    std::vector<StateOwner>>(),
            py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),
-           py::arg("required_fusions"), py::arg("buffer_params"))
+           py::arg("required_fusions"), py::arg("buffer_params"), py::arg("state_owners"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("call_with_arguments", &EagerPipeline::call_with_arguments)
@@ -311,6 +358,8 @@ PYBIND11_MODULE(_C, module) {
              const ContextRegion region;
              return self.pipeline().description(training);
            })
+      .def("find_described", [](const EagerPipeline& self,
+                                bool training) { self.pipeline().described_program(training); })
       .def("saved_bytes", [](const EagerPipeline& self) { return self.pipeline().saved_bytes(); })
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
@@ -319,6 +368,14 @@ PYBIND11_MODULE(_C, module) {
         const VerifyReport report = self.verify(inputs, training, masks);
         return py::make_tuple(report.passed, report.comparisons, report.text);
       });
+  module.def(
+      "quantize_slots",
+      [](const std::string& op) {
+        const SlotCount slots = quantize_slots(op_def(op));
+        return std::pair(slots.forward, slots.backward);
+      },
+      "How many tensors a recipe quantizes for an op, in forward and in backward.");
+  module.def("resized_history", &resized_history);
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("cached_bytes", &cached_bytes,
              "Bytes of freed memory that are kept for the next CPU tensors of a pipeline.");
@@ -346,6 +403,7 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("fusions_of_description",
              [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
+  set_quantized_param_reader(&read_quantized);
   bind_autocast(module);
   bind_python_ops(module);
 }

@@ -116,6 +116,16 @@ Fields& Fields::get(const char* name, uint64_t& value) {
   return *this;
 }
 
+Fields& Fields::get(const char* name, int64_t& value, int64_t least, int64_t greatest) {
+  const json* member = find(name);
+  if (member == nullptr) return *this;
+  if (!is_integer(*member) || member->get<int64_t>() < least || member->get<int64_t>() > greatest)
+    refuse(name, "an integer from " + std::to_string(least) + " to " + std::to_string(greatest),
+           *member);
+  value = member->get<int64_t>();
+  return *this;
+}
+
 Fields& Fields::get(const char* name, std::string& value, size_t most_bytes) {
   const json* member = find(name);
   if (member == nullptr) return *this;

@@ -47,6 +47,8 @@ class TANDEM_API Fields {
   /// Finite.
   Fields& get(const char* name, double& value);
   Fields& get(const char* name, uint64_t& value);
+  /// In [least, greatest].
+  Fields& get(const char* name, int64_t& value, int64_t least, int64_t greatest);
   Fields& get(const char* name, std::string& value, size_t most_bytes = limits::kNameBytes);
   Fields& get(const char* name, std::vector<std::string>& value, size_t most);
   /// Integers in [least, greatest].

@@ -194,6 +194,12 @@ TANDEM_API const OpKind& op_kind(std::string_view name);
 /// Its definition.
 inline const OpDef& op_def(std::string_view name) { return op_kind(name).def; }
 
+/// How many tensors a recipe quantizes for an op: a recipe with a state keeps so many amaxes.
+struct SlotCount {
+  int64_t forward = 0, backward = 0;
+};
+TANDEM_API SlotCount quantize_slots(const OpDef& definition);
+
 /// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or the definition contradicts itself:
 /// an unknown operand in reads, writes, mutates, same or reemits, a name declared twice, one that means two things in backward, or a
 /// list before an operand that is none.

@@ -219,4 +219,12 @@ std::optional<OperandRef> OpKind::write(std::string_view name, bool backward) co
   return OperandRef{operand, /*is_gradient=*/true};
 }
 
+SlotCount quantize_slots(const OpDef& definition) {
+  if (definition.is_quantize_point) return {1, 1};
+  SlotCount count;
+  for (const RoleOf& each : definition.roles)
+    ++(each.role == Role::grad_output ? count.backward : count.forward);
+  return count;
+}
+
 }  // namespace tandem

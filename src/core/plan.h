@@ -11,6 +11,7 @@
 
 #include "core/cache.h"
 #include "core/step.h"
+#include "kernel_ops/delayed.h"
 #include "kernel_ops/format.h"
 
 namespace tandem {
@@ -62,6 +63,16 @@ struct CachedWeight {
   GroupMask parts = {};
 };
 
+/// A module that keeps state of the recipe: how many slots of each direction are used, and by which update.
+struct StateHolder {
+  struct Direction {
+    int64_t slots = 0;
+    bool is_used = false;  ///< by any step
+    const ScaleUpdate* update = nullptr;
+  };
+  Direction forward, backward;
+};
+
 struct Plan {
   const uint64_t number = next_number();  ///< no other plan ever has it
 
@@ -72,9 +83,13 @@ struct Plan {
 
   Values inputs;  ///< the main input, then extra inputs
   Values params;
-  Values buffers;     ///< of the caller, which steps mutate
+  Values
+      param_codes;  ///< of parameters that come in codes: of rows, of columns, Value::none where absent
+  Values state;    ///< of the recipe: the region's number, then that of each module and direction
+  Values buffers;  ///< of the caller, which steps mutate
   Values workspaces;  ///< those of each of `cached_weights`
   std::vector<CachedWeight> cached_weights;
+  std::vector<StateHolder> state_holders;  ///< modules in whose `state` slots are used
   Values outputs;                          ///< the main output, then public extra outputs
   std::vector<bool> output_requires_grad;  ///< floating, and behind something that requires grad
 
@@ -91,6 +106,7 @@ struct Plan {
 
   bool is_quantized = false;
   bool mutates_buffers_in_forward = false, mutates_buffers_in_backward = false;
+  bool uses_state_in_backward = false;
   bool runs_user_code = false;
   bool needs_backward = false;
   std::vector<Overwritten> overwritten;

@@ -21,7 +21,9 @@ enum class StepKind : uint8_t {
   seed,
   quantize,
   dequantize,
-  refresh,  ///< brings the codes of a weight up to date in its workspace
+  take_scale,  ///< of a slot of the recipe's state, which it brings up to date
+  record_amax,  ///< into a slot of the recipe's state: it runs where the step that writes the amax does
+  refresh,      ///< brings the codes of a weight up to date in its workspace
 };
 
 /// A part of an op: its nth step of a direction. Every part is covered exactly once.
@@ -56,6 +58,7 @@ struct Step {
   /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs where one of them is asked for.
   std::vector<uint32_t> absorbs;
   std::vector<Part> covers;
+  size_t asked_by = npos;  ///< of a round step: the op that wants its numbers rounded
   std::vector<Options>
       options;  ///< one per op that the step covers, in op order; one for a quantize step
   bool runs_user_code = false;

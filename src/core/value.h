@@ -28,9 +28,10 @@ enum class Format : uint8_t {
 
 /// Where a value comes from.
 enum class Origin : uint8_t {
-  input,         ///< an argument: the main input or an extra one
-  param,         ///< a parameter, passed in at every call
-  workspace,     ///< a preallocated tensor that steps mutate: the cached codes of a weight
+  input,      ///< an argument: the main input or an extra one
+  param,      ///< a parameter, passed in at every call
+  workspace,  ///< a preallocated tensor that steps mutate: the cached codes of a weight
+  state,  ///< a tensor of the recipe's state, or the region's number: kept by a module, mutated by steps
   buffer,        ///< a tensor of the caller that steps mutate, such as a parameter's main_grad
   result,        ///< written by a forward step
   gradient,      ///< written by a backward step, or given to backward

@@ -14,7 +14,13 @@ Autocast::Autocast(bool enabled, const Recipe& recipe)
     : region_(enter_autocast(enabled ? to_json(recipe).dump() : "null")) {}
 
 Autocast::~Autocast() {
-  if (!exit_autocast(region_))  // a destructor may not throw
+  const bool in_order = exit_autocast(region_);
+  try {  // a destructor may not throw
+    close_region(region_);
+  } catch (const std::exception& error) {
+    TORCH_WARN("Autocast: expected to update the state of the recipe, got: ", error.what());
+  }
+  if (!in_order)
     TORCH_WARN(
         "Autocast: expected the innermost region of this thread to end first, got one that others "
         "were entered in since, or of another thread. Let regions end in reverse order.");

@@ -53,6 +53,10 @@ at::Tensor start_all_reduce(const at::Tensor& x, const Group& group) {
   return call("_c10d_functional::all_reduce", x.contiguous(), std::string("sum"), group.name);
 }
 
+at::Tensor start_all_reduce_max(const at::Tensor& x, const Group& group) {
+  return call("_c10d_functional::all_reduce", x.contiguous(), std::string("max"), group.name);
+}
+
 at::Tensor wait(const at::Tensor& started) {
   return call("_c10d_functional::wait_tensor", started);
 }

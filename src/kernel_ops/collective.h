@@ -20,9 +20,11 @@ struct Group {
 /// all_gather:      [size * rows, ...], those of rank 0 first
 /// reduce_scatter:  [rows / size, ...], the rank's rows of the sum over ranks. Throws c10::ValueError unless size divides rows.
 /// all_reduce:      [rows, ...], the sum over ranks
+/// all_reduce_max:  [rows, ...], the largest over ranks
 at::Tensor start_all_gather(const at::Tensor& x, const Group& group);
 at::Tensor start_reduce_scatter(const at::Tensor& x, const Group& group);
 at::Tensor start_all_reduce(const at::Tensor& x, const Group& group);
+at::Tensor start_all_reduce_max(const at::Tensor& x, const Group& group);
 at::Tensor wait(const at::Tensor& started);
 
 /// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps compilers from taking the two for one

@@ -27,7 +27,8 @@ const ActiveRecipe* interned(const std::string& json) {
   const std::string canonical = to_json(*recipe).dump();
   const std::lock_guard<std::mutex> lock(mutex);
   auto& entry = recipes[canonical];
-  if (!entry) entry = std::make_unique<ActiveRecipe>(ActiveRecipe{canonical});
+  if (!entry)
+    entry = std::make_unique<ActiveRecipe>(ActiveRecipe{canonical, history_length(*recipe)});
   return entry.get();
 }
 
@@ -42,8 +43,29 @@ const ActiveRecipe* active_recipe() {
 
 RegionPtr make_region(const std::string& json, RegionPtr outer, std::shared_ptr<void> owner) {
   const ActiveRecipe* recipe = interned(json);
-  const int64_t number = outer ? outer->number : kernel_ops::new_region();
-  return RegionPtr(new Region{recipe, number, std::move(outer), std::move(owner)});
+  std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
+  if (outermost == nullptr && recipe != nullptr)
+    outermost = std::make_shared<RecipeRegion>(kernel_ops::new_region());
+  const bool is_recompute = outer && outer->is_recompute;
+  if (outermost != nullptr && !is_recompute) outermost->enter();
+  return RegionPtr(
+      new Region{recipe, std::move(outermost), is_recompute, std::move(outer), std::move(owner)});
+}
+
+RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
+                                std::shared_ptr<void> owner) {
+  if (then == nullptr)
+    return RegionPtr(new Region{nullptr, nullptr, true, std::move(outer), std::move(owner)});
+  return RegionPtr(
+      new Region{then->recipe, then->outermost, true, std::move(outer), std::move(owner)});
+}
+
+void close_region(const RegionPtr& region) {
+  if (region->outermost != nullptr && !region->is_recompute) region->outermost->leave();
+}
+
+int64_t number_of(const RegionPtr& region) {
+  return region && region->outermost ? region->outermost->number() : 0;
 }
 
 RegionPtr innermost_open(RegionPtr region) {
@@ -54,7 +76,7 @@ RegionPtr innermost_open(RegionPtr region) {
 RegionPtr thread_region() { return innermost_open(here()); }
 
 RegionPtr exchange_thread_region(RegionPtr region) {
-  kernel_ops::set_region(region ? region->number : 0);
+  kernel_ops::set_region(number_of(region));
   std::swap(here(), region);
   return region;
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "quantization/region.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -13,12 +14,15 @@ namespace tandem {
 /// A recipe in force, known by its canonical JSON; equal recipes are one object, which lives as long as the process.
 struct ActiveRecipe {
   std::string json;
+  int64_t history_length = 0;  ///< of the amaxes that modules keep for it; 0: it has no state
 };
 
 /// One entry into an autocast region. Only `is_open` ever changes, so threads may share chains.
 struct Region {
-  const ActiveRecipe* recipe;     ///< null: quantization is off inside
-  int64_t number;                 ///< of the outermost region, which weight codes are made once in
+  const ActiveRecipe* recipe;  ///< null: quantization is off inside
+  /// The outermost one with a recipe, in which weight codes are made once and amaxes belong to one step.
+  std::shared_ptr<RecipeRegion> outermost;
+  bool is_recompute;              ///< of a forward of `outermost`, which has been left
   std::shared_ptr<Region> outer;  ///< in force again once this is left
   std::shared_ptr<void> owner;    ///< what entered it; null for a tandem::Autocast
   std::atomic<bool> is_open{true};
@@ -32,9 +36,14 @@ TANDEM_API const ActiveRecipe* active_recipe();
 /// Throws c10::ValueError on an unknown recipe.
 TANDEM_API RegionPtr make_region(const std::string& json, RegionPtr outer,
                                  std::shared_ptr<void> owner = {});
+/// A region inside `outer` in which backward recomputes what forward did in `then`; null: outside any.
+TANDEM_API RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
+                                           std::shared_ptr<void> owner);
 /// The first region of a chain that has not been left, or null.
 TANDEM_API RegionPtr innermost_open(RegionPtr region);
 
+/// The number of its outermost region with a recipe; 0: none.
+TANDEM_API int64_t number_of(const RegionPtr& region);
 /// The innermost region of this thread, or null.
 TANDEM_API RegionPtr thread_region();
 /// Puts a chain in force in this thread; returns the one before.
@@ -45,5 +54,8 @@ TANDEM_API RegionPtr enter_autocast(const std::string& json);
 /// Leaves a region. False where it is not the innermost one of this thread: those entered since stay in force, and once they are left
 /// what surrounds this one is.
 TANDEM_API bool exit_autocast(const RegionPtr& region);
+/// Ends a region that is in force nowhere any more: the last one of an outermost region updates the recipe's state. The GIL must not be
+/// held. Throws as RecipeRegion::leave.
+TANDEM_API void close_region(const RegionPtr& region);
 
 }  // namespace tandem

@@ -75,6 +75,18 @@ Pipeline::State& Pipeline::state(bool training) {
   return made;
 }
 
+const std::string& Pipeline::text_for_op(State& state) {
+  if (const std::string* text = state.text.load(std::memory_order_acquire)) return *text;
+  auto made = std::make_unique<const std::string>(text_of(
+      state.recipe, state.training, state.fusions_version, true, /*cache_weights=*/false, {}));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (state.held_text == nullptr) {
+    state.held_text = std::move(made);
+    state.text.store(state.held_text.get(), std::memory_order_release);
+  }
+  return *state.held_text;
+}
+
 /// States of other fusions than those of now are asked for no more; of many recipes the first go. All reads and writes of the list are
 /// sequentially consistent: a visit that begins when there was none finds the list as it is without them.
 void Pipeline::retire_states(uint64_t fusions_version) {
@@ -199,16 +211,47 @@ void Pipeline::check_no_writes(at::TensorList inputs) const {
       "tangent or a parametrized weight. Use in_place=False.");
 }
 
+std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state) {
+  const RegionPtr region = thread_region();
+  TORCH_CHECK_VALUE(region != nullptr && region->outermost != nullptr,
+                    "pipeline: expected an autocast region, got none. Enter one.");
+  const bool recomputes = is_recompute() || region->is_recompute;
+  for (size_t first = 0; recomputes && first < state.size(); first += 2 * kScalingStateTensors) {
+    const at::Tensor scale =
+        region->outermost->scale_in_forward({state[first], state[first + 1], state[first + 2]});
+    TORCH_CHECK_VALUE(scale.defined(),
+                      "pipeline: expected a recompute in the autocast region of its forward, whose "
+                      "scales it needs, got another region. Use tandem.checkpoint, or call "
+                      "backward() inside that region.");
+    state[first] = scale;
+  }
+  state.insert(state.begin(), region->outermost->token(recomputes));
+  return state;
+}
+
 Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool training,
-                             Buffers buffers, const void* given) {
+                             Buffers buffers, const StateOf& state_of, const void* given) {
   note_recipe(training);
-  Arguments arguments{inputs, params, {}, std::move(buffers), given};
-  if (!is_direct(arguments)) {
-    check_no_writes(inputs);
-    return call_op(arguments, description(training));
+  Arguments arguments{.inputs = inputs,
+                      .params = params,
+                      .workspaces = {},
+                      .buffers = std::move(buffers),
+                      .quantized = quantized_params(params),
+                      .given = given};
+  std::vector<at::Tensor> recipe_state;
+  if (const ActiveRecipe* recipe = active_recipe(); recipe && recipe->history_length != 0) {
+    TORCH_CHECK_VALUE(state_of, "pipeline: expected a front that keeps state for a recipe with a ",
+                      "history of amaxes, got none. Use a Sequential, or another recipe.");
+    arguments.region = thread_region()->outermost;
+    recipe_state = state_in_region(state_of(recipe->history_length));
+    arguments.state = recipe_state;
   }
   const Visit visit(*this);
   State& current = state(training);
+  if (!is_direct(arguments)) {
+    check_no_writes(inputs);
+    return call_op(arguments, text_for_op(current));
+  }
   const auto plan =
       current.program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/false));
   std::vector<at::Tensor> workspaces;

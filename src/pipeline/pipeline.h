@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,16 @@
 
 namespace tandem {
 
+/// What the modules of a pipeline keep for a recipe whose history has so many rows: scale, amax_history and pending, of forward and of
+/// backward, of each module in the order that the ops' "state" numbers. Asked for where the recipe has a state.
+using StateOf = std::function<std::vector<at::Tensor>(int64_t history_length)>;
+
+/// Arguments::state for a call in the region of this thread: the region's number, then `state`. A recompute has the scales of its forward:
+/// those of now are of a later step.
+///
+/// Throws: c10::ValueError where the region of a recompute is not that of its forward.
+TANDEM_API std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state);
+
 class TANDEM_API Pipeline {
  public:
   /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where one of these is not made.
@@ -27,7 +38,8 @@ class TANDEM_API Pipeline {
   /// `given`: what user code is given besides tensors; only a direct call passes it on.
   /// Throws: c10::ValueError where tensors do not fit the ops.
   Outputs operator()(at::TensorList inputs, at::TensorList params, bool training,
-                     Buffers buffers = {}, const void* given = nullptr);
+                     Buffers buffers = {}, const StateOf& state_of = {},
+                     const void* given = nullptr);
 
   /// Remembers the recipe of a call that goes another way, as operator() does of its own.
   ///
@@ -38,6 +50,12 @@ class TANDEM_API Pipeline {
   ///
   /// Throws: c10::ValueError, unless the call is recorded or on the meta device.
   void check_no_writes(at::TensorList inputs) const;
+
+  /// The program that a call finds by its description where it is not direct; for benchmarks, which tell what that costs.
+  std::shared_ptr<Program> described_program(bool training) {
+    const Visit visit(*this);
+    return program_of(text_for_op(state(training)));
+  }
 
   /// The description of a state: what tandem::pipeline takes.
   std::string description(bool training, bool fuse = true,
@@ -82,6 +100,9 @@ class TANDEM_API Pipeline {
     std::atomic<State*> older;
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
+    std::atomic<const std::string*> text{
+        nullptr};  ///< what tandem::pipeline takes, made once it is asked for
+    std::unique_ptr<const std::string> held_text = {};
   };
   /// A call at work: while there is one, no state that it may see dies.
   class Visit {
@@ -98,6 +119,7 @@ class TANDEM_API Pipeline {
   };
 
   State& state(bool training);
+  const std::string& text_for_op(State& state);
   void retire_states(uint64_t fusions_version);
   void free_retired() const;
   std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,

@@ -90,11 +90,9 @@ at::Tensor state_of(at::Generator& generator) {
 
 }  // namespace
 
-Replay::Replay(const Plan& plan, at::TensorList inputs, at::TensorList params)
+Replay::Replay(const Plan& plan, const Arguments& arguments)
     : plan_(plan), frame_(Path::direct, plan.types, plan.slot_of, plan.tensor_slots) {
-  frame_.reserve_side_values(plan.opaques, plan.shapes);
-  for (size_t i = 0; i < inputs.size(); ++i) frame_.tensor(plan.inputs[i]) = inputs[i];
-  for (size_t i = 0; i < params.size(); ++i) frame_.tensor(plan.params[i]) = params[i];
+  fill(frame_, plan, arguments);
 }
 
 void Replay::run(const Steps& steps, at::Generator& generator) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd/run.h"
 #include "core/call.h"
 #include "core/plan.h"
 
@@ -14,7 +15,7 @@ namespace tandem {
 class Replay {
  public:
   /// `inputs`, `params`: the arguments of the plan.
-  Replay(const Plan& plan, at::TensorList inputs, at::TensorList params);
+  Replay(const Plan& plan, const Arguments& arguments);
 
   const Plan& plan() const { return plan_; }
   Frame& frame() { return frame_; }

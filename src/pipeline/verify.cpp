@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/randn_like.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <mutex>
 #include <random>
@@ -68,6 +69,15 @@ std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
   return chosen;
 }
 
+/// Copies of the recipe's state, which nothing changes: the region's number is that of a recompute.
+Tensors state_for(const StateOf& state_of) {
+  const ActiveRecipe* recipe = active_recipe();
+  if (recipe == nullptr || recipe->history_length == 0) return {};
+  Tensors state{at::scalar_tensor(-1, at::kLong).reshape({1})};
+  for (const at::Tensor& tensor : state_of(recipe->history_length)) state.push_back(tensor.clone());
+  return state;
+}
+
 struct Failure {
   std::string fusion;  ///< the wrong one, where it is known
   std::string text;    ///< empty where nothing differs
@@ -76,19 +86,20 @@ struct Failure {
 class Verification {
  public:
   Verification(const Pipeline& pipeline, at::TensorList inputs, at::TensorList params,
-               bool training, VerifyReport& report)
+               bool training, const StateOf& state_of, VerifyReport& report)
       : pipeline_(pipeline),
         training_(training),
         report_(report),
         inputs_(leaves_of(inputs)),
         params_(leaves_of(params)),
+        state_(state_for(state_of)),
         fused_(plan_of(pipeline.description(training))),
         unfused_(plan_of(pipeline.description(training, /*fuse=*/false))),
         generators_(inputs_[0].device()) {}
 
   void run(int masks) {
     std::mt19937_64 random(0);
-    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, inputs_, params_));
+    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
     if (!unfused_.plan->needs_backward) masks = 0;
     for (int m = 0; m <= masks && report_.passed; ++m) {
       choose(m == 0 ? nullptr : &random, forward);
@@ -114,10 +125,18 @@ class Verification {
     std::shared_ptr<const Plan> plan;
   };
 
+  Arguments arguments() const {
+    return {.inputs = inputs_,
+            .params = params_,
+            .workspaces = {},
+            .state = state_,
+            .quantized = quantized_params(params_)};
+  }
+
   Planned plan_of(const std::string& description) {
     auto program = program_of(description);
-    const Arguments arguments{inputs_, params_, {}};
-    auto plan = program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
+    auto plan =
+        program->plan_for(key_of(arguments(), c10::GradMode::is_enabled(), /*traced=*/true));
     return {std::move(program), std::move(plan)};
   }
 
@@ -164,8 +183,7 @@ class Verification {
   Failure compare(const Planned& fused, Replay& forward, Replay& reference) {
     const Plan& plan = *fused.plan;
     generators_.restore();
-    const Arguments arguments{inputs_, params_, {}};
-    const Outputs outputs = run_pipeline(fused.plan, arguments, Path::direct);
+    const Outputs outputs = run_pipeline(fused.plan, arguments(), Path::direct);
     const Tensors kept = kept_tensors(outputs);
     const Tensors gradients = gradients_for(outputs);
 
@@ -292,7 +310,7 @@ class Verification {
   const Pipeline& pipeline_;
   const bool training_;
   VerifyReport& report_;
-  const Tensors inputs_, params_;
+  const Tensors inputs_, params_, state_;
   const Planned fused_, unfused_;
   Generators generators_;
   Tensors grads_;  ///< by output, undefined where none is given
@@ -302,9 +320,9 @@ class Verification {
 }  // namespace
 
 VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorList params,
-                    bool training, int masks) {
+                    bool training, int masks, const StateOf& state_of) {
   VerifyReport report;
-  Verification(pipeline, inputs, params, training, report).run(masks);
+  Verification(pipeline, inputs, params, training, state_of, report).run(masks);
   return report;
 }
 

@@ -21,8 +21,9 @@ namespace tandem {
 /// NaN and infinity equal themselves. A difference in 1 names the fused step. On one that shows in 2 alone the fusions are left out one
 /// by one, and the one whose absence mends it is named. Tensors and generators of the caller are left as they were.
 ///
-/// Throws: what a call throws.
+/// `state_of`: as a call has it; what it gives is copied. Throws: what a call throws.
 TANDEM_API VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs,
-                               at::TensorList params, bool training, int masks = 8);
+                               at::TensorList params, bool training, int masks = 8,
+                               const StateOf& state_of = {});
 
 }  // namespace tandem

@@ -82,6 +82,15 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
       op, node, "params", count_of(node, operands.first_param, operands.first_buffer), "parameter");
   node.buffers = positions_of(
       op, node, "buffers", count_of(node, operands.first_buffer, operands.first_result), "buffer");
+  if (op.find("state") != nullptr) {
+    std::vector<int64_t> slots;
+    op.get("state", slots, 3, 0, limits::kParams);
+    TORCH_CHECK_VALUE(slots.size() == 3, node.label, ": expected \"state\" as a module's number ",
+                      "and the first slots of forward and backward, got ", slots.size(),
+                      " numbers. Give three.");
+    node.state = {static_cast<uint32_t>(slots[0]), static_cast<uint32_t>(slots[1]),
+                  static_cast<uint32_t>(slots[2])};
+  }
   op.get("in_place", node.in_place).get("instance", node.instance);
   node.extra_inputs =
       bindings_of(op.find("extra_inputs"), "extra_inputs", def.inputs.size() - 1, node.label);

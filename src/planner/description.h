@@ -32,6 +32,11 @@ struct OpNode {
   bool writes_caller() const {
     return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
+  /// Where the slots of what is quantized for the op stand: in the state of which module, from which one on.
+  struct StateSlots {
+    uint32_t holder = 0, forward = 0, backward = 0;
+  };
+  std::optional<StateSlots> state;
   std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
 };
 

@@ -1,6 +1,9 @@
 // A plan in the making: what the passes of the planner hand on to each other.
 #pragma once
 
+#include <array>
+#include <map>
+
 #include "core/plan.h"
 #include "planner/description.h"
 
@@ -61,11 +64,22 @@ class OperandTable {
   std::vector<Entry> entries_;
 };
 
+/// The codes of a parameter that comes in them.
+struct ParamCodes {
+  const Quantizer* quantizer = nullptr;
+  std::array<Value, 2> codes = {Value::none, Value::none};  ///< by direction
+};
+
 /// Unfused at first. Casts, sums of gradients, seeds and points of rounding are steps; renames are gone.
 struct Draft {
   std::vector<Type> types;
-  Values inputs, params, buffers, workspaces, outputs;
-  std::vector<CachedWeight> cached_weights;  ///< whose tensors `workspaces` holds
+  Values inputs, params, buffers, workspaces, state, outputs;
+  /// Of parameters that come in codes: those of rows and of columns, Value::none where there are none.
+  Values param_codes;
+  std::map<Value, ParamCodes> codes_of_params;  ///< by the value that holds their plain numbers
+  std::vector<CachedWeight> cached_weights;     ///< whose tensors `workspaces` holds
+  std::vector<StateHolder> state_holders;       ///< whose tensors `state` holds
+  bool grad_mode = false;                       ///< of the call
   Steps forward, backward;
   std::vector<bool> requires_grad;  ///< by value of forward
   /// One per output: what the caller gives; Value::none where the output needs no gradient.

@@ -56,6 +56,42 @@ void run_dequantize(Call& call) {
                                      type.direction == Direction::column, call.out_type(0).dtype);
 }
 
+struct SlotOptions {
+  int64_t slot;
+  const ScaleUpdate* update;
+};
+
+/// Reads from `first` on: the tensors of a state, then the region's number.
+ScalingState state_at(Call& call, size_t first) {
+  return {call.in(first), call.in(first + 1), call.in(first + 2)};
+}
+
+void run_take_scale(Call& call) {
+  const auto& options = call.options<SlotOptions>();
+  call.out(0, kernel_ops::take_scale(state_at(call, 0), call.in(kScalingStateTensors), options.slot,
+                                     *options.update));
+}
+
+template <bool kCounts>
+void run_record_amax(Call& call) {
+  kernel_ops::record_amax(state_at(call, 1), call.in(0), call.in(1 + kScalingStateTensors),
+                          call.options<SlotOptions>().slot, kCounts);
+}
+
+Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& slot,
+                Values first) {
+  Names read_names;
+  if (!first.empty()) read_names.push_back("amax");
+  read_names.insert(read_names.end(), std::begin(kScalingStateNames), std::end(kScalingStateNames));
+  read_names.push_back("region");
+  Values reads = std::move(first);
+  reads.insert(reads.end(), slot.state.begin(), slot.state.end());
+  reads.push_back(slot.region);
+  Step step = step_of(kind, name, run, std::move(read_names), std::move(reads), {}, {});
+  step.options = {std::make_shared<SlotOptions>(SlotOptions{slot.slot, slot.update})};
+  return step;
+}
+
 template <bool kBackward>
 void run_refresh_weight(Call& call) {
   enum Read { weight, first_part };
@@ -81,19 +117,35 @@ Step rename_step(Value x, Value y) {
   return step_of(StepKind::rename, "rename", run_rename, {"x"}, {x}, {"y"}, {y});
 }
 
-Step round_step(Value x, Value y) {
-  return step_of(StepKind::round, "round", nullptr, {"x"}, {x}, {"y"}, {y});
+Step round_step(Value x, Value y, size_t op) {
+  Step step = step_of(StepKind::round, "round", nullptr, {"x"}, {x}, {"y"}, {y});
+  step.asked_by = op;
+  return step;
 }
 
 Step seed_step(Value x, Value seed) {
   return step_of(StepKind::seed, "draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
 }
 
-Step quantize_step(Value x, const GroupValues& group, const Quantizer& quantizer) {
-  Step step =
-      step_of(StepKind::quantize, "quantize", run_quantize, {"x", "scale"}, {x, Value::none},
-              {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
+Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantizer& quantizer) {
+  Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x", "scale"}, {x, scale},
+                      {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
   step.options = {options_of(quantizer)};
+  return step;
+}
+
+Step take_scale_step(const StateSlot& slot, Value scale) {
+  Step step = state_step(StepKind::take_scale, "take_scale", run_take_scale, slot, {});
+  step.write_names = {"scale"};
+  step.writes = {scale};
+  step.mutates = {slot.state.begin(), slot.state.end()};
+  return step;
+}
+
+Step record_amax_step(const StateSlot& slot, Value amax, bool counts) {
+  Step step = state_step(StepKind::record_amax, "record_amax",
+                         counts ? run_record_amax<true> : run_record_amax<false>, slot, {amax});
+  step.mutates = {slot.state[1], slot.state[2]};
   return step;
 }
 

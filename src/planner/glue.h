@@ -4,6 +4,7 @@
 #include <array>
 
 #include "core/step.h"
+#include "kernel_ops/delayed.h"
 
 namespace tandem {
 
@@ -14,13 +15,24 @@ Step add_step(Value a, Value b, Value y);
 /// y is x under another number, where only their gradients differ.
 Step rename_step(Value x, Value y);
 /// y = x in the numbers of the recipe's format: a place that the pass of quantize points fills.
-Step round_step(Value x, Value y);
+Step round_step(Value x, Value y, size_t op);
 /// seed = one int64 from the generator of x's device.
 Step seed_step(Value x, Value seed);
 /// What a step that quantizes writes: row codes, column codes, amax.
 using GroupValues = std::array<Value, 3>;
-/// codes and amax of x.
-Step quantize_step(Value x, const GroupValues& group, const Quantizer& quantizer);
+/// codes and amax of x; `scale` where the quantizer takes one.
+Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantizer& quantizer);
+/// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's number.
+struct StateSlot {
+  std::array<Value, kScalingStateTensors> state;
+  Value region;
+  int64_t slot;
+  const ScaleUpdate* update;
+};
+/// scale = that of the slot.
+Step take_scale_step(const StateSlot& slot, Value scale);
+/// The slot's amax so far becomes the larger one. `counts`: an update is due behind the region.
+Step record_amax_step(const StateSlot& slot, Value amax, bool counts);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
 /// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again where the weight has changed.

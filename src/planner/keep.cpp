@@ -13,7 +13,8 @@ namespace {
 /// Values that backward may read at no cost, or that it must not write again.
 ValueSet free_to_keep(const Description& description, const std::vector<OpGroup>& backward_groups,
                       const Draft& draft) {
-  ValueSet is_free(draft.types.size(), {&draft.inputs, &draft.params, &draft.outputs});
+  ValueSet is_free(draft.types.size(),
+                   {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs});
   std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
   for (const OpGroup& group : backward_groups)
     std::fill(group_end.begin() + static_cast<std::ptrdiff_t>(group.first),
@@ -38,7 +39,9 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
   const ValueSet is_output(draft.types.size(), {&draft.outputs});
   for (const Value value : values_from_forward(draft.backward, draft.output_gradients)) {
     const Type& type = draft.types[index_of(value)];
-    if (type.origin == Origin::workspace || type.origin == Origin::buffer) continue;
+    if (type.origin == Origin::workspace || type.origin == Origin::buffer ||
+        type.origin == Origin::state)
+      continue;
     if (type.format == Format::opaque || type.format == Format::shape) {
       plan.kept_opaque.push_back(value);
     } else {

@@ -4,9 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include "kernel_ops/quantizer.h"
+
 namespace tandem {
 
-/// Words that decide which plan serves a call. Filled and compared without allocation for up to 30 tensors.
+/// Words that decide which plan serves a call. Filled and compared without allocation for up to 29 tensors.
 class PlanKey {
  public:
   struct Call {
@@ -24,9 +26,19 @@ class PlanKey {
 
   /// `inputs`: how many of the tensors to come are inputs; the others are parameters.
   explicit PlanKey(const Call& call, size_t inputs = 1) {
+    words_.push_back(0);
     words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
                      uint32_t{call.traced} << 1 | uint32_t{call.deterministic} << 2);
     words_.push_back(static_cast<uint32_t>(inputs));
+  }
+
+  /// A parameter, by its place among the tensors, that comes in codes of these directions. After all tensors.
+  void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
+    const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // there is one of each, for good
+    words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{row} | uint32_t{column} << 1);
+    words_.push_back(static_cast<uint32_t>(address));
+    words_.push_back(static_cast<uint32_t>(uint64_t{address} >> 32));
+    ++words_[0];
   }
 
   void add(const at::Tensor& tensor, bool grad_mode) {
@@ -42,13 +54,26 @@ class PlanKey {
   }
 
   Call call() const {
-    return {(words_[0] & 1u) != 0, (words_[0] & 2u) != 0,
-            static_cast<at::ScalarType>(words_[0] >> 8 & 0xFF), (words_[0] & 4u) != 0};
+    const uint32_t word = words_[kCodesCount + 1];
+    return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF),
+            (word & 4u) != 0};
   }
-  size_t input_count() const { return words_[1]; }
-  size_t tensor_count() const { return words_.size() - 2; }
+  size_t input_count() const { return words_[2]; }
+  size_t tensor_count() const { return words_.size() - kHead - 3 * codes_count(); }
+  size_t codes_count() const { return words_[kCodesCount]; }
+  struct CodesTraits {
+    size_t tensor;
+    const Quantizer* quantizer;
+    bool row, column;
+  };
+  CodesTraits codes(size_t i) const {
+    const uint32_t* words = &words_[kHead + tensor_count() + 3 * i];
+    const uint64_t address = uint64_t{words[1]} | uint64_t{words[2]} << 32;
+    return {words[0] >> 2, reinterpret_cast<const Quantizer*>(static_cast<uintptr_t>(address)),
+            (words[0] & 1u) != 0, (words[0] & 2u) != 0};
+  }
   TensorTraits tensor(size_t i) const {
-    const uint32_t word = words_[i + 2];
+    const uint32_t word = words_[i + kHead];
     return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF),
             at::Device(static_cast<at::DeviceType>(word >> 16 & 0xFF),
                        static_cast<at::DeviceIndex>(word >> 24))};
@@ -57,6 +82,8 @@ class PlanKey {
   bool operator==(const PlanKey& other) const { return words_ == other.words_; }
 
  private:
+  static constexpr size_t kCodesCount = 0,
+                          kHead = 3;  ///< codes, call, inputs; then tensors, then codes
   c10::SmallVector<uint32_t, 32> words_;
 };
 

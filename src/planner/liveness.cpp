@@ -38,21 +38,34 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
                      const std::function<bool(Value)>& is_demanded_outside,
                      const std::function<bool(size_t)>& is_asked) {
   const auto is_of_the_caller = [&](Value value) {
-    return types[index_of(value)].origin != Origin::workspace;
+    const Origin origin = types[index_of(value)].origin;
+    return origin != Origin::workspace && origin != Origin::state;
   };
-  ValueSet read(types.size());
+  ValueSet read(types.size()), recorded(types.size()), live_records(types.size());
+  for (const Step& step : steps)
+    if (step.kind == StepKind::record_amax) recorded.add(step.reads[0]);
   Steps live;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (step->kind == StepKind::record_amax) {  // decided where its amax is written
+      live.push_back(std::move(*step));
+      continue;
+    }
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
     if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
     for (Value& value : step->writes) {
-      if (exists(value) && !read(value) && !is_demanded_outside(value)) value = Value::none;
+      if (!exists(value) || recorded(value)) continue;
+      if (!read(value) && !is_demanded_outside(value)) value = Value::none;
       needed |= exists(value);
     }
     if (!needed) continue;
+    for (const Value value : step->writes)
+      if (exists(value) && recorded(value)) live_records.add(value);
     read.add(step->reads);
     live.push_back(std::move(*step));
   }
+  std::erase_if(live, [&](const Step& step) {
+    return step.kind == StepKind::record_amax && !live_records(step.reads[0]);
+  });
   std::reverse(live.begin(), live.end());
   steps = std::move(live);
 }

@@ -4,6 +4,7 @@ namespace tandem {
 
 Draft lower(const Description& description, const PlanKey& key) {
   Draft draft;
+  draft.grad_mode = key.call().grad_mode;
   const ForwardFlow flow = lower_forward(description, key, draft);
   lower_backward(description, flow, draft);
   return draft;

@@ -46,7 +46,7 @@ class BackwardLowering {
     if (!exists(gradient) || !draft_.needs_grad(event.from.value)) return;
     if (event.kind == Event::round_gradient) {
       const Value rounded = draft_.add_gradient(event.from.value);
-      draft_.backward.push_back(round_step(gradient, rounded));
+      draft_.backward.push_back(round_step(gradient, rounded, event.index));
       gradient = rounded;
     }
     contribute(event.from, gradient);

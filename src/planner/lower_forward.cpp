@@ -52,6 +52,7 @@ class ForwardLowering {
       (is_input ? draft_.inputs : draft_.params).push_back(value);
       (is_input ? flow_.inputs : flow_.params).push_back(new_flow(value));
     }
+    bound_params_ = flow_.params;
     for (size_t i = 0; i < description_.buffer_count(); ++i)
       draft_.buffers.push_back(draft_.add(
           {at::kFloat, Format::plain, Origin::buffer, Value::none, "buffer " + std::to_string(i)}));
@@ -60,6 +61,37 @@ class ForwardLowering {
       name_operands(op, draft_.operands.back(), op.kind->first_param, op.params, draft_.params);
       name_operands(op, draft_.operands.back(), op.kind->first_buffer, op.buffers, draft_.buffers);
     }
+    for (size_t i = 0; i < key_.codes_count(); ++i) bind_codes(key_.codes(i));
+  }
+
+  /// A parameter that comes in codes: its plain numbers are decoded where a step wants them, and their gradient is the parameter's.
+  void bind_codes(const PlanKey::CodesTraits& traits) {
+    const size_t param = traits.tensor - draft_.inputs.size();
+    const Flow from = flow_.params[param];
+    const at::ScalarType dtype = draft_.dtype(from.value);
+    const std::string name = draft_.name(from.value);
+    ParamCodes codes{traits.quantizer};
+    const auto add = [&](Direction direction) {
+      Type coded{dtype, Format::codes, Origin::param, Value::none,
+                 name + " in " + std::string(format_name(*traits.quantizer))};
+      coded.quantizer = traits.quantizer;
+      coded.direction = direction;
+      return draft_.add(std::move(coded));
+    };
+    if (traits.row) codes.codes[0] = add(Direction::row);
+    if (serves_both_directions(*traits.quantizer)) {
+      codes.codes[1] = codes.codes[0];
+    } else if (traits.column) {
+      codes.codes[1] = add(Direction::column);
+    }
+    draft_.param_codes.push_back(codes.codes[0]);
+    draft_.param_codes.push_back(codes.codes[1] == codes.codes[0] ? Value::none : codes.codes[1]);
+    const Flow plain = new_flow(draft_.add(result_type(dtype, name + " decoded")));
+    draft_.requires_grad[index_of(plain.value)] = draft_.needs_grad(from.value);
+    draft_.forward.push_back(dequantize_step(codes.codes[traits.row ? 0 : 1], plain.value));
+    flow_.events.push_back({Event::cast, npos, from, plain});
+    bound_params_[param] = plain;
+    draft_.codes_of_params[plain.value] = codes;
   }
 
   /// As `explain` prints what an op has at these positions: "1.linear.weight".
@@ -179,7 +211,7 @@ class ForwardLowering {
     size_t at = 0;
     for (size_t operand = op.first_param; operand < op.first_buffer; ++operand)
       for (size_t element = 0; element < operands.count(operand); ++element) {
-        Flow param = flow_.params[node.params[at++]];
+        Flow param = bound_params_[node.params[at++]];
         // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does; elsewhere it promotes.
         const bool follows =
             call_.autocast_dtype != at::ScalarType::Undefined && c10::isFloatingType(dtype);
@@ -283,7 +315,7 @@ class ForwardLowering {
     if (options.forward) {
       const Flow x = y;
       y = behind(x, false);
-      draft_.forward.push_back(round_step(x.value, y.value));
+      draft_.forward.push_back(round_step(x.value, y.value, index));
       flow_.events.push_back({Event::cast, index, x, y});
     }
     if (options.backward) {
@@ -312,6 +344,7 @@ class ForwardLowering {
   const PlanKey::Call call_;
   Draft& draft_;
   ForwardFlow flow_;
+  std::vector<Flow> bound_params_;  ///< what ops read of each
   std::map<std::string, Flow> channels_;
   std::map<std::pair<Value, at::ScalarType>, Flow> casts_;
   size_t next_extra_ = 0;

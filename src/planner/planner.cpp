@@ -34,10 +34,11 @@ void finish_forward(const Description& description, const UserFusions& user, Fus
   draft.forward = forward.take();
   check_coverage(demanded_parts, draft.forward, "forward");
 
-  const ValueSet is_there(draft.types.size(),
-                          {&draft.inputs, &draft.params, &draft.workspaces, &draft.buffers});
+  const ValueSet is_there(draft.types.size(), {&draft.inputs, &draft.params, &draft.param_codes,
+                                               &draft.workspaces, &draft.state, &draft.buffers});
   ValueSet stays = is_demanded;
-  for (const Values* list : {&draft.inputs, &draft.params, &draft.workspaces, &draft.buffers})
+  for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.workspaces,
+                             &draft.state, &draft.buffers})
     stays.add(*list);
   find_dead(draft.forward, stays.flags());
   check_reads(draft.forward, is_there.flags(), draft.types);
@@ -79,7 +80,7 @@ void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
     const Step& step = plan.forward[s];
     for (const Value value : step.mutates) {
       const auto input = std::find(plan.inputs.begin(), plan.inputs.end(), value);
-      if (input == plan.inputs.end()) continue;  // a workspace or a buffer
+      if (input == plan.inputs.end()) continue;  // a workspace, state or a buffer
       const Value result = step.writes[step.main_write];
       plan.overwritten.push_back({static_cast<size_t>(input - plan.inputs.begin()), result,
                                   requires_grad[index_of(result)], s, read_after(plan, s)});
@@ -132,6 +133,9 @@ void take_over(Draft& draft, Plan& plan) {
   plan.params = std::move(draft.params);
   plan.buffers = std::move(draft.buffers);
   plan.workspaces = std::move(draft.workspaces);
+  plan.param_codes = std::move(draft.param_codes);
+  plan.state = std::move(draft.state);
+  plan.state_holders = std::move(draft.state_holders);
   plan.cached_weights = std::move(draft.cached_weights);
   plan.outputs = std::move(draft.outputs);
   plan.forward = std::move(draft.forward);
@@ -148,6 +152,8 @@ void take_over(Draft& draft, Plan& plan) {
   };
   plan.mutates_buffers_in_forward = std::ranges::any_of(plan.forward, mutates_buffers);
   plan.mutates_buffers_in_backward = std::ranges::any_of(plan.backward, mutates_buffers);
+  plan.uses_state_in_backward = std::ranges::any_of(
+      plan.backward, [](const Step& step) { return step.kind == StepKind::take_scale; });
   plan.runs_user_code = draft.runs_user_code;
   for (const Step& step : plan.forward) plan.runs_user_code |= step.runs_user_code;
   plan.no_composite = draft.no_composite;

@@ -136,10 +136,21 @@ int64_t Program::plans_made() { return made.load(); }
 
 int64_t Program::alive() { return living.load(); }
 
-std::shared_ptr<Program> program_of(std::string_view description) {
+namespace {
+std::shared_ptr<Program> find_or_make(std::string_view description) {
   Programs& programs = Programs::all();
   if (auto known = programs.find(description)) return known;
   return programs.add(std::make_shared<Program>(std::string(description)));
+}
+}  // namespace
+
+std::shared_ptr<Program> program_of(std::string_view description) {
+  // Most calls of a thread ask again for the last one: comparing texts is faster than hashing.
+  thread_local std::weak_ptr<Program> last;
+  if (auto known = last.lock(); known && known->text() == description) return known;
+  auto program = find_or_make(description);
+  last = program;
+  return program;
 }
 
 void drop_outdated_programs(uint64_t fusions_version) {

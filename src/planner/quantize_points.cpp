@@ -21,9 +21,11 @@ class QuantizePoints {
       : description_(description), draft_(draft) {}
 
   void run() {
+    is_stateful_ = history_length(*description_.recipe) != 0;
+    if (is_stateful_) add_state();
     for (const Step& step : draft_.forward)
       if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
-    if (description_.cache_weights) note_weights();
+    if (caches_weights()) note_weights();
     rewrite(draft_.forward, forward_, Role::input);
     rewrite(draft_.backward, backward_, Role::grad_output);
   }
@@ -34,8 +36,70 @@ class QuantizePoints {
     std::array<Value, 2> codes;
     Value of(Direction direction) const { return codes[static_cast<size_t>(direction)]; }
   };
+  /// Where a recipe with a state keeps that of a tensor: two that quantize one tensor have a history each.
+  struct Slot {
+    size_t op = npos;  ///< npos: the recipe has no state
+    size_t role = 0;   ///< among those of its direction
+    bool is_backward = false;
+    auto operator<=>(const Slot&) const = default;
+  };
+  struct Key {
+    Value value;
+    const Quantizer* quantizer;
+    Slot slot = {};
+    auto operator<=>(const Key&) const = default;
+  };
   /// What is known in codes, in one direction of the plan.
-  using Codes = std::map<std::pair<Value, const Quantizer*>, Representations>;
+  using Codes = std::map<Key, Representations>;
+
+  /// Codes of weights depend on scales that the next step changes, while backward may still want these: they are kept, not cached.
+  bool caches_weights() const { return description_.cache_weights && !is_stateful_; }
+
+  /// The tensors of all holders, those that no step uses included: who calls knows nothing of plans.
+  void add_state() {
+    const auto add = [&](at::ScalarType dtype, std::string name) {
+      draft_.state.push_back(
+          draft_.add({dtype, Format::plain, Origin::state, Value::none, std::move(name)}));
+    };
+    add(at::kLong, "region");
+    for (const OpNode& op : description_.ops)
+      if (op.state && op.state->holder >= draft_.state_holders.size())
+        draft_.state_holders.resize(op.state->holder + 1);
+    for (size_t holder = 0; holder < draft_.state_holders.size(); ++holder)
+      for (const char* direction : {"forward", "backward"})
+        for (const char* name : kScalingStateNames)
+          add(name == kScalingStateNames[2] ? at::kLong : at::kFloat,
+              "state " + std::to_string(holder) + "." + direction + "." + name);
+  }
+
+  Slot slot_of(size_t op, Role role) const {
+    if (!is_stateful_) return {};
+    const bool is_backward = role == Role::grad_output;
+    size_t before = 0;
+    for (const RoleOf& each : description_.ops[op].kind->def.roles) {
+      if (each.role == role) break;
+      before += (each.role == Role::grad_output) == is_backward;
+    }
+    return {op, before, is_backward};
+  }
+
+  StateSlot state_of(const Slot& slot) {
+    const OpNode& op = description_.ops[slot.op];
+    TORCH_CHECK_VALUE(op.state, op.label, ": expected \"state\", which says where its amaxes go, ",
+                      "under a recipe that keeps them, got none. Number the modules that hold it.");
+    StateHolder& holder = draft_.state_holders[op.state->holder];
+    StateHolder::Direction& direction = slot.is_backward ? holder.backward : holder.forward;
+    const size_t number = slot.role + (slot.is_backward ? op.state->backward : op.state->forward);
+    direction.slots = std::max(direction.slots, static_cast<int64_t>(number) + 1);
+    direction.is_used = true;
+    direction.update = &update_of(*description_.recipe, slot.is_backward);
+    StateSlot found{{}, draft_.state[0], static_cast<int64_t>(number), direction.update};
+    const size_t first =
+        1 + (2 * op.state->holder + (slot.is_backward ? 1 : 0)) * kScalingStateTensors;
+    std::copy_n(draft_.state.begin() + static_cast<std::ptrdiff_t>(first), found.state.size(),
+                found.state.begin());
+    return found;
+  }
 
   void rewrite(Steps& steps, Codes& codes, Role rounded) {
     is_backward_ = &steps == &draft_.backward;
@@ -84,7 +148,8 @@ class QuantizePoints {
       for (const Step& step : *steps)
         if (step.kind == StepKind::op)
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
-            if (contract.role == Role::weight)
+            if (contract.role == Role::weight &&
+                !draft_.codes_of_params.contains(uncast(step.reads[read])))
               weight_parts_.try_emplace(uncast(step.reads[read]), GroupMask{false, false, true})
                   .first->second[static_cast<size_t>(contract.along)] = true;
           });
@@ -105,10 +170,16 @@ class QuantizePoints {
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {contract.role, op, slot});
     if (contract.role == Role::weight) {
       plain = uncast(plain);
-      if (description_.cache_weights)
+      if (const auto known = draft_.codes_of_params.find(plain);
+          known != draft_.codes_of_params.end()) {
+        const Value given = known->second.codes[static_cast<size_t>(contract.along)];
+        // It is in the recipe's format: what its owner has made of it counts, whatever kind of scale the recipe would choose.
+        if (exists(given) && known->second.quantizer->format == quantizer.format) return given;
+      } else if (caches_weights())
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
-    return quantized(plain, quantizer, steps, codes).of(contract.along);
+    return quantized({plain, &quantizer, slot_of(op, contract.role)}, steps, codes)
+        .of(contract.along);
   }
 
   Representations add_codes(Value plain, const Quantizer& quantizer) {
@@ -127,17 +198,29 @@ class QuantizePoints {
     return {{row, add(Direction::column, " by columns")}};
   }
 
-  Representations quantized(Value plain, const Quantizer& quantizer, Steps& steps, Codes& codes) {
+  Representations quantized(const Key& key, Steps& steps, Codes& codes) {
     for (const Codes* known : {&forward_, &codes})
-      if (const auto found = known->find({plain, &quantizer}); found != known->end())
-        return found->second;
+      for (const Slot& slot : {key.slot, Slot()})
+        if (const auto found = known->find({key.value, key.quantizer, slot}); found != known->end())
+          return found->second;
+    const Value plain = key.value;
+    const Quantizer& quantizer = *key.quantizer;
     const Representations result = add_codes(plain, quantizer);
     const Value amax = draft_.add(
         {at::kFloat, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".amax"});
     const auto [row, column] = result.codes;
-    steps.push_back(
-        quantize_step(plain, {row, column == row ? Value::none : column, amax}, quantizer));
-    return codes[{plain, &quantizer}] = result;
+    const GroupValues group{row, column == row ? Value::none : column, amax};
+    if (key.slot.op == npos) {
+      steps.push_back(quantize_step(plain, Value::none, group, quantizer));
+    } else {
+      const StateSlot slot = state_of(key.slot);
+      const Value scale = draft_.add(
+          {at::kFloat, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".scale"});
+      steps.push_back(take_scale_step(slot, scale));
+      steps.push_back(quantize_step(plain, scale, group, quantizer));
+      steps.push_back(record_amax_step(slot, amax, draft_.grad_mode));
+    }
+    return codes[key] = result;
   }
 
   /// Codes of a weight in its workspace. Backward asks for them again rather than keep what the next forward may overwrite.
@@ -178,17 +261,21 @@ class QuantizePoints {
   /// The decoded numbers are a value of their own, and their codes are there for products that follow.
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {role});
-    const Representations numbers = quantized(step.reads[0], quantizer, steps, codes);
+    const Slot slot = slot_of(step.asked_by, role);
+    const Representations numbers = quantized({step.reads[0], &quantizer, slot}, steps, codes);
     steps.push_back(dequantize_step(numbers.of(Direction::row), step.writes[0]));
-    codes[{step.writes[0], &quantizer}] = numbers;
+    codes[{step.writes[0], &quantizer}] = numbers;  // of no slot: whoever multiplies by them
   }
 
   static void take_over(Value from, Value to, Codes& codes) {
-    const auto first = codes.lower_bound({from, nullptr});
-    std::vector<std::pair<const Quantizer*, Representations>> known;
-    for (auto it = first; it != codes.end() && it->first.first == from; ++it)
-      known.emplace_back(it->first.second, it->second);
-    for (const auto& [quantizer, representations] : known) codes[{to, quantizer}] = representations;
+    std::vector<std::pair<Key, Representations>> known;
+    for (auto it = codes.lower_bound({from, nullptr}); it != codes.end() && it->first.value == from;
+         ++it)
+      known.push_back(*it);
+    for (auto& [key, representations] : known) {
+      key.value = to;
+      codes[key] = representations;
+    }
   }
 
   const Description& description_;
@@ -197,7 +284,7 @@ class QuantizePoints {
   std::map<Value, Value> uncast_;
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
-  bool is_backward_ = false;
+  bool is_backward_ = false, is_stateful_ = false;
 };
 
 }  // namespace

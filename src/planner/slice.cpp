@@ -79,7 +79,7 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   const auto is_asked = [&](size_t gradient) { return mask.asked[gradient]; };
   drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
   const auto parts = parts_of(sliced->steps);
-  ValueSet is_there(value_count, {&plan.kept_opaque, &plan.workspaces, &plan.buffers});
+  ValueSet is_there(value_count, {&plan.kept_opaque, &plan.workspaces, &plan.state, &plan.buffers});
   for (size_t i = 0; i < plan.output_gradients.size(); ++i)
     if (mask.given[i]) is_there.add(plan.output_gradients[i]);
   for (const Kept& kept : plan.kept) is_there.add(kept.value);
@@ -101,6 +101,7 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
     drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
   ValueSet stays = asked;
   stays.add(plan.workspaces);
+  stays.add(plan.state);
   stays.add(plan.buffers);
   find_dead(sliced->steps, stays.flags());
   check_reads(sliced->steps, is_there.flags(), plan.types);

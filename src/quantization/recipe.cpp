@@ -73,6 +73,54 @@ struct Rules<Float8CurrentScaling> {
   }
 };
 
+constexpr int64_t kMostMargin = 64, kMostHistory = 65536;
+
+template <>
+struct Rules<DelayedScaling> {
+  using Recipe = DelayedScaling;
+  static constexpr const char* kName = "DelayedScaling";
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    return quantizer(is_wide(recipe, slot.role) ? "fp8_e5m2:delayed" : "fp8_e4m3:delayed");
+  }
+
+  static nlohmann::json fields(const Recipe& recipe) {
+    nlohmann::json fields{{"amax_compute_algo", name_of(recipe.amax_compute_algo)},
+                          {"amax_history_len", recipe.amax_history_len},
+                          {"fp8_format", tandem::name_of(recipe.fp8_format)},
+                          {"margin", recipe.margin},
+                          {"reduce_amax", recipe.reduce_amax}};
+    if (!recipe.amax_reduction_group.empty())
+      fields["amax_reduction_group"] = recipe.amax_reduction_group;
+    if (!recipe.scale_update.empty()) fields["scale_update"] = recipe.scale_update;
+    return fields;
+  }
+
+  static Recipe parse(Fields& fields) {
+    Recipe recipe;
+    std::string format = tandem::name_of(recipe.fp8_format),
+                algorithm = name_of(recipe.amax_compute_algo);
+    fields.get("amax_compute_algo", algorithm)
+        .get("amax_history_len", recipe.amax_history_len, 1, kMostHistory)
+        .get("fp8_format", format)
+        .get("margin", recipe.margin, -kMostMargin, kMostMargin)
+        .get("reduce_amax", recipe.reduce_amax)
+        .get("amax_reduction_group", recipe.amax_reduction_group)
+        .get("scale_update", recipe.scale_update);
+    TORCH_CHECK_VALUE(algorithm == "max" || algorithm == "most_recent",
+                      "recipe: expected amax_compute_algo max or most_recent, got ",
+                      shown(algorithm), ". Name which amax of the history counts.");
+    recipe.fp8_format = format_of<Recipe::Format>(format);
+    recipe.amax_compute_algo =
+        algorithm == "max" ? Recipe::AmaxAlgorithm::max : Recipe::AmaxAlgorithm::most_recent;
+    return recipe;
+  }
+
+  static const char* name_of(Recipe::AmaxAlgorithm algorithm) {
+    return algorithm == Recipe::AmaxAlgorithm::max ? "max" : "most_recent";
+  }
+};
+
 template <>
 struct Rules<MXFP8BlockScaling> {
   using Recipe = MXFP8BlockScaling;
@@ -129,6 +177,26 @@ const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
         return Rules<R>::quantizer_of(each, slot);
       },
       recipe);
+}
+
+int64_t history_length(const Recipe& recipe) {
+  const auto* delayed = std::get_if<DelayedScaling>(&recipe);
+  return delayed == nullptr ? 0 : delayed->amax_history_len;
+}
+
+const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward) {
+  const auto& delayed = std::get<DelayedScaling>(recipe);
+  using Algorithm = DelayedScaling::AmaxAlgorithm;
+  const bool is_wide = is_backward && delayed.fp8_format == DelayedScaling::Format::hybrid;
+  ScaleUpdate update;
+  update.scaling.format = is_wide ? kernels::Fp8Format::e5m2 : kernels::Fp8Format::e4m3;
+  update.scaling.margin = static_cast<int>(delayed.margin);
+  update.scaling.algorithm = delayed.amax_compute_algo == Algorithm::max
+                                 ? kernels::AmaxAlgorithm::max
+                                 : kernels::AmaxAlgorithm::most_recent;
+  update.function = delayed.scale_update;
+  if (delayed.reduce_amax) update.group = delayed.amax_reduction_group;
+  return scale_update(std::move(update));
 }
 
 nlohmann::json to_json(const Recipe& recipe) {

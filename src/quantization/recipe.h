@@ -6,6 +6,7 @@
 
 #include "core/op_def.h"
 #include "core/value.h"
+#include "kernel_ops/delayed.h"
 #include "tandem/recipe.h"
 
 namespace tandem {
@@ -17,8 +18,13 @@ struct QuantizeSlot {
   size_t slot = 0;
 };
 
-/// The only question that a recipe answers.
+/// What a recipe is asked by those who quantize.
 const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
+
+/// Rows of the amax history of a recipe that keeps one; 0: it has no state.
+TANDEM_API int64_t history_length(const Recipe& recipe);
+/// How the scales of a recipe with a state come about, of what is quantized in forward, or of gradients.
+const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward);
 
 /// As canonical JSON, and back: the recipe's name, and its fields as Python's constructor calls them. Throws c10::ValueError on an unknown
 /// recipe or field.

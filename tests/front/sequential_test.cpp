@@ -1,5 +1,6 @@
 // The C++ front: ops as values, tandem::Sequential as a torch::nn::Module.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/silu.h>
@@ -32,6 +33,31 @@ TEST(Sequential, ParametersAreNamedByPlaceInTheList) {
   EXPECT_THAT(names_of(mlp()), ElementsAre("0.weight", "1.weight", "3.weight", "3.bias"));
   EXPECT_THAT(names_of(Sequential({ops::gelu(), ops::layer_norm(4), ops::linear(4, 2)})),
               ElementsAre("1.weight", "1.bias", "2.weight", "2.bias"));
+}
+
+TEST(Sequential, KeepsTheStateOfDelayedScaling) {
+  Sequential model({ops::linear(8, 4), ops::relu(), ops::quantize()});
+  DelayedScaling recipe;
+  recipe.amax_history_len = 3;
+  const at::Tensor x = at::full({2, 8}, 7.0);
+  for (int step = 0; step < 2; ++step) {
+    at::Tensor y;
+    {
+      const Autocast region(true, recipe);
+      y = model->forward(x);
+    }
+    y.sum().backward();
+  }
+  const auto buffers = model->named_buffers();
+  EXPECT_EQ(buffers["0.recipe_state.forward.scale"][0].item<float>(), 64);
+  EXPECT_EQ(buffers["0.recipe_state.forward.amax_history"].sizes(), (std::vector<int64_t>{3, 2}));
+  EXPECT_EQ(buffers["0.recipe_state.forward.amax_history"][1][0].item<float>(), 7);
+  EXPECT_EQ(buffers["0.recipe_state.backward.amax_history"][2][0].item<float>(), 1);
+  EXPECT_TRUE(buffers.contains("2.recipe_state.forward.scale"));
+  recipe.amax_history_len = 2;
+  const Autocast region(true, recipe);
+  EXPECT_TRUE(verify(model, x).passed);
+  EXPECT_EQ(model->named_buffers()["0.recipe_state.forward.amax_history"][1][0].item<float>(), 7);
 }
 
 TEST(Sequential, ParametersStartAsTorchsDo) {

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing import assert_close
 
+import tandem
 from tandem import ops
 
 HIDDEN, WIDE, ROWS = 8, 24, 6
@@ -140,6 +141,47 @@ def check_ops(rank: int, size: int, *_: Any) -> None:
         assert torch.equal(ops.Sequential(ops.AllGather(), ops.Identity())(x), gathered)
 
 
+def check_delayed_scaling(rank: int, size: int, compiled: bool) -> None:
+    """Ranks that share their amaxes have the scales of one process that sees all rows."""
+    recipe = tandem.recipe.DelayedScaling(amax_history_len=4)
+    torch.manual_seed(0)
+    whole, block = ops.Linear(HIDDEN, WIDE), ops.Linear(HIDDEN, WIDE)
+    alone = ops.Linear(HIDDEN, WIDE)
+    for module in (block, alone):
+        module.load_state_dict(whole.state_dict())
+    call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    apart = dist.new_group([rank], use_local_synchronization=True)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(ROWS, HIDDEN, generator=generator) * torch.arange(1.0, ROWS + 1)[:, None]
+        own = x.chunk(size)[rank]
+        with tandem.autocast(recipe=tandem.recipe.DelayedScaling(amax_history_len=4, reduce_amax=False)):
+            expected = whole(x)
+        with tandem.autocast(recipe=recipe):
+            y = call(own)
+        with tandem.autocast(recipe=recipe, amax_reduction_group=apart):
+            of_this_rank = alone(own)
+        assert_close(y, expected.chunk(size)[rank])
+        expected.square().sum().backward()
+        y.square().sum().backward()
+        of_this_rank.square().sum().backward()
+    if compiled:
+        return  # the state is one update behind: the next call brings it up to date
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(block.state_dict()[name], tensor), name
+    history = alone.recipe_state.forward.amax_history[3, 0]
+    assert history == own.abs().max() and whole.recipe_state.forward.amax_history[3, 0] == x.abs().max()
+
+
+def check_delayed_scaling_errors(rank: int, size: int) -> None:
+    linear = ops.Linear(HIDDEN, WIDE)
+    with pytest.raises(RuntimeError, match="expected every process of the amax group to have called the same modules in this region"):
+        with tandem.autocast(recipe=tandem.recipe.DelayedScaling()):
+            for _ in range(1 if rank == 0 else 0):
+                linear(torch.ones(1, HIDDEN))
+            ops.Linear(HIDDEN, WIDE)(torch.ones(1, HIDDEN))
+
+
 def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -171,6 +213,11 @@ def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> No
 
 def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
     spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_copies,), (check_ops,), (check_ddp,))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_amaxes_are_those_of_all_ranks(tmp_path: Path, size: int) -> None:
+    spawn(tmp_path, size, (check_delayed_scaling, False), (check_delayed_scaling, True), (check_delayed_scaling_errors,))
 
 
 def test_a_group_is_needed() -> None:

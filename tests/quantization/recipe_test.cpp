@@ -55,14 +55,51 @@ TEST(Recipe, MxBlocksOfEachRole) {
   EXPECT_EQ(text(Role::grad_output), "mxfp8_e5m2");
 }
 
+TEST(Recipe, DelayedScalingOfEachDirection) {
+  DelayedScaling recipe;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(history_length(recipe), 1024);
+  EXPECT_EQ(history_length(MXFP8BlockScaling()), 0);
+  EXPECT_EQ(quantizer_of(recipe, {Role::weight}).text, "fp8_e4m3:delayed");
+  EXPECT_EQ(quantizer_of(recipe, {Role::grad_output}).text, "fp8_e5m2:delayed");
+  EXPECT_EQ(update_of(recipe, false).text, "fp8_e4m3:margin=0:max");
+  recipe.margin = -3;
+  recipe.amax_history_len = 5;
+  recipe.amax_compute_algo = DelayedScaling::AmaxAlgorithm::most_recent;
+  recipe.amax_reduction_group = "0:1";
+  recipe.scale_update = "mine";
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  const std::string text = "fp8_e5m2:margin=-3:most_recent:function=mine:group=0:1";
+  EXPECT_EQ(update_of(recipe, true).text, text);
+  EXPECT_EQ(&scale_update(text), &update_of(recipe, true)) << "equal updates are one object";
+  recipe.reduce_amax = false;
+  recipe.fp8_format = DelayedScaling::Format::e4m3;
+  EXPECT_EQ(update_of(recipe, true).text, "fp8_e4m3:margin=-3:most_recent:function=mine");
+}
+
+TEST(RecipeErrors, DelayedScaling) {
+  const auto parsed = [](const char* field, nlohmann::json value) {
+    return [=] { recipe_from_json({{"name", "DelayedScaling"}, {field, value}}); };
+  };
+  EXPECT_THAT(
+      parsed("margin", 65),
+      ThrowsText<c10::ValueError>(R"(expected "margin" to be an integer from -64 to 64, got 65)"));
+  EXPECT_THAT(parsed("amax_history_len", 0),
+              ThrowsText<c10::ValueError>(
+                  R"(expected "amax_history_len" to be an integer from 1 to 65536)"));
+  EXPECT_THAT(
+      parsed("amax_compute_algo", "least"),
+      ThrowsText<c10::ValueError>("expected amax_compute_algo max or most_recent, got least"));
+}
+
 TEST(RecipeErrors, UnknownNameAndFormat) {
   EXPECT_THAT(
       [] {
-        recipe_from_json({{"name", "DelayedScaling"}});
+        recipe_from_json({{"name", "Float8BlockScaling"}});
       },
       ThrowsText<c10::ValueError>(
-          "recipe: expected \"Float8CurrentScaling\" or \"MXFP8BlockScaling\", got \"",
-          "got \"DelayedScaling\"", "the recipes that this version knows"));
+          "recipe: expected \"Float8CurrentScaling\" or \"DelayedScaling\" or ",
+          "got \"Float8BlockScaling\"", "the recipes that this version knows"));
   EXPECT_THAT(
       [] {
         recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}});

@@ -67,6 +67,10 @@ class CompositeOperation(FusedOperation):
         replica._own([(part._replicate_for_data_parallel(), part._parameters.names) for part in self.basic_ops])
         return replica
 
+    def _quantize_slots(self) -> tuple[int, int]:
+        slots = [part._quantize_slots() for part in self.basic_ops]
+        return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
+
     def flat_ops(self) -> Sequence[BasicOperation]:
         return self.basic_ops  # type: ignore[return-value]
 

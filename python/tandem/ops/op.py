@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
-from tandem import _C
+from tandem import _C, recipe_state
+from tandem._quantize import load_parts, save_parts
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
@@ -23,6 +25,7 @@ from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
 _EXTRA_STATE = "_extra_state"
 _instances = itertools.count(1)
+_slots_of = cache(_C.quantize_slots)
 
 
 class FusibleOperation(torch.nn.Module):
@@ -74,6 +77,10 @@ class FusibleOperation(torch.nn.Module):
     def _tell(self) -> None:
         """Makes the pipelines of this look at it again."""
         tell(self.__dict__.get("_watchers", ()))
+
+    def _quantize_slots(self) -> tuple[int, int]:
+        """How many tensors a recipe quantizes for the parts that share this module's state, in forward and in backward."""
+        return 0, 0
 
     @property
     def _holder(self) -> torch.nn.Module:
@@ -139,8 +146,14 @@ class FusibleOperation(torch.nn.Module):
             replica.__dict__.pop(name, None)
         return replica
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_parts(self._parameters, destination, prefix, keep_vars)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         _drop_extra_state(state_dict, prefix + _EXTRA_STATE)
+        load_parts(self._parameters, state_dict, prefix)
+        recipe_state.prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -276,6 +289,15 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
     def buffer_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each buffer that code written in Python may use."""
         return places(self, "_buffers")
+
+    def _quantize_slots(self) -> tuple[int, int]:
+        return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)
+
+    def _first_slots(self) -> tuple[int, int]:
+        """Where this op's slots begin in the state of the module that it is a part of."""
+        before = itertools.takewhile(lambda part: part is not self, self._holder.flat_ops())  # type: ignore[operator]
+        slots = [part._quantize_slots() for part in before]
+        return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
 
     @property
     def instance_id(self) -> str:

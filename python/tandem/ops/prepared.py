@@ -11,7 +11,8 @@ import torch
 import torch.nn.modules.module as _modules
 from torch.compiler import is_dynamo_compiling
 
-from tandem import _C
+from tandem import _C, recipe_state
+from tandem.recipe_state import history_length, traced_region
 from tandem.ops import fingerprint, fusions, main_grad, python_op
 from tandem.ops.changes import Changes, structure
 from tandem.ops.tracing import constant_while_traced
@@ -103,6 +104,7 @@ class Prepared:
         self.num_extra_inputs = sum(inputs.count(None) for inputs, _ in self.bindings)
         self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)
         self._read_places()
+        self._read_state_slots()
         self.token: object = None  # the last one under which the ops were found to be so
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
@@ -138,6 +140,34 @@ class Prepared:
         if not getattr(op, "accumulate_into_main_grad", False):
             return []
         return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
+
+    def _read_state_slots(self) -> None:
+        """Which modules keep state for recipes, and where in it each op has its slots: the parts of a module share its state."""
+        owners: dict[int, torch.nn.Module] = {}
+        self._state_slots: dict[int, list[int]] = {}  # by op: the module's number, its first slots in forward and backward
+        for index, op in enumerate(self.basic_ops):
+            if any(op._quantize_slots()):
+                holder = op._holder
+                owners.setdefault(id(holder), holder)
+                self._state_slots[index] = [list(owners).index(id(holder)), *op._first_slots()]
+        self.state_owners = tuple([(owner, *owner._quantize_slots()) for owner in owners.values()])
+
+    def state(self, recipe: str) -> list[torch.Tensor]:
+        """What the dispatcher is given of the recipe's state: nothing where it has none."""
+        length = history_length(recipe)
+        if length == 0:
+            return []
+        self._make_state(length)
+        state: list[torch.Tensor] = []
+        for owner, _, _ in self.state_owners:
+            for direction in (owner.recipe_state._modules["forward"], owner.recipe_state._modules["backward"]):
+                state += [direction.scale, direction.amax_history, direction.pending]
+        return [traced_region(), *state] if is_dynamo_compiling() else _C.state_in_region(state)
+
+    @constant_while_traced
+    def _make_state(self, length: int) -> None:
+        for owner, forward, backward in self.state_owners:
+            recipe_state.of(vars(owner), (forward, backward), length)
 
     def main_grad_modes(self) -> tuple[main_grad.Mode, ...]:
         """How a call gives back the gradients that go into a main_grad."""
@@ -180,6 +210,7 @@ class Prepared:
             self.owner is None,
             self.required,
             [at for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None],
+            [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
         return _keep(self.pipelines, key, made)
 
@@ -218,6 +249,8 @@ class Prepared:
                 entry["options"] |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
                 entry["buffers"] = [main_grads[at] for at in absorbed]
             entry["params"] = self._params[index] + self._buffers[index] if buffers else self._params[index]
+            if index in self._state_slots and entry["op"] == op._kind:
+                entry["state"] = self._state_slots[index]
             if any(channel is not None for channel in inputs):
                 entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
             if any(channel is not None for channel, _ in outputs):
@@ -245,7 +278,7 @@ class Prepared:
             if param is None:  # the dispatcher would tell of casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, modes, strict=False) if mode is not None])
-        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], [], buffers, text)
+        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], self.state(recipe), buffers, text)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
     def _describe(self) -> str:

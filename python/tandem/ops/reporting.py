@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
-from tandem import _C
+from tandem import _C, recipe_state
 from tandem.ops.run import OpRun, Outputs
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class ReportingMixin:
             now = run.prepare()
             given, rest = rest[: now.num_extra_inputs], rest[now.num_extra_inputs :]
             now.check_count(given)
-            outputs = _verified(run, x, given, self.training, masks, outcomes)
+            with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
+                outputs = _verified(run, x, given, self.training, masks, outcomes)
             x = outputs[0] if isinstance(outputs, tuple) else outputs
         passed, comparisons, texts = zip(*outcomes, strict=True) if outcomes else ((), (), ())
         return Verification(all(passed), sum(comparisons), "\n".join(texts))

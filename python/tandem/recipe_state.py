@@ -1,0 +1,161 @@
+"""What modules keep for recipes with a state: scales and histories of amaxes, as buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tandem import _C
+
+NAME = "recipe_state"  # of the child that holds it
+_DIRECTIONS = ("forward", "backward")
+_SAVED = ("scale", "amax_history")
+
+
+traced_regions: list[torch.Tensor] = []  # numbers of the outermost regions that are entered in what is being traced
+
+
+def traced_region() -> torch.Tensor:
+    """While tracing: the number of the outermost region that a call is in, as a tensor of the graph."""
+    return traced_regions[-1] if traced_regions else torch.ops.tandem.region_number(torch.empty(0))
+
+
+def history_length(recipe: str) -> int:
+    """Rows of the history of amaxes that modules keep for a recipe, as JSON; 0: it has no state."""
+    return int(recipe.partition('"amax_history_len":')[2].partition(",")[0] or 0)
+
+
+class DelayedScalingState(torch.nn.Module):
+    """The state of one direction of a module, with a slot for each tensor that is quantized for its products.
+
+    Buffers, all float32 whatever the dtype of the module: `scale` [slots], and `amax_history` [length, slots], whose row 0 is the amax since
+    the last update and whose rows length-1, ..., 1 are those of the steps before, the newest first. `pending`, which is not saved, tells the
+    library which region row 0 belongs to.
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    pending: torch.Tensor
+
+    def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
+        """Makes the state before the first step.
+
+        Args:
+            slots: tensors that are quantized.
+            length: rows of the history.
+            device: where the buffers are made; None: torch's default device.
+        """
+        super().__init__()
+        self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
+        self.register_buffer("pending", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
+
+    def resize(self, length: int) -> None:
+        """Keeps the newest `length` rows, or adds older ones of zeros."""
+        if self.amax_history.shape[0] != length:
+            self.amax_history = _C.resized_history(self.amax_history, length)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DelayedScalingState:
+        held = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in held.items():  # numbers of the recipe: .half() and the like are about the module's own
+            now = self._buffers[name]
+            if now is not None and now.dtype != tensor.dtype:
+                self._buffers[name] = now.new_empty(now.shape, dtype=tensor.dtype) if now.is_meta else tensor.to(now.device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
+        copied = memo[id(self)] = DelayedScalingState(self.scale.shape[0], self.amax_history.shape[0], self.scale.device)
+        for name, tensor in self._buffers.items():
+            copied._buffers[name] = None if tensor is None else tensor.clone()
+        return copied
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        found = {name: state_dict.get(prefix + name) for name in _SAVED}
+        missing = [prefix + name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor)]
+        if missing:
+            state = prefix[:-1].rpartition(".")[0]
+            warnings.warn(f"tandem: expected {state} in the state dict, got none of it, or a part. Scales start afresh.", stacklevel=2)
+            for name in _SAVED:
+                state_dict[prefix + name] = getattr(DelayedScalingState(self.scale.shape[0], self.amax_history.shape[0]), name)
+        else:
+            expected, slots = self.scale.shape[0], found["scale"].numel()  # type: ignore[union-attr]
+            history = found["amax_history"]
+            if slots != expected or history.dim() != 2 or history.shape[1] != expected:  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"{prefix[:-1]}: expected scaling state with {expected} slots, got scale of shape {tuple(found['scale'].shape)} and "  # type: ignore[union-attr]
+                    f"amax_history of shape {tuple(history.shape)}. Load the state of the same module."  # type: ignore[union-attr]
+                )
+            state_dict[prefix + "amax_history"] = _C.resized_history(history.float(), self.amax_history.shape[0])  # type: ignore[union-attr]
+        self.pending.zero_()
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def extra_repr(self) -> str:
+        return f"slots={self.scale.shape[0]}, length={self.amax_history.shape[0]}"
+
+
+class RecipeState(torch.nn.Module):
+    """The state that a module keeps for recipes: `forward` and `backward`, a `DelayedScalingState` each."""
+
+    def __init__(self, slots: tuple[int, int], length: int, device: torch.device | str | None = None) -> None:
+        """Makes the state before the first step.
+
+        Args:
+            slots: tensors that are quantized in forward and in backward.
+            length: rows of the history.
+            device: where the buffers are made; None: torch's default device.
+        """
+        super().__init__()
+        for direction, count in zip(_DIRECTIONS, slots, strict=True):
+            self._modules[direction] = DelayedScalingState(count, length, device)
+
+    # A module has a method of that name; whoever walks along "recipe_state.forward.scale" means the child.
+    forward = property(lambda self: self._modules["forward"])  # type: ignore[assignment]
+
+
+def of(fields: dict[str, Any], slots: tuple[int, int], length: int) -> RecipeState:
+    """The state of the module with this `__dict__`, for a history of `length` rows; made where there is none yet."""
+    state = fields["_modules"].get(NAME)
+    if state is None:
+        like = next((param for param in fields["_parameters"].values() if param is not None), None)
+        state = RecipeState(slots, length, None if like is None else like.device)
+        state = fields["_modules"].setdefault(NAME, state)  # another thread may be as far
+    for direction in _DIRECTIONS:
+        state._modules[direction].resize(length)
+    return state  # type: ignore[no-any-return]
+
+
+def tensors(fields: dict[str, Any], forward_slots: int, backward_slots: int, length: int) -> list[torch.Tensor]:
+    """What a call of the library is given: scale, amax_history and pending of forward and backward."""
+    state = of(fields, (forward_slots, backward_slots), length)
+    return [state._modules[direction]._buffers[name] for direction in _DIRECTIONS for name in (*_SAVED, "pending")]  # type: ignore[misc, union-attr]
+
+
+@contextlib.contextmanager
+def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Leaves the state of these modules as it was."""
+    held = [(module, module._modules.get(NAME), copy.deepcopy(module._modules.get(NAME))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, state, before in held:
+            if state is None or before is None:
+                module._modules.pop(NAME, None)
+                continue
+            for buffer, value in zip(state.buffers(), before.buffers(), strict=True):
+                buffer.copy_(value)
+
+
+def prepare_to_load(module: torch.nn.Module, slots: tuple[int, int], state_dict: dict[str, Any], prefix: str) -> None:
+    """Makes the state where a state dict has one for the module: before it is looked through for what nobody expects."""
+    history = state_dict.get(f"{prefix}{NAME}.forward.amax_history")
+    if isinstance(history, torch.Tensor) and history.dim() == 2 and any(slots) and NAME not in module._modules:
+        of(vars(module), slots, history.shape[0])
+
+
+__all__ = ["DelayedScalingState", "RecipeState"]

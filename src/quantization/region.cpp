@@ -1,0 +1,97 @@
+#include "quantization/region.h"
+
+#include <ATen/ops/clone.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+namespace tandem {
+
+namespace {
+
+at::Tensor number_tensor(int64_t number) {
+  const c10::InferenceMode no_inference(false);  // nodes hold it
+  return at::tensor({number}, at::kLong);
+}
+
+bool is_same(const ScalingState& a, const ScalingState& b) {
+  return a.amax_history.const_data_ptr() == b.amax_history.const_data_ptr();
+}
+
+}  // namespace
+
+RecipeRegion::RecipeRegion(int64_t number)
+    : number_(number), token_(number_tensor(number)), recompute_(number_tensor(-number)) {}
+
+void RecipeRegion::note_forward(std::span<const PendingUpdate> states) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const PendingUpdate& state : states) {
+    const auto known = std::ranges::find_if(
+        forward_, [&](const Forward& each) { return is_same(each.due.state, state.state); });
+    if (known == forward_.end()) {
+      forward_.push_back({state, {}});
+    } else {
+      known->due = state;
+    }
+  }
+}
+
+at::Tensor RecipeRegion::scale_in_forward(const ScalingState& state) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Forward& each : forward_)
+    if (is_same(each.due.state, state))
+      return each.scale_in_forward.defined() ? each.scale_in_forward : state.scale;
+  return {};
+}
+
+void RecipeRegion::enter() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++entries_;
+}
+
+void RecipeRegion::leave() {
+  std::vector<PendingUpdate> due;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--entries_ != 0 || !c10::GradMode::is_enabled()) return;
+    for (Forward& each : forward_) {
+      if (each.scale_in_forward.defined()) continue;
+      each.scale_in_forward = each.due.state.scale.clone();
+      due.push_back(each.due);
+    }
+  }
+  kernel_ops::update_states(due);
+}
+
+RecipeRegion::Backward::Backward(std::shared_ptr<RecipeRegion> region)
+    : region_(std::move(region)) {
+  const std::lock_guard<std::mutex> lock(region_->mutex_);
+  ++region_->outstanding_;
+}
+
+RecipeRegion::Backward::~Backward() {
+  if (!is_outstanding_) return;
+  const std::lock_guard<std::mutex> lock(region_->mutex_);
+  --region_->outstanding_;
+}
+
+void RecipeRegion::Backward::note_run(std::span<const PendingUpdate> states) {
+  if (!is_outstanding_) return;
+  is_outstanding_ = false;
+  std::vector<PendingUpdate> due;
+  {
+    const std::lock_guard<std::mutex> lock(region_->mutex_);
+    for (const PendingUpdate& state : states)
+      if (std::ranges::none_of(region_->backward_, [&](const PendingUpdate& each) {
+            return is_same(each.state, state.state);
+          }))
+        region_->backward_.push_back(state);
+    if (--region_->outstanding_ != 0) return;
+    due.swap(region_->backward_);
+  }
+  kernel_ops::update_states(due);
+}
+
+}  // namespace tandem

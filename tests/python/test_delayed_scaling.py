@@ -1,0 +1,652 @@
+"""DelayedScaling: scales against an emulation and golden vectors, one update per step however the step goes, state dicts, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import struct
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from safetensors import safe_open
+from support import llama_mlp, randomize
+
+import tandem
+from tandem import ops
+from tandem.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+GOLDEN = Path(__file__).parent.parent / "data" / "golden_formats.safetensors"
+
+
+def states(module: torch.nn.Module):
+    """The state of each direction."""
+    return module.recipe_state.forward, module.recipe_state.backward
+
+
+def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items() if "recipe_state" in name}
+
+
+def settled(state) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and history once what is pending has been used: as the next step finds them."""
+    copied = copy.deepcopy(state)
+    if copied.pending.item():
+        region = torch.tensor([2**40])
+        torch.ops.tandem.take_scale_(copied.scale, copied.amax_history, copied.pending, region, 0, f"fp8_{FORMAT}:margin=0:max")
+    return copied.scale, copied.amax_history
+
+
+FORMAT = "e4m3"
+
+
+class Reference:
+    """The state of one slot, in float32 arithmetic of its own."""
+
+    def __init__(self, element, length, margin=0, algorithm="max"):
+        self.element, self.margin, self.algorithm = element, margin, algorithm
+        self.scale, self.history = torch.tensor(1.0), torch.zeros(length)
+
+    def quantize(self, x):
+        """x on the grid of the scale, in float64."""
+        dtype, largest = self.element
+        self.history[0] = torch.maximum(self.history[0], x.detach().float().abs().max())
+        codes = (x.detach().float() * self.scale).clamp(-largest, largest).to(dtype)
+        return codes.double() * (1 / self.scale.double()).float().double()
+
+    def update(self):
+        last = self.history[0].clone()
+        if last == 0:
+            return
+        amax = torch.cat([self.history[1:], last[None]]).max() if self.algorithm == "max" else last
+        self.history[1:-1] = self.history[2:].clone()
+        if len(self.history) > 1:
+            self.history[-1] = last
+        self.history[0] = 0
+        if torch.isfinite(amax) and amax > 0:
+            numerator = torch.tensor(self.element[1] * 2.0**-self.margin, dtype=torch.float32)
+            self.scale = (numerator.double() / amax.double()).float()
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "margin"), [(1, 0), (4, 0), (5, 2), (1024, -1)])
+@pytest.mark.parametrize("fp8_format", list(Format))
+def test_linear_is_the_product_of_rounded_operands_over_steps(fp8_format, length, margin, algorithm):
+    recipe = DelayedScaling(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algorithm)
+    wide = E5M2 if fp8_format is Format.HYBRID else E4M3
+    x_slot, w_slot, g_slot = (Reference(element, length, margin, algorithm) for element in (E4M3, E4M3, wide))
+    linear = randomize(ops.Linear(24, 17))
+    for step in range(7):
+        x = (torch.randn(5, 24) * 3**step if step != 3 else torch.zeros(5, 24)).requires_grad_()
+        grad = torch.randn(5, 17) * 10.0**-step
+        with tandem.autocast(recipe=recipe):
+            y = linear(x)
+        grads = torch.autograd.grad(y, [x, linear.weight, linear.bias], grad)
+        x_codes, w_codes, g_codes = x_slot.quantize(x), w_slot.quantize(linear.weight), g_slot.quantize(grad)
+        for slot in (x_slot, w_slot, g_slot):
+            slot.update()
+        expected = (x_codes @ w_codes.t() + linear.bias.double(), g_codes @ w_codes, g_codes.t() @ x_codes, grad.double().sum(0))
+        for actual, wanted in zip((y, *grads), expected, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=4e-6 * max(1e-3, wanted.abs().max().item()))
+        forward, backward = states(linear)
+        assert torch.equal(forward.scale, torch.stack([x_slot.scale, w_slot.scale]))
+        assert torch.equal(forward.amax_history, torch.stack([x_slot.history, w_slot.history], 1))
+        assert torch.equal(backward.scale, g_slot.scale[None])
+        assert torch.equal(backward.amax_history, g_slot.history[:, None])
+
+
+def test_golden_steps_through_a_pipeline():
+    with safe_open(GOLDEN, "pt") as golden:
+        names = {name.split("/")[0] for name in golden.keys() if name.startswith("delayed_run")}
+        assert names
+        for name in names:
+            field = {key.split("/")[1]: golden.get_tensor(key) for key in golden.keys() if key.startswith(name + "/")}
+            xs = field["x"].view(torch.bfloat16)
+            quantize = ops.Quantize()
+            for step in range(xs.shape[0]):
+                with tandem.autocast(recipe=DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)):
+                    y = quantize(xs[step])
+                dequant = field["data"][step].view(torch.float8_e4m3fn).float() * field["scale_inv"][step].view(torch.float32)
+                assert torch.equal(y.view(torch.int16), dequant.to(torch.bfloat16).view(torch.int16))
+                forward, _ = states(quantize)
+                assert forward.scale.view(torch.int32).item() == field["scale_after"][step].view(torch.int32).item()
+                assert torch.equal(forward.amax_history[:, 0].view(torch.int32), field["hist_after"][step].flatten()[:4].view(torch.int32))
+
+
+RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+
+
+def inputs(count=3):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 8, generator=generator) * (i + 1) for i in range(count)]
+
+
+def trained(step, steps=3):
+    """The state of a Linear after `steps` of `step(linear, x)`."""
+    torch.manual_seed(0)
+    linear = ops.Linear(8, 8)
+    for x in inputs(steps):
+        step(linear, x.requires_grad_())
+    return linear
+
+
+def plain(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        y = linear(x)
+    y.square().sum().backward()
+
+
+def backward_inside(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        linear(x).square().sum().backward()
+
+
+def nested(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        with tandem.autocast(enabled=False):
+            linear(x)
+        with tandem.autocast(recipe=RECIPE):
+            y = linear(x)
+    y.square().sum().backward()
+
+
+def inside_a_disabled_region(linear, x):
+    with tandem.autocast(enabled=False), tandem.autocast(recipe=RECIPE):
+        y = linear(x)
+    y.square().sum().backward()
+
+
+def checkpointed(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        y = tandem.checkpoint(linear, x)
+    y.square().sum().backward()
+
+
+def checkpointed_by_torch(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False).square().sum().backward()
+
+
+def checkpointed_reentrant(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=True).square().sum().backward()
+
+
+def in_other_threads(linear, x):
+    held = []
+
+    def forward():
+        with tandem.autocast(recipe=RECIPE):
+            held.append(linear(x).square().sum())
+
+    for work in (forward, lambda: held[0].backward()):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+
+def in_a_pipeline(linear, x):
+    with tandem.autocast(recipe=RECIPE):
+        y = ops.Sequential(ops.Identity(), linear)(x)
+    y.square().sum().backward()
+
+
+def evaluated_on_the_way(linear, x):
+    plain(linear, x)
+    with torch.no_grad(), tandem.autocast(enabled=False):
+        linear(x * 100)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        backward_inside,
+        nested,
+        inside_a_disabled_region,
+        checkpointed,
+        checkpointed_by_torch,
+        checkpointed_reentrant,
+        in_other_threads,
+        in_a_pipeline,
+        evaluated_on_the_way,
+    ],
+    ids=lambda step: step.__name__,
+)
+def test_a_step_is_one_update_however_it_goes(step):
+    expected, actual = trained(plain), trained(step)
+    assert snapshot(actual).keys() == snapshot(expected).keys()
+    for name, tensor in snapshot(expected).items():
+        assert torch.equal(snapshot(actual)[name], tensor), name
+    assert torch.equal(actual.weight.grad, expected.weight.grad)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_calls_of_a_region_are_one_step(order):
+    """Micro-batches: the largest amax of all of them counts, and scales change behind the last backward only."""
+    linear = ops.Linear(8, 8)
+    a, b = inputs(2)
+    with tandem.autocast(recipe=RECIPE):
+        losses = [linear(x).sum() for x in (a, b)]
+    forward, backward = states(linear)
+    assert forward.amax_history[3, 0] == torch.maximum(a.abs().max(), b.abs().max())
+    assert forward.amax_history[1:3].count_nonzero() == 0
+    losses[order[0]].backward()
+    assert backward.amax_history[1:].count_nonzero() == 0 and backward.scale.item() == 1
+    losses[order[1]].backward()
+    assert backward.amax_history[:, 0].tolist() == [0, 0, 0, 1] and backward.scale.item() == 448
+
+
+def test_regions_may_overlap_in_time():
+    """As in pipeline parallelism: forwards of several regions before the first backward."""
+    linear = ops.Linear(8, 8)
+    losses = []
+    for factor, x in enumerate(inputs(3), 1):
+        with tandem.autocast(recipe=RECIPE):
+            losses.append((linear(x) * factor).sum())
+    assert states(linear)[0].amax_history[1:, 0].count_nonzero() == 3
+    for loss in losses:
+        loss.backward()
+    assert states(linear)[1].amax_history[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_module_twice_in_a_pipeline_has_one_history():
+    torch.manual_seed(0)
+    linear = ops.Linear(8, 8)
+    model = ops.Sequential(linear, ops.ReLU(), linear)
+    x = inputs(1)[0]
+    with tandem.autocast(recipe=RECIPE):
+        y = model(x)
+    y.sum().backward()
+    with torch.no_grad(), tandem.autocast(enabled=False):
+        between = torch.relu(linear(x))
+    forward, backward = states(linear)
+    assert forward.amax_history[3, 0] == x.abs().max()  # scales of the first step are 1: inner values may be rounded below it
+    assert forward.amax_history[3].count_nonzero() == 2 and between.abs().max() < forward.amax_history[3, 0]
+    assert backward.amax_history[1:].count_nonzero() == 1
+
+
+def test_without_gradients_no_step_ends():
+    linear = ops.Linear(8, 8)
+    x = inputs(1)[0]
+    with torch.no_grad(), tandem.autocast(recipe=RECIPE):
+        linear(x)
+    forward, _ = states(linear)
+    assert forward.scale.tolist() == [1, 1] and forward.amax_history[0, 0] == x.abs().max()
+    with tandem.autocast(recipe=RECIPE):
+        linear(x / 2)
+    assert forward.amax_history[3, 0] == x.abs().max()
+
+
+def test_a_backward_that_never_runs_holds_up_nobody():
+    torch.manual_seed(0)
+    used, unused = ops.Linear(8, 8), ops.Linear(8, 8)
+    for _ in range(2):
+        x = inputs(1)[0]
+        with tandem.autocast(recipe=RECIPE):
+            kept, y = unused(x), used(x)
+        y.sum().backward()
+    del kept
+    assert states(used)[1].amax_history[:, 0].tolist() in ([0, 0, 1, 1], [1, 0, 0, 1])
+    scale, history = settled(states(used)[1])
+    assert history[:, 0].tolist() == [0, 0, 1, 1] and scale.item() == 448
+    assert states(unused)[1].amax_history.count_nonzero() == 0
+
+
+def test_a_retained_graph_counts_the_second_time_in_the_next_step():
+    linear = ops.Linear(8, 8)
+    with tandem.autocast(recipe=RECIPE):
+        loss = linear(inputs(1)[0]).sum()
+    loss.backward(retain_graph=True)
+    once = snapshot(linear)["recipe_state.backward.scale"]
+    loss.backward()
+    assert torch.equal(states(linear)[1].scale, once)
+    assert states(linear)[1].amax_history[:, 0].tolist() == [1, 0, 0, 1]
+
+
+def test_a_graph_lets_its_state_go_behind_backward():
+    linear = ops.Linear(8, 8)
+    with tandem.autocast(recipe=RECIPE):
+        y = linear(inputs(1)[0].requires_grad_())
+    history = weakref.ref(states(linear)[1].amax_history)
+    y.sum().backward()
+    del linear
+    gc.collect()
+    assert y.grad_fn is not None and history() is None
+
+
+# Recompute
+
+
+def test_checkpoint_recomputes_with_the_scales_of_its_forward():
+    torch.manual_seed(0)
+    model = randomize(llama_mlp(16, 32))
+    expected = copy.deepcopy(model)
+    for x in [torch.randn(6, 16) * 2.0**-k for k in range(4)]:
+        results = []
+        for module, call in ((model, lambda m, v: tandem.checkpoint(m, v)), (expected, lambda m, v: m(v))):
+            leaf = x.clone().requires_grad_()
+            with tandem.autocast(recipe=RECIPE):
+                y = call(module, leaf)
+            y.square().sum().backward()
+            results.append((y, leaf.grad, *[p.grad for p in module.parameters()]))
+        for actual, wanted in zip(*results, strict=True):
+            assert torch.equal(actual, wanted)
+    for name, tensor in snapshot(expected).items():
+        assert torch.equal(snapshot(model)[name], tensor), name
+
+
+def test_checkpoints_of_several_regions_know_their_scales():
+    torch.manual_seed(0)
+    model = ops.Linear(8, 8)
+    expected = copy.deepcopy(model)
+    results = []
+    for module, call in ((model, lambda m, v: tandem.checkpoint(m, v)), (expected, lambda m, v: m(v))):
+        ys = []
+        for x in inputs(3):
+            with tandem.autocast(recipe=RECIPE):
+                ys.append(call(module, x.clone().requires_grad_()))
+        for y in ys:
+            y.square().sum().backward()
+        results.append(module.weight.grad)
+    assert torch.equal(*results)
+
+
+def test_checkpoint_passes_arguments_on_and_nests():
+    linear = ops.Linear(8, 8)
+
+    def twice(x, *, factor):
+        return tandem.checkpoint(lambda v: linear(v) * factor, x)
+
+    x = inputs(1)[0].requires_grad_()
+    with tandem.autocast(recipe=Float8CurrentScaling()):
+        y = tandem.checkpoint(twice, x, factor=2.0, preserve_rng_state=False)
+        (expected,) = torch.autograd.grad(linear(x).sum() * 2, x)
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(actual, expected)
+    plain = tandem.checkpoint(linear, x)
+    with tandem.autocast(recipe=RECIPE):  # forward was outside, so is the recompute
+        assert torch.equal(torch.autograd.grad(plain.sum(), x)[0], torch.ones(4, 8) @ linear.weight)
+
+
+def test_a_recompute_elsewhere_is_refused():
+    linear = ops.Linear(8, 8)
+    x = inputs(1)[0].requires_grad_()
+    with tandem.autocast(recipe=RECIPE):
+        y = torch.utils.checkpoint.checkpoint(
+            linear, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), tandem.autocast(recipe=RECIPE))
+        )
+    with pytest.raises(ValueError, match=r"expected a recompute in the autocast region of its forward.*Use tandem.checkpoint"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({"use_reentrant": True}, "use_reentrant"), ({"distribute_saved_activations": True}, "distribute_saved_activations"), ({"tp_group": 1}, "tp_group")],
+)
+def test_checkpoint_refuses_what_it_does_not_know(arguments, name):
+    with pytest.raises(NotImplementedError, match=rf"checkpoint: expected {name}=.*This version knows the default only"):
+        tandem.checkpoint(torch.relu, torch.ones(2), **arguments)
+
+
+# Compilers
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["region outside", "region inside"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_steps_are_those_of_eager(backend, inside):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = randomize(llama_mlp(16, 32))
+    expected = copy.deepcopy(model)
+
+    def within(module, x):
+        with tandem.autocast(recipe=RECIPE):
+            return module(x)
+
+    compiled = torch.compile(within if inside else model, fullgraph=True, backend=backend)
+    for k in range(4):
+        x = torch.randn(6, 16) * 3.0**k
+        ys = []
+        for call, module in ((compiled, model), (lambda *a: within(*a), expected)):
+            leaf = x.clone().requires_grad_()
+            if module is model and not inside:
+                with tandem.autocast(recipe=RECIPE):
+                    y = call(leaf)
+            else:
+                y = call(module, leaf)
+            y.square().sum().backward()
+            ys.append((y.detach(), leaf.grad))
+        for actual, wanted in zip(*ys, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
+        for mine, theirs in zip((m for m in model.modules() if hasattr(m, "pending")), (m for m in expected.modules() if hasattr(m, "pending")), strict=True):
+            for actual, wanted in zip(settled(mine), settled(theirs), strict=True):
+                torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
+
+
+def test_two_regions_of_one_graph_are_two_steps():
+    torch._dynamo.reset()
+    linear = ops.Linear(8, 8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def two(x):
+        with tandem.autocast(recipe=RECIPE):
+            a = linear(x)
+        with tandem.autocast(recipe=RECIPE):
+            return a + linear(x * 2)
+
+    x = inputs(1)[0]
+    two(x).sum().backward()
+    _, history = settled(states(linear)[0])
+    torch.testing.assert_close(history[:, 0], torch.stack([torch.zeros(()), torch.zeros(()), x.abs().max(), 2 * x.abs().max()]))
+
+
+# State dicts
+
+NAMES = [f"recipe_state.{way}.{name}" for way in ("forward", "backward") for name in ("scale", "amax_history")]
+
+
+def test_state_is_in_state_dicts_without_pickle():
+    linear = trained(plain)
+    assert [name for name in linear.state_dict() if "recipe" in name] == NAMES
+    file = io.BytesIO()
+    torch.save(linear.state_dict(), file)
+    file.seek(0)
+    fresh = ops.Linear(8, 8)
+    assert not fresh.load_state_dict(torch.load(file, weights_only=True)).missing_keys
+    for module in (linear, fresh):
+        module.zero_grad()
+        plain(module, inputs(1)[0].requires_grad_())
+    for name, tensor in linear.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
+    assert torch.equal(fresh.weight.grad, linear.weight.grad)
+
+
+def test_a_fresh_module_has_no_state_and_loads_none():
+    linear = ops.Linear(8, 8)
+    assert list(linear.state_dict()) == ["weight", "bias"]
+    plain(linear, inputs(1)[0].requires_grad_())
+    with pytest.warns(UserWarning, match=r"expected recipe_state in the state dict, got none of it"):
+        linear.load_state_dict(ops.Linear(8, 8).state_dict())
+    assert states(linear)[0].scale.tolist() == [1, 1] and states(linear)[0].amax_history.count_nonzero() == 0
+
+
+def test_histories_of_another_length_keep_the_newest():
+    linear = trained(plain, steps=5)
+    history = states(linear)[0].amax_history.clone()
+    longer, shorter = (DelayedScaling(amax_history_len=length, fp8_format=Format.E4M3) for length in (6, 2))
+    with torch.no_grad(), tandem.autocast(recipe=longer):
+        linear(torch.zeros(4, 8))
+    assert torch.equal(states(linear)[0].amax_history[3:, 0], history[1:, 0])
+    assert states(linear)[0].amax_history[1:3].count_nonzero() == 0
+    with torch.no_grad(), tandem.autocast(recipe=shorter):
+        linear(torch.zeros(4, 8))
+    assert torch.equal(states(linear)[0].amax_history[1, 0], history[3, 0])
+    fresh = ops.Linear(8, 8)
+    plain(fresh, inputs(1)[0].requires_grad_())
+    fresh.load_state_dict(linear.state_dict())
+    assert states(fresh)[0].amax_history.shape == (4, 2) and torch.equal(states(fresh)[0].amax_history[3], history[3])
+
+
+def test_state_of_another_module_is_refused():
+    linear, other = trained(plain), tandem.LayerNormMLP(8, 16)
+    with tandem.autocast(recipe=RECIPE):
+        other(inputs(1)[0])
+    assert states(other)[0].scale.shape == (4,) and states(other)[1].scale.shape == (2,)
+    wrong = {**linear.state_dict(), **{name: other.state_dict()[name] for name in NAMES}}
+    with pytest.raises(RuntimeError, match=r"recipe_state.forward: expected scaling state with 2 slots, got scale of shape \(4,\)"):
+        linear.load_state_dict(wrong)
+
+
+def test_state_follows_the_module_and_stays_float32():
+    linear = trained(plain).to(torch.bfloat16)
+    assert linear.weight.dtype == torch.bfloat16
+    assert {tensor.dtype for name, tensor in linear.state_dict().items() if "recipe" in name} == {torch.float32}
+    copied = copy.deepcopy(linear)
+    plain(copied, torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True))
+    assert not torch.equal(states(copied)[0].amax_history, states(linear)[0].amax_history)
+    assert "recipe_state.forward.scale" in dict(linear.named_buffers())
+    y = torch.func.functional_call(linear, {"recipe_state.forward.scale": torch.ones(2)}, torch.zeros(4, 8, dtype=torch.bfloat16))
+    assert y.shape == (4, 8)
+
+
+# Functions of the user
+
+
+def test_functions_of_the_user_make_scales():
+    seen = []
+
+    def amax(history):
+        seen.append(history.clone())
+        return history.amax(0)
+
+    def scale(amax, scale, fp8_max, recipe):
+        return torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(fp8_max / amax))), scale)
+
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=amax, scaling_factor_compute_algo=scale, fp8_format=Format.E4M3)
+    linear = ops.Linear(8, 8)
+    x = torch.full((4, 8), 3.0, requires_grad=True)
+    for _ in range(2):
+        with tandem.autocast(recipe=recipe):
+            y = linear(x)
+        y.sum().backward()
+    forward, backward = states(linear)
+    assert forward.scale[0] == 128 and backward.scale[0] == 256
+    assert forward.amax_history[:, 0].tolist() == [0, 0, 3, 3]
+    assert len(seen) == 4 and seen[0][0, 0] == 3
+    assert copy.deepcopy(recipe) == recipe and tandem.recipe.recipe_from_json(recipe.to_json()) is recipe
+
+    wrong = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: scale[0])
+    with pytest.raises(ValueError, match=r"expected scaling_factor_compute_algo to give a tensor of shape \(2,\).*got \(\)"):
+        with tandem.autocast(recipe=wrong):
+            linear(x)
+
+
+def test_functions_see_default_scales_where_only_one_is_given():
+    by_function = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0), fp8_format=Format.E4M3)
+    global RECIPE
+    expected, before = trained(plain), RECIPE
+    RECIPE = by_function
+    try:
+        actual = trained(plain)
+    finally:
+        RECIPE = before
+    for name, tensor in snapshot(expected).items():
+        assert torch.equal(snapshot(actual)[name], tensor), name
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"margin": 0.5}, "expected margin to be a whole number from -64 to 64, got 0.5"),
+        ({"amax_history_len": 0}, "expected amax_history_len to be a whole number from 1 to 65536, got 0"),
+        ({"amax_compute_algo": "least"}, 'expected amax_compute_algo to be "max", "most_recent" or a function, got \'least\''),
+        ({"scaling_factor_compute_algo": 3}, "expected scaling_factor_compute_algo to be None or a function, got 3"),
+        ({"fp8_format": "E4M3"}, "expected fp8_format to be Format.HYBRID or Format.E4M3, got 'E4M3'"),
+        ({"reduce_amax": 1}, "expected reduce_amax to be True or False, got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=f"DelayedScaling: {text}".replace("(", r"\(")):
+        DelayedScaling(**arguments)
+
+
+@pytest.mark.parametrize("name", ["fp8_dpa", "fp8_mha", "backward_override"])
+def test_what_is_not_known_yet_is_refused(name):
+    with pytest.raises(NotImplementedError, match=f"DelayedScaling: expected {name}=.*This version knows the default only"):
+        DelayedScaling(**{name: True})
+
+
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="expected amax_reduction_group to be a process group of torch.distributed or None, got int"):
+        tandem.autocast(recipe=RECIPE, amax_reduction_group=3)
+
+
+def test_recipes_are_values():
+    recipe = DelayedScaling(margin=1, amax_history_len=7, amax_compute_algo="most_recent", reduce_amax=False)
+    assert tandem.recipe.recipe_from_json(recipe.to_json()) == recipe
+    with tandem.autocast(recipe=recipe):
+        assert tandem.recipe.recipe_from_json(tandem._C.active_recipe()) == recipe
+
+
+def test_explain_and_verify_know_the_steps():
+    model = randomize(llama_mlp(16, 32))
+    x = torch.randn(6, 16)
+    for _ in range(2):
+        with tandem.autocast(recipe=RECIPE):
+            y = model(x)
+        y.sum().backward()
+    before = snapshot(model)
+    with tandem.autocast(recipe=RECIPE):
+        assert tandem.verify(model, x).passed
+    for name, tensor in before.items():
+        assert torch.equal(snapshot(model)[name], tensor), name
+    text = tandem.explain(model)
+    for word in ("take_scale", "record_amax", "quantize"):
+        assert word in text
+
+
+def test_state_that_does_not_fit_is_refused_by_the_dispatcher_op():
+    linear = trained(plain)
+    text = linear._run_alone().now.pipeline(())
+    with tandem.autocast(recipe=RECIPE):
+        description = text.description(True)
+    x, params = torch.zeros(4, 8), list(linear.parameters())
+    with pytest.raises(ValueError, match="expected 7 tensors as state of the recipe, got 0"):
+        torch.ops.tandem.pipeline(x, [], params, [], [], [], description)
+    bad = [torch.tensor([1]), *[t for state in states(linear) for t in (state.scale.double(), state.amax_history, state.pending)]]
+    with pytest.raises(ValueError, match=r"delayed scaling: expected scale \[slots\] and amax_history \[length, slots\] in contiguous float32"):
+        torch.ops.tandem.pipeline(x, [], params, [], bad, [], description)
+
+
+def test_kernel_ops_check_their_arguments():
+    scale, history, pending = torch.ones(2), torch.zeros(4, 2), torch.zeros(1, dtype=torch.int64)
+    region = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected state with at least 3 slots, got 2"):
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 2, "fp8_e4m3:margin=0:max")
+    with pytest.raises(ValueError, match=r"expected FORMAT:margin=NUMBER:max or :most_recent.*got \"fp8_e4m3\""):
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3")
+    with pytest.raises(ValueError, match="expected region as one int64"):
+        torch.ops.tandem.take_scale_(scale, history, pending, torch.ones(1), 0, "fp8_e4m3:margin=0:max")
+    with pytest.raises(ValueError, match="expected a registered function, got nobody"):
+        pending.fill_(7)
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3:margin=0:max:function=nobody")
+
+
+def test_bits_of_a_scale_are_those_of_the_quotient():
+    assert struct.pack(">f", settled_scale(3.0)).hex() == "43155555"
+
+
+def settled_scale(amax: float) -> float:
+    quantize = ops.Quantize()
+    with tandem.autocast(recipe=RECIPE):
+        quantize(torch.tensor([[amax]]))
+    return states(quantize)[0].scale.item()

@@ -1,0 +1,202 @@
+"""Parameters that are kept in codes: products read these, optimizers step a master copy, state dicts hold the parts."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+
+import tandem
+from tandem import ops
+from tandem.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+CURRENT = tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+MX = tandem.MXFP8Quantizer(torch.float8_e4m3fn)
+QUANTIZERS = pytest.mark.parametrize("quantizer", [CURRENT, MX], ids=["current", "mxfp8"])
+
+
+def quantized(module: torch.nn.Module, quantizer: tandem.Quantizer) -> torch.nn.Module:
+    """The module with its matrices in codes."""
+    for part in module.modules():
+        for name, param in [*part._parameters.items()]:
+            if param is not None and param.dim() == 2:
+                setattr(part, name, torch.nn.Parameter(tandem.quantize(param.detach(), quantizer), requires_grad=param.requires_grad))
+    return module
+
+
+def decoded(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose parameters are the plain numbers of the codes."""
+    plain = copy.deepcopy(module)
+    for part in plain.modules():
+        for name, param in [*part._parameters.items()]:
+            if isinstance(param, tandem.QuantizedTensor):
+                setattr(part, name, torch.nn.Parameter(param.dequantize()))
+    return plain
+
+
+@QUANTIZERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_recipe_the_decoded_numbers_count(quantizer, dtype):
+    torch.manual_seed(0)
+    model = quantized(randomize(llama_mlp(16, 40)).to(dtype), quantizer)
+    expected = decoded(model)
+    x = torch.randn(5, 16, dtype=dtype)
+    results = []
+    for module in (model, expected):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(torch.ones_like(y))
+        results.append([y, leaf.grad, *[param.grad for param in module.parameters()]])
+    for actual, wanted in zip(*results, strict=True):
+        assert type(actual) is torch.Tensor
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "recipe"), [(CURRENT, Float8CurrentScaling()), (MX, MXFP8BlockScaling()), (CURRENT, DelayedScaling(amax_history_len=4))]
+)
+def test_under_a_recipe_of_its_format_the_codes_count(quantizer, recipe):
+    torch.manual_seed(0)
+    linear = quantized(randomize(ops.Linear(48, 40)), quantizer)
+    container = ops.Sequential(linear)
+    x = torch.randn(6, 48, requires_grad=True)
+    with tandem.autocast(recipe=recipe):
+        y = container(x)
+    grad = torch.randn(6, 40)
+    grad_x, grad_weight = torch.autograd.grad(y, [x, linear.weight], grad)
+    text = container.explain()
+    assert "dequantize" not in text and "refresh_weight" not in text
+    if isinstance(recipe, Float8CurrentScaling):  # rounding what is rounded already changes nothing
+        plain = decoded(linear)
+        with tandem.autocast(recipe=recipe):
+            z = plain(x)
+        for actual, wanted in zip((y, grad_x, grad_weight), (z, *torch.autograd.grad(z, [x, plain.weight], grad)), strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
+    if quantizer is MX:  # rows and columns were quantized apart, from the very numbers
+        wanted = tandem.quantize(grad, tandem.MXFP8Quantizer(torch.float8_e4m3fn)).dequantize() @ linear.weight.dequantize(columnwise=True)
+        torch.testing.assert_close(grad_x, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize(("quantizer", "recipe"), [(CURRENT, MXFP8BlockScaling()), (MX, Float8CurrentScaling())])
+def test_under_another_recipe_the_decoded_numbers_are_quantized(quantizer, recipe):
+    torch.manual_seed(0)
+    linear = quantized(randomize(ops.Linear(32, 40)), quantizer)
+    plain = decoded(linear)
+    x = torch.randn(6, 32)
+    with tandem.autocast(recipe=recipe):
+        assert torch.equal(linear(x), plain(x))
+
+
+@QUANTIZERS
+def test_an_optimizer_steps_a_master_copy(quantizer):
+    torch.manual_seed(0)
+    target = torch.nn.Linear(16, 8)
+    linear = ops.Linear(16, 8)
+    master = linear.weight.detach().clone().requires_grad_()
+    linear.weight = torch.nn.Parameter(tandem.quantize(master.detach(), quantizer))
+    optimizer = torch.optim.SGD([master, linear.bias], lr=0.1)
+    losses = []
+    for _ in range(60):
+        x = torch.randn(32, 16)
+        with tandem.autocast(recipe=MXFP8BlockScaling() if quantizer is MX else Float8CurrentScaling()):
+            loss = (linear(x) - target(x)).square().mean()
+        loss.backward()
+        master.grad, linear.weight.grad = linear.weight.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+        linear.weight.quantize_(master)
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+    assert torch.equal(linear.weight.dequantize(), tandem.quantize(master.detach(), quantizer).dequantize())
+
+
+def test_an_optimizer_may_step_the_codes_themselves():
+    linear = quantized(ops.Linear(8, 8, bias=False), CURRENT)
+    linear.weight.grad = torch.ones(8, 8)
+    before = linear.weight.dequantize()
+    torch.optim.SGD(linear.parameters(), lr=0.25).step()
+    assert isinstance(linear.weight, tandem.QuantizedTensor) and isinstance(linear.weight, torch.nn.Parameter)
+    assert torch.equal(linear.weight.dequantize(), tandem.quantize(before - 0.25, CURRENT).dequantize())
+
+
+@QUANTIZERS
+def test_state_dicts_hold_the_parts(quantizer):
+    torch.manual_seed(0)
+    linear, other = (quantized(randomize(ops.Linear(16, 8)), quantizer) for _ in range(2))
+    parts = ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"]
+    assert [name for name in linear.state_dict() if "weight" in name] == [f"weight.{part}" for part in parts]
+    file = io.BytesIO()
+    torch.save(linear.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
+    other.load_state_dict(loaded)
+    for part in parts:
+        assert torch.equal(getattr(other.weight, part), getattr(linear.weight, part))
+    with pytest.raises(RuntimeError, match="weight: expected plain numbers in the state dict, as the parameter has, got rowwise_data"):
+        ops.Linear(16, 8).load_state_dict(loaded)
+    plain = ops.Linear(16, 8)
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other.weight.rowwise_data, tandem.quantize(plain.weight.detach(), quantizer).rowwise_data)
+    with pytest.raises(RuntimeError, match=r"weight.rowwise_data: expected shape \[8, 16\], got \[8, 32\]"):
+        linear.load_state_dict(quantized(ops.Linear(32, 8), quantizer).state_dict())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "fp8"])
+def test_compiled_calls_equal_eager_ones(backend, recipe):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = quantized(randomize(ops.Linear(16, 8)), CURRENT)
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)
+    x = torch.randn(4, 16)
+    results = []
+    for call in (compiled, linear):
+        leaf = x.clone().requires_grad_()
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call(leaf)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, linear.weight, linear.bias])])
+    for actual, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_codes_of_one_direction_suffice_where_only_these_are_read():
+    torch.manual_seed(0)
+    rows = tandem.MXFP8Quantizer(torch.float8_e4m3fn, columnwise=False)
+    linear = quantized(randomize(ops.Linear(32, 8, bias=False)), rows)
+    x = torch.randn(4, 32)
+    with torch.no_grad(), tandem.autocast(recipe=MXFP8BlockScaling()):
+        y = linear(x)
+    wanted = tandem.quantize(x, MX).dequantize() @ linear.weight.dequantize().t()
+    torch.testing.assert_close(y, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+    leaf = x.requires_grad_()
+    with tandem.autocast(recipe=MXFP8BlockScaling()):  # columns are made of the decoded numbers
+        linear(leaf).sum().backward()
+    assert torch.isfinite(leaf.grad).all()
+
+
+def test_they_are_tensors():
+    x = torch.randn(4, 32)
+    tensor = tandem.quantize(x, MX)
+    assert isinstance(tensor, torch.Tensor) and tensor.shape == x.shape and tensor.dtype == x.dtype
+    plain = tensor.dequantize()
+    assert torch.equal(tensor + 1, plain + 1) and torch.equal(tensor.t() @ x, plain.t() @ x)
+    assert type(tensor * 1) is torch.Tensor
+    copied = copy.deepcopy(tensor)
+    assert torch.equal(copied.rowwise_data, tensor.rowwise_data) and copied.rowwise_data is not tensor.rowwise_data
+    copied.quantize_(x * 2)
+    assert torch.equal(copied.dequantize(), tandem.quantize(x * 2, MX).dequantize())
+    assert torch.equal(tensor.dequantize(), plain)
+    assert "QuantizedTensor([4, 32], dtype=torch.float32" in repr(tensor)
+    with pytest.raises(ValueError, match="QuantizedTensor: expected codes of rows or of columns, got neither"):
+        tandem.QuantizedTensor(None, None, None, None, MX, torch.float32)
+
+
+def test_verify_reads_them():
+    torch.manual_seed(0)
+    model = quantized(randomize(llama_mlp(16, 32)), MX)
+    with tandem.autocast(recipe=MXFP8BlockScaling()):
+        assert tandem.verify(model, torch.randn(4, 16, requires_grad=True)).passed
