@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -13,10 +13,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from tandem import _C
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
+from tandem.ops.ghost import ghost_of
 from tandem.ops.places import Names, holding, names, views_stand_in
-
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation
+from tandem.ops.unit import BasicUnit
 
 Tensors = Sequence[torch.Tensor | None]
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
@@ -34,33 +33,7 @@ class _Fields:
     names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
 
-def _ghost(op: BasicOperation) -> BasicOperation:
-    """A copy that shares everything with an op but its parameters: what runs backward where the op itself is gone.
-
-    Modules inside the op are copied too: those of the op may live on elsewhere, and what stands in for a parameter must not show there.
-    """
-    return _without_parameters(op, {})
-
-
-def _without_parameters(module: Any, copies: dict[int, Any]) -> Any:
-    if module is None or isinstance(module, torch.jit.ScriptModule):  # of which no copy can be made this way
-        return module
-    if id(module) in copies:
-        return copies[id(module)]
-    ghost = copies[id(module)] = object.__new__(type(module))
-    fields = ghost.__dict__
-    fields.update(module.__dict__)
-    for name in ("_owner", *getattr(module, "_VOLATILE", ())):  # which lead back to the module
-        fields.pop(name, None)
-    if views_stand_in(module):
-        fields.update({name: None for name, value in fields.items() if isinstance(value, torch.Tensor)})
-    fields["_parameters"] = dict.fromkeys(module._parameters)
-    fields["_buffers"] = dict(module._buffers)
-    fields["_modules"] = {name: _without_parameters(child, copies) for name, child in module._modules.items()}
-    return ghost
-
-
-def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[Names]:
+def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names]:
     """The names of the tensors with which a pipeline calls its ops. Buffers are given while tracing only."""
     found = []
     for op, own in zip(ops, params, strict=True):
@@ -79,7 +52,7 @@ def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[
 
 
 @contextlib.contextmanager
-def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
+def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
     """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
     replaced = []
     for op, own, own_names in zip(ops, params, named, strict=True):
@@ -103,7 +76,7 @@ def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named
             tensors[name] = own_tensor
 
 
-def _check_parameters(op: BasicOperation) -> None:
+def _check_parameters(op: BasicUnit) -> None:
     """A backward that is written in Python knows the parameters that its class made, and not what others have put in their place."""
     if not op.is_python_op or views_stand_in(op):
         return
@@ -136,7 +109,7 @@ def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
 
 
 def _fields(
-    ops: Sequence[BasicOperation],
+    ops: Sequence[BasicUnit],
     params: Sequence[Tensors],
     contexts: list[OperationContext],
     saved: Sequence[Tensors],
@@ -201,7 +174,7 @@ class Runtime:
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
-        fields = _fields([op], params, [context], saved, named, _ghost(op), y) if save else None
+        fields = _fields([op], params, [context], saved, named, ghost_of(op), y) if save else None
         return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
 
     def _forward_fused(

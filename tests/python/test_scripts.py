@@ -28,6 +28,11 @@ GOOD_TREE = {
     "src/kernels/cuda/sources.cmake": "set(tandem_cuda_sources norm.cu)\n",
     "src/autograd/node.h": "#include <torch/csrc/autograd/function.h>\n",
     "src/bindings/tensor.h": "#include <torch/csrc/autograd/python_variable.h>\n",
+    "python/tandem/__init__.py": "from tandem import _C, ops\n",
+    "python/tandem/_C.pyi": "def version() -> str: ...\n",
+    "python/tandem/ops/__init__.py": "from tandem.ops.linear import Linear\n",
+    "python/tandem/ops/op.py": "from tandem import _C\n",
+    "python/tandem/ops/linear.py": "from tandem.ops import op\n",
     "tests/core/plan_test.cpp": 'EXPECT_TEXT("plan: expected one step");\n',
     "tests/core/CMakeLists.txt": "target_sources(tandem_tests PRIVATE plan_test.cpp)\n",
 }
@@ -81,6 +86,16 @@ BROKEN_LAYOUTS = {
         "only src/kernels/cuda includes CUDA headers",
     ),
     "CUDA switch": ({"src/core/plan.h": "#if defined(TANDEM_CUDA)\n"}, "expected no TANDEM_CUDA outside cmake/"),
+    "circle of imports": (
+        {"python/tandem/ops/op.py": "import tandem.ops.linear\n"},
+        "python/tandem/ops/linear.py: expected no circle of imports, got tandem.ops.linear -> tandem.ops.op -> tandem.ops.linear. Move",
+    ),
+    "circle of imports in a function": ({"python/tandem/ops/op.py": "def f():\n    from tandem.ops.linear import Linear\n"}, "no circle of imports"),
+    "circle of imports for types": (
+        {"python/tandem/ops/op.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .linear import Linear\n"},
+        "no circle of imports",
+    ),
+    "circle of imports through a package": ({"python/tandem/ops/op.py": "import tandem\n"}, "no circle of imports"),
     "source not listed": ({"src/core/value.cpp": "\n"}, "src/core/value.cpp: expected the CMakeLists.txt"),
     "CUDA source not listed": ({"src/kernels/cuda/gelu.cu": "\n"}, "src/kernels/cuda/gelu.cu: expected the"),
     "listed in a comment only": (

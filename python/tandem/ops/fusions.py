@@ -7,18 +7,18 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from tandem.ops import python_op
 from tandem.ops.changes import structure
+from tandem.ops.ghost import ghost_of
+from tandem.ops.unit import BasicUnit, FusedUnit, Unit
+from tandem.recipe import recipe_from_json
 
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
-
-FusionFunction = Callable[..., "list[FusibleOperation]"]
+FusionFunction = Callable[..., Sequence[Unit]]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
 _functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
@@ -114,9 +114,7 @@ def _changed(count: int) -> None:
 class Fused:
     """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in."""
 
-    def __init__(self, op: FusedOperation, pass_name: str, name: str) -> None:
-        from tandem._runtime import _ghost
-
+    def __init__(self, op: FusedUnit, pass_name: str, name: str) -> None:
         self.pass_name, self.name = pass_name, name
         self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
         op.flat_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
@@ -125,16 +123,16 @@ class Fused:
         self._ghost.__dict__["_modules"] = {**op._modules}
         ghosts = torch.nn.ModuleList()
         for index, basic in enumerate(op.flat_ops()):
-            ghosts._modules[str(index)] = _ghost(basic)
+            ghosts._modules[str(index)] = ghost_of(basic)
         self._ghost._modules["basic_ops"] = ghosts
 
-    def get(self) -> tuple[FusedOperation, Sequence[BasicOperation]]:
+    def get(self) -> tuple[FusedUnit, Sequence[BasicUnit]]:
         op = self._op()
         op = op if op is not None else self._ghost
         return op, op.flat_ops()
 
 
-def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def written_context(fused: Fused, basic: BasicUnit, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """What a fused forward saved on the context of an op of the library, as the values that the op's own backward reads."""
     if len(saved) != len(basic._context):
         raise ValueError(
@@ -158,7 +156,7 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list
     return found
 
 
-def fusions_made(ops: Sequence[BasicOperation], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
+def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
     return tuple(
@@ -168,7 +166,7 @@ def fusions_made(ops: Sequence[BasicOperation], recipe: str) -> tuple[tuple[str,
     )
 
 
-def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None) -> list[tuple[int, int, FusedOperation, FusionFunction]]:
+def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> list[tuple[int, int, FusedUnit, FusionFunction]]:
     current: list[Any] = list(ops)
     made_by: dict[int, FusionFunction] = {}
     for function in _functions[pass_name]:
@@ -186,16 +184,12 @@ def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None)
 
 
 def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
-    from tandem.recipe import recipe_from_json
-
     name = name_of(function)
     try:
         returned = function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
         raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
-    from tandem.ops.op import FusibleOperation
-
-    if not isinstance(returned, list | tuple) or not all(isinstance(op, FusibleOperation) for op in returned):
+    if not isinstance(returned, list | tuple) or not all(isinstance(op, Unit) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
     covered = [basic for op in returned for basic in op.flat_ops()]
@@ -210,12 +204,10 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
     return list(returned)
 
 
-def _check_directions(op: FusedOperation, pass_name: str, name: str) -> None:
-    from tandem.ops.op import FusibleOperation
-
+def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
     if pass_name in ("joint", "forward") and op._forward_prefix != "fuser":
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
-    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusibleOperation.fuser_backward:
+    if pass_name in ("joint", "backward") and type(op).fuser_backward is Unit.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")
     for basic in op.flat_ops():
         if pass_name != "joint" and basic.is_python_op:

@@ -7,16 +7,14 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from tandem import _C
-from tandem.ops.run import OpRun, Outputs
-
-if TYPE_CHECKING:
-    from tandem.ops.cut import Cut
+from tandem.ops.prepared import Outputs
+from tandem.ops.run import Cut, OpRun
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class ReportingMixin:
 
 
 def _parts_now(run: OpRun) -> list[OpRun]:
-    return [part.run for part in run.now.cut().parts] if run.now.hooked() else [run]
+    return [part.run for part in run.cut().parts] if run.now.hooked() else [run]
 
 
 def _reports(run: OpRun, format: str) -> list[str]:
@@ -153,6 +151,6 @@ def _verified(
     if not run.now.hooked():
         check(run, x, extra)
         return run(x, extra, training)
-    cut = run.now.cut()
+    cut = run.cut()
     outcomes.append((True, 0, "\n".join(_cut_report(cut, "text"))))
     return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))
