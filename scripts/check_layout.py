@@ -3,6 +3,7 @@
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
   arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
+  bodies  what a header declares is not defined in a higher layer. A header that all see counts as part of the lowest layer that includes it
   circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count like all
           others: each says that one module cannot be understood without the other. That a module runs the __init__.py of its packages
           does not count.
@@ -15,6 +16,8 @@ import statistics
 import sys
 from collections import Counter
 from pathlib import Path
+
+import declarations
 
 MAX_LINES = 700
 MEDIAN_LINES = 200
@@ -124,6 +127,34 @@ def check_arrows(root: Path, files: list[Path]) -> list[str]:
     return problems
 
 
+def check_bodies(root: Path, files: list[Path]) -> list[str]:
+    ranks: dict[Path, int] = {}
+    for path in files:
+        layer = layer_of(path.relative_to(root))
+        if path.suffix != ".py" and layer in RANK:
+            ranks[path] = RANK[layer]
+    for path, rank in list(ranks.items()):
+        for found in map(INCLUDE.match, path.read_text(encoding="utf-8").splitlines()):
+            header = root / "include" / found[1] if found and found[1] in SEEN_BY_ALL else None
+            if header in ranks:
+                ranks[header] = min(ranks[header], rank)
+    read = {path: declarations.read(path) for path in ranks}
+    bodies: dict[declarations.Name, list[Path]] = {}
+    for path, content in read.items():
+        for name in content.defined:
+            bodies.setdefault(name, []).append(path)
+    problems = []
+    for path, content in read.items():
+        for name in sorted(content.declared, key=str) if path.suffix == ".h" else ():
+            found_in = bodies.get(name, [])
+            if found_in and all(ranks[body] > ranks[path] for body in found_in):
+                problems.append(
+                    f"{path.relative_to(root)}: expected {name} to be defined in its own layer or below, got {found_in[0].relative_to(root)}. "
+                    "Declare it there."
+                )
+    return problems
+
+
 def imports_of(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
     """Those of `modules` that the module `name` imports, wherever in it."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
@@ -206,7 +237,7 @@ def check_lists(root: Path, files: list[Path]) -> list[str]:
 
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_sizes(root, files) + check_arrows(root, files) + check_circles(root) + check_lists(root, files)
+    problems = check_sizes(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)
     if not problems:

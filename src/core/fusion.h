@@ -98,7 +98,4 @@ struct Fusion {
   bool runs_user_code = false;
 };
 
-/// The fusions of one pass, built in, longest patterns first.
-std::span<const Fusion> built_in_fusions(Pass pass);
-
 }  // namespace tandem

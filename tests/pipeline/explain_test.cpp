@@ -8,6 +8,7 @@
 #include "pipeline/pipeline.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {

@@ -13,6 +13,7 @@
 #include "quantization/recipe.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {

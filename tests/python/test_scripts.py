@@ -20,7 +20,10 @@ GOOD_TREE = {
     '  TORCH_CHECK_VALUE(n == g(1, ","), "plan: expected one step, got ", n,  // a comment with "text"\n'
     '                    ". Pass " "one.");\n'
     "}\n",
-    "src/kernel_ops/norm.h": "#pragma once\n",
+    "src/kernel_ops/norm.h": '#include "tandem/memory.h"\nnamespace tandem {\nvoid norm(int rows);\nstruct Norm;\n}\n',
+    "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\nint cached_bytes() {\n  return 0;\n}\nstruct Norm {};\n}\n",
+    "src/kernel_ops/CMakeLists.txt": "target_sources(tandem PRIVATE norm.cpp)\n",
+    "include/tandem/memory.h": "namespace tandem {\nint cached_bytes();\n}\n",
     "src/kernels/CMakeLists.txt": "target_sources(tandem_kernels PRIVATE cpu/norm.cpp)\n",
     "src/kernels/cpu/norm.cpp": '#include "kernels/norm.h"\n',
     "src/kernels/norm.h": "#pragma once\n",
@@ -86,6 +89,30 @@ BROKEN_LAYOUTS = {
         "only src/kernels/cuda includes CUDA headers",
     ),
     "CUDA switch": ({"src/core/plan.h": "#if defined(TANDEM_CUDA)\n"}, "expected no TANDEM_CUDA outside cmake/"),
+    "function defined above": (
+        {"src/core/plan.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\n}\n", "src/kernel_ops/norm.cpp": "\n"},
+        "src/kernel_ops/norm.h: expected tandem::norm() to be defined in its own layer or below, got src/core/plan.cpp. Declare it there.",
+    ),
+    "function defined above, another of its name below": (
+        {"src/core/plan.cpp": "void tandem::norm(int rows) {\n}\n", "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm() {}\n}\n"},
+        "expected tandem::norm() to be defined in its own layer",
+    ),
+    "class defined above": ({"src/core/plan.h": "struct tandem::Norm {};\n", "src/kernel_ops/norm.cpp": "\n"}, "expected tandem::Norm to be"),
+    "method defined above": (
+        {
+            "src/kernel_ops/norm.h": "namespace tandem {\nclass Norm {\n public:\n  explicit Norm(int n);\n  int rows() const;\n};\n}\n",
+            "src/core/plan.cpp": 'namespace tandem {\nNorm::Norm(int n) : n_{n}, s_("}") {\n}\nint Norm::rows() const {\n  return 1;\n}\n}\n',
+        },
+        "expected tandem::Norm::rows() to be defined",
+    ),
+    "variable defined above": (
+        {"src/kernel_ops/norm.h": "extern const int kNorm;\n", "src/core/plan.cpp": "const int kNorm = 1;\n"},
+        "expected kNorm to be defined",
+    ),
+    "defined above, in a header that all see": (
+        {"src/kernel_ops/norm.cpp": "\n", "src/core/plan.cpp": "namespace tandem {\nint cached_bytes() { return 0; }\n}\n"},
+        "include/tandem/memory.h: expected tandem::cached_bytes() to be defined",
+    ),
     "circle of imports": (
         {"python/tandem/ops/op.py": "import tandem.ops.linear\n"},
         "python/tandem/ops/linear.py: expected no circle of imports, got tandem.ops.linear -> tandem.ops.op -> tandem.ops.linear. Move",
