@@ -14,7 +14,6 @@ class PlanKey {
     bool traced = false;  ///< through the dispatcher: nothing may mutate arguments or return them
     at::ScalarType autocast_dtype =
         at::ScalarType::Undefined;  ///< of the input's device type; Undefined outside autocast
-    bool deterministic = false;
   };
   struct TensorTraits {
     bool defined, requires_grad;
@@ -25,7 +24,7 @@ class PlanKey {
   /// `inputs`: how many of the tensors to come are inputs; the others are parameters.
   explicit PlanKey(const Call& call, size_t inputs = 1) {
     words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
-                     uint32_t{call.traced} << 1 | uint32_t{call.deterministic} << 2);
+                     uint32_t{call.traced} << 1);
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
@@ -43,7 +42,7 @@ class PlanKey {
 
   Call call() const {
     return {(words_[0] & 1u) != 0, (words_[0] & 2u) != 0,
-            static_cast<at::ScalarType>(words_[0] >> 8 & 0xFF), (words_[0] & 4u) != 0};
+            static_cast<at::ScalarType>(words_[0] >> 8 & 0xFF)};
   }
   size_t input_count() const { return words_[1]; }
   size_t tensor_count() const { return words_.size() - 2; }
