@@ -43,19 +43,12 @@ struct __attribute__((visibility("hidden"))) Slot {
 /// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its hooks would run.
 using Member = std::pair<py::dict, bool>;
 
-/// Whether hooks are registered for all modules.
-bool any_global_hooks() {
-  static const auto* const kHooks = [] {
-    const auto module = py::module_::import("torch.nn.modules.module");
-    auto* hooks = new std::vector<PyObject*>;
-    for (const char* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
-                             "_global_backward_hooks", "_global_backward_pre_hooks"})
-      hooks->push_back(module.attr(name).cast<py::dict>().release().ptr());
-    return hooks;
-  }();
-  for (PyObject* hooks : *kHooks)
-    if (PyDict_GET_SIZE(hooks) != 0) return true;
-  return false;
+/// The items of a collection in `tandem.ops.hooks`, which says where modules have hooks.
+std::vector<PyObject*>& hook_list(const char* name) {
+  auto* items = new std::vector<PyObject*>;
+  for (const py::handle item : py::module_::import("tandem.ops.hooks").attr(name))
+    items->push_back(py::reinterpret_borrow<py::object>(item).release().ptr());
+  return *items;
 }
 
 /// Whether `__torch_function__` of a tensor's type wants to be asked about what is done with it.
@@ -147,16 +140,16 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
   bool any_hooks() const {
-    static PyObject* const kNames[] = {PyUnicode_InternFromString("_forward_hooks"),
-                                       PyUnicode_InternFromString("_forward_pre_hooks"),
-                                       PyUnicode_InternFromString("_backward_hooks"),
-                                       PyUnicode_InternFromString("_backward_pre_hooks")};
+    static const auto& kOfAModule = hook_list("OF_A_MODULE");
+    static const auto& kOfAllModules = hook_list("OF_ALL_MODULES");
     static PyObject* const kModules = PyUnicode_InternFromString("_modules");
     static PyObject* const kParametrizations = PyUnicode_InternFromString("parametrizations");
-    if (is_container_ && any_global_hooks()) return true;
+    if (is_container_)
+      for (PyObject* hooks : kOfAllModules)
+        if (PyDict_GET_SIZE(hooks) != 0) return true;
     for (const auto& [module, is_called] : modules_) {
       if (is_called)
-        for (PyObject* name : kNames) {
+        for (PyObject* name : kOfAModule) {
           PyObject* hooks = PyDict_GetItem(module.ptr(), name);
           if (hooks != nullptr && PyDict_GET_SIZE(hooks) != 0) return true;
         }
@@ -295,7 +288,6 @@ PYBIND11_MODULE(_C, module) {
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("call_with_arguments", &EagerPipeline::call_with_arguments)
-      .def("any_hooks", &EagerPipeline::any_hooks)
       .def("check_no_writes", &EagerPipeline::check_no_writes)
       .def("note_recipe",
            [](const EagerPipeline& self, bool training) {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.ops.prepared import Bindings, Prepared, any_global_hooks, own_call
+from tandem.ops import hooks
+from tandem.ops.prepared import Bindings, Prepared, own_call
 from tandem.ops.unit import Unit
 
 
@@ -22,22 +23,14 @@ class Piece:
     outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result, and whether the caller gets it
 
 
-_HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
-
-
 def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:
     """Why the units at the positions `hooked` stand alone."""
-    if run.owner is None and any_global_hooks():
+    if run.owner is None and hooks.any_of_all_modules():
         return ["hooks are registered for all modules, so every op runs by itself: nothing fuses across ops"]
     told = []
     for index in hooked:
         unit = run.units[index]
-        found = [f"a {name}" for module in (unit, *unit.flat_ops()) for field, name in _HOOKS.items() if getattr(module, field)]
+        found = [f"a {name}" for module in (unit, *unit.flat_ops()) for field, name in hooks.OF_A_MODULE.items() if getattr(module, field)]
         found.append(f"a {own_call(unit)} of its own")
         told.append(f"op {index} ({unit._get_name()}) has {found[0]}, so it runs by itself: nothing fuses across it")
     return told

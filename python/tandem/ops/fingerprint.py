@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from tandem.ops.hooks import OF_A_MODULE
 from tandem.ops.plain import Told, is_fixed, tell_plain
 from tandem.ops.unit import BasicUnit
 from tandem.ops.watches import MISSING, Place, Retold, Same
@@ -57,7 +58,6 @@ _NOT_READ = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init_
 }
 _WITHOUT_CODE = (*_OF_C, argparse.Namespace, collections.Counter)  # none of their own code reads an attribute
 _REDUCED = (operator.attrgetter, operator.itemgetter, operator.methodcaller, type(vars(collections.namedtuple("_Pair", "x"))["x"]))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BASES, _CODE, _FIELDS = map(operator.attrgetter, ("__bases__", "__code__", "__dict__"))
 _DEFAULTS, _KEYWORD_DEFAULTS = map(operator.attrgetter, ("__defaults__", "__kwdefaults__"))
 _MOST_BYTES = 1 << 16  # of an array that is compared
@@ -514,7 +514,7 @@ class Fingerprint:
         told = [None if module is op else self._class(type(module))]
         told.append(self._fields(fields, ["training"]) if is_named else self._fields(fields, [*own, "training"], known=NOT_OPTIONS))
         told.append(self._name(fields, module, NOT_OPTIONS) if is_named else None)
-        hooks = [] if module is op else [fields[name] for name in _HOOKS]
+        hooks = [] if module is op else [fields[name] for name in OF_A_MODULE]
         self._watches.append(Same(lambda: [*_items(fields["_modules"]), *(hook for some in hooks for hook in (some, *some.values()))]))
         told.append([[name, self._inside.get(id(child))] for name, child in module._modules.items()])
         return [*told, [[self._tell(hook) for hook in some.values()] for some in hooks]]

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _modules
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import fingerprint, fusions, main_grad, python_op
+from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
 from tandem.ops.tracing import constant_while_traced
@@ -21,23 +20,6 @@ from tandem.ops.unit import BasicUnit, Unit
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # by basic op
-
-
-def any_global_hooks() -> bool:
-    """Whether hooks are registered for all modules."""
-    return bool(
-        _modules._global_forward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_backward_hooks
-        or _modules._global_backward_pre_hooks
-    )
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def own_call(unit: Unit) -> str | None:
@@ -53,12 +35,9 @@ def own_call(unit: Unit) -> str | None:
 
 
 def unit_has_hooks(unit: Unit) -> bool:
-    if has_hooks(unit):
-        return True
-    if unit.is_fused_op:
-        for op in unit.flat_ops():
-            if has_hooks(op):
-                return True
+    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+        if hooks.any_of(module):
+            return True
     return False
 
 
@@ -155,7 +134,7 @@ class Prepared:
 
     def hooked(self) -> tuple[int, ...]:
         """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
-        everywhere = self.owner is None and any_global_hooks()
+        everywhere = self.owner is None and hooks.any_of_all_modules()
         return tuple(
             [
                 index
