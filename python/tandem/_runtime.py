@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -19,6 +19,23 @@ from tandem.ops.unit import BasicUnit
 
 Tensors = Sequence[torch.Tensor | None]
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+
+
+class Forward(NamedTuple):
+    """What a forward gives to the library."""
+
+    y: torch.Tensor
+    extra_outputs: list[Tensors]  # of each covered op
+    saved: Sequence[Any]  # tensors; of a fusion of one direction those of each covered op
+    fields: _Fields | None  # what backward gets besides
+
+
+class Gradients(NamedTuple):
+    """What a backward gives to the library."""
+
+    x: torch.Tensor | None
+    params: list[Tensors]  # of each covered op
+    extra_inputs: list[Tensors]  # of each covered op
 
 
 @dataclass
@@ -157,7 +174,7 @@ class Runtime:
         params: list[Tensors],
         save: bool,
         given: list[dict[str, Any] | None],
-    ) -> Any:
+    ) -> Forward:
         if isinstance(target, fusions.Fused):
             return self._forward_fused(target, x, extras, params, save, given)
         key = target
@@ -175,7 +192,7 @@ class Runtime:
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
         fields = _fields([op], params, [context], saved, named, ghost_of(op), y) if save else None
-        return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
+        return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
 
     def _forward_fused(
         self,
@@ -185,7 +202,7 @@ class Runtime:
         params: list[Tensors],
         save: bool,
         given: list[dict[str, Any] | None],
-    ) -> Any:
+    ) -> Forward:
         op, basics = fused.get()
         for basic in basics if save else ():
             _check_parameters(basic)
@@ -196,14 +213,15 @@ class Runtime:
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
-            return y, [tuple(group) for group in extra_outputs], flat, _fields(basics, params, contexts, saved, named, None, y) if save else None
+            fields = _fields(basics, params, contexts, saved, named, None, y) if save else None
+            return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
         if save:
-            saved = [fusions.written_context(fused, basic, tensors) for basic, tensors in zip(basics, saved, strict=True)]
-        return y, [tuple(group) for group in extra_outputs], saved, None
+            saved = [fusions.written_context(fused, basic, context) for basic, context in zip(basics, contexts, strict=True)]
+        return Forward(y, [tuple(group) for group in extra_outputs], saved, None)
 
     def backward(
         self, target: str | fusions.Fused, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
-    ) -> Any:
+    ) -> Gradients:
         if isinstance(target, fusions.Fused):
             op, basics = target.get()
         else:
@@ -222,15 +240,15 @@ class Runtime:
                 grad_y = torch.zeros(shape, dtype=dtype, device=device)
             params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
         else:
-            contexts = [OperationContext(saved_tensors=tuple(own)) for own in saved]
+            contexts = [OperationContext.of(basic._context, own) for basic, own in zip(basics, saved, strict=True)]
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         named = fields.names if fields is not None else _names_of(basics, params)
         with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
-        return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
+        return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs])
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[tuple[int, int, str, str, fusions.Fused]]:
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused]:
         return fusions.groups(pass_name, instances, recipe)
 
 

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
 #include "core/build_id.h"
+#include "fusions/table.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
@@ -280,6 +283,17 @@ ExplainFormat format_of(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  py::class_<VerifyReport>(module, "VerifyReport")
+      .def_readonly("passed", &VerifyReport::passed)
+      .def_readonly("comparisons", &VerifyReport::comparisons)
+      .def_readonly("text", &VerifyReport::text);
+  py::class_<kernel_ops::RefreshCounts>(module, "RefreshCounts")
+      .def_readonly("made", &kernel_ops::RefreshCounts::made)
+      .def_readonly("reused", &kernel_ops::RefreshCounts::reused);
+  py::class_<Fusion>(module, "Fusion")
+      .def_property_readonly("pass_name", [](const Fusion& self) { return pass_name(self.pass); })
+      .def_readonly("name", &Fusion::name)
+      .def_readonly("picture", &Fusion::picture);
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
                     std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>>(),
@@ -307,10 +321,7 @@ PYBIND11_MODULE(_C, module) {
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
       .def("verify", [](const EagerPipeline& self, const std::vector<at::Tensor>& inputs,
-                        bool training, int masks) {
-        const VerifyReport report = self.verify(inputs, training, masks);
-        return py::make_tuple(report.passed, report.comparisons, report.text);
-      });
+                        bool training, int masks) { return self.verify(inputs, training, masks); });
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("cached_bytes", &cached_bytes,
              "Bytes of freed memory that are kept for the next CPU tensors of a pipeline.");
@@ -318,10 +329,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_cache_limit", &set_cache_limit, py::arg("bytes"),
              "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
              "Returns the limit before.");
-  module.def("refresh_counts", [] {
-    const auto counts = kernel_ops::refresh_counts();
-    return py::make_tuple(counts.made, counts.reused);
-  });
+  module.def("refresh_counts", &kernel_ops::refresh_counts);
   module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
   module.def("plans_made", &Program::plans_made);
   module.def("programs_alive", &Program::alive);
@@ -330,6 +338,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("version", &version);
   module.def("built_against_torch", &built_against_torch);
   module.def("op_names", &op_names);
+  module.def("built_in_fusions", [] {
+    std::vector<Fusion> fusions;
+    for (const Pass pass : {Pass::joint, Pass::forward, Pass::backward})
+      std::ranges::copy(built_in_fusions(pass), std::back_inserter(fusions));
+    return fusions;
+  });
   module.def("explain_description", [](const std::string& text, const std::string& format) {
     const auto program = program_of(text);
     std::vector<ExplainedPlan> plans;

@@ -72,6 +72,9 @@ struct TANDEM_API Match {
 };
 
 enum class Pass : uint8_t { joint, forward, backward };
+constexpr const char* pass_name(Pass pass) {
+  return pass == Pass::joint ? "joint" : pass == Pass::forward ? "forward" : "backward";
+}
 
 /// One direction of a fused step. A write that nobody demands is passed as absent. Lists stand last among reads and writes.
 struct FusedRun {

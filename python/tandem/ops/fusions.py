@@ -7,13 +7,14 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from tandem.ops import python_op
 from tandem.ops.changes import structure
+from tandem.ops.context import OperationContext
 from tandem.ops.ghost import ghost_of
 from tandem.ops.unit import BasicUnit, FusedUnit, Unit
 from tandem.recipe import recipe_from_json
@@ -111,11 +112,25 @@ def _changed(count: int) -> None:
     structure.change_fusions()
 
 
-class Fused:
-    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in."""
+class _Returned(NamedTuple):
+    """A fused op in a list that the functions of a pass returned, and the first of them that returned it."""
 
-    def __init__(self, op: FusedUnit, pass_name: str, name: str) -> None:
-        self.pass_name, self.name = pass_name, name
+    first: int  # of the basic ops that it stands for
+    last: int
+    op: FusedUnit
+    function: FusionFunction
+
+
+class Fused:
+    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in.
+
+    It stands for the ops `first` to `last` of the pipeline; `name` is that of the function which returned it.
+    """
+
+    def __init__(self, returned: _Returned, pass_name: str) -> None:
+        op = returned.op
+        self.pass_name, self.name = pass_name, name_of(returned.function)
+        self.first, self.last = returned.first, returned.last
         self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
         op.flat_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
         self._op = weakref.ref(op)
@@ -132,41 +147,39 @@ class Fused:
         return op, op.flat_ops()
 
 
-def written_context(fused: Fused, basic: BasicUnit, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What a fused forward saved on the context of an op of the library, as the values that the op's own backward reads."""
-    if len(saved) != len(basic._context):
+def written_context(fused: Fused, basic: BasicUnit, context: OperationContext) -> list[torch.Tensor | None]:
+    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it."""
+    saved = context.to_save or ()
+    if context.saved_names and set(context.saved_names) != set(basic._context) or len(saved) != len(basic._context):
         raise ValueError(
             f"{fused.name}: expected {len(basic._context)} saved tensors on the context of {basic._get_name()} "
-            f"({', '.join(basic._context) or 'none'}), got {len(saved)}. Save what its own forward saves."
+            f"({', '.join(basic._context) or 'none'}), got {', '.join(context.saved_names) or len(saved)}. Save what its own forward saves."
         )
-    return list(saved)
+    by_name = dict(zip(context.saved_names or basic._context, saved, strict=True))
+    return [by_name[name] for name in basic._context]
 
 
-def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[tuple[int, int, str, str, Fused]]:
-    """Asks the functions of a pass: (first op, last op, key, name of the function, the op) of each fused op that they return."""
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[Fused]:
+    """Asks the functions of a pass for fused ops."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
-    found = []
-    for first, last, op, function in _returned(pass_name, ops, recipe):
-        fused = Fused(op, pass_name, name_of(function))
-        found.append((first, last, fused.key, fused.name, fused))
-    return found
+    return [Fused(returned, pass_name) for returned in _returned(pass_name, ops, recipe)]
 
 
 def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
     return tuple(
-        (pass_name, first, last, _registered[id(function)])
+        (pass_name, returned.first, returned.last, _registered[id(returned.function)])
         for pass_name in _PASSES
-        for first, last, _, function in _returned(pass_name, ops, quantized)
+        for returned in _returned(pass_name, ops, quantized)
     )
 
 
-def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> list[tuple[int, int, FusedUnit, FusionFunction]]:
+def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> list[_Returned]:
     current: list[Any] = list(ops)
     made_by: dict[int, FusionFunction] = {}
     for function in _functions[pass_name]:
@@ -178,7 +191,7 @@ def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> l
     for op in current:
         count = len(op.flat_ops())
         if op.is_fused_op:
-            found.append((first, first + count - 1, op, made_by[id(op)]))
+            found.append(_Returned(first, first + count - 1, op, made_by[id(op)]))
         first += count
     return found
 

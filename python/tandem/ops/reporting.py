@@ -69,7 +69,7 @@ class ReportingMixin:
 
         Where ops with hooks cut a pipeline, that is told, and its parts are what is compared.
         """
-        outcomes: list[tuple[bool, int, str]] = []
+        outcomes: list[_C.VerifyReport | Verification] = []
         rest = extra_inputs
         for run in self._prepare():
             if not isinstance(run, OpRun):
@@ -80,8 +80,8 @@ class ReportingMixin:
             now.check_count(given)
             outputs = _verified(run, x, given, self.training, masks, outcomes)
             x = outputs[0] if isinstance(outputs, tuple) else outputs
-        passed, comparisons, texts = zip(*outcomes, strict=True) if outcomes else ((), (), ())
-        return Verification(all(passed), sum(comparisons), "\n".join(texts))
+        passed = all(outcome.passed for outcome in outcomes)
+        return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
         """Makes it an error, with the reason, if one of these fusions is not made."""
@@ -138,7 +138,7 @@ def _fusions(run: OpRun) -> set[str]:
 
 
 def _verified(
-    run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[tuple[bool, int, str]]
+    run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[_C.VerifyReport | Verification]
 ) -> Outputs:
     """The outputs of a run, which are checked on the way."""
 
@@ -152,5 +152,5 @@ def _verified(
         check(run, x, extra)
         return run(x, extra, training)
     cut = run.cut()
-    outcomes.append((True, 0, "\n".join(_cut_report(cut, "text"))))
+    outcomes.append(Verification(True, 0, "\n".join(_cut_report(cut, "text"))))
     return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))
