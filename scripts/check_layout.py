@@ -3,14 +3,21 @@
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
   arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
+  bodies  what a header declares is not defined in a higher layer. A header that all see counts as part of the lowest layer that includes it
+  circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count like all
+          others: each says that one module cannot be understood without the other. That a module runs the __init__.py of its packages
+          does not count.
   lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
 """
 
+import ast
 import re
 import statistics
 import sys
 from collections import Counter
 from pathlib import Path
+
+import declarations
 
 MAX_LINES = 700
 MEDIAN_LINES = 200
@@ -120,6 +127,86 @@ def check_arrows(root: Path, files: list[Path]) -> list[str]:
     return problems
 
 
+def check_bodies(root: Path, files: list[Path]) -> list[str]:
+    ranks: dict[Path, int] = {}
+    for path in files:
+        layer = layer_of(path.relative_to(root))
+        if path.suffix != ".py" and layer in RANK:
+            ranks[path] = RANK[layer]
+    for path, rank in list(ranks.items()):
+        for found in map(INCLUDE.match, path.read_text(encoding="utf-8").splitlines()):
+            header = root / "include" / found[1] if found and found[1] in SEEN_BY_ALL else None
+            if header in ranks:
+                ranks[header] = min(ranks[header], rank)
+    read = {path: declarations.read(path) for path in ranks}
+    bodies: dict[declarations.Name, list[Path]] = {}
+    for path, content in read.items():
+        for name in content.defined:
+            bodies.setdefault(name, []).append(path)
+    problems = []
+    for path, content in read.items():
+        for name in sorted(content.declared, key=str) if path.suffix == ".h" else ():
+            found_in = bodies.get(name, [])
+            if found_in and all(ranks[body] > ranks[path] for body in found_in):
+                problems.append(
+                    f"{path.relative_to(root)}: expected {name} to be defined in its own layer or below, got {found_in[0].relative_to(root)}. "
+                    "Declare it there."
+                )
+    return problems
+
+
+def imports_of(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
+    """Those of `modules` that the module `name` imports, wherever in it."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                submodule = f"{origin}.{alias.name}"
+                found.add(submodule if submodule in modules else origin)
+    return found & modules.keys()
+
+
+def circle_through(start: str, arrows: dict[str, set[str]]) -> list[str]:
+    """The shortest way along `arrows` from `start` back to it, or nothing."""
+    before: dict[str, str] = {}
+    reached = [start]
+    for module in reached:
+        for target in sorted(arrows.get(module, ())):
+            if target == start:
+                way = [module]
+                while way[-1] != start:
+                    way.append(before[way[-1]])
+                return [*reversed(way), start]
+            if target not in before:
+                before[target] = module
+                reached.append(target)
+    return []
+
+
+def check_circles(root: Path) -> list[str]:
+    folder = root / "python"
+    modules = {}
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")]):  # a stub alone is an extension, which imports nothing of ours
+        parts = path.relative_to(folder).with_suffix("").parts
+        modules.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
+    arrows = {name: imports_of(path, name, modules) for name, path in modules.items() if path.suffix == ".py"}
+    problems, told = [], set()
+    for name in sorted(arrows):
+        circle = circle_through(name, arrows) if name not in told else []
+        if circle:
+            told.update(circle)
+            problems.append(
+                f"{modules[name].relative_to(root)}: expected no circle of imports, got {' -> '.join(circle)}. Move what both need into a "
+                "module below them."
+            )
+    return problems
+
+
 def listed_sources(cmake_file: Path) -> list[Path]:
     """Sources that a CMakeLists.txt or sources.cmake names, those of other folders (by an absolute path) left out."""
     text = re.sub(r"#.*", "", cmake_file.read_text(encoding="utf-8"))
@@ -150,7 +237,7 @@ def check_lists(root: Path, files: list[Path]) -> list[str]:
 
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_sizes(root, files) + check_arrows(root, files) + check_lists(root, files)
+    problems = check_sizes(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)
     if not problems:

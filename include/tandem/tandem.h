@@ -1,6 +1,7 @@
 // Tandem, the operation fuser for training with PyTorch: everything a C++ program includes.
 #pragma once
 
+#include "tandem/autocast.h"
 #include "tandem/memory.h"
 #include "tandem/ops.h"
 #include "tandem/recipe.h"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -13,13 +13,29 @@ from torch.nn.utils.parametrize import is_parametrized
 from tandem import _C
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
+from tandem.ops.ghost import ghost_of
 from tandem.ops.places import Names, holding, names, views_stand_in
-
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation
+from tandem.ops.unit import BasicUnit
 
 Tensors = Sequence[torch.Tensor | None]
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+
+
+class Forward(NamedTuple):
+    """What a forward gives to the library."""
+
+    y: torch.Tensor
+    extra_outputs: list[Tensors]  # of each covered op
+    saved: Sequence[Any]  # tensors; of a fusion of one direction those of each covered op
+    fields: _Fields | None  # what backward gets besides
+
+
+class Gradients(NamedTuple):
+    """What a backward gives to the library."""
+
+    x: torch.Tensor | None
+    params: list[Tensors]  # of each covered op
+    extra_inputs: list[Tensors]  # of each covered op
 
 
 @dataclass
@@ -34,33 +50,7 @@ class _Fields:
     names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
 
-def _ghost(op: BasicOperation) -> BasicOperation:
-    """A copy that shares everything with an op but its parameters: what runs backward where the op itself is gone.
-
-    Modules inside the op are copied too: those of the op may live on elsewhere, and what stands in for a parameter must not show there.
-    """
-    return _without_parameters(op, {})
-
-
-def _without_parameters(module: Any, copies: dict[int, Any]) -> Any:
-    if module is None or isinstance(module, torch.jit.ScriptModule):  # of which no copy can be made this way
-        return module
-    if id(module) in copies:
-        return copies[id(module)]
-    ghost = copies[id(module)] = object.__new__(type(module))
-    fields = ghost.__dict__
-    fields.update(module.__dict__)
-    for name in ("_owner", *getattr(module, "_VOLATILE", ())):  # which lead back to the module
-        fields.pop(name, None)
-    if views_stand_in(module):
-        fields.update({name: None for name, value in fields.items() if isinstance(value, torch.Tensor)})
-    fields["_parameters"] = dict.fromkeys(module._parameters)
-    fields["_buffers"] = dict(module._buffers)
-    fields["_modules"] = {name: _without_parameters(child, copies) for name, child in module._modules.items()}
-    return ghost
-
-
-def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[Names]:
+def _names_of(ops: Sequence[BasicUnit], params: Sequence[Tensors]) -> list[Names]:
     """The names of the tensors with which a pipeline calls its ops. Buffers are given while tracing only."""
     found = []
     for op, own in zip(ops, params, strict=True):
@@ -79,7 +69,7 @@ def _names_of(ops: Sequence[BasicOperation], params: Sequence[Tensors]) -> list[
 
 
 @contextlib.contextmanager
-def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
+def _standing_in(ops: Sequence[BasicUnit], params: Sequence[Tensors], named: Sequence[Names]) -> Iterator[None]:
     """The tensors of this call in place of the modules' own parameters, where they are others: while tracing, or when the modules are gone."""
     replaced = []
     for op, own, own_names in zip(ops, params, named, strict=True):
@@ -103,7 +93,7 @@ def _standing_in(ops: Sequence[BasicOperation], params: Sequence[Tensors], named
             tensors[name] = own_tensor
 
 
-def _check_parameters(op: BasicOperation) -> None:
+def _check_parameters(op: BasicUnit) -> None:
     """A backward that is written in Python knows the parameters that its class made, and not what others have put in their place."""
     if not op.is_python_op or views_stand_in(op):
         return
@@ -136,7 +126,7 @@ def _saved_of(contexts: Sequence[OperationContext]) -> list[Tensors]:
 
 
 def _fields(
-    ops: Sequence[BasicOperation],
+    ops: Sequence[BasicUnit],
     params: Sequence[Tensors],
     contexts: list[OperationContext],
     saved: Sequence[Tensors],
@@ -184,7 +174,7 @@ class Runtime:
         params: list[Tensors],
         save: bool,
         given: list[dict[str, Any] | None],
-    ) -> Any:
+    ) -> Forward:
         if isinstance(target, fusions.Fused):
             return self._forward_fused(target, x, extras, params, save, given)
         key = target
@@ -201,8 +191,8 @@ class Runtime:
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
-        fields = _fields([op], params, [context], saved, named, _ghost(op), y) if save else None
-        return y, [tuple(group) for group in extra_outputs], list(saved[0]), fields
+        fields = _fields([op], params, [context], saved, named, ghost_of(op), y) if save else None
+        return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
 
     def _forward_fused(
         self,
@@ -212,7 +202,7 @@ class Runtime:
         params: list[Tensors],
         save: bool,
         given: list[dict[str, Any] | None],
-    ) -> Any:
+    ) -> Forward:
         op, basics = fused.get()
         for basic in basics if save else ():
             _check_parameters(basic)
@@ -223,14 +213,15 @@ class Runtime:
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
-            return y, [tuple(group) for group in extra_outputs], flat, _fields(basics, params, contexts, saved, named, None, y) if save else None
+            fields = _fields(basics, params, contexts, saved, named, None, y) if save else None
+            return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
         if save:
-            saved = [fusions.written_context(fused, basic, tensors) for basic, tensors in zip(basics, saved, strict=True)]
-        return y, [tuple(group) for group in extra_outputs], saved, None
+            saved = [fusions.written_context(fused, basic, context) for basic, context in zip(basics, contexts, strict=True)]
+        return Forward(y, [tuple(group) for group in extra_outputs], saved, None)
 
     def backward(
         self, target: str | fusions.Fused, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
-    ) -> Any:
+    ) -> Gradients:
         if isinstance(target, fusions.Fused):
             op, basics = target.get()
         else:
@@ -249,15 +240,15 @@ class Runtime:
                 grad_y = torch.zeros(shape, dtype=dtype, device=device)
             params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
         else:
-            contexts = [OperationContext(saved_tensors=tuple(own)) for own in saved]
+            contexts = [OperationContext.of(basic._context, own) for basic, own in zip(basics, saved, strict=True)]
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         named = fields.names if fields is not None else _names_of(basics, params)
         with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
-        return grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs]
+        return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs])
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[tuple[int, int, str, str, fusions.Fused]]:
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused]:
         return fusions.groups(pass_name, instances, recipe)
 
 

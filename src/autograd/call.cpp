@@ -123,8 +123,7 @@ bool is_direct(const Arguments& arguments) {
 }
 
 PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
-  PlanKey::Call call{grad_mode, traced, at::ScalarType::Undefined,
-                     at::globalContext().deterministicAlgorithms()};
+  PlanKey::Call call{grad_mode, traced};
   TORCH_CHECK_VALUE(!arguments.inputs.empty(),
                     "pipeline: expected the main input, got no tensor. Pass it first.");
   const at::DeviceType device =

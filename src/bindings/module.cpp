@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
 #include "core/build_id.h"
+#include "fusions/table.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
@@ -46,19 +49,12 @@ using StateOwner = std::tuple<py::dict, int64_t, int64_t>;
 /// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its hooks would run.
 using Member = std::pair<py::dict, bool>;
 
-/// Whether hooks are registered for all modules.
-bool any_global_hooks() {
-  static const auto* const kHooks = [] {
-    const auto module = py::module_::import("torch.nn.modules.module");
-    auto* hooks = new std::vector<PyObject*>;
-    for (const char* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
-                             "_global_backward_hooks", "_global_backward_pre_hooks"})
-      hooks->push_back(module.attr(name).cast<py::dict>().release().ptr());
-    return hooks;
-  }();
-  for (PyObject* hooks : *kHooks)
-    if (PyDict_GET_SIZE(hooks) != 0) return true;
-  return false;
+/// The items of a collection in `tandem.ops.hooks`, which says where modules have hooks.
+std::vector<PyObject*>& hook_list(const char* name) {
+  auto* items = new std::vector<PyObject*>;
+  for (const py::handle item : py::module_::import("tandem.ops.hooks").attr(name))
+    items->push_back(py::reinterpret_borrow<py::object>(item).release().ptr());
+  return *items;
 }
 
 /// Whether `__torch_function__` of a tensor's type wants to be asked about what is done with it.
@@ -157,16 +153,16 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
   bool any_hooks() const {
-    static PyObject* const kNames[] = {PyUnicode_InternFromString("_forward_hooks"),
-                                       PyUnicode_InternFromString("_forward_pre_hooks"),
-                                       PyUnicode_InternFromString("_backward_hooks"),
-                                       PyUnicode_InternFromString("_backward_pre_hooks")};
+    static const auto& kOfAModule = hook_list("OF_A_MODULE");
+    static const auto& kOfAllModules = hook_list("OF_ALL_MODULES");
     static PyObject* const kModules = PyUnicode_InternFromString("_modules");
     static PyObject* const kParametrizations = PyUnicode_InternFromString("parametrizations");
-    if (is_container_ && any_global_hooks()) return true;
+    if (is_container_)
+      for (PyObject* hooks : kOfAllModules)
+        if (PyDict_GET_SIZE(hooks) != 0) return true;
     for (const auto& [module, is_called] : modules_) {
       if (is_called)
-        for (PyObject* name : kNames) {
+        for (PyObject* name : kOfAModule) {
           PyObject* hooks = PyDict_GetItem(module.ptr(), name);
           if (hooks != nullptr && PyDict_GET_SIZE(hooks) != 0) return true;
         }
@@ -333,6 +329,17 @@ ExplainFormat format_of(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  py::class_<VerifyReport>(module, "VerifyReport")
+      .def_readonly("passed", &VerifyReport::passed)
+      .def_readonly("comparisons", &VerifyReport::comparisons)
+      .def_readonly("text", &VerifyReport::text);
+  py::class_<kernel_ops::RefreshCounts>(module, "RefreshCounts")
+      .def_readonly("made", &kernel_ops::RefreshCounts::made)
+      .def_readonly("reused", &kernel_ops::RefreshCounts::reused);
+  py::class_<Fusion>(module, "Fusion")
+      .def_property_readonly("pass_name", [](const Fusion& self) { return pass_name(self.pass); })
+      .def_readonly("name", &Fusion::name)
+      .def_readonly("picture", &Fusion::picture);
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
                     std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>,
@@ -342,7 +349,6 @@ PYBIND11_MODULE(_C, module) {
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("call_with_arguments", &EagerPipeline::call_with_arguments)
-      .def("any_hooks", &EagerPipeline::any_hooks)
       .def("check_no_writes", &EagerPipeline::check_no_writes)
       .def("note_recipe",
            [](const EagerPipeline& self, bool training) {
@@ -364,10 +370,7 @@ PYBIND11_MODULE(_C, module) {
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
       .def("verify", [](const EagerPipeline& self, const std::vector<at::Tensor>& inputs,
-                        bool training, int masks) {
-        const VerifyReport report = self.verify(inputs, training, masks);
-        return py::make_tuple(report.passed, report.comparisons, report.text);
-      });
+                        bool training, int masks) { return self.verify(inputs, training, masks); });
   module.def(
       "quantize_slots",
       [](const std::string& op) {
@@ -383,10 +386,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_cache_limit", &set_cache_limit, py::arg("bytes"),
              "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
              "Returns the limit before.");
-  module.def("refresh_counts", [] {
-    const auto counts = kernel_ops::refresh_counts();
-    return py::make_tuple(counts.made, counts.reused);
-  });
+  module.def("refresh_counts", &kernel_ops::refresh_counts);
   module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
   module.def("plans_made", &Program::plans_made);
   module.def("programs_alive", &Program::alive);
@@ -395,6 +395,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("version", &version);
   module.def("built_against_torch", &built_against_torch);
   module.def("op_names", &op_names);
+  module.def("built_in_fusions", [] {
+    std::vector<Fusion> fusions;
+    for (const Pass pass : {Pass::joint, Pass::forward, Pass::backward})
+      std::ranges::copy(built_in_fusions(pass), std::back_inserter(fusions));
+    return fusions;
+  });
   module.def("explain_description", [](const std::string& text, const std::string& format) {
     const auto program = program_of(text);
     std::vector<ExplainedPlan> plans;

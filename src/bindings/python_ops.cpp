@@ -127,8 +127,7 @@ py::list given_to(const Call& call, const Frame& frame, size_t count) {
   return by_op;
 }
 
-/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op)
-///   -> (y, extra outputs per op, saved per op, fields)
+/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op) -> Forward
 void python_forward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -144,21 +143,20 @@ void python_forward(Call& call) {
   for (const auto& counts : options.ops) outputs += counts.extra_outputs;
   if (!is_opaque)
     for (size_t w = outputs; w < call.step().writes.size(); ++w) save |= call.wants(w);
-  const auto results =
-      checked(runtime().attr("forward")(options.target(), to_python(call.in(0)), extras, params,
-                                        save, given_to(call, call.frame(), options.ops.size())),
-              4, label, "results");
+  const py::object results =
+      runtime().attr("forward")(options.target(), to_python(call.in(0)), extras, params, save,
+                                given_to(call, call.frame(), options.ops.size()));
   size_t write = 0;
-  write_all(call, write, py::make_tuple(results[0]), label, "the output");
+  write_all(call, write, py::make_tuple(results.attr("y")), label, "the output");
   const auto extra_outputs =
-      checked(results[1], options.ops.size(), label, "groups of extra outputs");
+      checked(results.attr("extra_outputs"), options.ops.size(), label, "groups of extra outputs");
   for (size_t op = 0; op < options.ops.size(); ++op)
     write_all(call, write,
               checked(extra_outputs[op], options.ops[op].extra_outputs, label, "extra outputs"),
               label, "an extra output");
   if (!save) return;
   if (!is_opaque) {
-    const auto saved = checked(results[2], options.ops.size(), label, "contexts");
+    const auto saved = checked(results.attr("saved"), options.ops.size(), label, "contexts");
     for (size_t op = 0; op < options.ops.size(); ++op)
       write_all(call, write,
                 checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
@@ -166,13 +164,12 @@ void python_forward(Call& call) {
     return;
   }
   Opaque& opaque = call.frame().opaque(call.step().writes[last]);
-  for (const auto& tensor : results[2])
+  for (const auto& tensor : results.attr("saved"))
     opaque.tensors.push_back(without_history(call, to_tensor(tensor, label, "a saved tensor")));
-  opaque.fields = hold(py::reinterpret_borrow<py::object>(results[3]));
+  opaque.fields = hold(results.attr("fields"));
 }
 
-/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params per op)
-///   -> (grad_x, grads of params per op, grads of extra inputs per op)
+/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params per op) -> Gradients
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -196,9 +193,8 @@ void python_backward(Call& call) {
     saved = contexts;
   }
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
-  const auto results = checked(
-      runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params), 3,
-      label, "results");
+  const py::object results =
+      runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params);
   const auto zero_for_none = [&](size_t write, const py::handle& result) {
     if (!call.wants(write)) return;
     at::Tensor gradient = to_tensor(result, label, "a gradient");
@@ -209,19 +205,20 @@ void python_backward(Call& call) {
     call.out(write, without_history(call, gradient.to(call.out_type(write).dtype)));
   };
   size_t write = 0;
-  zero_for_none(write++, results[0]);
-  for (const int group : {1, 2}) {
-    const auto per_op =
-        checked(results[static_cast<size_t>(group)], options.ops.size(), label,
-                group == 1 ? "groups of parameter gradients" : "groups of extra input gradients");
-    for (size_t op = 0; op < options.ops.size(); ++op)
-      for (const auto& gradient :
-           checked(per_op[op],
-                   group == 1 ? options.ops[op].params - options.ops[op].buffers
-                              : options.ops[op].extra_inputs,
-                   label, group == 1 ? "parameter gradients" : "extra input gradients"))
-        zero_for_none(write++, gradient);
-  }
+  zero_for_none(write++, results.attr("x"));
+  const auto param_groups =
+      checked(results.attr("params"), options.ops.size(), label, "groups of parameter gradients");
+  for (size_t op = 0; op < options.ops.size(); ++op)
+    for (const auto& gradient :
+         checked(param_groups[op], options.ops[op].params - options.ops[op].buffers, label,
+                 "parameter gradients"))
+      zero_for_none(write++, gradient);
+  const auto extra_groups = checked(results.attr("extra_inputs"), options.ops.size(), label,
+                                    "groups of extra input gradients");
+  for (size_t op = 0; op < options.ops.size(); ++op)
+    for (const auto& gradient :
+         checked(extra_groups[op], options.ops[op].extra_inputs, label, "extra input gradients"))
+      zero_for_none(write++, gradient);
 }
 
 PythonOptions::Counts counts_of(const OpDef& def) {
@@ -376,23 +373,21 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   return {owner, &fusion};
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> [(first, last, key, name of the function, fused op)].
+/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> what its functions return, each `Fused`.
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
   const py::gil_scoped_acquire gil;
-  static constexpr const char* kPasses[] = {"joint", "forward", "backward"};
   py::list ops;
   for (const OpNode& op : description.ops) ops.append(op.instance);
   std::vector<OpGroup> groups;
   py::object recipe = py::none();
   if (description.recipe) recipe = py::str(to_json(*description.recipe).dump());
-  for (const auto& item :
-       runtime().attr("groups")(kPasses[static_cast<size_t>(pass)], ops, recipe)) {
-    auto [first, last, key, name, fused] =
-        item.cast<std::tuple<size_t, size_t, std::string, std::string, py::object>>();
+  for (const auto& item : runtime().attr("groups")(pass_name(pass), ops, recipe)) {
+    const auto first = item.attr("first").cast<size_t>(), last = item.attr("last").cast<size_t>();
     auto options = std::make_shared<PythonOptions>();
-    options->key = std::move(key);
-    options->fused = hold(std::move(fused));
-    auto fusion = group_fusion(pass, name, description, first, last, options);
+    options->key = item.attr("key").cast<std::string>();
+    options->fused = hold(py::reinterpret_borrow<py::object>(item));
+    auto fusion = group_fusion(pass, item.attr("name").cast<std::string>(), description, first,
+                               last, options);
     groups.push_back({first, last, std::move(fusion), std::move(options)});
   }
   return groups;

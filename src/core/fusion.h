@@ -72,6 +72,9 @@ struct TANDEM_API Match {
 };
 
 enum class Pass : uint8_t { joint, forward, backward };
+constexpr const char* pass_name(Pass pass) {
+  return pass == Pass::joint ? "joint" : pass == Pass::forward ? "forward" : "backward";
+}
 
 /// One direction of a fused step. A write that nobody demands is passed as absent. Lists stand last among reads and writes.
 struct FusedRun {
@@ -97,8 +100,5 @@ struct Fusion {
   std::string_view picture = {};
   bool runs_user_code = false;
 };
-
-/// The fusions of one pass, built in, longest patterns first.
-std::span<const Fusion> built_in_fusions(Pass pass);
 
 }  // namespace tandem

@@ -20,6 +20,7 @@ namespace tandem {
 struct Decision {
   std::string fusion, place;  ///< "linear_bias", "1.basic_linear, 1.bias"
   std::string reason;         ///< empty where it was made
+  std::string picture;        ///< of the fusion, which may be gone when somebody looks
 };
 
 /// Which gradients are given to backward (by output) and which are asked for (inputs, then parameters).

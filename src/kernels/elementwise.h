@@ -5,14 +5,8 @@
 
 namespace tandem::kernels::cpu {
 
-/// out = a + b.
-void add(ConstRows a, ConstRows b, Rows out);
-
 /// out = x + bias (+ extra, added to the sum as rounded to sum_element). Optional: bias, extra.
 void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out);
-
-/// out = x * factor.
-void multiply(ConstRows x, float factor, Rows out);
 
 /// out = (x * a) * b, rounded once: the two scales of a product, whose own product could overflow or vanish.
 void multiply_twice(ConstRows x, float a, float b, Rows out);

@@ -100,6 +100,7 @@ json plan_json(const ExplainedPlan& explained) {
     const json entry{{"fusion", decision.fusion},
                      {"at", decision.place},
                      {"made", decision.reason.empty()},
+                     {"picture", decision.picture},
                      {"reason", decision.reason}};
     if (std::find(result["fusions"].begin(), result["fusions"].end(), entry) ==
         result["fusions"].end())
@@ -139,11 +140,16 @@ std::string as_text(const json& document) {
     }
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";
-    for (const json& fusion : plan.at("fusions"))
-      text << "    " << (fusion.at("made").get<bool>() ? "made    " : "refused ")
-           << fusion.at("fusion").get<std::string>() << " at " << fusion.at("at").get<std::string>()
-           << (fusion.at("made").get<bool>() ? "" : ": " + fusion.at("reason").get<std::string>())
-           << "\n";
+    std::set<std::string> shown;  // the picture of each once
+    for (const json& fusion : plan.at("fusions")) {
+      const auto name = fusion.at("fusion").get<std::string>();
+      const bool made = fusion.at("made").get<bool>();
+      text << "    " << (made ? "made    " : "refused ") << name << " at "
+           << fusion.at("at").get<std::string>()
+           << (made ? "" : ": " + fusion.at("reason").get<std::string>()) << "\n";
+      if (made && shown.insert(name).second)
+        text << "              " << fusion.at("picture").get<std::string>() << "\n";
+    }
   }
   if (document.at("saved_bytes").is_null())
     text << "compiled code: its compiler chooses what is kept for backward\n";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "fusions/table.h"
 #include "planner/groups.h"
 #include "planner/liveness.h"
 #include "planner/match.h"

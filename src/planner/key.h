@@ -16,7 +16,6 @@ class PlanKey {
     bool traced = false;  ///< through the dispatcher: nothing may mutate arguments or return them
     at::ScalarType autocast_dtype =
         at::ScalarType::Undefined;  ///< of the input's device type; Undefined outside autocast
-    bool deterministic = false;
   };
   struct TensorTraits {
     bool defined, requires_grad;
@@ -28,7 +27,7 @@ class PlanKey {
   explicit PlanKey(const Call& call, size_t inputs = 1) {
     words_.push_back(0);
     words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
-                     uint32_t{call.traced} << 1 | uint32_t{call.deterministic} << 2);
+                     uint32_t{call.traced} << 1);
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
@@ -55,8 +54,7 @@ class PlanKey {
 
   Call call() const {
     const uint32_t word = words_[kCodesCount + 1];
-    return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF),
-            (word & 4u) != 0};
+    return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF)};
   }
   size_t input_count() const { return words_[2]; }
   size_t tensor_count() const { return words_.size() - kHead - 3 * codes_count(); }

@@ -23,7 +23,7 @@ bool FusionScope::skips(const Fusion& fusion) const {
 void FusionScope::note(const Fusion& fusion, const std::string& place, const Refusal& refusal) {
   const std::string reason = refusal.value_or("");
   if (noted.emplace(fusion.name, place, reason).second)
-    decisions->push_back({fusion.name, place, reason});
+    decisions->push_back({fusion.name, place, reason, std::string(fusion.picture)});
 }
 
 Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,

@@ -103,7 +103,7 @@ TEST(Path, AnOpWithoutCompositeFormIsNamedUnderForwardMode) {
           "got op 1.test_no_composite", "differentiable torch operations"));
 }
 
-TEST(Path, KeysHoldAutocastAndDeterminism) {
+TEST(Path, KeysHoldWhetherGradientsAreRecordedAndWhoCalls) {
   const Tensors inputs{leaf({2, 4})};
   const Arguments arguments{inputs, {}, {}};
   EXPECT_TRUE(key_of(arguments, true, false).call().grad_mode);

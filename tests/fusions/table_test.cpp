@@ -1,4 +1,6 @@
 // The table of built-in fusions: its order, and that each entry is whole.
+#include "fusions/table.h"
+
 #include <gmock/gmock.h>
 
 #include <set>

@@ -75,24 +75,6 @@ class ElementwiseKernel : public ::testing::TestWithParam<int64_t> {
   ScopedTarget target_;
 };
 
-TEST_P(ElementwiseKernel, Add) {
-  for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
-    const Matrix a = Matrix::random(mix.a, rows, cols, gap, 1),
-                 b = Matrix::random(mix.b, rows, cols, 2 * gap, 2);
-    Matrix out(mix.out, rows, cols, gap);
-    kernels::cpu::add(a.view(), b.view(), out.view());
-    expect_exactly(out, [&](size_t i) { return a.at(i) + b.at(i); });
-  });
-}
-
-TEST_P(ElementwiseKernel, AddRepeatedRow) {
-  const Matrix a = Matrix::random(Element::float32, 6, 33, 0, 1),
-               row = Matrix::random(Element::float32, 1, 33, 0, 2);
-  Matrix out(Element::float32, 6, 33);
-  kernels::cpu::add(a.view(), {row.view().data, Element::float32, 6, 33, 0}, out.view());
-  expect_exactly(out, [&](size_t i) { return a.at(i) + row.at(i % 33); });
-}
-
 TEST_P(ElementwiseKernel, AddBias) {
   for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
     const Matrix x = Matrix::random(mix.a, rows, cols, gap, 3),
@@ -114,12 +96,10 @@ TEST_P(ElementwiseKernel, AddBias) {
   });
 }
 
-TEST_P(ElementwiseKernel, Multiply) {
+TEST_P(ElementwiseKernel, MultiplyTwice) {
   for_each_case([](size_t rows, size_t cols, size_t gap, Elements mix) {
     const Matrix x = Matrix::random(mix.a, rows, cols, gap, 6);
     Matrix out(mix.out, rows, cols, 2 * gap);
-    kernels::cpu::multiply(x.view(), 0.3f, out.view());
-    expect_exactly(out, [&](size_t i) { return x.at(i) * 0.3f; });
     kernels::cpu::multiply_twice(x.view(), 1e-25f, 1e25f, out.view());
     expect_exactly(out, [&](size_t i) { return x.at(i) * 1e-25f * 1e25f; });
   });
@@ -136,15 +116,15 @@ TEST_P(ElementwiseKernel, MultiplyTwiceKeepsFactorsApart) {
 TEST_P(ElementwiseKernel, InPlace) {
   Matrix x = Matrix::random(Element::bfloat16, 5, 37, 0, 7);
   const Matrix before = x;
-  kernels::cpu::multiply(x.view(), 1.7f, x.view());
-  expect_exactly(x, [&](size_t i) { return before.at(i) * 1.7f; });
+  kernels::cpu::multiply_twice(x.view(), 1.7f, 0.3f, x.view());
+  expect_exactly(x, [&](size_t i) { return before.at(i) * 1.7f * 0.3f; });
 }
 
 TEST_P(ElementwiseKernel, NanAndInfinity) {
   Matrix a(Element::float32, 1, 20), b(Element::float32, 1, 20), out(Element::bfloat16, 1, 20);
   const float specials[] = {NAN, INFINITY, -INFINITY, 3.4e38f};
   for (size_t i = 0; i < 20; ++i) a.set(i, specials[i % 4]), b.set(i, i < 4 ? -INFINITY : 1.0f);
-  kernels::cpu::add(a.view(), b.view(), out.view());
+  kernels::cpu::add_bias(a.view(), {}, Element::float32, b.view(), out.view());
   for (size_t i = 0; i < 20; ++i) {
     const float want = rounded(a.at(i) + b.at(i), Element::bfloat16);
     EXPECT_TRUE(std::isnan(want) ? std::isnan(out.at(i)) : want == out.at(i))

@@ -8,6 +8,7 @@
 #include "pipeline/pipeline.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {
@@ -35,39 +36,43 @@ TEST_F(Explain, BeforeAnyCallIsAnError) {
 
 TEST_F(Explain, TextSaysWhatRunsIsKeptAndFuses) {
   call();
-  EXPECT_EQ(pipeline_.explain(ExplainFormat::text),
-            "plan: training, with gradients, recipe none\n"
-            "  forward\n"
-            "    cast: x -> x as BFloat16\n"
-            "    linear_bias_activation: x as BFloat16, 0.basic_linear.weight, 1.bias.bias -> "
-            "1.bias.y, 2.gelu.y   [fused: 0.basic_linear + 1.bias + 2.gelu]\n"
-            "    cast: 2.gelu.y -> 2.gelu.y as Float\n"
-            "    basic_linear: 2.gelu.y as Float, 3.basic_linear.weight -> 3.basic_linear.y\n"
-            "  kept for backward\n"
-            "    3.basic_linear.weight (Float), the argument itself\n"
-            "    2.gelu.y as Float (Float), 96 bytes\n"
-            "    1.bias.y (BFloat16), 48 bytes\n"
-            "    0.basic_linear.weight (BFloat16), the argument itself\n"
-            "    x as BFloat16 (BFloat16), 32 bytes\n"
-            "  backward\n"
-            "    basic_linear.grad_x: grad of 3.basic_linear.y, 3.basic_linear.weight -> grad of "
-            "2.gelu.y as Float\n"
-            "    basic_linear.grad_weight: grad of 3.basic_linear.y, 2.gelu.y as Float -> grad of "
-            "3.basic_linear.weight\n"
-            "    cast: grad of 2.gelu.y as Float -> grad of 2.gelu.y\n"
-            "    activation_backward_bias: grad of 2.gelu.y, 1.bias.y -> grad of 1.bias.y, grad "
-            "of 1.bias.bias   [fused: 1.bias.grad_bias + 2.gelu.backward]\n"
-            "    basic_linear.grad_x: grad of 1.bias.y, 0.basic_linear.weight -> grad of x as "
-            "BFloat16\n"
-            "    basic_linear.grad_weight: grad of 1.bias.y, x as BFloat16 -> grad of "
-            "0.basic_linear.weight\n"
-            "    cast: grad of x as BFloat16 -> grad of x\n"
-            "  fusions\n"
-            "    made    linear_bias_activation at 0.basic_linear + 1.bias + 2.gelu\n"
-            "    made    activation_backward_bias at 2.gelu.backward + 1.bias.grad_bias\n"
-            "kept for backward by the last call: " +
-                std::to_string(2 * 12 * 4 + 2 * 12 * 2 + 2 * 8 * 2) +
-                " bytes, inputs and parameters aside\n");
+  EXPECT_EQ(
+      pipeline_.explain(ExplainFormat::text),
+      "plan: training, with gradients, recipe none\n"
+      "  forward\n"
+      "    cast: x -> x as BFloat16\n"
+      "    linear_bias_activation: x as BFloat16, 0.basic_linear.weight, 1.bias.bias -> "
+      "1.bias.y, 2.gelu.y   [fused: 0.basic_linear + 1.bias + 2.gelu]\n"
+      "    cast: 2.gelu.y -> 2.gelu.y as Float\n"
+      "    basic_linear: 2.gelu.y as Float, 3.basic_linear.weight -> 3.basic_linear.y\n"
+      "  kept for backward\n"
+      "    3.basic_linear.weight (Float), the argument itself\n"
+      "    2.gelu.y as Float (Float), 96 bytes\n"
+      "    1.bias.y (BFloat16), 48 bytes\n"
+      "    0.basic_linear.weight (BFloat16), the argument itself\n"
+      "    x as BFloat16 (BFloat16), 32 bytes\n"
+      "  backward\n"
+      "    basic_linear.grad_x: grad of 3.basic_linear.y, 3.basic_linear.weight -> grad of "
+      "2.gelu.y as Float\n"
+      "    basic_linear.grad_weight: grad of 3.basic_linear.y, 2.gelu.y as Float -> grad of "
+      "3.basic_linear.weight\n"
+      "    cast: grad of 2.gelu.y as Float -> grad of 2.gelu.y\n"
+      "    activation_backward_bias: grad of 2.gelu.y, 1.bias.y -> grad of 1.bias.y, grad "
+      "of 1.bias.bias   [fused: 1.bias.grad_bias + 2.gelu.backward]\n"
+      "    basic_linear.grad_x: grad of 1.bias.y, 0.basic_linear.weight -> grad of x as "
+      "BFloat16\n"
+      "    basic_linear.grad_weight: grad of 1.bias.y, x as BFloat16 -> grad of "
+      "0.basic_linear.weight\n"
+      "    cast: grad of x as BFloat16 -> grad of x\n"
+      "  fusions\n"
+      "    made    linear_bias_activation at 0.basic_linear + 1.bias + 2.gelu\n"
+      "              x, weight -> product -> + bias -> z (if demanded) -> act -> y\n"
+      "    made    activation_backward_bias at 2.gelu.backward + 1.bias.grad_bias\n"
+      "              grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> "
+      "grad_bias\n"
+      "kept for backward by the last call: " +
+          std::to_string(2 * 12 * 4 + 2 * 12 * 2 + 2 * 8 * 2) +
+          " bytes, inputs and parameters aside\n");
 }
 
 TEST_F(Explain, RefusalsAndRecipesAreThere) {

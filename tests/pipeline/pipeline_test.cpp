@@ -13,6 +13,7 @@
 #include "quantization/recipe.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {
@@ -38,6 +39,17 @@ TEST(PipelineErrors, WrongNumberOfInputs) {
         Pipeline(ops_json({"add_extra_input"}))(one, {}, true);
       },
       ThrowsText<c10::ValueError>("pipeline: expected 2 inputs and 0 parameters, got 1 and 0"));
+}
+
+TEST(PipelineErrors, NobodyKeepsTheStateOfTheRecipe) {
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Autocast region(true, DelayedScaling{});
+  EXPECT_THAT(
+      [&] {
+        pipeline(Tensors{random({2, 4})}, Tensors{random({3, 4})}, true);
+      },
+      ThrowsText<c10::ValueError>("pipeline: expected a front that keeps state for a recipe with a "
+                                  "history of amaxes, got none. Use a Sequential"));
 }
 
 TEST(Pipeline, TrainingAndEvaluationHavePlansOfTheirOwn) {

@@ -22,6 +22,7 @@
 #include "quantization/recipe.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {

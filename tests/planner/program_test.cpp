@@ -36,7 +36,6 @@ TEST(PlanCache, WhatAPlanDependsOnIsInItsKey) {
       key_for(tensors, {.grad_mode = false}),
       key_for(tensors, {.grad_mode = true, .traced = true}),
       key_for(tensors, {.grad_mode = true, .autocast_dtype = at::kBFloat16}),
-      key_for(tensors, {.grad_mode = true, .deterministic = true}),
       key_for({random({2, 4})}),
       key_for({leaf({2, 4}, at::kBFloat16)}),
       key_for({leaf({2, 4}, at::kDouble)}),

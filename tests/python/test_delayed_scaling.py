@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import json
 import struct
 import threading
 import weakref
@@ -625,6 +626,22 @@ def test_state_that_does_not_fit_is_refused_by_the_dispatcher_op():
     bad = [torch.tensor([1]), *[t for state in states(linear) for t in (state.scale.double(), state.amax_history, state.pending)]]
     with pytest.raises(ValueError, match=r"delayed scaling: expected scale \[slots\] and amax_history \[length, slots\] in contiguous float32"):
         torch.ops.tandem.pipeline(x, [], params, [], bad, [], description)
+
+
+def test_descriptions_say_where_amaxes_go():
+    x, weight = torch.zeros(4, 8), torch.zeros(8, 8)
+
+    def call(state):
+        op = {"op": "basic_linear", "params": [0], **state}
+        text = json.dumps({"ops": [op], "recipe": {"name": "DelayedScaling"}})
+        return torch.ops.tandem.pipeline(x, [], [weight], [], [], [], text)
+
+    with pytest.raises(ValueError, match='expected "state" as a module\'s number and the first slots of forward and backward, got 2 numbers'):
+        call({"state": [0, 0]})
+    with pytest.raises(ValueError, match='expected "state", which says where its amaxes go, under a recipe that keeps them, got none'):
+        call({})
+    with pytest.raises(ValueError, match="pipeline: expected an autocast region, got none. Enter one."):
+        tandem._C.state_in_region([])
 
 
 def test_kernel_ops_check_their_arguments():

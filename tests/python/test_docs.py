@@ -1,9 +1,13 @@
 """Every Python block of README.md and docs/ runs; every C++ block stands word for word in an example that the tests build and run."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import tandem
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +33,15 @@ def test_python_block_runs(page, code, tmp_path, monkeypatch):
 def test_cpp_block_stands_in_an_example(page, code):
     examples = [path.read_text() for path in (ROOT / "examples").glob("*.cpp")]
     assert any(code in example for example in examples), f"{page.name}: a C++ block that no example holds:\n{code}"
+
+
+def test_tables_are_what_the_library_tells():
+    script = [sys.executable, ROOT / "scripts" / "render_docs.py", "--check"]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    for fusion in tandem._C.built_in_fusions():
+        assert f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" in page
 
 
 def test_pages_link_to_what_exists():

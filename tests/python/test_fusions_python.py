@@ -249,6 +249,48 @@ def test_a_forward_fusion_must_save_what_the_ops_save():
     assert "fuse_into_Forgets: expected 1 saved tensors on the context of GELU (x), got 0" in str(error.value)
 
 
+class NamedForward(ForwardLinearGelu):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        if basic_op_ctxs[0].requires_grad:
+            x, weight = basic_op_ctxs[0].to_save
+            basic_op_ctxs[0].save_for_backward(weight=weight, x=x)
+        return result
+
+
+class NamedBackward(BackwardActivationLinear):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
+        product, _, gelu = basic_op_ctxs
+        product.saved_tensors = (product.saved_tensor("x"), product.saved_tensor("weight"))
+        gelu.saved_tensors = (gelu.saved_tensor("x"),)
+        with pytest.raises(ValueError, match=r"saved_tensor: expected one of \['x'\], got 'y'. Save it by that name."):
+            gelu.saved_tensor("y")
+        return super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+
+
+def test_what_ops_of_the_library_save_has_names():
+    box, x = box_of(), torch.randn(2, 4, requires_grad=True)
+    expected = grads_of(box, x)
+    with ops.register_forward_fusion(replacing(LINEAR_GELU, NamedForward)):
+        torch.testing.assert_close(grads_of(box, x), expected)
+    with ops.register_backward_fusion(replacing(LINEAR_GELU, NamedBackward)):
+        torch.testing.assert_close(grads_of(box, x), expected)
+
+
+def test_names_that_the_library_does_not_know_are_refused():
+    class Misnames(NamedForward):
+        def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+            result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+            basic_op_ctxs[2].save_for_backward(z=basic_op_ctxs[2].to_save[0])
+            return result
+
+    with ops.register_forward_fusion(replacing(LINEAR_GELU, Misnames)), pytest.raises(ValueError) as error:
+        box_of()(torch.randn(2, 4, requires_grad=True))
+    assert "fuse_into_Misnames: expected 1 saved tensors on the context of GELU (x), got z. Save what" in str(error.value)
+    with pytest.raises(TypeError, match=r"save_for_backward: expected all tensors with names or all without, got both \(y\). Name all of them."):
+        ops.OperationContext().save_for_backward(None, y=None)
+
+
 @pytest.mark.parametrize("register", [JOINT, FORWARD, BACKWARD])
 def test_duplicates_and_non_functions_are_refused(register):
     def same(found, *, recipe=None):

@@ -101,10 +101,10 @@ def test_codes_that_no_product_reads_are_not_made():
 
 
 def counts_of(function):
-    made, reused = tandem._C.refresh_counts()
+    before = tandem._C.refresh_counts()
     function()
-    new_made, new_reused = tandem._C.refresh_counts()
-    return new_made - made, new_reused - reused
+    after = tandem._C.refresh_counts()
+    return after.made - before.made, after.reused - before.reused
 
 
 def test_a_weight_is_quantized_once_per_outermost_region_and_set_of_directions():

@@ -78,10 +78,10 @@ def test_quantize_rounds_where_a_recipe_is_on():
 
 
 def counts_of(function):
-    made, reused = tandem._C.refresh_counts()
+    before = tandem._C.refresh_counts()
     function()
-    new_made, new_reused = tandem._C.refresh_counts()
-    return new_made - made, new_reused - reused
+    after = tandem._C.refresh_counts()
+    return after.made - before.made, after.reused - before.reused
 
 
 def test_a_weight_is_quantized_once_per_outermost_region():

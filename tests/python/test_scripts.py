@@ -20,7 +20,10 @@ GOOD_TREE = {
     '  TORCH_CHECK_VALUE(n == g(1, ","), "plan: expected one step, got ", n,  // a comment with "text"\n'
     '                    ". Pass " "one.");\n'
     "}\n",
-    "src/kernel_ops/norm.h": "#pragma once\n",
+    "src/kernel_ops/norm.h": '#include "tandem/memory.h"\nnamespace tandem {\nvoid norm(int rows);\nstruct Norm;\n}\n',
+    "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\nint cached_bytes() {\n  return 0;\n}\nstruct Norm {};\n}\n",
+    "src/kernel_ops/CMakeLists.txt": "target_sources(tandem PRIVATE norm.cpp)\n",
+    "include/tandem/memory.h": "namespace tandem {\nint cached_bytes();\n}\n",
     "src/kernels/CMakeLists.txt": "target_sources(tandem_kernels PRIVATE cpu/norm.cpp)\n",
     "src/kernels/cpu/norm.cpp": '#include "kernels/norm.h"\n',
     "src/kernels/norm.h": "#pragma once\n",
@@ -28,6 +31,11 @@ GOOD_TREE = {
     "src/kernels/cuda/sources.cmake": "set(tandem_cuda_sources norm.cu)\n",
     "src/autograd/node.h": "#include <torch/csrc/autograd/function.h>\n",
     "src/bindings/tensor.h": "#include <torch/csrc/autograd/python_variable.h>\n",
+    "python/tandem/__init__.py": "from tandem import _C, ops\n",
+    "python/tandem/_C.pyi": "def version() -> str: ...\n",
+    "python/tandem/ops/__init__.py": "from tandem.ops.linear import Linear\n",
+    "python/tandem/ops/op.py": "from tandem import _C\n",
+    "python/tandem/ops/linear.py": "from tandem.ops import op\n",
     "tests/core/plan_test.cpp": 'EXPECT_TEXT("plan: expected one step");\n',
     "tests/core/CMakeLists.txt": "target_sources(tandem_tests PRIVATE plan_test.cpp)\n",
 }
@@ -81,6 +89,40 @@ BROKEN_LAYOUTS = {
         "only src/kernels/cuda includes CUDA headers",
     ),
     "CUDA switch": ({"src/core/plan.h": "#if defined(TANDEM_CUDA)\n"}, "expected no TANDEM_CUDA outside cmake/"),
+    "function defined above": (
+        {"src/core/plan.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\n}\n", "src/kernel_ops/norm.cpp": "\n"},
+        "src/kernel_ops/norm.h: expected tandem::norm() to be defined in its own layer or below, got src/core/plan.cpp. Declare it there.",
+    ),
+    "function defined above, another of its name below": (
+        {"src/core/plan.cpp": "void tandem::norm(int rows) {\n}\n", "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm() {}\n}\n"},
+        "expected tandem::norm() to be defined in its own layer",
+    ),
+    "class defined above": ({"src/core/plan.h": "struct tandem::Norm {};\n", "src/kernel_ops/norm.cpp": "\n"}, "expected tandem::Norm to be"),
+    "method defined above": (
+        {
+            "src/kernel_ops/norm.h": "namespace tandem {\nclass Norm {\n public:\n  explicit Norm(int n);\n  int rows() const;\n};\n}\n",
+            "src/core/plan.cpp": 'namespace tandem {\nNorm::Norm(int n) : n_{n}, s_("}") {\n}\nint Norm::rows() const {\n  return 1;\n}\n}\n',
+        },
+        "expected tandem::Norm::rows() to be defined",
+    ),
+    "variable defined above": (
+        {"src/kernel_ops/norm.h": "extern const int kNorm;\n", "src/core/plan.cpp": "const int kNorm = 1;\n"},
+        "expected kNorm to be defined",
+    ),
+    "defined above, in a header that all see": (
+        {"src/kernel_ops/norm.cpp": "\n", "src/core/plan.cpp": "namespace tandem {\nint cached_bytes() { return 0; }\n}\n"},
+        "include/tandem/memory.h: expected tandem::cached_bytes() to be defined",
+    ),
+    "circle of imports": (
+        {"python/tandem/ops/op.py": "import tandem.ops.linear\n"},
+        "python/tandem/ops/linear.py: expected no circle of imports, got tandem.ops.linear -> tandem.ops.op -> tandem.ops.linear. Move",
+    ),
+    "circle of imports in a function": ({"python/tandem/ops/op.py": "def f():\n    from tandem.ops.linear import Linear\n"}, "no circle of imports"),
+    "circle of imports for types": (
+        {"python/tandem/ops/op.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .linear import Linear\n"},
+        "no circle of imports",
+    ),
+    "circle of imports through a package": ({"python/tandem/ops/op.py": "import tandem\n"}, "no circle of imports"),
     "source not listed": ({"src/core/value.cpp": "\n"}, "src/core/value.cpp: expected the CMakeLists.txt"),
     "CUDA source not listed": ({"src/kernels/cuda/gelu.cu": "\n"}, "src/kernels/cuda/gelu.cu: expected the"),
     "listed in a comment only": (

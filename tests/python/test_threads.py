@@ -57,13 +57,13 @@ def test_first_calls_at_once(name):
 
 
 class Told(ops.BasicLinear):
-    """Tells when a pipeline is about to read where its parameters are."""
+    """Tells when a pipeline is about to read what its ops are."""
 
     about_to_read = staticmethod(lambda: None)
 
-    def parameter_places(self):
+    def channel_bindings(self):
         self.about_to_read()
-        yield from super().parameter_places()
+        return super().channel_bindings()
 
 
 @pytest.mark.parametrize("make", [ops.FusedOperation, lambda parts: ops.Sequential(*parts)])

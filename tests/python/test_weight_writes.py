@@ -426,7 +426,8 @@ def test_views_of_a_flat_buffer():
 def test_codes_of_views_that_are_made_again_are_found():
     box, x, base = Model().box, torch.randn(8, SHAPE[1]), nn.Parameter(fresh())
     with torch.no_grad(), tandem.autocast(recipe=RECIPE):
-        made, reused = tandem._C.refresh_counts()
+        before = tandem._C.refresh_counts()
         for _ in range(5):
             torch.func.functional_call(box, {"0.weight": base.detach()}, (x,))
-        assert tandem._C.refresh_counts() == (made + 1, reused + 4)
+        after = tandem._C.refresh_counts()
+        assert (after.made, after.reused) == (before.made + 1, before.reused + 4)

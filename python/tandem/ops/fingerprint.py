@@ -28,15 +28,14 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tandem.ops.hooks import OF_A_MODULE
 from tandem.ops.plain import Told, is_fixed, tell_plain
+from tandem.ops.unit import BasicUnit
 from tandem.ops.watches import MISSING, Place, Retold, Same
-
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "tandem", "numpy", "typing_extensions"}
 _LIBRARIES |= {"pytest", "_pytest"}  # which writes calls of its own into functions that assert
@@ -59,7 +58,6 @@ _NOT_READ = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init_
 }
 _WITHOUT_CODE = (*_OF_C, argparse.Namespace, collections.Counter)  # none of their own code reads an attribute
 _REDUCED = (operator.attrgetter, operator.itemgetter, operator.methodcaller, type(vars(collections.namedtuple("_Pair", "x"))["x"]))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BASES, _CODE, _FIELDS = map(operator.attrgetter, ("__bases__", "__code__", "__dict__"))
 _DEFAULTS, _KEYWORD_DEFAULTS = map(operator.attrgetter, ("__defaults__", "__kwdefaults__"))
 _MOST_BYTES = 1 << 16  # of an array that is compared
@@ -82,7 +80,7 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_token",
     "_watchers",
 }
-_OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.channels")  # whose code reads no option of an op
+_OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.unit", "tandem.ops.channels")  # whose code reads no option of an op
 
 
 def _renew() -> None:
@@ -240,7 +238,7 @@ def _items(container: Any) -> list[Any]:
     return [*container, *container.values()] if isinstance(container, dict | types.MappingProxyType) else [*container]
 
 
-def _operands(op: BasicOperation) -> list[list[tuple[str, int | None]]]:
+def _operands(op: BasicUnit) -> list[list[tuple[str, int | None]]]:
     """The names of the tensors of each module inside an op, in order, and which operand each is: by the first place where it is met."""
     numbers: dict[int, int] = {}
     return [
@@ -253,7 +251,7 @@ def _operands(op: BasicOperation) -> list[list[tuple[str, int | None]]]:
 class Fingerprint:
     """`text` changes with whatever the code of `op` depends on. `holds` tells, cheaply, whether it would be the same if taken again."""
 
-    def __init__(self, op: BasicOperation) -> None:
+    def __init__(self, op: BasicUnit) -> None:
         self._watches: list[Place | Same | Retold] = []
         self._numbers: dict[int, tuple[int, Any]] = {}  # of what may be met again, as functions and classes refer to each other
         self._opaques: list[_Known] = []  # of what cannot be told
@@ -502,13 +500,13 @@ class Fingerprint:
         meta = self._class(type(cls))
         return ["class", [cls.__module__, cls.__qualname__, meta, bases, *self._fields(vars(cls), names, known=_NOT_OF_A_CLASS)]]
 
-    def _options(self, op: BasicOperation) -> Told:
+    def _options(self, op: BasicUnit) -> Told:
         if op.fuser_options is None:
             return [self._inner(module, op) for module in op.modules()]
         declared = [[name, self._option(op, name)] for name in op.fuser_options]
         return [declared, [self._inner(module, op) for module in op.modules() if module is not op]]
 
-    def _inner(self, module: torch.nn.Module, op: BasicOperation | None) -> Told:
+    def _inner(self, module: torch.nn.Module, op: BasicUnit | None) -> Told:
         """A module with the names of what is in it, and the hooks that its parent runs."""
         fields = vars(module)
         own = [name for name in fields if name not in NOT_OPTIONS]
@@ -516,7 +514,7 @@ class Fingerprint:
         told = [None if module is op else self._class(type(module))]
         told.append(self._fields(fields, ["training"]) if is_named else self._fields(fields, [*own, "training"], known=NOT_OPTIONS))
         told.append(self._name(fields, module, NOT_OPTIONS) if is_named else None)
-        hooks = [] if module is op else [fields[name] for name in _HOOKS]
+        hooks = [] if module is op else [fields[name] for name in OF_A_MODULE]
         self._watches.append(Same(lambda: [*_items(fields["_modules"]), *(hook for some in hooks for hook in (some, *some.values()))]))
         told.append([[name, self._inside.get(id(child))] for name, child in module._modules.items()])
         return [*told, [[self._tell(hook) for hook in some.values()] for some in hooks]]
@@ -527,7 +525,7 @@ class Fingerprint:
         self._inside.update((id(module), len(self._inside) + number) for number, module in enumerate(found))
         return ["hidden", self._opaque(root), [self._inner(module, None) for module in found]]
 
-    def _option(self, op: BasicOperation, name: str) -> Told:
+    def _option(self, op: BasicUnit, name: str) -> Told:
         """A declared attribute, which a property may compute."""
 
         def now() -> Told | _This:

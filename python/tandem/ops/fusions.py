@@ -7,18 +7,19 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from tandem.ops import python_op
 from tandem.ops.changes import structure
+from tandem.ops.context import OperationContext
+from tandem.ops.ghost import ghost_of
+from tandem.ops.unit import BasicUnit, FusedUnit, Unit
+from tandem.recipe import recipe_from_json
 
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
-
-FusionFunction = Callable[..., "list[FusibleOperation]"]
+FusionFunction = Callable[..., Sequence[Unit]]
 
 _PASSES = {"joint": "forward_backward", "forward": "forward", "backward": "backward"}
 _functions: dict[str, list[FusionFunction]] = {name: [] for name in _PASSES}
@@ -111,13 +112,25 @@ def _changed(count: int) -> None:
     structure.change_fusions()
 
 
+class _Returned(NamedTuple):
+    """A fused op in a list that the functions of a pass returned, and the first of them that returned it."""
+
+    first: int  # of the basic ops that it stands for
+    last: int
+    op: FusedUnit
+    function: FusionFunction
+
+
 class Fused:
-    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in."""
+    """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in.
 
-    def __init__(self, op: FusedOperation, pass_name: str, name: str) -> None:
-        from tandem._runtime import _ghost
+    It stands for the ops `first` to `last` of the pipeline; `name` is that of the function which returned it.
+    """
 
-        self.pass_name, self.name = pass_name, name
+    def __init__(self, returned: _Returned, pass_name: str) -> None:
+        op = returned.op
+        self.pass_name, self.name = pass_name, name_of(returned.function)
+        self.first, self.last = returned.first, returned.last
         self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
         op.flat_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
         self._op = weakref.ref(op)
@@ -125,50 +138,48 @@ class Fused:
         self._ghost.__dict__["_modules"] = {**op._modules}
         ghosts = torch.nn.ModuleList()
         for index, basic in enumerate(op.flat_ops()):
-            ghosts._modules[str(index)] = _ghost(basic)
+            ghosts._modules[str(index)] = ghost_of(basic)
         self._ghost._modules["basic_ops"] = ghosts
 
-    def get(self) -> tuple[FusedOperation, Sequence[BasicOperation]]:
+    def get(self) -> tuple[FusedUnit, Sequence[BasicUnit]]:
         op = self._op()
         op = op if op is not None else self._ghost
         return op, op.flat_ops()
 
 
-def written_context(fused: Fused, basic: BasicOperation, saved: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What a fused forward saved on the context of an op of the library, as the values that the op's own backward reads."""
-    if len(saved) != len(basic._context):
+def written_context(fused: Fused, basic: BasicUnit, context: OperationContext) -> list[torch.Tensor | None]:
+    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it."""
+    saved = context.to_save or ()
+    if context.saved_names and set(context.saved_names) != set(basic._context) or len(saved) != len(basic._context):
         raise ValueError(
             f"{fused.name}: expected {len(basic._context)} saved tensors on the context of {basic._get_name()} "
-            f"({', '.join(basic._context) or 'none'}), got {len(saved)}. Save what its own forward saves."
+            f"({', '.join(basic._context) or 'none'}), got {', '.join(context.saved_names) or len(saved)}. Save what its own forward saves."
         )
-    return list(saved)
+    by_name = dict(zip(context.saved_names or basic._context, saved, strict=True))
+    return [by_name[name] for name in basic._context]
 
 
-def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[tuple[int, int, str, str, Fused]]:
-    """Asks the functions of a pass: (first op, last op, key, name of the function, the op) of each fused op that they return."""
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[Fused]:
+    """Asks the functions of a pass for fused ops."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
-    found = []
-    for first, last, op, function in _returned(pass_name, ops, recipe):
-        fused = Fused(op, pass_name, name_of(function))
-        found.append((first, last, fused.key, fused.name, fused))
-    return found
+    return [Fused(returned, pass_name) for returned in _returned(pass_name, ops, recipe)]
 
 
-def fusions_made(ops: Sequence[BasicOperation], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
+def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
     return tuple(
-        (pass_name, first, last, _registered[id(function)])
+        (pass_name, returned.first, returned.last, _registered[id(returned.function)])
         for pass_name in _PASSES
-        for first, last, _, function in _returned(pass_name, ops, quantized)
+        for returned in _returned(pass_name, ops, quantized)
     )
 
 
-def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None) -> list[tuple[int, int, FusedOperation, FusionFunction]]:
+def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> list[_Returned]:
     current: list[Any] = list(ops)
     made_by: dict[int, FusionFunction] = {}
     for function in _functions[pass_name]:
@@ -180,22 +191,18 @@ def _returned(pass_name: str, ops: Sequence[BasicOperation], recipe: str | None)
     for op in current:
         count = len(op.flat_ops())
         if op.is_fused_op:
-            found.append((first, first + count - 1, op, made_by[id(op)]))
+            found.append(_Returned(first, first + count - 1, op, made_by[id(op)]))
         first += count
     return found
 
 
 def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
-    from tandem.recipe import recipe_from_json
-
     name = name_of(function)
     try:
         returned = function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
         raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
-    from tandem.ops.op import FusibleOperation
-
-    if not isinstance(returned, list | tuple) or not all(isinstance(op, FusibleOperation) for op in returned):
+    if not isinstance(returned, list | tuple) or not all(isinstance(op, Unit) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
     covered = [basic for op in returned for basic in op.flat_ops()]
@@ -210,12 +217,10 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
     return list(returned)
 
 
-def _check_directions(op: FusedOperation, pass_name: str, name: str) -> None:
-    from tandem.ops.op import FusibleOperation
-
+def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
     if pass_name in ("joint", "forward") and op._forward_prefix != "fuser":
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
-    if pass_name in ("joint", "backward") and type(op).fuser_backward is FusibleOperation.fuser_backward:
+    if pass_name in ("joint", "backward") and type(op).fuser_backward is Unit.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")
     for basic in op.flat_ops():
         if pass_name != "joint" and basic.is_python_op:

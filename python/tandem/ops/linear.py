@@ -11,7 +11,8 @@ from tandem.ops.arguments import at_default, flag, positive
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group
 from tandem.ops.composite import CompositeOperation
-from tandem.ops.op import BasicOperation, _drop_extra_state
+from tandem.ops.op import BasicOperation
+from tandem.ops.unit import drop_extra_state
 
 
 class BasicLinear(BasicOperation):
@@ -196,7 +197,7 @@ class Linear(CompositeOperation):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         rename(state_dict, prefix, self._TE_NAMES)
         for index in range(2):
-            _drop_extra_state(state_dict, f"{prefix}basic_ops.{index}._extra_state")
+            drop_extra_state(state_dict, f"{prefix}basic_ops.{index}._extra_state")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:

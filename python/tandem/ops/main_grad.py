@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-Place = tuple[torch.nn.Module, str]
+from tandem.ops.places import Place
+
 Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
 
 

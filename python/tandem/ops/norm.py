@@ -71,7 +71,6 @@ class RMSNorm(_Norm):
     _kind = "rms_norm"
     _parameter_names = ("weight",)
     _context = ("x", "inv_rms")
-    _context_results = ("inv_rms",)
 
 
 class LayerNorm(_Norm):
@@ -82,4 +81,3 @@ class LayerNorm(_Norm):
     _kind = "layer_norm"
     _parameter_names = ("weight", "bias")
     _context = ("x", "mean", "inv_std")
-    _context_results = ("mean", "inv_std")

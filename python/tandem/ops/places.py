@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation
+from tandem.ops.unit import BasicUnit
 
+Place = tuple[torch.nn.Module, str]  # a module, and the name of a tensor in it
 Names = list[list[tuple[str, str]]]  # per tensor: path of the module inside the op, name in it; several where a tensor has several names
 
 
@@ -18,7 +18,7 @@ def views_stand_in(module: torch.nn.Module) -> bool:
     return not getattr(module, "_fsdp_use_orig_params", True)
 
 
-def names(op: BasicOperation, field: str) -> Names:
+def names(op: BasicUnit, field: str) -> Names:
     """The names of each tensor in `field` ("_parameters" or "_buffers"), in the order in which gradients are returned."""
     if not op.is_python_op:
         return [[("", name)] for name in op._parameter_names] if field == "_parameters" else []
@@ -33,7 +33,7 @@ def names(op: BasicOperation, field: str) -> Names:
     return list(found.values())
 
 
-def at(op: BasicOperation, path: str) -> torch.nn.Module:
+def at(op: BasicUnit, path: str) -> torch.nn.Module:
     """The module at a path of `names`."""
     if not path:
         return op if op.is_python_op else op._holder
@@ -45,12 +45,12 @@ def at(op: BasicOperation, path: str) -> torch.nn.Module:
         ) from error
 
 
-def holding(op: BasicOperation, path: str, name: str) -> tuple[torch.nn.Module, str]:
+def holding(op: BasicUnit, path: str, name: str) -> Place:
     """The module that holds a tensor of `names`, and its name there: the owner of a part has names of its own."""
     return at(op, path), name if path or op.is_python_op else getattr(op._parameters, "names", {}).get(name, name)
 
 
-def places(op: BasicOperation, field: str) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Module and name of each tensor that `names` finds, the first one where it has several."""
+def places(op: BasicUnit, field: str) -> Iterator[Place]:
+    """Where each tensor that `names` finds is, the first place where it has several."""
     for (path, name), *_ in names(op, field):
         yield holding(op, path, name)

@@ -5,47 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.modules.module as _modules
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
-from tandem.recipe_state import history_length, traced_region
-from tandem.ops import fingerprint, fusions, main_grad, python_op
+from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
 from tandem.ops.changes import Changes, structure
+from tandem.ops.places import Place, places
 from tandem.ops.tracing import constant_while_traced
-
-if TYPE_CHECKING:
-    from tandem.ops.cut import Cut
-    from tandem.ops.op import BasicOperation, FusibleOperation
+from tandem.ops.unit import BasicUnit, Unit
+from tandem.recipe_state import history_length, traced_region
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 Bindings = tuple  # per basic op: (channel of each extra input, (channel, to caller) of each extra output)
 Kwargs = Mapping[int, Mapping[str, Any]]  # by basic op
 
 
-def any_global_hooks() -> bool:
-    """Whether hooks are registered for all modules."""
-    return bool(
-        _modules._global_forward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_backward_hooks
-        or _modules._global_backward_pre_hooks
-    )
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def own_call(unit: FusibleOperation) -> str | None:
+def own_call(unit: Unit) -> str | None:
     """Which method of the module, or of what it consists of, is not the library's, so that calling it may do more than its ops do. Patched on
-    an instance it counts from the next look at the ops on, which `FusibleOperation.__setattr__` asks for. Nothing tells of a patch of a class,
+    an instance it counts from the next look at the ops on, which `Unit.__setattr__` asks for. Nothing tells of a patch of a class,
     and asking in each call would cost time: it counts for what has not been called yet."""
     for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
         if "forward" in module.__dict__ or type(module).forward is not type(module)._library_forward:
@@ -55,13 +35,10 @@ def own_call(unit: FusibleOperation) -> str | None:
     return None
 
 
-def unit_has_hooks(unit: FusibleOperation) -> bool:
-    if has_hooks(unit):
-        return True
-    if unit.is_fused_op:
-        for op in unit.flat_ops():
-            if has_hooks(op):
-                return True
+def unit_has_hooks(unit: Unit) -> bool:
+    for module in (unit, *unit.flat_ops()) if unit.is_fused_op else (unit,):
+        if hooks.any_of(module):
+            return True
     return False
 
 
@@ -82,9 +59,9 @@ class Prepared:
 
     def __init__(
         self,
-        units: tuple[FusibleOperation, ...],
-        basic_ops: tuple[BasicOperation, ...],
-        owner: FusibleOperation | None,
+        units: tuple[Unit, ...],
+        basic_ops: tuple[BasicUnit, ...],
+        owner: Unit | None,
         bindings: Bindings | None,
         required: Sequence[str],
         own_calls: tuple[str | None, ...],
@@ -109,26 +86,26 @@ class Prepared:
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
         self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # with what the text names
-        self.cuts: dict[tuple[int, ...], Cut] = {}
+        self.cuts: dict[tuple[int, ...], Any] = {}  # of `tandem.ops.run`, by positions of the units that stand alone
         self.pipeline(())  # errors come before the first tensor
 
     def _read_places(self) -> None:
         """Where the operands are: of parameters, and of buffers, which count where nothing else may be read: while tracing."""
-        places: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+        found: dict[tuple[int, str], Place] = {}
         positions: dict[tuple[int, str], int] = {}
         self._params: list[list[int]] = []  # by op
         for op in self.basic_ops:
             at = []
-            for module, name in op.parameter_places():
-                places.setdefault((id(module), name), (module, name))
+            for module, name in places(op, "_parameters"):
+                found.setdefault((id(module), name), (module, name))
                 at.append(positions.setdefault((id(module), name), len(positions)))
             self._params.append(at)
-        self.places = tuple(places.values())
-        buffers: dict[tuple[int, str], tuple[torch.nn.Module, str]] = {}
+        self.places = tuple(found.values())
+        buffers: dict[tuple[int, str], Place] = {}
         self._buffers: list[list[int]] = []  # by op, counted behind the parameters
         for op in self.basic_ops:
-            buffers.update({(id(module), name): (module, name) for module, name in op.buffer_places()})
-            own = [list(buffers).index((id(module), name)) for module, name in op.buffer_places()]
+            buffers.update({(id(module), name): (module, name) for module, name in places(op, "_buffers")})
+            own = [list(buffers).index((id(module), name)) for module, name in places(op, "_buffers")]
             self._buffers.append([len(self.places) + at for at in own])
         self.buffer_places = tuple(buffers.values())
         # By op: positions of the parameters whose gradient goes into their main_grad. Empty for most pipelines.
@@ -136,7 +113,7 @@ class Prepared:
         self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
         self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
 
-    def _absorbed(self, index: int, op: BasicOperation) -> list[int]:
+    def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
         if not getattr(op, "accumulate_into_main_grad", False):
             return []
         return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
@@ -187,7 +164,7 @@ class Prepared:
 
     def hooked(self) -> tuple[int, ...]:
         """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""
-        everywhere = self.owner is None and any_global_hooks()
+        everywhere = self.owner is None and hooks.any_of_all_modules()
         return tuple(
             [
                 index
@@ -341,17 +318,3 @@ class Prepared:
                 description["process"] = fingerprint.process
             known = _keep(self.descriptions, key, (json.dumps(description, sort_keys=True), python_op.holds(entries)))
         return known[0]
-
-    # Cut around units with hooks.
-
-    def cut(self) -> Cut:
-        """What the units with hooks, as they are now, cut this into."""
-        from tandem.ops.cut import Cut
-
-        hooked = self.hooked()
-        cut = self.cuts.get(hooked) or self.cuts.setdefault(hooked, Cut(self, hooked))
-        for part in cut.parts:
-            part.run.prepare()
-        return cut
-
-    prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it

@@ -7,14 +7,12 @@ import json
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.ops import fingerprint as _fingerprint
 from tandem.ops.fingerprint import Fingerprint
 from tandem.ops.plain import tell_plain
-
-if TYPE_CHECKING:
-    from tandem.ops.op import BasicOperation
+from tandem.ops.unit import BasicUnit
 
 _Kwargs = Mapping[str, Any]
 
@@ -27,13 +25,13 @@ class _Key:
     def __init__(self, kwargs: _Kwargs, code: str | None) -> None:
         self.kwargs = kwargs
         self.code = code  # the fingerprint in the key, if it is shared
-        self.ops: tuple[weakref.ref[BasicOperation], ...] = ()  # newest first
+        self.ops: tuple[weakref.ref[BasicUnit], ...] = ()  # newest first
 
 
 _MOST_KEYS = 64  # of one op: shared ones change with its code and options, and hold the arguments of a call
 _live: weakref.WeakValueDictionary[str, _Key] = weakref.WeakValueDictionary()
 _NONE = _Key({}, None)
-_instances: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
+_instances: weakref.WeakValueDictionary[str, BasicUnit] = weakref.WeakValueDictionary()
 _naming = threading.RLock()  # while an op gets a key; another may die meanwhile
 _fusion_functions = 0  # how many are registered
 
@@ -48,15 +46,15 @@ def count_fusions(change: int) -> None:
     _fusion_functions += change
 
 
-def register_instance(op: BasicOperation) -> None:
+def register_instance(op: BasicUnit) -> None:
     _instances[op.instance_id] = op
 
 
-def instance(instance_id: str) -> BasicOperation | None:
+def instance(instance_id: str) -> BasicUnit | None:
     return _instances.get(instance_id)
 
 
-def entry(op: BasicOperation, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> dict[str, Any]:
+def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> dict[str, Any]:
     """The op in a description. Shared, ops with equal code and options have one key, so that compiled code is found again; else the key
     is this op's own. Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
@@ -83,7 +81,7 @@ def holds(entries: Iterable[dict[str, Any]]) -> list[_Key]:
     return [held for key in keys if (held := _live.get(key)) is not None]
 
 
-def live_op(key: str) -> tuple[BasicOperation | None, _Kwargs]:
+def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:
     """The op that a key stands for, and the arguments. Of several, the one that was described last: that is the one which is being traced.
     One that is alive may have changed since it got the key."""
     found = _live.get(key) or _NONE
@@ -118,12 +116,12 @@ def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
     return json.dumps({str(i): {n: tell_plain(v, enums=True) for n, v in given.items()} for i, given in kwargs.items()}, sort_keys=True)
 
 
-def fingerprint(op: BasicOperation) -> str:
+def fingerprint(op: BasicUnit) -> str:
     """Changes with whatever the op's code depends on; no other op has it where that cannot be told. See `tandem.ops.fingerprint`."""
     return _taken(op).text
 
 
-def _taken(op: BasicOperation) -> Fingerprint:
+def _taken(op: BasicUnit) -> Fingerprint:
     taken: Fingerprint | None = op.__dict__.get("_fingerprint")
     if taken is None or not taken.holds():
         taken = op.__dict__["_fingerprint"] = Fingerprint(op)
@@ -131,7 +129,7 @@ def _taken(op: BasicOperation) -> Fingerprint:
 
 
 @contextlib.contextmanager
-def own_code(ops: Iterable[BasicOperation]) -> Iterator[None]:
+def own_code(ops: Iterable[BasicUnit]) -> Iterator[None]:
     """While the ops' own code is traced: what it changes is no change of the ops, or they would be traced again at each call."""
     taken = [(op, fingerprint) for op in ops if (fingerprint := op.__dict__.get("_fingerprint")) is not None and fingerprint.holds()]
     try:

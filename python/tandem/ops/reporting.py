@@ -7,16 +7,14 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from tandem import _C, recipe_state
-from tandem.ops.run import OpRun, Outputs
-
-if TYPE_CHECKING:
-    from tandem.ops.cut import Cut
+from tandem.ops.prepared import Outputs
+from tandem.ops.run import Cut, OpRun
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class ReportingMixin:
 
         Where ops with hooks cut a pipeline, that is told, and its parts are what is compared.
         """
-        outcomes: list[tuple[bool, int, str]] = []
+        outcomes: list[_C.VerifyReport | Verification] = []
         rest = extra_inputs
         for run in self._prepare():
             if not isinstance(run, OpRun):
@@ -83,8 +81,8 @@ class ReportingMixin:
             with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
                 outputs = _verified(run, x, given, self.training, masks, outcomes)
             x = outputs[0] if isinstance(outputs, tuple) else outputs
-        passed, comparisons, texts = zip(*outcomes, strict=True) if outcomes else ((), (), ())
-        return Verification(all(passed), sum(comparisons), "\n".join(texts))
+        passed = all(outcome.passed for outcome in outcomes)
+        return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
         """Makes it an error, with the reason, if one of these fusions is not made."""
@@ -110,7 +108,7 @@ class ReportingMixin:
 
 
 def _parts_now(run: OpRun) -> list[OpRun]:
-    return [part.run for part in run.now.cut().parts] if run.now.hooked() else [run]
+    return [part.run for part in run.cut().parts] if run.now.hooked() else [run]
 
 
 def _reports(run: OpRun, format: str) -> list[str]:
@@ -141,7 +139,7 @@ def _fusions(run: OpRun) -> set[str]:
 
 
 def _verified(
-    run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[tuple[bool, int, str]]
+    run: OpRun, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, masks: int, outcomes: list[_C.VerifyReport | Verification]
 ) -> Outputs:
     """The outputs of a run, which are checked on the way."""
 
@@ -154,6 +152,6 @@ def _verified(
     if not run.now.hooked():
         check(run, x, extra)
         return run(x, extra, training)
-    cut = run.now.cut()
-    outcomes.append((True, 0, "\n".join(_cut_report(cut, "text"))))
+    cut = run.cut()
+    outcomes.append(Verification(True, 0, "\n".join(_cut_report(cut, "text"))))
     return run.call_cut(cut.parts, x, extra, training, None, lambda part, x, given: check(part.run, x, given))

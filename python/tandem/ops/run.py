@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,11 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from tandem import _C
 from tandem.ops import python_op
 from tandem.ops.changes import Changes, structure
+from tandem.ops.cut import Piece, pieces, reasons
+from tandem.ops.places import places
 from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call
-
-if TYPE_CHECKING:
-    from tandem.ops.cut import Part
-    from tandem.ops.op import FusibleOperation
+from tandem.ops.unit import Unit
 
 _NOTHING = SimpleNamespace(token=None, captured=None)  # what a run has seen that has never looked
 
@@ -26,10 +27,10 @@ class OpRun:
 
     def __init__(
         self,
-        units: Sequence[FusibleOperation],
+        units: Sequence[Unit],
         bindings: Bindings | None = None,
         required: Sequence[str] = (),
-        owner: FusibleOperation | None = None,
+        owner: Unit | None = None,
         changes: Changes | None = None,
     ) -> None:
         self.changes = Changes() if changes is None else changes  # of the units and what they consist of
@@ -54,7 +55,7 @@ class OpRun:
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
         ops = tuple(op for unit in units for op in unit.flat_ops())
         own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
-        written = [[(id(at), name) for places in (op.parameter_places(), op.buffer_places()) for at, name in places] for op in ops if op.is_python_op]
+        written = [[(id(at), name) for field in ("_parameters", "_buffers") for at, name in places(op, field)] for op in ops if op.is_python_op]
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
         is_same = captured == last.captured
         now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured, self.changes)
@@ -68,13 +69,13 @@ class OpRun:
         if is_dynamo_compiling():
             now = self.prepared
             now.check_count(extra)
-            return self.call_cut(now.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
+            return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
         now = self.now
         if now.token is not self.changes.token:
             now = self.prepare()
         now.check_count(extra)
         if now.has_own_calls:
-            return self.call_cut(now.cut().parts, x, extra, training, kwargs)
+            return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in now.training_ops])
         if now.main_grad_places:
             pipeline = now.pipeline(flags, now.main_grad_modes())
@@ -94,7 +95,7 @@ class OpRun:
             if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
         if now.hooked():
-            return self.call_cut(now.cut().parts, x, extra, training, kwargs)
+            return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
         pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
@@ -107,6 +108,17 @@ class OpRun:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         now = self.prepare()
         return None if now.training_ops or now.num_extra_inputs or now.has_own_calls or now.main_grad_places else now.pipeline(())
+
+    def cut(self, now: Prepared | None = None) -> Cut:
+        """What the units with hooks, as they are now, cut this into."""
+        now = self.prepare() if now is None else now
+        hooked = now.hooked()
+        cut: Cut = now.cuts.get(hooked) or now.cuts.setdefault(hooked, Cut(now, hooked))
+        for part in cut.parts:
+            part.run.prepare()
+        return cut
+
+    prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
 
     def call_cut(
         self,
@@ -133,3 +145,51 @@ class OpRun:
                 if to_caller:
                     results.append(output)
         return (x, *results) if results else x
+
+
+class Part:
+    """A piece of a run that is cut, as a run of its own."""
+
+    def __init__(self, piece: Piece, required: Sequence[str]) -> None:
+        self.piece = piece
+        self.inputs, self.outputs = piece.inputs, piece.outputs
+        self.unit = piece.units[0] if piece.is_alone else None  # called as a module
+        if self.unit is None:
+            self.run = OpRun(piece.units, piece.bindings, required)
+        elif any(inputs or outputs for inputs, outputs in piece.bindings):
+            _check_passes_on(self.unit)
+            self.run = OpRun(self.unit.flat_ops(), piece.bindings, owner=self.unit)
+        else:
+            self.run = self.unit._run_alone()
+
+    def __call__(self, x: torch.Tensor, extra: Sequence[torch.Tensor], training: bool, kwargs: Kwargs | None) -> Any:
+        first, count = self.piece.first, self.piece.count
+        own = {i - first: k for i, k in (kwargs or {}).items() if first <= i < first + count}
+        if self.unit is None:
+            outputs = self.run(x, extra, training, own or None)
+        else:
+            named: dict[str, Any] = {"_run": self.run} if self.run.given_bindings is not None else {}
+            if own and self.unit.is_fused_op:
+                named["basic_op_kwargs"] = [own.get(i, {}) for i in range(count)]
+            elif own:
+                named.update(own[0])
+            outputs = self.unit(x, *extra, **named)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class Cut:
+    """The parts of a run whose units at the positions `hooked` stand alone, and why they do."""
+
+    def __init__(self, now: Prepared, hooked: tuple[int, ...]) -> None:
+        self.reasons = reasons(now, hooked)
+        self.parts = [Part(piece, now.required) for piece in pieces(now, hooked)]
+
+
+def _check_passes_on(unit: Unit) -> None:
+    """Channels of a pipeline become arguments and results of a unit that stands alone: its forward is told in an argument."""
+    parameters = inspect.signature(unit.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == "_run" for parameter in parameters):
+        raise TypeError(
+            f"{unit._get_name()}: expected a forward that takes keyword arguments and passes them on, as the op has extra inputs or outputs, "
+            f"got forward{inspect.signature(unit.forward)}. Define forward(self, input, *extra_inputs, **kwargs)."
+        )

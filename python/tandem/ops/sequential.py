@@ -12,8 +12,9 @@ from typing_extensions import Self
 
 from tandem import _C
 from tandem.ops.op import FusibleOperation
+from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
-from tandem.ops.run import OpRun, Outputs
+from tandem.ops.run import OpRun
 from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
 

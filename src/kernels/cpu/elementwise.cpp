@@ -16,17 +16,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 // Operands of one element each go straight through; a mix of elements goes through float32 buffers, in L1, and the same loop.
 template <typename E>
-void add_run(E element, const typename E::Stored* a, const typename E::Stored* b,
-             typename E::Stored* out, size_t count) {
-  const hn::ScalableTag<float> d;
-  for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-    store_part(element, d,
-               hn::Add(load_part(element, d, a + i, part), load_part(element, d, b + i, part)),
-               out + i, part);
-  });
-}
-
-template <typename E>
 void multiply_run(E element, const typename E::Stored* x, float a, float b, typename E::Stored* out,
                   size_t count) {
   const hn::ScalableTag<float> d;
@@ -46,33 +35,6 @@ void add_bias_run(E element, const typename E::Stored* x, const float* bias,
     auto sum = hn::Add(load_part(element, d, x + i, part), load_part(Float32{}, d, bias + i, part));
     if (extra) sum = hn::Add(round_to(element, d, sum), load_part(element, d, extra + i, part));
     store_part(element, d, sum, out + i, part);
-  });
-}
-
-void add_target(ConstRows a, ConstRows b, Rows out) {
-  if (is_flat(a) && is_flat(b) && is_flat(out)) {
-    flatten(a);
-    flatten(b);
-    flatten(out);
-  }
-  const bool uniform = a.element == out.element && b.element == out.element;
-  for_each_piece(out.rows, out.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    if (uniform) {
-      with_element(out.element, [&](auto element) HWY_ATTR {
-        add_run(element, element.at(a.data, r * a.stride + first),
-                element.at(b.data, r * b.stride + first),
-                element.at(out.data, r * out.stride + first), piece);
-      });
-      return;
-    }
-    for_each_chunk(piece, [&](size_t offset, size_t count) HWY_ATTR {
-      HWY_ALIGN float buffers[3][kChunk];
-      const size_t c = first + offset;
-      float* results = place_for(out, r, c, buffers[2]);
-      add_run(Float32{}, widened(a, r, c, count, buffers[0]), widened(b, r, c, count, buffers[1]),
-              results, count);
-      put_narrowed(results, out, r, c, count);
-    });
   });
 }
 
@@ -151,19 +113,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(add_target);
 HWY_EXPORT(add_bias_target);
 HWY_EXPORT(multiply_twice_target);
 HWY_EXPORT(sum_rows_target);
 
-void add(ConstRows a, ConstRows b, Rows out) { HWY_DYNAMIC_DISPATCH(add_target)(a, b, out); }
-
 void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out) {
   HWY_DYNAMIC_DISPATCH(add_bias_target)(x, bias, sum_element, extra, out);
 }
-
-// Multiplying by 1 changes no bit, and costs nothing where memory is the limit.
-void multiply(ConstRows x, float factor, Rows out) { multiply_twice(x, factor, 1.0f, out); }
 
 void multiply_twice(ConstRows x, float a, float b, Rows out) {
   HWY_DYNAMIC_DISPATCH(multiply_twice_target)(x, a, b, out);

@@ -1,4 +1,4 @@
-#include "tandem/recipe.h"
+#include "tandem/autocast.h"
 
 #include <c10/util/Exception.h>
 

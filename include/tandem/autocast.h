@@ -1,0 +1,33 @@
+// Regions in which a recipe is in force.
+#pragma once
+
+#include <memory>
+
+#include "tandem/export.h"
+#include "tandem/recipe.h"
+
+namespace tandem {
+
+struct Region;
+
+/// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
+/// per outermost region. Regions nest; `enabled = false` switches quantization off inside. One that is destroyed before one that was made
+/// inside it, or in another thread, ends all the same, with a warning: the others stay in force until they end.
+///
+///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
+class TANDEM_API Autocast {
+ public:
+  explicit Autocast(bool enabled = true, const Recipe& recipe = Float8CurrentScaling{});
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  std::shared_ptr<Region> region_;
+};
+
+/// To be called after weights on an accelerator were written inside a region in a way that moves no version counter, such as through
+/// `.data`. On the CPU their bytes are compared.
+TANDEM_API void weights_changed();
+
+}  // namespace tandem

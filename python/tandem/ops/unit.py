@@ -1,0 +1,297 @@
+"""What pipelines know of operations: everything but how one is called, which needs a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from tandem import _C, recipe_state
+from tandem._quantize import load_parts, save_parts
+from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
+from tandem.ops.channels import ChannelsMixin
+from tandem.ops.checkpoint import warn_about_extra_state
+from tandem.ops.context import OperationContext
+
+_EXTRA_STATE = "_extra_state"
+_instances = itertools.count(1)
+_slots_of = cache(_C.quantize_slots)
+
+
+class Unit(torch.nn.Module):
+    """A member of the list that a pipeline is made of. Operations derive from this through `tandem.ops.op`."""
+
+    _styles: ClassVar[Mapping[str, str]] = {}
+    _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
+    _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_watchers")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "forward":  # a patch, which containers honour
+            self._tell()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "forward":
+            self._tell()
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this stands for several basic ops."""
+        raise NotImplementedError
+
+    def flat_ops(self) -> Sequence[BasicUnit]:
+        """The basic ops that this stands for, in order."""
+        raise NotImplementedError
+
+    def _capture(self, changes: Changes) -> None:
+        """A pipeline is made of this: what becomes of it from now on is told."""
+        add_watcher(self, changes)
+
+    def _check_in_container(self) -> None:
+        """Raises where a container cannot pass on what this returns."""
+
+    def _tell(self) -> None:
+        """Makes the pipelines of this look at it again."""
+        tell(self.__dict__.get("_watchers", ()))
+
+    def _quantize_slots(self) -> tuple[int, int]:
+        """How many tensors a recipe quantizes for the parts that share this module's state, in forward and in backward."""
+        return 0, 0
+
+    @property
+    def _holder(self) -> torch.nn.Module:
+        """The module that owns the parameters."""
+        return self.__dict__.get("_owner", self)
+
+    def _run_alone(self) -> Any:
+        """The run of this alone, made once."""
+        raise NotImplementedError
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor | None, ...]],
+        prev_op_grad_output_quantizer: None = None,
+        next_op_input_quantizer: None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """Runs the covered ops: the output, and the extra outputs of each. All lists have one entry per covered op."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_compute and "
+            "fuser_forward_save_ctx."
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
+        """The gradient of the input, those of the parameters of each covered op, those of its extra inputs."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define fuser_backward."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._VOLATILE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        # Parametrized modules have a __getstate__ that raises, and a __deepcopy__, unless there is one, that copies what is volatile too.
+        cls = type(self)
+        state = (cls.__bases__[0] if is_parametrized(self) else cls).__getstate__(self)
+        copied = memo[id(self)] = cls.__new__(cls)
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def _replicate_for_data_parallel(self) -> Unit:
+        replica: Unit = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for name in self._VOLATILE:
+            replica.__dict__.pop(name, None)
+        return replica
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_parts(self._parameters, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        drop_extra_state(state_dict, prefix + _EXTRA_STATE)
+        load_parts(self._parameters, state_dict, prefix)
+        recipe_state.prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class BasicUnit(ChannelsMixin, Unit):
+    """One operation: an entry of a description."""
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    fuser_options: ClassVar[Sequence[str] | None] = None
+
+    _kind: ClassVar[str] = ""  # name in the library
+    _option_names: ClassVar[tuple[str, ...]] = ()
+    _parameter_names: ClassVar[tuple[str, ...]] = ()
+    _context: ClassVar[tuple[str, ...]] = ()  # what `saved_tensors` holds
+    _depends_on_training: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
+        super().__init__()
+        self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_option = name == "in_place" or name in self._option_names
+        if is_option:
+            value = self._checked_option(name, value)
+        fields = self.__dict__
+        before, had = fields.get(name), self._holds(name)
+        super().__setattr__(name, value)
+        if not fields.get("_extra_tensor_channels_locked"):  # asked last: a pipeline in another thread locks first and reads then
+            return
+        if is_option:
+            if type(value) is not type(before) or value != before:
+                fields["_changes"] = self.changes + 1
+                self._tell()
+        elif self._holds(name) != had and self.is_python_op:  # its operands are others now
+            self._tell()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if self.is_python_op:
+            self._tell()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if self.is_python_op:
+            self._tell()
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        super().register_buffer(name, tensor, persistent)
+        if self.is_python_op:
+            self._tell()
+
+    def _holds(self, name: str) -> tuple[bool, bool]:
+        """Whether a parameter and a buffer of this name are there."""
+        fields = self.__dict__
+        return fields.get("_parameters", {}).get(name) is not None, fields.get("_buffers", {}).get(name) is not None
+
+    @property
+    def changes(self) -> int:
+        """How often an option was changed after a pipeline had captured the op."""
+        return self.__dict__.get("_changes", 0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_extra_tensor_channels_locked"] = False  # a copy is not captured yet
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    @property
+    def is_python_op(self) -> bool:
+        """Whether the forward is written in Python."""
+        return self._forward_prefix is not None
+
+    def flat_ops(self) -> Sequence[BasicUnit]:
+        return (self,)
+
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)
+        if self.is_python_op:  # whose parameters may be those of modules inside it
+            for module in self.modules():
+                capture(module, changes)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: None = None,
+        next_op_input_quantizer: None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The one-piece forward: computes, and saves on `ctx` what `op_backward` reads."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and "
+            "op_forward_save_ctx; an op of the library is called as op(x)."
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """The gradient of the input, and those of the parameters in the order of `parameters()`."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define op_backward, or fuser_backward."
+        )
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        """An option as it is kept. Raises where a description cannot hold it: later, the error would not name the assignment."""
+        return value
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._option_names}
+
+    def _quantize_slots(self) -> tuple[int, int]:
+        return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)
+
+    def _first_slots(self) -> tuple[int, int]:
+        """Where this op's slots begin in the state of the module that it is a part of."""
+        before = itertools.takewhile(lambda part: part is not self, self._holder.flat_ops())  # type: ignore[operator]
+        slots = [part._quantize_slots() for part in before]
+        return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
+
+    @property
+    def instance_id(self) -> str:
+        """A text that no other op of this process has."""
+        known = self.__dict__.get("_instance")
+        return known or self.__dict__.setdefault("_instance", f"{type(self).__qualname__}@{next(_instances)}")
+
+
+class FusedUnit(Unit):
+    """Several basic ops."""
+
+    def __init__(self, basic_ops: Iterable[Unit]) -> None:
+        """Makes an op that stands for others.
+
+        Args:
+            basic_ops: those that it stands for, in order; at least one.
+        """
+        super().__init__()
+        watch(self)
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        watch(self.basic_ops)
+        if len(self.basic_ops) == 0:
+            raise ValueError(
+                f"{type(self).__qualname__}: expected at least one basic op, got none. Pass the ops that it stands for."
+            )
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def flat_ops(self) -> Sequence[BasicUnit]:
+        return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
+
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)
+        capture(self, changes)
+        capture(self.basic_ops, changes)
+        for op in self.basic_ops:
+            op._check_in_container()
+            op._capture(changes)
+
+def drop_extra_state(state_dict: dict[str, Any], key: str) -> None:
+    """Takes TransformerEngine's quantization state out of a state dict; it is never read, as it would have to be unpickled."""
+    state = state_dict.pop(key, None)
+    if isinstance(state, torch.Tensor) and state.numel() != 0 or state is not None and not isinstance(state, torch.Tensor):
+        warn_about_extra_state(key)
