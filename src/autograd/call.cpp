@@ -126,10 +126,11 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
   PlanKey::Call call{grad_mode, traced};
   TORCH_CHECK_VALUE(!arguments.inputs.empty(),
                     "pipeline: expected the main input, got no tensor. Pass it first.");
-  const at::DeviceType device =
-      arguments.inputs[0].defined() ? arguments.inputs[0].device().type() : at::kCPU;
-  if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
-    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  if (arguments.inputs[0].defined()) {
+    const at::DeviceType device = arguments.inputs[0].device().type();
+    if (at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
+      call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  }
   PlanKey key(call, arguments.inputs.size());
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const Tensor& tensor : list) {

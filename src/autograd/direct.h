@@ -37,10 +37,10 @@ inline bool is_recorded() {
   return false;
 }
 
-/// A strided CPU or CUDA tensor whose memory holds its elements.
+/// A strided tensor whose memory holds its elements, on any device.
 inline bool is_plain(const at::Tensor& tensor) {
-  return !tensor.key_set().has_any(kNotPlain) && (tensor.is_cpu() || tensor.is_cuda()) &&
-         tensor.layout() == at::kStrided;
+  return !tensor.key_set().has_any(kNotPlain) && tensor.layout() == at::kStrided &&
+         tensor.unsafeGetTensorImpl()->has_storage() && !tensor.is_meta();
 }
 
 /// Whether forward-mode differentiation follows the tensor.

@@ -113,22 +113,37 @@ class Call {
     return *static_cast<const T*>(step_.options[op].get());
   }
 
-  /// Runs kernel op K on this call's path: into tensors of the frame where K's kernel takes the arguments, through the dispatcher, or in
-  /// composite form.
+  /// What a kernel op or a product of the step was computed by.
+  void took(kernel_ops::ImplementationNames names) { step_.taken.add(names); }
+
+  /// Runs kernel op K on this call's path: by the first implementation that takes the arguments, into tensors of the frame; through the
+  /// dispatcher; or in composite form.
   template <typename K, typename... Args>
   kernel_ops::ResultsOf<K> run(const Args&... args) {
-    if (path() == Path::dispatch) return kernel_ops::dispatch<K>(args...);
-    if (path() == Path::direct && kernel_ops::has_cpu_kernel<K>(args...)) {
-      const auto specs = K::shapes(args...);
-      kernel_ops::ResultsOf<K> results;
-      for (size_t i = 0; i < specs.size(); ++i)
-        if (specs[i].wanted)
-          results[i] = frame_.allocate(C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype,
-                                       first_tensor(args...));
-      K::cpu(args..., results);
-      return results;
+    return run_into<K>({}, args...);
+  }
+
+  /// The same into memory that is there: `spare[i]` is a tensor that nobody reads afterwards and result i may be written to, where it has
+  /// the sizes and dtype. It may be an argument.
+  template <typename K, typename... Args>
+  kernel_ops::ResultsOf<K> run_into(const kernel_ops::ResultsOf<K>& spare, const Args&... args) {
+    if (path() == Path::dispatch) {
+      took(kernel_ops::kDispatcher);
+      return kernel_ops::dispatch<K>(args...);
     }
-    return kernel_ops::run_reference<K>(args...);
+    const kernel_ops::Choice<K> choice =
+        path() == Path::direct ? kernel_ops::choose<K>(args...) : nullptr;
+    took(kernel_ops::name_of<K>(choice));
+    return kernel_ops::run_choice<K>(
+        choice,
+        [&](size_t i, const kernel_ops::ResultSpec& spec) {
+          const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
+          if (spare[i].defined() && spare[i].scalar_type() == spec.dtype &&
+              spare[i].sizes() == sizes)
+            return spare[i];
+          return frame_.allocate(sizes, spec.dtype, kernel_ops::detail::first_tensor(args...));
+        },
+        args...);
   }
 
   /// Runs K and hands its results to the step's writes, which stand in the same order.
@@ -152,15 +167,6 @@ class Call {
   }
 
  private:
-  template <typename First, typename... Rest>
-  static const at::Tensor& first_tensor(const First& first, const Rest&... rest) {
-    if constexpr (std::is_same_v<First, at::Tensor>) {
-      return first;
-    } else {
-      return first_tensor(rest...);
-    }
-  }
-
   Frame& frame_;
   const Step& step_;
 };

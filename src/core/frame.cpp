@@ -6,7 +6,7 @@
 namespace tandem {
 
 at::Tensor Frame::allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like) {
-  if (path_ == Path::direct && like.device().is_cpu()) return kernel_ops::empty_cpu(sizes, dtype);
+  if (path_ == Path::direct) return kernel_ops::empty_beside(like, sizes, dtype);
   return at::empty(sizes, like.options().dtype(dtype));
 }
 

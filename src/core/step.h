@@ -1,11 +1,13 @@
 // Steps: calls of implementations. A list of them is a program over values.
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
 #include "core/op_def.h"
 #include "core/value.h"
+#include "kernel_ops/implementations.h"
 
 namespace tandem {
 
@@ -39,6 +41,21 @@ struct ListRange {
   uint32_t first = 0, count = 0;
 };
 
+/// The implementations that a step has taken, in any call: for `explain`. Any thread may add to it; a copy is another step, which has taken none.
+class Taken {
+ public:
+  Taken() = default;
+  Taken(const Taken&) noexcept {}
+  Taken& operator=(const Taken&) noexcept { return *this; }
+  void add(kernel_ops::ImplementationNames names) {
+    if ((all() & names) != names) names_.fetch_or(names, std::memory_order_relaxed);
+  }
+  kernel_ops::ImplementationNames all() const { return names_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<kernel_ops::ImplementationNames> names_{0};
+};
+
 /// One call of an implementation.
 struct Step {
   StepKind kind = StepKind::op;
@@ -62,7 +79,8 @@ struct Step {
   std::vector<Options>
       options;  ///< one per op that the step covers, in op order; one for a quantize step
   bool runs_user_code = false;
-  Values dead;  ///< values whose last reader this step is
+  Values dead;          ///< values whose last reader this step is
+  mutable Taken taken;  ///< written by whoever runs the step
 };
 using Steps = std::vector<Step>;
 

@@ -16,37 +16,15 @@ namespace {
 /// All fusions here read x, weight and bias first.
 enum Read { x, weight, bias, extra };
 
-/// The product that the epilogue continues: in the dtype that the unfused product has.
+/// The product that is continued, in the dtype that the unfused product has: a fresh tensor, whose memory results may take.
 at::Tensor product_of(Call& call) {
   const at::ScalarType dtype =
       call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
   return ops::linear_product(call, x, weight, dtype);
 }
 
-/// On the direct path a product is a fresh tensor, and nobody but its epilogue sees it.
-bool owns_product(const Call& call) { return call.path() == Path::direct; }
-
-/// Runs the epilogue K on a product that nobody else sees: its first wanted result may take the product's memory, element by element.
-template <typename K, typename... Args>
-kernel_ops::ResultsOf<K> epilogue(Call& call, const at::Tensor& product, size_t in_place,
-                                  const Args&... args) {
-  if (!owns_product(call) || !kernel_ops::has_cpu_kernel<K>(product, args...))
-    return call.run<K>(product, args...);
-  const auto specs = K::shapes(product, args...);
-  kernel_ops::ResultsOf<K> results;
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (!specs[i].wanted) continue;
-    const bool fits = i == in_place && specs[i].dtype == product.scalar_type();
-    results[i] = fits ? product
-                      : call.frame().allocate(C10_AS_INTARRAYREF_SLOW(specs[i].sizes),
-                                              specs[i].dtype, product);
-  }
-  K::cpu(product, args..., results);
-  return results;
-}
-
 void linear_bias(Call& call) {
-  const bool addmm = !owns_product(call) && call.format(x) == Format::plain &&
+  const bool addmm = call.path() != Path::direct && call.format(x) == Format::plain &&
                      call.in(bias).scalar_type() == call.in(x).scalar_type();
   if (addmm) {  // what compilers know best
     ops::check_one_device(call, {x, weight, bias});
@@ -55,25 +33,30 @@ void linear_bias(Call& call) {
         input.dim() == 2 ? input
                          : input.reshape_symint({kernel_ops::rows_of(input), input.sym_size(-1)});
     const at::Tensor y = at::addmm(call.in(bias), flat, call.in(weight).t());
+    call.took(kernel_ops::kDispatcher);
     call.out(0, input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight))));
     return;
   }
-  call.out(0, epilogue<kernel_ops::AddBias>(call, product_of(call), 0, call.maybe(bias),
-                                            std::optional<at::Tensor>())[0]);
+  const at::Tensor product = product_of(call);
+  call.out(0, call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias),
+                                                 std::optional<at::Tensor>())[0]);
 }
 
 void linear_bias_add(Call& call) {
-  call.out(0, epilogue<kernel_ops::AddBias>(call, product_of(call), 0, call.maybe(bias),
-                                            call.maybe(extra))[0]);
+  const at::Tensor product = product_of(call);
+  call.out(0, call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias),
+                                                 call.maybe(extra))[0]);
 }
 
 template <typename K>
 void linear_bias_activation(Call& call) {
   enum Write { z, y };
-  const size_t in_place = call.wants(z) || std::is_same_v<K, kernel_ops::GluForward> ? z : y;
+  const at::Tensor product = product_of(call);
+  kernel_ops::ResultsOf<K> spare;
+  spare[call.wants(z) ? z : y] = product;
   auto results =
-      epilogue<K>(call, product_of(call), in_place, call.maybe(bias),
-                  call.options<ops::ActivationOptions>(2).function, call.output_mask<2>());
+      call.run_into<K>(spare, product, call.maybe(bias),
+                       call.options<ops::ActivationOptions>(2).function, call.output_mask<2>());
   for (const size_t write : {z, y})
     if (call.wants(write)) call.out(write, std::move(results[write]));
 }

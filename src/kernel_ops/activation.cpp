@@ -206,10 +206,15 @@ Results<3> GluBackward::reference(const Tensor& grad_y, const Tensor& z,
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<ActivationForward>(library);
-  register_kernel_op<ActivationBackward>(library);
-  register_kernel_op<GluForward>(library);
-  register_kernel_op<GluBackward>(library);
+  register_kernel_op<ActivationForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationForward::cpu}});
+  register_kernel_op<ActivationBackward>(
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationBackward::cpu}});
+  register_kernel_op<GluForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, GluForward::cpu}});
+  register_kernel_op<GluBackward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, GluBackward::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

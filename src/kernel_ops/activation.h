@@ -16,7 +16,6 @@ struct ActivationForward {
   static constexpr const char* kSchema =
       "activation_forward(Tensor x, Tensor? bias, str activation, bool[2] output_mask) -> (Tensor "
       "z, Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<2> shapes(const Tensor& x, const std::optional<Tensor>& bias,
                          std::string_view activation, std::array<bool, 2> output_mask);
   static void cpu(const Tensor& x, const std::optional<Tensor>& bias, std::string_view activation,
@@ -35,7 +34,6 @@ struct ActivationBackward {
       "activation_backward(Tensor grad_y, Tensor z, str activation, bool[3] output_mask) -> "
       "(Tensor grad_z, Tensor grad_bias, Tensor "
       "y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<3> shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
                          std::array<bool, 3> output_mask);
   static void cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
@@ -54,7 +52,6 @@ struct GluForward {
   static constexpr const char* kSchema =
       "glu_forward(Tensor x, Tensor? bias, str activation, bool[2] output_mask) -> (Tensor z, "
       "Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<2> shapes(const Tensor& x, const std::optional<Tensor>& bias,
                          std::string_view activation, std::array<bool, 2> output_mask);
   static void cpu(const Tensor& x, const std::optional<Tensor>& bias, std::string_view activation,
@@ -70,7 +67,6 @@ struct GluBackward {
   static constexpr const char* kSchema =
       "glu_backward(Tensor grad_y, Tensor z, str activation, bool[3] output_mask) -> (Tensor "
       "grad_z, Tensor grad_bias, Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<3> shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
                          std::array<bool, 3> output_mask);
   static void cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,

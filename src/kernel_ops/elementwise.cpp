@@ -103,9 +103,13 @@ Results<1> Dropout::reference(const Tensor& x, const Tensor& seed, double p) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<AddBias>(library);
-  register_kernel_op<SumRows>(library);
-  register_kernel_op<Dropout>(library);
+  register_kernel_op<AddBias>(
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these, AddBias::cpu}});
+  register_kernel_op<SumRows>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, SumRows::cpu}});
+  register_kernel_op<Dropout>(library,
+                              {{"cpu", at::kCPU, Takes<kArithmetic, kSeed>::these, Dropout::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

@@ -13,7 +13,6 @@ struct AddBias {
   static constexpr const char* kQualifiedName = "tandem::add_bias";
   static constexpr const char* kSchema =
       "add_bias(Tensor x, Tensor? bias, Tensor? extra) -> Tensor";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
   static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& extra);
   static void cpu(const Tensor& x, const std::optional<Tensor>& bias,
@@ -27,7 +26,6 @@ struct SumRows {
   static constexpr const char* kName = "sum_rows";
   static constexpr const char* kQualifiedName = "tandem::sum_rows";
   static constexpr const char* kSchema = "sum_rows(Tensor x, ScalarType dtype) -> Tensor";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<1> shapes(const Tensor& x, at::ScalarType dtype);
   static void cpu(const Tensor& x, at::ScalarType dtype, Results<1>& results);
   static Results<1> reference(const Tensor& x, at::ScalarType dtype);
@@ -41,7 +39,6 @@ struct Dropout {
   static constexpr const char* kName = "dropout";
   static constexpr const char* kQualifiedName = "tandem::dropout";
   static constexpr const char* kSchema = "dropout(Tensor x, Tensor seed, float p) -> Tensor";
-  static constexpr std::array kTakes{kArithmetic, kSeed};
   static Specs<1> shapes(const Tensor& x, const Tensor& seed, double p);
   static void cpu(const Tensor& x, const Tensor& seed, double p, Results<1>& results);
   static Results<1> reference(const Tensor& x, const Tensor& seed, double p);

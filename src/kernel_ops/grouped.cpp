@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include "kernel_ops/memory.h"
 #include "kernel_ops/shapes.h"
 
 namespace tandem::kernel_ops {
@@ -130,7 +131,8 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
   TORCH_CHECK_VALUE(splits.numel() == groups, "grouped_linear: expected splits of shape [", groups,
                     "], one number per group, got ", splits.sizes(),
                     ". Pass the number of rows of each group.");
-  const bool is_readable = detail::is_plain_cpu(splits) && splits.scalar_type() == at::kLong;
+  const bool is_readable =
+      is_on_host(splits) && is_plain(splits) && splits.scalar_type() == at::kLong;
   const Tensor counts = is_readable ? splits : splits.to(at::kCPU, at::kLong);
   std::vector<int64_t> offsets{0};
   for (int64_t g = 0; g < groups; ++g) {

@@ -1,5 +1,5 @@
-// What a kernel op is: one struct that says schema, shapes, CPU kernel and composite reference. Everything else (dispatcher kernels,
-// shape function for tracing, autograd rule, the direct call with buffers) follows from it.
+// What a kernel op is: one struct that says schema, shapes and composite reference, and a list of implementations. Everything else
+// (dispatcher kernels, shape function for tracing, autograd rule, the direct call with buffers) follows from them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernel_ops/implementations.h"
 #include "kernel_ops/quantizer.h"
 
 namespace tandem::kernel_ops {
@@ -28,31 +29,27 @@ struct ResultSpec {
 };
 
 /// A set of dtypes.
-class Dtypes {
- public:
+struct Dtypes {
   template <typename... Dtype>
   constexpr explicit Dtypes(Dtype... dtypes)
-      : bits_((uint64_t{0} | ... | (uint64_t{1} << static_cast<int>(dtypes)))) {}
+      : bits((uint64_t{0} | ... | (uint64_t{1} << static_cast<int>(dtypes)))) {}
   constexpr bool has(at::ScalarType dtype) const {
-    return (bits_ >> static_cast<int>(dtype) & 1) != 0;
+    return (bits >> static_cast<int>(dtype) & 1) != 0;
   }
-
- private:
   static_assert(static_cast<int>(at::ScalarType::NumOptions) <= 64, "a bit per dtype");
-  uint64_t bits_;
+  uint64_t bits;
 };
 
-/// What CPU kernels compute on, and what else they read.
+/// What kernels compute on, and what else they read.
 inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStatistic(at::kFloat),
     kCodes(at::kByte), kScale(at::kFloat, at::kByte), kSeed(at::kLong);
 
 /// A kernel op K has
 ///   kName, kSchema                        name and schema in namespace `tandem`
-///   kTakes                                dtypes that cpu() takes, one set per tensor and dtype among the arguments, in their order
 ///   shapes(args...) -> Specs<N>           sizes and dtypes of the results; SymInt, so that tracing sees through it; checks arguments
-///   cpu(args..., Results<N>& results)     writes the allocated results; called only where has_cpu_kernel<K>(args...)
-///   reference(args...) -> Results<N>      the same in differentiable ATen operations, for every device and dtype: promotes, or
+///   reference(args...) -> Results<N>      the results in differentiable ATen operations, for every device and dtype: promotes, or
 ///                                         raises, as torch does
+/// and a list of implementations, which its registration begins (register.h).
 template <size_t N>
 using Specs = std::array<ResultSpec, N>;
 template <size_t N>
@@ -90,6 +87,8 @@ struct Signature<Specs<N> (*)(Args...)> {
   using Returned =
       std::conditional_t<N == 1, Tensor, decltype(tuple_of(std::make_index_sequence<N>()))>;
   using Function = Returned(SchemaArgument<Args>...);
+  using Accepts = bool(Args...);
+  using Run = void(Args..., Results<N>&);
 };
 }  // namespace detail
 
@@ -99,6 +98,18 @@ template <typename K>
 inline constexpr size_t kResultCount = SignatureOf<K>::kResults;
 template <typename K>
 using ResultsOf = Results<kResultCount<K>>;
+
+/// One way to compute kernel op K. It is asked where all tensors among the arguments are plain memory of one device of its type.
+template <typename K>
+struct Implementation {
+  std::string_view name;  ///< what `explain` calls it; of a string that stays
+  c10::DeviceType device;
+  /// Whether it computes on arguments of these dtypes, shapes and strides.
+  typename SignatureOf<K>::Accepts* accepts;
+  /// Writes the results that are wanted: tensors of the sizes and dtypes that shapes() says, contiguous. One may lie in the memory of an
+  /// operand of its sizes and dtype: an element is read before the result's element in its place is written.
+  typename SignatureOf<K>::Run* run;
+};
 
 /// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it.
 template <typename K, typename... Args>
@@ -117,25 +128,15 @@ ResultsOf<K> dispatch(const Args&... args) {
 namespace detail {
 
 /// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be resized to nothing.
-[[noreturn]] void refuse_without_memory(const Tensor& tensor);
-
-/// Memory that a kernel may read as it lies there: dense, on the CPU, and not marked as conjugate, negative or zero.
-inline bool is_plain_cpu(const Tensor& tensor) {
-  constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                                        c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
-  const c10::DispatchKeySet keys = tensor.key_set();
-  if (!keys.has(c10::DispatchKey::CPU) || keys.has_any(kMarks)) return false;
-  if (!tensor.unsafeGetTensorImpl()->storage_initialized()) refuse_without_memory(tensor);
-  return true;
-}
+[[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
 
 template <size_t N, typename T>
 bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argument) {
   if constexpr (std::is_same_v<T, Tensor>) {
-    return takes[next++].has(argument.scalar_type()) && is_plain_cpu(argument);
+    return takes[next++].has(argument.scalar_type());
   } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
     const Dtypes& dtypes = takes[next++];
-    return !argument || (dtypes.has(argument->scalar_type()) && is_plain_cpu(*argument));
+    return !argument || dtypes.has(argument->scalar_type());
   } else if constexpr (std::is_same_v<T, at::ScalarType>) {
     return takes[next++].has(argument);
   } else {
@@ -158,18 +159,86 @@ const Tensor* tensor_in(const T&) {
   return nullptr;
 }
 
+/// The first tensor among the arguments. Every kernel op has one.
+template <typename First, typename... Rest>
+const Tensor& first_tensor(const First& first, const Rest&... rest) {
+  if constexpr (std::is_same_v<First, Tensor>) {
+    return first;
+  } else {
+    return first_tensor(rest...);
+  }
+}
+
 /// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose schema names the arguments.
-void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments);
+TANDEM_API void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments);
 
 }  // namespace detail
 
-/// Whether K's CPU kernel takes these arguments; else the composite reference does.
+/// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of these dtypes each.
+template <Dtypes... kSets>
+struct Takes {
+  template <typename... Args>
+  static bool these(Args... args) {
+    static_assert(
+        sizeof...(kSets) == (size_t{0} + ... + size_t{detail::kIsTyped<std::remove_cvref_t<Args>>}),
+        "one set per tensor and dtype");
+    constexpr std::array kTakes{kSets...};
+    size_t next = 0;
+    return (detail::is_taken(kTakes, next, args) && ...);
+  }
+};
+
+/// Memory that a kernel may read as it lies there: dense, and not marked as conjugate, negative or zero. Throws c10::ValueError where it
+/// was given back.
+inline bool is_plain(const Tensor& tensor) {
+  constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                        c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
+  const c10::DispatchKeySet keys = tensor.key_set();
+  if (!keys.has(c10::DispatchKey::Dense) || keys.has_any(kMarks)) return false;
+  const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage()) return false;
+  if (!impl->storage_initialized()) detail::refuse_without_memory(tensor);
+  return true;
+}
+
+/// A row of K's list, or null for the reference.
+template <typename K>
+using Choice = const detail::Listed<Implementation<K>>*;
+template <typename K>
+ImplementationNames name_of(Choice<K> choice) {
+  return choice == nullptr ? kReference : choice->bit;
+}
+
+namespace detail {
+template <typename T>
+bool is_plain_on(c10::Device device, const T& argument) {
+  const Tensor* tensor = tensor_in(argument);
+  return tensor == nullptr || (tensor->device() == device && is_plain(*tensor));
+}
+
+template <typename K>
+std::atomic<const void*>& list_of_op() {
+  static std::atomic<const void*>& list = list_of(K::kName);
+  return list;
+}
+}  // namespace detail
+
+/// Adds an implementation, which is asked before those that K has. Calls that are under way may still take another one.
+template <typename K>
+void register_implementation(const Implementation<K>& implementation) {
+  detail::prepend(detail::list_of_op<K>(), implementation);
+}
+
+/// The first implementation that takes these arguments.
 template <typename K, typename... Args>
-bool has_cpu_kernel(const Args&... args) {
-  static_assert(K::kTakes.size() == (size_t{0} + ... + size_t{detail::kIsTyped<Args>}),
-                "kTakes has one set per tensor and dtype");
-  size_t next = 0;
-  return (detail::is_taken(K::kTakes, next, args) && ...);
+Choice<K> choose(const Args&... args) {
+  const c10::Device device = detail::first_tensor(args...).device();
+  auto* next = static_cast<Choice<K>>(detail::list_of_op<K>().load(std::memory_order_acquire));
+  while (next != nullptr && next->row.device != device.type()) next = next->next;
+  if (next == nullptr || !(detail::is_plain_on(device, args) && ...)) return nullptr;
+  for (; next != nullptr; next = next->next)
+    if (next->row.device == device.type() && next->row.accepts(args...)) return next;
+  return nullptr;
 }
 
 /// Throws c10::ValueError unless all tensors among the arguments lie on one device.
@@ -189,6 +258,19 @@ ResultsOf<K> run_reference(const Args&... args) {
                           " is ", results[i].scalar_type(), ", not ", specs[i].dtype);
     if (results[i].layout() == at::kStrided) results[i] = results[i].contiguous();
   }
+  return results;
+}
+
+/// Runs what was chosen for these arguments. `allocate(i, spec)` gives the memory of result i where it is wanted; the reference has its
+/// own.
+template <typename K, typename Allocate, typename... Args>
+ResultsOf<K> run_choice(Choice<K> choice, Allocate&& allocate, const Args&... args) {
+  if (choice == nullptr) return run_reference<K>(args...);
+  const auto specs = K::shapes(args...);
+  ResultsOf<K> results;
+  for (size_t i = 0; i < specs.size(); ++i)
+    if (specs[i].wanted) results[i] = allocate(i, specs[i]);
+  choice->row.run(args..., results);
   return results;
 }
 

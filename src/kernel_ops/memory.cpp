@@ -1,6 +1,7 @@
 #include "kernel_ops/memory.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
@@ -198,6 +199,12 @@ at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::Tensor(at::detail::empty_generic(sizes, &BlockAllocator::instance(),
                                               c10::DispatchKeySet(c10::DispatchKey::CPU), dtype,
                                               std::nullopt));
+}
+
+at::Tensor empty_beside(const at::Tensor& neighbour, at::IntArrayRef sizes, at::ScalarType dtype) {
+  if (is_on_host(neighbour)) return empty_cpu(sizes, dtype);
+  return at::empty(sizes,
+                   neighbour.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
 }
 
 }  // namespace tandem::kernel_ops

@@ -324,12 +324,26 @@ Results<8> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight, c
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<RmsNormForward>(library);
-  register_kernel_op<RmsNormBackward>(library);
-  register_kernel_op<LayerNormForward>(library);
-  register_kernel_op<LayerNormBackward>(library);
-  register_kernel_op<RmsNormQuantize>(library);
-  register_kernel_op<LayerNormQuantize>(library);
+  register_kernel_op<RmsNormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, RmsNormForward::cpu}});
+  register_kernel_op<RmsNormBackward>(
+      library, {{"cpu", at::kCPU,
+                 Takes<kArithmetic, kArithmetic, kArithmetic, kStatistic, kArithmetic>::these,
+                 RmsNormBackward::cpu}});
+  register_kernel_op<LayerNormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these,
+                 LayerNormForward::cpu}});
+  register_kernel_op<LayerNormBackward>(
+      library, {{"cpu", at::kCPU,
+                 Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic, kStatistic, kStatistic,
+                       kArithmetic>::these,
+                 LayerNormBackward::cpu}});
+  register_kernel_op<RmsNormQuantize>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
+                 RmsNormQuantize::cpu}});
+  register_kernel_op<LayerNormQuantize>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kStatistic>::these,
+                 LayerNormQuantize::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

@@ -16,7 +16,6 @@ struct RmsNormForward {
   static constexpr const char* kSchema =
       "rms_norm_forward(Tensor x, Tensor weight, float eps, bool zero_centered_gamma) -> (Tensor "
       "y, Tensor inv_rms)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<2> shapes(const Tensor& x, const Tensor& weight, double eps,
                          bool zero_centered_gamma);
   static void cpu(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
@@ -35,8 +34,6 @@ struct RmsNormBackward {
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor inv_rms, Tensor? "
       "grad_residual, bool zero_centered_gamma, "
       "bool[3] output_mask) -> (Tensor grad_x, Tensor grad_weight, Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kStatistic,
-                                     kArithmetic};
   static Specs<3> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                          const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
                          bool zero_centered_gamma, std::array<bool, 3> output_mask);
@@ -58,7 +55,6 @@ struct LayerNormForward {
       "layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, bool "
       "zero_centered_gamma) -> (Tensor y, Tensor mean, "
       "Tensor inv_std)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic};
   static Specs<3> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
                          bool zero_centered_gamma);
   static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
@@ -78,8 +74,6 @@ struct LayerNormBackward {
       "Tensor inv_std, Tensor? grad_residual, "
       "bool zero_centered_gamma, bool[4] output_mask) -> (Tensor grad_x, Tensor grad_weight, "
       "Tensor grad_bias, Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kArithmetic,
-                                     kStatistic,  kStatistic,  kArithmetic};
   static Specs<4> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                          const std::optional<Tensor>& bias, const Tensor& mean,
                          const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
@@ -105,7 +99,6 @@ struct RmsNormQuantize {
       "rms_norm_quantize(Tensor x, Tensor weight, Tensor? scale, float eps, bool "
       "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor inv_rms, "
       "Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, Tensor amax)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kStatistic};
   static Specs<7> shapes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
                          double eps, bool zero_centered_gamma, const Quantizer& quantizer,
                          std::array<bool, 4> output_mask);
@@ -127,7 +120,6 @@ struct LayerNormQuantize {
       "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor mean, Tensor "
       "inv_std, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, "
       "Tensor amax)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic, kArithmetic, kStatistic};
   static Specs<8> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
                          const std::optional<Tensor>& scale, double eps, bool zero_centered_gamma,
                          const Quantizer& quantizer, std::array<bool, 4> output_mask);

@@ -135,10 +135,15 @@ Results<1> ScaleProduct::reference(const Tensor& product, const std::optional<Te
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<Quantize>(library);
-  register_kernel_op<Dequantize>(library);
-  register_kernel_op<Decode>(library);
-  register_kernel_op<ScaleProduct>(library);
+  register_kernel_op<Quantize>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic>::these, Quantize::cpu}});
+  register_kernel_op<Dequantize>(
+      library, {{"cpu", at::kCPU, Takes<kCodes, kScale, kArithmetic>::these, Dequantize::cpu}});
+  register_kernel_op<Decode>(library,
+                             {{"cpu", at::kCPU, Takes<kCodes, kScale>::these, Decode::cpu}});
+  register_kernel_op<ScaleProduct>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic, kStatistic, kArithmetic>::these,
+                 ScaleProduct::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

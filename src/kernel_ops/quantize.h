@@ -17,7 +17,6 @@ struct Quantize {
   static constexpr const char* kSchema =
       "quantize(Tensor x, Tensor? scale, str quantizer, bool[3] output_mask) -> (Tensor row_codes, "
       "Tensor row_scale, Tensor column_codes, Tensor column_scale, Tensor amax)";
-  static constexpr std::array kTakes{kArithmetic, kStatistic};
   static Specs<5> shapes(const Tensor& x, const std::optional<Tensor>& scale,
                          const Quantizer& quantizer, std::array<bool, 3> output_mask);
   static void cpu(const Tensor& x, const std::optional<Tensor>& scale, const Quantizer& quantizer,
@@ -33,7 +32,6 @@ struct Dequantize {
   static constexpr const char* kSchema =
       "dequantize(Tensor codes, Tensor dequant_scale, str quantizer, bool column, ScalarType "
       "dtype) -> Tensor";
-  static constexpr std::array kTakes{kCodes, kScale, kArithmetic};
   static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale,
                          const Quantizer& quantizer, bool column, at::ScalarType dtype);
   static void cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
@@ -48,7 +46,6 @@ struct Decode {
   static constexpr const char* kQualifiedName = "tandem::decode";
   static constexpr const char* kSchema =
       "decode(Tensor codes, Tensor dequant_scale, str quantizer, bool column) -> Tensor";
-  static constexpr std::array kTakes{kCodes, kScale};
   static Specs<1> shapes(const Tensor& codes, const Tensor& dequant_scale,
                          const Quantizer& quantizer, bool column);
   static void cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
@@ -63,7 +60,6 @@ struct ScaleProduct {
   static constexpr const char* kQualifiedName = "tandem::scale_product";
   static constexpr const char* kSchema =
       "scale_product(Tensor product, Tensor? a_scale, Tensor? b_scale, ScalarType dtype) -> Tensor";
-  static constexpr std::array kTakes{kArithmetic, kStatistic, kStatistic, kArithmetic};
   static Specs<1> shapes(const Tensor& product, const std::optional<Tensor>& a_scale,
                          const std::optional<Tensor>& b_scale, at::ScalarType dtype);
   static void cpu(const Tensor& product, const std::optional<Tensor>& a_scale,

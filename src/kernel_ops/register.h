@@ -6,6 +6,9 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/memory.h"
 
@@ -37,7 +40,7 @@ struct Kernels;
 
 template <typename K, size_t N, typename... Args>
 struct Kernels<K, Specs<N> (*)(Args...)> {
-  static auto cpu(SchemaArgument<Args>... args) { return run_cpu(from_schema<Args>(args)...); }
+  static auto run(SchemaArgument<Args>... args) { return run_best(from_schema<Args>(args)...); }
   static auto meta(SchemaArgument<Args>... args) { return run_meta(from_schema<Args>(args)...); }
   static auto reference(SchemaArgument<Args>... args) {
     return returned(run_reference<K>(from_schema<Args>(args)...));
@@ -54,15 +57,19 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
 
  private:
   template <typename... Given>
-  static auto run_cpu(const Given&... args) {
-    if (!has_cpu_kernel<K>(args...)) return returned(run_reference<K>(args...));
-    const Specs<N> specs = K::shapes(args...);
-    Results<N> results, wanted;
-    for (size_t i = 0; i < N; ++i) {
-      results[i] = empty_cpu(C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype);
-      if (specs[i].wanted) wanted[i] = results[i];
+  static auto run_best(const Given&... args) {
+    const Tensor& first = first_tensor(args...);
+    Results<N> results = run_choice<K>(
+        choose<K>(args...),
+        [&](size_t, const ResultSpec& spec) {
+          return empty_beside(first, C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
+        },
+        args...);
+    if (!std::ranges::all_of(results, &Tensor::defined)) {  // a schema returns all of them
+      const Specs<N> specs = K::shapes(args...);
+      for (size_t i = 0; i < N; ++i)
+        if (!results[i].defined()) results[i] = empty_beside(first, {0}, specs[i].dtype);
     }
-    K::cpu(args..., wanted);
     return returned(std::move(results));
   }
 
@@ -70,14 +77,13 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
   static auto run_meta(const Given&... args) {
     check_devices<K>(args...);
     const Specs<N> specs = K::shapes(args...);
-    const Tensor* first = nullptr;
-    for (const Tensor* tensor : {tensor_in(args)...})
-      if (first == nullptr) first = tensor;
     Results<N> results;
     for (size_t i = 0; i < N; ++i)
-      results[i] = at::empty_symint(
-          specs[i].sizes,
-          first->options().dtype(specs[i].dtype).memory_format(at::MemoryFormat::Contiguous));
+      results[i] =
+          at::empty_symint(specs[i].sizes, first_tensor(args...)
+                                               .options()
+                                               .dtype(specs[i].dtype)
+                                               .memory_format(at::MemoryFormat::Contiguous));
     return returned(std::move(results));
   }
 };
@@ -87,13 +93,15 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
 template <typename K>
 using KernelsOf = detail::Kernels<K, decltype(&K::shapes)>;
 
-/// Schema, CPU kernel, shape function, the reference for every other device, and autograd through the reference.
+/// Schema, implementations (best first), shape function, and autograd through the reference.
 template <typename K>
-void register_kernel_op(torch::Library& library) {
+void register_kernel_op(torch::Library& library,
+                        std::initializer_list<Implementation<K>> implementations) {
+  for (auto row = implementations.end(); row != implementations.begin();)
+    register_implementation<K>(*--row);
   library.def(K::kSchema, {at::Tag::pt2_compliant_tag});
-  library.impl(K::kName, c10::DispatchKey::CPU, &KernelsOf<K>::cpu);
   library.impl(K::kName, c10::DispatchKey::Meta, &KernelsOf<K>::meta);
-  library.impl(K::kName, c10::DispatchKey::CompositeExplicitAutograd, &KernelsOf<K>::reference);
+  library.impl(K::kName, c10::DispatchKey::CompositeExplicitAutograd, &KernelsOf<K>::run);
   library.impl(K::kName, c10::DispatchKey::Autograd, &KernelsOf<K>::autograd);
 }
 

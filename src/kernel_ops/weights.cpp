@@ -96,14 +96,14 @@ enum Stamp : int64_t {
 
 /// Whether the bytes of a weight can be compared: on an accelerator that would wait for the device.
 bool is_readable(const at::Tensor& weight) {
-  return weight.is_cpu() && weight.is_non_overlapping_and_dense();
+  return is_on_host(weight) && weight.is_non_overlapping_and_dense();
 }
 
 bool is_valid(const int64_t* stamp, const int64_t* expected, const at::Tensor& weight,
               bool backward) {
   if (weight.is_inference())
     return false;  // no version counter: a write inside inference mode leaves no trace
-  if (weight.is_cpu() && !is_readable(weight)) return false;
+  if (is_on_host(weight) && !is_readable(weight)) return false;
   for (const Stamp field :
        {storage, data_pointer, version_counter, version, epoch, arguments, content})
     if (stamp[field] != expected[field]) return false;
@@ -163,19 +163,18 @@ void refresh_weight_plain(const at::Tensor& weight, const std::optional<at::Tens
   }
   ++made;
   // Another thread, in a region of its own, may read codes of this weight: they are written only where that changes them.
-  const bool may_be_read = weight.is_cpu() && is_of(stamp.const_data_ptr<int64_t>(), expected);
-  const std::optional<at::Tensor> no_scale;
-  const bool has_kernel = has_cpu_kernel<Quantize>(weight, no_scale, quantizer, mask);
-  Group parts, results;
+  const bool may_be_read = is_on_host(weight) && is_of(stamp.const_data_ptr<int64_t>(), expected);
+  Group parts;
   std::copy_n(workspace.begin(), parts.size(), parts.begin());
-  results = parts;
-  if (!has_kernel) {
-    results = Quantize::reference(weight.detach(), no_scale, quantizer, mask);
-  } else {
-    for (at::Tensor& result : results)
-      if (may_be_read && result.defined()) result = empty_cpu(result.sizes(), result.scalar_type());
-    Quantize::cpu(weight, no_scale, quantizer, mask, results);
-  }
+  const at::Tensor source = weight.detach();
+  const std::optional<at::Tensor> no_scale;
+  const Group results = run_choice<Quantize>(
+      choose<Quantize>(source, no_scale, quantizer, mask),
+      [&](size_t i, const ResultSpec& spec) {
+        return may_be_read ? empty_beside(source, C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype)
+                           : parts[i];
+      },
+      source, no_scale, quantizer, mask);
   for (size_t i = 0; i < parts.size(); ++i)
     if (parts[i].defined() && !results[i].is_same(parts[i]) &&
         !(may_be_read && at::equal(results[i], parts[i])))

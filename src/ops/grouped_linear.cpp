@@ -6,6 +6,7 @@
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/grouped.h"
+#include "kernel_ops/product.h"
 #include "kernel_ops/shapes.h"
 #include "ops/options.h"
 #include "ops/product.h"
@@ -34,14 +35,17 @@ Tensor as_matrix(const Tensor& x) {
   return x.dim() == 2 ? x : x.reshape_symint({kernel_ops::rows_of(x), x.sym_size(-1)});
 }
 
-/// Whether the products can write into tensors of the frame.
+/// Whether implementations write the products of x with these into tensors of the frame.
 bool is_direct(Call& call, const Tensor& x, const std::vector<Tensor>& others) {
-  using kernel_ops::detail::is_plain_cpu;
-  const auto fits = [&](const Tensor& tensor) {
-    return is_plain_cpu(tensor) && tensor.scalar_type() == x.scalar_type();
+  const auto is_taken = [&](const Tensor& other) {
+    return kernel_ops::choose({{x}, {other}, x.scalar_type()}) != nullptr;
   };
-  return call.path() == Path::direct && kernel_ops::kArithmetic.has(x.scalar_type()) &&
-         is_plain_cpu(x) && std::ranges::all_of(others, fits);
+  return call.path() == Path::direct && std::ranges::all_of(others, is_taken);
+}
+
+void multiply_into(Call& call, const Tensor& a, const Tensor& b, const Tensor& result,
+                   kernel_ops::Rows rows) {
+  call.took(kernel_ops::multiply({{a}, {b}, result.scalar_type(), rows}, result));
 }
 
 Tensor rows_of_group(const Tensor& matrix, const std::vector<int64_t>& offsets, size_t group) {
@@ -58,19 +62,22 @@ Tensor product_of_groups(Call& call, const Tensor& x, const Tensor& splits,
                          bool transposed) {
   if (call.path() == Path::composite)
     return kernel_ops::composite::grouped_product(x, splits, matrices, biases, transposed);
-  if (!is_direct(call, x, matrices))
+  if (!is_direct(call, x, matrices)) {
+    call.took(kernel_ops::kDispatcher);
     return kernel_ops::grouped_product(x, splits, matrices, biases, transposed);
+  }
   const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
   const int64_t sizes[] = {x.size(0), matrices[0].size(transposed ? 0 : 1)};
   const Tensor y = call.frame().allocate(sizes, x.scalar_type(), x);
   for (size_t g = 0; g < matrices.size(); ++g) {
     const Tensor target = rows_of_group(y, offsets, g);
     if (target.size(0) == 0) continue;
-    multiply_into(rows_of_group(x, offsets, g), transposed ? matrices[g].t() : matrices[g], target,
-                  Rows::of_the_result);
+    multiply_into(call, rows_of_group(x, offsets, g), transposed ? matrices[g].t() : matrices[g],
+                  target, kernel_ops::Rows::of_the_result);
     if (biases.empty()) continue;
-    kernel_ops::Results<1> results{target};
-    kernel_ops::AddBias::cpu(target, biases[g], std::nullopt, results);
+    const Tensor sum = call.run_into<kernel_ops::AddBias>(
+        {target}, target, std::optional(biases[g]), std::optional<Tensor>())[0];
+    if (!sum.is_same(target)) target.copy_(sum);
   }
   clear_rows_behind(y, offsets);
   return y;
@@ -133,6 +140,7 @@ void grad_weight(Call& call) {
   const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
   const auto groups = static_cast<int64_t>(options.num_groups);
   if (!is_direct(call, input, {gradient})) {
+    call.took(kernel_ops::kDispatcher);
     const Tensor all = kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups);
     const auto parts = all.unbind(0);
     return write_groups(
@@ -145,8 +153,8 @@ void grad_weight(Call& call) {
     if (offsets[g] == offsets[g + 1]) {
       target.zero_();
     } else {
-      multiply_into(rows_of_group(gradient, offsets, g).t(), rows_of_group(input, offsets, g),
-                    target, Rows::contracted);
+      multiply_into(call, rows_of_group(gradient, offsets, g).t(), rows_of_group(input, offsets, g),
+                    target, kernel_ops::Rows::contracted);
     }
   };
   write_groups(
@@ -169,6 +177,7 @@ void grad_weight(Call& call) {
 void grad_bias(Call& call) {
   enum Read { grad_y, splits };
   const GroupedLinearOptions& options = options_of(call);
+  call.took(kernel_ops::kDispatcher);
   const Tensor all = kernel_ops::grouped_sum_rows(as_matrix(call.in(grad_y)), call.in(splits),
                                                   static_cast<int64_t>(options.num_groups));
   const auto parts = all.unbind(0);

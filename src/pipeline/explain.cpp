@@ -22,7 +22,7 @@ std::string type_of(const Plan& plan, Value value) {
   const Type& type = plan.types[index_of(value)];
   switch (type.format) {
     case Format::codes:
-      return std::string(format_name(*type.quantizer)) + " (emulated on CPU)";
+      return std::string(format_name(*type.quantizer)) + " (emulated)";
     case Format::shape:
       return "shape";
     case Format::opaque:
@@ -64,7 +64,8 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
           {"covers", covered(explained, step)},
           {"reads", names(plan, step.reads)},
           {"writes", names(plan, step.writes)},
-          {"mutates", names(plan, step.mutates)}};
+          {"mutates", names(plan, step.mutates)},
+          {"implementations", kernel_ops::names_in(step.taken.all())}};
 }
 
 json plan_json(const ExplainedPlan& explained) {
@@ -118,6 +119,7 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
     if (!step.at("mutates").empty()) text << " (mutates " << joined(step.at("mutates")) << ")";
     if (step.at("fused").get<bool>())
       text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
+    if (!step.at("implementations").empty()) text << "   by " << joined(step.at("implementations"));
     text << "\n";
   }
 }
@@ -230,7 +232,9 @@ std::string as_svg(const json& document) {
       const int y = kTop + i * (kBox + kGap);
       svg << "<rect class=\"" << (step.at("fused").get<bool>() ? "fused" : "box") << "\" x=\"" << x
           << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox << "\" rx=\"6\"/>";
-      label(x + 10, y + 18, "t", step.at("kind"), 46);
+      const std::string taken = joined(step.at("implementations"));
+      label(x + 10, y + 18, "t",
+            step.at("kind").get<std::string>() + (taken.empty() ? "" : " by " + taken), 46);
       label(x + 10, y + 32, "s", "reads " + joined(step.at("reads")), 52);
       label(x + 10, y + 45, "s", "writes " + joined(step.at("writes")), 52);
       if (i > 0)

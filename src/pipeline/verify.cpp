@@ -24,12 +24,13 @@ constexpr double kGrowth = 8, kLargestBound = 0.5;
 
 using Tensors = std::vector<at::Tensor>;
 
-/// The generators that a run may draw from: that of the CPU and that of the inputs' device. Leaves them as they were.
+/// The generators that a run may draw from: torch's default one, which user code draws from, and that of the inputs' device. Leaves them as
+/// they were.
 class Generators {
  public:
   explicit Generators(c10::Device device) {
     add(at::kCPU);
-    if (!device.is_cpu()) add(device);
+    add(device);
   }
   Generators(const Generators&) = delete;
   Generators& operator=(const Generators&) = delete;

@@ -98,6 +98,7 @@ void run_refresh_weight(Call& call) {
   kernel_ops::Workspace workspace;
   for (size_t part = 0; part < workspace.size(); ++part)
     if (call.has(first_part + part)) workspace[part] = call.in(first_part + part);
+  call.took(kernel_ops::kDispatcher);
   kernel_ops::refresh_weight(call.in(weight), workspace, call.options<Quantizer>(), kBackward);
   for (size_t part = row_codes; part <= column_scale; ++part)
     if (call.wants(part / 2)) call.out(part / 2, workspace[part], part % 2);

@@ -42,9 +42,9 @@ TEST_F(Explain, TextSaysWhatRunsIsKeptAndFuses) {
       "  forward\n"
       "    cast: x -> x as BFloat16\n"
       "    linear_bias_activation: x as BFloat16, 0.basic_linear.weight, 1.bias.bias -> "
-      "1.bias.y, 2.gelu.y   [fused: 0.basic_linear + 1.bias + 2.gelu]\n"
+      "1.bias.y, 2.gelu.y   [fused: 0.basic_linear + 1.bias + 2.gelu]   by cpu, aten\n"
       "    cast: 2.gelu.y -> 2.gelu.y as Float\n"
-      "    basic_linear: 2.gelu.y as Float, 3.basic_linear.weight -> 3.basic_linear.y\n"
+      "    basic_linear: 2.gelu.y as Float, 3.basic_linear.weight -> 3.basic_linear.y   by aten\n"
       "  kept for backward\n"
       "    3.basic_linear.weight (Float), the argument itself\n"
       "    2.gelu.y as Float (Float), 96 bytes\n"
@@ -81,7 +81,7 @@ TEST_F(Explain, RefusalsAndRecipesAreThere) {
   pipeline_(inputs, params, true);
   EXPECT_THAT(pipeline_.explain(ExplainFormat::text),
               AllOf(HasSubstr("\"name\":\"Float8CurrentScaling\""),
-                    HasSubstr("x in fp8_e4m3 (fp8_e4m3 (emulated on CPU))"),
+                    HasSubstr("x in fp8_e4m3 (fp8_e4m3 (emulated))"),
                     HasSubstr("refused linear_bias at 0.basic_linear + 1.bias: the bias is Half")));
 }
 
@@ -125,6 +125,50 @@ TEST_F(Explain, PlansOfOtherPipelinesOfTheSameOpsAreNotShown) {
   EXPECT_THAT(other.explain(ExplainFormat::text),
               AllOf(HasSubstr("without gradients"), Not(HasSubstr("with gradients"))));
   EXPECT_THAT(pipeline_.explain(ExplainFormat::text), Not(HasSubstr("without gradients")));
+}
+
+TEST(ExplainImplementations, AForeignSideInputTurnsOffTheKernelOfItsStepAlone) {
+  for (const auto foreign : {at::kDouble, at::kLong, at::kBool}) {
+    Pipeline pipeline(ops_json(
+        {"rms_norm", "basic_linear", "add_extra_input", "layer_norm", "basic_linear", "gelu"}));
+    const Tensors inputs{leaf({4, 8}), random({4, 8}, at::kFloat, 2).to(foreign)},
+        params{leaf({8}), leaf({8, 8}), leaf({8}), leaf({8}), leaf({8, 8})};
+    pipeline(inputs, params, true)[0].sum().backward();
+    const std::string text = pipeline.explain(ExplainFormat::text);
+    EXPECT_THAT(
+        text,
+        AllOf(HasSubstr("-> 0.rms_norm.y, 0.rms_norm.inv_rms   by cpu\n"),
+              HasSubstr("-> 1.basic_linear.y   by aten\n"),
+              HasSubstr("-> 2.add_extra_input.y   by reference\n"),
+              HasSubstr("-> 3.layer_norm.y, 3.layer_norm.mean, 3.layer_norm.inv_std   by "
+                        "cpu\n"),
+              HasSubstr("-> 4.basic_linear.y   by aten\n"), HasSubstr("-> 5.gelu.y   by cpu\n")));
+    const std::string backward = text.substr(text.find("  backward\n"));
+    EXPECT_THAT(backward, AllOf(HasSubstr("   by cpu\n"), HasSubstr("   by aten\n"),
+                                Not(HasSubstr("reference"))));
+  }
+}
+
+TEST(ExplainImplementations, OfAProductAndWhatIsFusedToIt) {
+  Pipeline pipeline(ops_json({"basic_linear", "bias", "add_extra_input"}));
+  const Tensors inputs{random({4, 8}), random({4, 8}, at::kDouble, 2)},
+      params{random({8, 8}), random({8})};
+  pipeline(inputs, params, true);
+  EXPECT_THAT(pipeline.explain(ExplainFormat::text), HasSubstr("by reference, aten\n"));
+  const auto document = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));
+  EXPECT_EQ(document.at("plans").at(0).at("forward").at(0).at("implementations"),
+            nlohmann::json({"reference", "aten"}));
+  EXPECT_THAT(pipeline.explain(ExplainFormat::svg),
+              HasSubstr("linear_bias_add by reference, aten"));
+}
+
+TEST(ExplainImplementations, OfProductsOfNumbersThatNoKernelKnows) {
+  Pipeline pipeline(ops_json({"basic_linear", "gelu"}));
+  const Tensors inputs{random({4, 8}, at::kDouble)}, params{random({8, 8}, at::kDouble)};
+  pipeline(inputs, params, true);
+  EXPECT_THAT(
+      pipeline.explain(ExplainFormat::text),
+      AllOf(HasSubstr("basic_linear.y   by reference\n"), HasSubstr("gelu.y   by reference\n")));
 }
 
 TEST(ExplainLabels, AreCutBetweenCharactersAndEscaped) {

@@ -1,5 +1,5 @@
 // Products in pieces: any number of rows gives the product, and what is cut depends on the shape alone.
-#include "ops/product.h"
+#include "kernel_ops/product.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -10,39 +10,40 @@
 namespace tandem::testing {
 namespace {
 
-at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, ops::Rows rows) {
+at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, kernel_ops::Rows rows) {
   at::Tensor result = at::full({a.size(0), b.size(1)}, NAN, a.options());
-  ops::multiply_by_onednn(a, b, result, rows);
+  kernel_ops::multiply_by_onednn(a, b, result, rows);
   return result;
 }
 
 TEST(ProductInPieces, IsTheProduct) {
-  if (!ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
+  if (!kernel_ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
   for (const auto dtype : {at::kFloat, at::kBFloat16})
     for (const int64_t rows : {0, 1, 2, 3, 63, 64, 65, 100, 127, 128, 600, 1000, 1023}) {
       SCOPED_TRACE(::testing::Message() << dtype << " " << rows);
       const at::Tensor x = random({rows, 512}, dtype), weight = random({528, 512}, dtype, 2),
                        grad = random({rows, 528}, dtype, 3);
-      EXPECT_TRUE(near(multiplied(x, weight.t(), ops::Rows::of_the_result), at::mm(x, weight.t()),
+      EXPECT_TRUE(near(multiplied(x, weight.t(), kernel_ops::Rows::of_the_result),
+                       at::mm(x, weight.t()),
                        /*magnitude=*/512));
-      EXPECT_TRUE(near(multiplied(grad.t(), x, ops::Rows::contracted), at::mm(grad.t(), x),
+      EXPECT_TRUE(near(multiplied(grad.t(), x, kernel_ops::Rows::contracted), at::mm(grad.t(), x),
                        /*magnitude=*/1024));
     }
 }
 
 TEST(ProductInPieces, HasTheSameBitsEachTime) {
-  if (!ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
+  if (!kernel_ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
   const at::Tensor x = random({777, 512}), weight = random({512, 512}, at::kFloat, 2);
-  const at::Tensor first = multiplied(x, weight, ops::Rows::of_the_result);
+  const at::Tensor first = multiplied(x, weight, kernel_ops::Rows::of_the_result);
   for (const int64_t rows : {64, 512, 600, 1000})
-    multiplied(random({rows, 512}), weight, ops::Rows::of_the_result);
-  EXPECT_TRUE(same(multiplied(x, weight, ops::Rows::of_the_result), first));
+    multiplied(random({rows, 512}), weight, kernel_ops::Rows::of_the_result);
+  EXPECT_TRUE(same(multiplied(x, weight, kernel_ops::Rows::of_the_result), first));
 }
 
 TEST(ProductInPieces, OfStridedOperands) {
-  if (!ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
+  if (!kernel_ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
   const at::Tensor x = random({512, 333}).t(), weight = random({512, 600}).slice(1, 0, 300);
-  EXPECT_TRUE(near(multiplied(x, weight, ops::Rows::of_the_result), at::mm(x, weight), 512));
+  EXPECT_TRUE(near(multiplied(x, weight, kernel_ops::Rows::of_the_result), at::mm(x, weight), 512));
 }
 
 }  // namespace

@@ -1,0 +1,254 @@
+// Implementations for a second device, registered from outside: torch's PrivateUse1, whose memory here is the host's and whose other
+// operations are the CPU's.
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <gmock/gmock.h>
+#include <torch/library.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "kernel_ops/norm.h"
+#include "kernel_ops/product.h"
+#include "kernel_ops/quantize.h"
+#include "pipeline/pipeline.h"
+#include "pipeline/replay.h"
+#include "planner/planner.h"
+#include "support/plans.h"
+
+namespace tandem::testing {
+namespace {
+
+using at::Tensor;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+const at::Device kDevice(kType, 0);
+
+/// The same memory as a tensor of the CPU.
+Tensor on_host(const Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions().dtype(tensor.dtype()));
+}
+
+class HostMemory : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = ::operator new(std::max<size_t>(bytes, 1));
+    return {memory, memory, &::operator delete, kDevice};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &::operator delete; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+c10::Allocator* allocator() {
+  static auto& memory = *new HostMemory;
+  return &memory;
+}
+
+Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device>, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(sizes, allocator(), kKeys, dtype.value_or(at::kFloat), format);
+}
+Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(sizes, strides, allocator(), kKeys,
+                                           dtype.value_or(at::kFloat));
+}
+Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
+  (target.is_cpu() ? target : on_host(target)).copy_(source.is_cpu() ? source : on_host(source));
+  return target;
+}
+/// What an operation of the CPU returned becomes what it should have been written to.
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  const Tensor moved = source.to(kDevice);
+  target.unsafeGetTensorImpl()->set_storage_keep_dtype(moved.storage());
+  target.unsafeGetTensorImpl()->set_sizes_and_strides(moved.sizes(), moved.strides());
+  return target;
+}
+
+void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kType>)
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("_copy_from", &copy_from);
+  library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("as_strided", &at::native::as_strided_tensorimpl);
+  library.impl("view", &at::native::view);
+}
+
+using kernel_ops::ProductType, kernel_ops::Product, kernel_ops::RmsNormForward;
+int norms = 0, products = 0, products_of_codes = 0;
+
+void norm(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
+          kernel_ops::Results<2>& results) {
+  ++norms;
+  kernel_ops::Results<2> written{on_host(results[0]), on_host(results[1])};
+  RmsNormForward::cpu(on_host(x), on_host(weight), eps, zero_centered_gamma, written);
+}
+
+bool is_of_numbers(const ProductType& type) {
+  return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.dtype == at::kFloat &&
+         type.sums == kernel_ops::Sums::any && !type.accumulate;
+}
+void multiply(const Product& product, const Tensor& result) {
+  ++products;
+  on_host(result).copy_(at::mm(on_host(product.a.matrix), on_host(product.b.matrix)));
+}
+
+bool is_of_codes(const ProductType& type) {
+  return type.a.quantizer != nullptr && type.b.quantizer != nullptr;
+}
+Tensor numbers(const kernel_ops::Factor& factor) {
+  return kernel_ops::Dequantize::reference(on_host(factor.matrix), on_host(*factor.dequant_scale),
+                                           *factor.quantizer, factor.direction == Direction::column,
+                                           at::kDouble)[0];
+}
+void multiply_codes(const Product& product, const Tensor& result) {
+  ++products_of_codes;
+  on_host(result).copy_(at::mm(numbers(product.a), numbers(product.b)));
+}
+
+class SecondDevice : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    kernel_ops::register_implementation<RmsNormForward>(
+        {"second", kType,
+         kernel_ops::Takes<kernel_ops::kArithmetic, kernel_ops::kArithmetic>::these, norm});
+    kernel_ops::register_product({"second_product", kType, is_of_numbers, multiply});
+    kernel_ops::register_product({"second_codes", kType, is_of_codes, multiply_codes});
+  }
+  void SetUp() override { norms = products = products_of_codes = 0; }
+
+  static Tensors there(const Tensors& tensors) {
+    Tensors moved;
+    for (const Tensor& tensor : tensors)
+      moved.push_back(tensor.detach().to(kDevice).requires_grad_(tensor.requires_grad()));
+    return moved;
+  }
+
+  const Tensors inputs_{leaf({16, 32})};
+  const Tensors params_{leaf({32}), leaf({32, 32}, at::kFloat, 2)};
+};
+
+TEST_F(SecondDevice, AKernelOpTakesWhatWasRegistered) {
+  const Tensor x = random({4, 8}), weight = random({8}, at::kFloat, 2);
+  const auto expected = kernel_ops::dispatch<RmsNormForward>(x, weight, 1e-5, false);
+  const auto got =
+      kernel_ops::dispatch<RmsNormForward>(x.to(kDevice), weight.to(kDevice), 1e-5, false);
+  EXPECT_EQ(norms, 1);
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].device(), kDevice);
+    EXPECT_TRUE(same(got[i].to(at::kCPU), expected[i]));
+  }
+}
+
+TEST_F(SecondDevice, WhatAnImplementationDoesNotTakeGoesToTheReference) {
+  const Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
+  const auto expected = kernel_ops::dispatch<RmsNormForward>(x, weight, 1e-5, false);
+  const auto got =
+      kernel_ops::dispatch<RmsNormForward>(x.to(kDevice), weight.to(kDevice), 1e-5, false);
+  EXPECT_EQ(norms, 0);
+  EXPECT_TRUE(near(got[0].to(at::kCPU), expected[0]));
+}
+
+TEST_F(SecondDevice, APipelineTakesItAndExplainSaysSo) {
+  Pipeline pipeline(ops_json({"rms_norm", "basic_linear", "gelu"}));
+  const Tensors inputs = there(inputs_), params = there(params_);
+  const Tensor y = pipeline(inputs, params, true)[0],
+               expected = pipeline(inputs_, params_, true)[0];
+  EXPECT_EQ(norms, 1);
+  EXPECT_EQ(products, 1);
+  EXPECT_EQ(y.device(), kDevice);
+  EXPECT_TRUE(near(y.to(at::kCPU), expected, /*magnitude=*/8));
+  const std::string text = pipeline.explain(ExplainFormat::text);
+  const std::string on_second = text.substr(0, text.find("plan:", 1));
+  EXPECT_THAT(on_second, AllOf(HasSubstr("0.rms_norm.inv_rms   by second\n"),
+                               HasSubstr("1.basic_linear.y   by second_product\n"),
+                               HasSubstr("2.gelu.y   by reference\n")));
+  EXPECT_THAT(text.substr(on_second.size()), Not(HasSubstr("second")));
+}
+
+/// Gradients by the steps of the direct path alone: torch's engine would ask for streams of the device.
+Tensors gradients(const Ops& ops, const Tensors& inputs, const Tensors& params) {
+  const Planned planned(ops, inputs, params);
+  const Plan& plan = planned.plan();
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  Replay replay(plan, inputs, params);
+  replay.run(plan.forward, generator);
+  const Tensor& y = replay.frame().tensor(plan.outputs[0]);
+  replay.frame().tensor(plan.output_gradients[0]) = at::ones(y.sizes()).to(y.device());
+  const auto backward = full_backward(plan);
+  replay.run(backward->steps, generator);
+  Tensors gradients;
+  for (const Value value : backward->gradients)
+    gradients.push_back(replay.frame().tensor(value).to(at::kCPU));
+  return gradients;
+}
+
+TEST_F(SecondDevice, BackwardTakesItToo) {
+  const Ops ops{"rms_norm", "basic_linear", "gelu"};
+  const Tensors got = gradients(ops, there(inputs_), there(params_));
+  EXPECT_EQ(products, 3) << "the product and both of its gradients";
+  EXPECT_TRUE(near(got, gradients(ops, inputs_, params_), /*magnitude=*/64));
+}
+
+TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
+  Pipeline pipeline(ops_json({"rms_norm", "basic_linear"}));
+  const Autocast region;
+  const Tensor y = pipeline(there(inputs_), there(params_), true)[0],
+               expected = pipeline(inputs_, params_, true)[0];
+  EXPECT_EQ(products_of_codes, 1);
+  EXPECT_TRUE(near(y.to(at::kCPU), expected, /*magnitude=*/32));
+  const std::string text = pipeline.explain(ExplainFormat::text);
+  EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
+                          HasSubstr("1.basic_linear.y   by cpu, tiles\n")));
+}
+
+TEST(ImplementationNames, AreSets) {
+  EXPECT_EQ(kernel_ops::bit_of("reference"), kernel_ops::kReference);
+  EXPECT_EQ(kernel_ops::bit_of("dispatcher"), kernel_ops::kDispatcher);
+  EXPECT_EQ(kernel_ops::bit_of("cpu"), kernel_ops::bit_of("cpu"));
+  EXPECT_THAT(kernel_ops::names_in(kernel_ops::kReference | kernel_ops::bit_of("cpu")),
+              ::testing::ElementsAre("reference", "cpu"));
+}
+
+TEST(ImplementationNames, AreAtMost64) {
+  const auto too_many = [] {
+    try {
+      for (int i = 0; i < 64; ++i) kernel_ops::bit_of("name " + std::to_string(i));
+    } catch (const c10::ValueError& error) {
+      std::fputs(error.what_without_backtrace(), stderr);
+      std::_Exit(0);
+    }
+    std::_Exit(1);
+  };
+  EXPECT_EXIT(too_many(), ::testing::ExitedWithCode(0),  // in a process of its own: names stay
+              "register_implementation: expected at most 64 names of implementations, got \"name "
+              "[0-9]+\" as one more. Give those of one device one name.");
+}
+
+}  // namespace
+}  // namespace tandem::testing
