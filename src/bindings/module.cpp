@@ -12,6 +12,7 @@
 #include "bindings/autocast.h"
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
+#include "bindings/signature.h"
 #include "core/build_id.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
@@ -338,6 +339,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("version", &version);
   module.def("built_against_torch", &built_against_torch);
   module.def("op_names", &op_names);
+  module.def("op_signature", &signature_of);
   module.def("explain_description", [](const std::string& text, const std::string& format) {
     const auto program = program_of(text);
     std::vector<ExplainedPlan> plans;

@@ -12,12 +12,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
+from tandem.ops.arguments import flag
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import OpRun
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.places import places
+from tandem.ops.signature import signature_of
 from tandem.ops.tracing import extras_of_fx_root
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 
@@ -157,6 +159,7 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
 
     _kind: ClassVar[str] = ""  # name in the library
     _option_names: ClassVar[tuple[str, ...]] = ()
+    _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _context: ClassVar[tuple[str, ...]] = ()  # what `saved_tensors` holds
     _context_results: ClassVar[tuple[str, ...]] = ()  # those of them that forward computes
@@ -263,11 +266,18 @@ class BasicOperation(ChannelsMixin, FusibleOperation):
         )
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        """An option as it is kept. Raises where a description cannot hold it: later, the error would not name the assignment."""
-        return value
+        """An option as it is kept. Raises where the op cannot have it: later, the error would not name the assignment."""
+        if not self._kind:
+            return value
+        op = type(self).__name__
+        if name == "in_place":
+            return flag(op, name, value)
+        in_library = self._names_in_library.get(name, name)
+        (option,) = (option for option in signature_of(self._kind).options if option.name == in_library)
+        return option.checked(op, name, value)
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._option_names}
+        return {self._names_in_library.get(name, name): getattr(self, name) for name in self._option_names}
 
     def parameter_places(self) -> Iterator[tuple[torch.nn.Module, str]]:
         """Module and name of each parameter, in the order in which gradients are returned."""
