@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <functional>
@@ -14,6 +15,7 @@
 #include <optional>
 #include <string_view>
 
+#include "core/op_def.h"
 #include "errors.h"
 #include "options.h"
 #include "recipes.h"
@@ -25,15 +27,23 @@ namespace {
 
 constexpr int64_t kMostExtent = int64_t{1} << 31;
 
+template <typename T>
+std::optional<T> number(const std::string& text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
 /// An argument of an op. Without a name it is a word that the usage spells out.
 struct Argument {
-  std::string_view name;
+  std::string name;
   Bounds bounds;
 };
 
 /// One op of the command line: how it is written, how it is checked, what it makes.
 struct Kind {
-  std::string_view name, usage, meaning;
+  std::string name, usage, meaning;
   std::vector<Argument> required, optional;
   std::function<Op(const OpText&)> make;
 
@@ -42,69 +52,97 @@ struct Kind {
   }
 };
 
-const std::vector<Kind>& kinds() {
-  constexpr double kMost = std::numeric_limits<double>::max();
+constexpr double kMostReal = std::numeric_limits<double>::max();
+/// Sizes of a shape that can be written.
+constexpr size_t kMostSizes = 5;
+
+std::string upper(std::string_view name) {
+  std::string text(name);
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::toupper(c); });
+  return text;
+}
+
+/// How an option is written: a number by its name in capitals, a flag as a word that turns it from its default.
+Argument argument_of(const OptionDef& option) {
+  const auto bound = [](double value) { return std::clamp(value, -kMostReal, kMostReal); };
+  const auto whole = [&](double value) { return static_cast<int64_t>(value); };
+  const Check& check = option.check;
+  if (const auto* flag = std::get_if<bool>(&option.otherwise))
+    return {"", Choice{{(*flag ? "no_" : "") + std::string(option.name)}}};
+  if (std::holds_alternative<double>(option.otherwise))
+    return {upper(option.name), Real{bound(check.least), bound(check.greatest)}};
+  if (std::holds_alternative<int64_t>(option.otherwise))
+    return {upper(option.name), Whole{whole(check.least), whole(check.greatest)}};
+  if (std::holds_alternative<std::string>(option.otherwise) && !check.words.empty())
+    return {"", Choice{{check.words.begin(), check.words.end()}}};
+  return {upper(option.name), Text{"TEXT", /*may_be_empty=*/false}};
+}
+
+/// The option as the argument says it.
+OptionValue value_of(const OptionDef& option, const std::string& text) {
+  if (const auto* flag = std::get_if<bool>(&option.otherwise)) return !*flag;
+  if (std::holds_alternative<double>(option.otherwise)) return number<double>(text).value();
+  if (std::holds_alternative<int64_t>(option.otherwise)) return number<int64_t>(text).value();
+  return text;
+}
+
+/// An op by its definition: its sizes, then its options in their order, or the sizes of its shape.
+Kind kind_of(const OpDef& def) {
   const Whole extent{1, kMostExtent};
-  const Argument size{"SIZE", Whole{1, kMostExtent, /*minus_one=*/true}};
-  const Argument eps{"EPS", Real{0, kMost}};
+  const auto options = def.signature.options();
+  Kind kind{std::string(def.name), std::string(def.name), std::string(def.formula), {}, {}, {}};
+  for (const SizeDef& size : def.sizes) kind.required.push_back({upper(size.name), extent});
+  if (options.size() == 1 && std::holds_alternative<std::vector<int64_t>>(options[0].otherwise)) {
+    const Argument size{"SIZE", Whole{1, kMostExtent, /*minus_one=*/true}};
+    kind.usage += ":SIZE[:SIZE...]";
+    kind.meaning += ", at most five sizes; one may be -1";
+    kind.required = {size};
+    kind.optional.assign(kMostSizes - 1, size);
+    kind.make = [options](const OpText& text) {
+      std::vector<int64_t> sizes;
+      for (size_t i = 0; i < text.arguments.size(); ++i) sizes.push_back(text.whole(i));
+      return ops::op(text.kind, {}, {{std::string(options[0].name), std::move(sizes)}});
+    };
+    return kind;
+  }
+  for (const OptionDef& option : options) kind.optional.push_back(argument_of(option));
+  for (const Argument& argument : kind.required) kind.usage += ":" + argument.name;
+  for (const Argument& argument : kind.optional) {
+    const auto* choice = std::get_if<Choice>(&argument.bounds);
+    kind.usage += "[:" + (choice ? join(choice->words, "|") : argument.name) + "]";
+  }
+  kind.make = [&def, options](const OpText& text) {
+    std::vector<std::pair<std::string, int64_t>> sizes;
+    OptionValues values;
+    for (const SizeDef& size : def.sizes) sizes.emplace_back(size.name, text.whole(sizes.size()));
+    for (size_t i = sizes.size(); i < text.arguments.size(); ++i) {
+      const OptionDef& option = options[i - sizes.size()];
+      values.emplace_back(option.name, value_of(option, text.arguments[i]));
+    }
+    return ops::op(text.kind, sizes, values);
+  };
+  return kind;
+}
+
+/// Whether an op needs what the command line cannot give: other tensors, a process group.
+bool can_be_written(const OpDef& def) {
+  const auto options = def.signature.options();
+  return def.inputs.size() == 1 && def.buffers.empty() && def.extra_outputs.empty() &&
+         std::ranges::none_of(options, [](const OptionDef& o) { return o.check.is_required; }) &&
+         std::ranges::none_of(def.params, [](const ParamDef& p) { return p.shape.empty(); });
+}
+
+/// Those whose syntax is not their definition's, then all others, which are.
+std::vector<Kind> all_kinds() {
+  const Whole extent{1, kMostExtent};
   const Argument channel{"CHANNEL", Text{"CHANNEL", /*may_be_empty=*/false}};
-  static const std::vector<Kind> kinds{
+  std::vector<Kind> kinds{
       {"linear",
        "linear:IN:OUT[:nobias]",
-       "matrix product and bias",
+       "y = x weight^T + bias",
        {{"IN", extent}, {"OUT", extent}},
        {{"", Choice{{"nobias"}}}},
        [](const OpText& t) { return ops::linear(t.whole(0), t.whole(1), !t.has("nobias")); }},
-      {"rms_norm",
-       "rms_norm:HIDDEN[:EPS]",
-       "",
-       {{"HIDDEN", extent}},
-       {eps},
-       [](const OpText& t) { return ops::rms_norm(t.whole(0), t.real(1, 1e-5)); }},
-      {"layer_norm",
-       "layer_norm:HIDDEN[:EPS]",
-       "",
-       {{"HIDDEN", extent}},
-       {eps},
-       [](const OpText& t) { return ops::layer_norm(t.whole(0), t.real(1, 1e-5)); }},
-      {"swiglu",
-       "swiglu",
-       "silu(first half) * second half",
-       {},
-       {},
-       [](const OpText&) { return ops::swiglu(); }},
-      {"geglu",
-       "geglu",
-       "gelu(first half) * second half",
-       {},
-       {},
-       [](const OpText&) { return ops::geglu(); }},
-      {"gelu", "gelu", "", {}, {}, [](const OpText&) { return ops::gelu(); }},
-      {"silu", "silu", "", {}, {}, [](const OpText&) { return ops::silu(); }},
-      {"relu", "relu", "", {}, {}, [](const OpText&) { return ops::relu(); }},
-      {"identity", "identity", "", {}, {}, [](const OpText&) { return ops::identity(); }},
-      {"dropout",
-       "dropout:P",
-       "",
-       {{"P", Real{0, 1}}},
-       {},
-       [](const OpText& t) { return ops::dropout(t.real(0, 0)); }},
-      {"constant_scale",
-       "constant_scale:FACTOR",
-       "",
-       {{"FACTOR", Real{-kMost, kMost}}},
-       {},
-       [](const OpText& t) { return ops::constant_scale(t.real(0, 1)); }},
-      {"reshape",
-       "reshape:SIZE[:SIZE...]",
-       "at most five sizes; one may be -1",
-       {size},
-       {size, size, size, size},
-       [](const OpText& t) {
-         std::vector<int64_t> sizes;
-         for (size_t i = 0; i < t.arguments.size(); ++i) sizes.push_back(t.whole(i));
-         return ops::reshape(std::move(sizes));
-       }},
       {"quantize",
        "quantize[:forward|backward|both]",
        "as the recipe says",
@@ -126,21 +164,23 @@ const std::vector<Kind>& kinds() {
        {channel},
        [](const OpText& t) { return ops::add_extra_input(t.channel()); }},
   };
+  for (const std::string& name : op_names()) {
+    const OpDef& def = op_def(name);
+    if (can_be_written(def) && std::ranges::find(kinds, name, &Kind::name) == kinds.end())
+      kinds.push_back(kind_of(def));
+  }
+  return kinds;
+}
+
+const std::vector<Kind>& kinds() {
+  static const std::vector<Kind> kinds = all_kinds();
   return kinds;
 }
 
 std::vector<std::string> kind_names() {
   std::vector<std::string> names;
-  for (const Kind& kind : kinds()) names.emplace_back(kind.name);
+  for (const Kind& kind : kinds()) names.push_back(kind.name);
   return names;
-}
-
-template <typename T>
-std::optional<T> number(const std::string& text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
 }
 
 const Kind& kind_of(const OpText& text) {
@@ -158,13 +198,12 @@ OpText parse_op(const std::string& word) {
   text.kind = text.arguments.front();
   text.arguments.erase(text.arguments.begin());
   const Kind& kind = kind_of(text);
-  const std::string usage(kind.usage), in = " in \"" + word + "\"";
+  const std::string &usage = kind.usage, in = " in \"" + word + "\"";
   const size_t count = text.arguments.size(), least = kind.required.size(),
                most = least + kind.optional.size();
   if (count < least) {
     throw UserError("expected " + usage + ", got \"" + word + "\" without " +
-                    std::string(kind.argument(count).name) +
-                    ". Write each argument after a colon.");
+                    kind.argument(count).name + ". Write each argument after a colon.");
   }
   if (count > most) {
     throw UserError("expected " + usage +
@@ -176,24 +215,26 @@ OpText parse_op(const std::string& word) {
     const Argument& argument = kind.argument(i);
     if (allows(argument.bounds, text.arguments[i])) continue;
     const std::string place = "argument " + std::to_string(i + 1) + " of " + usage;
-    throw UserError(
-        "expected " +
-        (argument.name.empty() ? place : std::string(argument.name) + ", " + place + ",") +
-        " to be " + expected(argument.bounds) + ", got \"" + text.arguments[i] + "\"" + in +
-        ". Correct that argument.");
+    throw UserError("expected " +
+                    (argument.name.empty() ? place : argument.name + ", " + place + ",") +
+                    " to be " + expected(argument.bounds) + ", got \"" + text.arguments[i] + "\"" +
+                    in + ". Correct that argument.");
   }
   return text;
 }
 
-bool is_glu(const OpText& op) { return op.kind == "swiglu" || op.kind == "geglu"; }
+/// The op's definition; a linear layer stands for two.
+const OpDef& def_of(const OpText& op) {
+  return op_def(op.kind == "linear" ? "basic_linear" : op.kind);
+}
+bool is_glu(const OpText& op) { return def_of(op).family == "glu"; }
 
 /// The width that the ops demand of their input: of the first that names one, doubled for each GLU
 /// before it.
 int64_t input_width(const std::vector<OpText>& ops) {
   int64_t doubled = 1;
   for (const OpText& op : ops) {
-    if (op.kind == "linear" || op.kind == "rms_norm" || op.kind == "layer_norm")
-      return op.whole(0) * doubled;
+    if (!def_of(op).sizes.empty()) return op.whole(0) * doubled;
     if (op.kind == "reshape") break;
     if (is_glu(op) && doubled < kMostExtent) doubled *= 2;  // more does not fit in any memory
   }
@@ -281,8 +322,7 @@ void add_pipeline_options(CLI::App& app, PipelineArguments& arguments) {
 std::string op_list_help() {
   std::string help = "Ops:\n";
   for (const Kind& kind : kinds()) {
-    help +=
-        format("  %-34s%s\n", std::string(kind.usage).c_str(), std::string(kind.meaning).c_str());
+    help += format("  %-46s %s\n", kind.usage.c_str(), kind.meaning.c_str());
   }
   return help;
 }
@@ -323,18 +363,18 @@ Workload make_workload(const PipelineArguments& arguments) {
   ParsedPipeline parsed = parse_pipeline(arguments);
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   generator.set_current_seed(static_cast<uint64_t>(arguments.seed));
-  std::vector<Op> list;
-  for (const OpText& op : parsed.ops) list.push_back(kind_of(op).make(op));
+  std::vector<Op> ops;
+  for (const OpText& op : parsed.ops) ops.push_back(kind_of(op).make(op));
   const at::TensorOptions options(arguments.scalar_type());
-  Sequential pipeline(std::move(list), options);
+  Sequential pipeline(ops, options);
   const auto random = [&](const std::vector<int64_t>& sizes) {
     return at::randn(sizes, options).set_requires_grad(true);
   };
   at::Tensor x = random(parsed.input_sizes);
   std::vector<at::Tensor> extra_inputs;
   for (const auto& sizes : parsed.extra_input_sizes) extra_inputs.push_back(random(sizes));
-  return {std::move(parsed), std::move(pipeline), std::move(x), std::move(extra_inputs),
-          recipe_named(arguments.recipe)};
+  return {std::move(parsed), std::move(ops),          std::move(pipeline),
+          std::move(x),      std::move(extra_inputs), recipe_named(arguments.recipe)};
 }
 
 std::vector<at::Tensor> Workload::forward() {

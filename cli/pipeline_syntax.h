@@ -55,6 +55,7 @@ ParsedPipeline parse_pipeline(const PipelineArguments& arguments);
 /// A pipeline with random data to run it on.
 struct Workload {
   ParsedPipeline parsed;
+  std::vector<Op> ops;
   Sequential pipeline;
   at::Tensor x;
   std::vector<at::Tensor> extra_inputs;

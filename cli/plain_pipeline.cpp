@@ -1,50 +1,76 @@
 #include "plain_pipeline.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/dropout.h>
-#include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/relu.h>
 #include <ATen/ops/rms_norm.h>
-#include <ATen/ops/silu.h>
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
 #include <unordered_map>
+
+#include "kernel_ops/activation.h"
+#include "ops/activation.h"
 
 namespace tandem::cli {
 
+namespace {
+
+constexpr std::string_view kFunctionsOfTorch[] = {"linear",  "rms_norm",       "layer_norm",
+                                                  "dropout", "constant_scale", "reshape"};
+
+/// What an activation or gated unit applies; empty for other ops.
+std::string activation_of(const OpDef& def) {
+  if (def.family != "activation" && def.family != "glu") return {};
+  const Options options = def.signature.parse(def.name, nlohmann::json::object());
+  return std::string(static_cast<const ops::ActivationOptions*>(options.get())->function);
+}
+
+}  // namespace
+
 PlainPipeline::PlainPipeline(const Workload& workload) {
   const auto parameters = workload.pipeline->named_parameters();
-  const auto find = [&](size_t index, const char* name) {
-    const at::Tensor* found = parameters.find(std::to_string(index) + "." + name);
-    return found ? *found : at::Tensor();
-  };
-  for (size_t i = 0; i < workload.parsed.ops.size(); ++i) {
-    ops_.push_back({workload.parsed.ops[i], find(i, "weight"), find(i, "bias")});
+  for (size_t i = 0; i < workload.ops.size(); ++i) {
+    BoundOp op{workload.parsed.ops[i], {}, {}, {}, {}, {}};
+    for (const ParameterSpec& spec : workload.ops[i].parameters) {
+      op.parameters.push_back(parameters[std::to_string(i) + "." + spec.name]);
+      if (spec.name == "weight") op.weight = op.parameters.back();
+      if (spec.name == "bias") op.bias = op.parameters.back();
+    }
+    if (std::ranges::find(kFunctionsOfTorch, op.text.kind) == std::end(kFunctionsOfTorch)) {
+      const OpDef& def = op_def(op.text.kind);
+      op.activation = activation_of(def);
+      if (op.activation.empty() && def.inputs.size() == 1 && !def.forward.empty())
+        op.composite = std::make_shared<Pipeline>(workload.ops[i].basic_ops);
+    }
+    ops_.push_back(std::move(op));
   }
 }
 
 at::Tensor PlainPipeline::apply(const BoundOp& op, const at::Tensor& x) const {
   const std::string& kind = op.text.kind;
   if (kind == "linear") return at::linear(x, op.weight, op.bias);
+  const bool is_centered = op.text.has("zero_centered_gamma");
   if (kind == "rms_norm")
-    return at::rms_norm(x, op.weight.sizes(), op.weight, op.text.real(1, 1e-5));
+    return at::rms_norm(x, op.weight.sizes(), is_centered ? op.weight + 1 : op.weight,
+                        op.text.real(1, 1e-5));
   if (kind == "layer_norm")
-    return at::layer_norm(x, op.weight.sizes(), op.weight, op.bias, op.text.real(1, 1e-5));
-  if (kind == "gelu") return at::gelu(x, "tanh");
-  if (kind == "silu") return at::silu(x);
-  if (kind == "relu") return at::relu(x);
-  if (kind == "dropout") return at::dropout(x, op.text.real(0, 0), /*train=*/true);
+    return at::layer_norm(x, op.weight.sizes(), is_centered ? op.weight + 1 : op.weight, op.bias,
+                          op.text.real(1, 1e-5));
+  if (kind == "dropout") return at::dropout(x, op.text.real(0, 0.5), /*train=*/true);
   if (kind == "constant_scale") return x * op.text.real(0, 1);
-  if (kind == "swiglu" || kind == "geglu") {
-    const std::vector<at::Tensor> halves = x.chunk(2, -1);
-    return (kind == "swiglu" ? at::silu(halves[0]) : at::gelu(halves[0], "tanh")) * halves[1];
-  }
   if (kind == "reshape") {
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < op.text.arguments.size(); ++i) sizes.push_back(op.text.whole(i));
     return x.reshape(sizes);
   }
-  return x;
+  if (!op.activation.empty()) {
+    if (op_def(kind).family == "activation") return kernel_ops::activation(op.activation, x);
+    const std::vector<at::Tensor> halves = x.chunk(2, -1);
+    return kernel_ops::activation(op.activation, halves[0]) * halves[1];
+  }
+  return op.composite ? op.composite->composite({x}, op.parameters, /*training=*/true)[0] : x;
 }
 
 std::vector<at::Tensor> PlainPipeline::forward(const at::Tensor& x,

@@ -1,11 +1,15 @@
 #pragma once
 
+#include <memory>
+
+#include "pipeline/pipeline.h"
 #include "pipeline_syntax.h"
 
 namespace tandem::cli {
 
 /// The ops of a workload as a user of libtorch would write them, one function after the other, on
-/// the same parameters: what `tandem bench` compares with. Quantize does nothing here.
+/// the same parameters: what `tandem bench` compares with. Quantize does nothing here; an op that
+/// libtorch has no function for runs in its composite form.
 class PlainPipeline {
  public:
   explicit PlainPipeline(const Workload& workload);
@@ -17,6 +21,9 @@ class PlainPipeline {
   struct BoundOp {
     OpText text;
     at::Tensor weight, bias;
+    std::vector<at::Tensor> parameters;
+    std::string activation;               ///< of an activation or gated unit
+    std::shared_ptr<Pipeline> composite;  ///< where libtorch has no function
   };
 
   at::Tensor apply(const BoundOp& op, const at::Tensor& x) const;

@@ -4,17 +4,12 @@
 #include <tandem/tandem.h>
 
 #include <iostream>
-#include <nlohmann/json.hpp>
 
 namespace {
 
 struct ShiftOptions {
   double shift = 0;
 };
-
-tandem::Options parse(const nlohmann::json& options) {
-  return std::make_shared<ShiftOptions>(ShiftOptions{options.value("shift", 0.0)});
-}
 
 void forward(tandem::Call& call) {
   enum Read { x };
@@ -30,10 +25,10 @@ void backward(tandem::Call& call) {
 const tandem::OpDef kShiftedRelu{
     .name = "shifted_relu",
     .formula = "y = max(x - shift, 0)",
+    .signature = {ShiftOptions{}, {{"shift", &ShiftOptions::shift, "what x has to exceed"}}},
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = forward}},
     .backward =
         {{.name = "backward", .reads = {"grad_y", "x"}, .writes = {"grad_x"}, .run = backward}},
-    .parse = parse,
 };
 TANDEM_REGISTER_OP(kShiftedRelu);
 
@@ -58,9 +53,8 @@ int main() {
       .refuse = refuse_large,
       .picture = "x -> shifted_relu -> constant_scale -> y",
   });
-  const tandem::Op shifted{
-      "shifted_relu", R"([{"op": "shifted_relu", "options": {"shift": 0.5}, "params": []}])", {}};
-  tandem::Sequential pipeline({shifted, tandem::ops::constant_scale(3)});
+  tandem::Sequential pipeline(
+      {tandem::ops::op("shifted_relu", {}, {{"shift", 0.5}}), tandem::ops::constant_scale(3)});
   const at::Tensor x = at::tensor({0.0f, 1.0f, 2.0f}).set_requires_grad(true);
   const at::Tensor y = pipeline->forward(x);
   y.sum().backward();

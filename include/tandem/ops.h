@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "tandem/activations.h"
 #include "tandem/export.h"
+#include "tandem/options.h"
 
 namespace tandem {
 
@@ -30,18 +32,28 @@ struct Op {
 
 namespace ops {
 
+/// The registered op of this name, one's own too: docs/ops.md says the sizes and options of those of the library.
+///
+///   tandem::ops::op("rms_norm", {{"hidden", 64}}, {{"eps", 1e-6}})
+///
+/// Throws: c10::ValueError for a name that is not registered; for sizes that are not those of its parameters, or not positive; for an option
+///         that is unknown or not as its check says.
+TANDEM_API Op op(const std::string& name,
+                 const std::vector<std::pair<std::string, int64_t>>& sizes = {},
+                 const OptionValues& options = {});
+
 /// y = x W^T + b. W [out_features, in_features] and b [out_features] start as torch.nn.Linear's W does, and at zero.
 TANDEM_API Op linear(int64_t in_features, int64_t out_features, bool bias = true);
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, double eps = 1e-5, bool zero_centered_gamma = false);
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.
 TANDEM_API Op layer_norm(int64_t hidden, double eps = 1e-5, bool zero_centered_gamma = false);
-/// y = act(a) * b, [a, b] the halves of x's last dimension: silu, gelu (tanh form).
-TANDEM_API Op swiglu();
-TANDEM_API Op geglu();
-TANDEM_API Op gelu();
-TANDEM_API Op silu();
-TANDEM_API Op relu();
+/// The rows of tandem/activations.h: gelu(), swiglu() and so on.
+#define TANDEM_FUNCTION(name, ...) TANDEM_API Op name();
+TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
+TANDEM_GATED_UNITS(TANDEM_FUNCTION)
+#undef TANDEM_FUNCTION
+/// y = x.
 TANDEM_API Op identity();
 /// In training, zero with probability p, else x / (1 - p).
 TANDEM_API Op dropout(double p = 0.5);

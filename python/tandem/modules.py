@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from tandem import _C
 from tandem.ops.arguments import at_default, flag, positive
 from tandem.ops.collective import _Collective
 from tandem.ops.composite import CompositeOperation
+from tandem.ops.library import class_of
 from tandem.ops.linear import BasicLinear, Bias, collectives, share
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
+from tandem.ops.signature import signature_of
 from tandem.ops.structure import MakeExtraOutput
 
 Init = Callable[[torch.Tensor], Any]
 Parts = list[tuple[BasicOperation, dict[str, str]]]  # with the module's name of each parameter
 
 _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-_ACTIVATIONS: dict[str, type[BasicOperation]] = {"gelu": GELU, "geglu": GEGLU, "relu": ReLU, "silu": SiLU, "swiglu": SwiGLU}
-_GATED = ("geglu", "swiglu")
 _ACTIVATIONS_UNKNOWN = ("clamped_swiglu", "glu", "qgeglu", "qgelu", "reglu", "sreglu", "srelu")  # of TransformerEngine
 
 
@@ -372,7 +372,7 @@ class LayerNormMLP(_Module):
             return_bias: whether `fc2_bias` is not added but returned, behind y.
             init_method, output_layer_init_method: draw the first and the second weight; None: as for `LayerNormLinear`.
             bias: whether there are biases.
-            activation: "gelu", "relu", "silu", or "geglu", "swiglu", before which there are twice as many features.
+            activation: an activation or gated unit of docs/ops.md; before a gated unit there are twice as many features.
             set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel
                 with its bias behind the sum over ranks. False: a rank computes with its part alone.
             seq_length, micro_batch_size, name: not used.
@@ -384,8 +384,9 @@ class LayerNormMLP(_Module):
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         at_default(op, False, delay_wgrad_compute=delay_wgrad_compute, checkpoint=checkpoint)
-        if activation not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
+        families = {kind: signature_of(kind).family for kind in _C.op_names()}
+        if families.get(activation) not in ("activation", "glu"):
+            known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
             if activation in _ACTIVATIONS_UNKNOWN:
                 raise NotImplementedError(f"{op}: expected activation to be one of {known}, got {activation!r}. This version knows no others.")
             raise ValueError(f"{op}: expected activation to be one of {known}, got {activation!r}. Name one of them.")
@@ -397,7 +398,7 @@ class LayerNormMLP(_Module):
         size = tp_group.size() if tp_group is not None else size
         hidden = positive(op, "hidden_size", hidden_size)
         inner = share(op, "ffn_hidden_size", positive(op, "ffn_hidden_size", ffn_hidden_size), size)
-        wide = 2 * inner if activation in _GATED else inner
+        wide = 2 * inner if families[activation] == "glu" else inner
 
         def behind(into_main_grad: bool) -> Parts:
             made: dict[str, Any] = {"device": "meta", "dtype": params_dtype}
@@ -406,7 +407,7 @@ class LayerNormMLP(_Module):
             first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
             second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
             return [
-                *[(first, {"weight": "fc1_weight"}), *first_bias, (_ACTIVATIONS[activation](), {})],
+                *[(first, {"weight": "fc1_weight"}), *first_bias, (class_of(activation)(), {})],
                 *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
             ]
 

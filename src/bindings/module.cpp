@@ -14,6 +14,7 @@
 #include "bindings/autocast.h"
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
+#include "bindings/signature.h"
 #include "core/build_id.h"
 #include "fusions/table.h"
 #include "kernel_ops/weights.h"
@@ -401,6 +402,7 @@ PYBIND11_MODULE(_C, module) {
       std::ranges::copy(built_in_fusions(pass), std::back_inserter(fusions));
     return fusions;
   });
+  module.def("op_signature", &signature_of);
   module.def("explain_description", [](const std::string& text, const std::string& format) {
     const auto program = program_of(text);
     std::vector<ExplainedPlan> plans;

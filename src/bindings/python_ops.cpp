@@ -281,7 +281,7 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   def.formula = "written in Python";
   def.runs_user_code = true;
   def.dtype = DtypeRule::promote;
-  def.parse_for = parse_python;
+  def.parse = parse_python;
   StepDef forward{.name = "forward", .reads = {}, .writes = {}, .run = python_forward},
       backward{
           .name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = python_backward};
@@ -299,14 +299,14 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
     backward.reads.push_back(owner->text("grad_" + std::string(output)));
   }
   def.results.push_back({"saved", ResultDef::opaque});
-  for (size_t i = 0; i < params; ++i) backward.reads.push_back(def.params[i]);
+  for (size_t i = 0; i < params; ++i) backward.reads.push_back(def.params[i].name);
   backward.reads.push_back("saved");
   for (size_t i = 0; i < params; ++i)
-    backward.writes.push_back(owner->text("grad_" + std::string(def.params[i])));
+    backward.writes.push_back(owner->text("grad_" + std::string(def.params[i].name)));
   for (size_t i = 1; i < def.inputs.size(); ++i)
     backward.writes.push_back(owner->text("grad_" + std::string(def.inputs[i])));
   forward.reads = def.inputs;
-  forward.reads.insert(forward.reads.end(), def.params.begin(), def.params.end());
+  for (const ParamDef& param : def.params) forward.reads.push_back(param.name);
   for (const ResultDef& result : def.results) forward.writes.push_back(result.name);
   def.forward = {std::move(forward)};
   def.backward = {std::move(backward)};
@@ -348,7 +348,7 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   });
   each([&](uint32_t member, const OpDef& def) {
     for (size_t p = 0; p < def.params.size(); ++p) {
-      const std::string_view param = def.params[p];
+      const std::string_view param = def.params[p].name;
       ahead.reads.push_back({member, param});
       if (p + def.fixed_params >= def.params.size()) continue;
       back.reads.push_back({member, param});

@@ -1,7 +1,6 @@
 // Op definitions: one table entry per kind of operation. What the planner knows of an op is here and nowhere else.
 #pragma once
 
-#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
@@ -9,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/signature.h"
 #include "core/value.h"
 #include "tandem/export.h"
 
@@ -22,9 +22,6 @@ using Run = void (*)(Call& call);
 /// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>. One that ends in [] is a list, whose
 /// length the op's options say; in the reads and writes of a step lists stand last.
 using Names = std::vector<std::string_view>;
-
-/// Options of an op as its own struct, made from JSON once per plan.
-using Options = std::shared_ptr<const void>;
 
 /// The dtype in which an op computes and returns its results.
 enum class DtypeRule : uint8_t {
@@ -94,10 +91,12 @@ struct OpDef {
   std::string_view formula;
   /// What patterns may ask for instead of a name, or empty. The ops of a family have the same options, reads and writes.
   std::string_view family = {};
-  Names inputs = {"x"};  ///< the main input, then the extra ones
+  Signature signature = {};         ///< the options
+  std::vector<SizeDef> sizes = {};  ///< what shapes of `params` are made of
+  Names inputs = {"x"};             ///< the main input, then the extra ones
   Names indices =
       {};  ///< extra inputs that count or point: integers, never cast, without a gradient
-  Names params = {};
+  std::vector<ParamDef> params = {};
   /// The last of `params`: read without a gradient, and without a say in dtypes.
   size_t fixed_params = 0;
   Names buffers = {};  ///< tensors of the caller that steps mutate; passed with every call
@@ -126,10 +125,8 @@ struct OpDef {
   bool has_composite = true;    ///< the forward is made of differentiable operations
   /// The length of a list operand. Needed where there are lists.
   size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
-  /// Throws c10::ValueError on an unknown or bad option.
-  Options (*parse)(const nlohmann::json& options) = nullptr;
-  /// Instead of `parse`, where options depend on the definition that they are for.
-  Options (*parse_for)(const OpDef& definition, const nlohmann::json& options) = nullptr;
+  /// Instead of `signature`, where options are not what a user wrote. Throws c10::ValueError on a bad one.
+  Options (*parse)(const OpDef& definition, const nlohmann::json& options) = nullptr;
 };
 
 /// Position of a name in a list, or npos.

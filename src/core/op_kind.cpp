@@ -2,7 +2,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
+#include "core/json_fields.h"
 #include "core/op_def.h"
 
 namespace tandem {
@@ -136,6 +138,28 @@ OpStep resolve_backward(const OpKind& op, const StepDef& def) {
   return step;
 }
 
+/// What is written of options and shapes must fit together.
+void check_signature(const OpDef& def) {
+  const auto options = def.signature.options();
+  for (const OptionDef& option : options)
+    TORCH_CHECK_VALUE(option.check.is_required || allows(option, option.otherwise), "op ", def.name,
+                      ": expected the default of option ", option.name, " to be ", expected(option),
+                      ", got ", shown_json(json_of(option.otherwise)),
+                      ". Change it, or its check.");
+  for (const ParamDef& param : def.params) {
+    for (const auto& size : param.shape)
+      TORCH_CHECK_VALUE(std::ranges::find(def.sizes, size, &SizeDef::name) != def.sizes.end(),
+                        "op ", def.name, ": expected the shape of ", param.name,
+                        " to consist of its sizes, got \"", size, "\". Declare it in sizes.");
+    const auto flag = std::ranges::find(options, param.zeros_if, &OptionDef::name);
+    TORCH_CHECK_VALUE(param.zeros_if.empty() ||
+                          (flag != options.end() && std::holds_alternative<bool>(flag->otherwise)),
+                      "op ", def.name, ": expected zeros_if of ", param.name,
+                      " to name an option that is true or false, got \"", param.zeros_if,
+                      "\". Declare it in signature.");
+  }
+}
+
 /// Each result is written by a step, drawn as a seed, or an operand.
 void check_results(const OpKind& op) {
   if (op.forward.empty() && !op.in_place && op.same.size() == op.def.results.size()) return;
@@ -153,7 +177,7 @@ void check_results(const OpKind& op) {
 
 OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.inputs) {
   first_param = operands.size();
-  operands.insert(operands.end(), def.params.begin(), def.params.end());
+  for (const ParamDef& param : def.params) operands.push_back(param.name);
   first_buffer = operands.size();
   operands.insert(operands.end(), def.buffers.begin(), def.buffers.end());
   first_result = operands.size();
@@ -192,6 +216,7 @@ OpKind::OpKind(const OpDef& definition) : def(definition), operands(definition.i
   for (const StepDef& step : def.forward) forward.push_back(resolve_forward(*this, step));
   if (def.in_place) in_place = resolve_forward(*this, *def.in_place);
   for (const StepDef& step : def.backward) backward.push_back(resolve_backward(*this, step));
+  check_signature(def);
   check_roles(*this);
   check_results(*this);
 }

@@ -60,9 +60,6 @@ std::shared_ptr<const OpKind> find_op(std::string_view name) {
 
 void register_op(const OpDef& definition) {
   auto op = std::make_unique<const OpKind>(definition);
-  TORCH_CHECK_VALUE(definition.parse != nullptr || definition.parse_for != nullptr, "op ",
-                    definition.name, ": expected a function that parses its options, got none. ",
-                    "Use one that accepts only {}.");
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const bool is_new = all.ops.emplace(definition.name, std::move(op)).second;

@@ -2,17 +2,10 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/clamp.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
 #include <ATen/ops/result_type.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 
+#include "kernel_ops/activation_reference.h"
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/register.h"
@@ -23,36 +16,37 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-kernels::Activation activation_of(std::string_view name) {
-  if (name == "gelu") return kernels::Activation::gelu;
-  if (name == "silu") return kernels::Activation::silu;
-  TORCH_CHECK_VALUE(name == "relu", "activation: expected \"gelu\", \"silu\" or \"relu\", got \"",
-                    name, "\". Use one of these or write the op in Python.");
-  return kernels::Activation::relu;
+/// An activation and its reference.
+struct Row {
+  kernels::Activation activation;
+  Tensor (*value)(const Tensor& z);
+  Tensor (*grad)(const Tensor& grad_y, const Tensor& z);
+};
+
+template <size_t... kIndex>
+constexpr auto table(std::index_sequence<kIndex...>) {
+  return std::array{Row{Activation{kIndex}, ActivationReference<Activation{kIndex}>::value,
+                        ActivationReference<Activation{kIndex}>::grad}...};
 }
+
+const Row& row_of(std::string_view name) {
+  static constexpr auto kRows = table(kernels::ActivationIndices());
+  for (const Row& row : kRows)
+    if (kernels::kActivationNames[static_cast<size_t>(row.activation)] == name) return row;
+  std::string names;
+  for (const auto& known : kernels::kActivationNames)
+    names += (names.empty() ? "" : ", ") + std::string(known);
+  TORCH_CHECK_VALUE(false, "activation: expected one of ", names, ", got \"", name,
+                    "\". Use one of these or write the op in Python.");
+}
+
+kernels::Activation activation_of(std::string_view name) { return row_of(name).activation; }
 
 Tensor widened(const Tensor& z) { return z.to(wide(z.scalar_type())); }
 
-Tensor value(const Tensor& z, std::string_view activation) {
-  if (activation == "gelu") return at::gelu(z, "tanh");
-  return activation == "silu" ? at::silu(z) : at::relu(z);
-}
-
-/// grad * act'(z), written out so that it can be differentiated again. For every finite z it is finite where grad is; at an infinite z
-/// it is what torch's formulas give, which for gelu and silu is NaN.
+Tensor value(const Tensor& z, std::string_view activation) { return row_of(activation).value(z); }
 Tensor grad_of(const Tensor& grad, const Tensor& z, std::string_view activation) {
-  if (activation == "relu") return at::where(z <= 0, at::zeros_like(grad), grad);
-  if (activation == "silu") {
-    const Tensor s = at::sigmoid(z);
-    return grad * (s * (1 + z * (1 - s)));
-  }
-  constexpr double kBeta = 0.7978845608028654,
-                   kCubic = 0.044715,  // sqrt(2 / pi), and Hendrycks and Gimpel's constant
-      kSaturated = 20;  // tanh is 1 from there on; the cube of a larger z may overflow
-  const Tensor bounded = at::clamp(z, -kSaturated, kSaturated);
-  const Tensor t = at::tanh(kBeta * (bounded + kCubic * bounded * bounded * bounded));
-  return grad *
-         (0.5 * (1 + t) + 0.5 * z * ((1 - t * t) * (kBeta * (1 + 3 * kCubic * bounded * bounded))));
+  return row_of(activation).grad(grad, z);
 }
 
 ResultSpec columns_of(const Tensor& z, bool wanted) {
@@ -98,6 +92,8 @@ void check_operands(std::string_view op, const Tensor& x, const std::optional<Te
 }
 
 }  // namespace
+
+Tensor activation(std::string_view name, const Tensor& z) { return value(z, name); }
 
 Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
                                    std::string_view activation, std::array<bool, 2> output_mask) {

@@ -2,10 +2,14 @@
 #pragma once
 
 #include "kernel_ops/kernel_op.h"
+#include "tandem/export.h"
 
 namespace tandem::kernel_ops {
 
-/// z = x + bias; y = act(z). `activation` is "gelu" (tanh form), "silu" or "relu".
+/// act(z) as a user of libtorch would write it. Throws c10::ValueError for a name that is none.
+TANDEM_API Tensor activation(std::string_view name, const Tensor& z);
+
+/// z = x + bias; y = act(z). `activation` is the name of a row of tandem/activations.h.
 ///
 /// Shapes:      x [..., cols], bias [cols] -> z, y like x.
 /// Dtypes:      z and y as x + bias promotes.

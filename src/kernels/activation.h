@@ -1,12 +1,25 @@
 // Activations and gated linear units, with the bias of the product before them, forward and backward.
 #pragma once
 
+#include <iterator>
+#include <string_view>
+#include <utility>
+
 #include "kernels/views.h"
+#include "tandem/activations.h"
 
 namespace tandem::kernels {
 
-/// gelu is the tanh approximation, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); the derivative of relu at 0 is 0.
-enum class Activation : uint8_t { gelu, silu, relu };
+/// The rows of tandem/activations.h. The derivative of relu at 0 is 0.
+#define TANDEM_NAME(name, ...) name,
+enum class Activation : uint8_t { TANDEM_ACTIVATIONS(TANDEM_NAME) };
+#undef TANDEM_NAME
+#define TANDEM_NAME(name, ...) #name,
+inline constexpr std::string_view kActivationNames[] = {TANDEM_ACTIVATIONS(TANDEM_NAME)};
+#undef TANDEM_NAME
+
+/// Their places in the table, for what is made for each of them.
+using ActivationIndices = std::make_index_sequence<std::size(kActivationNames)>;
 
 namespace cpu {
 
@@ -15,7 +28,7 @@ namespace cpu {
 /// Shapes:   x, z, y [rows, cols]; bias [cols].
 /// Optional: bias; z (null data: not written, but rounded the same).
 /// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of |y|, plus 2^-121, where z is
-///           float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests ActivationKernel.*MatchFloat64, EveryBfloat16, *Sweep).
+///           float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
 /// Limits:   y is x at infinity; at -infinity gelu and silu give NaN, as torch does, and relu 0; NaN gives NaN, in relu too.
 void activation_forward(Activation activation, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y);

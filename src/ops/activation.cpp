@@ -4,20 +4,11 @@
 
 #include "core/call.h"
 #include "kernel_ops/activation.h"
-#include "ops/options.h"
+#include "tandem/activations.h"
 
 namespace tandem::ops {
 
 namespace {
-
-/// The function that an op applies is fixed by its definition, not by the user.
-template <size_t kFunction>
-Options parse(const nlohmann::json& options) {
-  static constexpr std::string_view kFunctions[] = {"gelu", "silu", "relu"};
-  parse_no_options(options);
-  return std::make_shared<ActivationOptions>(ActivationOptions{kFunctions[kFunction]});
-}
-enum Function : size_t { gelu, silu, relu };
 
 std::string_view function_of(const Call& call) {
   return call.options<ActivationOptions>().function;
@@ -40,10 +31,12 @@ void backward(Call& call) {
   if (call.wants(1)) call.out(1, std::move(results[2]));
 }
 
-OpDef activation(std::string_view name, std::string_view formula, decltype(OpDef::parse) parse) {
+/// What the op applies is fixed here: a user has no options.
+OpDef activation(std::string_view name, std::string_view formula, std::string_view function) {
   return {.name = name,
           .formula = formula,
           .family = "activation",
+          .signature = {ActivationOptions{function}, {}},
           .forward = {{.name = "forward",
                        .reads = {"x"},
                        .writes = {"y"},
@@ -53,12 +46,11 @@ OpDef activation(std::string_view name, std::string_view formula, decltype(OpDef
                         .writes = {"grad_x", "y"},
                         .run = backward<kernel_ops::ActivationBackward>}},
           .reemits = {"y"},
-          .context = {"x"},
-          .parse = parse};
+          .context = {"x"}};
 }
 
-OpDef gated(std::string_view name, std::string_view formula, decltype(OpDef::parse) parse) {
-  OpDef definition = activation(name, formula, parse);
+OpDef gated(std::string_view name, std::string_view formula, std::string_view function) {
+  OpDef definition = activation(name, formula, function);
   definition.family = "glu";
   definition.forward[0].run = forward<kernel_ops::GluForward>;
   definition.backward[0].run = backward<kernel_ops::GluBackward>;
@@ -68,13 +60,12 @@ OpDef gated(std::string_view name, std::string_view formula, decltype(OpDef::par
 }  // namespace
 
 std::span<const OpDef> activations() {
-  static const std::array kActivations{
-      activation("gelu", "y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))", parse<gelu>),
-      activation("silu", "y = x sigmoid(x)", parse<silu>),
-      activation("relu", "y = max(x, 0)", parse<relu>),
-      gated("swiglu", "y = silu(a) b, [a, b] = x", parse<silu>),
-      gated("geglu", "y = gelu(a) b, [a, b] = x", parse<gelu>),
-  };
+#define TANDEM_PLAIN(name, formula) activation(#name, "y = " formula, #name),
+#define TANDEM_GATED(name, function) gated(#name, "y = " #function "(a) b, [a, b] = x", #function),
+  static const std::array kActivations{TANDEM_ACTIVATIONS(TANDEM_PLAIN)
+                                           TANDEM_GATED_UNITS(TANDEM_GATED)};
+#undef TANDEM_PLAIN
+#undef TANDEM_GATED
   return kActivations;
 }
 

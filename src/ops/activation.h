@@ -7,8 +7,8 @@
 
 namespace tandem::ops {
 
-/// y = act(x), element by element, in float32, rounded once: "gelu" (tanh form), "silu", "relu" (derivative 0 at 0). And
-/// y = act(a) * b with [a, b] the halves of the last dimension of x, the gate first: "swiglu" (silu), "geglu" (gelu).
+/// The rows of tandem/activations.h: y = act(x), element by element, in float32, rounded once; and y = act(a) * b with [a, b] the halves of
+/// the last dimension of x, the gate first.
 ///
 /// Shapes:  x any -> y like x; for a gated unit x [..., 2 * features] -> y [..., features].
 /// Dtypes:  that of autocast, else of x.
@@ -16,7 +16,7 @@ namespace tandem::ops {
 /// Source:  Hendrycks and Gimpel 2016, arXiv:1606.08415; Shazeer 2020, arXiv:2002.05202.
 std::span<const OpDef> activations();
 
-/// What kernels are told: "gelu", "silu" or "relu".
+/// What kernels are told: the name of an activation.
 struct ActivationOptions {
   std::string_view function;
 };

@@ -1,11 +1,6 @@
 #include "ops/collective.h"
 
-#include <c10/util/Exception.h>
-
-#include <nlohmann/json.hpp>
-
 #include "core/call.h"
-#include "core/json_fields.h"
 #include "kernel_ops/collective.h"
 
 namespace tandem::ops {
@@ -31,19 +26,10 @@ void pass_on(Call& call) { call.out(0, call.in(0)); }
 
 void wait(Call& call) { call.out(0, kernel_ops::wait(call.in(0))); }
 
-Options parse_group(const nlohmann::json& options) {
-  Group group;
-  uint64_t size = 0;
-  Fields fields(options, "op options");
-  fields.at("group");
-  fields.get("group", group.name).get("size", size).finish();
-  TORCH_CHECK_VALUE(size >= 1 && size <= (1u << 20), "collective: expected a group of 1 to 2^20 ",
-                    "ranks, got ", size, ". Give the size of the process group.");
-  group.size = static_cast<int64_t>(size);
-  return std::make_shared<Group>(std::move(group));
-}
-
-using Collective = at::Tensor (*)(const at::Tensor&, const Group&);
+const Signature kGroupSignature{
+    Group{},
+    {{"group", &Group::name, required(), "the process group, as torch.distributed names it"},
+     {"size", &Group::size, required(between(1, 1 << 20)), "the ranks in it"}}};
 
 std::vector<StepDef> forward(Run run) {
   return {
@@ -87,6 +73,7 @@ std::vector<StepDef> gather_backward() {
 const OpDef kAllGather{
     .name = "all_gather",
     .formula = "y = concatenate(x of all ranks)",
+    .signature = kGroupSignature,
     .results = {{"y"}, {"started"}},
     .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
@@ -94,42 +81,41 @@ const OpDef kAllGather{
     .backward = gather_backward(),
     .reemits = {"started", "y"},
     .has_composite = false,
-    .parse = parse_group,
 };
 
 const OpDef kReduceScatter{
     .name = "reduce_scatter",
     .formula = "y = the rank's rows of sum over ranks of x",
+    .signature = kGroupSignature,
     .results = {{"y"}, {"started"}},
     .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
     .forward = forward(start<kernel_ops::start_reduce_scatter>),
     .backward = backward(start<kernel_ops::start_all_gather>),
     .has_composite = false,
-    .parse = parse_group,
 };
 
 const OpDef kAllReduce{
     .name = "all_reduce",
     .formula = "y = sum over ranks of x",
+    .signature = kGroupSignature,
     .results = {{"y"}, {"started"}},
     .dtype = DtypeRule::promote,
     .same_gradients = {{"grad_x", "grad_y"}},
     .forward = forward(start<kernel_ops::start_all_reduce>),
     .has_composite = false,
-    .parse = parse_group,
 };
 
 const OpDef kReduceGradient{
     .name = "reduce_gradient",
     .formula = "y = x; grad_x = sum over ranks of grad_y",
+    .signature = kGroupSignature,
     .temporaries = {"gradient_started"},
     .dtype = DtypeRule::promote,
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = pass_on}},
     .backward = backward(start<kernel_ops::start_all_reduce>),
     .views_input = true,
     .has_composite = false,
-    .parse = parse_group,
 };
 
 TANDEM_REGISTER_OP(kAllGather);

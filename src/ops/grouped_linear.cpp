@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/call.h"
+#include "core/json_fields.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/grouped.h"
 #include "kernel_ops/product.h"
@@ -200,9 +201,20 @@ bool has_bias(const void* options) {
 const OpDef kGroupedLinear{
     .name = "grouped_linear",
     .formula = "y_g = x_g weight_g^T + bias_g",
+    .signature = {GroupedLinearOptions{},
+                  {{"num_groups", &GroupedLinearOptions::num_groups,
+                    between(1, limits::kParams / 2), "the number of weights"},
+                   {"bias", &GroupedLinearOptions::bias, "there is a bias"},
+                   {"packed_weight", &GroupedLinearOptions::packed_weight,
+                    "the weights are one tensor [num_groups, ...]"},
+                   {"packed_bias", &GroupedLinearOptions::packed_bias,
+                    "the biases are one tensor [num_groups, ...]"}}},
+    .sizes = {{"in_features", "size of the last dimension of x"},
+              {"out_features", "size of the last dimension of y"}},
     .inputs = {"x", "splits"},
     .indices = {"splits"},
-    .params = {"weight[]", "bias[]"},
+    .params = {{"weight[]", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform},
+               {"bias[]", {"out_features"}}},
     .dtype = DtypeRule::weight,
     .forward = {{.name = "forward",
                  .reads = {"x", "splits", "weight[]", "bias[]"},
@@ -224,7 +236,6 @@ const OpDef kGroupedLinear{
     .context = {"x", "splits"},
     .is_unquantized = true,
     .list_length = list_length,
-    .parse = parse_grouped_linear,
 };
 
 TANDEM_REGISTER_OP(kGroupedLinear);

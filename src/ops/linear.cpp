@@ -81,7 +81,16 @@ void bias_backward(Call& call) {
 const OpDef kBasicLinear{
     .name = "basic_linear",
     .formula = "y = x weight^T",
-    .params = {"weight"},
+    .signature = {LinearOptions{},
+                  {{"accumulate_into_main_grad", &LinearOptions::accumulate_into_main_grad,
+                    "the gradient of weight is added to main_grad, not returned"},
+                   {"overwrite_main_grad", &LinearOptions::overwrite_main_grad,
+                    "it takes the place of what main_grad holds"},
+                   {"dummy_gradient", &LinearOptions::dummy, one_of({"none", "empty", "zeros"}),
+                    "what is returned beside main_grad"}}},
+    .sizes = {{"in_features", "size of the last dimension of x"},
+              {"out_features", "size of the last dimension of y"}},
+    .params = {{"weight", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform}},
     .buffers = {"main_grad[]"},
     .dtype = DtypeRule::weight,
     .roles = {{"x", Role::input}, {"weight", Role::weight}, {"grad_y", Role::grad_output}},
@@ -119,19 +128,18 @@ const OpDef kBasicLinear{
                   .applies = accumulates</*kDummy=*/true>}},
     .context = {"x", "weight"},
     .list_length = main_grads,
-    .parse = parse_linear,
 };
 
 const OpDef kBias{
     .name = "bias",
     .formula = "y = x + bias",
-    .params = {"bias"},
+    .sizes = {{"features", "size of the last dimension of x"}},
+    .params = {{"bias", {"features"}}},
     .dtype = DtypeRule::promote,
     .same_gradients = {{"grad_x", "grad_y"}},
     .forward = {{.name = "forward", .reads = {"x", "bias"}, .writes = {"y"}, .run = bias_forward}},
     .backward =
         {{.name = "grad_bias", .reads = {"grad_y"}, .writes = {"grad_bias"}, .run = bias_backward}},
-    .parse = parse_no_options,
 };
 
 TANDEM_REGISTER_OP(kBasicLinear);

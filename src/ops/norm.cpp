@@ -37,13 +37,21 @@ void layer_norm_backward(Call& call) {
       call.options<NormOptions>().zero_centered_gamma, call.output_mask<4>());
 }
 
+const Signature kNormSignature{
+    NormOptions{},
+    {{"eps", &NormOptions::eps, at_least(0), "added inside the square root"},
+     {"zero_centered_gamma", &NormOptions::zero_centered_gamma, "the factor is 1 + weight"}}};
+const ParamDef kGamma{"weight", {"hidden"}, ParamDef::Init::ones, "zero_centered_gamma"};
+
 }  // namespace
 
 const OpDef kRmsNorm{
     .name = "rms_norm",
     .formula = "y = x / sqrt(mean(x^2) + eps) * weight",
     .family = "norm",
-    .params = {"weight"},
+    .signature = kNormSignature,
+    .sizes = {{"hidden", "size of the last dimension of x"}},
+    .params = {kGamma},
     .results = {{"y"}, {"inv_rms", ResultDef::statistic}},
     .dtype = DtypeRule::weight,
     .forward = {{.name = "forward",
@@ -56,14 +64,15 @@ const OpDef kRmsNorm{
                   .run = rms_norm_backward}},
     .reemits = {"y"},
     .context = {"x", "inv_rms"},
-    .parse = parse_norm,
 };
 
 const OpDef kLayerNorm{
     .name = "layer_norm",
     .formula = "y = (x - mean) / sqrt(variance + eps) * weight + bias",
     .family = "norm",
-    .params = {"weight", "bias"},
+    .signature = kNormSignature,
+    .sizes = {{"hidden", "size of the last dimension of x"}},
+    .params = {kGamma, {"bias", {"hidden"}}},
     .results = {{"y"}, {"mean", ResultDef::statistic}, {"inv_std", ResultDef::statistic}},
     .dtype = DtypeRule::weight,
     .forward = {{.name = "forward",
@@ -77,7 +86,6 @@ const OpDef kLayerNorm{
     .reemits = {"y"},
     .reemit_reads = {"bias"},
     .context = {"x", "mean", "inv_std"},
-    .parse = parse_norm,
 };
 
 TANDEM_REGISTER_OP(kRmsNorm);

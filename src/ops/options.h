@@ -1,10 +1,9 @@
-// Options of ops: structs that JSON is read into, every name and value checked.
+// Options of ops as they run with. What a user may write of them is in the signature of each op.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include "core/op_def.h"
 
 namespace tandem::ops {
 
@@ -37,14 +36,5 @@ struct GroupedLinearOptions {
 struct QuantizeOptions {
   bool forward = true, backward = false;
 };
-
-Options parse_no_options(const nlohmann::json& options);
-Options parse_norm(const nlohmann::json& options);
-Options parse_scale(const nlohmann::json& options);
-Options parse_dropout(const nlohmann::json& options);
-Options parse_reshape(const nlohmann::json& options);
-Options parse_linear(const nlohmann::json& options);
-Options parse_grouped_linear(const nlohmann::json& options);
-Options parse_quantize(const nlohmann::json& options);
 
 }  // namespace tandem::ops

@@ -71,12 +71,13 @@ const OpDef kIdentity{
     .dtype = DtypeRule::promote,
     .same = {{"y", "x"}},
     .same_gradients = {{"grad_x", "grad_y"}},
-    .parse = parse_no_options,
 };
 
 const OpDef kReshape{
     .name = "reshape",
     .formula = "y = x.reshape(shape)",
+    .signature = {ReshapeOptions{},
+                  {{"shape", &ReshapeOptions::shape, "sizes of y; -1 follows from the others"}}},
     .results = {{"y"}, {"x_shape", ResultDef::shape}},
     .dtype = DtypeRule::promote,
     .forward =
@@ -86,21 +87,22 @@ const OpDef kReshape{
                   .writes = {"grad_x"},
                   .run = reshape_backward}},
     .views_input = true,
-    .parse = parse_reshape,
 };
 
 const OpDef kConstantScale{
     .name = "constant_scale",
     .formula = "y = x factor",
+    .signature = {ScaleOptions{}, {{"factor", &ScaleOptions::factor, "what x is multiplied by"}}},
     .dtype = DtypeRule::promote_number,
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = scale}},
     .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = scale}},
-    .parse = parse_scale,
 };
 
 const OpDef kDropout{
     .name = "dropout",
     .formula = "y = keep(seed, p) ? x / (1 - p) : 0",
+    .signature = {DropoutOptions{},
+                  {{"p", &DropoutOptions::p, between(0, 1), "the share that becomes zero"}}},
     .results = {{"y"}, {"seed", ResultDef::seed}},
     .dtype = DtypeRule::promote,
     .forward = {{.name = "forward", .reads = {"x", "seed"}, .writes = {"y"}, .run = dropout}},
@@ -108,17 +110,18 @@ const OpDef kDropout{
         {{.name = "backward", .reads = {"grad_y", "seed"}, .writes = {"grad_x"}, .run = dropout}},
     .context = {"seed"},
     .training_only = true,
-    .parse = parse_dropout,
 };
 
 const OpDef kQuantize{
     .name = "quantize",
     .formula = "y = dequantize(quantize(x))",
+    .signature = {QuantizeOptions{},
+                  {{"forward", &QuantizeOptions::forward, "x is rounded"},
+                   {"backward", &QuantizeOptions::backward, "the gradient is"}}},
     .dtype = DtypeRule::promote,
     .same = {{"y", "x"}},
     .same_gradients = {{"grad_x", "grad_y"}},
     .is_quantize_point = true,
-    .parse = parse_quantize,
 };
 
 const OpDef kAddExtraInput{
@@ -133,7 +136,6 @@ const OpDef kAddExtraInput{
                         .writes = {"y"},
                         .mutates = {"extra"},
                         .run = add_in_place},
-    .parse = parse_no_options,
 };
 
 const OpDef kMakeExtraOutput{
@@ -143,7 +145,6 @@ const OpDef kMakeExtraOutput{
     .extra_outputs = {"extra"},
     .dtype = DtypeRule::promote,
     .same = {{"y", "x"}, {"extra", "x"}},
-    .parse = parse_no_options,
 };
 
 TANDEM_REGISTER_OP(kIdentity);

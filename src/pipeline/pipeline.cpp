@@ -269,6 +269,16 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
   return outputs;
 }
 
+Outputs Pipeline::composite(at::TensorList inputs, at::TensorList params, bool training) const {
+  const Arguments arguments{inputs, params, {}};
+  const auto program =
+      program_of(text_of(nullptr, training, tandem::fusions_version(), /*fuse=*/false,
+                         /*cache_weights=*/false, {}));
+  return run_pipeline(
+      program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true)), arguments,
+      Path::composite);
+}
+
 std::string Pipeline::explain(ExplainFormat format) const {
   std::vector<ExplainedPlan> plans;
   const Visit visit(*this);

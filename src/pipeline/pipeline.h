@@ -41,6 +41,9 @@ class TANDEM_API Pipeline {
                      Buffers buffers = {}, const StateOf& state_of = {},
                      const void* given = nullptr);
 
+  /// The same in differentiable torch operations, one after the other: no kernel, fusion, node or recipe.
+  Outputs composite(at::TensorList inputs, at::TensorList params, bool training) const;
+
   /// Remembers the recipe of a call that goes another way, as operator() does of its own.
   ///
   /// Throws: c10::ValueError where a backward recomputes under another recipe than that of the last forward.

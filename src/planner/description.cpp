@@ -74,9 +74,9 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
   op.get("label", label);
   node.label = std::to_string(index) + "." + label;
   const json* options = op.find("options");
-  const json none = json::object();
-  node.options = def.parse_for != nullptr ? def.parse_for(def, options != nullptr ? *options : none)
-                                          : def.parse(options != nullptr ? *options : none);
+  const json none = json::object(), &given = options != nullptr ? *options : none;
+  node.options =
+      def.parse != nullptr ? def.parse(def, given) : def.signature.parse(def.name, given);
   const OpKind& operands = *node.kind;
   node.params = positions_of(
       op, node, "params", count_of(node, operands.first_param, operands.first_buffer), "parameter");

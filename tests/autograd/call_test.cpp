@@ -86,7 +86,6 @@ const OpDef kOpaque{
                  .writes = {"y"},
                  .run = [](Call& call) { call.out(0, call.in(0).clone()); }}},
     .has_composite = false,
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kOpaque);
 

@@ -322,7 +322,6 @@ const OpDef kMultiply{
                         .writes = {"y"},
                         .mutates = {"extra"},
                         .run = multiply_in_place},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kMultiply);
 

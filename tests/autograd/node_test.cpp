@@ -207,7 +207,6 @@ const OpDef kNotANumber{
                   .reads = {"grad_y"},
                   .writes = {"grad_x"},
                   .run = [](Call& call) { call.out(0, call.in(0) * NAN); }}},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kNotANumber);
 

@@ -231,7 +231,7 @@ def test_verify_passes(recipe, dtype):
 EVERY_OP = [
     "make_extra_output", "make_extra_output:skip", "rms_norm:32:1e-6", "linear:32:64:nobias", "swiglu", "layer_norm:32",
     "linear:32:64", "geglu", "gelu", "silu", "relu", "identity", "dropout:0.1", "constant_scale:0.5", "reshape:-1:4:8",
-    "reshape:-1:32", "quantize", "add_extra_input:skip", "add_extra_input",
+    "reshape:-1:32", "quantize", "add_extra_input:skip", "add_extra_input", "rms_norm:32:1e-5:zero_centered_gamma", "bias:32",
 ]  # fmt: skip
 
 
@@ -265,15 +265,16 @@ def test_every_op_can_be_written():
         (["reshape", "--width", "8"], ['got "reshape" without SIZE']),
         (["reshape:1:1:1:1:1:8", "--width", "8"], ["with at most 5 arguments", "got 6"]),
         (["reshape" + 5 * ":2147483648", "--width", "8"], ["this machine's memory", "the result of reshape"]),
-        *(([f"{norm}:8:{eps}"], [f"EPS, argument 2 of {norm}:HIDDEN[:EPS], to be a finite number that is at least 0", f'got "{eps}"'])
+        *(([f"{norm}:8:{eps}"], [f"EPS, argument 2 of {norm}:HIDDEN[:EPS][:zero_centered_gamma], to be a finite number that is at least 0", f'got "{eps}"'])
           for norm in ("rms_norm", "layer_norm") for eps in ("nan", "inf", "-1e-5", "1e999", "", "x")),
         (["rms_norm:0"], ["HIDDEN,", 'got "0"']),
-        (["dropout:1.5", "--width", "8"], ["P, argument 1 of dropout:P, to be a number from 0 to 1", 'got "1.5"']),
+        (["dropout:1.5", "--width", "8"], ["P, argument 1 of dropout[:P], to be a number from 0 to 1", 'got "1.5"']),
         (["dropout:nan", "--width", "8"], ["P,", 'got "nan"']),
         (["constant_scale:inf", "--width", "8"], ["FACTOR,", "to be a finite number", 'got "inf"']),
         (["constant_scale:1e999", "--width", "8"], ["FACTOR,", 'got "1e999"']),
         (["quantize:sideways", "--width", "8"], ["one of forward, backward, both", 'got "sideways"']),
         (["make_extra_output:", "--width", "8"], ["CHANNEL,", "a text that is not empty", 'got ""']),
+        (["rms_norm:8:1e-5:centered"], ["argument 3 of rms_norm:HIDDEN[:EPS][:zero_centered_gamma] to be zero_centered_gamma", 'got "centered"']),
         (["swiglu:3"], ["expected swiglu without arguments", 'got 1 in "swiglu:3"']),
         ([""], ["an op (", 'got ""']),
         (["swiglu"] * 80 + ["rms_norm:8"], ["this machine's memory", "the input"]),
@@ -295,7 +296,7 @@ def test_shapes_that_do_not_fit():
     assert done.returncode == 2
     assert re.fullmatch(r"tandem explain: .*expected .+, got .+\n", done.stderr), done.stderr
     done = tandem("explain", "reshape:-1:-1", "--width", 8, check=False)
-    assert done.returncode == 2 and "reshape: expected sizes >= 0 and at most one -1, got [-1,-1]." in done.stderr
+    assert done.returncode == 2 and "reshape: expected option shape to be at most 64 sizes >= 0, one of which may be -1, of a " in done.stderr
 
 
 def test_bench_reports_both():
@@ -305,6 +306,7 @@ def test_bench_reports_both():
         assert document[direction]["unit"] == "GFLOP/s"
     document = json.loads(tandem("bench", "swiglu", "--width", 64, "--rounds", 3, "--json").stdout)
     assert document["forward"]["unit"] == "GB/s"
+    tandem("bench", *EVERY_OP, "--rows", 16, "--rounds", 3)
     text = tandem("bench", *MLP, "--rounds", 3).stdout
     assert "tandem/plain" in text and "kept for backward" in text
 

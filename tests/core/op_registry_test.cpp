@@ -3,14 +3,13 @@
 
 #include "core/op_def.h"
 #include "core/value.h"
-#include "ops/options.h"
 #include "support/throws.h"
 
 namespace tandem::testing {
 namespace {
 
 OpDef definition(std::string_view name) {
-  return {.name = name, .formula = "y = x", .same = {{"y", "x"}}, .parse = ops::parse_no_options};
+  return {.name = name, .formula = "y = x", .same = {{"y", "x"}}};
 }
 
 TEST(OpRegistry, KnowsTheBuiltInOps) {
@@ -36,13 +35,88 @@ TEST(OpRegistryErrors, TakenName) {
                                           "op: expected a new name, got \"", "Rename the op"));
 }
 
-TEST(OpRegistryErrors, WithoutParser) {
-  static OpDef bare = definition("test_bare");
-  bare.parse = nullptr;
-  EXPECT_THAT([] { register_op(bare); },
-              ThrowsText<c10::ValueError>("op test_bare: expected a function",
-                                          ": expected a function that parses its options, got none",
-                                          "Use one that accepts only {}"));
+struct Cut {
+  enum class Side : uint8_t { left, right };
+  double share = 0.5;
+  size_t count = 1;
+  bool is_open = false;
+  Side side = Side::right;
+  std::string label = "cut";
+  std::vector<int64_t> shape = {2, -1};
+};
+
+TEST(Signatures, AreReadIntoTheirStruct) {
+  const Signature signature{Cut{},
+                            {{"share", &Cut::share, between(0, 1), "of x"},
+                             {"count", &Cut::count, between(1, 9), "of cuts"},
+                             {"is_open", &Cut::is_open, "nothing is behind the last"},
+                             {"side", &Cut::side, one_of({"left", "right"}), "where it begins"},
+                             {"label", &Cut::label, "what explain shows"},
+                             {"shape", &Cut::shape, "of y"}}};
+  const auto read = [&](const char* text) {
+    const Options options = signature.parse("cut", nlohmann::json::parse(text));
+    return *static_cast<const Cut*>(options.get());
+  };
+  const Cut otherwise = read("{}");
+  EXPECT_EQ(otherwise.share, 0.5);
+  EXPECT_EQ(otherwise.side, Cut::Side::right);
+  EXPECT_EQ(json_of(signature.options()[3].otherwise), "right");
+  const Cut given = read(
+      R"({"share": 1, "count": 9, "is_open": true, "side": "left", "label": "a", "shape": [3]})");
+  EXPECT_EQ(given.share, 1);
+  EXPECT_EQ(given.count, 9u);
+  EXPECT_TRUE(given.is_open);
+  EXPECT_EQ(given.side, Cut::Side::left);
+  EXPECT_EQ(given.label, "a");
+  EXPECT_EQ(given.shape, std::vector<int64_t>{3});
+  const auto refused = [&](const char* text, const char* error) {
+    EXPECT_THAT([&] { read(text); }, ThrowsText<c10::ValueError>(error)) << text;
+  };
+  refused(R"({"share": 1.5})",
+          "cut: expected option share to be a number from 0 to 1, got 1.5. share: of x.");
+  refused(R"({"share": true})", "cut: expected option share to be a number from 0 to 1, got true");
+  refused(R"({"count": 10})",
+          "cut: expected option count to be a whole number from 1 to 9, got 10");
+  refused(R"({"count": 18446744073709551615})", "to be a whole number from 1 to 9, got 1844674");
+  refused(R"({"is_open": 1})", "cut: expected option is_open to be true or false, got 1");
+  refused(R"({"side": "top"})",
+          "expected option side to be one of \"left\", \"right\", got \"top\"");
+  refused(R"({"label": 3})", "expected option label to be a text of at most 1024 bytes, got 3");
+  refused(R"({"shape": [-1, -1]})",
+          "expected option shape to be at most 64 sizes >= 0, one of which may be -1, of a product "
+          "below "
+          "2^63, got [-1,-1]");
+  refused(R"({"width": 3})", "cut: expected one of [\"share\",\"count\"");
+  const Signature needed{Cut{}, {{"count", &Cut::count, required(), "of cuts"}}};
+  EXPECT_THAT([&] { needed.parse("cut", nlohmann::json::object()); },
+              ThrowsText<c10::ValueError>("cut: expected a field \"count\", got none in {}"));
+}
+
+TEST(SignatureErrors, WhatContradictsItself) {
+  const auto refused = [](OpDef def, const char* error, const char* piece) {
+    static std::vector<std::unique_ptr<OpDef>> definitions;
+    definitions.push_back(std::make_unique<OpDef>(std::move(def)));
+    EXPECT_THAT([&] { register_op(*definitions.back()); },
+                ThrowsText<c10::ValueError>(error, piece));
+  };
+  OpDef def = definition("test_signature");
+  def.signature = {Cut{}, {{"share", &Cut::share, between(1, 2), "of x"}}};
+  refused(def,
+          "op test_signature: expected the default of option share to be a number from 1 to 2, got "
+          "0.5. Change it, or its check.",
+          ": expected the default of option ");
+  def = definition("test_signature");
+  def.sizes = {{"hidden", "size of x"}};
+  def.params = {{"weight", {"hiden"}}};
+  refused(def,
+          "op test_signature: expected the shape of weight to consist of its sizes, got \"hiden\". "
+          "Declare it in sizes.",
+          " to consist of its sizes, got \"");
+  def.params = {{"weight", {"hidden"}, ParamDef::Init::ones, "centered"}};
+  refused(def,
+          "op test_signature: expected zeros_if of weight to name an option that is true or false, "
+          "got \"centered\". Declare it in signature.",
+          " to name an option that is true or false, got \"");
 }
 
 TEST(OpRegistryErrors, NamesThatAreNotDeclared) {

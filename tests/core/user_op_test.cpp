@@ -1,4 +1,4 @@
-// A user's op in C++: a table entry, two functions, options from JSON. It plans, keeps and differentiates as a built-in one.
+// A user's op in C++: a table entry, two functions, a signature. It plans, keeps and differentiates as a built-in one.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gt.h>
 #include <ATen/ops/relu.h>
@@ -18,13 +18,6 @@ struct ShiftedReluOptions {
   double shift = 0;
 };
 
-Options parse_shifted_relu(const nlohmann::json& options) {
-  ShiftedReluOptions parsed{options.value("shift", 0.0)};
-  TORCH_CHECK_VALUE(parsed.shift >= 0, "shifted_relu: expected shift >= 0, got ", parsed.shift,
-                    ". Turn its sign.");
-  return std::make_shared<ShiftedReluOptions>(parsed);
-}
-
 void shifted_relu_forward(Call& call) {
   call.out(0, at::relu(call.in(0) - call.options<ShiftedReluOptions>().shift));
 }
@@ -37,13 +30,14 @@ void shifted_relu_backward(Call& call) {
 const OpDef kShiftedRelu{
     .name = "shifted_relu",
     .formula = "y = max(x - shift, 0)",
+    .signature = {ShiftedReluOptions{},
+                  {{"shift", &ShiftedReluOptions::shift, at_least(0), "what x has to exceed"}}},
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = shifted_relu_forward}},
     .backward = {{.name = "backward",
                   .reads = {"grad_y", "y"},
                   .writes = {"grad_x"},
                   .run = shifted_relu_backward}},
     .context = {"y"},
-    .parse = parse_shifted_relu,
 };
 TANDEM_REGISTER_OP(kShiftedRelu);
 
@@ -72,7 +66,9 @@ TEST(UserOp, ComputesAndDifferentiates) {
 TEST(UserOp, ItsOptionsAreChecked) {
   EXPECT_THAT(
       [] { parse_description(description_of({R"(shifted_relu {"options": {"shift": -1}})"})); },
-      ThrowsText<c10::ValueError>("shifted_relu: expected shift >= 0, got -1"));
+      ThrowsText<c10::ValueError>(
+          "shifted_relu: expected option shift to be a finite number >= 0, got -1. "
+          "shift: what x has to exceed."));
 }
 
 /// y = 2 x, which counts its calls in a tensor of the caller.
@@ -93,7 +89,6 @@ const OpDef kCounted{
                   .reads = {"grad_y"},
                   .writes = {"grad_x"},
                   .run = [](Call& call) { call.out(0, call.in(0) * 2); }}},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kCounted);
 

@@ -37,7 +37,6 @@ const OpDef kPlusOne{
     .formula = "y = x + 1",
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = plus_one}},
     .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = pass_on}},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kPlusOne);
 
@@ -47,7 +46,6 @@ const OpDef kPlusOneKept{
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = plus_one}},
     .backward =
         {{.name = "backward", .reads = {"grad_y", "y"}, .writes = {"grad_x"}, .run = pass_on}},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kPlusOneKept);
 
@@ -55,7 +53,6 @@ const OpDef kSilent{
     .name = "test_silent",
     .formula = "writes nothing",
     .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = [](Call&) {}}},
-    .parse = [](const nlohmann::json&) -> Options { return nullptr; },
 };
 TANDEM_REGISTER_OP(kSilent);
 

@@ -6,6 +6,8 @@
 #include <ATen/ops/silu.h>
 #include <gmock/gmock.h>
 
+#include <nlohmann/json.hpp>
+
 #include "core/call.h"
 #include "planner/registry.h"
 #include "support/tensors.h"
@@ -180,21 +182,100 @@ TEST(SequentialErrors, ExtraInputsAreMissing) {
 
 TEST(SequentialErrors, SizesAreChecked) {
   EXPECT_THAT([] { ops::linear(0, 4); },
-              ThrowsText<c10::ValueError>("linear: expected in_features > 0, got 0",
+              ThrowsText<c10::ValueError>("basic_linear: expected size in_features > 0, got 0",
                                           "Give the size of the last dimension"));
   EXPECT_THAT([] { ops::linear(4, -1); },
-              ThrowsText<c10::ValueError>("linear: expected out_features > 0, got -1"));
+              ThrowsText<c10::ValueError>("basic_linear: expected size out_features > 0, got -1"));
   EXPECT_THAT([] { ops::rms_norm(0); },
-              ThrowsText<c10::ValueError>("rms_norm: expected hidden > 0"));
+              ThrowsText<c10::ValueError>("rms_norm: expected size hidden > 0"));
   EXPECT_THAT([] { ops::layer_norm(0); },
-              ThrowsText<c10::ValueError>("layer_norm: expected hidden > 0"));
+              ThrowsText<c10::ValueError>("layer_norm: expected size hidden > 0"));
 }
 
 TEST(SequentialErrors, ChannelsAreCheckedWhereItIsMade) {
   EXPECT_THAT([] { Sequential({ops::add_extra_input("nowhere")}); },
               ThrowsText<c10::ValueError>("channel \"nowhere\"", "no producer"));
-  EXPECT_THAT([] { Sequential({ops::dropout(2)}); },
-              ThrowsText<c10::ValueError>("dropout: expected a probability p in [0, 1]"));
+}
+
+TEST(SequentialErrors, OptionsAreCheckedWhereTheOpIsMade) {
+  EXPECT_THAT(
+      [] { ops::dropout(2); },
+      ThrowsText<c10::ValueError>("dropout: expected option p to be a number from 0 to 1, got 2"));
+  EXPECT_THAT(
+      [] {
+        ops::op("gelu", {}, {{"tanh", true}});
+      },
+      ThrowsText<c10::ValueError>("gelu: expected one of [], got \"tanh\". Remove it."));
+  EXPECT_THAT(
+      [] {
+        ops::op("gelu", {{"hidden", 3}});
+      },
+      ThrowsText<c10::ValueError>("gelu: expected the sizes [], got one called \"hidden\"",
+                                  "], got one called \""));
+  EXPECT_THAT([] { ops::op("rms_norm"); },
+              ThrowsText<c10::ValueError>("rms_norm: expected the sizes [hidden], got no hidden. "
+                                          "Give the size of the last dimension of x."));
+  EXPECT_THAT(
+      [] {
+        ops::op("grouped_linear", {{"in_features", 2}, {"out_features", 2}});
+      },
+      ThrowsText<c10::NotImplementedError>(
+          "grouped_linear: expected an op whose parameters are single tensors, got the list "
+          "weight[]. Use it from Python.",
+          "single tensors, got the list "));
+}
+
+/// What a function of tandem::ops makes without a word is what the signature says.
+TEST(Front, DefaultsAreThoseOfTheSignatures) {
+  const std::vector<std::pair<Op, std::vector<std::pair<std::string, int64_t>>>> made = {
+      {ops::rms_norm(8), {{"hidden", 8}}},
+      {ops::layer_norm(8), {{"hidden", 8}}},
+      {ops::linear(8, 6, /*bias=*/false), {{"in_features", 8}, {"out_features", 6}}},
+      {ops::identity(), {}},
+      {ops::dropout(), {}},
+      {ops::quantize(), {}},
+      {ops::make_extra_output(), {}},
+      {ops::add_extra_input(), {}},
+  };
+  for (const auto& [op, sizes] : made) {
+    const auto basic = nlohmann::json::parse(op.basic_ops)[0];
+    const auto name = basic["op"].get<std::string>();
+    for (const OptionDef& option : op_def(name).signature.options()) {
+      const std::string option_name(option.name);
+      if (basic["options"].contains(option_name)) {
+        EXPECT_EQ(basic["options"][option_name], json_of(option.otherwise)) << name << option_name;
+      }
+    }
+    const Op plain = ops::op(name, sizes);
+    ASSERT_EQ(op.parameters.size(), plain.parameters.size()) << name;
+    for (size_t i = 0; i < plain.parameters.size(); ++i) {
+      EXPECT_EQ(op.parameters[i].shape, plain.parameters[i].shape) << name;
+      EXPECT_EQ(op.parameters[i].init, plain.parameters[i].init) << name;
+    }
+  }
+}
+
+/// Every op whose parameters and inputs the front can make runs in a pipeline: one that is added is tested here without a word.
+TEST(Front, EveryRegisteredOpRunsAndDifferentiates) {
+  size_t count = 0;
+  for (const std::string& name : op_names()) {
+    const OpDef& def = op_def(name);
+    const auto options = def.signature.options();
+    if (name.starts_with("test_") || def.inputs.size() > 1 || name == "reshape" ||
+        std::ranges::any_of(options, [](const OptionDef& o) { return o.check.is_required; }))
+      continue;
+    std::vector<std::pair<std::string, int64_t>> sizes;
+    for (const SizeDef& size : def.sizes) sizes.emplace_back(size.name, 8);
+    Sequential model({ops::op(name, sizes)});
+    const at::Tensor x = leaf({5, 8});
+    const auto outputs = model->forward(x, {});
+    outputs[0].sum().backward();
+    EXPECT_TRUE(x.grad().defined()) << name;
+    const VerifyReport report = verify(model, x);
+    EXPECT_TRUE(report.passed) << name << ": " << report.text;
+    ++count;
+  }
+  EXPECT_GE(count, 14u);
 }
 
 TEST(Sequential, ExplainsInFourFormats) {

@@ -15,7 +15,6 @@ using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-Options no_options(const nlohmann::json&) { return nullptr; }
 void twice(Call& call) { call.out(0, call.in(0) * 2); }
 
 /// y = 2 x.
@@ -24,8 +23,7 @@ OpDef doubling(std::string_view name) {
       .name = name,
       .formula = "y = 2 x",
       .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = twice}},
-      .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = twice}},
-      .parse = no_options};
+      .backward = {{.name = "backward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = twice}}};
 }
 
 // What the planner calls its own steps, and families of ops.
@@ -113,15 +111,13 @@ const OpDef kGradients{
     .backward = {{.name = "first",
                   .reads = {"grad_y", "x", "grad_x", "grad_grad_x"},
                   .writes = {"grad_x", "grad_grad_x", "grad_grad_grad_x"},
-                  .run =
-                      [](Call& call) {
-                        const at::Tensor &gy = call.in(0), &x = call.in(1), &a = call.in(2),
-                                         &b = call.in(3);
-                        if (call.wants(0)) call.out(0, gy * a * b);
-                        if (call.wants(1)) call.out(1, gy * x * b);
-                        if (call.wants(2)) call.out(2, gy * x * a);
-                      }}},
-    .parse = no_options};
+                  .run = [](Call& call) {
+                    const at::Tensor &gy = call.in(0), &x = call.in(1), &a = call.in(2),
+                                     &b = call.in(3);
+                    if (call.wants(0)) call.out(0, gy * a * b);
+                    if (call.wants(1)) call.out(1, gy * x * b);
+                    if (call.wants(2)) call.out(2, gy * x * a);
+                  }}}};
 TANDEM_REGISTER_OP(kGradients);
 
 TEST(OperandNames, MayLookLikeGradients) {
@@ -151,8 +147,7 @@ TEST(OperandNames, TheMainOnesNeedNotBeXAndY) {
       .inputs = {"a"},
       .results = {{"b"}},
       .forward = {{.name = "forward", .reads = {"a"}, .writes = {"b"}, .run = twice}},
-      .backward = {{.name = "backward", .reads = {"grad_b"}, .writes = {"grad_a"}, .run = twice}},
-      .parse = no_options};
+      .backward = {{.name = "backward", .reads = {"grad_b"}, .writes = {"grad_a"}, .run = twice}}};
   static const bool registered = (register_op(named), true);
   EXPECT_TRUE(registered);
   const FusionHandle handle =

@@ -200,10 +200,10 @@ LINEAR = '{"ops":[{"op":"basic_linear","params":[0],"options":{"accumulate_into_
 @pytest.mark.parametrize(
     ("description", "text"),
     [
-        (LINEAR % (',"dummy_gradient":"ones"', ',"buffers":[0]'), 'linear: expected dummy_gradient "none", "empty" or "zeros", got "ones"'),
+        (LINEAR % (',"dummy_gradient":"ones"', ',"buffers":[0]'), 'basic_linear: expected option dummy_gradient to be one of "none", "empty", "zeros", got "ones"'),
         (LINEAR % ("", ""), "0.basic_linear: expected 1 buffers, got 0. Give the position of each in the buffer list."),
-        ('{"ops":[{"op":"grouped_linear","options":{"num_groups":0}}]}', "grouped_linear: expected 1 to 65536 groups, got 0"),
-        ('{"ops":[{"op":"all_gather","options":{"group":"g","size":0}}]}', "collective: expected a group of 1 to 2^20 ranks, got 0"),
+        ('{"ops":[{"op":"grouped_linear","options":{"num_groups":0}}]}', "grouped_linear: expected option num_groups to be a whole number from 1 to 65536, got 0"),
+        ('{"ops":[{"op":"all_gather","options":{"group":"g","size":0}}]}', "all_gather: expected option size to be a whole number from 1 to 1048576, got 0"),
     ],
 )
 def test_descriptions_are_checked(description: str, text: str) -> None:

@@ -188,15 +188,15 @@ REFUSED = [
     (tandem.LayerNormMLP, {"checkpoint": True}, r"LayerNormMLP: expected checkpoint=False, got True\. This version knows the default only"),
     (tandem.LayerNormMLP, {"activation_params": {"limit": 7.0}}, r"expected activation_params=None, got \{'limit': 7.0\}\. This"),
     *[
-        (tandem.LayerNormMLP, {"activation": name}, rf"activation to be one of gelu, .*, swiglu, got '{name}'\. This version")
+        (tandem.LayerNormMLP, {"activation": name}, rf"activation to be one of geglu, .*, swiglu, got '{name}'\. This version")
         for name in ("glu", "qgelu", "qgeglu", "reglu", "srelu", "sreglu", "clamped_swiglu")
     ],
-    (tandem.LayerNormMLP, {"activation": "tanh"}, r"expected activation to be one of gelu, .* got 'tanh'\. Name one of them"),
+    (tandem.LayerNormMLP, {"activation": "tanh"}, r"expected activation to be one of geglu, .* got 'tanh'\. Name one of them"),
     (tandem.LayerNormLinear, {"normalization": "BatchNorm"}, r'expected normalization "LayerNorm" or "RMSNorm", got \'BatchNorm\'\. Name one'),
     (tandem.LayerNormLinear, {"parallel_mode": "rows"}, r'expected parallel_mode None, "column" or "row", got \'rows\'\. Name how ranks'),
     (tandem.LayerNormMLP, {"tp_size": 2}, r"expected the ranks as tp_group, as tp_size is 2, got None\. Pass the process group, or tp_size=1"),
     (tandem.LayerNormLinear, {"return_bias": 3}, r"LayerNormLinear: expected return_bias to be True or False, got 3\. Pass a bool"),
-    (tandem.LayerNormLinear, {"eps": -1.0}, r"expected eps >= 0, got -1\.0\. Pass a small positive number"),
+    (tandem.LayerNormLinear, {"eps": -1.0}, r"expected eps to be a finite number >= 0, got -1\.0\. eps: added"),
 ]
 
 

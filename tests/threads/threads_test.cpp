@@ -475,7 +475,6 @@ const OpDef& twice() {
                     .reads = {"grad_y"},
                     .writes = {"grad_x"},
                     .run = [](Call& call) { call.out(0, call.in(0) * 2); }}},
-      .parse = [](const nlohmann::json&) -> Options { return nullptr; },
   });
   return definitions.back();
 }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
 import torch
 
-from tandem.ops.arguments import at_default, finite, flag, hidden_size
+from tandem.ops.arguments import at_default, hidden_size
 from tandem.ops.op import BasicOperation
 
 
@@ -45,15 +43,6 @@ class _Norm(BasicOperation):
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
         self.reset_parameters()
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        op = type(self).__name__
-        if name != "eps":
-            return flag(op, name, value)
-        eps = finite(op, name, value)
-        if eps < 0:
-            raise ValueError(f"{op}: expected eps >= 0, got {value}. Pass a small positive number such as 1e-5.")
-        return eps
 
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm neither scales nor shifts."""

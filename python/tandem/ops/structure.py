@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import ClassVar
 
-from tandem.ops.arguments import finite, flag, sizes
+from tandem.ops.arguments import sizes
 from tandem.ops.op import BasicOperation
 
 
@@ -30,9 +30,6 @@ class Reshape(BasicOperation):
         super().__init__()
         self.shape = sizes("Reshape", "shape", shape)
 
-    def _checked_option(self, name: str, value: Any) -> Any:
-        return sizes(type(self).__name__, name, value)
-
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
 
@@ -42,6 +39,7 @@ class ConstantScale(BasicOperation):
 
     _kind = "constant_scale"
     _option_names = ("scale",)
+    _names_in_library: ClassVar[dict[str, str]] = {"scale": "factor"}
 
     def __init__(self, scale: float) -> None:
         """Makes a multiplication by a constant.
@@ -51,12 +49,6 @@ class ConstantScale(BasicOperation):
         """
         super().__init__()
         self.scale = scale
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        return finite(type(self).__name__, name, value)
-
-    def _options(self) -> dict[str, Any]:
-        return {"factor": self.scale}
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
@@ -78,12 +70,6 @@ class Dropout(BasicOperation):
         super().__init__()
         self.p = p
 
-    def _checked_option(self, name: str, value: Any) -> Any:
-        p = finite(type(self).__name__, name, value)
-        if not 0 <= p <= 1:
-            raise ValueError(f"{type(self).__name__}: expected a probability p in [0, 1], got {value}. p is the share that becomes zero.")
-        return p
-
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
@@ -93,6 +79,7 @@ class Quantize(BasicOperation):
 
     _kind = "quantize"
     _option_names = ("quantize_forward", "quantize_backward")
+    _names_in_library: ClassVar[dict[str, str]] = {"quantize_forward": "forward", "quantize_backward": "backward"}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         """Makes a point of rounding.
@@ -104,12 +91,6 @@ class Quantize(BasicOperation):
         super().__init__()
         self.quantize_forward = forward
         self.quantize_backward = backward
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        return flag(type(self).__name__, name, value)
-
-    def _options(self) -> dict[str, Any]:
-        return {"forward": self.quantize_forward, "backward": self.quantize_backward}
 
     def extra_repr(self) -> str:
         return f"forward={self.quantize_forward}, backward={self.quantize_backward}"
@@ -132,9 +113,6 @@ class AddExtraInput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
-    def _checked_option(self, name: str, value: Any) -> Any:
-        return flag(type(self).__name__, name, value)
-
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
 
@@ -153,9 +131,6 @@ class MakeExtraOutput(BasicOperation):
         """
         super().__init__()
         self.in_place = in_place
-
-    def _checked_option(self, name: str, value: Any) -> Any:
-        return flag(type(self).__name__, name, value)
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"

@@ -13,10 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C, recipe_state
 from tandem._quantize import load_parts, save_parts
+from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.checkpoint import warn_about_extra_state
 from tandem.ops.context import OperationContext
+from tandem.ops.signature import signature_of
 
 _EXTRA_STATE = "_extra_state"
 _instances = itertools.count(1)
@@ -139,6 +141,7 @@ class BasicUnit(ChannelsMixin, Unit):
 
     _kind: ClassVar[str] = ""  # name in the library
     _option_names: ClassVar[tuple[str, ...]] = ()
+    _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _context: ClassVar[tuple[str, ...]] = ()  # what `saved_tensors` holds
     _depends_on_training: ClassVar[bool] = False
@@ -235,11 +238,18 @@ class BasicUnit(ChannelsMixin, Unit):
         )
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        """An option as it is kept. Raises where a description cannot hold it: later, the error would not name the assignment."""
-        return value
+        """An option as it is kept. Raises where the op cannot have it: later, the error would not name the assignment."""
+        if not self._kind:
+            return value
+        op = type(self).__name__
+        if name == "in_place":
+            return flag(op, name, value)
+        in_library = self._names_in_library.get(name, name)
+        (option,) = (option for option in signature_of(self._kind).options if option.name == in_library)
+        return option.checked(op, name, value)
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._option_names}
+        return {self._names_in_library.get(name, name): getattr(self, name) for name in self._option_names}
 
     def _quantize_slots(self) -> tuple[int, int]:
         return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)

@@ -23,6 +23,13 @@ struct ValueAndGrad {
   Pack<N> value, grad;
 };
 
+/// How exact an activation is: as float32 can be, or 2^-16 of the result, below the last bit of any 16-bit element.
+enum class Precision { full, brief };
+
+/// The formula of each activation: value(x) and value_and_grad(x, grad), which gives the same value, to the bit, and grad * act'(x).
+template <Activation kActivation, Precision kPrecision>
+struct Formula;
+
 /// x * sigmoid(v(x)). A gate gives the bounds between which exp(-v) is taken, exp(-v) itself and the derivative of v.
 template <class Gate>
 struct Gated {
@@ -52,9 +59,6 @@ struct Gated {
   }
 };
 
-/// How exact an activation is: as float32 can be, or 2^-16 of the result, below the last bit of any 16-bit element.
-enum class Precision { full, brief };
-
 template <Precision kPrecision>
 struct SiluGate {
   static constexpr float kLow = -104.0f, kHigh = 87.0f;
@@ -71,6 +75,8 @@ struct SiluGate {
     return factor;
   }
 };
+template <Precision kPrecision>
+struct Formula<Activation::silu, kPrecision> : Gated<SiluGate<kPrecision>> {};
 
 template <Precision kPrecision>
 struct GeluGate {
@@ -92,8 +98,11 @@ struct GeluGate {
     return factor * mul_add(w, P(3 * kGeluCubic), P(-2 * kGeluLinear));
   }
 };
+template <Precision kPrecision>
+struct Formula<Activation::gelu, kPrecision> : Gated<GeluGate<kPrecision>> {};
 
-struct Relu {
+template <Precision kPrecision>
+struct Formula<Activation::relu, kPrecision> {
   template <size_t N>
   static HWY_INLINE Pack<N> value(const Pack<N>& x) {
     return zero_where_off(x, x);
@@ -113,28 +122,22 @@ struct Relu {
   }
 };
 
-template <Precision kPrecision>
-using Gelu = Gated<GeluGate<kPrecision>>;
-template <Precision kPrecision>
-using Silu = Gated<SiluGate<kPrecision>>;
+template <Precision kPrecision, typename Body, size_t... kIndex>
+HWY_INLINE void with_formula(Activation activation, Body&& body, std::index_sequence<kIndex...>) {
+  const std::integral_constant<Precision, kPrecision> precision;
+  static_cast<void>(((activation == Activation{kIndex} &&
+                      (body(Formula<Activation{kIndex}, kPrecision>{}, precision), true)) ||
+                     ...));
+}
 
-/// Calls `body` with a value of Gelu, Silu or Relu of the precision that z deserves, and with that precision (a constant).
+/// Calls `body` with a value of the activation's Formula of the precision that z deserves, and with that precision (a constant).
 /// The choice depends on z's element alone, so that forward and backward agree. A lambda needs HWY_ATTR before its body.
 template <typename Body>
 HWY_INLINE void with_activation(Activation activation, Element z_element, Body&& body) {
-  const auto with_precision = [&](auto precision) HWY_ATTR {
-    constexpr Precision kPrecision = decltype(precision)::value;
-    if (activation == Activation::gelu)
-      body(Gelu<kPrecision>{}, precision);
-    else if (activation == Activation::silu)
-      body(Silu<kPrecision>{}, precision);
-    else
-      body(Relu{}, precision);
-  };
   if (z_element == Element::float32)
-    with_precision(std::integral_constant<Precision, Precision::full>{});
+    with_formula<Precision::full>(activation, body, ActivationIndices());
   else
-    with_precision(std::integral_constant<Precision, Precision::brief>{});
+    with_formula<Precision::brief>(activation, body, ActivationIndices());
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE

@@ -1,0 +1,134 @@
+"""Classes of the ops that have none of their own in `tandem.ops`: each is made of the op's signature. Ops of a C++ extension are here too,
+once it is loaded. An op called "soft_clip" is `tandem.ops.library.SoftClip`, its sizes are positional, its options are keywords.
+
+>>> from tandem.ops import library
+>>> library.class_of("gelu")
+<class 'tandem.ops.activation.GELU'>
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tandem import _C
+from tandem.ops import activation, collective, grouped_linear, linear, norm, structure
+from tandem.ops.arguments import positive
+from tandem.ops.op import BasicOperation
+from tandem.ops.signature import Signature, signature_of
+
+
+class LibraryOperation(BasicOperation):
+    """An op of the library by its signature."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        """Makes the op.
+
+        Args:
+            sizes: what its parameters are made of, such as the last dimension of x.
+            options: those of the op; where it has parameters also `device`, where they are made, and their `dtype`.
+        """
+        super().__init__()
+        name, signature = type(self).__name__, signature_of(self._kind)
+        given = inspect.signature(type(self)).bind(*sizes, **options)
+        given.apply_defaults()
+        for size in signature.sizes:
+            setattr(self, size.name, positive(name, size.name, given.arguments[size.name]))
+        for option in self._option_names:
+            setattr(self, option, given.arguments[option])
+        for parameter in signature.parameters:
+            shape = [getattr(self, size) for size in parameter.shape]
+            empty = torch.empty(shape, device=given.arguments["device"], dtype=given.arguments["dtype"])
+            self.register_parameter(parameter.name, torch.nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters their first values."""
+        for parameter in signature_of(self._kind).parameters:
+            tensor = self.get_parameter(parameter.name)
+            if parameter.init == "zeros" or (parameter.zeros_if and getattr(self, parameter.zeros_if)):
+                torch.nn.init.zeros_(tensor)
+            elif parameter.init == "ones":
+                torch.nn.init.ones_(tensor)
+            else:
+                torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+
+    def extra_repr(self) -> str:
+        names = [size.name for size in signature_of(self._kind).sizes] + list(self._option_names)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+def _own_classes() -> dict[str, type[BasicOperation]]:
+    modules: tuple[ModuleType, ...] = (activation, collective, grouped_linear, linear, norm, structure)
+    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type) and issubclass(each, BasicOperation)]
+    return {each._kind: each for each in classes if vars(each).get("_kind")}
+
+
+_OWN = _own_classes()
+
+
+def class_name(kind: str) -> str:
+    """What the class that is made for an op is called."""
+    return "".join(part.capitalize() for part in kind.split("_"))
+
+
+def _parameters_of(signature: Signature) -> list[inspect.Parameter]:
+    """The arguments of the constructor."""
+    sizes = [inspect.Parameter(size.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int) for size in signature.sizes]
+    defaults = {option.name: tuple(option.default) if option.type == "shape" else option.default for option in signature.options}
+    if signature.parameters:
+        defaults |= {"device": None, "dtype": None}
+    required = {option.name for option in signature.options if option.is_required}
+    return sizes + [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if name in required else default)
+        for name, default in defaults.items()
+    ]
+
+
+@functools.cache
+def class_of(kind: str) -> type[BasicOperation]:
+    """The class of the op that the library calls `kind`: that of `tandem.ops`, or one that is made here. Raises ValueError for an op that is
+    not registered, and NotImplementedError where its signature does not say how its parameters are made."""
+    if kind in _OWN:
+        return _OWN[kind]
+    signature = signature_of(kind)
+    unknown = [parameter.name for parameter in signature.parameters if not parameter.shape or parameter.name.endswith("[]")]
+    if unknown:
+        raise NotImplementedError(
+            f"{kind}: expected a signature with the shape of each parameter, got none of {', '.join(unknown)}. Give it in the definition's params."
+        )
+    arguments = "\n".join(f"    {each.name}: {each.doc}." for each in (*signature.sizes, *signature.options))
+    members = {
+        "__doc__": f"{signature.formula}." + (f"\n\nArgs:\n{arguments}" if arguments else ""),
+        "__module__": __name__,
+        "__signature__": inspect.Signature(_parameters_of(signature)),
+        "num_extra_inputs": len(signature.extra_inputs),
+        "num_extra_outputs": len(signature.extra_outputs),
+        "_kind": kind,
+        "_option_names": tuple(option.name for option in signature.options),
+        "_parameter_names": tuple(parameter.name for parameter in signature.parameters),
+        "_context": signature.context,
+        "_context_results": signature.context_results,
+        "_depends_on_training": signature.depends_on_training,
+    }
+    return type(class_name(kind), (LibraryOperation,), members)
+
+
+def __getattr__(name: str) -> type[LibraryOperation]:
+    for kind in _C.op_names():
+        if kind not in _OWN and class_name(kind) == name:
+            made: Any = class_of(kind)
+            return made  # type: ignore[no-any-return]
+    raise AttributeError(
+        f"tandem.ops.library: expected the class of an op of the library that has none in tandem.ops, got {name!r}. "
+        f"There are {', '.join(__dir__())}."
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted(["LibraryOperation", "class_name", "class_of", *(class_name(kind) for kind in _C.op_names() if kind not in _OWN)])

@@ -1,0 +1,92 @@
+"""Renders docs/ops.md from the definitions in the library.
+
+Usage: render_ops.py [--check]      With --check fails where the page is another one.
+
+An op is a dictionary as `tandem._C.op_signature` gives it as JSON, and its class in Python under "python".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
+TABLED = ("activation", "glu")
+
+HEAD = """# Ops
+
+Rendered from the definitions of the library by `scripts/render_ops.py`. In C++ an op is `tandem::ops::op("name", sizes, options)`, and most
+have a function of their own in `tandem/ops.h`. On the command line sizes and options follow behind colons, as `tandem explain --help` says. In
+Python a class takes the arguments of TransformerEngine's, where that has one; the classes of `tandem.ops.library` take sizes and options as
+they stand here.
+
+"""
+TABLE_HEAD = """## Activations and gated units
+
+The rows of `tandem/activations.h`. They have no options. Behind a `Linear` each fuses with the product's bias, in both directions.
+
+| op | | Python |
+|---|---|---|
+"""
+
+
+def row(op: dict) -> str:
+    """The line of an activation or gated unit."""
+    return f"| `{op['name']}` | {op['formula'].replace('|', chr(92) + '|')} | `{op['python']}` |\n"
+
+
+def lines_of(op: dict) -> list[str]:
+    """Rows of the table of what can be given."""
+    lines = [f"| `{size['name']}` | size | {size['doc']} |" for size in op["sizes"]]
+    for option in op["options"]:
+        default = "required" if option["is_required"] else f"`{json.dumps(option['default'])}`"
+        lines.append(f"| `{option['name']}` | {default}; {option['expected']} | {option['doc']} |")
+    return lines
+
+
+def start_of(parameter: dict) -> str:
+    start = {"zeros": "zeros", "ones": "ones", "kaiming_uniform": "drawn as torch.nn.Linear draws its weight"}[parameter["init"]]
+    return start + (f", zeros with `{parameter['zeros_if']}`" if parameter["zeros_if"] else "")
+
+
+def section(op: dict) -> str:
+    """What is to be known of one op."""
+    text = f"## {op['name']}\n\n`{op['formula']}`, in Python `{op['python']}`.\n"
+    lines = lines_of(op)
+    if lines:
+        text += "\n| | | |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+    facts = [f"Parameter `{each['name']}` [{', '.join(each['shape'])}]: {start_of(each)}." for each in op["parameters"]]
+    facts += [f"Extra input `{name}`." for name in op["extra_inputs"]] + [f"Extra output `{name}`." for name in op["extra_outputs"]]
+    return text + ("\n" + " ".join(facts) + "\n" if facts else "")
+
+
+def page(ops: list[dict]) -> str:
+    ordered = sorted(ops, key=lambda op: op["name"])
+    table = TABLE_HEAD + "".join(row(op) for op in ordered if op["family"] in TABLED)
+    return HEAD + "\n".join([table, *(section(op) for op in ordered if op["family"] not in TABLED)])
+
+
+def library_ops() -> list[dict]:
+    """Those of the installed package."""
+    import tandem.ops
+    from tandem import _C
+    from tandem.ops import library
+
+    ops = [json.loads(_C.op_signature(name)) for name in _C.op_names()]
+    for op in ops:
+        made = library.class_of(op["name"])
+        op["python"] = ("tandem.ops." if made.__name__ in tandem.ops.__all__ else f"{made.__module__}.") + made.__name__
+    return ops
+
+
+def main(check: bool) -> int:
+    text = page(library_ops())
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        print("render_ops: expected docs/ops.md to say what the definitions say, got another page. Run scripts/render_ops.py.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

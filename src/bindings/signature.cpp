@@ -1,0 +1,71 @@
+#include "bindings/signature.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "core/op_def.h"
+
+namespace tandem::bindings {
+
+namespace {
+
+using nlohmann::json;
+
+struct TypeName {
+  const char* operator()(bool) const { return "flag"; }
+  const char* operator()(double) const { return "number"; }
+  const char* operator()(int64_t) const { return "whole"; }
+  const char* operator()(const std::string&) const { return "text"; }
+  const char* operator()(const std::vector<int64_t>&) const { return "shape"; }
+};
+
+json bound(double value) { return std::isinf(value) ? json() : json(value); }
+
+json option_json(const OptionDef& option) {
+  return {{"name", option.name},
+          {"type", std::visit(TypeName{}, option.otherwise)},
+          {"default", json_of(option.otherwise)},
+          {"expected", expected(option)},
+          {"least", bound(option.check.least)},
+          {"greatest", bound(option.check.greatest)},
+          {"words", option.check.words},
+          {"is_required", option.check.is_required},
+          {"doc", option.doc}};
+}
+
+json param_json(const ParamDef& param) {
+  static constexpr const char* kInits[] = {"zeros", "ones", "kaiming_uniform"};
+  return {{"name", param.name},
+          {"shape", param.shape},
+          {"init", kInits[static_cast<size_t>(param.init)]},
+          {"zeros_if", param.zeros_if}};
+}
+
+}  // namespace
+
+std::string signature_of(const std::string& name) {
+  const OpKind& kind = op_kind(name);
+  const OpDef& def = kind.def;
+  json sizes = json::array(), options = json::array(), params = json::array(),
+       context_results = json::array();
+  for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
+  for (const OptionDef& option : def.signature.options()) options.push_back(option_json(option));
+  for (const ParamDef& param : def.params) params.push_back(param_json(param));
+  for (const auto& each : def.context)
+    if (kind.is_result(position(kind.operands, each)) && each != def.results[0].name)
+      context_results.push_back(each);
+  return json{{"name", def.name},
+              {"formula", def.formula},
+              {"family", def.family},
+              {"sizes", sizes},
+              {"options", options},
+              {"parameters", params},
+              {"extra_inputs", Names(def.inputs.begin() + 1, def.inputs.end())},
+              {"extra_outputs", def.extra_outputs},
+              {"context", def.context},
+              {"context_results", context_results},
+              {"depends_on_training", def.training_only}}
+      .dump();
+}
+
+}  // namespace tandem::bindings

@@ -1,0 +1,144 @@
+// What a user may write of an op: its options, each with a type, a default, a check and a line of text. It is written once, in the
+// definition: reading a description, the fronts and docs/ops.md follow it.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <span>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "tandem/export.h"
+#include "tandem/options.h"
+
+namespace tandem {
+
+/// Options of an op as its own struct, made once per plan.
+using Options = std::shared_ptr<const void>;
+
+/// What an option may be set to, beside what its type says.
+struct Check {
+  double least = -std::numeric_limits<double>::infinity();  ///< of a number
+  double greatest = std::numeric_limits<double>::infinity();
+  std::vector<std::string_view> words = {};  ///< of a text: one of these, where there are any
+  bool is_required = false;                  ///< there is no default
+};
+inline Check at_least(double least) { return {.least = least}; }
+inline Check between(double least, double greatest) {
+  return {.least = least, .greatest = greatest};
+}
+inline Check one_of(std::vector<std::string_view> words) { return {.words = std::move(words)}; }
+inline Check required(Check check = {}) {
+  check.is_required = true;
+  return check;
+}
+
+/// An option as fronts see it. Its type is that of its default.
+struct OptionDef {
+  std::string_view name;
+  OptionValue otherwise;  ///< the default
+  Check check;
+  std::string_view doc;
+  std::function<void(void* options, const OptionValue& value)> set;
+};
+
+/// One line of a signature: a member of the struct of options, whose initial value is the default. An enum is a text, its words in the
+/// order of its values.
+template <typename T>
+struct Option {
+  template <typename Member>
+  Option(std::string_view name, Member T::*member, Check check, std::string_view doc)
+      : name(name), check(std::move(check)), doc(doc) {
+    get = [member, words = this->check.words](const T& options) -> OptionValue {
+      if constexpr (std::is_enum_v<Member>) {
+        return std::string(words[static_cast<size_t>(options.*member)]);
+      } else if constexpr (std::is_same_v<Member, size_t>) {
+        return static_cast<int64_t>(options.*member);
+      } else {
+        return options.*member;
+      }
+    };
+    set = [member, words = this->check.words](T& options, const OptionValue& value) {
+      if constexpr (std::is_enum_v<Member>) {
+        size_t place = 0;
+        while (words[place] != std::get<std::string>(value)) ++place;
+        options.*member = static_cast<Member>(place);
+      } else if constexpr (std::is_same_v<Member, size_t>) {
+        options.*member = static_cast<size_t>(std::get<int64_t>(value));
+      } else {
+        options.*member = std::get<Member>(value);
+      }
+    };
+  }
+  template <typename Member>
+  Option(std::string_view name, Member T::*member, std::string_view doc)
+      : Option(name, member, Check(), doc) {}
+
+  std::string_view name;
+  Check check;
+  std::string_view doc;
+  std::function<OptionValue(const T&)> get;
+  std::function<void(T&, const OptionValue&)> set;
+};
+
+/// The options of an op. An op without any has the default one.
+class TANDEM_API Signature {
+ public:
+  Signature() = default;
+  template <typename T>
+  Signature(T defaults, std::initializer_list<Option<std::type_identity_t<T>>> options)
+      : make_([defaults] { return std::make_shared<T>(defaults); }) {
+    for (const Option<T>& option : options)
+      options_.push_back({option.name, option.get(defaults), option.check, option.doc,
+                          [set = option.set](void* to, const OptionValue& value) {
+                            set(*static_cast<T*>(to), value);
+                          }});
+  }
+
+  std::span<const OptionDef> options() const { return options_; }
+
+  /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown, lacking, or not as its check says.
+  Options parse(std::string_view op, const nlohmann::json& options) const;
+
+ private:
+  std::function<std::shared_ptr<void>()> make_ = [] { return nullptr; };
+  std::vector<OptionDef> options_;
+};
+
+/// In words, after "to be": "a number from 0 to 1".
+TANDEM_API std::string expected(const OptionDef& option);
+
+/// Whether an option may have this value, which is of its type.
+TANDEM_API bool allows(const OptionDef& option, const OptionValue& value);
+
+TANDEM_API nlohmann::json json_of(const OptionValue& value);
+
+/// A size that the shapes of parameters are made of: given where an op is made, and no option, as its parameters show it.
+struct SizeDef {
+  std::string_view name, doc;
+};
+
+/// A parameter: its shape, of which sizes, and its first values.
+struct ParamDef {
+  enum class Init : uint8_t {
+    zeros,
+    ones,
+    kaiming_uniform  ///< U(-1/sqrt(n), 1/sqrt(n)), n the last size
+  };
+  ParamDef(const char* name)
+      : name(name) {}  // NOLINT: a name alone is a parameter that fronts do not make
+  ParamDef(std::string_view name, std::vector<std::string_view> shape = {}, Init init = Init::zeros,
+           std::string_view zeros_if = {})
+      : name(name), shape(std::move(shape)), init(init), zeros_if(zeros_if) {}
+
+  std::string_view name;
+  std::vector<std::string_view> shape;
+  Init init = Init::zeros;
+  std::string_view zeros_if = {};  ///< an option that, where it is set, makes it start at zero
+};
+
+}  // namespace tandem
