@@ -1,6 +1,6 @@
 # Install layout, relative to the prefix. In a wheel the prefix is site-packages/tandem and the program goes beside python.
 #
-#   lib/libtandem.so   include/tandem/*.h   lib/cmake/tandem/*.cmake   bin/tandem
+#   lib/libtandem.so   include/tandem/**.h   lib/cmake/tandem/*.cmake   bin/tandem
 #   share/tandem/*, the data of `tandem train`   (wheel only: _C.<abi>.so)
 #
 # Nothing installed names a folder of the build machine where torch lies beside tandem; elsewhere torch's folder is written down.
@@ -24,12 +24,17 @@ endif()
 set_target_properties(tandem PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${torch_rpath}")
 install(TARGETS tandem EXPORT tandemTargets LIBRARY DESTINATION lib)
 install(DIRECTORY include/tandem DESTINATION include FILES_MATCHING PATTERN "*.h")
-# What tandem/extension.h includes: the tables that an op or a fusion of one's own becomes an entry of.
-foreach(folder core kernel_ops planner quantization kernels)
+install(FILES ${PROJECT_BINARY_DIR}/generated/tandem/version.h DESTINATION include/tandem)
+# What tandem/extension.h includes: the tables that an op or a fusion of one's own becomes an entry of. Others have folders called core too:
+# installed, these headers include each other by their place below tandem/.
+set(extension_folders core kernel_ops planner quantization kernels)
+foreach(folder ${extension_folders})
   install(DIRECTORY src/${folder} DESTINATION include/tandem/extension FILES_MATCHING PATTERN "*.h" PATTERN "cpu" EXCLUDE
           PATTERN "cuda" EXCLUDE)
 endforeach()
-install(FILES ${PROJECT_BINARY_DIR}/generated/tandem/version.h DESTINATION include/tandem)
+list(JOIN extension_folders "|" any_extension_folder)
+install(CODE "set(any_folder \"${any_extension_folder}\")")
+install(SCRIPT cmake/InstalledIncludes.cmake)
 if(TARGET tandem_cli)
   set_target_properties(tandem_cli PROPERTIES INSTALL_RPATH "${program_rpath}")
   install(TARGETS tandem_cli RUNTIME DESTINATION ${program_dir})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
 CONSUMER = Path(__file__).parents[1] / "consumer"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -30,6 +31,17 @@ def build(tmp_path_factory):
 
 def test_a_cpp_project_builds_and_runs_against_the_installed_package(build):
     assert f"torch {torch.__version__.partition('+')[0]}, sum 12" in run(build / "consumer")
+
+
+def test_installed_headers_lie_below_tandem_and_need_no_other_folder(tmp_path):
+    include = Path(importlib.util.find_spec("tandem").origin).parent / "include"
+    assert [entry.name for entry in include.iterdir()] == ["tandem"]
+    headers = sorted(str(path.relative_to(include)) for path in include.rglob("*.h"))
+    assert {"tandem/tandem.h", "tandem/version.h", "tandem/extension/core/op_def.h"} <= {*headers}
+    source = tmp_path / "all.cpp"
+    source.write_text("".join(f"#include <{header}>\n" for header in headers))
+    torch_headers = [part for folder in include_paths() for part in ("-isystem", folder)]
+    run("c++", "-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-I", include, *torch_headers, source)
 
 
 def test_an_exported_pipeline_runs_in_a_program_that_names_nothing_of_tandem(build, tmp_path):
