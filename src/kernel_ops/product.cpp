@@ -162,8 +162,7 @@ bool is_plain_on(c10::Device device, const Factor& factor) {
 
 Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype, Rows rows,
                  Sums sums, bool accumulate)
-    : a(left), b(right), type{operand(left), operand(right), dtype,     left.matrix.device().type(),
-                              rows,          sums,           accumulate} {}
+    : a(left), b(right), type{operand(left), operand(right), dtype, rows, sums, accumulate} {}
 
 void register_product(const ProductImplementation& implementation) {
   detail::prepend(products(), implementation);

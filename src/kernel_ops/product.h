@@ -33,7 +33,6 @@ struct ProductType {
   };
   Operand a, b;          ///< [m, k] and [k, n]
   at::ScalarType dtype;  ///< of the result, a contiguous matrix [m, n]
-  c10::DeviceType device;
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
   bool accumulate = false;  ///< result += a b
