@@ -1,0 +1,121 @@
+"""scripts/new_op.py: what it writes and refuses. That what it writes works is for scripts/check_new_op.sh, which .ci/run calls."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "new_op.py"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import render_ops  # noqa: E402
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for folder in ("docs", "include", "src/kernels", "src/kernel_ops", "src/ops", "tests/python"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / ".clang-format", tmp_path)
+    return tmp_path
+
+
+def files_of(root):
+    return {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.suffix in (".cpp", ".h", ".md", ".py", ".txt")}
+
+
+def new_op(root, *arguments):
+    return subprocess.run([sys.executable, SCRIPT, *arguments, root], capture_output=True, text=True, check=False)
+
+
+def test_an_op_is_six_files_and_four_rows(tree):
+    before = files_of(tree)
+    result = new_op(tree, "soft_clip")
+    assert result.returncode == 0, result.stderr
+    after = files_of(tree)
+    new, edited = sorted(after.keys() - before.keys()), sorted(name for name in before if after[name] != before[name])
+    assert new == [
+        "src/kernel_ops/soft_clip.cpp", "src/kernel_ops/soft_clip.h", "src/kernels/cpu/soft_clip.cpp", "src/kernels/soft_clip.h",
+        "src/ops/soft_clip.cpp", "tests/python/test_soft_clip.py",
+    ]  # fmt: skip
+    assert edited == ["docs/ops.md", "src/kernel_ops/CMakeLists.txt", "src/kernels/CMakeLists.txt", "src/ops/CMakeLists.txt"]
+    assert sorted(re.findall(r"^new +(\S+)$", result.stdout, re.M)) == new
+    assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited
+    assert "6 new files, 4 edited." in result.stdout
+    for name in edited[1:]:
+        assert len(after[name].splitlines()) == len(before[name].splitlines()) + 1
+    assert not any(word in after[name] for name in new for word in ("@name@", "@Type@"))
+    assert "\n## soft_clip\n" in after["docs/ops.md"]
+
+
+def test_an_activation_is_four_edits(tree):
+    before = files_of(tree)
+    result = new_op(tree, "--activation", "soft_sign")
+    assert result.returncode == 0, result.stderr
+    after = files_of(tree)
+    edited = sorted(name for name in before if after[name] != before[name])
+    assert after.keys() == before.keys()
+    assert edited == ["docs/ops.md", "include/tandem/activations.h", "src/kernel_ops/activation_reference.h", "src/kernels/cpu/activation_math-inl.h"]
+    assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited and "0 new files, 4 edited." in result.stdout
+    assert '  ROW(soft_sign, "x / (1 + |x|)")\n' in after["include/tandem/activations.h"]
+    assert "| `soft_sign` | y = x / (1 + \\|x\\|) | `tandem.ops.library.SoftSign` |\n" in after["docs/ops.md"]
+    again = new_op(tree, "--activation", "softer_sign")
+    assert again.returncode == 0 and files_of(tree)["include/tandem/activations.h"].count("ROW(soft") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("SoftClip", "new_op: expected a name of lower-case letters, digits and single _, such as soft_clip, got 'SoftClip'. Rename it."),
+        ("soft__clip", "digits and single _, such as soft_clip, got 'soft__clip'"),
+        ("_clip", "got '_clip'"),
+        ("2clip", "got '2clip'"),
+        ("soft-clip", "got 'soft-clip'"),
+        ("", "got ''"),
+        ("class", "new_op: expected a name that is no keyword of C++ or Python, got 'class'. Rename it."),
+        ("lambda", "expected a name that is no keyword of C++ or Python, got 'lambda'"),
+        ("gelu", "new_op: expected a new name, got 'gelu', which include/tandem/activations.h has. Rename it."),
+        ("rms_norm", "expected a new name, got 'rms_norm', which src/ops/norm.cpp has"),
+        ("quantize", "expected a new name, got 'quantize', which src/"),
+        ("element", "expected a new name, got 'element', which src/kernels/cpu/element-inl.h has"),
+        ("linear", "expected a new name, got 'linear', which src/ops/linear"),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--activation",)])
+def test_names_are_checked_before_anything_is_written(tree, name, text, flags):
+    before = files_of(tree)
+    result = new_op(tree, *flags, "--", name)
+    assert result.returncode == 2 and text in result.stderr and result.stdout == ""
+    assert files_of(tree) == before
+
+
+def test_a_name_whose_class_is_taken_is_refused(tree):
+    assert new_op(tree, "soft2").returncode == 0
+    result = new_op(tree, "soft_2")
+    assert "new_op: expected a name whose class in Python is new, got 'soft_2', whose class is Soft2. Rename it." in result.stderr
+
+
+def test_a_folder_without_sources_is_refused(tmp_path):
+    result = new_op(tmp_path, "soft_clip")
+    assert result.returncode == 2
+    assert f"new_op: expected the folder of Tandem's sources, which has include/tandem/activations.h, got {tmp_path}." in result.stderr
+
+
+def test_a_list_that_was_broken_is_refused(tree):
+    (tree / "src/ops/CMakeLists.txt").write_text("")
+    result = new_op(tree, "soft_clip")
+    assert result.returncode == 2 and "new_op: expected a list of sources in alphabetical order, got one without any before" in result.stderr
+    (tree / "src/kernel_ops/activation_reference.h").write_text("")
+    result = new_op(tree, "--activation", "soft_sign")
+    assert result.returncode == 2 and "new_op: expected a file that holds" in result.stderr
+
+
+def test_another_page_than_the_definitions_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(render_ops, "PAGE", tmp_path / "ops.md")
+    assert render_ops.main(check=False) == 0 and render_ops.main(check=True) == 0
+    (tmp_path / "ops.md").write_text("# Ops\n")
+    assert render_ops.main(check=True) == 1
+    assert "render_ops: expected docs/ops.md to say what the definitions say, got another page." in capsys.readouterr().err
