@@ -2,8 +2,9 @@
 //
 //   kernels_activation [rows cols]
 //
-// Prints per kernel the time per element of y, GB/s of the least bytes and the shares of both bounds, on two pinned threads. Operands
-// rotate through more memory than a last-level cache holds; each figure is the minimum over alternating rounds.
+// Prints per kernel the time per element of y, GB/s of the least bytes and the shares of both
+// bounds, on two pinned threads. Operands rotate through more memory than a last-level cache holds;
+// each figure is the minimum over alternating rounds.
 #include <algorithm>
 #include <bit>
 #include <chrono>

@@ -1,5 +1,5 @@
-// Norms and FP8 quantization on arrays that do not fit the last-level cache: bytes, GB/s and the share of a loop that only
-// moves them.
+// Norms and FP8 quantization on arrays that do not fit the last-level cache: bytes, GB/s and the
+// share of a loop that only moves them.
 //
 //   kernels_norm [rows hidden threads]        default 4096 1024 2
 #include <algorithm>
@@ -46,13 +46,14 @@ Timing measure(size_t sets, const std::function<void(size_t set)>& run) {
   return {seconds.front(), seconds[seconds.size() / 2]};
 }
 
-/// Arrays of one call, `inputs` read and `outputs` written, each of rows * hidden elements; fp8 outputs have one byte per
-/// element.
+/// Arrays of one call, `inputs` read and `outputs` written, each of rows * hidden elements; fp8
+/// outputs have one byte per element.
 struct Set {
   std::vector<Buffer> arrays;
 };
 
-/// out[i] ^= nothing but the inputs: the bytes a kernel has to move, by the plainest loop that the compiler turns into vectors.
+/// out[i] ^= nothing but the inputs: the bytes a kernel has to move, by the plainest loop that the
+/// compiler turns into vectors.
 void move_bytes(const std::vector<const uint64_t*>& inputs, size_t words, uint64_t* output,
                 size_t output_words) {
   kernels::parallel_for(0, static_cast<int64_t>(output_words / 512), 1,

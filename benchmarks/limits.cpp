@@ -1,5 +1,6 @@
-// What no kernel can beat: plain vector loops that move the ideal bytes, and the vector exponential on data in cache. A shared
-// library that limits.py loads; it runs on libtorch's threads, as the kernels do.
+// What no kernel can beat: plain vector loops that move the ideal bytes, and the vector exponential
+// on data in cache. A shared library that limits.py loads; it runs on libtorch's threads, as the
+// kernels do.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -17,10 +18,12 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Bytes of each stream that a thread works on at a time: the streams of one block stay in the first-level cache together.
+/// Bytes of each stream that a thread works on at a time: the streams of one block stay in the
+/// first-level cache together.
 constexpr size_t kBlock = 4096;
 
-/// outputs[o] = the exclusive or of all inputs, for bytes [begin, end) of each: every byte is read once and written once.
+/// outputs[o] = the exclusive or of all inputs, for bytes [begin, end) of each: every byte is read
+/// once and written once.
 template <size_t kInputs, size_t kOutputs>
 void move_range(const uint8_t* const* inputs, uint8_t* const* outputs, size_t begin, size_t end,
                 bool around_cache) {
@@ -53,7 +56,8 @@ void move_streams(const uint8_t* const* inputs, size_t input_count, uint8_t* con
   run(inputs, outputs, begin, end, around_cache);
 }
 
-/// y = exp(-x) as the activations of 32-bit (else of 16-bit) elements compute it; `count` is a multiple of 256.
+/// y = exp(-x) as the activations of 32-bit (else of 16-bit) elements compute it; `count` is a
+/// multiple of 256.
 void exponentials(const float* x, float* y, size_t count, bool is_short) {
   const hn::ScalableTag<float> d;
   const size_t lanes = hn::Lanes(d);
@@ -105,8 +109,8 @@ void run_share(void* data) {
 
 #define TANDEM_LIMITS_API extern "C" __attribute__((visibility("default")))
 
-/// Moves `bytes` of each stream, 1 to 3 inputs and 1 or 2 outputs, aligned to 64 bytes, on `threads` threads. Returns 0 where there are
-/// no threads to run on.
+/// Moves `bytes` of each stream, 1 to 3 inputs and 1 or 2 outputs, aligned to 64 bytes, on
+/// `threads` threads. Returns 0 where there are no threads to run on.
 TANDEM_LIMITS_API int tandem_limits_move(const uint8_t* const* inputs, size_t input_count,
                                          uint8_t* const* outputs, size_t output_count, size_t bytes,
                                          int around_cache, unsigned threads) {

@@ -79,8 +79,10 @@ double total_bytes(const std::vector<at::Tensor>& tensors) {
 struct Timing {
   std::string name;
   double plain_seconds, tandem_seconds;
-  double work;            ///< floating-point operations, or bytes that must move
-  const char* work_unit;  ///< "GFLOP/s" or "GB/s"
+  /// floating-point operations, or bytes that must move.
+  double work;
+  /// "GFLOP/s" or "GB/s".
+  const char* work_unit;
 };
 
 void to_json(nlohmann::json& to, const Timing& from) {

@@ -5,9 +5,12 @@
 namespace tandem::cli {
 
 inline constexpr int kExitOk = 0;
-inline constexpr int kExitFailure = 1;    ///< `tandem verify` found one, or something broke inside
-inline constexpr int kExitUserError = 2;  ///< a UserError was printed
-inline constexpr int kExitInterrupted = 130;  ///< Ctrl-C, SIGTERM or SIGHUP, after saving
+/// `tandem verify` found one, or something broke inside.
+inline constexpr int kExitFailure = 1;
+/// a UserError was printed.
+inline constexpr int kExitUserError = 2;
+/// Ctrl-C, SIGTERM or SIGHUP, after saving.
+inline constexpr int kExitInterrupted = 130;
 
 /// A mistake of the user, as one line: "expected <what>, got <value>. <what to do>."
 struct UserError : std::runtime_error {

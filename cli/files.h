@@ -57,16 +57,20 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(std::string_view bytes);
-  void flush();   ///< what was written is on the disk, and nothing more can be written
-  void commit();  ///< flushes, and gives the file its name
+  /// What was written is on the disk, and nothing more can be written.
+  void flush();
+  /// Flushes, and gives the file its name.
+  void commit();
 
   const std::filesystem::path& path() const { return path_; }
-  const FileDigest& digest() const { return digest_; }  ///< of what was written
+  /// Of what was written.
+  const FileDigest& digest() const { return digest_; }
 
  private:
   [[noreturn]] void fail(const char* doing) const;
 
-  std::filesystem::path path_, temporary_;  ///< temporary_ is empty once it is gone
+  /// temporary_ is empty once it is gone.
+  std::filesystem::path path_, temporary_;
   FileDigest digest_;
   int descriptor_ = -1;
 };
@@ -94,8 +98,8 @@ enum class Source { any, file };
 std::string read_file(const std::filesystem::path& path, std::string_view expected,
                       std::string_view remedy, Source source = Source::file);
 
-/// `text` as JSON; discarded where it is none. What lies deeper than in any file of ours is dropped:
-/// copying or printing it would take a stack as deep.
+/// `text` as JSON; discarded where it is none. What lies deeper than in any file of ours is
+/// dropped: copying or printing it would take a stack as deep.
 nlohmann::json parse_document(std::string_view text);
 
 }  // namespace tandem::cli

@@ -11,7 +11,8 @@
 
 namespace tandem::cli {
 
-enum class Modules { plain, tandem };  ///< what computes all but embedding and attention
+/// What computes all but embedding and attention.
+enum class Modules { plain, tandem };
 
 /// A byte-level transformer: pre-norm, rotary positions, causal attention, SwiGLU.
 ///

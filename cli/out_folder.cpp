@@ -31,7 +31,8 @@ constexpr const char* kList = "tandem-files.json";
 constexpr const char* kFormat = "tandem train files 2";
 constexpr size_t kOwnerDigits = 16;
 constexpr std::string_view kLockMark = "lock of tandem train\n";
-constexpr size_t kLockBytes = 512;  ///< written at once and never shorter than before
+/// Written at once and never shorter than before.
+constexpr size_t kLockBytes = 512;
 
 [[noreturn]] void refuse_folder(const std::string& expected, const fs::path& folder,
                                 const std::string& reason) {

@@ -30,7 +30,8 @@ namespace tandem::cli {
 ///
 /// tandem.lock is locked with flock(2), which ends with the process however it ends, and is removed
 /// when the folder is given back. It names the owner that temporary files have in their names, so
-/// that those of a killed process are told from all others. A lock without Tandem's mark is another's.
+/// that those of a killed process are told from all others. A lock without Tandem's mark is
+/// another's.
 class OutFolder {
  public:
   enum class Missing { create, refuse };
@@ -73,9 +74,10 @@ class OutFolder {
   };
 
   struct Entry {
-    std::vector<FileDigest>
-        contents;                  ///< what Tandem wrote under this name; the last is the newest
-    std::optional<Stamp> checked;  ///< of the file when it was last known to be Tandem's
+    /// What Tandem wrote under this name; the last is the newest.
+    std::vector<FileDigest> contents;
+    /// Of the file when it was last known to be Tandem's.
+    std::optional<Stamp> checked;
   };
 
   static std::optional<Stamp> stamp_of(const std::filesystem::path& path);
@@ -89,10 +91,14 @@ class OutFolder {
   void settle(const std::string& name, const FileDigest& content);
 
   const std::filesystem::path folder_;
-  std::map<std::string, Entry> files_;  ///< the list
-  bool list_is_old_ = false;            ///< it differs from the file
-  std::string growth_;                  ///< what the lock says of the list's newest entry, as JSON
-  std::string owner_;                   ///< of temporary files, as the lock names it
+  /// The list.
+  std::map<std::string, Entry> files_;
+  /// It differs from the file.
+  bool list_is_old_ = false;
+  /// What the lock says of the list's newest entry, as JSON.
+  std::string growth_;
+  /// Of temporary files, as the lock names it.
+  std::string owner_;
   int lock_ = -1;
 };
 

@@ -62,7 +62,8 @@ std::string upper(std::string_view name) {
   return text;
 }
 
-/// How an option is written: a number by its name in capitals, a flag as a word that turns it from its default.
+/// How an option is written: a number by its name in capitals, a flag as a word that turns it from
+/// its default.
 Argument argument_of(const OptionDef& option) {
   const auto bound = [](double value) { return std::clamp(value, -kMostReal, kMostReal); };
   const auto whole = [&](double value) { return static_cast<int64_t>(value); };

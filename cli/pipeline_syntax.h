@@ -17,7 +17,8 @@ struct OpText {
   std::string kind;
   std::vector<std::string> arguments;
 
-  int64_t whole(size_t index) const;  ///< checked when the text was parsed
+  /// Checked when the text was parsed.
+  int64_t whole(size_t index) const;
   double real(size_t index, double otherwise) const;
   bool has(const std::string& word) const;
   /// The channel of make_extra_output and add_extra_input; "" is the caller.
@@ -30,7 +31,8 @@ struct PipelineArguments {
   std::string dtype = "float32";
   std::string recipe = "none";
   int64_t rows = 128;
-  int64_t width = 0;  ///< of the input; 0: as the first op that knows says
+  /// Of the input; 0: as the first op that knows says.
+  int64_t width = 0;
   int64_t seed = 1;
 
   at::ScalarType scalar_type() const;
@@ -46,7 +48,8 @@ struct ParsedPipeline {
   std::vector<OpText> ops;
   std::vector<int64_t> input_sizes;
   std::vector<std::vector<int64_t>> extra_input_sizes;
-  double product_flops = 0;  ///< of one forward: 2 * rows * in * out for each linear
+  /// Of one forward: 2 * rows * in * out for each linear.
+  double product_flops = 0;
 };
 
 /// Throws: UserError for an op or argument that is none (test test_pipeline_syntax_errors).

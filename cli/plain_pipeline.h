@@ -22,8 +22,10 @@ class PlainPipeline {
     OpText text;
     at::Tensor weight, bias;
     std::vector<at::Tensor> parameters;
-    std::string activation;               ///< of an activation or gated unit
-    std::shared_ptr<Pipeline> composite;  ///< where libtorch has no function
+    /// Of an activation or gated unit.
+    std::string activation;
+    /// Where libtorch has no function.
+    std::shared_ptr<Pipeline> composite;
   };
 
   at::Tensor apply(const BoundOp& op, const at::Tensor& x) const;

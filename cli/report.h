@@ -11,9 +11,12 @@ namespace tandem::cli {
 struct RunResult {
   std::string run;
   double validation_bits_per_byte = 0;
-  double tokens_per_second = 0;      ///< median over steps
-  double saved_bytes_per_token = 0;  ///< kept for backward, parameters aside
-  double peak_memory_bytes = 0;      ///< beyond what the process held before
+  /// Median over steps.
+  double tokens_per_second = 0;
+  /// Kept for backward, parameters aside.
+  double saved_bytes_per_token = 0;
+  /// Beyond what the process held before.
+  double peak_memory_bytes = 0;
 };
 
 void to_json(nlohmann::json& to, const RunResult& from);
@@ -23,9 +26,11 @@ void from_json(const nlohmann::json& from, RunResult& to);
 std::string results_table(const std::vector<RunResult>& results);
 
 struct Report {
-  std::string title;  ///< the configuration in words
+  /// The configuration in words.
+  std::string title;
   std::vector<RunResult> results;
-  const nlohmann::json* log;  ///< rows with "run", "step" and "bits_per_byte"
+  /// Rows with "run", "step" and "bits_per_byte".
+  const nlohmann::json* log;
   std::string plan_svg, sample;
 };
 

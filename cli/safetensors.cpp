@@ -79,7 +79,8 @@ class Reader {
     return header;
   }
 
-  /// Numbers that are none, and fractions, are refused rather than converted; one of 2^63 or more is negative here.
+  /// Numbers that are none, and fractions, are refused rather than converted; one of 2^63 or more
+  /// is negative here.
   std::vector<int64_t> integers(const std::string& name, const json& entry,
                                 const char* field) const {
     const json& listed = entry.at(field);

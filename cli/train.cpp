@@ -36,7 +36,8 @@ constexpr const char* kFooter =
     "  tandem train --resume --out notes                 go on where it stopped";
 
 struct Arguments {
-  const CLI::App* app = nullptr;  ///< knows what was given
+  /// Knows what was given.
+  const CLI::App* app = nullptr;
   TrainOptions options;
   bool resume = false;
   bool json = false;

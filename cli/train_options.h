@@ -43,14 +43,19 @@ struct TrainOptions {
 /// One option of `tandem train`.
 struct TrainOption {
   enum class Kept {
-    no,      ///< by no checkpoint
-    freely,  ///< by a checkpoint, and may be changed when resuming: it decides no number
-    fixed,   ///< by a checkpoint, and must stay as it is
+    /// By no checkpoint.
+    no,
+    /// By a checkpoint, and may be changed when resuming: it decides no number.
+    freely,
+    /// By a checkpoint, and must stay as it is.
+    fixed,
   };
 
-  const char* name;  ///< without dashes
+  /// Without dashes.
+  const char* name;
   std::variant<int64_t TrainOptions::*, double TrainOptions::*, std::string TrainOptions::*> field;
-  Bounds bounds;  ///< on the command line and in a checkpoint
+  /// On the command line and in a checkpoint.
+  Bounds bounds;
   Kept kept;
   const char *group, *help;
 };

@@ -62,7 +62,8 @@ json final_row(const RunResult& result) {
   return row;
 }
 
-/// `make run` leaves the time at which it began, in seconds since 1970: how long a clone takes to its first step is a figure too.
+/// `make run` leaves the time at which it began, in seconds since 1970: how long a clone takes to
+/// its first step is a figure too.
 void print_time_since_make() {
   const char* const started = std::getenv("TANDEM_STARTED");
   if (started == nullptr) return;

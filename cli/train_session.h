@@ -62,10 +62,12 @@ class TrainSession {
   int64_t step_ = 0;
   nlohmann::json log_ = nlohmann::json::array();
   std::vector<RunResult> results_;
-  std::vector<double> losses_, step_seconds_;  ///< of the present run, by step
+  /// Of the present run, by step.
+  std::vector<double> losses_, step_seconds_;
   std::string plan_svg_;
 
-  NamedTensors restored_;  ///< tensors of a checkpoint, until its run goes on
+  /// Tensors of a checkpoint, until its run goes on.
+  NamedTensors restored_;
   std::string sample_;
 };
 

@@ -51,8 +51,8 @@ class Training {
   const TextData& text_;
   const std::optional<Recipe> recipe_;
   Gpt model_;
-  std::vector<at::Tensor>
-      masters_;  ///< what the optimizer sees: the parameters, or float32 copies of them
+  /// What the optimizer sees: the parameters, or float32 copies of them.
+  std::vector<at::Tensor> masters_;
   torch::optim::AdamW optimizer_;
 };
 

@@ -1,4 +1,5 @@
-// A kernel of one's own in C++: an implementation of a kernel op, asked before those of the library.
+// A kernel of one's own in C++: an implementation of a kernel op, asked before those of the
+// library.
 #include <ATen/ATen.h>
 #include <tandem/extension.h>
 #include <tandem/tandem.h>

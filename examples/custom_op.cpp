@@ -1,4 +1,5 @@
-// An op and a fusion of one's own in C++: y = max(x - shift, 0), fused with the constant_scale behind it.
+// An op and a fusion of one's own in C++: y = max(x - shift, 0), fused with the constant_scale
+// behind it.
 #include <ATen/ATen.h>
 #include <tandem/extension.h>
 #include <tandem/tandem.h>
@@ -32,7 +33,8 @@ const tandem::OpDef kShiftedRelu{
 };
 TANDEM_REGISTER_OP(kShiftedRelu);
 
-// One step for two. It writes only the end: where backward demanded what lies between, the planner would refuse it and say so.
+// One step for two. It writes only the end: where backward demanded what lies between, the planner
+// would refuse it and say so.
 void shifted_relu_scale(tandem::Call& call) {
   const double shift = call.options<ShiftOptions>(0).shift;
   call.out(0, at::relu(call.in(0) - shift) * 3.0);

@@ -1,4 +1,5 @@
-// Runs what export_mlp.py exported, without Python. Nothing here names Tandem: linked to tandem::tandem, the program loads its kernels.
+// Runs what export_mlp.py exported, without Python. Nothing here names Tandem: linked to
+// tandem::tandem, the program loads its kernels.
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 

@@ -1,4 +1,5 @@
-// Entry of every C++ test program: GoogleTest's, but a run without a single test fails and skipped tests are counted at the end.
+// Entry of every C++ test program: GoogleTest's, but a run without a single test fails and skipped
+// tests are counted at the end.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -10,9 +10,10 @@ namespace tandem {
 
 struct Region;
 
-/// While one of these lives, the products of this thread's pipelines run under a recipe (emulated on a CPU). Weights are quantized once
-/// per outermost region. Regions nest; `enabled = false` switches quantization off inside. One that is destroyed before one that was made
-/// inside it, or in another thread, ends all the same, with a warning: the others stay in force until they end.
+/// While one of these lives, the products of this thread's pipelines run under a recipe (emulated
+/// on a CPU). Weights are quantized once per outermost region. Regions nest; `enabled = false`
+/// switches quantization off inside. One that is destroyed before one that was made inside it, or
+/// in another thread, ends all the same, with a warning: the others stay in force until they end.
 ///
 ///   { tandem::Autocast fp8(true, tandem::Float8CurrentScaling{}); y = model->forward(x); }
 class TANDEM_API Autocast {
@@ -26,8 +27,8 @@ class TANDEM_API Autocast {
   std::shared_ptr<Region> region_;
 };
 
-/// To be called after weights on an accelerator were written inside a region in a way that moves no version counter, such as through
-/// `.data`. On the CPU their bytes are compared.
+/// To be called after weights on an accelerator were written inside a region in a way that moves no
+/// version counter, such as through `.data`. On the CPU their bytes are compared.
 TANDEM_API void weights_changed();
 
 }  // namespace tandem

@@ -1,4 +1,5 @@
-// For those who add ops, fusions and kernels in C++: definitions, what an implementation sees, registration.
+// For those who add ops, fusions and kernels in C++: definitions, what an implementation sees,
+// registration.
 #pragma once
 
 #include "core/call.h"

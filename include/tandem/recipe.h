@@ -7,50 +7,67 @@
 
 namespace tandem {
 
-/// Per-tensor scaling from the tensor's own amax: scale = format max / amax, for every tensor, at every call.
+/// Per-tensor scaling from the tensor's own amax: scale = format max / amax, for every tensor, at
+/// every call.
 struct Float8CurrentScaling {
   enum class Format : unsigned char {
-    hybrid,  ///< inputs and weights E4M3, gradients E5M2
-    e4m3,    ///< everything E4M3
+    /// Inputs and weights E4M3, gradients E5M2.
+    hybrid,
+    /// Everything E4M3.
+    e4m3,
   };
   Format fp8_format = Format::hybrid;
   bool use_power_2_scales = false;
-  double amax_epsilon[3] = {0, 0, 0};  ///< lower bound of amax of inputs, weights, gradients
+  /// Lower bound of amax of inputs, weights, gradients.
+  double amax_epsilon[3] = {0, 0, 0};
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
-/// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product sums over (OCP MX).
+/// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product
+/// sums over (OCP MX).
 struct MXFP8BlockScaling {
   enum class Format : unsigned char {
-    hybrid,  ///< inputs and weights E4M3, gradients E5M2
-    e4m3,    ///< everything E4M3
+    /// Inputs and weights E4M3, gradients E5M2.
+    hybrid,
+    /// Everything E4M3.
+    e4m3,
   };
   Format fp8_format = Format::e4m3;
-  bool enable_2d_quantization =
-      false;  ///< blocks of weights are 32 by 32, so that both directions have the same codes
+  /// Blocks of weights are 32 by 32, so that both directions have the same codes.
+  bool enable_2d_quantization = false;
   bool operator==(const MXFP8BlockScaling&) const = default;
 };
 
-/// Per-tensor scaling from the amaxes of past steps: scale = format max 2^-margin / amax of the history. Modules keep the history of each
-/// tensor that is quantized for them in their `recipe_state`; it moves on once per outermost Autocast, for forward when that ends with
+/// Per-tensor scaling from the amaxes of past steps: scale = format max 2^-margin / amax of the
+/// history. Modules keep the history of each tensor that is quantized for them in their
+/// `recipe_state`; it moves on once per outermost Autocast, for forward when that ends with
 /// gradients enabled, for backward when the last backward of its calls has run.
 struct DelayedScaling {
   enum class Format : unsigned char {
-    hybrid,  ///< inputs and weights E4M3, gradients E5M2
-    e4m3,    ///< everything E4M3
+    /// Inputs and weights E4M3, gradients E5M2.
+    hybrid,
+    /// Everything E4M3.
+    e4m3,
   };
   enum class AmaxAlgorithm : unsigned char {
-    max,          ///< the largest amax of the history
-    most_recent,  ///< that of the last step
+    /// The largest amax of the history.
+    max,
+    /// That of the last step.
+    most_recent,
   };
-  int64_t margin = 0;  ///< scales are 2^margin times smaller than they could be, in [-64, 64]
+  /// Scales are 2^margin times smaller than they could be, in [-64, 64].
+  int64_t margin = 0;
   Format fp8_format = Format::hybrid;
-  int64_t amax_history_len = 1024;  ///< steps that count, in [1, 65536]
+  /// Steps that count, in [1, 65536].
+  int64_t amax_history_len = 1024;
   AmaxAlgorithm amax_compute_algo = AmaxAlgorithm::max;
-  bool reduce_amax = true;  ///< over `amax_reduction_group`
-  /// Name of the process group whose processes share their amaxes, as torch.distributed knows it; empty: none do.
+  /// Over `amax_reduction_group`.
+  bool reduce_amax = true;
+  /// Name of the process group whose processes share their amaxes, as torch.distributed knows it;
+  /// empty: none do.
   std::string amax_reduction_group = {};
-  /// Name of a function that makes scales instead (tandem/extension.h); empty: as `amax_compute_algo` says.
+  /// Name of a function that makes scales instead (tandem/extension.h); empty: as
+  /// `amax_compute_algo` says.
   std::string scale_update = {};
   bool operator==(const DelayedScaling&) const = default;
 };

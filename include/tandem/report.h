@@ -12,8 +12,10 @@ enum class ExplainFormat : uint8_t { text, svg, html, json };
 /// The outcome of comparing fused with unfused.
 struct VerifyReport {
   bool passed = true;
-  int64_t comparisons = 0;  ///< tensors compared
-  std::string text;         ///< for people; names the first fusion that differs
+  /// Tensors compared.
+  int64_t comparisons = 0;
+  /// For people; names the first fusion that differs.
+  std::string text;
 };
 
 }  // namespace tandem

@@ -169,7 +169,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "description) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   library.impl("pipeline", DispatchKey::Autograd, &pipeline_autograd);
-  // torch.jit.trace records neither this schema nor those of kernel ops, whose lists it does not know.
+  // torch.jit.trace records neither this schema nor those of kernel ops, whose lists it does not
+  // know.
   library.impl("pipeline", DispatchKey::Tracer, &pipeline_traced);
   library.impl("pipeline", DispatchKey::CompositeExplicitAutograd, &pipeline_below);
   library.impl("pipeline", DispatchKey::FuncTorchDynamicLayerFrontMode, &pipeline_transformed);

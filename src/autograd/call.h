@@ -7,8 +7,9 @@
 
 namespace tandem {
 
-/// Whether a call may run device kernels on its tensors directly: plain CPU or CUDA tensors and clean thread-local state. Otherwise
-/// functorch, tensor subclasses, modes or tracing must see it, and it goes through the dispatcher op.
+/// Whether a call may run device kernels on its tensors directly: plain CPU or CUDA tensors and
+/// clean thread-local state. Otherwise functorch, tensor subclasses, modes or tracing must see it,
+/// and it goes through the dispatcher op.
 TANDEM_API bool is_direct(const Arguments& arguments);
 
 /// The key of a call, for `Program::plan_for`.

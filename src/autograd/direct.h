@@ -27,7 +27,8 @@ inline bool is_watched() {
          c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-/// Whether the operations of this thread are recorded, or done on shapes only: what they would write has no values yet.
+/// Whether the operations of this thread are recorded, or done on shapes only: what they would
+/// write has no values yet.
 inline bool is_recorded() {
   using c10::impl::TorchDispatchModeKey;
   if (c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Tracer)) return true;

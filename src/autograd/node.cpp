@@ -46,7 +46,8 @@ void check_no_nan(Frame& frame, const Step& step) {
 struct PipelineBackward::Saving {
   const Arguments& arguments;
   const Outputs& outputs;
-  c10::SmallVector<const at::TensorImpl*, 16> seen;  ///< by place in the saved tensors
+  /// By place in the saved tensors.
+  c10::SmallVector<const at::TensorImpl*, 16> seen;
 };
 
 Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving) {
@@ -68,8 +69,9 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
   return slot;
 }
 
-/// A tensor that the caller has, or a reshape of one, is saved as that tensor: its version counter is the one that is checked, and a
-/// hook sees it once. The reshape is made again by its shape: what a hook gives back has strides of its own.
+/// A tensor that the caller has, or a reshape of one, is saved as that tensor: its version counter
+/// is the one that is checked, and a hook sees it once. The reshape is made again by its shape:
+/// what a hook gives back has strides of its own.
 Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving& saving) {
   const Plan& plan = *plan_;
   const Value root = root_of(plan, value);
@@ -204,7 +206,8 @@ Path PipelineBackward::path_for(const variable_list& gradients) const {
 
 namespace {
 
-/// The saved tensors of a run that serve several slots: unpacked once, held until the last slot is dropped.
+/// The saved tensors of a run that serve several slots: unpacked once, held until the last slot is
+/// dropped.
 class SharedTensors {
  public:
   template <typename Unpack>
@@ -317,8 +320,9 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
 
 variable_list PipelineBackward::refuse_double_backward(const variable_list& gradients,
                                                        variable_list results) {
-  // create_graph=True: these results carry no graph of theirs. Whoever differentiates them, with respect to whatever they depend on,
-  // comes by a node that says so, instead of getting a gradient without their terms.
+  // create_graph=True: these results carry no graph of theirs. Whoever differentiates them, with
+  // respect to whatever they depend on, comes by a node that says so, instead of getting a gradient
+  // without their terms.
   torch::autograd::edge_list edges = next_edges();
   for (torch::autograd::Edge& edge : torch::autograd::collect_next_edges(gradients))
     edges.push_back(std::move(edge));

@@ -20,8 +20,10 @@ namespace tandem {
 /// A kept tensor: one per distinct tensor, however many values it serves.
 struct SavedTensor {
   torch::autograd::SavedVariable variable;
-  bool is_argument = false;  ///< an input or parameter: no bytes of our own
-  uint32_t slots = 0;        ///< that name it; it is let go when the last one has been
+  /// An input or parameter: no bytes of our own.
+  bool is_argument = false;
+  /// That name it; it is let go when the last one has been.
+  uint32_t slots = 0;
   int64_t bytes = 0;
 };
 
@@ -36,7 +38,8 @@ struct Slot {
 /// What is kept of an opaque value.
 struct KeptOpaque {
   std::shared_ptr<void> fields;
-  size_t first = 0, count = 0;  ///< the slots of its tensors
+  /// The slots of its tensors.
+  size_t first = 0, count = 0;
 };
 
 class PipelineBackward : public torch::autograd::Node {
@@ -52,7 +55,8 @@ class PipelineBackward : public torch::autograd::Node {
       const torch::autograd::variable_list& inputs,
       torch::dynamo::autograd::SwapSavedVariables& saved) override;
 
-  /// Takes over what the plan keeps of a finished forward; called once, after the outputs have got their history.
+  /// Takes over what the plan keeps of a finished forward; called once, after the outputs have got
+  /// their history.
   void save(Frame& frame, const Arguments& arguments, const Outputs& outputs);
 
   int64_t note_kept_bytes(std::span<std::atomic<int64_t>> by_entry) const;
@@ -62,7 +66,8 @@ class PipelineBackward : public torch::autograd::Node {
   using Tensors = torch::autograd::variable_list;
   struct Saving;
 
-  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor, `drop(k)` is told when nobody needs it any more.
+  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor, `drop(k)` is told
+  /// when nobody needs it any more.
   template <typename Unpack, typename Drop>
   Tensors run(const Tensors& gradients, const std::vector<bool>& asked, Unpack&& unpack,
               Drop&& drop);
@@ -78,12 +83,14 @@ class PipelineBackward : public torch::autograd::Node {
   std::shared_ptr<const Plan> plan_;
   Path path_;
   std::vector<SavedTensor> saved_;
-  std::vector<Slot> slots_;  ///< as in plan.kept, then the tensors of opaque values
+  /// As in plan.kept, then the tensors of opaque values.
+  std::vector<Slot> slots_;
   std::vector<c10::SymDimVector> reshapes_;
   std::vector<at::Tensor> workspaces_;
   Buffers buffers_;
   std::vector<at::Tensor> state_;
-  std::unique_ptr<RecipeRegion::Backward> to_come_;  ///< in the region of the call
+  /// In the region of the call.
+  std::unique_ptr<RecipeRegion::Backward> to_come_;
   std::vector<KeptOpaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
   bool is_released_ = false;

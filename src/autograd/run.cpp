@@ -55,8 +55,8 @@ void check_states(const Plan& plan, at::TensorList state) {
   }
 }
 
-/// The argument or earlier output that an output shares memory with: the one that it was made from, else, as user code may return any
-/// tensor, the first.
+/// The argument or earlier output that an output shares memory with: the one that it was made from,
+/// else, as user code may return any tensor, the first.
 const at::Tensor* base_of(const Outputs& outputs, size_t index, const Arguments& arguments,
                           const Plan& plan) {
   const at::Tensor* root = argument_of(plan, arguments, root_of(plan, plan.outputs[index]));
@@ -75,8 +75,9 @@ void clone_shared(Outputs& outputs, const Arguments& arguments, const Plan& plan
     if (base_of(outputs, i, arguments, plan) != nullptr) outputs[i] = outputs[i].clone();
 }
 
-/// A differentiable view of `base` that is `tensor`, without its history. One with a history of its own cannot be written in place:
-/// autograd could not tell the node that the memory of its other outputs, or of an argument, has changed.
+/// A differentiable view of `base` that is `tensor`, without its history. One with a history of its
+/// own cannot be written in place: autograd could not tell the node that the memory of its other
+/// outputs, or of an argument, has changed.
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& tensor, bool has_history) {
   using torch::autograd::CreationMeta;
   at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -89,13 +90,14 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& tensor, bool has_hi
       has_history ? CreationMeta::IN_CUSTOM_FUNCTION : CreationMeta::DEFAULT);
 }
 
-/// Stands for an in-place sum in the history of the base of a view: torch sends it the gradient of what the view now holds.
+/// Stands for an in-place sum in the history of the base of a view: torch sends it the gradient of
+/// what the view now holds.
 class OverwrittenView : public Node {
  public:
   OverwrittenView(const at::Tensor& view, torch::autograd::Edge now) {
     add_input_metadata(view);
-    // What the view held, which the sum has read: its gradient comes through the pipeline, and here is zero. torch looks here for an
-    // edge where the base has one, and goes by the base's own.
+    // What the view held, which the sum has read: its gradient comes through the pipeline, and here
+    // is zero. torch looks here for an edge where the base has one, and goes by the base's own.
     add_next_edge(torch::autograd::impl::gradient_edge(at::Tensor(view._base())));
     add_next_edge(std::move(now));
   }
@@ -106,8 +108,9 @@ class OverwrittenView : public Node {
   }
 };
 
-/// What a tensor leads to that holds the value of `result`: the output that it is, or an error where it is none. That leads to all that the
-/// pipeline does, as torch runs no node for gradients of what it does not lead to.
+/// What a tensor leads to that holds the value of `result`: the output that it is, or an error
+/// where it is none. That leads to all that the pipeline does, as torch runs no node for gradients
+/// of what it does not lead to.
 torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& tensor,
                               const Outputs& outputs, const Plan& plan, const Node& node) {
   const auto output = std::find(plan.outputs.begin(), plan.outputs.end(), overwritten.result);
@@ -122,8 +125,9 @@ torch::autograd::Edge edge_of(const Overwritten& overwritten, const at::Tensor& 
   return {std::move(refusal), 0};
 }
 
-/// What the call has overwritten goes on with the history of the sum, as behind any in-place operation, and so does the base of a view.
-/// A leaf stays one: its old value is gone, and the gradient of that is what it gets.
+/// What the call has overwritten goes on with the history of the sum, as behind any in-place
+/// operation, and so does the base of a view. A leaf stays one: its old value is gone, and the
+/// gradient of that is what it gets.
 void rebase_overwritten(const Outputs& outputs, const Arguments& arguments, const Plan& plan,
                         const Node& node) {
   for (const Overwritten& overwritten : plan.overwritten) {
@@ -162,7 +166,8 @@ class Versions {
     for (const at::TensorList list : {arguments.inputs, arguments.params})
       for (const at::Tensor& tensor : list) versions_.push_back(version_of(tensor));
   }
-  /// What backward will read must be what forward read: nothing may have written it since, not even this pipeline.
+  /// What backward will read must be what forward read: nothing may have written it since, not even
+  /// this pipeline.
   void check(const Plan& plan) const {
     if (!watches_) return;
     size_t next = 0;
@@ -182,7 +187,8 @@ class Versions {
   c10::SmallVector<int64_t, 16> versions_;
 };
 
-/// What an in-place step writes must be writable, and no second such step may write the same memory: a kept result would change.
+/// What an in-place step writes must be writable, and no second such step may write the same
+/// memory: a kept result would change.
 void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
   if (plan.overwritten.empty()) return;
   TORCH_CHECK_VALUE(!is_recompute(),

@@ -18,8 +18,8 @@
 
 namespace tandem {
 
-/// The caller's buffers, in the order of the plan. Each is taken when it is about to be written, and only then: another tensor may have come
-/// into its place since forward.
+/// The caller's buffers, in the order of the plan. Each is taken when it is about to be written,
+/// and only then: another tensor may have come into its place since forward.
 struct Buffers {
   size_t count = 0;
   std::function<at::Tensor(size_t)> take = nullptr;
@@ -27,16 +27,19 @@ struct Buffers {
   static Buffers of(at::TensorList tensors);
 };
 
-/// A parameter that is kept in codes, as row_codes, row_scale, ... of a group; those of a direction may be missing.
+/// A parameter that is kept in codes, as row_codes, row_scale, ... of a group; those of a direction
+/// may be missing.
 struct QuantizedParam {
-  size_t param = 0;  ///< its place
+  /// Its place.
+  size_t param = 0;
   const Quantizer* quantizer = nullptr;
   std::array<at::Tensor, group_amax> parts = {};
   bool has(Direction direction) const {
     return parts[2 * static_cast<size_t>(direction)].defined();
   }
 };
-/// What a front knows such parameters by: the codes of a tensor, of which kernels can read nothing else; nullopt for any other.
+/// What a front knows such parameters by: the codes of a tensor, of which kernels can read nothing
+/// else; nullopt for any other.
 using QuantizedParamReader = std::optional<QuantizedParam> (*)(const at::Tensor& param);
 TANDEM_API void set_quantized_param_reader(QuantizedParamReader reader);
 /// Those among the parameters of a call.
@@ -44,37 +47,46 @@ TANDEM_API std::vector<QuantizedParam> quantized_params(at::TensorList params);
 
 /// The tensors of one call, in the order of the plan. Nothing here refers to a module.
 struct Arguments {
-  at::TensorList inputs;  ///< the main input, then extra inputs
+  /// The main input, then extra inputs.
+  at::TensorList inputs;
   at::TensorList params, workspaces;
   Buffers buffers = {};
-  at::TensorList state =
-      {};  ///< of the recipe: the region's number, then scale, amax_history and pending of each module and direction
-  std::vector<QuantizedParam> quantized = {};  ///< of the params, in their order
-  std::shared_ptr<RecipeRegion> region =
-      nullptr;                  ///< told of the state that is used; none through the dispatcher
-  const void* given = nullptr;  ///< what user code is given besides tensors, as its front knows it
+  /// Of the recipe: the region's number, then scale, amax_history and pending of each module and
+  /// direction.
+  at::TensorList state = {};
+  /// Of the params, in their order.
+  std::vector<QuantizedParam> quantized = {};
+  /// Told of the state that is used; none through the dispatcher.
+  std::shared_ptr<RecipeRegion> region = nullptr;
+  /// What user code is given besides tensors, as its front knows it.
+  const void* given = nullptr;
 };
 
-/// Puts what a call is given into a frame of its plan. Throws c10::ValueError where it does not fit the plan.
+/// Puts what a call is given into a frame of its plan. Throws c10::ValueError where it does not fit
+/// the plan.
 void fill(Frame& frame, const Plan& plan, const Arguments& arguments);
 
-/// Puts the buffers that `steps` mutate into `frame`. Throws c10::ValueError where one is undefined.
+/// Puts the buffers that `steps` mutate into `frame`. Throws c10::ValueError where one is
+/// undefined.
 void take_buffers(const Buffers& buffers, const Plan& plan, const Steps& steps, Frame& frame);
 
-/// The states that forward, or backward, of the plan has used, from the tensors of Arguments::state.
+/// The states that forward, or backward, of the plan has used, from the tensors of
+/// Arguments::state.
 std::vector<PendingUpdate> used_states(const Plan& plan, at::TensorList state, bool is_backward);
 
 /// The value whose memory a value may share, following reshapes of reshapes and sums in place.
 Value root_of(const Plan& plan, Value value);
-/// The argument that is the value `root`, nullptr where that is none. Not any that shares its memory: arguments may be parts of one tensor.
+/// The argument that is the value `root`, nullptr where that is none. Not any that shares its
+/// memory: arguments may be parts of one tensor.
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root);
 
 /// The main output, then extra outputs.
 using Outputs = c10::SmallVector<at::Tensor, 4>;
 
-/// Runs `plan` on a path. Where the plan needs backward, outputs that require grad get one node as their history; else no node is
-/// made and no flag of any tensor is touched: an output that is an argument is that tensor object. With grad an output that shares
-/// memory with an argument or with an earlier output is a view of it, as that of a torch.autograd.Function is: writing it in place,
+/// Runs `plan` on a path. Where the plan needs backward, outputs that require grad get one node as
+/// their history; else no node is made and no flag of any tensor is touched: an output that is an
+/// argument is that tensor object. With grad an output that shares memory with an argument or with
+/// an earlier output is a view of it, as that of a torch.autograd.Function is: writing it in place,
 /// or using it after its base was written, raises. On the dispatch path outputs are always fresh.
 ///
 /// Throws: c10::ValueError (arguments), torch's errors of saved tensors and of views.
@@ -86,14 +98,15 @@ bool is_in_backward();
 /// Whether it also records gradients: a checkpoint recomputes a forward.
 bool is_recompute();
 
-/// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without a node. Writes them by entry of
-/// Plan::kept where they differ from what `by_entry` holds, if it is not empty; an entry that shares its tensor with an earlier one
-/// repeats its bytes.
+/// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without
+/// a node. Writes them by entry of Plan::kept where they differ from what `by_entry` holds, if it
+/// is not empty; an entry that shares its tensor with an earlier one repeats its bytes.
 int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry);
 /// What the node of these outputs keeps, by entry of Plan::kept; empty without a node.
 std::vector<at::Tensor> kept_tensors(const Outputs& outputs);
 
-/// Gradients of `outputs` with respect to `inputs`; undefined where an output does not depend on an input.
+/// Gradients of `outputs` with respect to `inputs`; undefined where an output does not depend on an
+/// input.
 std::vector<at::Tensor> gradients_of(at::TensorList outputs, at::TensorList inputs,
                                      at::TensorList grad_outputs);
 

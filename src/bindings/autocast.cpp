@@ -29,8 +29,8 @@ void set_context_region(RegionPtr region) {
   Py_DECREF(token);
 }
 
-/// The innermost region of the Python context. Where it has none, a region that C++ code has entered around Python counts, never one
-/// of another context.
+/// The innermost region of the Python context. Where it has none, a region that C++ code has
+/// entered around Python counts, never one of another context.
 RegionPtr context_region() {
   PyObject* value = nullptr;
   if (PyContextVar_Get(variable(), nullptr, &value) != 0) throw py::error_already_set();
@@ -102,8 +102,8 @@ void leave(const py::object& owner) {
               "blocks, and yield from none in a generator whose caller enters regions.");
 }
 
-/// `tandem._C.in_force.recipe`: an attribute of a type in C, which Dynamo reads, guards and sets as it is: guards ask for what the
-/// calling thread and context have.
+/// `tandem._C.in_force.recipe`: an attribute of a type in C, which Dynamo reads, guards and sets as
+/// it is: guards ask for what the calling thread and context have.
 PyObject* get_recipe(PyObject*, void*) {
   try {
     const ActiveRecipe* recipe = context_recipe();
@@ -115,7 +115,8 @@ PyObject* get_recipe(PyObject*, void*) {
   }
 }
 
-/// What a compiled function does at its end with the recipe that it leaves in force: it must be the one from before.
+/// What a compiled function does at its end with the recipe that it leaves in force: it must be the
+/// one from before.
 int set_recipe(PyObject* self, PyObject* value, void*) {
   const auto before = py::reinterpret_steal<py::object>(get_recipe(self, nullptr));
   if (!before) return -1;

@@ -7,7 +7,8 @@
 
 namespace tandem::bindings {
 
-/// Puts the region of the Python context in force in this thread for the length of a call. The GIL is held where one is made and ended.
+/// Puts the region of the Python context in force in this thread for the length of a call. The GIL
+/// is held where one is made and ended.
 class ContextRegion {
  public:
   ContextRegion();

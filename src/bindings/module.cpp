@@ -32,8 +32,9 @@ namespace tandem::bindings {
 
 namespace {
 
-/// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as FSDP has put a plain tensor in its
-/// place, among the module's attributes, which come first, as in Python.
+/// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as
+/// FSDP has put a plain tensor in its place, among the module's attributes, which come first, as in
+/// Python.
 struct __attribute__((visibility("hidden"))) Slot {
   py::dict parameters, attributes;
   py::str name;
@@ -44,10 +45,12 @@ struct __attribute__((visibility("hidden"))) Slot {
   }
 };
 
-/// A module that keeps state of recipes: its `__dict__`, and how many slots it has in forward and backward.
+/// A module that keeps state of recipes: its `__dict__`, and how many slots it has in forward and
+/// backward.
 using StateOwner = std::tuple<py::dict, int64_t, int64_t>;
 
-/// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its hooks would run.
+/// A module of a pipeline: its `__dict__`, and whether a plain container would call it, so that its
+/// hooks would run.
 using Member = std::pair<py::dict, bool>;
 
 /// The items of a collection in `tandem.ops.hooks`, which says where modules have hooks.
@@ -73,8 +76,9 @@ bool has_torch_function(PyObject* object) {
   return !function.is_none() && function.ptr() != kDisabled;
 }
 
-/// Whether a `__torch_function__` mode wants to be asked. A default device (`torch.set_default_device`, `with torch.device(...)`) does not:
-/// it speaks to functions that make tensors of nothing.
+/// Whether a `__torch_function__` mode wants to be asked. A default device
+/// (`torch.set_default_device`, `with torch.device(...)`) does not: it speaks to functions that
+/// make tensors of nothing.
 bool asks_a_mode() {
   using at::impl::PythonTorchFunctionTLS;
   if (!at::impl::torch_function_mode_enabled()) return false;
@@ -87,8 +91,8 @@ bool asks_a_mode() {
   return false;
 }
 
-/// A pipeline whose parameters are read from their modules' dictionaries at every call: what replaced a parameter takes effect at once,
-/// and no module is referenced from the graph.
+/// A pipeline whose parameters are read from their modules' dictionaries at every call: what
+/// replaced a parameter takes effect at once, and no module is referenced from the graph.
 class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
@@ -104,9 +108,9 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       slots_.push_back({parameters, attributes, name});
   }
 
-  /// The outputs, or None where an inner module has hooks or parametrizations, where `__torch_function__` of a tensor or a mode wants to
-  /// be asked, or an argument is no tensor but, perhaps, a proxy of torch.fx: the caller then calls that module itself, or torch's
-  /// dispatcher.
+  /// The outputs, or None where an inner module has hooks or parametrizations, where
+  /// `__torch_function__` of a tensor or a mode wants to be asked, or an argument is no tensor but,
+  /// perhaps, a proxy of torch.fx: the caller then calls that module itself, or torch's dispatcher.
   py::object call(const py::handle& x, bool training) const {
     if (!is_tensor(x) || is_watched()) return py::none();
     return run({&THPVariable_Unpack(x.ptr()), 1}, training);
@@ -122,8 +126,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, training);
   }
 
-  /// The same with `arguments`: of forwards that are written in Python, by op. None also where the call must go through the dispatcher,
-  /// whose ops know no arguments but those in a description.
+  /// The same with `arguments`: of forwards that are written in Python, by op. None also where the
+  /// call must go through the dispatcher, whose ops know no arguments but those in a description.
   py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
                                  const py::dict& arguments) const {
     if (!is_tensor(x) || is_watched()) return py::none();
@@ -198,7 +202,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 
   Pipeline& pipeline() const { return *pipeline_; }
 
-  /// For the collector of cycles: an op keeps the pipeline in which it runs alone, and a pipeline the dictionary of its op.
+  /// For the collector of cycles: an op keeps the pipeline in which it runs alone, and a pipeline
+  /// the dictionary of its op.
   int traverse(visitproc visit, void* arg) const {
     for (const Slot& slot : slots_) {
       Py_VISIT(slot.parameters.ptr());
@@ -235,7 +240,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return result;
   }
 
-  /// What the modules keep for a recipe whose history has so many rows, made where it is not there yet.
+  /// What the modules keep for a recipe whose history has so many rows, made where it is not there
+  /// yet.
   std::vector<at::Tensor> state(int64_t history_length) const {
     const py::gil_scoped_acquire gil;
     static PyObject* const kTensors =
@@ -248,7 +254,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return tensors;
   }
 
-  /// The main_grad of each parameter that has one for its gradient, as it will be when backward writes it.
+  /// The main_grad of each parameter that has one for its gradient, as it will be when backward
+  /// writes it.
   Buffers main_grads() const {
     auto owners = std::make_shared<std::vector<std::shared_ptr<void>>>();
     for (const size_t place : buffer_params_)
@@ -279,10 +286,12 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   std::unique_ptr<Pipeline> pipeline_;
   std::vector<Slot> slots_;
   std::vector<Member> modules_;
-  bool is_container_;  ///< else the ops are parts of one module, whose hooks have run
-  std::vector<size_t>
-      buffer_params_;  ///< by buffer: the slot of the parameter whose main_grad it is
-  std::vector<StateOwner> state_owners_;  ///< as the ops' "state" numbers them
+  /// Else the ops are parts of one module, whose hooks have run.
+  bool is_container_;
+  /// By buffer: the slot of the parameter whose main_grad it is.
+  std::vector<size_t> buffer_params_;
+  /// As the ops' "state" numbers them.
+  std::vector<StateOwner> state_owners_;
 };
 
 /// The parts of a tandem.QuantizedTensor.

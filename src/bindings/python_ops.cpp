@@ -22,7 +22,8 @@ namespace py = pybind11;
 
 namespace {
 
-/// `tandem._runtime`: calls user code in the style it is written in. Set once, when the package is imported.
+/// `tandem._runtime`: calls user code in the style it is written in. Set once, when the package is
+/// imported.
 py::object& runtime() {
   static auto& runtime = *new py::object();
   return runtime;
@@ -40,14 +41,15 @@ constexpr size_t kMostOperands = 4096;
 struct PythonOptions {
   struct Counts {
     size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
-    size_t buffers =
-        0;  ///< the last of `params`: backward neither reads them nor returns gradients
+    /// The last of `params`: backward neither reads them nor returns gradients.
+    size_t buffers = 0;
   };
   std::string key;
   std::vector<Counts> ops;
-  std::shared_ptr<void>
-      fused;  ///< of a fusion: what the runtime knows it by; null of an op, which it finds by its key
-  std::shared_ptr<const void> fusion;  ///< the same: whose texts the steps refer to
+  /// Of a fusion: what the runtime knows it by; null of an op, which it finds by its key.
+  std::shared_ptr<void> fused;
+  /// The same: whose texts the steps refer to.
+  std::shared_ptr<const void> fusion;
 
   /// What messages call it: the key without the part that only caches understand.
   std::string label() const { return key.substr(0, key.find('#')); }
@@ -66,8 +68,9 @@ at::Tensor to_tensor(const py::handle& object, const std::string& label, const c
   return THPVariable_Unpack(object.ptr());
 }
 
-/// A result without a history of its own, which user code may have recorded, or which a parameter has that nobody declared: the history of
-/// results is the pipeline's, but in composite form, which is differentiated as it is. An argument is what it was.
+/// A result without a history of its own, which user code may have recorded, or which a parameter
+/// has that nobody declared: the history of results is the pipeline's, but in composite form, which
+/// is differentiated as it is. An argument is what it was.
 at::Tensor without_history(const Call& call, at::Tensor tensor) {
   if (!tensor.defined() || !tensor.requires_grad() || call.path() == Path::composite) return tensor;
   const size_t reads = call.step().reads.size();
@@ -93,7 +96,8 @@ py::tuple checked(const py::handle& object, size_t count, const std::string& lab
   return items;
 }
 
-/// Hands results to the writes [next, next + n); values that a Python op returns are new unless they are its arguments.
+/// Hands results to the writes [next, next + n); values that a Python op returns are new unless
+/// they are its arguments.
 void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& label,
                const char* what) {
   for (const auto& result : results) {
@@ -112,7 +116,8 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
   }
 }
 
-/// What the caller gives to each op that a step covers, None where that is nothing: the front's dict by op of the pipeline.
+/// What the caller gives to each op that a step covers, None where that is nothing: the front's
+/// dict by op of the pipeline.
 py::list given_to(const Call& call, const Frame& frame, size_t count) {
   uint32_t first = call.step().covers.empty() ? 0 : call.step().covers.front().op;
   for (const Part& part : call.step().covers) first = std::min(first, part.op);
@@ -127,7 +132,8 @@ py::list given_to(const Call& call, const Frame& frame, size_t count) {
   return by_op;
 }
 
-/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op) -> Forward
+/// runtime.forward(key or fused op, x, extra inputs per op, params per op, save, arguments per op)
+/// -> Forward
 void python_forward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -169,7 +175,8 @@ void python_forward(Call& call) {
   opaque.fields = hold(results.attr("fields"));
 }
 
-/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params per op) -> Gradients
+/// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params
+/// per op) -> Gradients
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -244,8 +251,9 @@ struct WithTexts {
   std::string_view text(std::string text) { return texts.emplace_back(std::move(text)); }
 };
 
-/// The last part of the name of a Python op, behind the last ':' : its numbers of extra inputs, parameters, extra outputs and buffers, as
-/// "0x1x0x0". Nothing where a name does not end like that.
+/// The last part of the name of a Python op, behind the last ':' : its numbers of extra inputs,
+/// parameters, extra outputs and buffers, as "0x1x0x0". Nothing where a name does not end like
+/// that.
 std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   std::array<size_t, 4> counts{};
   std::string_view rest = name.substr(name.rfind(':') + 1);
@@ -260,8 +268,8 @@ std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   return counts;
 }
 
-/// The definition of a class of Python ops with so many operands: all that is to be known of it is in its name,
-/// "python:module:class:0x1x0x0".
+/// The definition of a class of Python ops with so many operands: all that is to be known of it is
+/// in its name, "python:module:class:0x1x0x0".
 std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   if (!name.starts_with("python:")) return nullptr;
   const auto counts = counts_in(name);
@@ -314,13 +322,15 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   return {owner, &*owner->kind};
 }
 
-/// The fusion of a group of ops [first, last] that a Python function returned, its operands named by op.
+/// The fusion of a group of ops [first, last] that a Python function returned, its operands named
+/// by op.
 std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
                                            const Description& description, size_t first,
                                            size_t last,
                                            const std::shared_ptr<PythonOptions>& options) {
   struct Owner : WithTexts<Fusion> {
-    std::vector<std::shared_ptr<const OpKind>> kinds;  ///< whose texts the operands are
+    /// Whose texts the operands are.
+    std::vector<std::shared_ptr<const OpKind>> kinds;
   };
   const auto owner = std::make_shared<Owner>();
   owner->kinds = description.kinds;
@@ -373,7 +383,8 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   return {owner, &fusion};
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> what its functions return, each `Fused`.
+/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> what its
+/// functions return, each `Fused`.
 std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
   const py::gil_scoped_acquire gil;
   py::list ops;

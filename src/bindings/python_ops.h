@@ -5,7 +5,8 @@
 
 namespace tandem::bindings {
 
-/// Adds what Python needs to `module`: the runtime that calls user code, registration of ops and of fusions over op lists.
+/// Adds what Python needs to `module`: the runtime that calls user code, registration of ops and of
+/// fusions over op lists.
 void bind_python_ops(pybind11::module_& module);
 
 }  // namespace tandem::bindings

@@ -5,7 +5,8 @@
 
 namespace tandem::bindings {
 
-/// What is to be known of the op of this name from outside, as JSON: see python/tandem/ops/signature.py. Throws c10::ValueError.
+/// What is to be known of the op of this name from outside, as JSON: see
+/// python/tandem/ops/signature.py. Throws c10::ValueError.
 std::string signature_of(const std::string& name);
 
 }  // namespace tandem::bindings

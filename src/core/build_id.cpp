@@ -8,7 +8,8 @@ namespace tandem {
 namespace {
 
 struct Search {
-  uintptr_t inside;  ///< an address in the object that is looked for
+  /// An address in the object that is looked for.
+  uintptr_t inside;
   std::string id;
 };
 

@@ -11,8 +11,9 @@
 
 namespace tandem {
 
-/// Immutable things by key. The first `kLasting` stay as long as this and are found without a lock. A program that makes more than those
-/// makes ever new ones: of them the last `kRecent` that were asked for stay, behind a lock. Whoever uses one holds it.
+/// Immutable things by key. The first `kLasting` stay as long as this and are found without a lock.
+/// A program that makes more than those makes ever new ones: of them the last `kRecent` that were
+/// asked for stay, behind a lock. Whoever uses one holds it.
 template <typename Key, typename T>
 class Cache {
  public:
@@ -80,7 +81,8 @@ class Cache {
   mutable std::atomic<const Entry*> newest_{nullptr};
   mutable std::atomic<bool> overflows_{false};
   mutable std::deque<Entry> lasting_;
-  mutable std::list<std::pair<Key, Made>> recent_;  ///< the last one asked for first
+  /// The last one asked for first.
+  mutable std::list<std::pair<Key, Made>> recent_;
 };
 
 }  // namespace tandem

@@ -15,9 +15,13 @@ namespace tandem {
 
 /// How a frame runs its steps.
 enum class Path : uint8_t {
-  direct,     ///< plain tensors, no modes: device kernels that write into what the frame allocates
-  dispatch,   ///< through the dispatcher: what tracing, modes and subclasses see
-  composite,  ///< in differentiable ATen operations, under autograd: functorch, forward mode, backward of backward
+  /// Plain tensors, no modes: device kernels that write into what the frame allocates.
+  direct,
+  /// Through the dispatcher: what tracing, modes and subclasses see.
+  dispatch,
+  /// In differentiable ATen operations, under autograd: functorch, forward mode, backward of
+  /// backward.
+  composite,
 };
 
 /// What user code saved: tensors, and plain fields that live as long as the call.
@@ -53,7 +57,8 @@ class TANDEM_API Frame {
 
   /// A fresh contiguous tensor on the device of `like`.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
-  /// Drops a value that nobody reads any more. What this frame alone held serves the next `allocate` (kernel_ops/memory.h).
+  /// Drops a value that nobody reads any more. What this frame alone held serves the next
+  /// `allocate` (kernel_ops/memory.h).
   void drop(Value value);
 
  private:
@@ -75,7 +80,8 @@ class Call {
   Frame& frame() { return frame_; }
   Path path() const { return frame_.path(); }
 
-  /// Whether the plan gives the step this operand. One that it gives has been written: the planner checks that.
+  /// Whether the plan gives the step this operand. One that it gives has been written: the planner
+  /// checks that.
   bool has(size_t read) const { return exists(step_.reads[read]); }
   /// The read's tensor, or that of a part of its group.
   const at::Tensor& in(size_t read, size_t part = 0) const {
@@ -116,15 +122,15 @@ class Call {
   /// What a kernel op or a product of the step was computed by.
   void took(kernel_ops::ImplementationNames names) { step_.taken.add(names); }
 
-  /// Runs kernel op K on this call's path: by the first implementation that takes the arguments, into tensors of the frame; through the
-  /// dispatcher; or in composite form.
+  /// Runs kernel op K on this call's path: by the first implementation that takes the arguments,
+  /// into tensors of the frame; through the dispatcher; or in composite form.
   template <typename K, typename... Args>
   kernel_ops::ResultsOf<K> run(const Args&... args) {
     return run_into<K>({}, args...);
   }
 
-  /// The same into memory that is there: `spare[i]` is a tensor that nobody reads afterwards and result i may be written to, where it has
-  /// the sizes and dtype. It may be an argument.
+  /// The same into memory that is there: `spare[i]` is a tensor that nobody reads afterwards and
+  /// result i may be written to, where it has the sizes and dtype. It may be an argument.
   template <typename K, typename... Args>
   kernel_ops::ResultsOf<K> run_into(const kernel_ops::ResultsOf<K>& spare, const Args&... args) {
     if (path() == Path::dispatch) {
@@ -154,7 +160,8 @@ class Call {
       if (wants(i)) out(i, std::move(results[i]));
   }
 
-  /// The same for a K that writes codes: the step's last writes are row codes, column codes and amax, K's last results their group.
+  /// The same for a K that writes codes: the step's last writes are row codes, column codes and
+  /// amax, K's last results their group.
   template <typename K, typename... Args>
   void write_codes(const Args&... args) {
     auto results = run<K>(args...);

@@ -1,4 +1,5 @@
-// Fusions: a pattern of steps, a rule that may refuse, an implementation that replaces them by one step.
+// Fusions: a pattern of steps, a rule that may refuse, an implementation that replaces them by one
+//          step.
 #pragma once
 
 #include <span>
@@ -19,14 +20,16 @@ struct MemberOperand {
   std::string_view name;
 };
 
-/// As an operand's name, which no op can give: the one read of a member that no member writes, such as the other term of a sum.
+/// As an operand's name, which no op can give: the one read of a member that no member writes, such
+/// as the other term of a sum.
 inline constexpr std::string_view kOtherRead = "*";
 
 /// As a pattern's `operand`: whichever operand reads what the chain goes through.
 inline constexpr std::string_view kAnyRead = "*";
 
-/// A step of a pattern: which steps it stands for, and through what the chain comes to it from the step before. That is a value: a
-/// result of the one that is an operand of the other. Unless named they are the main ones, y and x, in backward grad_x and grad_y.
+/// A step of a pattern: which steps it stands for, and through what the chain comes to it from the
+/// step before. That is a value: a result of the one that is an operand of the other. Unless named
+/// they are the main ones, y and x, in backward grad_x and grad_y.
 struct PatternStep {
   // NOLINTBEGIN(google-explicit-constructor): a pattern is written as a list of names
   PatternStep(const char* op_step) : name(op_step) {}
@@ -48,7 +51,8 @@ struct PatternStep {
   }
 
   StepKind kind = StepKind::op;
-  std::string_view name = {};  ///< of an op's step, alternatives separated by '|'
+  /// Of an op's step, alternatives separated by '|'.
+  std::string_view name = {};
   bool is_family = false;
   std::string_view result = {}, operand = {};
 };
@@ -58,7 +62,8 @@ struct TANDEM_API Match {
   std::span<const Step* const> steps;
   const std::vector<Type>& types;
 
-  /// The value that a member calls `name`: what it reads under it, else what it writes; Value::none if there is none. Of a list the first.
+  /// The value that a member calls `name`: what it reads under it, else what it writes; Value::none
+  /// if there is none. Of a list the first.
   Value operator[](const MemberOperand& operand) const;
   /// What a member writes under a name; Value::none if it does not.
   Value written(const MemberOperand& operand) const;
@@ -76,16 +81,18 @@ constexpr const char* pass_name(Pass pass) {
   return pass == Pass::joint ? "joint" : pass == Pass::forward ? "forward" : "backward";
 }
 
-/// One direction of a fused step. A write that nobody demands is passed as absent. Lists stand last among reads and writes.
+/// One direction of a fused step. A write that nobody demands is passed as absent. Lists stand last
+/// among reads and writes.
 struct FusedRun {
   std::vector<MemberOperand> reads, writes;
   Run run = nullptr;
-  std::vector<uint32_t> mutates =
-      {};  ///< members all of whose mutations the fused step performs, in this order
+  /// Members all of whose mutations the fused step performs, in this order.
+  std::vector<uint32_t> mutates = {};
 };
 
-/// A fusion is legal exactly when it writes every value that is demanded outside the run, performs every mutation of the run and reads
-/// nothing that only the run writes: the planner checks that, `refuse` adds what only the fusion can know.
+/// A fusion is legal exactly when it writes every value that is demanded outside the run, performs
+/// every mutation of the run and reads nothing that only the run writes: the planner checks that,
+/// `refuse` adds what only the fusion can know.
 struct Fusion {
   std::string name;
   Pass pass = Pass::forward;
@@ -94,7 +101,8 @@ struct Fusion {
   FusedRun run = {};
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.
   FusedRun backward = {};
-  /// Joint fusions: names of private values, kept from forward to backward; they follow the writes of `run` and the reads of `backward`.
+  /// Joint fusions: names of private values, kept from forward to backward; they follow the writes
+  /// of `run` and the reads of `backward`.
   Names keeps = {};
   Refusal (*refuse)(const Match& match) = nullptr;
   std::string_view picture = {};

@@ -1,4 +1,5 @@
-// Untrusted JSON: parsed within bounds, read field by field with types and ranges checked, quoted in errors at bounded length.
+// Untrusted JSON: parsed within bounds, read field by field with types and ranges checked, quoted
+// in errors at bounded length.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +14,20 @@ namespace tandem {
 
 /// What a text that is read may hold at most. The one place that says so.
 namespace limits {
-inline constexpr size_t kTextBytes = 64 << 20;  ///< of one JSON text
-inline constexpr size_t kDepth = 64;            ///< of lists and objects in one another
-inline constexpr size_t kNameBytes = 1024;      ///< of a label, a channel, an op's name
-inline constexpr size_t kOps = 65536;           ///< of one pipeline
-inline constexpr size_t kParams = 131072;       ///< of one pipeline
-inline constexpr size_t kFusionNames = 1024;    ///< in a list of fusions to make or to skip
-inline constexpr size_t kDimensions = 64;       ///< of a shape
+/// Of one JSON text.
+inline constexpr size_t kTextBytes = 64 << 20;
+/// Of lists and objects in one another.
+inline constexpr size_t kDepth = 64;
+/// Of a label, a channel, an op's name.
+inline constexpr size_t kNameBytes = 1024;
+/// Of one pipeline.
+inline constexpr size_t kOps = 65536;
+/// Of one pipeline.
+inline constexpr size_t kParams = 131072;
+/// In a list of fusions to make or to skip.
+inline constexpr size_t kFusionNames = 1024;
+/// Of a shape.
+inline constexpr size_t kDimensions = 64;
 }  // namespace limits
 
 /// Text of unknown origin as errors quote it: printable ASCII, at most 120 characters.
@@ -27,12 +35,13 @@ TANDEM_API std::string shown(std::string_view text);
 /// The same of a JSON value.
 TANDEM_API std::string shown_json(const nlohmann::json& value);
 
-/// Parses `text`. Throws c10::ValueError, in the name of `what`, where it is no JSON, holds a number that overflows, or exceeds
-/// `limits::kTextBytes` or `limits::kDepth`.
+/// Parses `text`. Throws c10::ValueError, in the name of `what`, where it is no JSON, holds a
+/// number that overflows, or exceeds `limits::kTextBytes` or `limits::kDepth`.
 TANDEM_API nlohmann::json parse_json(std::string_view text, std::string_view what);
 
-/// Reads named members of an object. A member that is absent leaves its default; `finish` refuses those that nobody read.
-/// All throw c10::ValueError: "<what>: expected "<field>" to be ..., got ...".
+/// Reads named members of an object. A member that is absent leaves its default; `finish` refuses
+/// those that nobody read. All throw c10::ValueError: "<what>: expected "<field>" to be ..., got
+/// ...".
 class TANDEM_API Fields {
  public:
   /// `object`: null counts as {}. Must outlive the reader.

@@ -1,4 +1,5 @@
-// Op definitions: one table entry per kind of operation. What the planner knows of an op is here and nowhere else.
+// Op definitions: one table entry per kind of operation. What the planner knows of an op is here
+// and nowhere else.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -19,67 +20,88 @@ class Call;
 /// Runs one step: reads its operands from the call, writes the results that are demanded.
 using Run = void (*)(Call& call);
 
-/// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>. One that ends in [] is a list, whose
-/// length the op's options say; in the reads and writes of a step lists stand last.
+/// Names of operands, in the order in which a step sees them. A gradient is called grad_<name>. One
+/// that ends in [] is a list, whose length the op's options say; in the reads and writes of a step
+/// lists stand last.
 using Names = std::vector<std::string_view>;
 
 /// The dtype in which an op computes and returns its results.
 enum class DtypeRule : uint8_t {
-  weight,          ///< that of autocast, else that of the first parameter: products and norms
-  input,           ///< that of autocast, else that of the input: activations
-  promote,         ///< as torch promotes the operands: sums
-  promote_number,  ///< as torch promotes the input with a number that has a fraction: integers become the default dtype
+  /// That of autocast, else that of the first parameter: products and norms.
+  weight,
+  /// That of autocast, else that of the input: activations.
+  input,
+  /// As torch promotes the operands: sums.
+  promote,
+  /// As torch promotes the input with a number that has a fraction: integers become the default
+  /// dtype.
+  promote_number,
 };
 
 /// A result of an op.
 struct ResultDef {
   enum Kind : uint8_t {
-    computed,   ///< in the op's dtype
-    statistic,  ///< float32 (float64 where the op's dtype is)
-    seed,       ///< int64, drawn before the op runs, in list order
-    shape,      ///< the sizes of the input
-    opaque,     ///< what user code saved
+    /// In the op's dtype.
+    computed,
+    /// float32 (float64 where the op's dtype is).
+    statistic,
+    /// int64, drawn before the op runs, in list order.
+    seed,
+    /// The sizes of the input.
+    shape,
+    /// What user code saved.
+    opaque,
   };
   std::string_view name;
   Kind kind = computed;
 };
 
-/// `name` is the same value as `operand`: a rename, no step. For results; and for gradients of operands.
+/// `name` is the same value as `operand`: a rename, no step. For results; and for gradients of
+/// operands.
 struct Same {
   std::string_view name, operand;
 };
 
-/// What a step does with the clock: a collective is one that starts it and one that waits for it, and others may stand between.
+/// What a step does with the clock: a collective is one that starts it and one that waits for it,
+/// and others may stand between.
 enum class Phase : uint8_t { start, compute, wait };
 
-/// An operand of a product that a step reads, and the dimension of it that the product sums over: a recipe gives it codes whose blocks
-/// lie that way.
+/// An operand of a product that a step reads, and the dimension of it that the product sums over: a
+/// recipe gives it codes whose blocks lie that way.
 struct Contract {
   std::string_view operand;
   Direction along;
 };
 
-/// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if it mutates what is not the library's own.
+/// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if
+/// it mutates what is not the library's own.
 struct StepDef {
-  std::string_view name;  ///< "forward", "backward", or what it writes where an op has several
-  Names reads;            ///< operands and results by their names, gradients as grad_<result>
-  /// Results; in backward gradients as grad_<operand>, then results that it can write again (`reemits`).
+  /// "forward", "backward", or what it writes where an op has several.
+  std::string_view name;
+  /// Operands and results by their names, gradients as grad_<result>.
+  Names reads;
+  /// Results; in backward gradients as grad_<operand>, then results that it can write again
+  /// (`reemits`).
   Names writes;
-  Names mutates = {};  ///< buffers; an extra input where the user asked for it
-  /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one of them is asked for.
+  /// Buffers; an extra input where the user asked for it.
+  Names mutates = {};
+  /// Gradients of parameters that go into what the step mutates and nowhere else: it runs where one
+  /// of them is asked for.
   Names absorbs = {};
   /// Products: what of the reads a recipe may quantize. Each has a role.
   std::vector<Contract> contracts = {};
   Phase phase = Phase::compute;
-  /// Of backward: writes results again for a step behind it, from what it reads, which holds no gradient. The library gives it one as its last
-  /// read, "behind", so that no compiler takes the step for that of forward.
+  /// Of backward: writes results again for a step behind it, from what it reads, which holds no
+  /// gradient. The library gives it one as its last read, "behind", so that no compiler takes the
+  /// step for that of forward.
   bool writes_again = false;
   Run run = nullptr;
   /// Whether an op with these options has the step; nullptr: always.
   bool (*applies)(const void* options) = nullptr;
 };
 
-/// What an operand of products is to a recipe; a step that multiplies by it names it in `contracts`.
+/// What an operand of products is to a recipe; a step that multiplies by it names it in
+/// `contracts`.
 struct RoleOf {
   std::string_view operand;
   Role role;
@@ -89,43 +111,61 @@ struct RoleOf {
 struct OpDef {
   std::string_view name;
   std::string_view formula;
-  /// What patterns may ask for instead of a name, or empty. The ops of a family have the same options, reads and writes.
+  /// What patterns may ask for instead of a name, or empty. The ops of a family have the same
+  /// options, reads and writes.
   std::string_view family = {};
-  Signature signature = {};         ///< the options
-  std::vector<SizeDef> sizes = {};  ///< what shapes of `params` are made of
-  Names inputs = {"x"};             ///< the main input, then the extra ones
-  Names indices =
-      {};  ///< extra inputs that count or point: integers, never cast, without a gradient
+  /// The options.
+  Signature signature = {};
+  /// What shapes of `params` are made of.
+  std::vector<SizeDef> sizes = {};
+  /// The main input, then the extra ones.
+  Names inputs = {"x"};
+  /// Extra inputs that count or point: integers, never cast, without a gradient.
+  Names indices = {};
   std::vector<ParamDef> params = {};
   /// The last of `params`: read without a gradient, and without a say in dtypes.
   size_t fixed_params = 0;
-  Names buffers = {};  ///< tensors of the caller that steps mutate; passed with every call
-  std::vector<ResultDef> results = {{"y"}};  ///< the main output first
-  Names extra_outputs = {};                  ///< results that are outputs besides the main one
-  Names temporaries = {};                    ///< what a step of backward writes for another one
+  /// Tensors of the caller that steps mutate; passed with every call.
+  Names buffers = {};
+  /// The main output first.
+  std::vector<ResultDef> results = {{"y"}};
+  /// Results that are outputs besides the main one.
+  Names extra_outputs = {};
+  /// What a step of backward writes for another one.
+  Names temporaries = {};
   DtypeRule dtype = DtypeRule::input;
-  std::vector<Same> same = {};  ///< results that are an operand
+  /// Results that are an operand.
+  std::vector<Same> same = {};
   /// Gradients of operands that are the gradient of a result.
   std::vector<Same> same_gradients = {};
   std::vector<RoleOf> roles = {};
   std::vector<StepDef> forward = {};
   std::vector<StepDef> backward = {};
-  Names reemits = {};  ///< results that a backward step can write again while it reads its inputs
-  Names reemit_reads = {};   ///< operands that it reads only then
-  Names context = {};        ///< ordered: what `saved_tensors` means to Python
-  bool views_input = false;  ///< y is a reshape of x, whose memory it may share
-  /// Instead of `forward` where the user asked for it: writes y into the memory of the extra input, which it mutates.
+  /// Results that a backward step can write again while it reads its inputs.
+  Names reemits = {};
+  /// Operands that it reads only then.
+  Names reemit_reads = {};
+  /// Ordered: what `saved_tensors` means to Python.
+  Names context = {};
+  /// y is a reshape of x, whose memory it may share.
+  bool views_input = false;
+  /// Instead of `forward` where the user asked for it: writes y into the memory of the extra input,
+  /// which it mutates.
   std::optional<StepDef> in_place = {};
   /// Runs as the body of a torch.autograd.Function does, and its values are never reused.
   bool runs_user_code = false;
-  bool training_only = false;  ///< in evaluation y is x
+  /// In evaluation y is x.
+  bool training_only = false;
   /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
   bool is_quantize_point = false;
-  bool is_unquantized = false;  ///< a product that has no quantized form: a recipe is refused
-  bool has_composite = true;    ///< the forward is made of differentiable operations
+  /// a product that has no quantized form: a recipe is refused.
+  bool is_unquantized = false;
+  /// The forward is made of differentiable operations.
+  bool has_composite = true;
   /// The length of a list operand. Needed where there are lists.
   size_t (*list_length)(const void* options, std::string_view operand) = nullptr;
-  /// Instead of `signature`, where options are not what a user wrote. Throws c10::ValueError on a bad one.
+  /// Instead of `signature`, where options are not what a user wrote. Throws c10::ValueError on a
+  /// bad one.
   Options (*parse)(const OpDef& definition, const nlohmann::json& options) = nullptr;
 };
 
@@ -138,7 +178,8 @@ inline size_t position(std::span<const std::string_view> names, std::string_view
 }
 inline bool is_list(std::string_view name) { return name.ends_with("[]"); }
 
-/// What a name in a definition refers to: an operand or result, by its place in OpKind::operands, or the gradient of one.
+/// What a name in a definition refers to: an operand or result, by its place in OpKind::operands,
+/// or the gradient of one.
 struct OperandRef {
   size_t operand = 0;
   bool is_gradient = false;
@@ -155,7 +196,8 @@ struct OpStep {
     Role role;
   };
   std::vector<ContractOf> contracts;
-  /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
+  /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step
+  /// has none.
   size_t main_read = npos, main_write = npos;
 };
 
@@ -164,7 +206,8 @@ struct TANDEM_API OpKind {
   explicit OpKind(const OpDef& definition);
 
   const OpDef& def;
-  Names operands;  ///< inputs, params, buffers, results, temporaries
+  /// Inputs, params, buffers, results, temporaries.
+  Names operands;
   size_t first_param = 0, first_buffer = 0, first_result = 0, first_temporary = 0;
   std::vector<OpStep> forward, backward;
   std::optional<OpStep> in_place;
@@ -172,8 +215,10 @@ struct TANDEM_API OpKind {
   struct SameOperand {
     size_t name, operand;
   };
-  std::vector<SameOperand> same;            ///< a result and the operand that it is
-  std::vector<SameOperand> same_gradients;  ///< an operand and the result whose gradient is its own
+  /// a result and the operand that it is.
+  std::vector<SameOperand> same;
+  /// An operand and the result whose gradient is its own.
+  std::vector<SameOperand> same_gradients;
   std::vector<size_t> reemits, reemit_reads;
 
   const ResultDef& result(size_t operand) const { return def.results[operand - first_result]; }
@@ -181,7 +226,8 @@ struct TANDEM_API OpKind {
     return operand >= first_result && operand < first_temporary;
   }
   bool is_same(size_t result) const;
-  /// In the reads and writes of a step of either direction, also of a fusion: nullopt for a name that is none.
+  /// In the reads and writes of a step of either direction, also of a fusion: nullopt for a name
+  /// that is none.
   std::optional<OperandRef> read(std::string_view name, bool backward) const;
   std::optional<OperandRef> write(std::string_view name, bool backward) const;
 };
@@ -197,9 +243,10 @@ struct SlotCount {
 };
 TANDEM_API SlotCount quantize_slots(const OpDef& definition);
 
-/// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or the definition contradicts itself:
-/// an unknown operand in reads, writes, mutates, same or reemits, a name declared twice, one that means two things in backward, or a
-/// list before an operand that is none.
+/// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or
+/// the definition contradicts itself: an unknown operand in reads, writes, mutates, same or
+/// reemits, a name declared twice, one that means two things in backward, or a list before an
+/// operand that is none.
 TANDEM_API void register_op(const OpDef& definition);
 
 /// All registered names, sorted.

@@ -1,4 +1,5 @@
-// Definitions with their names resolved: every name must be one that is declared, and mean one thing.
+// Definitions with their names resolved: every name must be one that is declared, and mean one
+// thing.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -39,7 +40,8 @@ void check_lists_last(const OpKind& op, const Names& names, std::string_view ste
                     "\", got one before. Name them last.");
 }
 
-/// Where a name could be an operand and the gradient of another, in what a step of backward reads or writes.
+/// Where a name could be an operand and the gradient of another, in what a step of backward reads
+/// or writes.
 void check_one_meaning(const OpKind& op, std::string_view name, bool is_declared,
                        bool is_gradient) {
   TORCH_CHECK_VALUE(!is_declared || !is_gradient, "op ", op.def.name, ": expected \"", name,

@@ -1,5 +1,6 @@
-// What a user may write of an op: its options, each with a type, a default, a check and a line of text. It is written once, in the
-// definition: reading a description, the fronts and docs/ops.md follow it.
+// What a user may write of an op: its options, each with a type, a default, a check and a line of
+// text. It is written once, in the definition: reading a description, the fronts and docs/ops.md
+// follow it.
 #pragma once
 
 #include <functional>
@@ -22,10 +23,13 @@ using Options = std::shared_ptr<const void>;
 
 /// What an option may be set to, beside what its type says.
 struct Check {
-  double least = -std::numeric_limits<double>::infinity();  ///< of a number
+  /// Of a number.
+  double least = -std::numeric_limits<double>::infinity();
   double greatest = std::numeric_limits<double>::infinity();
-  std::vector<std::string_view> words = {};  ///< of a text: one of these, where there are any
-  bool is_required = false;                  ///< there is no default
+  /// Of a text: one of these, where there are any.
+  std::vector<std::string_view> words = {};
+  /// There is no default.
+  bool is_required = false;
 };
 inline Check at_least(double least) { return {.least = least}; }
 inline Check between(double least, double greatest) {
@@ -40,14 +44,15 @@ inline Check required(Check check = {}) {
 /// An option as fronts see it. Its type is that of its default.
 struct OptionDef {
   std::string_view name;
-  OptionValue otherwise;  ///< the default
+  /// The default.
+  OptionValue otherwise;
   Check check;
   std::string_view doc;
   std::function<void(void* options, const OptionValue& value)> set;
 };
 
-/// One line of a signature: a member of the struct of options, whose initial value is the default. An enum is a text, its words in the
-/// order of its values.
+/// One line of a signature: a member of the struct of options, whose initial value is the default.
+/// An enum is a text, its words in the order of its values.
 template <typename T>
 struct Option {
   template <typename Member>
@@ -101,7 +106,8 @@ class TANDEM_API Signature {
 
   std::span<const OptionDef> options() const { return options_; }
 
-  /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown, lacking, or not as its check says.
+  /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown,
+  /// lacking, or not as its check says.
   Options parse(std::string_view op, const nlohmann::json& options) const;
 
  private:
@@ -117,7 +123,8 @@ TANDEM_API bool allows(const OptionDef& option, const OptionValue& value);
 
 TANDEM_API nlohmann::json json_of(const OptionValue& value);
 
-/// A size that the shapes of parameters are made of: given where an op is made, and no option, as its parameters show it.
+/// A size that the shapes of parameters are made of: given where an op is made, and no option, as
+/// its parameters show it.
 struct SizeDef {
   std::string_view name, doc;
 };
@@ -127,7 +134,8 @@ struct ParamDef {
   enum class Init : uint8_t {
     zeros,
     ones,
-    kaiming_uniform  ///< U(-1/sqrt(n), 1/sqrt(n)), n the last size
+    /// U(-1/sqrt(n), 1/sqrt(n)), n the last size.
+    kaiming_uniform
   };
   ParamDef(const char* name)
       : name(name) {}  // NOLINT: a name alone is a parameter that fronts do not make
@@ -138,7 +146,8 @@ struct ParamDef {
   std::string_view name;
   std::vector<std::string_view> shape;
   Init init = Init::zeros;
-  std::string_view zeros_if = {};  ///< an option that, where it is set, makes it start at zero
+  /// An option that, where it is set, makes it start at zero.
+  std::string_view zeros_if = {};
 };
 
 }  // namespace tandem

@@ -13,19 +13,27 @@ namespace tandem {
 
 /// What a step is. Passes decide by this; a user may choose any name.
 enum class StepKind : uint8_t {
-  op,     ///< a step of an op's definition
-  fused,  ///< what a fusion put in the place of others
+  /// a step of an op's definition.
+  op,
+  /// What a fusion put in the place of others.
+  fused,
   // The planner's own, which no op asks for:
   cast,
-  round,  ///< where the user asked that numbers become those of the recipe's format: a quantize and a dequantize step from then on
-  add,    ///< the sum of two gradients
+  /// Where the user asked that numbers become those of the recipe's format: a quantize and a
+  /// dequantize step from then on.
+  round,
+  /// The sum of two gradients.
+  add,
   rename,
   seed,
   quantize,
   dequantize,
-  take_scale,  ///< of a slot of the recipe's state, which it brings up to date
-  record_amax,  ///< into a slot of the recipe's state: it runs where the step that writes the amax does
-  refresh,      ///< brings the codes of a weight up to date in its workspace
+  /// Of a slot of the recipe's state, which it brings up to date.
+  take_scale,
+  /// Into a slot of the recipe's state: it runs where the step that writes the amax does.
+  record_amax,
+  /// Brings the codes of a weight up to date in its workspace.
+  refresh,
 };
 
 /// A part of an op: its nth step of a direction. Every part is covered exactly once.
@@ -41,7 +49,8 @@ struct ListRange {
   uint32_t first = 0, count = 0;
 };
 
-/// The implementations that a step has taken, in any call: for `explain`. Any thread may add to it; a copy is another step, which has taken none.
+/// The implementations that a step has taken, in any call: for `explain`. Any thread may add to it;
+/// a copy is another step, which has taken none.
 class Taken {
  public:
   Taken() = default;
@@ -59,28 +68,39 @@ class Taken {
 /// One call of an implementation.
 struct Step {
   StepKind kind = StepKind::op;
-  /// For people, and for patterns of ops: "rms_norm", "rms_norm.backward"; the fusion's name where fused.
+  /// For people, and for patterns of ops: "rms_norm", "rms_norm.backward"; the fusion's name where
+  /// fused.
   std::string name;
-  std::string family;  ///< of an op's step: "activation", "activation.backward", or empty
+  /// Of an op's step: "activation", "activation.backward", or empty.
+  std::string family;
   Run run = nullptr;
   Phase phase = Phase::compute;
-  Names read_names, write_names;  ///< as the definition calls them, parallel to reads and writes
-  Values reads;                   ///< Value::none for an operand that is absent
-  Values writes;                  ///< Value::none for a result that nobody demands
-  /// Positions of what chains go through: x and y, in backward grad_y and grad_x; npos where the step has none.
+  /// As the definition calls them, parallel to reads and writes.
+  Names read_names, write_names;
+  /// Value::none for an operand that is absent.
+  Values reads;
+  /// Value::none for a result that nobody demands.
+  Values writes;
+  /// Positions of what chains go through: x and y, in backward grad_y and grad_x; npos where the
+  /// step has none.
   size_t main_read = 0, main_write = 0;
   std::vector<ListRange> read_lists, write_lists;
-  /// Workspaces, buffers and in-place operands: such steps are never repeated, nor reordered among those of the same value.
+  /// Workspaces, buffers and in-place operands: such steps are never repeated, nor reordered among
+  /// those of the same value.
   Values mutates;
-  /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs where one of them is asked for.
+  /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs
+  /// where one of them is asked for.
   std::vector<uint32_t> absorbs;
   std::vector<Part> covers;
-  size_t asked_by = npos;  ///< of a round step: the op that wants its numbers rounded
-  std::vector<Options>
-      options;  ///< one per op that the step covers, in op order; one for a quantize step
+  /// Of a round step: the op that wants its numbers rounded.
+  size_t asked_by = npos;
+  /// One per op that the step covers, in op order; one for a quantize step.
+  std::vector<Options> options;
   bool runs_user_code = false;
-  Values dead;          ///< values whose last reader this step is
-  mutable Taken taken;  ///< written by whoever runs the step
+  /// Values whose last reader this step is.
+  Values dead;
+  /// Written by whoever runs the step.
+  mutable Taken taken;
 };
 using Steps = std::vector<Step>;
 

@@ -11,7 +11,8 @@
 
 namespace tandem {
 
-/// A value of a plan. Two steps that name the same Value mean the same numbers; a rename makes no new one.
+/// A value of a plan. Two steps that name the same Value mean the same numbers; a rename makes no
+/// new one.
 enum class Value : uint32_t { none = 0xFFFFFFFF };
 
 constexpr size_t index_of(Value value) { return static_cast<size_t>(value); }
@@ -20,22 +21,34 @@ using Values = std::vector<Value>;
 
 /// What a value consists of.
 enum class Format : uint8_t {
-  plain,  ///< one tensor
-  codes,  ///< two: codes and dequant_scale of one direction, as the type's quantizer writes them
-  shape,  ///< no tensor: the sizes of another value
-  opaque,  ///< whatever user code saves: tensors and plain fields, known only to the op that wrote them
+  /// One tensor.
+  plain,
+  /// Two: codes and dequant_scale of one direction, as the type's quantizer writes them.
+  codes,
+  /// No tensor: the sizes of another value.
+  shape,
+  /// Whatever user code saves: tensors and plain fields, known only to the op that wrote them.
+  opaque,
 };
 
 /// Where a value comes from.
 enum class Origin : uint8_t {
-  input,      ///< an argument: the main input or an extra one
-  param,      ///< a parameter, passed in at every call
-  workspace,  ///< a preallocated tensor that steps mutate: the cached codes of a weight
-  state,  ///< a tensor of the recipe's state, or the region's number: kept by a module, mutated by steps
-  buffer,        ///< a tensor of the caller that steps mutate, such as a parameter's main_grad
-  result,        ///< written by a forward step
-  gradient,      ///< written by a backward step, or given to backward
-  intermediate,  ///< written and read in backward only
+  /// An argument: the main input or an extra one.
+  input,
+  /// a parameter, passed in at every call.
+  param,
+  /// a preallocated tensor that steps mutate: the cached codes of a weight.
+  workspace,
+  /// a tensor of the recipe's state, or the region's number: kept by a module, mutated by steps.
+  state,
+  /// a tensor of the caller that steps mutate, such as a parameter's main_grad.
+  buffer,
+  /// Written by a forward step.
+  result,
+  /// Written by a backward step, or given to backward.
+  gradient,
+  /// Written and read in backward only.
+  intermediate,
 };
 
 /// Which operand of a product a tensor is: a recipe has a quantizer for each.
@@ -46,8 +59,10 @@ struct Type {
   at::ScalarType dtype = at::kFloat;
   Format format = Format::plain;
   Origin origin = Origin::result;
-  Value view_of = Value::none;  ///< the value whose memory this one may share (a reshape), if any
-  std::string name = {};        ///< as `explain` prints it: "3.linear.y"
+  /// The value whose memory this one may share (a reshape), if any.
+  Value view_of = Value::none;
+  /// As `explain` prints it: "3.linear.y".
+  std::string name = {};
   /// Of a value in codes; null of all others.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;

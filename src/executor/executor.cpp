@@ -19,7 +19,8 @@ bool is_written(Frame& frame, Value value) {
   return format == Format::opaque || format == Format::shape || frame.tensor(value).defined();
 }
 
-/// A write in place must change nothing but what it is to change. Of what is in the frame; what is not yet there is no old value.
+/// A write in place must change nothing but what it is to change. Of what is in the frame; what is
+/// not yet there is no old value.
 void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwritten) {
   const Step& step = plan.forward[overwritten.step];
   const Value target = plan.inputs[overwritten.input];

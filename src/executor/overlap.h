@@ -5,8 +5,8 @@
 
 namespace tandem {
 
-/// Whether an element of one tensor lies in the memory of one of the other. Strided tensors with memory only. Parts of one tensor
-/// that lie between each other, as its columns do, do not overlap.
+/// Whether an element of one tensor lies in the memory of one of the other. Strided tensors with
+/// memory only. Parts of one tensor that lie between each other, as its columns do, do not overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
 /// Whether two tensors are the same elements at the same places.

@@ -60,7 +60,8 @@ Init init_of(const ParamDef& param, const OptionValues& options) {
   return Init::kaiming_uniform;
 }
 
-/// Throws c10::ValueError on bytes that are no UTF-8: a description, which is JSON, cannot hold them.
+/// Throws c10::ValueError on bytes that are no UTF-8: a description, which is JSON, cannot hold
+/// them.
 std::string checked_channel(std::string name, const char* op) {
   try {
     json(name).dump();

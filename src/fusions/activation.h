@@ -5,7 +5,8 @@
 
 namespace tandem::fusions {
 
-/// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient of z and its column sums
+/// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient
+/// of z and its column sums
 ///
 ///   grad_y, z -> act.backward -> grad_z -> sum over rows -> grad_bias
 ///                    |

@@ -16,7 +16,8 @@ namespace {
 /// All fusions here read x, weight and bias first.
 enum Read { x, weight, bias, extra };
 
-/// The product that is continued, in the dtype that the unfused product has: a fresh tensor, whose memory results may take.
+/// The product that is continued, in the dtype that the unfused product has: a fresh tensor, whose
+/// memory results may take.
 at::Tensor product_of(Call& call) {
   const at::ScalarType dtype =
       call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();

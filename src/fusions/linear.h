@@ -19,7 +19,8 @@ extern const Fusion kLinearBiasAdd;
 ///
 ///   x, weight -> product -> + bias -> act -> y
 ///                              |
-///                              +--> z, written only if demanded: the activation's backward reads it
+///                              +--> z, written only if demanded: the activation's backward reads
+///                              it
 extern const Fusion kLinearBiasActivation;
 
 /// linear -> bias -> gated linear unit, likewise

@@ -1,4 +1,5 @@
-// The only list of built-in fusions. The first that matches and does not refuse wins; `explain` prints every refusal.
+// The only list of built-in fusions. The first that matches and does not refuse wins; `explain`
+// prints every refusal.
 #include "fusions/table.h"
 
 #include <c10/util/Exception.h>

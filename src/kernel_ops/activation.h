@@ -28,7 +28,8 @@ struct ActivationForward {
                               std::string_view activation, std::array<bool, 2> output_mask);
 };
 
-/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z, in the dtype of grad_z; y = act(z), as forward wrote it.
+/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z, in the dtype of grad_z; y =
+/// act(z), as forward wrote it.
 ///
 /// output_mask: grad_z, grad_bias, y.
 struct ActivationBackward {
@@ -46,7 +47,8 @@ struct ActivationBackward {
                               std::array<bool, 3> output_mask);
 };
 
-/// y = act(a) * b with [a, b] the halves of the last dimension of z = x + bias: the gate is the first half.
+/// y = act(a) * b with [a, b] the halves of the last dimension of z = x + bias: the gate is the
+/// first half.
 ///
 /// Shapes:      x [..., 2 * cols], bias [2 * cols] -> z like x, y [..., cols].
 /// output_mask: z, y.

@@ -1,4 +1,5 @@
-// The activations in torch's operations, which can be differentiated again: a specialization for each row of tandem/activations.h.
+// The activations in torch's operations, which can be differentiated again: a specialization for
+// each row of tandem/activations.h.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -17,8 +18,8 @@ namespace tandem::kernel_ops {
 
 using kernels::Activation;
 
-/// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z it is finite where grad_y is; at an infinite z it is what torch's
-/// formulas give, which for gelu and silu is NaN.
+/// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z it is finite where grad_y
+/// is; at an infinite z it is what torch's formulas give, which for gelu and silu is NaN.
 template <Activation>
 struct ActivationReference;
 

@@ -1,4 +1,5 @@
-// Checks of arguments that kernel ops share. Text: what was expected and where from, what came, what to do.
+// Checks of arguments that kernel ops share. Text: what was expected and where from, what came,
+// what to do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +13,8 @@ namespace tandem {
 /// What Python calls a dtype.
 inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
-/// `tensor` must hold real numbers that torch does arithmetic on: what norms and dropout are defined for.
+/// `tensor` must hold real numbers that torch does arithmetic on: what norms and dropout are
+/// defined for.
 inline void check_floating(std::string_view op, const at::Tensor& tensor, std::string_view name) {
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(

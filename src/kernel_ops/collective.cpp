@@ -11,7 +11,8 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Boxed: the schemas say `str group_name` up to some torch, and any object since; boxed takes a text in both.
+/// Boxed: the schemas say `str group_name` up to some torch, and any object since; boxed takes a
+///        text in both.
 template <typename... Args>
 at::Tensor call(const char* name, const Args&... args) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});

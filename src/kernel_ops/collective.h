@@ -1,5 +1,6 @@
-// Collectives over a process group: each is started, and waited for later. The ops are torch's functional collectives, so that compilers,
-// tracing and gloo, NCCL, ... are the same as everywhere.
+// Collectives over a process group: each is started, and waited for later. The ops are torch's
+// functional collectives, so that compilers, tracing and gloo, NCCL, ... are the same as
+// everywhere.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,17 @@ namespace tandem::kernel_ops {
 
 /// Who takes part.
 struct Group {
-  std::string name;  ///< as torch.distributed knows it
+  /// As torch.distributed knows it.
+  std::string name;
   int64_t size = 1;
 };
 
-/// Each gives a tensor that holds its numbers once `wait` has returned it, on every rank of the group in the same order. x [rows, ...]:
+/// Each gives a tensor that holds its numbers once `wait` has returned it, on every rank of the
+/// group in the same order. x [rows, ...]:
 ///
 /// all_gather:      [size * rows, ...], those of rank 0 first
-/// reduce_scatter:  [rows / size, ...], the rank's rows of the sum over ranks. Throws c10::ValueError unless size divides rows.
+/// reduce_scatter:  [rows / size, ...], the rank's rows of the sum over ranks. Throws
+/// c10::ValueError unless size divides rows.
 /// all_reduce:      [rows, ...], the sum over ranks
 /// all_reduce_max:  [rows, ...], the largest over ranks
 at::Tensor start_all_gather(const at::Tensor& x, const Group& group);
@@ -27,8 +31,8 @@ at::Tensor start_all_reduce(const at::Tensor& x, const Group& group);
 at::Tensor start_all_reduce_max(const at::Tensor& x, const Group& group);
 at::Tensor wait(const at::Tensor& started);
 
-/// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps compilers from taking the two for one
-/// and the result of the first from being kept.
+/// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps
+/// compilers from taking the two for one and the result of the first from being kept.
 at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
                                   const Group& group);
 

@@ -109,7 +109,8 @@ kernels::DelayedState view_of(const ScalingState& state) {
 
 int64_t& pending_of(const ScalingState& state) { return *state.pending.data_ptr<int64_t>(); }
 
-/// `reduced`: row 0 over all processes of the group, or undefined. Under the lock but where a function of the user runs.
+/// `reduced`: row 0 over all processes of the group, or undefined. Under the lock but where a
+/// function of the user runs.
 void update_state(const ScalingState& state, const ScaleUpdate& update, const Tensor& reduced) {
   const kernels::DelayedState view = view_of(state);
   const float* amax = reduced.defined() ? reduced.const_data_ptr<float>() : nullptr;

@@ -1,4 +1,5 @@
-// The state of delayed scaling: kernel ops that take scales from it and leave amaxes in it, and its update at the end of a step.
+// The state of delayed scaling: kernel ops that take scales from it and leave amaxes in it, and its
+// update at the end of a step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,13 +15,16 @@
 
 namespace tandem {
 
-/// How scales come from amaxes. Known by its address: equal ones are one object, which lives as long as the process.
+/// How scales come from amaxes. Known by its address: equal ones are one object, which lives as
+/// long as the process.
 struct ScaleUpdate {
   kernels::DelayedScaling scaling;
   /// Instead of `scaling.algorithm`: a function that register_scale_update knows by this name.
   std::string function;
-  std::string group;  ///< the process group whose processes share their amaxes; empty: none do
-  std::string text;   ///< canonical: "fp8_e4m3:margin=0:max:function=NAME:group=NAME"
+  /// The process group whose processes share their amaxes; empty: none do.
+  std::string group;
+  /// Canonical: "fp8_e4m3:margin=0:max:function=NAME:group=NAME".
+  std::string text;
 };
 
 /// The update of a text. Throws c10::ValueError on what is none.
@@ -28,7 +32,8 @@ TANDEM_API const ScaleUpdate& scale_update(std::string_view text);
 /// The update of these fields, whose `text` is not read.
 TANDEM_API const ScaleUpdate& scale_update(ScaleUpdate update);
 
-/// Writes scales [slots] from amax_history [length, slots], whose row 0 is the step's amax over all processes, and moves the history on.
+/// Writes scales [slots] from amax_history [length, slots], whose row 0 is the step's amax over all
+/// processes, and moves the history on.
 using ScaleUpdateFunction =
     std::function<void(const at::Tensor& amax_history, const at::Tensor& scale, double format_max)>;
 /// Makes `function` known under `name` for the life of the process.
@@ -36,8 +41,10 @@ TANDEM_API void register_scale_update(std::string name, ScaleUpdateFunction func
 
 /// The state of one direction of a module, whose products have a slot each for what they quantize.
 struct ScalingState {
-  at::Tensor scale;         ///< [slots], float32, ones at first
-  at::Tensor amax_history;  ///< [length, slots], float32, zeros at first (kernels/delayed.h)
+  /// [slots], float32, ones at first.
+  at::Tensor scale;
+  /// [length, slots], float32, zeros at first (kernels/delayed.h).
+  at::Tensor amax_history;
   /// [1], int64: the region whose amaxes row 0 holds and no update has used yet; 0: none.
   at::Tensor pending;
 };
@@ -45,7 +52,8 @@ inline constexpr size_t kScalingStateTensors = 3;
 inline constexpr const char* kScalingStateNames[kScalingStateTensors] = {"scale", "amax_history",
                                                                          "pending"};
 
-/// A history of another length: row 0 and the newest of the steps before stay, zeros come where there is nothing older.
+/// A history of another length: row 0 and the newest of the steps before stay, zeros come where
+/// there is nothing older.
 ///
 /// Shapes: amax_history [length, slots] -> [new length, slots].
 TANDEM_API at::Tensor resized_history(const at::Tensor& amax_history, int64_t length);
@@ -58,32 +66,38 @@ struct PendingUpdate {
 
 namespace kernel_ops {
 
-/// The scale of a slot, a tensor of one element of its own, in the region of this number. The first time that a state is asked in
-/// another region than the one whose amaxes it holds, it is updated before: so a step's amaxes make the scales of the next step
-/// whatever ends the step, and on whatever thread. A region of 0 (none) or below (backward recomputes a forward of it) updates nothing.
+/// The scale of a slot, a tensor of one element of its own, in the region of this number. The first
+/// time that a state is asked in another region than the one whose amaxes it holds, it is updated
+/// before: so a step's amaxes make the scales of the next step whatever ends the step, and on
+/// whatever thread. A region of 0 (none) or below (backward recomputes a forward of it) updates
+/// nothing.
 ///
-/// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous on the CPU; result [].
-/// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does not have.
+/// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous on
+///         the CPU; result [].
+/// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does
+///         not have.
 at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, int64_t slot,
                       const ScaleUpdate& update);
 
-/// amax_history[0, slot] = max(amax_history[0, slot], amax), NaN skipped; nothing for a region of 0 or below. `counts`: an update is due
-/// once the region has ended.
+/// amax_history[0, slot] = max(amax_history[0, slot], amax), NaN skipped; nothing for a region of 0
+/// or below. `counts`: an update is due once the region has ended.
 ///
 /// Shapes, Throws: as take_scale; amax of one element.
 void record_amax(const ScalingState& state, const at::Tensor& amax, const at::Tensor& region,
                  int64_t slot, bool counts);
 
-/// Throws c10::ValueError unless a state is as take_scale wants it, with room for slots [first, first + count).
+/// Throws c10::ValueError unless a state is as take_scale wants it, with room for slots [first,
+/// first + count).
 void check_state(const ScalingState& state, int64_t first, int64_t count);
 
-/// Ends the step of these states: reduces their amaxes over the groups of those that have one, all of a group in one collective, then
-/// updates each (kernels/delayed.h). The GIL must not be held.
+/// Ends the step of these states: reduces their amaxes over the groups of those that have one, all
+/// of a group in one collective, then updates each (kernels/delayed.h). The GIL must not be held.
 ///
 /// Throws: c10::Error where the processes of a group come with different numbers of amaxes.
 TANDEM_API void update_states(std::span<const PendingUpdate> states);
 
-/// Tells the number of the outermost autocast region around the caller; for whoever knows of more than this thread's (weights.h).
+/// Tells the number of the outermost autocast region around the caller; for whoever knows of more
+/// than this thread's (weights.h).
 TANDEM_API void set_region_reader(int64_t (*reader)());
 
 }  // namespace kernel_ops

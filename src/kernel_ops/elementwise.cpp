@@ -21,7 +21,8 @@ at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
   return bias ? at::result_type(x, *bias) : x.scalar_type();
 }
 
-/// The words of Philox4x32-10 for linear indices 0..count-1, in int64 arithmetic, whose products wrap as unsigned ones do.
+/// The words of Philox4x32-10 for linear indices 0..count-1, in int64 arithmetic, whose products
+/// wrap as unsigned ones do.
 Tensor philox_words(const Tensor& seed, const c10::SymInt& count) {
   constexpr int64_t kLow = 0xFFFFFFFF;
   const auto options = seed.options();

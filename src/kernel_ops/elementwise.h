@@ -21,7 +21,8 @@ struct AddBias {
                               const std::optional<Tensor>& extra);
 };
 
-/// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a bias.
+/// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a
+/// bias.
 struct SumRows {
   static constexpr const char* kName = "sum_rows";
   static constexpr const char* kQualifiedName = "tandem::sum_rows";
@@ -31,8 +32,9 @@ struct SumRows {
   static Results<1> reference(const Tensor& x, at::ScalarType dtype);
 };
 
-/// y = keep ? x / (1 - p) : 0; keep from Philox4x32-10 keyed by `seed`, counted by the linear index: one seed, one mask, on every
-/// device and thread count. The gradient is the same op on grad_y with the same seed.
+/// y = keep ? x / (1 - p) : 0; keep from Philox4x32-10 keyed by `seed`, counted by the linear
+/// index: one seed, one mask, on every device and thread count. The gradient is the same op on
+/// grad_y with the same seed.
 ///
 /// Shapes: x any, seed int64 with one element -> y like x. 0 <= p <= 1; p = 1 gives zeros.
 struct Dropout {

@@ -138,7 +138,8 @@ Quantizer parse(std::string_view text) {
   return parsed;
 }
 
-/// Quantizers by every text that has named them. They are never removed: plans and tensors hold their addresses.
+/// Quantizers by every text that has named them. They are never removed: plans and tensors hold
+/// their addresses.
 class Interned {
  public:
   const Quantizer* find(std::string_view text) const {

@@ -1,4 +1,5 @@
-// Formats of quantized tensors and kinds of scale, as rows of two tables: all that knows how codes are made and what they mean.
+// Formats of quantized tensors and kinds of scale, as rows of two tables: all that knows how codes
+// are made and what they mean.
 #pragma once
 
 #include <optional>
@@ -24,15 +25,18 @@ using Group = std::array<at::Tensor, group_size>;
 /// Which of them are wanted: codes and scale of rows, codes and scale of columns, amax.
 using GroupMask = std::array<bool, 3>;
 
-/// Where the scales of a format lie, and what they do to numbers. source ~= decode(codes) * dequant_scale.
+/// Where the scales of a format lie, and what they do to numbers. source ~= decode(codes) *
+/// dequant_scale.
 struct ScaleLayout {
-  bool serves_both_directions = false;  ///< codes and scale of rows are those of columns too
-  bool applies_at_end =
-      false;  ///< to a product of decoded codes, as one number per tensor; else to numbers as they are decoded
+  /// Codes and scale of rows are those of columns too.
+  bool serves_both_directions = false;
+  /// To a product of decoded codes, as one number per tensor; else to numbers as they are decoded.
+  bool applies_at_end = false;
   at::ScalarType dtype = at::kFloat;
   /// Sizes of the scales of x or of its codes, which lie as x does, uint8.
   c10::SymDimVector (*sizes)(const at::Tensor& x, Direction direction) = nullptr;
-  /// y = decode(codes) * dequant_scale in float32, rounded once to y's dtype. On the CPU, into contiguous y.
+  /// y = decode(codes) * dequant_scale in float32, rounded once to y's dtype. On the CPU, into
+  /// contiguous y.
   void (*dequantize)(const at::Tensor& codes, const at::Tensor& dequant_scale,
                      kernels::Fp8Format element, Direction direction,
                      const at::Tensor& y) = nullptr;
@@ -43,11 +47,12 @@ struct ScaleLayout {
 
 /// A row of the table of formats.
 struct FormatDef {
-  std::string_view name;  ///< "fp8_e4m3"
+  /// "fp8_e4m3".
+  std::string_view name;
   kernels::Fp8Format element;
   const ScaleLayout& layout;
-  std::span<const ScalingDef* const>
-      scalings;  ///< the kinds of scale that it may have, the one that is meant where none is named first
+  /// The kinds of scale that it may have, the one that is meant where none is named first.
+  std::span<const ScalingDef* const> scalings;
 };
 
 /// A norm whose result is quantized.
@@ -56,17 +61,21 @@ struct NormToQuantize {
   kernels::ConstVector weight, bias;
   kernels::cpu::NormOptions options;
   kernels::Element y_element;
-  kernels::Rows y;           ///< null where it is not wanted
-  bool is_centered = false;  ///< LayerNorm, which has a mean
+  /// null where it is not wanted.
+  kernels::Rows y;
+  /// LayerNorm, which has a mean.
+  bool is_centered = false;
   float* mean = nullptr;
   float* inv_norm = nullptr;
 };
 
 /// A kind of scale: how scales come about, and what computes codes with them.
 struct ScalingDef {
-  std::string_view name;  ///< "current"; empty where the format says it
+  /// "current"; empty where the format says it.
+  std::string_view name;
   bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false;
-  bool takes_scale = false;  ///< a quantization scale is an operand, not computed from x
+  /// a quantization scale is an operand, not computed from x.
+  bool takes_scale = false;
   /// Writes the tensors of `group` that are defined, contiguous. On the CPU.
   void (*quantize)(const at::Tensor& x, const std::optional<at::Tensor>& scale,
                    const Quantizer& quantizer, Group& group) = nullptr;
@@ -89,7 +98,8 @@ inline GroupMask written_of(const Quantizer& quantizer, GroupMask mask) {
 
 namespace kernel_ops {
 
-/// Sizes and dtypes of the group of x, after checking that the quantizer has the scale that it takes.
+/// Sizes and dtypes of the group of x, after checking that the quantizer has the scale that it
+/// takes.
 std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
                                                const std::optional<Tensor>& scale,
                                                const Quantizer& quantizer, GroupMask mask);

@@ -10,7 +10,8 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-/// Names in the order of their bits, and the lists. For good, as steps hold bits and callers hold lists.
+/// Names in the order of their bits, and the lists. For good, as steps hold bits and callers hold
+/// lists.
 struct Tables {
   std::mutex mutex;
   std::vector<std::string> names{"reference", "dispatcher"};

@@ -1,4 +1,5 @@
-// Lists of implementations, of each kernel op and of products: read without a lock, and they only grow.
+// Lists of implementations, of each kernel op and of products: read without a lock, and they only
+// grow.
 #pragma once
 
 #include <atomic>
@@ -13,9 +14,11 @@ namespace tandem::kernel_ops {
 /// Names of implementations as a set, a bit for each: what a step has taken.
 using ImplementationNames = uint64_t;
 
-/// Of every kernel op and of products: torch's own differentiable operations, always the last resort.
+/// Of every kernel op and of products: torch's own differentiable operations, always the last
+/// resort.
 inline constexpr ImplementationNames kReference = 1;
-/// A call that torch's dispatcher sees: it finds the implementation, and a compiler may do so later.
+/// A call that torch's dispatcher sees: it finds the implementation, and a compiler may do so
+/// later.
 inline constexpr ImplementationNames kDispatcher = 2;
 
 /// The bit of a name. Throws c10::ValueError where 64 other names have one.
@@ -33,7 +36,8 @@ struct Listed {
   const Listed* next;
 };
 
-/// The head of the list that belongs to `name`. In the library, so that whoever is linked to it means the same list.
+/// The head of the list that belongs to `name`. In the library, so that whoever is linked to it
+/// means the same list.
 TANDEM_API std::atomic<const void*>& list_of(const char* name);
 
 /// Puts a row before those there are.

@@ -1,5 +1,6 @@
-// What a kernel op is: one struct that says schema, shapes and composite reference, and a list of implementations. Everything else
-// (dispatcher kernels, shape function for tracing, autograd rule, the direct call with buffers) follows from them.
+// What a kernel op is: one struct that says schema, shapes and composite reference, and a list of
+// implementations. Everything else (dispatcher kernels, shape function for tracing, autograd rule,
+// the direct call with buffers) follows from them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +22,8 @@ namespace tandem::kernel_ops {
 
 using at::Tensor;
 
-/// Sizes and dtype of one result; `wanted` is false for a result that the caller masked out: it has no elements and is not computed.
+/// Sizes and dtype of one result; `wanted` is false for a result that the caller masked out: it has
+/// no elements and is not computed.
 struct ResultSpec {
   c10::SymDimVector sizes;
   at::ScalarType dtype = at::kFloat;
@@ -46,9 +48,10 @@ inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStat
 
 /// A kernel op K has
 ///   kName, kSchema                        name and schema in namespace `tandem`
-///   shapes(args...) -> Specs<N>           sizes and dtypes of the results; SymInt, so that tracing sees through it; checks arguments
-///   reference(args...) -> Results<N>      the results in differentiable ATen operations, for every device and dtype: promotes, or
-///                                         raises, as torch does
+///   shapes(args...) -> Specs<N>           sizes and dtypes of the results; SymInt, so that tracing
+///                                         sees through it; checks arguments
+///   reference(args...) -> Results<N>      the results in differentiable ATen operations, for every
+///                                         device and dtype: promotes, or raises, as torch does
 /// and a list of implementations, which its registration begins (register.h).
 template <size_t N>
 using Specs = std::array<ResultSpec, N>;
@@ -99,15 +102,18 @@ inline constexpr size_t kResultCount = SignatureOf<K>::kResults;
 template <typename K>
 using ResultsOf = Results<kResultCount<K>>;
 
-/// One way to compute kernel op K. It is asked where all tensors among the arguments are plain memory of one device of its type.
+/// One way to compute kernel op K. It is asked where all tensors among the arguments are plain
+/// memory of one device of its type.
 template <typename K>
 struct Implementation {
-  std::string_view name;  ///< what `explain` calls it; of a string that stays
+  /// What `explain` calls it; of a string that stays.
+  std::string_view name;
   c10::DeviceType device;
   /// Whether it computes on arguments of these dtypes, shapes and strides.
   typename SignatureOf<K>::Accepts* accepts;
-  /// Writes the results that are wanted: tensors of the sizes and dtypes that shapes() says, contiguous. One may lie in the memory of an
-  /// operand of its sizes and dtype: an element is read before the result's element in its place is written.
+  /// Writes the results that are wanted: tensors of the sizes and dtypes that shapes() says,
+  /// contiguous. One may lie in the memory of an operand of its sizes and dtype: an element is read
+  /// before the result's element in its place is written.
   typename SignatureOf<K>::Run* run;
 };
 
@@ -127,7 +133,8 @@ ResultsOf<K> dispatch(const Args&... args) {
 
 namespace detail {
 
-/// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be resized to nothing.
+/// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be
+/// resized to nothing.
 [[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
 
 template <size_t N, typename T>
@@ -169,12 +176,14 @@ const Tensor& first_tensor(const First& first, const Rest&... rest) {
   }
 }
 
-/// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose schema names the arguments.
+/// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose
+/// schema names the arguments.
 TANDEM_API void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments);
 
 }  // namespace detail
 
-/// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of these dtypes each.
+/// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of
+/// these dtypes each.
 template <Dtypes... kSets>
 struct Takes {
   template <typename... Args>
@@ -188,8 +197,8 @@ struct Takes {
   }
 };
 
-/// Memory that a kernel may read as it lies there: dense, and not marked as conjugate, negative or zero. Throws c10::ValueError where it
-/// was given back.
+/// Memory that a kernel may read as it lies there: dense, and not marked as conjugate, negative or
+/// zero. Throws c10::ValueError where it was given back.
 inline bool is_plain(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kMarks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python});
@@ -223,7 +232,8 @@ std::atomic<const void*>& list_of_op() {
 }
 }  // namespace detail
 
-/// Adds an implementation, which is asked before those that K has. Calls that are under way may still take another one.
+/// Adds an implementation, which is asked before those that K has. Calls that are under way may
+/// still take another one.
 template <typename K>
 void register_implementation(const Implementation<K>& implementation) {
   detail::prepend(detail::list_of_op<K>(), implementation);
@@ -247,7 +257,8 @@ void check_devices(const Args&... args) {
   detail::require_one_device(K::kQualifiedName, {detail::tensor_in(args)...});
 }
 
-/// The composite form: what every implementation of K returns, contiguous and in the dtypes that shapes() says.
+/// The composite form: what every implementation of K returns, contiguous and in the dtypes that
+/// shapes() says.
 template <typename K, typename... Args>
 ResultsOf<K> run_reference(const Args&... args) {
   check_devices<K>(args...);
@@ -261,8 +272,8 @@ ResultsOf<K> run_reference(const Args&... args) {
   return results;
 }
 
-/// Runs what was chosen for these arguments. `allocate(i, spec)` gives the memory of result i where it is wanted; the reference has its
-/// own.
+/// Runs what was chosen for these arguments. `allocate(i, spec)` gives the memory of result i where
+/// it is wanted; the reference has its own.
 template <typename K, typename Allocate, typename... Args>
 ResultsOf<K> run_choice(Choice<K> choice, Allocate&& allocate, const Args&... args) {
   if (choice == nullptr) return run_reference<K>(args...);

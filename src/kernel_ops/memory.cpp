@@ -23,8 +23,9 @@ constexpr size_t kWorthCaching = 64 * 1024;
 constexpr size_t kGranularity = 16 * 1024;
 // A block that so many allocations passed by belongs to shapes that are gone.
 constexpr uint64_t kPatience = 4096;
-// Blocks in use and kept are at most so many times what was in use at once: where every step has another length, blocks of lengths that
-// do not come again would else add up to the limit. Steps of one shape hold less than twice their peak.
+// Blocks in use and kept are at most so many times what was in use at once: where every step has
+// another length, blocks of lengths that do not come again would else add up to the limit. Steps of
+// one shape hold less than twice their peak.
 constexpr int64_t kShareOfPeak = 2;
 // Between the header and the data, whose alignment is the header's.
 constexpr size_t kHeader = 64;
@@ -110,7 +111,8 @@ class BlockAllocator final : public c10::Allocator {
     for (Block* block : blocks) c10::free_cpu(block);
   }
 
-  /// The block freed last that is large enough and at most a quarter too large: what was written last is most likely in the cache.
+  /// The block freed last that is large enough and at most a quarter too large: what was written
+  /// last is most likely in the cache.
   Block* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     ++allocations_;
@@ -185,7 +187,8 @@ class BlockAllocator final : public c10::Allocator {
   int64_t cached_ = 0, in_use_ = 0;
   int64_t limit_ = default_limit();
   uint64_t allocations_ = 0;
-  // The most that was in use at once since allocation `peak_since_`, and in the kPatience before it.
+  // The most that was in use at once since allocation `peak_since_`, and in the kPatience before
+  // it.
   int64_t peak_ = 0, earlier_peak_ = 0;
   uint64_t peak_since_ = 0;
 };

@@ -1,12 +1,13 @@
-// Fresh tensors, on the CPU large ones in blocks that Tandem keeps and hands out again (tandem/memory.h).
+// Fresh tensors, on the CPU large ones in blocks that Tandem keeps and hands out again
+// (tandem/memory.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace tandem::kernel_ops {
 
-/// A contiguous CPU tensor of undefined contents, aligned to 64 bytes. Its memory may be what an earlier tensor of about that size left.
-/// Throws what at::empty throws where there is no memory.
+/// A contiguous CPU tensor of undefined contents, aligned to 64 bytes. Its memory may be what an
+/// earlier tensor of about that size left. Throws what at::empty throws where there is no memory.
 at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 
 /// The same on the device of `neighbour`: on another than the CPU as torch allocates there.

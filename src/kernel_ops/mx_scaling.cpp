@@ -89,7 +89,8 @@ void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& qu
       amax.defined() ? amax.data_ptr<float>() : nullptr);
 }
 
-/// The smallest power of two at or above each number, which is no NaN, in E8M0: in integers, as the kernel does it.
+/// The smallest power of two at or above each number, which is no NaN, in E8M0: in integers, as the
+/// kernel does it.
 Tensor e8m0_of(const Tensor& numbers) {
   const Tensor bits = numbers.contiguous().view(at::kInt).to(at::kLong);
   const Tensor code =

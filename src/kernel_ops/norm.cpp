@@ -56,7 +56,8 @@ Group group_of(const Results<N>& results) {
   return group;
 }
 
-/// Runs a norm and quantizes y, in one kernel where there is one, else `norm(y)` and then what quantizes.
+/// Runs a norm and quantizes y, in one kernel where there is one, else `norm(y)` and then what
+/// quantizes.
 template <typename Norm>
 void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& weight,
                    const std::optional<Tensor>& scale, const Quantizer& quantizer, Tensor y,

@@ -1,14 +1,17 @@
-// RMSNorm and LayerNorm as kernel ops. y has the dtype of weight; statistics are float32 (float64 where weight is).
+// RMSNorm and LayerNorm as kernel ops. y has the dtype of weight; statistics are float32 (float64
+// where weight is).
 #pragma once
 
 #include "kernel_ops/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
-/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps) over the last dimension; gamma = weight or 1 + weight.
+/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps) over the last dimension; gamma =
+/// weight or 1 + weight.
 ///
 /// Shapes:  x [..., hidden], weight [hidden] -> y like x, inv_rms [rows].
-/// Error:   at most 8 float32 ULP from float64 (test RmsNormForward), then one rounding to y's dtype.
+/// Error:   at most 8 float32 ULP from float64 (test RmsNormForward), then one rounding to y's
+///          dtype.
 /// Throws:  c10::ValueError where weight is not [hidden].
 struct RmsNormForward {
   static constexpr const char* kName = "rms_norm_forward";
@@ -24,7 +27,8 @@ struct RmsNormForward {
                               bool zero_centered_gamma);
 };
 
-/// The gradient of RmsNormForward, with the gradient of the residual stream added to grad_x, and y written again where wanted.
+/// The gradient of RmsNormForward, with the gradient of the residual stream added to grad_x, and y
+/// written again where wanted.
 ///
 /// output_mask: grad_x, grad_weight, y; a result that is masked out is an empty tensor.
 struct RmsNormBackward {
@@ -88,8 +92,8 @@ struct LayerNormBackward {
                               bool zero_centered_gamma, std::array<bool, 4> output_mask);
 };
 
-/// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass over y, which is written only where
-/// wanted.
+/// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass
+/// over y, which is written only where wanted.
 ///
 /// output_mask: y, then as of Quantize.
 struct RmsNormQuantize {

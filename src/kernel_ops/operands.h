@@ -15,7 +15,8 @@ inline kernels::Element element_of(at::ScalarType dtype) {
   return kernels::Element::float16;
 }
 
-/// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or not evenly spaced.
+/// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or
+/// not evenly spaced.
 class RowsIn {
  public:
   explicit RowsIn(const at::Tensor& tensor);

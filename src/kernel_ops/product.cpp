@@ -15,23 +15,27 @@
 #include "kernels/parallel.h"
 
 namespace at::native {
-// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak, so that one without it loads too.
+// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak,
+// so that one without it loads too.
 __attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& result,
                                          float beta, float alpha);
 }  // namespace at::native
 
-/// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the process.
+/// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the
+/// process.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
 
 namespace tandem::kernel_ops {
 
 namespace {
 
-// Multiplications from which oneDNN is faster than at::mm in float32, measured on Zen 4; twice as many where rows are left to at::mm.
+// Multiplications from which oneDNN is faster than at::mm in float32, measured on Zen 4; twice as
+// many where rows are left to at::mm.
 constexpr int64_t kWorthIt = 1 << 24;
 
-/// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16 too, after checks of its own, but
-/// gives float32 to MKL, which on processors of other makers than Intel is slower (benchmarks/products.py; measured on Zen 4).
+/// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16
+/// too, after checks of its own, but gives float32 to MKL, which on processors of other makers than
+/// Intel is slower (benchmarks/products.py; measured on Zen 4).
 bool prefers_onednn([[maybe_unused]] at::ScalarType dtype) {
 #if defined(__x86_64__)
   static const bool has_slow_mkl = !__builtin_cpu_is("intel");
@@ -69,7 +73,8 @@ struct OneMklThread {
   const int before;
 };
 
-/// result = a b in tiles of a fixed size, each by one thread: what a tile holds depends on its operands alone.
+/// result = a b in tiles of a fixed size, each by one thread: what a tile holds depends on its
+/// operands alone.
 void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
   constexpr int64_t kTile = 256;
   const int64_t rows = a.size(0), cols = b.size(1);

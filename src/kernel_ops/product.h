@@ -11,14 +11,15 @@ namespace tandem::kernel_ops {
 /// What a product does with the rows of x, whose number changes from step to step where lengths do.
 enum class Rows : uint8_t { of_the_result, contracted };
 
-/// How a product may be summed. Libraries share a long sum of few elements out among threads, so that the last bits depend on their number;
-/// those of quantized products must not.
+/// How a product may be summed. Libraries share a long sum of few elements out among threads, so
+/// that the last bits depend on their number; those of quantized products must not.
 enum class Sums : uint8_t { any, independent_of_threads };
 
 /// A matrix that a product reads: numbers, or the codes of a quantizer and their scales.
 struct Factor {
   const at::Tensor& matrix;
-  const Quantizer* quantizer = nullptr;  ///< null: numbers
+  /// Null: numbers.
+  const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
   const at::Tensor* dequant_scale = nullptr;
 };
@@ -31,11 +32,14 @@ struct ProductType {
     const Quantizer* quantizer;
     Direction direction;
   };
-  Operand a, b;          ///< [m, k] and [k, n]
-  at::ScalarType dtype;  ///< of the result, a contiguous matrix [m, n]
+  /// [m, k] and [k, n].
+  Operand a, b;
+  /// Of the result, a contiguous matrix [m, n].
+  at::ScalarType dtype;
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
-  bool accumulate = false;  ///< result += a b
+  /// Result += a b.
+  bool accumulate = false;
 };
 
 /// result = a b or result += a b. Views its tensors.
@@ -48,7 +52,8 @@ struct Product {
 
 /// One way to multiply. It is asked where a and b are plain memory of one device of its type.
 struct ProductImplementation {
-  std::string_view name;  ///< what `explain` calls it; of a string that stays
+  /// What `explain` calls it; of a string that stays.
+  std::string_view name;
   c10::DeviceType device;
   bool (*accepts)(const ProductType& type);
   /// Writes the result, or adds to it: contiguous, and plain memory of the same device.
@@ -62,20 +67,23 @@ TANDEM_API void register_product(const ProductImplementation& implementation);
 /// The first implementation that takes these operands; null where only torch's own product does.
 ProductChoice choose(const Product& product);
 
-/// Multiplies by the first implementation that takes the operands, else, numbers only, by torch's product. Returns who did.
+/// Multiplies by the first implementation that takes the operands, else, numbers only, by torch's
+/// product. Returns who did.
 ///
-/// Shapes: a [m, k], b [k, n], result [m, n], which is plain memory of their device, contiguous, in the product's dtype.
+/// Shapes: a [m, k], b [k, n], result [m, n], which is plain memory of their device, contiguous, in
+///         the product's dtype.
 /// Error:  that of a sum in float32 or wider, and one rounding to the result's dtype.
 ImplementationNames multiply(const Product& product, const at::Tensor& result);
 
 /// Whether libtorch's oneDNN product is there and fast here.
 bool has_onednn();
 
-/// result = a b, or result += a b where rows are contracted and `accumulate`, on the CPU. oneDNN keeps a compiled kernel of about a
-/// megabyte for each shape it has seen: float32 products get it for numbers of rows with two significant bits only, two per octave; other
-/// numbers are cut into such pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and pieces of fewer than
-/// 2^25, go to at::mm, which is faster there. bfloat16 ones are not cut: at::mm would give those to oneDNN too. How a product is cut
-/// depends on its shape alone.
+/// result = a b, or result += a b where rows are contracted and `accumulate`, on the CPU. oneDNN
+/// keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it
+/// for numbers of rows with two significant bits only, two per octave; other numbers are cut into
+/// such pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and
+/// pieces of fewer than 2^25, go to at::mm, which is faster there. bfloat16 ones are not cut:
+/// at::mm would give those to oneDNN too. How a product is cut depends on its shape alone.
 ///
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
 /// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.

@@ -1,15 +1,18 @@
-// Quantizing as kernel ops: codes of a tensor, their numbers, and what turns the product of codes into numbers.
+// Quantizing as kernel ops: codes of a tensor, their numbers, and what turns the product of codes
+// into numbers.
 #pragma once
 
 #include "kernel_ops/format.h"
 
 namespace tandem::kernel_ops {
 
-/// The codes of x, their scales and its amax, as the quantizer says: x ~= decode(codes) * dequant_scale.
+/// The codes of x, their scales and its amax, as the quantizer says: x ~= decode(codes) *
+/// dequant_scale.
 ///
-/// output_mask: row codes with their scale, column codes with theirs, amax. What is masked out is empty. Where one value serves both
-/// directions, it is that of rows, written if either is wanted.
-/// Shapes: x any -> codes like x, uint8, never transposed; scales as the format's layout says; amax [], float32.
+/// output_mask: row codes with their scale, column codes with theirs, amax. What is masked out is
+/// empty. Where one value serves both directions, it is that of rows, written if either is wanted.
+/// Shapes: x any -> codes like x, uint8, never transposed; scales as the format's layout says; amax
+///         [], float32.
 /// Error:  none: bitwise what the numerics page specifies (tests GoldenCurrent, GoldenQuantize).
 struct Quantize {
   static constexpr const char* kName = "quantize";
@@ -25,7 +28,8 @@ struct Quantize {
                               const Quantizer& quantizer, std::array<bool, 3> output_mask);
 };
 
-/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which direction the codes are of.
+/// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which
+/// direction the codes are of.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   static constexpr const char* kQualifiedName = "tandem::dequantize";
@@ -40,7 +44,8 @@ struct Dequantize {
                               const Quantizer& quantizer, bool column, at::ScalarType dtype);
 };
 
-/// An operand of an emulated product as float32, exactly: decode(codes), times its scales unless those apply at the product's end.
+/// An operand of an emulated product as float32, exactly: decode(codes), times its scales unless
+/// those apply at the product's end.
 struct Decode {
   static constexpr const char* kName = "decode";
   static constexpr const char* kQualifiedName = "tandem::decode";
@@ -54,7 +59,8 @@ struct Decode {
                               const Quantizer& quantizer, bool column);
 };
 
-/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`; a scale that is absent was applied before.
+/// y = (product * a_scale) * b_scale in float32, rounded once to `dtype`; a scale that is absent
+/// was applied before.
 struct ScaleProduct {
   static constexpr const char* kName = "scale_product";
   static constexpr const char* kQualifiedName = "tandem::scale_product";

@@ -11,31 +11,38 @@ namespace tandem {
 
 /// Along which dimension of a matrix a product sums, and along which the numbers of a block lie.
 enum class Direction : uint8_t {
-  row,     ///< the last dimension
-  column,  ///< all others
+  /// The last dimension.
+  row,
+  /// All others.
+  column,
 };
 
 struct FormatDef;
 struct ScalingDef;
 
-/// A format, a kind of scale and its options. Known by its address: equal quantizers are one object, which lives as long as the
-/// process.
+/// A format, a kind of scale and its options. Known by its address: equal quantizers are one
+/// object, which lives as long as the process.
 struct Quantizer {
   const FormatDef* format = nullptr;
   const ScalingDef* scaling = nullptr;
-  double amax_epsilon = 0;    ///< "eps": lower bound of amax
-  bool power_of_two = false;  ///< "pow2": scales are powers of two
-  bool square_blocks =
-      false;  ///< "2d": a block is as high as it is wide, and both directions have the same codes
-  std::string text;  ///< canonical: "fp8_e4m3:current:eps=0:pow2=0"
+  /// "eps": lower bound of amax.
+  double amax_epsilon = 0;
+  /// "pow2": scales are powers of two.
+  bool power_of_two = false;
+  /// "2d": a block is as high as it is wide, and both directions have the same codes.
+  bool square_blocks = false;
+  /// Canonical: "fp8_e4m3:current:eps=0:pow2=0".
+  std::string text;
 };
 
-/// The quantizer of a text: a format, then a kind of scale where the format has several, then options that differ from their defaults,
-/// all behind colons. A text is parsed once per process. Throws c10::ValueError on what is none.
+/// The quantizer of a text: a format, then a kind of scale where the format has several, then
+/// options that differ from their defaults, all behind colons. A text is parsed once per process.
+/// Throws c10::ValueError on what is none.
 TANDEM_API const Quantizer& quantizer(std::string_view text);
 
-/// The quantizer of these options, whose `scaling` may be left out where it is the format's first, and whose `text` is not read.
-/// Throws c10::ValueError on an epsilon below 0 and on options that this kind of scale does not have.
+/// The quantizer of these options, whose `scaling` may be left out where it is the format's first,
+/// and whose `text` is not read. Throws c10::ValueError on an epsilon below 0 and on options that
+/// this kind of scale does not have.
 TANDEM_API const Quantizer& quantizer(Quantizer options);
 
 /// Half a unit in the last place of the format's numbers, relative to their size.

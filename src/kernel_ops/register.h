@@ -46,7 +46,8 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
     return returned(run_reference<K>(from_schema<Args>(args)...));
   }
 
-  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is autograd of that form.
+  /// The composite form is differentiable, so autograd of a kernel op that is called by itself is
+  /// autograd of that form.
   static auto autograd(SchemaArgument<Args>... args) {
     bool requires_grad = false;
     if (c10::GradMode::is_enabled()) (note_requires_grad(args, requires_grad), ...);

@@ -1,4 +1,5 @@
-// Shape arithmetic that several families of kernel ops share. Everything is symbolic, so that tracing with dynamic shapes works.
+// Shape arithmetic that several families of kernel ops share. Everything is symbolic, so that
+// tracing with dynamic shapes works.
 #pragma once
 
 #include "kernel_ops/kernel_op.h"
@@ -17,7 +18,8 @@ inline c10::SymDimVector sizes_of(const Tensor& x) {
   return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
 }
 
-/// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so that torch promotes or raises.
+/// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so
+/// that torch promotes or raises.
 inline at::ScalarType wide(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }

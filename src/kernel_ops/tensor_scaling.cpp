@@ -81,7 +81,8 @@ Tensor amax_of(const Tensor& source) {
   return at::cat({finite, at::zeros({1}, finite.options())}).amax();
 }
 
-/// A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32 quotient.
+/// A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32
+/// quotient.
 Tensor inverse_of(const Tensor& scale) { return (1.0 / scale.to(at::kDouble)).to(at::kFloat); }
 
 Group delayed_reference(const Tensor& x, const std::optional<Tensor>& scale,

@@ -1,5 +1,6 @@
-// Kernels run on libtorch's threads: the OpenMP runtime that libtorch has loaded. at::parallel_for is serial in a library that is not
-// compiled with OpenMP, and compiling with it would bring a second runtime under clang++.
+// Kernels run on libtorch's threads: the OpenMP runtime that libtorch has loaded. at::parallel_for
+// is serial in a library that is not compiled with OpenMP, and compiling with it would bring a
+// second runtime under clang++.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -40,8 +40,9 @@ using HeldVersion = c10::VariableVersion;
 bool is_dead(const HeldStorage& storage) { return storage.expired(); }
 bool is_dead(const HeldVersion& version) { return version.unique(); }
 
-/// Numbers of objects, none given twice. What is held of an object keeps its address from being used again, and no data alive; what is
-/// held of dead ones goes when there are as many as of living ones. Guarded by `workspace_mutex`.
+/// Numbers of objects, none given twice. What is held of an object keeps its address from being
+/// used again, and no data alive; what is held of dead ones goes when there are as many as of
+/// living ones. Guarded by `workspace_mutex`.
 template <typename Held>
 class Numbers {
  public:
@@ -72,8 +73,9 @@ int64_t number_of_storage(const at::Tensor& tensor) {
   return numbers.of(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
 }
 
-/// Of the counter that a tensor shares with its views and with what detach() gives. A weak reference to the tensor itself would not do:
-/// torch.utils.swap_tensors refuses tensors that have one.
+/// Of the counter that a tensor shares with its views and with what detach() gives. A weak
+/// reference to the tensor itself would not do: torch.utils.swap_tensors refuses tensors that have
+/// one.
 int64_t number_of_version_counter(const at::Tensor& tensor) {
   static auto& numbers = *new Numbers<HeldVersion>;
   const HeldVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
@@ -111,7 +113,8 @@ bool is_valid(const int64_t* stamp, const int64_t* expected, const at::Tensor& w
          (expected[stamped_region] != 0 && stamp[stamped_region] == expected[stamped_region]);
 }
 
-/// Whether the stamped codes are those of this weight; on an accelerator, unless it was written in a way that moves no version counter.
+/// Whether the stamped codes are those of this weight; on an accelerator, unless it was written in
+/// a way that moves no version counter.
 bool is_of(const int64_t* stamp, const int64_t* expected) {
   for (const Stamp field : {storage, data_pointer, version_counter, version, arguments, content})
     if (stamp[field] != expected[field]) return false;
@@ -162,7 +165,8 @@ void refresh_weight_plain(const at::Tensor& weight, const std::optional<at::Tens
     return;
   }
   ++made;
-  // Another thread, in a region of its own, may read codes of this weight: they are written only where that changes them.
+  // Another thread, in a region of its own, may read codes of this weight: they are written only
+  // where that changes them.
   const bool may_be_read = is_on_host(weight) && is_of(stamp.const_data_ptr<int64_t>(), expected);
   Group parts;
   std::copy_n(workspace.begin(), parts.size(), parts.begin());
@@ -293,7 +297,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);
   library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
-  // torch's kernels of the last two write a mutable argument back from a result, which this op has none of.
+  // torch's kernels of the last two write a mutable argument back from a result, which this op has
+  // none of.
   for (const auto key :
        {c10::DispatchKey::Autograd, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
     library.impl("refresh_weight_", key, torch::CppFunction::makeFallthrough());

@@ -1,4 +1,5 @@
-// Activations and gated linear units, with the bias of the product before them, forward and backward.
+// Activations and gated linear units, with the bias of the product before them, forward and
+// backward.
 #pragma once
 
 #include <iterator>
@@ -27,22 +28,26 @@ namespace cpu {
 ///
 /// Shapes:   x, z, y [rows, cols]; bias [cols].
 /// Optional: bias; z (null data: not written, but rounded the same).
-/// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of |y|, plus 2^-121, where z is
-///           float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
-/// Limits:   y is x at infinity; at -infinity gelu and silu give NaN, as torch does, and relu 0; NaN gives NaN, in relu too.
+/// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of
+///           |y|, plus 2^-121, where z is float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests
+///           ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
+/// Limits:   y is x at infinity; at -infinity gelu and silu give NaN, as torch does, and relu 0;
+///           NaN gives NaN, in relu too.
 void activation_forward(Activation activation, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y);
 
-/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z as rounded, in float32, rounded once; y as forward wrote it, to
-/// the bit.
+/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z as rounded, in float32, rounded
+/// once; y as forward wrote it, to the bit.
 ///
 /// Optional: grad_bias, y.
-/// Error:    of grad_z before the rounding to its element: |grad_y| max(1, |act'|) times 2^-21 where z is float32, 2^-15 where it has
-///           16 bits (same tests). relu passes grad_y on at NaN, and gelu and silu give NaN at both infinities, as torch does.
+/// Error:    of grad_z before the rounding to its element: |grad_y| max(1, |act'|) times 2^-21
+///           where z is float32, 2^-15 where it has 16 bits (same tests). relu passes grad_y on at
+///           NaN, and gelu and silu give NaN at both infinities, as torch does.
 void activation_backward(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y);
 
-/// y = act(a) * b with [a, b] the halves of the last dimension of z = x + bias. Error: as act, and one rounding of the product.
+/// y = act(a) * b with [a, b] the halves of the last dimension of z = x + bias. Error: as act, and
+/// one rounding of the product.
 ///
 /// Shapes:   x, z [rows, 2 * cols]; bias [2 * cols]; y [rows, cols].
 /// Optional: bias; z.

@@ -13,7 +13,8 @@ enum class AmaxAlgorithm : uint8_t { max, most_recent };
 
 struct DelayedScaling {
   Fp8Format format = Fp8Format::e4m3;
-  int margin = 0;  ///< scales are 2^margin times smaller than they could be
+  /// Scales are 2^margin times smaller than they could be.
+  int margin = 0;
   AmaxAlgorithm algorithm = AmaxAlgorithm::max;
 };
 
@@ -22,7 +23,8 @@ struct DelayedState {
   /// [length, slots], contiguous. Row 0: the amax of what was quantized since the last update; rows
   /// length-1, ..., 1: those of the updates before, the newest first.
   float* amax_history = nullptr;
-  float* quant_scale = nullptr;  ///< [slots]
+  /// [slots].
+  float* quant_scale = nullptr;
   size_t length = 0, slots = 0;
 };
 

@@ -8,16 +8,17 @@ namespace tandem::kernels::cpu {
 /// out = x + bias (+ extra, added to the sum as rounded to sum_element). Optional: bias, extra.
 void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out);
 
-/// out = (x * a) * b, rounded once: the two scales of a product, whose own product could overflow or vanish.
+/// out = (x * a) * b, rounded once: the two scales of a product, whose own product could overflow
+/// or vanish.
 void multiply_twice(ConstRows x, float a, float b, Rows out);
 
 /// sums[c] = sum over rows of x[r, c], in float32, rounded once; 0 for no rows.
 void sum_rows(ConstRows x, Vector sums);
 
-/// out = keep ? x * factor : 0, factor = 1 / (1 - p) rounded to float32, with keep = u >= p and u = (word >> 8) * 2^-24; word e of
-/// Philox4x32-10 with key = seed and counter e / 4, word e % 4, e the linear index r * cols + c. The same seed gives the same mask on
-/// every target and thread count. p = 1 gives zeros.
-/// The backward of dropout is dropout of grad_y with the same seed.
+/// out = keep ? x * factor : 0, factor = 1 / (1 - p) rounded to float32, with keep = u >= p and u =
+/// (word >> 8) * 2^-24; word e of Philox4x32-10 with key = seed and counter e / 4, word e % 4, e
+/// the linear index r * cols + c. The same seed gives the same mask on every target and thread
+/// count. p = 1 gives zeros. The backward of dropout is dropout of grad_y with the same seed.
 void dropout(ConstRows x, uint64_t seed, double p, Rows out);
 
 }  // namespace tandem::kernels::cpu

@@ -29,7 +29,8 @@ uint32_t round_magnitude(uint32_t magnitude, const Fp8Traits& traits) {
                           traits.min_exponent();  // exponent over that of the smallest normal
   const int dropped = traits.dropped_bits();
   if (steps_above >= 0) {
-    // The leading bit of the significand adds the one to the exponent that tells normal from subnormal.
+    // The leading bit of the significand adds the one to the exponent that tells normal from
+    // subnormal.
     return shift_rounding(significand, dropped) +
            (static_cast<uint32_t>(steps_above) << traits.mantissa_bits);
   }
@@ -46,7 +47,8 @@ uint8_t convert(float value, Fp8Format format, bool saturate) {
   return static_cast<uint8_t>(sign | code);
 }
 
-/// amax < eps by the bits of two non-negative numbers, whatever the calling thread does with subnormals; false for NaN.
+/// amax < eps by the bits of two non-negative numbers, whatever the calling thread does with
+/// subnormals; false for NaN.
 bool is_below(float amax, float eps) {
   const uint32_t left = std::bit_cast<uint32_t>(amax), right = std::bit_cast<uint32_t>(eps);
   return left < right && right <= kInfinity;

@@ -18,14 +18,21 @@ struct Fp8Traits {
   const char* name;
   int mantissa_bits;
   int bias;
-  float max;            ///< the largest finite value
-  float overflow_from;  ///< the midpoint above max: what is smaller rounds to max at most
-  uint32_t largest;     ///< code of max
-  uint32_t above;       ///< code of what is larger: the first NaN, or infinity
-  uint32_t first_nan;   ///< the least code of a NaN; `above` is infinity where it is less
+  /// The largest finite value.
+  float max;
+  /// The midpoint above max: what is smaller rounds to max at most.
+  float overflow_from;
+  /// Code of max.
+  uint32_t largest;
+  /// Code of what is larger: the first NaN, or infinity.
+  uint32_t above;
+  /// The least code of a NaN; `above` is infinity where it is less.
+  uint32_t first_nan;
 
-  constexpr int min_exponent() const { return 1 - bias; }            ///< of normal numbers
-  constexpr int dropped_bits() const { return 23 - mantissa_bits; }  ///< of a float32 mantissa
+  /// Of normal numbers.
+  constexpr int min_exponent() const { return 1 - bias; }
+  /// Of a float32 mantissa.
+  constexpr int dropped_bits() const { return 23 - mantissa_bits; }
   /// 2^min_exponent, the smallest normal number, and the smallest number of all, as float32 bits.
   constexpr uint32_t min_normal_bits() const { return static_cast<uint32_t>(128 - bias) << 23; }
   constexpr uint32_t min_subnormal_bits() const {
@@ -55,7 +62,8 @@ uint8_t fp8_from_float_unsaturated(float value, Fp8Format format);
 /// The value of a code; all NaN codes give a quiet NaN.
 float float_from_fp8(uint8_t code, Fp8Format format);
 
-inline constexpr uint8_t kE8m0Largest = 0xFE;  ///< 2^127
+/// 2^127.
+inline constexpr uint8_t kE8m0Largest = 0xFE;
 inline constexpr uint8_t kE8m0Nan = 0xFF;
 
 /// The E8M0 code of the smallest power of two >= value, within [2^-127, 2^127]: 0 for 0, 0xFE for

@@ -31,8 +31,10 @@ constexpr MxScaleShape mx_scale_shape(MxDirection direction, size_t rows, size_t
 /// One direction to be written: source ~= decode(codes) * 2^(dequant_scale - 127). What is null is
 /// not written.
 struct Mxfp8Output {
-  uint8_t* codes = nullptr;          ///< [rows, cols], contiguous; never transposed
-  uint8_t* dequant_scale = nullptr;  ///< E8M0, mx_scale_shape
+  /// [rows, cols], contiguous; never transposed.
+  uint8_t* codes = nullptr;
+  /// E8M0, mx_scale_shape.
+  uint8_t* dequant_scale = nullptr;
   explicit operator bool() const { return codes != nullptr || dequant_scale != nullptr; }
 };
 

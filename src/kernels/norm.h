@@ -8,7 +8,8 @@ namespace tandem::kernels::cpu {
 
 /// gamma = weight, or 1 + weight where `zero_centered_gamma`.
 struct NormOptions {
-  double eps = 1e-5;  ///< added inside the square root
+  /// Added inside the square root.
+  double eps = 1e-5;
   bool zero_centered_gamma = false;
 };
 
@@ -16,37 +17,42 @@ struct NormOptions {
 ///
 /// Shapes:  x, y [rows, hidden]; weight [hidden]; inv_rms [rows], float32.
 /// Dtypes:  any Element each; arithmetic in float32.
-/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test RmsNormForward), then one rounding to y's element.
+/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test RmsNormForward), then one
+///          rounding to y's element.
 /// Bytes:   reads x once from memory (the second read hits L1/L2), writes y once.
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
                       float* inv_rms);
 
-/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, g = grad_y * gamma, x_hat = x * inv_rms;
-/// grad_weight = sum over rows of grad_y * x_hat, in float32, rounded once; y as forward wrote it, to the bit.
+/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, g = grad_y * gamma, x_hat = x
+/// * inv_rms; grad_weight = sum over rows of grad_y * x_hat, in float32, rounded once; y as forward
+///   wrote it, to the bit.
 ///
-/// Optional: grad_residual, grad_x, grad_weight, y (null data: not read, not computed, not written).
+/// Optional: grad_residual, grad_x, grad_weight, y (null data: not read, not computed, not
+///           written).
 /// Bytes:   reads grad_y, x (and grad_residual) once from memory, writes grad_x (and y) once.
 void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const float* inv_rms,
                        const NormOptions& options, ConstRows grad_residual, Rows grad_x,
                        Vector grad_weight, Rows y);
 
-/// y = (x - mean) * inv_std * gamma + bias, inv_std = 1 / sqrt(variance + eps), the variance by two passes over the row in
-/// cache (in parts, for float32).
+/// y = (x - mean) * inv_std * gamma + bias, inv_std = 1 / sqrt(variance + eps), the variance by two
+/// passes over the row in cache (in parts, for float32).
 ///
 /// Shapes:  x, y [rows, hidden]; weight, bias [hidden]; mean, inv_std [rows], float32.
-/// Limits:  a row with NaN, an infinity or squares that overflow float32 becomes NaN; rms_norm_forward gives 0 where squares overflow.
+/// Limits:  a row with NaN, an infinity or squares that overflow float32 becomes NaN;
+///          rms_norm_forward gives 0 where squares overflow.
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                         const NormOptions& options, Rows y, float* mean, float* inv_std);
 
-/// As rms_norm_backward, with x_hat = (x - mean) * inv_std and grad_x = inv_std * (g - mean(g) - x_hat * mean(g * x_hat)) +
-/// grad_residual; grad_bias = sum over rows of grad_y. `bias` is read only where y is wanted.
+/// As rms_norm_backward, with x_hat = (x - mean) * inv_std and grad_x = inv_std * (g - mean(g) -
+/// x_hat * mean(g * x_hat)) + grad_residual; grad_bias = sum over rows of grad_y. `bias` is read
+/// only where y is wanted.
 void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, ConstVector bias,
                          const float* mean, const float* inv_std, const NormOptions& options,
                          ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
                          Rows y);
 
-/// rms_norm_forward followed by quantize_current of y (rounded to `y_element` first): the same bits, without a pass over y.
-/// y itself is written only where it is given.
+/// rms_norm_forward followed by quantize_current of y (rounded to `y_element` first): the same
+/// bits, without a pass over y. y itself is written only where it is given.
 void rms_norm_quantize(ConstRows x, ConstVector weight, const NormOptions& options,
                        Element y_element, const CurrentScaling& scaling, Rows y, float* inv_rms,
                        Fp8Output out);

@@ -1,4 +1,5 @@
-// How kernels use threads: through one function that the host of the kernels installs (libtorch's pool, in Tandem).
+// How kernels use threads: through one function that the host of the kernels installs (libtorch's
+// pool, in Tandem).
 #pragma once
 
 #include <cstdint>
@@ -6,9 +7,10 @@
 
 namespace tandem::kernels {
 
-/// Calls `body(context, begin, end)` for disjoint ranges that cover [begin, end), possibly on several threads, and returns when all
-/// are done. No range is shorter than `grain` but the last. Kernels split sums at fixed places, never by range, so that no result
-/// depends on the number of threads.
+/// Calls `body(context, begin, end)` for disjoint ranges that cover [begin, end), possibly on
+/// several threads, and returns when all are done. No range is shorter than `grain` but the last.
+/// Kernels split sums at fixed places, never by range, so that no result depends on the number of
+/// threads.
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void* context,
                              void (*body)(void* context, int64_t begin, int64_t end));
 

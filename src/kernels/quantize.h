@@ -13,15 +13,20 @@ float scale_from_amax(float amax, Fp8Format format, float eps, bool power_of_two
 /// How a per-tensor current scale is made from the tensor's own amax.
 struct CurrentScaling {
   Fp8Format format = Fp8Format::e4m3;
-  float eps = 0.0f;           ///< lower bound of amax
-  bool power_of_two = false;  ///< round the scale down to a power of two
+  /// Lower bound of amax.
+  float eps = 0.0f;
+  /// Round the scale down to a power of two.
+  bool power_of_two = false;
 };
 
 /// A quantized matrix to be written: source ~= decode(codes) * dequant_scale.
 struct Fp8Output {
-  uint8_t* codes = nullptr;        ///< [rows, cols], contiguous
-  float* dequant_scale = nullptr;  ///< one element
-  float* amax = nullptr;           ///< one element
+  /// [rows, cols], contiguous.
+  uint8_t* codes = nullptr;
+  /// One element.
+  float* dequant_scale = nullptr;
+  /// One element.
+  float* amax = nullptr;
 };
 
 namespace cpu {

@@ -1,4 +1,5 @@
-// Raw views that kernels take: a pointer, an element type, a shape. No torch, no ownership, no checks.
+// Raw views that kernels take: a pointer, an element type, a shape. No torch, no ownership, no
+// checks.
 #pragma once
 
 #include <cstddef>
@@ -6,17 +7,20 @@
 
 namespace tandem::kernels {
 
-/// Element types that kernels compute on; arithmetic is float32, a result is rounded once (nearest even).
+/// Element types that kernels compute on; arithmetic is float32, a result is rounded once (nearest
+/// even).
 enum class Element : uint8_t { float32, bfloat16, float16 };
 
 constexpr size_t bytes_per_element(Element element) { return element == Element::float32 ? 4 : 2; }
 
-/// A matrix whose rows are contiguous and lie `stride` elements apart. `data` is null where an optional operand is absent.
+/// A matrix whose rows are contiguous and lie `stride` elements apart. `data` is null where an
+/// optional operand is absent.
 struct ConstRows {
   const void* data = nullptr;
   Element element = Element::float32;
   size_t rows = 0, cols = 0;
-  size_t stride = 0;  ///< elements from one row to the next; at least cols, or 0 to repeat one row
+  /// Elements from one row to the next; at least cols, or 0 to repeat one row.
+  size_t stride = 0;
   explicit operator bool() const { return data != nullptr; }
 };
 

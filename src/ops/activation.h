@@ -7,8 +7,8 @@
 
 namespace tandem::ops {
 
-/// The rows of tandem/activations.h: y = act(x), element by element, in float32, rounded once; and y = act(a) * b with [a, b] the halves of
-/// the last dimension of x, the gate first.
+/// The rows of tandem/activations.h: y = act(x), element by element, in float32, rounded once; and
+/// y = act(a) * b with [a, b] the halves of the last dimension of x, the gate first.
 ///
 /// Shapes:  x any -> y like x; for a gated unit x [..., 2 * features] -> y [..., features].
 /// Dtypes:  that of autocast, else of x.

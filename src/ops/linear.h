@@ -5,7 +5,8 @@
 
 namespace tandem::ops {
 
-/// y = x W^T over the last dimension. A recipe quantizes x, W and grad_y; the backward is two products, grad_x and grad_weight.
+/// y = x W^T over the last dimension. A recipe quantizes x, W and grad_y; the backward is two
+/// products, grad_x and grad_weight.
 ///
 /// Shapes:  x [..., in_features], weight [out_features, in_features] -> y [..., out_features].
 /// Dtypes:  that of autocast, else of weight.
@@ -14,7 +15,8 @@ extern const OpDef kBasicLinear;
 
 /// y = x + bias. Outside autocast the dtypes promote; under it the bias is cast to that of x.
 ///
-/// Shapes:  x [..., features], bias [features] -> y like x. grad_bias is summed in float32 and rounded once.
+/// Shapes:  x [..., features], bias [features] -> y like x. grad_bias is summed in float32 and
+///          rounded once.
 extern const OpDef kBias;
 
 }  // namespace tandem::ops

@@ -5,8 +5,8 @@
 
 namespace tandem::ops {
 
-/// y = x * inv_rms * gamma with inv_rms = 1 / sqrt(mean(x^2) + eps), over the last dimension; gamma = weight, or 1 + weight where
-/// zero_centered_gamma is set.
+/// y = x * inv_rms * gamma with inv_rms = 1 / sqrt(mean(x^2) + eps), over the last dimension; gamma
+/// = weight, or 1 + weight where zero_centered_gamma is set.
 ///
 /// Shapes:  x [..., hidden], weight [hidden] -> y like x, inv_rms [rows].
 /// Dtypes:  that of autocast, else of weight; sums are kept in float32 or wider.

@@ -8,7 +8,8 @@
 namespace tandem::ops {
 
 struct NormOptions {
-  double eps = 1e-5;  ///< added inside the square root
+  /// Added inside the square root.
+  double eps = 1e-5;
   bool zero_centered_gamma = false;
 };
 struct ScaleOptions {
@@ -22,16 +23,20 @@ struct ReshapeOptions {
 };
 /// What becomes of a weight's gradient.
 struct LinearOptions {
-  /// What the parameter asks to be given instead, so that whoever waits for a gradient wakes up: nothing, anything, zeros.
+  /// What the parameter asks to be given instead, so that whoever waits for a gradient wakes up:
+  /// nothing, anything, zeros.
   enum class Dummy : uint8_t { none, empty, zeros };
-  bool accumulate_into_main_grad = false;  ///< it is added to the buffer main_grad, not returned
-  bool overwrite_main_grad = false;        ///< it takes the place of what main_grad holds
+  /// It is added to the buffer main_grad, not returned.
+  bool accumulate_into_main_grad = false;
+  /// It takes the place of what main_grad holds.
+  bool overwrite_main_grad = false;
   Dummy dummy = Dummy::none;
 };
 struct GroupedLinearOptions {
   size_t num_groups = 1;
   bool bias = true;
-  bool packed_weight = false, packed_bias = false;  ///< one tensor for all groups
+  /// One tensor for all groups.
+  bool packed_weight = false, packed_bias = false;
 };
 struct QuantizeOptions {
   bool forward = true, backward = false;

@@ -62,7 +62,8 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   }
   call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
   const at::Tensor result = at::mm(a, b);
-  // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of two batched matrices.
+  // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of
+  // two batched matrices.
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
 }
 
@@ -83,7 +84,8 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   return std::move(result.tensor);
 }
 
-/// An operand of a product of codes: its numbers in float32, and the scale that the product gets at its end, if its format has one.
+/// An operand of a product of codes: its numbers in float32, and the scale that the product gets at
+/// its end, if its format has one.
 struct Decoded {
   Decoded(Call& call, size_t read)
       : quantizer(*call.type(read).quantizer),

@@ -1,4 +1,5 @@
-// The three products of a linear layer on plain and on quantized operands, for every op and fusion that has one.
+// The three products of a linear layer on plain and on quantized operands, for every op and fusion
+// that has one.
 #pragma once
 
 #include <initializer_list>
@@ -8,7 +9,8 @@
 
 namespace tandem::ops {
 
-/// An operand of a product: a read of the step, as a matrix [rows, last dimension], transposed or not.
+/// An operand of a product: a read of the step, as a matrix [rows, last dimension], transposed or
+/// not.
 struct Factor {
   size_t read;
   bool transposed = false;
@@ -17,14 +19,16 @@ struct Factor {
 /// Throws c10::ValueError unless these reads, where they exist, lie on one device.
 void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 
-/// a * b, accumulated in float32 or wider, rounded once to `dtype`; quantized operands are decoded and their scales applied at the end,
-/// unless an implementation multiplies their codes.
+/// a * b, accumulated in float32 or wider, rounded once to `dtype`; quantized operands are decoded
+/// and their scales applied at the end, unless an implementation multiplies their codes.
 ///
 /// Shapes: the product [m, n] gets the sizes `sizes`, whose numel is m * n.
-/// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the contracted length.
+/// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the
+///         contracted length.
 at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 
-/// target += a b, or target = a b unless `accumulate`: a product into a tensor of the caller, in the dtype of that.
+/// target += a b, or target = a b unless `accumulate`: a product into a tensor of the caller, in
+/// the dtype of that.
 ///
 /// Shapes: target [m, n]; a and b as for `product`.
 /// Error:  n * 2^-23 * sum |a||b|, and one rounding of the sum.

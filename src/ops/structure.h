@@ -14,17 +14,20 @@ extern const OpDef kReshape;
 /// y = x * factor, in the dtype of x.
 extern const OpDef kConstantScale;
 
-/// In training y = keep ? x / (1 - p) : 0, the mask from a seed drawn per call; in evaluation y is x. Backward keeps the seed, not the
-/// mask.
+/// In training y = keep ? x / (1 - p) : 0, the mask from a seed drawn per call; in evaluation y is
+/// x. Backward keeps the seed, not the mask.
 extern const OpDef kDropout;
 
-/// Under a recipe: y is x rounded to the recipe's format of inputs (`forward`), the gradient rounded to that of gradients
-/// (`backward`). Products that follow use the codes as they are. Without a recipe y is x.
+/// Under a recipe: y is x rounded to the recipe's format of inputs (`forward`), the gradient
+/// rounded to that of gradients (`backward`). Products that follow use the codes as they are.
+/// Without a recipe y is x.
 extern const OpDef kQuantize;
 
-/// y = x + extra, extra an extra input of the shape of x; dtypes promote. `in_place` writes the sum into the caller's tensor.
+/// y = x + extra, extra an extra input of the shape of x; dtypes promote. `in_place` writes the sum
+/// into the caller's tensor.
 ///
-/// Throws: c10::ValueError where the shapes differ, or where `in_place` would overwrite what autograd needs.
+/// Throws: c10::ValueError where the shapes differ, or where `in_place` would overwrite what
+///         autograd needs.
 extern const OpDef kAddExtraInput;
 
 /// y and the extra output are x; backward adds their gradients.

@@ -1,4 +1,5 @@
-// Which recipe is in force: chains of regions. A thread has one, and so has each async context of Python.
+// Which recipe is in force: chains of regions. A thread has one, and so has each async context of
+// Python.
 #pragma once
 
 #include <atomic>
@@ -11,20 +12,27 @@
 
 namespace tandem {
 
-/// A recipe in force, known by its canonical JSON; equal recipes are one object, which lives as long as the process.
+/// A recipe in force, known by its canonical JSON; equal recipes are one object, which lives as
+/// long as the process.
 struct ActiveRecipe {
   std::string json;
-  int64_t history_length = 0;  ///< of the amaxes that modules keep for it; 0: it has no state
+  /// Of the amaxes that modules keep for it; 0: it has no state.
+  int64_t history_length = 0;
 };
 
 /// One entry into an autocast region. Only `is_open` ever changes, so threads may share chains.
 struct Region {
-  const ActiveRecipe* recipe;  ///< null: quantization is off inside
-  /// The outermost one with a recipe, in which weight codes are made once and amaxes belong to one step.
+  /// Null: quantization is off inside.
+  const ActiveRecipe* recipe;
+  /// The outermost one with a recipe, in which weight codes are made once and amaxes belong to one
+  /// step.
   std::shared_ptr<RecipeRegion> outermost;
-  bool is_recompute;              ///< of a forward of `outermost`, which has been left
-  std::shared_ptr<Region> outer;  ///< in force again once this is left
-  std::shared_ptr<void> owner;    ///< what entered it; null for a tandem::Autocast
+  /// Of a forward of `outermost`, which has been left.
+  bool is_recompute;
+  /// In force again once this is left.
+  std::shared_ptr<Region> outer;
+  /// What entered it; null for a tandem::Autocast.
+  std::shared_ptr<void> owner;
   std::atomic<bool> is_open{true};
 };
 using RegionPtr = std::shared_ptr<Region>;
@@ -32,11 +40,12 @@ using RegionPtr = std::shared_ptr<Region>;
 /// The recipe of the innermost region of this thread, or null.
 TANDEM_API const ActiveRecipe* active_recipe();
 
-/// A region inside `outer`: `json` is a recipe, or "null" to switch quantization off. It is in force nowhere yet.
-/// Throws c10::ValueError on an unknown recipe.
+/// A region inside `outer`: `json` is a recipe, or "null" to switch quantization off. It is in
+/// force nowhere yet. Throws c10::ValueError on an unknown recipe.
 TANDEM_API RegionPtr make_region(const std::string& json, RegionPtr outer,
                                  std::shared_ptr<void> owner = {});
-/// A region inside `outer` in which backward recomputes what forward did in `then`; null: outside any.
+/// A region inside `outer` in which backward recomputes what forward did in `then`; null: outside
+/// any.
 TANDEM_API RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
                                            std::shared_ptr<void> owner);
 /// The first region of a chain that has not been left, or null.
@@ -51,11 +60,11 @@ TANDEM_API RegionPtr exchange_thread_region(RegionPtr region);
 
 /// Enters a region in this thread. Throws as make_region does.
 TANDEM_API RegionPtr enter_autocast(const std::string& json);
-/// Leaves a region. False where it is not the innermost one of this thread: those entered since stay in force, and once they are left
-/// what surrounds this one is.
+/// Leaves a region. False where it is not the innermost one of this thread: those entered since
+/// stay in force, and once they are left what surrounds this one is.
 TANDEM_API bool exit_autocast(const RegionPtr& region);
-/// Ends a region that is in force nowhere any more: the last one of an outermost region updates the recipe's state. The GIL must not be
-/// held. Throws as RecipeRegion::leave.
+/// Ends a region that is in force nowhere any more: the last one of an outermost region updates the
+/// recipe's state. The GIL must not be held. Throws as RecipeRegion::leave.
 TANDEM_API void close_region(const RegionPtr& region);
 
 }  // namespace tandem

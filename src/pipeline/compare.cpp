@@ -40,7 +40,8 @@ std::string expected_got(const std::string& expected, const std::string& got) {
   return "expected " + expected + ", got " + got;
 }
 
-/// Both as float64 without NaN, infinities as the dtype's largest number; `problem` says where that is not possible.
+/// Both as float64 without NaN, infinities as the dtype's largest number; `problem` says where that
+/// is not possible.
 struct Numbers {
   at::Tensor got, expected;
   std::string problem;

@@ -7,20 +7,24 @@
 
 namespace tandem {
 
-/// Distance from one number of a dtype to the next, relative to 1; 0 for dtypes that are not floating.
+/// Distance from one number of a dtype to the next, relative to 1; 0 for dtypes that are not
+/// floating.
 double unit_of(at::ScalarType dtype);
 
 /// The largest finite magnitude; 0 where there is none.
 double largest_of(const at::Tensor& tensor);
-/// The same of each row, in float64: [..., 1] of [..., cols], which must be floating and have columns.
+/// The same of each row, in float64: [..., 1] of [..., cols], which must be floating and have
+/// columns.
 at::Tensor largest_of_rows(const at::Tensor& tensor);
 
-/// What was expected and what was got where they differ, else empty. Undefined equals undefined; dtypes and sizes must agree; NaN equals
-/// NaN, infinity the infinity of its sign, or what rounds to it: a number within `tolerance` of the dtype's largest.
+/// What was expected and what was got where they differ, else empty. Undefined equals undefined;
+/// dtypes and sizes must agree; NaN equals NaN, infinity the infinity of its sign, or what rounds
+/// to it: a number within `tolerance` of the dtype's largest.
 ///
-/// `difference`: each element within `tolerance` of its own size or of `scale`, whichever is larger; integers are equal. `scale` is one
-/// number for all, or float64 and broadcast over the tensor.
-/// `difference_in_norm`: the norm of the difference is at most `tolerance` times that of what was expected.
+/// `difference`: each element within `tolerance` of its own size or of `scale`, whichever is
+/// larger; integers are equal. `scale` is one number for all, or float64 and broadcast over the
+/// tensor. `difference_in_norm`: the norm of the difference is at most `tolerance` times that of
+/// what was expected.
 std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
                        double scale);
 std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,

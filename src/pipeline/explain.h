@@ -1,4 +1,5 @@
-// Plans for people: steps of both directions, what is kept, every fusion made and every one refused.
+// Plans for people: steps of both directions, what is kept, every fusion made and every one
+// refused.
 #pragma once
 
 #include <memory>
@@ -17,16 +18,17 @@ struct ExplainedPlan {
   std::shared_ptr<const Plan> plan;
   const Program* program;
   bool training;
-  std::string recipe;  ///< as JSON, or "none"
-  std::vector<int64_t>
-      kept_bytes;  ///< by entry of Plan::kept; empty where no call with grad was made
+  /// As JSON, or "none".
+  std::string recipe;
+  /// By entry of Plan::kept; empty where no call with grad was made.
+  std::vector<int64_t> kept_bytes;
 };
 
 /// A plan of a program that has served compiled code, of which nobody knows what it kept.
 TANDEM_API ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program);
 
-/// `saved_bytes`: kept by the last call with grad; none where a compiler chooses. Throws c10::ValueError where no call has been made yet:
-/// a plan depends on its tensors.
+/// `saved_bytes`: kept by the last call with grad; none where a compiler chooses. Throws
+/// c10::ValueError where no call has been made yet: a plan depends on its tensors.
 TANDEM_API std::string explain(const std::vector<ExplainedPlan>& plans,
                                std::optional<int64_t> saved_bytes, ExplainFormat format);
 

@@ -87,8 +87,9 @@ const std::string& Pipeline::text_for_op(State& state) {
   return *state.held_text;
 }
 
-/// States of other fusions than those of now are asked for no more; of many recipes the first go. All reads and writes of the list are
-/// sequentially consistent: a visit that begins when there was none finds the list as it is without them.
+/// States of other fusions than those of now are asked for no more; of many recipes the first go.
+/// All reads and writes of the list are sequentially consistent: a visit that begins when there was
+/// none finds the list as it is without them.
 void Pipeline::retire_states(uint64_t fusions_version) {
   size_t excess = states_.size() > kMostStates ? states_.size() - kMostStates : 0;
   std::vector<std::unique_ptr<State>> stay;
@@ -131,7 +132,8 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     if (held == state.workspaces.end())
       held = state.workspaces.insert(held, HeldWorkspace{w, quantizer, mask, {}, {}});
     const at::Tensor& codes = held->parts[mask[0] ? row_codes : column_codes];
-    // A call on another thread, or a graph, may still read the codes of another weight: those stay as they are.
+    // A call on another thread, or a graph, may still read the codes of another weight: those stay
+    // as they are.
     CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
     const bool is_free = codes.use_count() <= 1 || held->coded == coded;
     held->coded = std::move(coded);
@@ -160,9 +162,11 @@ Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Pla
   return state.served.back().get();
 }
 
-/// torch's checkpoints recompute wherever backward runs, which may be outside the region of the forward. A reentrant one has run its forward
-/// without grad, and which of such calls it repeats is not known: so all since the last recompute count, but calls without a recipe do not
-/// speak against one under the recipe of the others. Another one counts saved tensors itself and recomputes under hooks for them.
+/// torch's checkpoints recompute wherever backward runs, which may be outside the region of the
+/// forward. A reentrant one has run its forward without grad, and which of such calls it repeats is
+/// not known: so all since the last recompute count, but calls without a recipe do not speak
+/// against one under the recipe of the others. Another one counts saved tensors itself and
+/// recomputes under hooks for them.
 void Pipeline::note_recipe(bool training) {
   const ActiveRecipe* recipe = active_recipe();
   Calls& calls = calls_[training ? 1 : 0];

@@ -1,4 +1,5 @@
-// A pipeline as the fronts hold it: a list of ops, its programs by state, its weight workspaces. A cache only: nothing here is saved.
+// A pipeline as the fronts hold it: a list of ops, its programs by state, its weight workspaces. A
+// cache only: nothing here is saved.
 #pragma once
 
 #include <array>
@@ -17,22 +18,25 @@
 
 namespace tandem {
 
-/// What the modules of a pipeline keep for a recipe whose history has so many rows: scale, amax_history and pending, of forward and of
-/// backward, of each module in the order that the ops' "state" numbers. Asked for where the recipe has a state.
+/// What the modules of a pipeline keep for a recipe whose history has so many rows: scale,
+/// amax_history and pending, of forward and of backward, of each module in the order that the ops'
+/// "state" numbers. Asked for where the recipe has a state.
 using StateOf = std::function<std::vector<at::Tensor>(int64_t history_length)>;
 
-/// Arguments::state for a call in the region of this thread: the region's number, then `state`. A recompute has the scales of its forward:
-/// those of now are of a later step.
+/// Arguments::state for a call in the region of this thread: the region's number, then `state`. A
+/// recompute has the scales of its forward: those of now are of a later step.
 ///
 /// Throws: c10::ValueError where the region of a recompute is not that of its forward.
 TANDEM_API std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state);
 
 class TANDEM_API Pipeline {
  public:
-  /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where one of these is not made.
+  /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where
+  /// one of these is not made.
   explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {});
 
-  /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the thread's recipe.
+  /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the
+  /// thread's recipe.
   ///
   /// Shapes: inputs are the main input and one per unbound extra input; the outputs likewise.
   /// `given`: what user code is given besides tensors; only a direct call passes it on.
@@ -41,20 +45,24 @@ class TANDEM_API Pipeline {
                      Buffers buffers = {}, const StateOf& state_of = {},
                      const void* given = nullptr);
 
-  /// The same in differentiable torch operations, one after the other: no kernel, fusion, node or recipe.
+  /// The same in differentiable torch operations, one after the other: no kernel, fusion, node or
+  /// recipe.
   Outputs composite(at::TensorList inputs, at::TensorList params, bool training) const;
 
   /// Remembers the recipe of a call that goes another way, as operator() does of its own.
   ///
-  /// Throws: c10::ValueError where a backward recomputes under another recipe than that of the last forward.
+  /// Throws: c10::ValueError where a backward recomputes under another recipe than that of the last
+  ///         forward.
   void note_recipe(bool training);
 
-  /// Refuses a call that goes another way where the caller has asked that it writes an argument: that way writes none.
+  /// Refuses a call that goes another way where the caller has asked that it writes an argument:
+  /// that way writes none.
   ///
   /// Throws: c10::ValueError, unless the call is recorded or on the meta device.
   void check_no_writes(at::TensorList inputs) const;
 
-  /// The program that a call finds by its description where it is not direct; for benchmarks, which tell what that costs.
+  /// The program that a call finds by its description where it is not direct; for benchmarks, which
+  /// tell what that costs.
   std::shared_ptr<Program> described_program(bool training) {
     const Visit visit(*this);
     return program_of(text_for_op(state(training)));
@@ -67,7 +75,8 @@ class TANDEM_API Pipeline {
   std::string explain(ExplainFormat format) const;
   /// Bytes that the last call with grad kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const { return saved_bytes_.load(std::memory_order_relaxed); }
-  /// Whether any call has been made directly, so that `explain` has a plan to tell of. Takes no lock.
+  /// Whether any call has been made directly, so that `explain` has a plan to tell of. Takes no
+  /// lock.
   bool has_run() const;
   /// Names of the fusions that any plan so far has made.
   std::vector<std::string> fusions_made() const;
@@ -77,9 +86,11 @@ class TANDEM_API Pipeline {
   struct Served {
     std::shared_ptr<const Plan> plan;
     Served* older;
-    std::vector<std::atomic<int64_t>> kept_bytes;  ///< by entry, of the last call with grad
+    /// By entry, of the last call with grad.
+    std::vector<std::atomic<int64_t>> kept_bytes;
   };
-  /// Whose codes a workspace holds. Whoever uses the workspace holds the weight's memory: no other weight gets its address meanwhile.
+  /// Whose codes a workspace holds. Whoever uses the workspace holds the weight's memory: no other
+  /// weight gets its address meanwhile.
   struct CodedWeight {
     const void* data = nullptr;
     at::ScalarType dtype = at::kFloat;
@@ -99,12 +110,13 @@ class TANDEM_API Pipeline {
     bool training;
     uint64_t fusions_version;
     std::shared_ptr<Program> program;
-    std::vector<HeldWorkspace> workspaces;  ///< of `recipe`
+    /// Of `recipe`.
+    std::vector<HeldWorkspace> workspaces;
     std::atomic<State*> older;
     std::atomic<Served*> newest_served{nullptr};
     std::vector<std::unique_ptr<Served>> served = {};
-    std::atomic<const std::string*> text{
-        nullptr};  ///< what tandem::pipeline takes, made once it is asked for
+    /// What tandem::pipeline takes, made once it is asked for.
+    std::atomic<const std::string*> text{nullptr};
     std::unique_ptr<const std::string> held_text = {};
   };
   /// A call at work: while there is one, no state that it may see dies.
@@ -138,19 +150,24 @@ class TANDEM_API Pipeline {
   bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<State>> states_;  ///< oldest first
+  /// Oldest first.
+  std::vector<std::unique_ptr<State>> states_;
   /// States that no later call finds: they die when no call is at work.
   mutable std::vector<std::unique_ptr<State>> retired_;
   mutable std::atomic<bool> has_retired_{false};
   mutable std::atomic<int64_t> visits_{0};
   std::atomic<int64_t> saved_bytes_{0};
-  /// What a recompute may repeat: the last call with grad, and the calls without since the last recompute.
+  /// What a recompute may repeat: the last call with grad, and the calls without since the last
+  /// recompute.
   struct Calls {
-    std::atomic<const ActiveRecipe*> with_grad;  ///< its recipe
-    std::atomic<const ActiveRecipe*> under{
-        nullptr};  ///< the recipe of those without grad, aside from those without a recipe
-    std::atomic<bool> plain{false};           ///< whether there were any of these
-    std::atomic<bool> are_recomputed{false};  ///< the next call without grad is the first of others
+    /// Its recipe.
+    std::atomic<const ActiveRecipe*> with_grad;
+    /// The recipe of those without grad, aside from those without a recipe.
+    std::atomic<const ActiveRecipe*> under{nullptr};
+    /// Whether there were any of these.
+    std::atomic<bool> plain{false};
+    /// The next call without grad is the first of others.
+    std::atomic<bool> are_recomputed{false};
   };
   /// In evaluation and in training: a validation between forward and backward changes nothing.
   std::array<Calls, 2> calls_;

@@ -17,8 +17,9 @@ namespace tandem {
 
 namespace {
 
-/// Sums and functions are computed in float32 where their results are rounded to less: so many units of it per op, and per square root
-/// of the longest dimension that is summed over (roundings have either sign).
+/// Sums and functions are computed in float32 where their results are rounded to less: so many
+/// units of it per op, and per square root of the longest dimension that is summed over (roundings
+/// have either sign).
 constexpr double kUnitsPerOp = 8, kUnitsPerSum = 4;
 /// However many ops a fused step replaces.
 constexpr double kLargestTolerance = 0x1p-4;
@@ -37,7 +38,8 @@ Steps members_of(const Step& fused, const Steps& unfused) {
   return members;
 }
 
-/// How far results of `step` may be from those of its members, relative to the largest element on the way: one rounding per op.
+/// How far results of `step` may be from those of its members, relative to the largest element on
+/// the way: one rounding per op.
 double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Frame& values) {
   double tolerance = 0, arithmetic = 0;
   int64_t longest = 1;
@@ -154,7 +156,8 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
   if (format == Format::codes) {
-    // A scale in few bits may be another one where the amax is: then the numbers are told apart only.
+    // A scale in few bits may be another one where the amax is: then the numbers are told apart
+    // only.
     const at::Tensor &scale = frame_.tensor(value, 1), &wanted = expected.tensor(value, 1);
     if (auto found = scale.is_floating_point() ? difference(scale, wanted, tolerance, 0) : "";
         !found.empty())
@@ -167,10 +170,11 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
                     scale_of(step, value, members, reference));
 }
 
-/// What the roundings of each element of a result are relative to. A row is rounded at its own size and at that of what lies between the
-/// members there. Where terms cancel, roundings are larger than the result: at most in proportion to what the row was made of, so that a
-/// row whose operands are a hundredth of the largest ones has a hundredth of the whole tensor's scale. That holds for rows that are made
-/// of rows; sums over rows, and what is quantized, have the whole tensor's.
+/// What the roundings of each element of a result are relative to. A row is rounded at its own size
+/// and at that of what lies between the members there. Where terms cancel, roundings are larger
+/// than the result: at most in proportion to what the row was made of, so that a row whose operands
+/// are a hundredth of the largest ones has a hundredth of the whole tensor's scale. That holds for
+/// rows that are made of rows; sums over rows, and what is quantized, have the whole tensor's.
 at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& members,
                                Replay& reference) {
   const Plan& plan = reference.plan();

@@ -1,4 +1,5 @@
-// Plans run step by step, every value kept: the unfused ones as the reference, the fused steps of another one on its values.
+// Plans run step by step, every value kept: the unfused ones as the reference, the fused steps of
+// another one on its values.
 #pragma once
 
 #include <map>
@@ -23,7 +24,8 @@ class Replay {
   void run(const Steps& steps, at::Generator& generator);
 
   bool has(Value value);
-  /// The generator's state when the step that covers `part` began; undefined where no user code ran.
+  /// The generator's state when the step that covers `part` began; undefined where no user code
+  /// ran.
   at::Tensor generator_state(const Part& part) const;
 
  private:
@@ -34,21 +36,25 @@ class Replay {
 
 /// What a fused step does wrong.
 struct WrongStep {
-  std::string fusion;  ///< the fusion's name; empty where nothing is wrong
+  /// The fusion's name; empty where nothing is wrong.
+  std::string fusion;
   std::string text;
   Step step;
 };
 
-/// Compares a fused plan's steps with the unfused ones, and knows afterwards how far apart the values may be where both run as a whole.
+/// Compares a fused plan's steps with the unfused ones, and knows afterwards how far apart the
+/// values may be where both run as a whole.
 class StepCheck {
  public:
   StepCheck(const Plan& fused, int64_t& comparisons);
 
-  /// Runs those of `steps` that `unfused` has not, on the values of `reference`, which has run `unfused`.
+  /// Runs those of `steps` that `unfused` has not, on the values of `reference`, which has run
+  /// `unfused`.
   WrongStep check(const Steps& steps, const Steps& unfused, Replay& reference,
                   at::Generator& generator);
 
-  /// Bound of a value's distance from the unfused one: relative, in norm where codes that may differ lie before it; 0: the same bits.
+  /// Bound of a value's distance from the unfused one: relative, in norm where codes that may
+  /// differ lie before it; 0: the same bits.
   struct Bound {
     double relative = 0;
     bool in_norm = false;

@@ -19,13 +19,14 @@ namespace tandem {
 
 namespace {
 
-/// Roundings on the way to a value may grow: terms cancel, a norm divides by little. Fused steps themselves were compared before.
+/// Roundings on the way to a value may grow: terms cancel, a norm divides by little. Fused steps
+/// themselves were compared before.
 constexpr double kGrowth = 8, kLargestBound = 0.5;
 
 using Tensors = std::vector<at::Tensor>;
 
-/// The generators that a run may draw from: torch's default one, which user code draws from, and that of the inputs' device. Leaves them as
-/// they were.
+/// The generators that a run may draw from: torch's default one, which user code draws from, and
+/// that of the inputs' device. Leaves them as they were.
 class Generators {
  public:
   explicit Generators(c10::Device device) {
@@ -54,7 +55,8 @@ class Generators {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-/// Fresh leaves with the values and flags of the originals, so that nothing of the caller is touched.
+/// Fresh leaves with the values and flags of the originals, so that nothing of the caller is
+/// touched.
 Tensors leaves_of(at::TensorList tensors) {
   Tensors leaves;
   for (const at::Tensor& tensor : tensors)
@@ -80,8 +82,10 @@ Tensors state_for(const StateOf& state_of) {
 }
 
 struct Failure {
-  std::string fusion;  ///< the wrong one, where it is known
-  std::string text;    ///< empty where nothing differs
+  /// The wrong one, where it is known.
+  std::string fusion;
+  /// Empty where nothing differs.
+  std::string text;
 };
 
 class Verification {
@@ -314,7 +318,8 @@ class Verification {
   const Tensors inputs_, params_, state_;
   const Planned fused_, unfused_;
   Generators generators_;
-  Tensors grads_;  ///< by output, undefined where none is given
+  /// By output, undefined where none is given.
+  Tensors grads_;
   BackwardMask mask_;
 };
 

@@ -125,7 +125,8 @@ void check_channels(const std::vector<OpNode>& ops) {
     }
 }
 
-/// The same words may mean another thing to another library. What is written by hand carries neither.
+/// The same words may mean another thing to another library. What is written by hand carries
+/// neither.
 void check_origin(Fields& fields) {
   uint64_t version = kDescriptionVersion;
   std::string build = build_id();

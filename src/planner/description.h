@@ -1,4 +1,5 @@
-// Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the fronts write.
+// Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the
+//               fronts write.
 #pragma once
 
 #include <memory>
@@ -15,29 +16,37 @@ namespace tandem {
 
 /// An extra input or output of an op: bound to a channel, or an argument or result of the pipeline.
 struct Binding {
-  std::string channel;    ///< empty where unbound
-  bool to_caller = true;  ///< outputs: returned as well
+  /// Empty where unbound.
+  std::string channel;
+  /// Outputs: returned as well.
+  bool to_caller = true;
 };
 
 /// An op of a pipeline with its bindings.
 struct OpNode {
   const OpKind* kind = nullptr;
   Options options;
-  std::string label;              ///< "2.swiglu", as `explain` and errors name it
-  std::vector<uint32_t> params;   ///< positions in the pipeline's parameter list
-  std::vector<uint32_t> buffers;  ///< positions in its list of buffers
+  /// "2.swiglu", as `explain` and errors name it.
+  std::string label;
+  /// Positions in the pipeline's parameter list.
+  std::vector<uint32_t> params;
+  /// Positions in its list of buffers.
+  std::vector<uint32_t> buffers;
   std::vector<Binding> extra_inputs, extra_outputs;
   bool in_place = false;
-  /// in_place on a caller's tensor is a command; on a channel's value it is a permission that nobody needs to use.
+  /// in_place on a caller's tensor is a command; on a channel's value it is a permission that
+  /// nobody needs to use.
   bool writes_caller() const {
     return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
-  /// Where the slots of what is quantized for the op stand: in the state of which module, from which one on.
+  /// Where the slots of what is quantized for the op stand: in the state of which module, from
+  /// which one on.
   struct StateSlots {
     uint32_t holder = 0, forward = 0, backward = 0;
   };
   std::optional<StateSlots> state;
-  std::string instance;  ///< what a front knows the op by; user fusions over op lists look at it
+  /// What a front knows the op by; user fusions over op lists look at it.
+  std::string instance;
 };
 
 /// A run of ops that a user's fusion function has fused: ops [first, last].
@@ -52,15 +61,20 @@ inline constexpr uint64_t kDescriptionVersion = 1;
 
 struct Description {
   std::vector<OpNode> ops;
-  std::vector<std::shared_ptr<const OpKind>> kinds;  ///< of ops whose front made them by name
+  /// Of ops whose front made them by name.
+  std::vector<std::shared_ptr<const OpKind>> kinds;
   std::optional<Recipe> recipe;
   bool training = true;
-  bool fuse = true;            ///< false: no fusion at all, what `verify` compares with
-  bool cache_weights = false;  ///< workspaces are passed in for the codes of weights
-  std::vector<std::string> skipped_fusions;  ///< by name: `verify` bisects with it
-  std::vector<std::string>
-      required_fusions;          ///< an error with the reason where one of these is not made
-  uint64_t fusions_version = 0;  ///< of the registered user fusions
+  /// False: no fusion at all, what `verify` compares with.
+  bool fuse = true;
+  /// Workspaces are passed in for the codes of weights.
+  bool cache_weights = false;
+  /// By name: `verify` bisects with it.
+  std::vector<std::string> skipped_fusions;
+  /// An error with the reason where one of these is not made.
+  std::vector<std::string> required_fusions;
+  /// Of the registered user fusions.
+  uint64_t fusions_version = 0;
 
   size_t param_count() const;
   size_t buffer_count() const;
@@ -68,9 +82,11 @@ struct Description {
   size_t extra_input_count() const;
 };
 
-/// Reads a description, which may come from anywhere, and resolves its channels. Throws c10::ValueError on what is no JSON or exceeds
-/// `limits` (core/json_fields.h), on another version or build than this library's, on unknown fields and ops, wrong types and options, parameter positions that do not fit the op, and on
-/// channels with several producers, no producer, or no earlier one.
+/// Reads a description, which may come from anywhere, and resolves its channels. Throws
+/// c10::ValueError on what is no JSON or exceeds `limits` (core/json_fields.h), on another version
+/// or build than this library's, on unknown fields and ops, wrong types and options, parameter
+/// positions that do not fit the op, and on channels with several producers, no producer, or no
+/// earlier one.
 std::shared_ptr<const Description> parse_description(std::string_view json);
 
 }  // namespace tandem

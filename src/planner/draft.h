@@ -9,13 +9,16 @@
 
 namespace tandem {
 
-/// A value as an op meets it: from whom it comes decides where its gradient goes, and a rename has a gradient of its own.
+/// A value as an op meets it: from whom it comes decides where its gradient goes, and a rename has
+/// a gradient of its own.
 struct Flow {
   Value value = Value::none;
-  size_t edge = npos;  ///< where the gradients of this result's readers are summed up
+  /// Where the gradients of this result's readers are summed up.
+  size_t edge = npos;
 };
 
-/// The values behind the operands and results of one op, and behind their gradients. A list has several.
+/// The values behind the operands and results of one op, and behind their gradients. A list has
+/// several.
 class OperandTable {
  public:
   explicit OperandTable(const OpNode& node);
@@ -67,26 +70,37 @@ class OperandTable {
 /// The codes of a parameter that comes in them.
 struct ParamCodes {
   const Quantizer* quantizer = nullptr;
-  std::array<Value, 2> codes = {Value::none, Value::none};  ///< by direction
+  /// By direction.
+  std::array<Value, 2> codes = {Value::none, Value::none};
 };
 
-/// Unfused at first. Casts, sums of gradients, seeds and points of rounding are steps; renames are gone.
+/// Unfused at first. Casts, sums of gradients, seeds and points of rounding are steps; renames are
+/// gone.
 struct Draft {
   std::vector<Type> types;
   Values inputs, params, buffers, workspaces, state, outputs;
-  /// Of parameters that come in codes: those of rows and of columns, Value::none where there are none.
+  /// Of parameters that come in codes: those of rows and of columns, Value::none where there are
+  /// none.
   Values param_codes;
-  std::map<Value, ParamCodes> codes_of_params;  ///< by the value that holds their plain numbers
-  std::vector<CachedWeight> cached_weights;     ///< whose tensors `workspaces` holds
-  std::vector<StateHolder> state_holders;       ///< whose tensors `state` holds
-  bool grad_mode = false;                       ///< of the call
+  /// By the value that holds their plain numbers.
+  std::map<Value, ParamCodes> codes_of_params;
+  /// Whose tensors `workspaces` holds.
+  std::vector<CachedWeight> cached_weights;
+  /// Whose tensors `state` holds.
+  std::vector<StateHolder> state_holders;
+  /// Of the call.
+  bool grad_mode = false;
   Steps forward, backward;
-  std::vector<bool> requires_grad;  ///< by value of forward
+  /// By value of forward.
+  std::vector<bool> requires_grad;
   /// One per output: what the caller gives; Value::none where the output needs no gradient.
   Values output_gradients;
-  Values gradients;                    ///< of inputs, then of params
-  std::vector<OperandTable> operands;  ///< by op
-  std::string no_composite;            ///< label of an op without a composite form
+  /// Of inputs, then of params.
+  Values gradients;
+  /// By op.
+  std::vector<OperandTable> operands;
+  /// Label of an op without a composite form.
+  std::string no_composite;
   bool runs_user_code = false;
 
   Value add(Type type) {
@@ -104,10 +118,12 @@ struct Draft {
   bool needs_grad(Value value) const { return exists(value) && requires_grad[index_of(value)]; }
 };
 
-/// The step `nth` of an op and direction, with the values that `draft` has for what it reads and mutates; its writes are none yet.
+/// The step `nth` of an op and direction, with the values that `draft` has for what it reads and
+/// mutates; its writes are none yet.
 Step step_of_op(const OpNode& node, const OpStep& step, Part part, const OperandTable& operands);
 
-/// Visits the reads of an op's step in the order of Step::reads: their references, a list's one by one.
+/// Visits the reads of an op's step in the order of Step::reads: their references, a list's one by
+/// one.
 template <typename Visit>
 void for_each_read(const OpStep& step, const OperandTable& operands, Visit&& visit) {
   size_t read = 0;

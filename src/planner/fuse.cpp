@@ -52,13 +52,15 @@ struct Half {
   const Members& members;
 };
 
-/// Replaces forward and backward members by the two halves of a joint fusion, private values added, or says why not.
+/// Replaces forward and backward members by the two halves of a joint fusion, private values added,
+/// or says why not.
 Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Half forward_part,
              Half backward_part, const FusionScope& scope, std::vector<Type>& types) {
   Step &ahead = forward_part.step, &back = backward_part.step;
   const Members &forward_members = forward_part.members, &backward_members = backward_part.members;
   if (backward_members.empty()) return "these ops have no backward here";
-  // What the replaced backward read need not be written any more; what others and the fused backward read must be.
+  // What the replaced backward read need not be written any more; what others and the fused
+  // backward read must be.
   const std::function<bool(Value)> is_demanded = [&](Value value) {
     if (scope.is_demanded(value) || reads(back, value)) return true;
     const auto readers = backward.readers(value);

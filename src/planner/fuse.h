@@ -1,4 +1,5 @@
-// The three fusion passes: each replaces runs of steps by one step wherever that is legal, and says why where it is not.
+// The three fusion passes: each replaces runs of steps by one step wherever that is legal, and says
+// why where it is not.
 #pragma once
 
 #include <functional>
@@ -12,25 +13,29 @@ namespace tandem {
 
 /// What the planner asks a front for: fusions that users registered.
 struct UserFusions {
-  std::vector<std::shared_ptr<const Fusion>>
-      patterns;  ///< declarative ones of any pass, in order of precedence
-  /// Fusions over the list of ops, in TE's form: called once per plan and pass, returns the groups it fused.
+  /// Declarative ones of any pass, in order of precedence.
+  std::vector<std::shared_ptr<const Fusion>> patterns;
+  /// Fusions over the list of ops, in TE's form: called once per plan and pass, returns the groups
+  /// it fused.
   std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups;
 };
 
 /// The fusions of a pass: those of users first, then the library's.
 std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
                                       const UserFusions& user);
-/// Throws c10::ValueError where the groups that a user's function returns do not cover the ops once and in order.
+/// Throws c10::ValueError where the groups that a user's function returns do not cover the ops once
+/// and in order.
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user);
 
-/// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes stay written.
+/// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes
+/// stay written.
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope);
 
 /// Replaces the steps of each group's ops by the group's fusion.
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope);
 
-/// Joint fusions: replaces steps of both directions and adds the private values between them to the draft.
+/// Joint fusions: replaces steps of both directions and adds the private values between them to the
+/// draft.
 void fuse_jointly(const Description& description, const UserFusions& user, FusionScope& scope,
                   Draft& draft);
 

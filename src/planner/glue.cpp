@@ -38,7 +38,8 @@ void run_add(Call& call) {
 
 void run_rename(Call& call) { call.out(0, call.in(0)); }
 
-/// aten's draw, because compilers know it as random: they neither merge two draws nor draw again where they recompute.
+/// aten's draw, because compilers know it as random: they neither merge two draws nor draw again
+/// where they recompute.
 void run_draw_seed(Call& call) {
   call.out(0, at::randint(std::numeric_limits<int64_t>::max(), {},
                           call.in(0).options().dtype(at::kLong)));

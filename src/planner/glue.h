@@ -1,4 +1,5 @@
-// Steps that no op asks for and lowering puts between ops: casts, sums of gradients, seeds, quantize points, weight codes.
+// Steps that no op asks for and lowering puts between ops: casts, sums of gradients, seeds,
+// quantize points, weight codes.
 #pragma once
 
 #include <array>
@@ -10,7 +11,8 @@ namespace tandem {
 
 /// y = x in another dtype.
 Step cast_step(Value x, Value y);
-/// y = a + b: the gradient of a value with several readers. With one operand undefined it is a rename.
+/// y = a + b: the gradient of a value with several readers. With one operand undefined it is a
+/// rename.
 Step add_step(Value a, Value b, Value y);
 /// y is x under another number, where only their gradients differ.
 Step rename_step(Value x, Value y);
@@ -22,7 +24,8 @@ Step seed_step(Value x, Value seed);
 using GroupValues = std::array<Value, 3>;
 /// codes and amax of x; `scale` where the quantizer takes one.
 Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantizer& quantizer);
-/// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's number.
+/// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
+/// number.
 struct StateSlot {
   std::array<Value, kScalingStateTensors> state;
   Value region;
@@ -35,7 +38,8 @@ Step take_scale_step(const StateSlot& slot, Value scale);
 Step record_amax_step(const StateSlot& slot, Value amax, bool counts);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
-/// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again where the weight has changed.
+/// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again
+/// where the weight has changed.
 Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
                          const Quantizer& quantizer, bool backward);
 

@@ -8,8 +8,8 @@ namespace tandem {
 /// As `explain` prints it: "ops 1 to 3".
 std::string place_of(const OpGroup& group);
 
-/// Why not: a step covers ops of the group and others, then a fusion of this group could not have the ops as a whole; or an op has a list
-/// of operands, and the fusion is written in Python.
+/// Why not: a step covers ops of the group and others, then a fusion of this group could not have
+/// the ops as a whole; or an op has a list of operands, and the fusion is written in Python.
 Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionScope& scope);
 
 /// Steps that belong to the group's ops, with the planner's own steps whose results only they read.

@@ -7,9 +7,11 @@
 
 namespace tandem {
 
-/// Orders backward, lets it write again what that is cheaper for, drops what nobody needs, and notes in `plan` what is kept.
+/// Orders backward, lets it write again what that is cheaper for, drops what nobody needs, and
+/// notes in `plan` what is kept.
 ///
-/// `backward_groups`: user fusions of backward, which write gradients only; what their ops would write again is kept.
+/// `backward_groups`: user fusions of backward, which write gradients only; what their ops would
+/// write again is kept.
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan);
 

@@ -8,14 +8,17 @@
 
 namespace tandem {
 
-/// Words that decide which plan serves a call. Filled and compared without allocation for up to 29 tensors.
+/// Words that decide which plan serves a call. Filled and compared without allocation for up to 29
+/// tensors.
 class PlanKey {
  public:
   struct Call {
-    bool grad_mode = false;  ///< whether gradients are recorded
-    bool traced = false;  ///< through the dispatcher: nothing may mutate arguments or return them
-    at::ScalarType autocast_dtype =
-        at::ScalarType::Undefined;  ///< of the input's device type; Undefined outside autocast
+    /// Whether gradients are recorded.
+    bool grad_mode = false;
+    /// Through the dispatcher: nothing may mutate arguments or return them.
+    bool traced = false;
+    /// Of the input's device type; Undefined outside autocast.
+    at::ScalarType autocast_dtype = at::ScalarType::Undefined;
   };
   struct TensorTraits {
     bool defined, requires_grad;
@@ -31,7 +34,8 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
-  /// A parameter, by its place among the tensors, that comes in codes of these directions. After all tensors.
+  /// A parameter, by its place among the tensors, that comes in codes of these directions. After
+  /// all tensors.
   void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
     const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // there is one of each, for good
     words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{row} | uint32_t{column} << 1);
@@ -81,7 +85,8 @@ class PlanKey {
 
  private:
   static constexpr size_t kCodesCount = 0,
-                          kHead = 3;  ///< codes, call, inputs; then tensors, then codes
+                          /// Codes, call, inputs; then tensors, then codes.
+      kHead = 3;
   c10::SmallVector<uint32_t, 32> words_;
 };
 

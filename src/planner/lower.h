@@ -8,10 +8,11 @@
 
 namespace tandem {
 
-/// Lowers the ops of `description` for tensors as `key` has them: inputs first, then parameters. The recipe's products read plain numbers
-/// still (quantize_points.h).
+/// Lowers the ops of `description` for tensors as `key` has them: inputs first, then parameters.
+/// The recipe's products read plain numbers still (quantize_points.h).
 ///
-/// Throws: c10::ValueError where the number of tensors does not fit, c10::TypeError where a dtype does not convert, and
+/// Throws: c10::ValueError where the number of tensors does not fit, c10::TypeError where a dtype
+///         does not convert, and
 /// c10::NotImplementedError where a gradient is asked for that nobody has.
 Draft lower(const Description& description, const PlanKey& key);
 
@@ -20,7 +21,8 @@ struct ForwardFlow {
   /// What backward must be derived from, in the order in which forward happened.
   struct Event {
     enum Kind { op, cast, round_gradient } kind;
-    size_t index = 0;  ///< of the op, or npos for a cast of an operand
+    /// Of the op, or npos for a cast of an operand.
+    size_t index = 0;
     Flow from = {}, to = {};
   };
   std::vector<Event> events;

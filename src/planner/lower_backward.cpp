@@ -1,4 +1,5 @@
-// Backward, from the last op to the first: what each step is given, and sums of what several readers contribute.
+// Backward, from the last op to the first: what each step is given, and sums of what several
+// readers contribute.
 #include <algorithm>
 #include <map>
 

@@ -64,7 +64,8 @@ class ForwardLowering {
     for (size_t i = 0; i < key_.codes_count(); ++i) bind_codes(key_.codes(i));
   }
 
-  /// A parameter that comes in codes: its plain numbers are decoded where a step wants them, and their gradient is the parameter's.
+  /// A parameter that comes in codes: its plain numbers are decoded where a step wants them, and
+  /// their gradient is the parameter's.
   void bind_codes(const PlanKey::CodesTraits& traits) {
     const size_t param = traits.tensor - draft_.inputs.size();
     const Flow from = flow_.params[param];
@@ -129,7 +130,8 @@ class ForwardLowering {
     return casts_[{value, dtype}] = result;
   }
 
-  /// A gradient that is asked for must be one that we have: no formula here conjugates, and numbers that are not real have none.
+  /// A gradient that is asked for must be one that we have: no formula here conjugates, and numbers
+  /// that are not real have none.
   static void check_differentiable(bool any_grad, at::ScalarType dtype, const OpNode& op) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !any_grad || c10::isFloatingType(dtype), op.label,
@@ -204,7 +206,8 @@ class ForwardLowering {
     return std::ranges::find(op.indices, input) != op.indices.end();
   }
 
-  /// Returns whether any parameter requires grad; `dtype` becomes that of the results where operands promote.
+  /// Returns whether any parameter requires grad; `dtype` becomes that of the results where
+  /// operands promote.
   bool bind_params(const OpNode& node, OperandTable& operands, at::ScalarType& dtype, bool casts) {
     const OpKind& op = *node.kind;
     bool any_grad = false;
@@ -212,7 +215,8 @@ class ForwardLowering {
     for (size_t operand = op.first_param; operand < op.first_buffer; ++operand)
       for (size_t element = 0; element < operands.count(operand); ++element) {
         Flow param = bound_params_[node.params[at++]];
-        // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does; elsewhere it promotes.
+        // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does;
+        // elsewhere it promotes.
         const bool follows =
             call_.autocast_dtype != at::ScalarType::Undefined && c10::isFloatingType(dtype);
         const bool is_fixed = operand + op.def.fixed_params >= op.first_buffer;
@@ -233,7 +237,8 @@ class ForwardLowering {
     return flow_.inputs[++next_extra_];
   }
 
-  /// The dtype of y: where the user asked for a sum in the caller's tensor it is that tensor's, traced or not, as for torch's add_.
+  /// The dtype of y: where the user asked for a sum in the caller's tensor it is that tensor's,
+  /// traced or not, as for torch's add_.
   at::ScalarType result_dtype(const OpNode& node, const OperandTable& operands,
                               at::ScalarType dtype) const {
     if (!node.writes_caller()) return dtype;
@@ -344,7 +349,8 @@ class ForwardLowering {
   const PlanKey::Call call_;
   Draft& draft_;
   ForwardFlow flow_;
-  std::vector<Flow> bound_params_;  ///< what ops read of each
+  /// What ops read of each.
+  std::vector<Flow> bound_params_;
   std::map<std::string, Flow> channels_;
   std::map<std::pair<Value, at::ScalarType>, Flow> casts_;
   size_t next_extra_ = 0;

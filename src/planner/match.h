@@ -5,7 +5,8 @@
 
 namespace tandem {
 
-/// Finds the members of a fusion's pattern that starts at `start`, in pattern order; empty where it does not match.
+/// Finds the members of a fusion's pattern that starts at `start`, in pattern order; empty where it
+/// does not match.
 Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion);
 
 /// A pattern that matched.
@@ -13,8 +14,10 @@ struct Candidate {
   Candidate(const StepList& list, const Members& members);
 
   std::vector<const Step*> steps;
-  std::string place;             ///< as `explain` prints it: "1.basic_linear + 1.bias"
-  std::vector<Options> options;  ///< of the ops that it covers, in member order
+  /// As `explain` prints it: "1.basic_linear + 1.bias".
+  std::string place;
+  /// Of the ops that it covers, in member order.
+  std::vector<Options> options;
 };
 
 /// Why the fused step cannot have the operands that the fusion names: members have others.

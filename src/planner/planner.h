@@ -1,4 +1,5 @@
-// The planner: from a description and a key to a plan, and from a plan and a mask to a backward program.
+// The planner: from a description and a key to a plan, and from a plan and a mask to a backward
+// program.
 #pragma once
 
 #include <memory>
@@ -10,13 +11,16 @@
 
 namespace tandem {
 
-/// Plans forward and backward: lowers, puts quantize points, runs the joint and the forward pass, derives what is kept.
+/// Plans forward and backward: lowers, puts quantize points, runs the joint and the forward pass,
+/// derives what is kept.
 ///
-/// Throws: c10::ValueError where the tensors do not fit the description, or where a required fusion cannot be made, with the reason.
+/// Throws: c10::ValueError where the tensors do not fit the description, or where a required fusion
+///         cannot be made, with the reason.
 std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
                                       const UserFusions& user_fusions);
 
-/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask while the plan has it.
+/// The backward program for a mask: sliced, then fused by the backward pass; made once per mask
+/// while the plan has it.
 std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask);
 
 /// The backward program where every gradient is given and asked for: what `explain` shows.

@@ -24,8 +24,8 @@ struct Planner {
   std::atomic<std::thread::id>& planner;
 };
 
-/// All programs that live, by the hash of their text, and the recent ones. No program is destroyed under the lock: its end looks here, and
-/// may run Python.
+/// All programs that live, by the hash of their text, and the recent ones. No program is destroyed
+/// under the lock: its end looks here, and may run Python.
 class Programs {
  public:
   using Pointer = std::shared_ptr<Program>;
@@ -81,7 +81,8 @@ class Programs {
   struct Known {
     std::weak_ptr<Program> program;
     const Program* address;
-    Recent::iterator recent;  ///< its place, or the end
+    /// Its place, or the end.
+    Recent::iterator recent;
   };
 
   void use(const Pointer& program, Recent& dropped) {
@@ -104,8 +105,10 @@ class Programs {
   }
 
   std::mutex mutex_;
-  std::unordered_map<std::string_view, Known> known_;  ///< a key is the text of its program
-  Recent recent_;                                      ///< the last one asked for first
+  /// a key is the text of its program.
+  std::unordered_map<std::string_view, Known> known_;
+  /// The last one asked for first.
+  Recent recent_;
   size_t bytes_ = 0;
 };
 }  // namespace

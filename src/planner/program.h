@@ -46,16 +46,17 @@ class TANDEM_API Program {
   std::shared_ptr<const Description> description_;
   Cache<PlanKey, Plan> plans_;
   std::mutex mutex_;
-  std::atomic<std::thread::id>
-      planner_{};  ///< the thread that makes a plan, and runs a user's fusion functions in it
+  /// The thread that makes a plan, and runs a user's fusion functions in it.
+  std::atomic<std::thread::id> planner_{};
 };
 
-/// The program of a description, at most one per text at a time. It dies with the last that holds it, but the ones asked for last stay:
-/// at most `kRecentPrograms`, and of long texts fewer.
+/// The program of a description, at most one per text at a time. It dies with the last that holds
+/// it, but the ones asked for last stay: at most `kRecentPrograms`, and of long texts fewer.
 TANDEM_API std::shared_ptr<Program> program_of(std::string_view description);
 inline constexpr size_t kRecentPrograms = 256, kRecentProgramBytes = 1 << 20;
 
-/// Lets go of recent programs that other user fusions than those of now were part of: nobody will ask for them.
+/// Lets go of recent programs that other user fusions than those of now were part of: nobody will
+/// ask for them.
 void drop_outdated_programs(uint64_t fusions_version);
 
 }  // namespace tandem

@@ -36,10 +36,13 @@ class QuantizePoints {
     std::array<Value, 2> codes;
     Value of(Direction direction) const { return codes[static_cast<size_t>(direction)]; }
   };
-  /// Where a recipe with a state keeps that of a tensor: two that quantize one tensor have a history each.
+  /// Where a recipe with a state keeps that of a tensor: two that quantize one tensor have a
+  /// history each.
   struct Slot {
-    size_t op = npos;  ///< npos: the recipe has no state
-    size_t role = 0;   ///< among those of its direction
+    /// Npos: the recipe has no state.
+    size_t op = npos;
+    /// Among those of its direction.
+    size_t role = 0;
     bool is_backward = false;
     auto operator<=>(const Slot&) const = default;
   };
@@ -52,10 +55,12 @@ class QuantizePoints {
   /// What is known in codes, in one direction of the plan.
   using Codes = std::map<Key, Representations>;
 
-  /// Codes of weights depend on scales that the next step changes, while backward may still want these: they are kept, not cached.
+  /// Codes of weights depend on scales that the next step changes, while backward may still want
+  /// these: they are kept, not cached.
   bool caches_weights() const { return description_.cache_weights && !is_stateful_; }
 
-  /// The tensors of all holders, those that no step uses included: who calls knows nothing of plans.
+  /// The tensors of all holders, those that no step uses included: who calls knows nothing of
+  /// plans.
   void add_state() {
     const auto add = [&](at::ScalarType dtype, std::string name) {
       draft_.state.push_back(
@@ -126,7 +131,8 @@ class QuantizePoints {
     }
   }
 
-  /// Visits the reads that a step of an op multiplies: place among the reads, contract, place in a list operand.
+  /// Visits the reads that a step of an op multiplies: place among the reads, contract, place in a
+  /// list operand.
   template <typename Visit>
   void for_each_factor(const Step& step, Visit&& visit) const {
     const Part part = step.covers[0];
@@ -173,7 +179,8 @@ class QuantizePoints {
       if (const auto known = draft_.codes_of_params.find(plain);
           known != draft_.codes_of_params.end()) {
         const Value given = known->second.codes[static_cast<size_t>(contract.along)];
-        // It is in the recipe's format: what its owner has made of it counts, whatever kind of scale the recipe would choose.
+        // It is in the recipe's format: what its owner has made of it counts, whatever kind of
+        // scale the recipe would choose.
         if (exists(given) && known->second.quantizer->format == quantizer.format) return given;
       } else if (caches_weights())
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
@@ -223,7 +230,8 @@ class QuantizePoints {
     return codes[key] = result;
   }
 
-  /// Codes of a weight in its workspace. Backward asks for them again rather than keep what the next forward may overwrite.
+  /// Codes of a weight in its workspace. Backward asks for them again rather than keep what the
+  /// next forward may overwrite.
   Representations weight_codes(Value weight, const Quantizer& quantizer, Steps& steps,
                                Codes& codes) {
     if (const auto known = codes.find({weight, &quantizer}); known != codes.end())
@@ -258,7 +266,8 @@ class QuantizePoints {
     return workspace;
   }
 
-  /// The decoded numbers are a value of their own, and their codes are there for products that follow.
+  /// The decoded numbers are a value of their own, and their codes are there for products that
+  /// follow.
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {role});
     const Slot slot = slot_of(step.asked_by, role);

@@ -12,7 +12,8 @@
 
 namespace tandem {
 
-/// A registered fusion; `remove()` or destruction takes it out again. Whatever is cached is planned anew either way.
+/// A registered fusion; `remove()` or destruction takes it out again. Whatever is cached is planned
+/// anew either way.
 class TANDEM_API FusionHandle {
  public:
   explicit FusionHandle(uint64_t id) : id_(id) {}
@@ -31,8 +32,9 @@ class TANDEM_API FusionHandle {
   uint64_t id_;
 };
 
-/// Registers a fusion after (`prepend`: before) the user fusions of its pass. Throws c10::ValueError if the name is taken or the fusion
-/// has no pattern, no implementation, or, joint, no backward half.
+/// Registers a fusion after (`prepend`: before) the user fusions of its pass. Throws
+/// c10::ValueError if the name is taken or the fusion has no pattern, no implementation, or, joint,
+/// no backward half.
 TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
 
 /// Changes with every registration and removal; part of every description.

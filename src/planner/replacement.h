@@ -20,22 +20,26 @@ using Members = StepList::Places;  // in pattern order, or ascending
 struct FusionScope {
   Pass pass = Pass::forward;
   const std::vector<Type>* types = nullptr;
-  const std::vector<OperandTable>* operands = nullptr;  ///< by op
+  /// By op.
+  const std::vector<OperandTable>* operands = nullptr;
   /// Outside the list of steps: outputs, kept values, gradients asked for.
   std::function<bool(Value)> is_demanded = nullptr;
-  /// In the backward pass: what is there before the list runs, and what has become of a gradient where others are undefined.
+  /// In the backward pass: what is there before the list runs, and what has become of a gradient
+  /// where others are undefined.
   std::function<bool(Value)> is_there = nullptr;
   std::function<Value(Value)> resolved = nullptr;
   const std::vector<std::string>* skipped = nullptr;
   std::vector<Decision>* decisions = nullptr;
-  std::set<std::tuple<std::string, std::string, std::string>> noted = {};  ///< each decision once
+  /// Each decision once.
+  std::set<std::tuple<std::string, std::string, std::string>> noted = {};
 
   bool skips(const Fusion& fusion) const;
   /// What has become of a candidate at a place.
   void note(const Fusion& fusion, const std::string& place, const Refusal& refusal);
 };
 
-/// The fused step of one direction: its operands as `read` and `write` say, its mutations those of the members that it names.
+/// The fused step of one direction: its operands as `read` and `write` say, its mutations those of
+/// the members that it names.
 using Lookup = std::function<Values(const MemberOperand&)>;
 Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,
                 const Lookup& read, const Lookup& write, const StepList& steps,
@@ -44,7 +48,8 @@ Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> 
 /// One replacement under way: members of a list, and what the fused step reads, writes and mutates.
 class Replacement {
  public:
-  /// `only_gradients`: what members write again of forward does not count; a joint fusion's forward writes it.
+  /// `only_gradients`: what members write again of forward does not count; a joint fusion's forward
+  /// writes it.
   Replacement(const StepList& steps, Members members, const FusionScope& scope,
               const std::function<bool(Value)>& is_demanded, bool only_gradients = false);
 

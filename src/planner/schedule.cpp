@@ -61,8 +61,8 @@ class Readers {
   std::vector<c10::SmallVector<uint32_t, 2>> readers_;
 };
 
-/// Answers which steps wait for a step, by what they read. Each search goes from a reader towards those behind it, and ends where it
-/// finds what it looks for: in a chain, at once.
+/// Answers which steps wait for a step, by what they read. Each search goes from a reader towards
+/// those behind it, and ends where it finds what it looks for: in a chain, at once.
 class Waiting {
  public:
   Waiting(const Steps& steps, const Readers& readers)
@@ -114,7 +114,8 @@ size_t quantize_again(const Steps& forward, Steps& backward) {
   return again.size();
 }
 
-/// Removes those of the last `count` steps whose source no other step writes or reads: for them alone it would have to be kept.
+/// Removes those of the last `count` steps whose source no other step writes or reads: for them
+/// alone it would have to be kept.
 void drop_needless(size_t count, Steps& backward) {
   const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
   std::set<Value> used;

@@ -62,7 +62,8 @@ class Slicing {
  private:
   const Plan& plan_;
   std::vector<bool> is_defined_;
-  std::vector<bool> from_gradient_;  ///< written from a gradient, so undefined where that is
+  /// Written from a gradient, so undefined where that is.
+  std::vector<bool> from_gradient_;
   Values substitute_;
 };
 

@@ -1,4 +1,5 @@
-// A list of steps that fusions change, with an index of who reads and writes what: a change costs what it touches, not the list.
+// A list of steps that fusions change, with an index of who reads and writes what: a change costs
+// what it touches, not the list.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -11,7 +12,8 @@
 
 namespace tandem {
 
-/// Steps at places that keep their order. A replaced step leaves an empty place, or its place to the step that replaces it.
+/// Steps at places that keep their order. A replaced step leaves an empty place, or its place to
+/// the step that replaces it.
 class StepList {
  public:
   using Places = std::vector<size_t>;
@@ -22,7 +24,8 @@ class StepList {
   bool has(size_t place) const { return is_there_[place]; }
   const Step& operator[](size_t place) const { return steps_[place]; }
 
-  /// Places of the steps that read, write or mutate a value, and of those that cover a part of an op.
+  /// Places of the steps that read, write or mutate a value, and of those that cover a part of an
+  /// op.
   Places readers(Value value) const;
   Places writers(Value value) const;
   Places mutators(Value value) const;

@@ -1,4 +1,5 @@
-// Recipes: the user's choice of low-precision format and scaling, as frozen values that say how each operand is quantized.
+// Recipes: the user's choice of low-precision format and scaling, as frozen values that say how
+//          each operand is quantized.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -11,7 +12,8 @@
 
 namespace tandem {
 
-/// Who is to be quantized: which operand of a product, of which op of the pipeline (npos: of a point of rounding), which of a list.
+/// Who is to be quantized: which operand of a product, of which op of the pipeline (npos: of a
+/// point of rounding), which of a list.
 struct QuantizeSlot {
   Role role = Role::input;
   size_t op = npos;
@@ -23,11 +25,12 @@ const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
 
 /// Rows of the amax history of a recipe that keeps one; 0: it has no state.
 TANDEM_API int64_t history_length(const Recipe& recipe);
-/// How the scales of a recipe with a state come about, of what is quantized in forward, or of gradients.
+/// How the scales of a recipe with a state come about, of what is quantized in forward, or of
+/// gradients.
 const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward);
 
-/// As canonical JSON, and back: the recipe's name, and its fields as Python's constructor calls them. Throws c10::ValueError on an unknown
-/// recipe or field.
+/// As canonical JSON, and back: the recipe's name, and its fields as Python's constructor calls
+/// them. Throws c10::ValueError on an unknown recipe or field.
 TANDEM_API nlohmann::json to_json(const Recipe& recipe);
 std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe);
 

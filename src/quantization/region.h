@@ -14,28 +14,33 @@
 
 namespace tandem {
 
-/// Forward states of its calls are updated when the region is left with gradients enabled; backward states when the last backward of its
-/// calls has run, on whatever thread. What is not updated by then (a backward that never runs, compiled code, tensors that go through the
-/// dispatcher) is updated when it is next used in another region (kernel_ops/delayed.h): either way once, before its next use.
+/// Forward states of its calls are updated when the region is left with gradients enabled; backward
+/// states when the last backward of its calls has run, on whatever thread. What is not updated by
+/// then (a backward that never runs, compiled code, tensors that go through the dispatcher) is
+/// updated when it is next used in another region (kernel_ops/delayed.h): either way once, before
+/// its next use.
 class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion> {
  public:
   /// `number`: as kernel_ops::new_region gives it.
   explicit RecipeRegion(int64_t number);
 
   int64_t number() const { return number_; }
-  /// The number as kernel ops read it, that of a recompute where backward runs a forward of the region again.
+  /// The number as kernel ops read it, that of a recompute where backward runs a forward of the
+  /// region again.
   const at::Tensor& token(bool is_recompute) const { return is_recompute ? recompute_ : token_; }
 
   /// The forward states of a call.
   void note_forward(std::span<const PendingUpdate> states);
-  /// The scale that forward has used, of a state that a forward of this region has been noted with; undefined for others.
+  /// The scale that forward has used, of a state that a forward of this region has been noted with;
+  /// undefined for others.
   at::Tensor scale_in_forward(const ScalingState& state) const;
 
   /// One more entry into it; and one less: the last one ends it. The GIL must not be held.
   void enter();
   void leave();
 
-  /// A call whose backward is to come: noted when it has run; one that dies first is not waited for.
+  /// A call whose backward is to come: noted when it has run; one that dies first is not waited
+  /// for.
   class TANDEM_API Backward {
    public:
     explicit Backward(std::shared_ptr<RecipeRegion> region);
@@ -43,7 +48,8 @@ class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion
     Backward& operator=(const Backward&) = delete;
     ~Backward();
     const std::shared_ptr<RecipeRegion>& region() const { return region_; }
-    /// Backward has run, with these states; the second time, of a retained graph, they wait for their next use.
+    /// Backward has run, with these states; the second time, of a retained graph, they wait for
+    /// their next use.
     void note_run(std::span<const PendingUpdate> states);
 
    private:
@@ -54,7 +60,8 @@ class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion
  private:
   struct Forward {
     PendingUpdate due;
-    at::Tensor scale_in_forward;  ///< once the update has overwritten it
+    /// Once the update has overwritten it.
+    at::Tensor scale_in_forward;
   };
 
   const int64_t number_;

@@ -1,4 +1,5 @@
-// Arguments of the dispatcher op, which may come from anywhere: counted and checked against the description before any step runs.
+// Arguments of the dispatcher op, which may come from anywhere: counted and checked against the
+// description before any step runs.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>

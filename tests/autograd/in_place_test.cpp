@@ -72,7 +72,8 @@ TEST(InPlace, AnExtraInputWithAHistoryGoesOnWithTheSum) {
   EXPECT_TRUE(same(before.grad(), x.detach() * 0 + 6));
 }
 
-/// Gradients of x and of what `base` is made of, where a sum is written into a part of it; `add` writes it.
+/// Gradients of x and of what `base` is made of, where a sum is written into a part of it; `add`
+/// writes it.
 template <typename Add>
 std::vector<at::Tensor> gradients_of_a_part(bool has_history, Add add) {
   const at::Tensor x = leaf({4}), before = leaf({3, 4}, at::kFloat, 2);

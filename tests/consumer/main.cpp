@@ -1,4 +1,5 @@
-// Uses Tandem as a C++ program outside of this repository would: the installed headers and library, and libtorch through them.
+// Uses Tandem as a C++ program outside of this repository would: the installed headers and library,
+// and libtorch through them.
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <tandem/extension.h>

@@ -1,4 +1,5 @@
-// A user's op in C++: a table entry, two functions, a signature. It plans, keeps and differentiates as a built-in one.
+// A user's op in C++: a table entry, two functions, a signature. It plans, keeps and differentiates
+// as a built-in one.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gt.h>
 #include <ATen/ops/relu.h>

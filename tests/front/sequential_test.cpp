@@ -255,7 +255,8 @@ TEST(Front, DefaultsAreThoseOfTheSignatures) {
   }
 }
 
-/// Every op whose parameters and inputs the front can make runs in a pipeline: one that is added is tested here without a word.
+/// Every op whose parameters and inputs the front can make runs in a pipeline: one that is added is
+/// tested here without a word.
 TEST(Front, EveryRegisteredOpRunsAndDifferentiates) {
   size_t count = 0;
   for (const std::string& name : op_names()) {

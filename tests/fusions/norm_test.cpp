@@ -1,4 +1,5 @@
-// Fusions of norms: with the quantize point behind them, and of their backward with the residual's gradient.
+// Fusions of norms: with the quantize point behind them, and of their backward with the residual's
+// gradient.
 #include <gmock/gmock.h>
 
 #include "support/plans.h"

@@ -1,7 +1,7 @@
 // Checkpoints of `tandem train`: every folder is read or refused with a UserError.
 //
-// An input is the JSON document, a zero byte, a byte of choices and the tensors' file. Checksums are made right where the choices say
-// so: damage that they find is found at once.
+// An input is the JSON document, a zero byte, a byte of choices and the tensors' file. Checksums
+// are made right where the choices say so: damage that they find is found at once.
 #include "cli/checkpoint.h"
 
 #include <unistd.h>

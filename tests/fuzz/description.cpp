@@ -1,7 +1,8 @@
-// Descriptions with fitting and unfitting arguments, forward and backward: every input ends in a result or in an error of torch's.
+// Descriptions with fitting and unfitting arguments, forward and backward: every input ends in a
+// result or in an error of torch's.
 //
-// An input is a description, a zero byte, and bytes that say which tensors are passed (`Bytes`). The mutator changes descriptions as
-// JSON, so that most of them are still read.
+// An input is a description, a zero byte, and bytes that say which tensors are passed (`Bytes`).
+// The mutator changes descriptions as JSON, so that most of them are still read.
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
@@ -24,7 +25,8 @@ namespace {
 using nlohmann::json;
 using Tensors = std::vector<at::Tensor>;
 
-constexpr int64_t kFeatures = 8;  ///< of every operand that fits
+/// Of every operand that fits.
+constexpr int64_t kFeatures = 8;
 
 /// The choices of an input's tail; zeros where it ends.
 class Bytes {
@@ -48,7 +50,8 @@ at::Tensor transposed(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   return at::ones(std::vector<int64_t>(sizes.rbegin(), sizes.rend()), dtype).permute(order);
 }
 
-/// A tensor of these sizes: mostly float32 and contiguous, else of any dtype, expanded, transposed, without elements or without memory.
+/// A tensor of these sizes: mostly float32 and contiguous, else of any dtype, expanded, transposed,
+/// without elements or without memory.
 at::Tensor tensor_of(std::vector<int64_t> sizes, Bytes& choices) {
   const uint8_t form = choices.next();
   static constexpr at::ScalarType kDtypes[] = {

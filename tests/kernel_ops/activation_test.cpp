@@ -1,5 +1,6 @@
-// Activations and gated units as kernel ops: on every instruction set the CPU kernel is the composite reference, within one rounding. Every
-// row of tandem/activations.h is tested here; tests/kernels measures the formulas that it knows in float64 more closely.
+// Activations and gated units as kernel ops: on every instruction set the CPU kernel is the
+// composite reference, within one rounding. Every row of tandem/activations.h is tested here;
+// tests/kernels measures the formulas that it knows in float64 more closely.
 #include "kernel_ops/activation.h"
 
 #include <ATen/ops/silu.h>

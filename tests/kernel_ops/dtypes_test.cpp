@@ -1,4 +1,5 @@
-// What kernels do not list goes to the reference: every kernel op on every dtype of every operand, and on operands of two devices.
+// What kernels do not list goes to the reference: every kernel op on every dtype of every operand,
+// and on operands of two devices.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>

@@ -1,4 +1,5 @@
-// Quantize, Dequantize and Decode against the vectors of tests/data/README.md: kernel and composite reference, byte by byte.
+// Quantize, Dequantize and Decode against the vectors of tests/data/README.md: kernel and composite
+// reference, byte by byte.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 
@@ -17,7 +18,8 @@ using Optional = std::optional<at::Tensor>;
 
 /// A file of vectors and the cases in it that have `part` in their name.
 struct Family {
-  const char *file, *part, *format;  ///< `format`: the prefix of its formats' names
+  /// `format`: the prefix of its formats' names.
+  const char *file, *part, *format;
   int cases;
 };
 std::ostream& operator<<(std::ostream& out, const Family& family) { return out << family.part; }

@@ -1,4 +1,5 @@
-// Products in pieces: any number of rows gives the product, and what is cut depends on the shape alone.
+// Products in pieces: any number of rows gives the product, and what is cut depends on the shape
+// alone.
 #include "kernel_ops/product.h"
 
 #include <ATen/ops/empty.h>

@@ -25,7 +25,8 @@ using Optional = std::optional<at::Tensor>;
 
 constexpr std::array kRows{true, false, true};
 
-/// Numbers that make a cast go wrong: zeros, the smallest and largest, infinities, NaN, and one of every exponent.
+/// Numbers that make a cast go wrong: zeros, the smallest and largest, infinities, NaN, and one of
+/// every exponent.
 at::Tensor special_numbers(at::ScalarType dtype) {
   std::vector<double> numbers{0.0, -0.0, FLT_TRUE_MIN, -FLT_TRUE_MIN, FLT_MIN, 1.0, 448, 57344};
   for (int exponent = -40; exponent <= 16; ++exponent)

@@ -105,7 +105,8 @@ Forward float64_forward(const Problem& p, bool centered) {
     for (size_t c = 0; c < hidden; ++c) {
       const double gamma = p.gamma(c), bias = centered ? p.bias.at(c) : 0.0;
       result.y.push_back((p.x.at(r * hidden + c) - mean) * inv_norm * gamma + bias);
-      // Subtracting the rounded mean and adding the bias cancel: errors are relative to the operands.
+      // Subtracting the rounded mean and adding the bias cancel: errors are relative to the
+      // operands.
       result.magnitude.push_back(centered ? (std::abs(p.x.at(r * hidden + c)) + std::abs(mean)) *
                                                     inv_norm * std::abs(gamma) +
                                                 std::abs(bias)
@@ -263,7 +264,8 @@ TEST_P(NormTarget, NanAndInfinitySpreadOverTheirRowAlone) {
           run_forward(p, centered, y);
           for (size_t i = 0; i < y.size(); ++i) {
             const bool special_row = i / 37 == 1;
-            // The inverse root of an infinite mean is 0: RMSNorm leaves NaN at the infinity and zeros beside it.
+            // The inverse root of an infinite mean is 0: RMSNorm leaves NaN at the infinity and
+            // zeros beside it.
             const bool zero = special_row && std::isinf(special) && !centered && i != 37 + at;
             if (zero) {
               EXPECT_EQ(y.at(i), 0.0f) << i;

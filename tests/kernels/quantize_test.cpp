@@ -126,8 +126,8 @@ TEST_P(Quantize, RandomFloat32Patterns) {
   std::vector<float> x(1 << 20);
   for (float& value : x) value = std::bit_cast<float>(static_cast<uint32_t>(engine()));
   EXPECT_TRUE(same(quantize(one_row(x), {format()}), scalar_quantize(x, {format()})));
-  // Exponents near the format's own, so that most codes are neither 0 nor the largest: with scale 1 (from the infinity), and
-  // scaled.
+  // Exponents near the format's own, so that most codes are neither 0 nor the largest: with scale 1
+  // (from the infinity), and scaled.
   for (float& value : x)
     value = std::bit_cast<float>((std::bit_cast<uint32_t>(value) & 0x87FFFFFFu) | 0x38000000u);
   EXPECT_TRUE(same(quantize(one_row(x), {format()}), scalar_quantize(x, {format()})));

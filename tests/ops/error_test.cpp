@@ -1,4 +1,5 @@
-// What ops say when tensors do not fit them; and dropout and reshape, which depend on more than their input.
+// What ops say when tensors do not fit them; and dropout and reshape, which depend on more than
+// their input.
 #include <ATen/TensorOperators.h>
 
 #include "support/plans.h"

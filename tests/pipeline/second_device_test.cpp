@@ -1,5 +1,5 @@
-// Implementations for a second device, registered from outside: torch's PrivateUse1, whose memory here is the host's and whose other
-// operations are the CPU's.
+// Implementations for a second device, registered from outside: torch's PrivateUse1, whose memory
+// here is the host's and whose other operations are the CPU's.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOperators.h>
@@ -191,7 +191,8 @@ TEST_F(SecondDevice, APipelineTakesItAndExplainSaysSo) {
   EXPECT_THAT(text.substr(on_second.size()), Not(HasSubstr("second")));
 }
 
-/// Gradients by the steps of the direct path alone: torch's engine would ask for streams of the device.
+/// Gradients by the steps of the direct path alone: torch's engine would ask for streams of the
+/// device.
 Tensors gradients(const Ops& ops, const Tensors& inputs, const Tensors& params) {
   const Planned planned(ops, inputs, params);
   const Plan& plan = planned.plan();

@@ -1,4 +1,5 @@
-// verify: passes where fused is unfused, names the fusion where it is not, touches nothing of the caller.
+// verify: passes where fused is unfused, names the fusion where it is not, touches nothing of the
+// caller.
 #include "pipeline/verify.h"
 
 #include <ATen/Context.h>
@@ -86,7 +87,8 @@ TEST(Verify, WithoutGradientsComparesOutputs) {
   EXPECT_EQ(report.comparisons, 2) << "the fused step's result, and the output";
 }
 
-/// A fusion of gelu and constant_scale that computes what they do and then what `wrong` makes of it.
+/// A fusion of gelu and constant_scale that computes what they do and then what `wrong` makes of
+/// it.
 FusionHandle forward_fusion(std::string name, Run run) {
   return register_fusion({.name = std::move(name),
                           .pattern = {"gelu", "constant_scale"},
@@ -181,7 +183,8 @@ TEST_P(VerifyEverywhere, TenPercentTooLargeIsNamed) {
 }
 
 TEST_P(VerifyEverywhere, TheSmallestWrongFactorIsThatOfTheRoundings) {
-  // gelu in float64 and a product by 1: two roundings of the dtype, and what arithmetic in float32 allows.
+  // gelu in float64 and a product by 1: two roundings of the dtype, and what arithmetic in float32
+  // allows.
   static double factor = 1;
   const FusionHandle handle =
       forward_fusion("test_wrong", [](Call& call) { call.out(0, scaled_gelu(call) * factor); });
@@ -208,7 +211,8 @@ TEST_P(VerifyEverywhere, OneWrongElementIsNamed) {
               ::testing::AllOf(Names("test_wrong", "2.gelu"), HasSubstr(" at element 20 within ")));
 }
 
-/// Rows of which the first is larger: the others are small beside the tensor's largest element, and as large as they are to a user.
+/// Rows of which the first is larger: the others are small beside the tensor's largest element, and
+/// as large as they are to a user.
 at::Tensor with_a_large_row(const Setting& setting, int64_t cols) {
   at::Tensor x = random({6, cols}, setting.dtype);
   const bool is_wide = setting.around == Around::nothing && unit_of(setting.dtype) < 0x1p-20;

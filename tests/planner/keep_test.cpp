@@ -12,7 +12,8 @@ using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
 TEST(Kept, ANormReadByTheActivationBehindItIsKept) {
-  // The norm's backward needs the activation's gradient, which reads y: whoever could write y again comes too late.
+  // The norm's backward needs the activation's gradient, which reads y: whoever could write y again
+  // comes too late.
   const Planned planned({"rms_norm", "swiglu"}, {leaf({2, 4})}, {leaf({4})});
   EXPECT_THAT(planned.kept(),
               ElementsAre("0.rms_norm.y", "x", "0.rms_norm.weight", "0.rms_norm.inv_rms"));

@@ -1,4 +1,5 @@
-// Names are for people: whatever a user calls an op, an operand or a fusion, the planner takes it for what it is.
+// Names are for people: whatever a user calls an op, an operand or a fusion, the planner takes it
+// for what it is.
 #include <ATen/TensorOperators.h>
 #include <gmock/gmock.h>
 
@@ -48,7 +49,8 @@ INSTANTIATE_TEST_SUITE_P(OfOurs, Names,
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(Names, ServeAnOpOfAUser) {
-  // An extra output and a product before it, so that there are sums of gradients and patterns to be taken for.
+  // An extra output and a product before it, so that there are sums of gradients and patterns to be
+  // taken for.
   const std::string op = GetParam();
   const Ops ops = {"basic_linear", "bias", op, "make_extra_output", op};
   const at::Tensor x = leaf({3, 4}), weight = leaf({5, 4}, at::kFloat, 2),

@@ -1,4 +1,5 @@
-// Fusions that a user registers in C++: forward, backward, joint; precedence, removal, what is refused.
+// Fusions that a user registers in C++: forward, backward, joint; precedence, removal, what is
+// refused.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/tanh.h>

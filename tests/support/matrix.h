@@ -56,8 +56,8 @@ inline float value_of_bits(uint16_t bits, kernels::Element element) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
-/// A matrix with `gap` unused elements behind each row; they hold a mark, and `gaps_untouched` says whether a kernel left it
-/// alone.
+/// A matrix with `gap` unused elements behind each row; they hold a mark, and `gaps_untouched` says
+/// whether a kernel left it alone.
 class Matrix {
  public:
   Matrix(kernels::Element element, size_t rows, size_t cols, size_t gap = 0)

@@ -1,4 +1,5 @@
-// Memory in tests: bytes of tensors that were made on this thread and are still alive, and the cache of what was freed.
+// Memory in tests: bytes of tensors that were made on this thread and are still alive, and the
+// cache of what was freed.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -30,7 +31,8 @@ class LiveBytes {
   c10::DebugInfoGuard guard_;
 };
 
-/// The cache of freed memory, empty and on: it is off under the address sanitizer, to which a cached block is alive.
+/// The cache of freed memory, empty and on: it is off under the address sanitizer, to which a
+/// cached block is alive.
 class CachedMemory {
  public:
   CachedMemory() : before_(set_cache_limit(int64_t{1} << 30)) { empty_cache(); }

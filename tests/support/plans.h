@@ -13,8 +13,8 @@
 
 namespace tandem::testing {
 
-/// Ops by name, each with its further fields as JSON behind it: "reshape {\"options\": {\"shape\": [-1]}}". Parameters are numbered
-/// in order unless "params" says otherwise.
+/// Ops by name, each with its further fields as JSON behind it: "reshape {\"options\": {\"shape\":
+/// [-1]}}". Parameters are numbered in order unless "params" says otherwise.
 using Ops = std::vector<std::string>;
 
 /// The "ops" array of a description.
@@ -50,7 +50,8 @@ class Planned {
 /// What one call and its backward left behind.
 struct RunResult {
   Tensors outputs,
-      gradients;  ///< gradients of the inputs, then of the parameters; undefined where none is required
+      /// Gradients of the inputs, then of the parameters; undefined where none is required.
+      gradients;
   int64_t saved_bytes = 0;
 };
 

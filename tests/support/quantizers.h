@@ -1,4 +1,5 @@
-// Every quantizer that tests go through: a row in the table of formats is tested without being named.
+// Every quantizer that tests go through: a row in the table of formats is tested without being
+// named.
 #pragma once
 
 #include <algorithm>

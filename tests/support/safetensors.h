@@ -13,7 +13,8 @@
 
 namespace tandem::testing {
 
-/// The tensors of one file, as raw unsigned integers. Throws std::runtime_error where the file or a tensor is not as asked.
+/// The tensors of one file, as raw unsigned integers. Throws std::runtime_error where the file or a
+/// tensor is not as asked.
 class Safetensors {
  public:
   explicit Safetensors(const std::string& path) : path_(path) {

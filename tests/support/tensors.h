@@ -26,7 +26,8 @@ struct Layout {
   at::Tensor (*make)(at::ScalarType dtype, int64_t rows, int64_t cols, uint64_t seed);
 };
 std::ostream& operator<<(std::ostream& out, const Layout& layout);
-/// Contiguous, rows with gaps, transposed, one row expanded, three dimensions that no single stride walks.
+/// Contiguous, rows with gaps, transposed, one row expanded, three dimensions that no single stride
+/// walks.
 const std::vector<Layout>& layouts();
 
 /// The dtypes that CPU kernels compute on.
@@ -34,8 +35,8 @@ inline const std::vector<at::ScalarType> kKernelDtypes = {at::kFloat, at::kBFloa
 
 /// Same bits, or NaN in the same places; same sizes and dtypes.
 ::testing::AssertionResult same(const at::Tensor& got, const at::Tensor& expected);
-/// Same sizes and dtypes; elements within one unit of the dtype, and the error of a sum relative to the largest element or, where terms
-/// cancel, to their `magnitude`.
+/// Same sizes and dtypes; elements within one unit of the dtype, and the error of a sum relative to
+/// the largest element or, where terms cancel, to their `magnitude`.
 ::testing::AssertionResult near(const at::Tensor& got, const at::Tensor& expected,
                                 double magnitude = 0);
 /// The same for lists; undefined tensors match undefined ones.
@@ -43,8 +44,8 @@ inline const std::vector<at::ScalarType> kKernelDtypes = {at::kFloat, at::kBFloa
 
 using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
-/// Compares the gradients of a random combination of `function`'s outputs with central differences. Inputs are float64; those that
-/// require grad are varied.
+/// Compares the gradients of a random combination of `function`'s outputs with central differences.
+/// Inputs are float64; those that require grad are varied.
 ::testing::AssertionResult gradients_match(const Function& function,
                                            const std::vector<at::Tensor>& inputs);
 

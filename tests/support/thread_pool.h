@@ -13,9 +13,9 @@
 
 namespace tandem::testing {
 
-/// Splits every loop into `size` equal ranges (fewer where the grain forbids it), one per thread; restores serial execution at
-/// its end. Threads wait by spinning and are bound to processors in turn, so a benchmark sees neither wake-ups nor two threads
-/// on one core.
+/// Splits every loop into `size` equal ranges (fewer where the grain forbids it), one per thread;
+/// restores serial execution at its end. Threads wait by spinning and are bound to processors in
+/// turn, so a benchmark sees neither wake-ups nor two threads on one core.
 class ScopedThreadPool {
  public:
   explicit ScopedThreadPool(int size) : size_(size) {

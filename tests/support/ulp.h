@@ -15,9 +15,9 @@
 
 namespace tandem::testing {
 
-/// How far a result may be from float64: `float_ulps` units of float32, and half a unit of the element for the one rounding
-/// into it. A unit is that of max(|expected|, magnitude, the element's smallest normal number); `magnitude` is what the
-/// operands of a cancelling sum were like.
+/// How far a result may be from float64: `float_ulps` units of float32, and half a unit of the
+/// element for the one rounding into it. A unit is that of max(|expected|, magnitude, the element's
+/// smallest normal number); `magnitude` is what the operands of a cancelling sum were like.
 inline double allowed_error(kernels::Element element, double float_ulps, double expected,
                             double magnitude = 0.0) {
   const int mantissa_bits = element == kernels::Element::float32    ? 23
@@ -35,8 +35,8 @@ inline double allowed_error(kernels::Element element, double float_ulps, double 
   return float_error + 0.5 * unit(std::abs(expected) + float_error, mantissa_bits, min_exponent);
 }
 
-/// Fails with index, expected and got at the first element further from `expected` than allowed. NaN wants NaN, infinity
-/// itself.
+/// Fails with index, expected and got at the first element further from `expected` than allowed.
+/// NaN wants NaN, infinity itself.
 inline ::testing::AssertionResult within_ulps(std::span<const float> got,
                                               std::span<const double> expected, double float_ulps,
                                               kernels::Element element = kernels::Element::float32,

@@ -1,5 +1,6 @@
-// Several threads at once: what each computes is, bit for bit, what it computes alone. Under ThreadSanitizer also the proof that Tandem's
-// own memory is never written by one thread while another uses it.
+// Several threads at once: what each computes is, bit for bit, what it computes alone. Under
+// ThreadSanitizer also the proof that Tandem's own memory is never written by one thread while
+// another uses it.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/relu.h>

@@ -8,7 +8,8 @@
 
 namespace tandem::testing {
 
-/// Calls `body(t)` for t in [0, threads), each on a thread of its own; all begin together. What one throws is thrown again.
+/// Calls `body(t)` for t in [0, threads), each on a thread of its own; all begin together. What one
+/// throws is thrown again.
 template <typename Body>
 void together(size_t threads, Body&& body) {
   std::latch begin(static_cast<std::ptrdiff_t>(threads));

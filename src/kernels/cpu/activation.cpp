@@ -1,4 +1,5 @@
-// Forward of activations and gated linear units. One exponential and one division per element, one pass over memory.
+// Forward of activations and gated linear units. One exponential and one division per element, one
+// pass over memory.
 #include "kernels/activation.h"
 
 #include "kernels/cpu/targets.h"
@@ -23,9 +24,11 @@ struct ForwardRun {
 
   const Stored* x[2] = {};
   const float* bias[2] = {};
-  Stored* z[2] = {};  ///< null where z is not wanted
+  /// null where z is not wanted.
+  Stored* z[2] = {};
   Stored* y = nullptr;
-  size_t next_row = 0;  ///< elements of x from one row to the next
+  /// Elements of x from one row to the next.
+  size_t next_row = 0;
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {

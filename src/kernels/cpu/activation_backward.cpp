@@ -1,4 +1,5 @@
-// Backward of activations and gated linear units: the gradient, its column sums and the forward result again, in one pass.
+// Backward of activations and gated linear units: the gradient, its column sums and the forward
+// result again, in one pass.
 #include "kernels/activation.h"
 #include "kernels/cpu/targets.h"
 
@@ -23,9 +24,12 @@ struct BackwardRun {
   const Stored* grad_y = nullptr;
   const Stored* z[2] = {};
   Stored* grad_z[2] = {};
-  float* sums[2] = {};  ///< null where the sums are not wanted
-  Stored* y = nullptr;  ///< null where y is not wanted
-  size_t next_row = 0;  ///< elements of z from one row to the next
+  /// null where the sums are not wanted.
+  float* sums[2] = {};
+  /// null where y is not wanted.
+  Stored* y = nullptr;
+  /// Elements of z from one row to the next.
+  size_t next_row = 0;
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {

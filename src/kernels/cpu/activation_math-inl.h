@@ -1,4 +1,5 @@
-// The activations, alone and with their gradient, from one exponential and one division. Included once per Highway target.
+// The activations, alone and with their gradient, from one exponential and one division. Included
+// once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_
@@ -23,14 +24,17 @@ struct ValueAndGrad {
   Pack<N> value, grad;
 };
 
-/// How exact an activation is: as float32 can be, or 2^-16 of the result, below the last bit of any 16-bit element.
+/// How exact an activation is: as float32 can be, or 2^-16 of the result, below the last bit of any
+/// 16-bit element.
 enum class Precision { full, brief };
 
-/// The formula of each activation: value(x) and value_and_grad(x, grad), which gives the same value, to the bit, and grad * act'(x).
+/// The formula of each activation: value(x) and value_and_grad(x, grad), which gives the same
+/// value, to the bit, and grad * act'(x).
 template <Activation kActivation, Precision kPrecision>
 struct Formula;
 
-/// x * sigmoid(v(x)). A gate gives the bounds between which exp(-v) is taken, exp(-v) itself and the derivative of v.
+/// x * sigmoid(v(x)). A gate gives the bounds between which exp(-v) is taken, exp(-v) itself and
+/// the derivative of v.
 template <class Gate>
 struct Gated {
   template <size_t N>
@@ -45,7 +49,8 @@ struct Gated {
     const Pack<N> bounded = at_most(Gate::kHigh, at_least(Gate::kLow, x));
     const Pack<N> e = Gate::exp_negated(bounded);
     const Pack<N> s = sigmoid(e);
-    // 1 - sigmoid without cancellation; the bound makes it 0, not NaN, where e is infinite and s is 0.
+    // 1 - sigmoid without cancellation; the bound makes it 0, not NaN, where e is infinite and s is
+    // 0.
     const Pack<N> complement = at_most(FLT_MAX, e) * s;
     // x * 0 is what torch's formulas come to at infinity, NaN; it changes nothing at a finite x.
     const Pack<N> slope = mul_add(x, Pack<N>(0.0f), s);
@@ -88,7 +93,8 @@ struct GeluGate {
     else
       return exp_negated_gelu_short(x);
   }
-  /// factor * dv/dx, dv/dx = kGeluLinear + 3 kGeluCubic x^2, written so that a product is used again that exp(-v) needs.
+  /// factor * dv/dx, dv/dx = kGeluLinear + 3 kGeluCubic x^2, written so that a product is used
+  /// again that exp(-v) needs.
   template <size_t N>
   static HWY_INLINE Pack<N> inner_slope(const Pack<N>& factor, const Pack<N>& x) {
     using P = Pack<N>;
@@ -130,8 +136,9 @@ HWY_INLINE void with_formula(Activation activation, Body&& body, std::index_sequ
                      ...));
 }
 
-/// Calls `body` with a value of the activation's Formula of the precision that z deserves, and with that precision (a constant).
-/// The choice depends on z's element alone, so that forward and backward agree. A lambda needs HWY_ATTR before its body.
+/// Calls `body` with a value of the activation's Formula of the precision that z deserves, and with
+/// that precision (a constant). The choice depends on z's element alone, so that forward and
+/// backward agree. A lambda needs HWY_ATTR before its body.
 template <typename Body>
 HWY_INLINE void with_activation(Activation activation, Element z_element, Body&& body) {
   if (z_element == Element::float32)

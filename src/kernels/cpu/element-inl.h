@@ -28,7 +28,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// What memory of one Element holds: `Stored` is its C++ type, `at` a typed pointer `offset` elements behind `data`.
+/// What memory of one Element holds: `Stored` is its C++ type, `at` a typed pointer `offset`
+/// elements behind `data`.
 template <typename S, Element kTag>
 struct ElementTag {
   using Stored = S;
@@ -42,7 +43,8 @@ using Float32 = ElementTag<float, Element::float32>;
 using BFloat16 = ElementTag<uint16_t, Element::bfloat16>;
 using Float16 = ElementTag<hwy::float16_t, Element::float16>;
 
-/// Calls `body(Float32{})`, `body(BFloat16{})` or `body(Float16{})`. A lambda needs HWY_ATTR before its body.
+/// Calls `body(Float32{})`, `body(BFloat16{})` or `body(Float16{})`. A lambda needs HWY_ATTR before
+/// its body.
 template <typename Body>
 HWY_INLINE decltype(auto) with_element(Element element, Body&& body) {
   switch (element) {
@@ -55,8 +57,8 @@ HWY_INLINE decltype(auto) with_element(Element element, Body&& body) {
   }
 }
 
-/// Targets without conversion instructions for float16: Highway 1.0.3 truncates there, so the conversions below round
-/// themselves.
+/// Targets without conversion instructions for float16: Highway 1.0.3 truncates there, so the
+/// conversions below round themselves.
 constexpr bool kSoftFloat16 = HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128 ||
                               HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3;
 
@@ -66,7 +68,8 @@ HWY_INLINE hn::Vec<D> float32_from_float16_bits(D d, hn::Vec<hn::RebindToUnsigne
   const hn::RebindToUnsigned<D> du;
   const auto magnitude = hn::And(bits, hn::Set(du, 0x7FFFu));
   const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000u)));
-  // Exponents 31 become 255; the others are rebased from 15 to 127, subnormals through an exact float subtraction.
+  // Exponents 31 become 255; the others are rebased from 15 to 127, subnormals through an exact
+  // float subtraction.
   const auto shifted = hn::ShiftLeft<13>(magnitude);
   const auto normal = hn::Add(shifted, hn::Set(du, 112u << 23));
   const auto nonfinite = hn::Add(shifted, hn::Set(du, 224u << 23));
@@ -82,7 +85,8 @@ HWY_INLINE hn::Vec<D> float32_from_float16_bits(D d, hn::Vec<hn::RebindToUnsigne
   return hn::BitCast(d, hn::Or(value, sign));
 }
 
-/// The bits (in the low half of each lane) of `v` rounded to float16, nearest even; NaN becomes a quiet NaN.
+/// The bits (in the low half of each lane) of `v` rounded to float16, nearest even; NaN becomes a
+/// quiet NaN.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> float16_bits_from_float32(D d, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> du;
@@ -91,11 +95,13 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> float16_bits_from_float32(D d, hn::V
   const auto sign = hn::And(bits, hn::Set(du, 0x80000000u));
   const auto magnitude = hn::Xor(bits, sign);
   const auto signed_magnitude = hn::BitCast(di, magnitude);
-  // Normal results: rebase the exponent, add one less than half a unit, plus one if the kept part is odd.
+  // Normal results: rebase the exponent, add one less than half a unit, plus one if the kept part
+  // is odd.
   const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du, 1u));
   const auto normal =
       hn::ShiftRight<13>(hn::Add(hn::Add(magnitude, hn::Set(du, 0xC8000FFFu)), odd));
-  // Subnormal results: adding 0.5 lines the last bit of float16 up with the last bit of the float32 sum, which rounds.
+  // Subnormal results: adding 0.5 lines the last bit of float16 up with the last bit of the float32
+  // sum, which rounds.
   const auto half = hn::Set(d, 0.5f);
   const auto subnormal =
       hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(d, magnitude), half)), hn::BitCast(du, half));
@@ -108,7 +114,8 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> float16_bits_from_float32(D d, hn::V
   return hn::Or(result, hn::ShiftRight<16>(sign));
 }
 
-/// `v` rounded to bfloat16, nearest even, as float32 bits whose low half is zero; NaN becomes a quiet NaN with its sign.
+/// `v` rounded to bfloat16, nearest even, as float32 bits whose low half is zero; NaN becomes a
+/// quiet NaN with its sign.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> bfloat16_bits_from_float32(D /*d*/, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> du;
@@ -147,7 +154,8 @@ HWY_INLINE hn::Vec<D> load(Float16, D d, const hwy::float16_t* HWY_RESTRICT p) {
   }
 }
 
-/// Stores `v` to `p`, rounded once to the element, nearest even; NaN stays NaN, overflow becomes infinity.
+/// Stores `v` to `p`, rounded once to the element, nearest even; NaN stays NaN, overflow becomes
+/// infinity.
 template <class D>
 HWY_INLINE void store(Float32, D d, hn::Vec<D> v, float* HWY_RESTRICT p) {
   hn::StoreU(v, d, p);
@@ -219,7 +227,8 @@ HWY_INLINE hn::Vec<D> load_first(E element, D d, const typename E::Stored* HWY_R
   return load(element, d, buffer);
 }
 
-/// Stores the first `count` <= Lanes(d) lanes to `p`, rounded as by `store`. Writes nothing behind them.
+/// Stores the first `count` <= Lanes(d) lanes to `p`, rounded as by `store`. Writes nothing behind
+/// them.
 template <typename E, class D>
 HWY_INLINE void store_first(E element, D d, hn::Vec<D> v, typename E::Stored* HWY_RESTRICT p,
                             size_t count) {
@@ -254,7 +263,8 @@ HWY_INLINE void store_part(E element, D d, hn::Vec<D> v, typename E::Stored* HWY
   store_first(element, d, v, p, count);
 }
 
-/// Calls `body(i, Whole{})` for each whole vector of float32 in [0, count), then `body(i, rest)` if elements are left.
+/// Calls `body(i, Whole{})` for each whole vector of float32 in [0, count), then `body(i, rest)` if
+/// elements are left.
 template <typename Body>
 HWY_INLINE void for_each_vector(size_t count, Body&& body) {
   const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
@@ -298,7 +308,8 @@ HWY_INLINE void narrow(E element, const float* HWY_RESTRICT from, size_t count,
   });
 }
 
-/// `vector` as float32: itself where it is that already, otherwise converted into `scratch`, which holds vector.size floats.
+/// `vector` as float32: itself where it is that already, otherwise converted into `scratch`, which
+/// holds vector.size floats.
 HWY_INLINE const float* as_float32(ConstVector vector, float* scratch) {
   if (vector.element == Element::float32 || !vector) return static_cast<const float*>(vector.data);
   with_element(vector.element, [&](auto element) HWY_ATTR {

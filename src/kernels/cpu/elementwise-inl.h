@@ -20,7 +20,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 /// Elements of one task for the thread pool; less work than this is not worth handing over.
 constexpr size_t kTaskElements = 16384;
-/// Columns that are converted at a time where element types differ: all buffers together stay in L1.
+/// Columns that are converted at a time where element types differ: all buffers together stay in
+/// L1.
 constexpr size_t kChunk = 256;
 
 /// Calls `body(c, count)` for pieces of at most kChunk columns.
@@ -29,7 +30,8 @@ HWY_INLINE void for_each_chunk(size_t cols, const Body& body) {
   for (size_t c = 0; c < cols; c += kChunk) body(c, std::min(kChunk, cols - c));
 }
 
-/// Calls `body(row, column, count)` for pieces of rows, on several threads where that pays. No result may depend on the pieces.
+/// Calls `body(row, column, count)` for pieces of rows, on several threads where that pays. No
+/// result may depend on the pieces.
 template <typename Body>
 HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
   if (cols == 0) return;  // however many rows there are
@@ -49,7 +51,8 @@ HWY_INLINE void for_each_piece(size_t rows, size_t cols, const Body& body) {
                });
 }
 
-/// `rows` as a single row where it has no gaps; short rows then cost no tails. All views of a call must agree.
+/// `rows` as a single row where it has no gaps; short rows then cost no tails. All views of a call
+/// must agree.
 template <typename View>
 bool is_flat(const View& view) {
   return !view || view.stride == view.cols || view.rows <= 1;
@@ -61,7 +64,8 @@ void flatten(View& view) {
   view.rows = std::min<size_t>(view.rows, 1);
 }
 
-/// As widen: `count` elements of row `r` from column `c` as float32, in place where they are that already.
+/// As widen: `count` elements of row `r` from column `c` as float32, in place where they are that
+/// already.
 HWY_INLINE const float* widened(ConstRows x, size_t r, size_t c, size_t count, float* scratch) {
   if (x.element == Element::float32) return static_cast<const float*>(x.data) + r * x.stride + c;
   with_element(x.element, [&](auto element) HWY_ATTR {
@@ -70,7 +74,8 @@ HWY_INLINE const float* widened(ConstRows x, size_t r, size_t c, size_t count, f
   return scratch;
 }
 
-/// Where float32 results for row `r`, column `c` go: the row itself if it is float32, otherwise `scratch`, for `put_narrowed`.
+/// Where float32 results for row `r`, column `c` go: the row itself if it is float32, otherwise
+/// `scratch`, for `put_narrowed`.
 HWY_INLINE float* place_for(Rows y, size_t r, size_t c, float* scratch) {
   return y.element == Element::float32 ? static_cast<float*>(y.data) + r * y.stride + c : scratch;
 }
@@ -103,8 +108,9 @@ HWY_INLINE void accumulate(const float* values, float* sums, size_t count) {
   });
 }
 
-/// Calls `body(row, sums)` for every row, to add the row's columns to `sums` (float32; null where `totals` is absent), and
-/// leaves the totals, rounded once, in `totals`. Blocks of rows are summed apart and added in order; the blocks depend on `rows` alone.
+/// Calls `body(row, sums)` for every row, to add the row's columns to `sums` (float32; null where
+/// `totals` is absent), and leaves the totals, rounded once, in `totals`. Blocks of rows are summed
+/// apart and added in order; the blocks depend on `rows` alone.
 template <typename Body>
 HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, const Body& body) {
   if (cols == 0) return;

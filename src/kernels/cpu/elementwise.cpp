@@ -14,7 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Operands of one element each go straight through; a mix of elements goes through float32 buffers, in L1, and the same loop.
+// Operands of one element each go straight through; a mix of elements goes through float32 buffers,
+// in L1, and the same loop.
 template <typename E>
 void multiply_run(E element, const typename E::Stored* x, float a, float b, typename E::Stored* out,
                   size_t count) {

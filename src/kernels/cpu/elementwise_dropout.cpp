@@ -1,4 +1,5 @@
-// Dropout: the mask is made where it is used and never stored; backward makes it again from the seed.
+// Dropout: the mask is made where it is used and never stored; backward makes it again from the
+//          seed.
 #include <cmath>
 
 #include "kernels/cpu/targets.h"
@@ -25,9 +26,11 @@ inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* wo
   }
 }
 #else
-/// Random words of the blocks from `first` on, `count` words at least and at most 2 * HWY_MAX_BYTES / 4 more.
+/// Random words of the blocks from `first` on, `count` words at least and at most 2 * HWY_MAX_BYTES
+/// / 4 more.
 ///
-/// One block per 64-bit lane. What is above 32 bits in a lane is rubbish until the end: the multiplication does not read it.
+/// One block per 64-bit lane. What is above 32 bits in a lane is rubbish until the end: the
+/// multiplication does not read it.
 inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words) {
   const hn::ScalableTag<uint64_t> d;
   const hn::Repartition<uint32_t, decltype(d)> d32;
@@ -35,7 +38,8 @@ inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* wo
   const auto wide_product = [&](auto lane, uint32_t factor) HWY_ATTR {
     return hn::MulEven(hn::BitCast(d32, lane), hn::Set(d32, factor));
   };
-  // Even lanes take the first half of a group of blocks, odd lanes the second: interleaving pairs then leaves them in order.
+  // Even lanes take the first half of a group of blocks, odd lanes the second: interleaving pairs
+  // then leaves them in order.
   const auto number = hn::Iota(d, 0);
   const auto is_odd = hn::Ne(hn::And(number, hn::Set(d, uint64_t{1})), hn::Zero(d));
   const auto within = hn::Add(hn::ShiftRight<1>(number),

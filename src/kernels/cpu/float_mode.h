@@ -9,7 +9,8 @@
 
 namespace tandem::kernels::cpu {
 
-/// While it lives, this thread rounds to nearest even and keeps subnormals; then the former mode returns.
+/// While it lives, this thread rounds to nearest even and keeps subnormals; then the former mode
+/// returns.
 class ScopedFloatMode {
  public:
   ScopedFloatMode() : saved_(read()) { write(saved_ & ~kFlags); }
@@ -43,7 +44,8 @@ class ScopedFloatMode {
   Word saved_;
 };
 
-/// dividend / divisor, rounded once. Volatile keeps the compiler from dividing before the mode is set or after it is gone.
+/// dividend / divisor, rounded once. Volatile keeps the compiler from dividing before the mode is
+/// set or after it is gone.
 inline float divide(float dividend, float divisor) {
   const ScopedFloatMode mode;
   volatile float operand = divisor;

@@ -1,5 +1,6 @@
-// The functions that Highway's headers leave to its library. That library is not linked: distributions ship it as a shared one, and what
-// is installed must load where there is none. Hidden here, they also do not meet those of another Highway in the same process.
+// The functions that Highway's headers leave to its library. That library is not linked:
+// distributions ship it as a shared one, and what is installed must load where there is none.
+// Hidden here, they also do not meet those of another Highway in the same process.
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -21,13 +22,15 @@ namespace {
 int64_t targets_for_test = 0;
 
 #if HWY_ARCH_X86
-/// Whether bit `bit` of register ECX of a cpuid leaf is set: for what compilers' own names do not all cover.
+/// Whether bit `bit` of register ECX of a cpuid leaf is set: for what compilers' own names do not
+/// all cover.
 bool ecx_bit(unsigned leaf, unsigned bit) {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(leaf, &a, &b, &c, &d) != 0 && (c >> bit & 1U) != 0;
 }
 
-/// AVX2 and AVX-512 as Highway compiles for them. The compiler's check also asks whether the system saves the wide registers.
+/// AVX2 and AVX-512 as Highway compiles for them. The compiler's check also asks whether the system
+/// saves the wide registers.
 int64_t detect() {
   __builtin_cpu_init();
   const bool f16c = ecx_bit(1, 29), lzcnt = ecx_bit(0x80000001U, 5), aes = ecx_bit(1, 25);
@@ -57,8 +60,8 @@ ChosenTarget& GetChosenTarget() {
   return chosen;
 }
 
-/// Aligned for any vector; null where there is no memory. Buffers that begin at the same place of a page evict each other from the cache,
-/// so that each begins at another place than the one before.
+/// Aligned for any vector; null where there is no memory. Buffers that begin at the same place of a
+/// page evict each other from the cache, so that each begins at another place than the one before.
 void* AllocateAlignedBytes(size_t payload_size, AllocPtr, void*) {
   constexpr size_t kAlignment = 128, kApart = 1024, kPlaces = 8;
   static std::atomic<size_t> count{0};

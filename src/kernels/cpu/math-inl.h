@@ -14,7 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// x86 minimum and maximum return the second operand where one is NaN; other targets differ from each other.
+// x86 minimum and maximum return the second operand where one is NaN; other targets differ from
+// each other.
 constexpr bool kMinMaxKeepSecond = HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2;
 
 /// The larger (at_most: the smaller) of `x` and `bound`; NaN where x is NaN.
@@ -43,7 +44,8 @@ HWY_INLINE Pack<N> at_most(float bound, const Pack<N>& x) {
       x);
 }
 
-/// a * b + c with one rounding on targets with FMA; elsewhere the product is split, and what is lost is below 2^-40 of it.
+/// a * b + c with one rounding on targets with FMA; elsewhere the product is split, and what is
+/// lost is below 2^-40 of it.
 template <size_t N>
 HWY_INLINE Pack<N> exact_mul_add(const Pack<N>& a, const Pack<N>& b, const Pack<N>& c) {
 #if HWY_NATIVE_FMA
@@ -65,7 +67,8 @@ HWY_INLINE Pack<N> exact_mul_add(const Pack<N>& a, const Pack<N>& b, const Pack<
 /// 1.5 * 2^23: a float32 plus this is rounded to an integer, which lies in the low bits of the sum.
 constexpr float kRoundToInteger = 12582912.0f;
 
-/// mantissa * 2^k for mantissa in [0.7, 1.42] and k in [-126, 150], shifted = k + kRoundToInteger; infinity from 2^128 on.
+/// mantissa * 2^k for mantissa in [0.7, 1.42] and k in [-126, 150], shifted = k + kRoundToInteger;
+/// infinity from 2^128 on.
 template <size_t N>
 HWY_INLINE Pack<N> scale_by_power_of_two(const Pack<N>& mantissa, const Pack<N>& shifted) {
   return each(
@@ -93,7 +96,8 @@ HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
   using P = Pack<N>;
   const P shifted = mul_add(x, P(-1.44269504f), P(kRoundToInteger));
   const P k = shifted - P(kRoundToInteger);
-  // f = x + k ln 2, |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is exact.
+  // f = x + k ln 2, |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is
+  // exact.
   const P f = mul_add(k, P(1.42860682e-06f), mul_add(k, P(0.693145751953125f), x));
   // exp(-f), minimax, relative error 9.2e-8.
   const P mantissa = polynomial(f, 1.0f, -0.999999702f, 0.499991477f, -0.166676506f, 0.0418981761f,
@@ -104,18 +108,21 @@ HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
 /// The tanh form of gelu is x / (1 + exp(-v)) with v = kGeluCubic * x * (x^2 + kGeluPivot).
 constexpr float kGeluCubic = 0.0713548163f;  // 2 sqrt(2 / pi) * 0.044715
 constexpr float kGeluLinear = 1.59576912f;   // 2 sqrt(2 / pi)
-// 1 / 0.044715 in two parts. The high part is a multiple of 2^-17: its difference from x^2 + kGeluPivot is exact for |x| <= 10.4.
+// 1 / 0.044715 in two parts. The high part is a multiple of 2^-17: its difference from x^2 +
+// kGeluPivot is exact for |x| <= 10.4.
 constexpr float kGeluPivot = 22.363861083984375f, kGeluPivotLow = -1.08174799e-06f;
 
 /// exp(-v) of gelu for |x| <= 10.4; infinity where that exceeds float32. Error: 2 ULP.
 ///
-/// v reaches 97, and the relative error of exp(-v) is the absolute error of v: v is kept to 2^-24 absolute, in two parts.
+/// v reaches 97, and the relative error of exp(-v) is the absolute error of v: v is kept to 2^-24
+/// absolute, in two parts.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated_gelu(const Pack<N>& x) {
   using P = Pack<N>;
   const P w = exact_mul_add(x, x, P(kGeluPivot));
   const P w_low = exact_mul_add(x, x, P(kGeluPivot) - w) + P(kGeluPivotLow);
-  // In units of 1 / kGeluCubic: v = x (w + w_low), one power of two is ln 2 / kGeluCubic, its high part 17 bits wide.
+  // In units of 1 / kGeluCubic: v = x (w + w_low), one power of two is ln 2 / kGeluCubic, its high
+  // part 17 bits wide.
   const P shifted = mul_add(x * w, P(-0.10294324f), P(kRoundToInteger));
   const P k = shifted - P(kRoundToInteger);
   P f = exact_mul_add(x, w, k * P(9.714111328125f));
@@ -127,7 +134,8 @@ HWY_INLINE Pack<N> exp_negated_gelu(const Pack<N>& x) {
   return scale_by_power_of_two(mantissa, shifted);
 }
 
-/// 2^fraction * 2^k for |fraction| <= 1/2. Relative error 2^-18: enough where the argument has 8 or 11 bits.
+/// 2^fraction * 2^k for |fraction| <= 1/2. Relative error 2^-18: enough where the argument has 8 or
+/// 11 bits.
 template <size_t N>
 HWY_INLINE Pack<N> exp2_short(const Pack<N>& fraction, const Pack<N>& shifted) {
   return scale_by_power_of_two(

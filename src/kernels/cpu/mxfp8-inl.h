@@ -76,7 +76,8 @@ struct Tile {
         rows(std::min(kMxBlock, x.rows - first_row)),
         cols(std::min(kTileCols, x.cols - first_col)) {}
   size_t blocks() const { return (cols + kMxBlock - 1) / kMxBlock; }
-  size_t whole() const { return cols / kMxBlock * kMxBlock; }  ///< columns of whole blocks
+  /// Columns of whole blocks.
+  size_t whole() const { return cols / kMxBlock * kMxBlock; }
 
   size_t row, col, rows, cols;
 };

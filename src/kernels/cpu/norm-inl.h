@@ -1,4 +1,5 @@
-// Rows of RMSNorm and LayerNorm. `kCentered` tells LayerNorm, which subtracts the mean. Included once per Highway target.
+// Rows of RMSNorm and LayerNorm. `kCentered` tells LayerNorm, which subtracts the mean. Included
+// once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_NORM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_NORM_INL_H_
@@ -24,8 +25,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<FloatTag>;
 
-/// Floats from one scratch row to the next: whole vectors of any target, and no multiple of 4 KiB, where rows would share cache
-/// sets.
+/// Floats from one scratch row to the next: whole vectors of any target, and no multiple of 4 KiB,
+/// where rows would share cache sets.
 HWY_INLINE size_t scratch_stride(size_t hidden) { return (hidden + 63) / 64 * 64 + 64; }
 
 /// The parameters as float32, neutral where they are absent.
@@ -52,7 +53,8 @@ HWY_INLINE NormParameters norm_parameters(ConstVector weight, ConstVector bias,
   return {gamma, bias ? as_float32(bias, bias_buffer) : bias_buffer};
 }
 
-/// Row `r` as elements E: in place where the matrix has them, otherwise converted into `buffer` (then E is Float32).
+/// Row `r` as elements E: in place where the matrix has them, otherwise converted into `buffer`
+/// (then E is Float32).
 template <typename E>
 HWY_INLINE const typename E::Stored* row_to_read(E, ConstRows matrix, size_t r, float* buffer) {
   if (matrix.element == E::kElement) return E::at(matrix.data, r * matrix.stride);
@@ -85,15 +87,16 @@ HWY_INLINE void unrolled(std::index_sequence<kIndices...>, Body& body) {
   (body(std::integral_constant<size_t, kIndices>()), ...);
 }
 
-/// Calls `body(std::integral_constant<size_t, i>())` for i < kCount, written out: arrays of vectors indexed by i stay in
-/// registers.
+/// Calls `body(std::integral_constant<size_t, i>())` for i < kCount, written out: arrays of vectors
+/// indexed by i stay in registers.
 template <size_t kCount, typename Body>
 HWY_INLINE void unrolled(Body&& body) {
   unrolled(std::make_index_sequence<kCount>(), body);
 }
 
-/// totals[s] = all that `body(i, part, sums)` adds to the lanes of sums[s]. A lane takes at most kSteps + 1 additions in
-/// float32, then its sum goes into a float64, so that the error does not grow with the length.
+/// totals[s] = all that `body(i, part, sums)` adds to the lanes of sums[s]. A lane takes at most
+/// kSteps + 1 additions in float32, then its sum goes into a float64, so that the error does not
+/// grow with the length.
 template <size_t kSums, size_t kUnroll, size_t kSteps, typename Body>
 HWY_INLINE void sum_row(size_t count, double (&totals)[kSums], Body&& body) {
   const FloatTag d;
@@ -124,8 +127,10 @@ HWY_INLINE void sum_row(size_t count, double (&totals)[kSums], Body&& body) {
 }
 
 struct RowStatistics {
-  float mean;      ///< 0 for RMSNorm
-  float inv_norm;  ///< inv_rms or inv_std
+  /// 0 for RMSNorm.
+  float mean;
+  /// inv_rms or inv_std.
+  float inv_norm;
 };
 
 /// Two vectors of adjacent elements, in an order that only a sum over all of them may use.
@@ -146,8 +151,9 @@ HWY_INLINE void load_pair(E element, const typename E::Stored* HWY_RESTRICT p, F
   }
 }
 
-/// totals[s] = all that `term(v, sums)` adds to the lanes of sums[s] over the vectors v of the row, in no particular order;
-/// lanes behind the end hold `pad`. As in sum_row, float64 takes over after at most 17 additions per lane.
+/// totals[s] = all that `term(v, sums)` adds to the lanes of sums[s] over the vectors v of the row,
+/// in no particular order; lanes behind the end hold `pad`. As in sum_row, float64 takes over after
+/// at most 17 additions per lane.
 template <size_t kSums, typename E, typename Term>
 HWY_INLINE void sum_terms(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
                           float pad, double (&totals)[kSums], Term&& term) {
@@ -197,16 +203,18 @@ HWY_NOINLINE RowStatistics rms_statistics(E element, const typename E::Stored* H
               1.0 / std::sqrt(total[0] / static_cast<double>(std::max<size_t>(hidden, 1)) + eps))};
 }
 
-/// The mean and 1 / sqrt(variance + eps). A part of the row is read twice, for its mean and for the differences from that, so
-/// nothing cancels; the parts are joined in float64. For float32 parts are short, so that the second look at one part runs
-/// while the next is on its way from memory; rows of half the bytes come from memory faster than they are computed.
+/// The mean and 1 / sqrt(variance + eps). A part of the row is read twice, for its mean and for the
+/// differences from that, so nothing cancels; the parts are joined in float64. For float32 parts
+/// are short, so that the second look at one part runs while the next is on its way from memory;
+/// rows of half the bytes come from memory faster than they are computed.
 template <typename E>
 HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
                                             size_t hidden, double eps) {
   constexpr bool kParts = E::kElement == Element::float32;
   const size_t part = kParts ? 256 : std::max<size_t>(hidden, 1);
   const double n = static_cast<double>(std::max<size_t>(hidden, 1));
-  // Sums over the elements of x - origin, and of their squares: those within parts and those of the distances between parts.
+  // Sums over the elements of x - origin, and of their squares: those within parts and those of the
+  // distances between parts.
   double origin = 0.0, sum = 0.0, squares_within = 0.0, squares_between = 0.0;
   for (size_t begin = 0; begin < hidden; begin += part) {
     const size_t count = std::min(part, hidden - begin);
@@ -223,8 +231,8 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
                 sums[0] = hn::MulAdd(difference, difference, sums[0]);
                 if constexpr (kParts) sums[1] = hn::Add(sums[1], difference);
               });
-    // How far the mean lies from the center: means of parts have to be known better than their float32 sums tell, because the
-    // distances between them count as variance.
+    // How far the mean lies from the center: means of parts have to be known better than their
+    // float32 sums tell, because the distances between them count as variance.
     const double off =
         (kParts ? differences[kParts] : total[0] - part_n * static_cast<double>(center)) / part_n;
     const double part_mean = static_cast<double>(center) + off;
@@ -236,15 +244,16 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
   }
   const double from_origin = sum / n;
   const double variance = (squares_within + squares_between - sum * from_origin) / n;
-  // max keeps NaN, its first argument, and drops what rounding leaves below zero. Squares that overflowed make the row NaN: their
-  // inverse root, 0, would make it look like a row of equal numbers.
+  // max keeps NaN, its first argument, and drops what rounding leaves below zero. Squares that
+  // overflowed make the row NaN: their inverse root, 0, would make it look like a row of equal
+  // numbers.
   const double spread = std::isinf(variance) ? NAN : std::max(variance, 0.0);
   return {static_cast<float>(origin + from_origin),
           static_cast<float>(1.0 / std::sqrt(spread + eps))};
 }
 
-/// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of bfloat16 are added in another
-/// order than float32, and every kernel has to find the same.
+/// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of
+/// bfloat16 are added in another order than float32, and every kernel has to find the same.
 template <bool kCentered>
 HWY_INLINE RowStatistics row_statistics(ConstRows x, size_t r, double eps) {
   return with_element(x.element, [&](auto element) HWY_ATTR {

@@ -37,7 +37,8 @@ struct RowMeans {
   float g, g_x_hat;
 };
 
-/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat and, for LayerNorm, bias_sums += grad_y.
+/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat and, for
+/// LayerNorm, bias_sums += grad_y.
 template <bool kCentered, bool kColumnSums, typename E>
 HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RESTRICT grad_y,
                                     const typename E::Stored* HWY_RESTRICT x,
@@ -97,8 +98,8 @@ HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT
   });
 }
 
-/// One row at a time: several together would share loads of gamma and the sums, but their interleaved streams outrun the
-/// hardware's prefetching (1.7 times slower from memory).
+/// One row at a time: several together would share loads of gamma and the sums, but their
+/// interleaved streams outrun the hardware's prefetching (1.7 times slower from memory).
 template <bool kCentered, typename E>
 HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters parameters, size_t r,
                              float* buffers, float* weight_sums, float* bias_sums) {
@@ -135,7 +136,8 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
   }
 }
 
-/// out[c] = sum over the blocks of partial_sums[block * distance + c], in their order, rounded once.
+/// out[c] = sum over the blocks of partial_sums[block * distance + c], in their order, rounded
+/// once.
 HWY_INLINE void add_partial_sums(const float* partial_sums, size_t blocks, size_t distance,
                                  Vector out) {
   const FloatTag d;

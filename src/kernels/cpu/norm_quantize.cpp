@@ -33,8 +33,8 @@ HWY_INLINE const typename E::Stored* make_row(E element, ConstRows x, size_t r,
   return y_row;
 }
 
-/// One pass over x for the statistics and the amax of y, one that makes y again and converts it: between them only the amax is
-/// kept.
+/// One pass over x for the statistics and the amax of y, one that makes y again and converts it:
+/// between them only the amax is kept.
 template <bool kCentered>
 HWY_INLINE void norm_quantize(ConstRows x, ConstVector weight, ConstVector bias,
                               const NormOptions& options, Element y_element,

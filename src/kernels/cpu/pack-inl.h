@@ -1,7 +1,7 @@
 // Several vectors of float32 that take each step together. Included once per Highway target.
 //
-// A long chain of dependent instructions can fill the scheduler of a core before the next vector's chain is seen; with the steps
-// of several vectors side by side the chains overlap.
+// A long chain of dependent instructions can fill the scheduler of a core before the next vector's
+// chain is seen; with the steps of several vectors side by side the chains overlap.
 
 #if defined(TANDEM_KERNELS_CPU_PACK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_PACK_INL_H_
@@ -75,8 +75,8 @@ HWY_INLINE Pack<N> mul_sub(const Pack<N>& a, const Pack<N>& b, const Pack<N>& c)
               c);
 }
 
-// Two vectors of bfloat16 share one register of AVX-512: converting them together takes half the instructions, and conversions
-// are a third of all that an activation does.
+// Two vectors of bfloat16 share one register of AVX-512: converting them together takes half the
+// instructions, and conversions are a third of all that an activation does.
 #if HWY_TARGET == HWY_AVX3
 constexpr bool kPairsBFloat16 = true;
 using BFloat16Pair = __m512i;
@@ -84,7 +84,8 @@ using BFloat16Pair = __m512i;
 alignas(64) inline constexpr uint16_t kHighWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                         23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
                                                         45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-// The words that go to the high halves of the first and the second vector; the low halves are masked out.
+// The words that go to the high halves of the first and the second vector; the low halves are
+// masked out.
 alignas(64) inline constexpr uint16_t kFirstWords[32] = {0, 0,  0, 1,  0, 2,  0, 3,  0, 4, 0,
                                                          5, 0,  6, 0,  7, 0,  8, 0,  9, 0, 10,
                                                          0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
@@ -92,7 +93,8 @@ alignas(64) inline constexpr uint16_t kSecondWords[32] = {0, 16, 0, 17, 0, 18, 0
                                                           0, 22, 0, 23, 0, 24, 0, 25, 0, 26, 0, 27,
                                                           0, 28, 0, 29, 0, 30, 0, 31};
 
-/// Bits whose high half is `v` as bfloat16, rounded to nearest even. NaN stays NaN if it is quiet, as results of arithmetic are.
+/// Bits whose high half is `v` as bfloat16, rounded to nearest even. NaN stays NaN if it is quiet,
+/// as results of arithmetic are.
 HWY_INLINE __m512i round_high_half(hn::Vec<hn::ScalableTag<float>> v) {
   const __m512i bits = _mm512_castps_si512(v.raw);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -119,7 +121,8 @@ HWY_INLINE void widen_pair(BFloat16Pair pair, Pack<N>& pack, size_t k) {
 constexpr bool kPairsBFloat16 = false;
 #endif
 
-/// Parts of float32 vectors go through masks where there are instructions for that: several times faster than through memory.
+/// Parts of float32 vectors go through masks where there are instructions for that: several times
+/// faster than through memory.
 template <typename E, typename Part>
 inline constexpr bool kGoesMasked =
     (HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2) && E::kElement == Element::float32 &&
@@ -190,7 +193,8 @@ HWY_INLINE Pack<N> round_pack(E element, const Pack<N>& pack) {
   }
 }
 
-/// Calls `body.template run<N>(i, part)` for [0, count): packs of kPackVectors, then single vectors, then what is left.
+/// Calls `body.template run<N>(i, part)` for [0, count): packs of kPackVectors, then single
+/// vectors, then what is left.
 template <typename Body>
 HWY_INLINE void for_each_pack(size_t count, const Body& body) {
   const size_t lanes = hn::Lanes(hn::ScalableTag<float>());

@@ -8,11 +8,12 @@
 
 namespace tandem::kernels::cpu {
 
-/// One buffer per purpose, so that what a caller holds is not overwritten by the part of the work that its own thread does.
+/// One buffer per purpose, so that what a caller holds is not overwritten by the part of the work
+/// that its own thread does.
 enum class ScratchUse : size_t { parameters, partial_sums, rows, count };
 
-/// At least `floats` floats, aligned for any vector, of undefined value; valid until the same thread asks for the same use
-/// again.
+/// At least `floats` floats, aligned for any vector, of undefined value; valid until the same
+/// thread asks for the same use again.
 inline float* scratch(ScratchUse use, size_t floats) {
   struct Buffer {
     hwy::AlignedFreeUniquePtr<float[]> data;

@@ -1,9 +1,10 @@
-// The instruction sets that kernels are compiled for: AVX3 (AVX-512), AVX2 and, anywhere else, one portable baseline. Included
-// before any header of Highway in every file that has vector code.
+// The instruction sets that kernels are compiled for: AVX3 (AVX-512), AVX2 and, anywhere else, one
+// portable baseline. Included before any header of Highway in every file that has vector code.
 #pragma once
 
-// SSSE3 and SSE4 are left out: processors that have no AVX2 get the baseline, and each target costs its share of compile time.
-// SVE is left out because its vectors cannot be held in arrays; NEON serves there.
+// SSSE3 and SSE4 are left out: processors that have no AVX2 get the baseline, and each target costs
+// its share of compile time. SVE is left out because its vectors cannot be held in arrays; NEON
+// serves there.
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS \
   (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
