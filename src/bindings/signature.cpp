@@ -44,16 +44,11 @@ json param_json(const ParamDef& param) {
 }  // namespace
 
 std::string signature_of(const std::string& name) {
-  const OpKind& kind = op_kind(name);
-  const OpDef& def = kind.def;
-  json sizes = json::array(), options = json::array(), params = json::array(),
-       context_results = json::array();
+  const OpDef& def = op_def(name);
+  json sizes = json::array(), options = json::array(), params = json::array();
   for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
   for (const OptionDef& option : def.signature.options()) options.push_back(option_json(option));
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
-  for (const auto& each : def.context)
-    if (kind.is_result(position(kind.operands, each)) && each != def.results[0].name)
-      context_results.push_back(each);
   return json{{"name", def.name},
               {"formula", def.formula},
               {"family", def.family},
@@ -63,7 +58,6 @@ std::string signature_of(const std::string& name) {
               {"extra_inputs", Names(def.inputs.begin() + 1, def.inputs.end())},
               {"extra_outputs", def.extra_outputs},
               {"context", def.context},
-              {"context_results", context_results},
               {"depends_on_training", def.training_only}}
       .dump();
 }

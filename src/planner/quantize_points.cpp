@@ -39,7 +39,7 @@ class QuantizePoints {
   /// Where a recipe with a state keeps that of a tensor: two that quantize one tensor have a
   /// history each.
   struct Slot {
-    /// Npos: the recipe has no state.
+    /// npos: the recipe has no state.
     size_t op = npos;
     /// Among those of its direction.
     size_t role = 0;

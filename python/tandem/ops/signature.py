@@ -74,7 +74,6 @@ class Signature:
     extra_inputs: tuple[str, ...]
     extra_outputs: tuple[str, ...]
     context: tuple[str, ...]
-    context_results: tuple[str, ...]
     depends_on_training: bool
 
 
