@@ -165,7 +165,6 @@ struct @Type@Forward {
   static constexpr const char* kName = "@name@_forward";
   static constexpr const char* kQualifiedName = "tandem::@name@_forward";
   static constexpr const char* kSchema = "@name@_forward(Tensor x, float slope) -> Tensor";
-  static constexpr std::array kTakes{kArithmetic};
   static Specs<1> shapes(const Tensor& x, double slope);
   static void cpu(const Tensor& x, double slope, Results<1>& results);
   static Results<1> reference(const Tensor& x, double slope);
@@ -180,7 +179,6 @@ struct @Type@Backward {
   static constexpr const char* kSchema =
       "@name@_backward(Tensor grad_y, Tensor x, float slope, bool[2] output_mask) -> (Tensor grad_x, "
       "Tensor y)";
-  static constexpr std::array kTakes{kArithmetic, kArithmetic};
   static Specs<2> shapes(const Tensor& grad_y, const Tensor& x, double slope,
                          std::array<bool, 2> output_mask);
   static void cpu(const Tensor& grad_y, const Tensor& x, double slope,
@@ -252,8 +250,10 @@ Results<2> @Type@Backward::reference(const Tensor& grad_y, const Tensor& x, doub
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  register_kernel_op<@Type@Forward>(library);
-  register_kernel_op<@Type@Backward>(library);
+  register_kernel_op<@Type@Forward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic>::these, @Type@Forward::cpu}});
+  register_kernel_op<@Type@Backward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, @Type@Backward::cpu}});
 }
 
 }  // namespace tandem::kernel_ops
