@@ -23,6 +23,7 @@
 #include "pipeline/replay.h"
 #include "planner/planner.h"
 #include "support/plans.h"
+#include "tandem/autocast.h"
 
 namespace tandem::testing {
 namespace {
@@ -197,7 +198,7 @@ Tensors gradients(const Ops& ops, const Tensors& inputs, const Tensors& params) 
   const Planned planned(ops, inputs, params);
   const Plan& plan = planned.plan();
   at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  Replay replay(plan, inputs, params);
+  Replay replay(plan, Arguments{inputs, params, {}});
   replay.run(plan.forward, generator);
   const Tensor& y = replay.frame().tensor(plan.outputs[0]);
   replay.frame().tensor(plan.output_gradients[0]) = at::ones(y.sizes()).to(y.device());
