@@ -26,6 +26,7 @@ class QuantizedTensor(torch.Tensor):
         rowwise_scale_inv, columnwise_scale_inv: their scales.
         quantizer: what made it.
         dtype: that of x.
+        requires_grad: whether its gradient is wanted.
     """
 
     rowwise_data: torch.Tensor | None

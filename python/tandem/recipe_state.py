@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
 
@@ -115,19 +116,29 @@ class RecipeState(torch.nn.Module):
             self._modules[direction] = DelayedScalingState(count, length, device)
 
     # A module has a method of that name; whoever walks along "recipe_state.forward.scale" means the child.
-    forward = property(lambda self: self._modules["forward"])  # type: ignore[assignment]
+    @property  # type: ignore[misc]
+    def forward(self) -> DelayedScalingState:  # type: ignore[override]
+        """What is quantized in forward."""
+        return self._modules["forward"]  # type: ignore[return-value]
+
+    backward: DelayedScalingState
 
 
 def of(fields: dict[str, Any], slots: tuple[int, int], length: int) -> RecipeState:
     """The state of the module with this `__dict__`, for a history of `length` rows; made where there is none yet."""
-    state = fields["_modules"].get(NAME)
-    if state is None:
-        like = next((param for param in fields["_parameters"].values() if param is not None), None)
-        state = RecipeState(slots, length, None if like is None else like.device)
-        state = fields["_modules"].setdefault(NAME, state)  # another thread may be as far
-    for direction in _DIRECTIONS:
-        state._modules[direction].resize(length)
-    return state  # type: ignore[no-any-return]
+    state: RecipeState | None = fields["_modules"].get(NAME)
+    held = None if state is None else state._modules["forward"].amax_history  # type: ignore[union-attr]
+    if state is not None and held.shape[0] == length:  # type: ignore[union-attr]
+        return state
+    # It outlives the modes and regions of this call.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        if state is None:
+            like = next((param for param in fields["_parameters"].values() if param is not None), None)
+            state = RecipeState(slots, length, "cpu" if like is None else like.device)
+            state = fields["_modules"].setdefault(NAME, state)  # another thread may be as far
+        for direction in _DIRECTIONS:
+            state._modules[direction].resize(length)  # type: ignore[union-attr, operator]
+    return state
 
 
 def tensors(fields: dict[str, Any], forward_slots: int, backward_slots: int, length: int) -> list[torch.Tensor]:

@@ -440,7 +440,7 @@ def test_what_is_no_tensor_is_refused(value):
 def test_the_dispatcher_op_takes_the_buffers_that_it_writes_and_no_state(needs_grad):
     description = ops.Sequential(ops.ReLU())._op_runs()[0].now.pipeline(()).description(True)
     x = torch.randn(3, requires_grad=needs_grad)
-    with pytest.raises(ValueError, match=r"pipeline: expected no state, as no op has any, got 1 tensors\. Pass an empty list\."):
+    with pytest.raises(ValueError, match=r"pipeline: expected 0 tensors as state of the recipe, got 1\. Pass"):
         torch.ops.tandem.pipeline(x, [], [], [], [torch.zeros(1)], [], description)
     with pytest.raises(ValueError, match=r"pipeline: expected 0 buffers, got 2\. Pass one tensor for each that an op writes\."):
         torch.ops.tandem.pipeline(x, [], [], [], [], [torch.zeros(1), torch.zeros(1)], description)

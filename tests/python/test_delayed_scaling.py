@@ -17,6 +17,7 @@ import torch
 import torch.utils.checkpoint
 from safetensors import safe_open
 from support import llama_mlp, randomize
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tandem
 from tandem import ops
@@ -445,6 +446,20 @@ def test_two_regions_of_one_graph_are_two_steps():
     two(x).sum().backward()
     _, history = settled(states(linear)[0])
     torch.testing.assert_close(history[:, 0], torch.stack([torch.zeros(()), torch.zeros(()), x.abs().max(), 2 * x.abs().max()]))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode], ids=["inference", "fake"])
+def test_state_outlives_the_mode_in_which_it_is_made(mode):
+    torch.manual_seed(0)
+    linear = ops.Linear(8, 8)
+    expected = copy.deepcopy(linear)
+    with contextlib.suppress(Exception), mode(), tandem.autocast(recipe=RECIPE):
+        linear(torch.zeros(4, 8))
+    for module in (linear, expected):
+        plain(module, inputs(1)[0].requires_grad_())
+    for name, tensor in snapshot(expected).items():
+        assert type(snapshot(linear)[name]) is torch.Tensor and torch.equal(snapshot(linear)[name], tensor), name
+    assert torch.equal(linear.weight.grad, expected.weight.grad)
 
 
 # State dicts

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from tandem import _C, recipe_state
+from tandem import _C
 from tandem._quantize import load_parts, save_parts
 from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
@@ -19,6 +19,7 @@ from tandem.ops.channels import ChannelsMixin
 from tandem.ops.checkpoint import warn_about_extra_state
 from tandem.ops.context import OperationContext
 from tandem.ops.signature import signature_of
+from tandem.recipe_state import RecipeState, prepare_to_load
 
 _EXTRA_STATE = "_extra_state"
 _instances = itertools.count(1)
@@ -27,6 +28,8 @@ _slots_of = cache(_C.quantize_slots)
 
 class Unit(torch.nn.Module):
     """A member of the list that a pipeline is made of. Operations derive from this through `tandem.ops.op`."""
+
+    recipe_state: RecipeState  # once a recipe has been in force that keeps state
 
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
@@ -128,7 +131,7 @@ class Unit(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         drop_extra_state(state_dict, prefix + _EXTRA_STATE)
         load_parts(self._parameters, state_dict, prefix)
-        recipe_state.prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
+        prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
