@@ -1,5 +1,5 @@
-# Target `headers`, which only those build who ask for it: each header as a source of its own, twice and without precompiled headers, so that
-# it includes what it needs and may be included again.
+# Target `headers`, which only those build who ask for it: each header as a source of its own, twice, so that it includes what it needs of
+# this project and may be included again. What of torch and the standard library everything includes is precompiled: that is most of the time.
 set(header_folders src include cli)
 if(TANDEM_TESTS)
   list(APPEND header_folders tests)
@@ -7,6 +7,7 @@ endif()
 add_library(headers OBJECT EXCLUDE_FROM_ALL)
 target_link_libraries(headers PRIVATE tandem tandem_kernels tandem_options nlohmann_json::nlohmann_json)
 target_include_directories(headers PRIVATE ${PROJECT_SOURCE_DIR} tests)
+target_precompile_headers(headers PRIVATE ${PROJECT_SOURCE_DIR}/cmake/precompiled.h)
 foreach(target tandem::torch_python Python::Module CLI11::CLI11 GTest::gmock)
   if(TARGET ${target})
     target_link_libraries(headers PRIVATE ${target})
