@@ -14,11 +14,17 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _PARTS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")  # in the order of the library's groups
 
 
+def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
+    part.copy_(new)
+    if not part.is_inference():
+        torch.autograd.graph.increment_version(part)  # below autograd, where this runs, nothing else does
+
+
 class QuantizedTensor(torch.Tensor):
     """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
 
     It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again; any other operation of torch
-    reads its numbers. State dicts hold the parts, as plain tensors under the parameter's name.
+    reads its numbers, and a view of it is a plain copy. State dicts hold the parts, as plain tensors under the parameter's name.
 
     Attributes:
         rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
@@ -96,11 +102,10 @@ class QuantizedTensor(torch.Tensor):
             if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
                 for name in _PARTS:
                     if (part := getattr(args[0], name)) is not None:
-                        part.copy_(getattr(source, name))
+                        _copy_into(part, getattr(source, name))
                 return args[0]
             args[0]._write(source.dequantize() if isinstance(source, QuantizedTensor) else source)
             return args[0]
-        written = [arg for arg in args if isinstance(arg, QuantizedTensor)] if function._schema.is_mutable else []
         plain: dict[int, torch.Tensor] = {}
 
         def decoded(value: Any) -> Any:
@@ -109,13 +114,21 @@ class QuantizedTensor(torch.Tensor):
             return plain.setdefault(id(value), value.dequantize())
 
         result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
-        for index, tensor in enumerate(function._schema.arguments):
-            is_written = tensor.alias_info is not None and tensor.alias_info.is_write and index < len(args)
-            if is_written and any(args[index] is each for each in written):
-                args[index]._write(plain[id(args[index])])
-                if result is plain[id(args[index])]:
-                    result = args[index]
-        return result
+        owners: dict[int, QuantizedTensor] = {}  # by what stood in for them
+        for index, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(tensor, QuantizedTensor):
+                    tensor._write(plain[id(tensor)])
+                    owners[id(plain[id(tensor)])] = tensor
+        return tree_map(lambda value: owners.get(id(value), value), result) if owners else result
+
+    def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
+        x = self.dequantize()
+        x[index] = value
+        self.quantize_(x)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
         changed: dict[int, torch.Tensor] = {}
@@ -133,7 +146,7 @@ class QuantizedTensor(torch.Tensor):
         for name in _PARTS:
             part, new = getattr(self, name), getattr(made, name)
             if part is not None and new is not None:
-                part.copy_(new)
+                _copy_into(part, new)
 
     def dequantize(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
         """The numbers of one direction, in `dtype` or in that of x. Without `columnwise`, those of rows, or of columns where these are all."""

@@ -188,23 +188,26 @@ _functions: dict[tuple[Any, ...], str] = {}
 _with_functions: dict[str, DelayedScaling] = {}
 
 
+def _checked(name: str, given: Any, scale: torch.Tensor) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor) or given.shape != scale.shape:
+        got = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"DelayedScaling: expected {name} to give a tensor of shape {tuple(scale.shape)}, one number per slot, got {got}.")
+    return given
+
+
 def _update(recipe: DelayedScaling, amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float) -> None:
     """Ends a step of slots whose row 0 is their amax over all processes. Slots that were not used stay as they are."""
     with torch.no_grad():
         used = amax_history[0] != 0
         if callable(recipe.amax_compute_algo):
-            amax = recipe.amax_compute_algo(amax_history)
+            amax = _checked("amax_compute_algo", recipe.amax_compute_algo(amax_history.clone()), scale)
         else:
             amax = amax_history[0] if recipe.amax_compute_algo == "most_recent" else amax_history.nan_to_num(0.0, torch.inf).amax(0)
         if recipe.scaling_factor_compute_algo is not None:
-            scales = recipe.scaling_factor_compute_algo(amax, scale.clone(), fp8_max, recipe)
+            scales = _checked("scaling_factor_compute_algo", recipe.scaling_factor_compute_algo(amax, scale.clone(), fp8_max, recipe), scale)
         else:
             scales = (torch.tensor(fp8_max * 2.0**-recipe.margin, dtype=torch.float64) / amax).float()
             scales = torch.where(torch.isfinite(amax) & (amax > 0), scales.clamp(max=torch.finfo(torch.float32).max), scale)
-        for name, given in (("amax_compute_algo", amax), ("scaling_factor_compute_algo", scales)):
-            if not isinstance(given, torch.Tensor) or given.shape != scale.shape:
-                got = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-                raise ValueError(f"DelayedScaling: expected {name} to give a tensor of shape {tuple(scale.shape)}, one number per slot, got {got}.")
         moved = torch.roll(amax_history, -1, 0)
         moved[0] = 0
         amax_history.copy_(torch.where(used, moved, amax_history))

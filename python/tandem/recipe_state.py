@@ -59,7 +59,7 @@ class DelayedScalingState(torch.nn.Module):
     def resize(self, length: int) -> None:
         """Keeps the newest `length` rows, or adds older ones of zeros."""
         if self.amax_history.shape[0] != length:
-            self.amax_history = _C.resized_history(self.amax_history, length)
+            self.amax_history.data = _C.resized_history(self.amax_history, length)  # graphs hold this very tensor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DelayedScalingState:
         held = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
@@ -68,7 +68,15 @@ class DelayedScalingState(torch.nn.Module):
             now = self._buffers[name]
             if now is not None and now.dtype != tensor.dtype:
                 self._buffers[name] = now.new_empty(now.shape, dtype=tensor.dtype) if now.is_meta else tensor.to(now.device)
+        pending = self.pending  # which no state dict brings back
+        self._buffers["pending"] = torch.zeros_like(pending) if held["pending"].is_meta else held["pending"].to(pending.device)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        pending = self.pending
+        if not pending.is_meta and pending.item():  # the number of a region of this process, which is over in any other
+            pending = torch.full_like(pending, -1)
+        return {**self.__dict__, "_buffers": {**self._buffers, "pending": pending}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingState:
         copied = memo[id(self)] = DelayedScalingState(self.scale.shape[0], self.amax_history.shape[0], self.scale.device)
@@ -92,8 +100,9 @@ class DelayedScalingState(torch.nn.Module):
                     f"{prefix[:-1]}: expected scaling state with {expected} slots, got scale of shape {tuple(found['scale'].shape)} and "  # type: ignore[union-attr]
                     f"amax_history of shape {tuple(history.shape)}. Load the state of the same module."  # type: ignore[union-attr]
                 )
+            state_dict[prefix + "scale"] = found["scale"].float()  # type: ignore[union-attr]
             state_dict[prefix + "amax_history"] = _C.resized_history(history.float(), self.amax_history.shape[0])  # type: ignore[union-attr]
-        self.pending.zero_()
+        self._buffers["pending"] = torch.zeros(1, dtype=torch.int64, device=found["scale"].device if found["scale"] is not None else None)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:

@@ -225,6 +225,9 @@ std::vector<QuantizedParam> quantized_params(at::TensorList params) {
     if (!params[i].defined() || !params[i].key_set().has(c10::DispatchKey::Python)) continue;
     if (auto quantized = read(params[i])) {
       quantized->param = i;
+      if (serves_both_directions(*quantized->quantizer) && !quantized->has(Direction::row))
+        std::swap_ranges(quantized->parts.begin(), quantized->parts.begin() + column_codes,
+                         quantized->parts.begin() + column_codes);  // one value serves both
       found.push_back(*std::move(quantized));
     }
   }

@@ -225,8 +225,8 @@ std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state) {
         region->outermost->scale_in_forward({state[first], state[first + 1], state[first + 2]});
     TORCH_CHECK_VALUE(scale.defined(),
                       "pipeline: expected a recompute in the autocast region of its forward, whose "
-                      "scales it needs, got another region. Use tandem.checkpoint, or call "
-                      "backward() inside that region.");
+                      "scales it needs, got another region. Enter the region around "
+                      "tandem.checkpoint, not in it, or call backward() inside that region.");
     state[first] = scale;
   }
   state.insert(state.begin(), region->outermost->token(recomputes));

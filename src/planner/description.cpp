@@ -175,6 +175,11 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
                     ". Cut the pipeline into several.");
   for (const json& op : ops)
     description->ops.push_back(op_node(op, description->ops.size(), description->kinds));
+  for (const OpNode& op : description->ops)
+    TORCH_CHECK_VALUE(!op.state || op.state->holder < description->ops.size(), op.label,
+                      ": expected the number of a module below that of the ops, ",
+                      description->ops.size(), ", in \"state\", got ", op.state->holder,
+                      ". Number them from 0.");
   if (const json* recipe = fields.find("recipe")) description->recipe = recipe_from_json(*recipe);
   fields.get("training", description->training)
       .get("fuse", description->fuse)

@@ -17,7 +17,7 @@ at::Tensor number_tensor(int64_t number) {
 }
 
 bool is_same(const ScalingState& a, const ScalingState& b) {
-  return a.amax_history.const_data_ptr() == b.amax_history.const_data_ptr();
+  return a.amax_history.is_same(b.amax_history);
 }
 
 }  // namespace
@@ -55,9 +55,10 @@ void RecipeRegion::leave() {
   std::vector<PendingUpdate> due;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (--entries_ != 0 || !c10::GradMode::is_enabled()) return;
+    if (--entries_ != 0) return;
+    if (outstanding_ == 0) due.swap(backward_);
     for (Forward& each : forward_) {
-      if (each.scale_in_forward.defined()) continue;
+      if (each.scale_in_forward.defined() || !c10::GradMode::is_enabled()) continue;
       each.scale_in_forward = each.due.state.scale.clone();
       due.push_back(each.due);
     }
@@ -88,7 +89,7 @@ void RecipeRegion::Backward::note_run(std::span<const PendingUpdate> states) {
             return is_same(each.state, state.state);
           }))
         region_->backward_.push_back(state);
-    if (--region_->outstanding_ != 0) return;
+    if (--region_->outstanding_ != 0 || region_->entries_ != 0) return;
     due.swap(region_->backward_);
   }
   kernel_ops::update_states(due);

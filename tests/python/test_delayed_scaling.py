@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
-import io
 import json
 import struct
 import threading
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from safetensors import safe_open
+from delayed import RECIPE, inputs, plain, snapshot, states, trained
 from support import llama_mlp, randomize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,15 +26,6 @@ from tandem.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_formats.safetensors"
-
-
-def states(module: torch.nn.Module):
-    """The state of each direction."""
-    return module.recipe_state.forward, module.recipe_state.backward
-
-
-def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items() if "recipe_state" in name}
 
 
 def settled(state) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,29 +111,6 @@ def test_golden_steps_through_a_pipeline():
                 forward, _ = states(quantize)
                 assert forward.scale.view(torch.int32).item() == field["scale_after"][step].view(torch.int32).item()
                 assert torch.equal(forward.amax_history[:, 0].view(torch.int32), field["hist_after"][step].flatten()[:4].view(torch.int32))
-
-
-RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
-
-
-def inputs(count=3):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 8, generator=generator) * (i + 1) for i in range(count)]
-
-
-def trained(step, steps=3):
-    """The state of a Linear after `steps` of `step(linear, x)`."""
-    torch.manual_seed(0)
-    linear = ops.Linear(8, 8)
-    for x in inputs(steps):
-        step(linear, x.requires_grad_())
-    return linear
-
-
-def plain(linear, x):
-    with tandem.autocast(recipe=RECIPE):
-        y = linear(x)
-    y.square().sum().backward()
 
 
 def backward_inside(linear, x):
@@ -242,6 +211,25 @@ def test_several_calls_of_a_region_are_one_step(order):
     assert backward.amax_history[1:].count_nonzero() == 0 and backward.scale.item() == 1
     losses[order[1]].backward()
     assert backward.amax_history[:, 0].tolist() == [0, 0, 0, 1] and backward.scale.item() == 448
+
+
+def test_backwards_inside_a_region_are_one_step():
+    linear = ops.Linear(8, 8)
+    with tandem.autocast(recipe=RECIPE):
+        for factor, x in enumerate(inputs(3), 1):
+            (linear(x) * factor).sum().backward()
+            assert states(linear)[1].scale.item() == 1
+    assert states(linear)[1].amax_history[:, 0].tolist() == [0, 0, 0, 3] and states(linear)[1].scale.item() == pytest.approx(448 / 3)
+
+
+def test_a_history_may_be_resized_before_backward():
+    linear = ops.Linear(8, 8)
+    with tandem.autocast(recipe=RECIPE):
+        y = linear(inputs(1)[0])
+    with torch.no_grad(), tandem.autocast(recipe=DelayedScaling(amax_history_len=6, fp8_format=Format.E4M3)):
+        linear(inputs(1)[0])
+    (y * 5).sum().backward()
+    assert states(linear)[1].amax_history[:, 0].tolist() == [0, 0, 0, 0, 0, 5]
 
 
 def test_regions_may_overlap_in_time():
@@ -383,7 +371,7 @@ def test_a_recompute_elsewhere_is_refused():
         y = torch.utils.checkpoint.checkpoint(
             linear, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), tandem.autocast(recipe=RECIPE))
         )
-    with pytest.raises(ValueError, match=r"expected a recompute in the autocast region of its forward.*Use tandem.checkpoint"):
+    with pytest.raises(ValueError, match=r"expected a recompute in the autocast region of its forward, whose scales it needs, got another region. Enter the region around tandem.checkpoint, not in it"):
         y.sum().backward()
 
 
@@ -462,75 +450,6 @@ def test_state_outlives_the_mode_in_which_it_is_made(mode):
     assert torch.equal(linear.weight.grad, expected.weight.grad)
 
 
-# State dicts
-
-NAMES = [f"recipe_state.{way}.{name}" for way in ("forward", "backward") for name in ("scale", "amax_history")]
-
-
-def test_state_is_in_state_dicts_without_pickle():
-    linear = trained(plain)
-    assert [name for name in linear.state_dict() if "recipe" in name] == NAMES
-    file = io.BytesIO()
-    torch.save(linear.state_dict(), file)
-    file.seek(0)
-    fresh = ops.Linear(8, 8)
-    assert not fresh.load_state_dict(torch.load(file, weights_only=True)).missing_keys
-    for module in (linear, fresh):
-        module.zero_grad()
-        plain(module, inputs(1)[0].requires_grad_())
-    for name, tensor in linear.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor)
-    assert torch.equal(fresh.weight.grad, linear.weight.grad)
-
-
-def test_a_fresh_module_has_no_state_and_loads_none():
-    linear = ops.Linear(8, 8)
-    assert list(linear.state_dict()) == ["weight", "bias"]
-    plain(linear, inputs(1)[0].requires_grad_())
-    with pytest.warns(UserWarning, match=r"expected recipe_state in the state dict, got none of it"):
-        linear.load_state_dict(ops.Linear(8, 8).state_dict())
-    assert states(linear)[0].scale.tolist() == [1, 1] and states(linear)[0].amax_history.count_nonzero() == 0
-
-
-def test_histories_of_another_length_keep_the_newest():
-    linear = trained(plain, steps=5)
-    history = states(linear)[0].amax_history.clone()
-    longer, shorter = (DelayedScaling(amax_history_len=length, fp8_format=Format.E4M3) for length in (6, 2))
-    with torch.no_grad(), tandem.autocast(recipe=longer):
-        linear(torch.zeros(4, 8))
-    assert torch.equal(states(linear)[0].amax_history[3:, 0], history[1:, 0])
-    assert states(linear)[0].amax_history[1:3].count_nonzero() == 0
-    with torch.no_grad(), tandem.autocast(recipe=shorter):
-        linear(torch.zeros(4, 8))
-    assert torch.equal(states(linear)[0].amax_history[1, 0], history[3, 0])
-    fresh = ops.Linear(8, 8)
-    plain(fresh, inputs(1)[0].requires_grad_())
-    fresh.load_state_dict(linear.state_dict())
-    assert states(fresh)[0].amax_history.shape == (4, 2) and torch.equal(states(fresh)[0].amax_history[3], history[3])
-
-
-def test_state_of_another_module_is_refused():
-    linear, other = trained(plain), tandem.LayerNormMLP(8, 16)
-    with tandem.autocast(recipe=RECIPE):
-        other(inputs(1)[0])
-    assert states(other)[0].scale.shape == (4,) and states(other)[1].scale.shape == (2,)
-    wrong = {**linear.state_dict(), **{name: other.state_dict()[name] for name in NAMES}}
-    with pytest.raises(RuntimeError, match=r"recipe_state.forward: expected scaling state with 2 slots, got scale of shape \(4,\)"):
-        linear.load_state_dict(wrong)
-
-
-def test_state_follows_the_module_and_stays_float32():
-    linear = trained(plain).to(torch.bfloat16)
-    assert linear.weight.dtype == torch.bfloat16
-    assert {tensor.dtype for name, tensor in linear.state_dict().items() if "recipe" in name} == {torch.float32}
-    copied = copy.deepcopy(linear)
-    plain(copied, torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True))
-    assert not torch.equal(states(copied)[0].amax_history, states(linear)[0].amax_history)
-    assert "recipe_state.forward.scale" in dict(linear.named_buffers())
-    y = torch.func.functional_call(linear, {"recipe_state.forward.scale": torch.ones(2)}, torch.zeros(4, 8, dtype=torch.bfloat16))
-    assert y.shape == (4, 8)
-
-
 # Functions of the user
 
 
@@ -565,13 +484,7 @@ def test_functions_of_the_user_make_scales():
 
 def test_functions_see_default_scales_where_only_one_is_given():
     by_function = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0), fp8_format=Format.E4M3)
-    global RECIPE
-    expected, before = trained(plain), RECIPE
-    RECIPE = by_function
-    try:
-        actual = trained(plain)
-    finally:
-        RECIPE = before
+    expected, actual = trained(plain), trained(functools.partial(plain, recipe=by_function))
     for name, tensor in snapshot(expected).items():
         assert torch.equal(snapshot(actual)[name], tensor), name
 
@@ -653,6 +566,8 @@ def test_descriptions_say_where_amaxes_go():
 
     with pytest.raises(ValueError, match='expected "state" as a module\'s number and the first slots of forward and backward, got 2 numbers'):
         call({"state": [0, 0]})
+    with pytest.raises(ValueError, match='expected the number of a module below that of the ops, 1, in "state", got 7. Number them from 0'):
+        call({"state": [7, 0, 0]})
     with pytest.raises(ValueError, match='expected "state", which says where its amaxes go, under a recipe that keeps them, got none'):
         call({})
     with pytest.raises(ValueError, match="pipeline: expected an autocast region, got none. Enter one."):

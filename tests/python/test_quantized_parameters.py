@@ -200,3 +200,51 @@ def test_verify_reads_them():
     model = quantized(randomize(llama_mlp(16, 32)), MX)
     with tandem.autocast(recipe=MXFP8BlockScaling()):
         assert tandem.verify(model, torch.randn(4, 16, requires_grad=True)).passed
+
+
+def test_codes_of_columns_alone_are_decoded():
+    torch.manual_seed(0)
+    for columns in (tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=False), tandem.MXFP8Quantizer(torch.float8_e4m3fn, rowwise=False)):
+        linear = quantized(randomize(ops.Linear(64, 96)), columns)
+        x = torch.randn(4, 64, requires_grad=True)
+        for recipe in (None, Float8CurrentScaling(), MXFP8BlockScaling()):
+            with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+                y = linear(x)
+            torch.testing.assert_close(y, decoded(linear)(x), rtol=0, atol=0.1 * y.abs().max().item())
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("write", [lambda w: w.copy_(w * 0), lambda w: w.quantize_(w * 0), lambda w: w.fill_(0.0)], ids=["copy", "quantize", "fill"])
+def test_a_write_between_forward_and_backward_is_noticed(write):
+    linear = quantized(ops.Linear(64, 64), MX)
+    x = torch.randn(4, 64, requires_grad=True)
+    with tandem.autocast(recipe=MXFP8BlockScaling()):
+        y = linear(x)
+    with torch.no_grad():
+        write(linear.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: torch._foreach_add_([w], -0.5),
+        lambda w: torch.add(w.dequantize(), -0.5, out=w),
+        lambda w: w.__setitem__(slice(None), 0.5),
+        lambda w: w.sub_(0.5),
+        lambda w: torch.optim.SGD([_with_gradient(w)], lr=0.5, foreach=True).step(),
+        lambda w: torch.optim.SGD([_with_gradient(w)], lr=0.5, fused=True).step(),
+        lambda w: torch.optim.SGD([_with_gradient(w)], lr=0.5, foreach=False).step(),
+    ],
+)
+def test_writes_reach_the_codes(write):
+    weight = torch.nn.Parameter(tandem.quantize(torch.ones(4, 32), MX))
+    with torch.no_grad():
+        write(weight)
+    assert torch.equal(weight.dequantize(), torch.full((4, 32), 0.5))
+
+
+def _with_gradient(weight):
+    weight.grad = torch.ones(4, 32)
+    return weight
