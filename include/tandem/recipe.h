@@ -66,7 +66,7 @@ struct DelayedScaling {
   /// Name of the process group whose processes share their amaxes, as torch.distributed knows it;
   /// empty: none do.
   std::string amax_reduction_group = {};
-  /// Name of a function that makes scales instead (tandem/extension.h); empty: as
+  /// Name of a function that makes scales instead (register_scale_update); empty: as
   /// `amax_compute_algo` says.
   std::string scale_update = {};
   bool operator==(const DelayedScaling&) const = default;

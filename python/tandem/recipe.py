@@ -28,6 +28,22 @@ class Format(enum.Enum):
 class Recipe:
     """Base of all recipes."""
 
+    fp8_format: Format
+
+    def _check_format(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise ValueError(
+                f"{type(self).__name__}: expected fp8_format to be Format.HYBRID or Format.E4M3, got {self.fp8_format!r}. "
+                "Take it from tandem.recipe.Format."
+            )
+
+    def _check_defaults(self, *defaults: tuple[str, object]) -> None:
+        for name, default in defaults:
+            if getattr(self, name) != default:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
+                )
+
     def to_json(self) -> str:
         """The recipe as canonical JSON: what descriptions of pipelines hold."""
         raise NotImplementedError
@@ -57,11 +73,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise ValueError(
-                f"Float8CurrentScaling: expected fp8_format to be Format.HYBRID or Format.E4M3, got {self.fp8_format!r}. "
-                "Take it from tandem.recipe.Format."
-            )
+        self._check_format()
         if type(self.use_power_2_scales) is not bool:
             raise ValueError(
                 f"Float8CurrentScaling: expected use_power_2_scales to be True or False, got {self.use_power_2_scales!r}. "
@@ -73,12 +85,7 @@ class Float8CurrentScaling(Recipe):
                 raise ValueError(
                     f"Float8CurrentScaling: expected {name} to be finite and at least 0, got {epsilon!r}. It is the least amax."
                 )
-        for name, default in (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None)):
-            if getattr(self, name) != default:
-                raise NotImplementedError(
-                    f"Float8CurrentScaling: expected {name}={default}, got {getattr(self, name)!r}. "
-                    "This version knows the default only."
-                )
+        self._check_defaults(("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
 
     def to_json(self) -> str:  # formatted by hand, as Dynamo traces it
         power_2 = "true" if self.use_power_2_scales else "false"
@@ -125,11 +132,7 @@ class DelayedScaling(Recipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise ValueError(
-                f"DelayedScaling: expected fp8_format to be Format.HYBRID or Format.E4M3, got {self.fp8_format!r}. "
-                "Take it from tandem.recipe.Format."
-            )
+        self._check_format()
         for name, least, most in (("margin", -64, 64), ("amax_history_len", 1, 65536)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -146,11 +149,7 @@ class DelayedScaling(Recipe):
                 f"DelayedScaling: expected scaling_factor_compute_algo to be None or a function, got {self.scaling_factor_compute_algo!r}. "
                 "Leave it out."
             )
-        for name, default in (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None)):
-            if getattr(self, name) != default:
-                raise NotImplementedError(
-                    f"DelayedScaling: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
-                )
+        self._check_defaults(("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
         object.__setattr__(self, "_function", _registered(self))
 
     def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
@@ -231,21 +230,13 @@ class MXFP8BlockScaling(Recipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise ValueError(
-                f"MXFP8BlockScaling: expected fp8_format to be Format.E4M3 or Format.HYBRID, got {self.fp8_format!r}. "
-                "Take it from tandem.recipe.Format."
-            )
+        self._check_format()
         if type(self.enable_2d_quantization) is not bool:
             raise ValueError(
                 f"MXFP8BlockScaling: expected enable_2d_quantization to be True or False, got {self.enable_2d_quantization!r}. "
                 "Pass a bool."
             )
-        for name, default in (("margin", 0), ("backward_override", None)):
-            if getattr(self, name) != default:
-                raise NotImplementedError(
-                    f"MXFP8BlockScaling: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
-                )
+        self._check_defaults(("margin", 0), ("backward_override", None))
 
     def to_json(self) -> str:
         square = "true" if self.enable_2d_quantization else "false"

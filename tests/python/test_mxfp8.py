@@ -180,7 +180,7 @@ def test_a_recipe_is_a_frozen_value_that_goes_through_json():
 
 
 ERRORS = [
-    (lambda: MXFP8BlockScaling(fp8_format="E5M2"), ValueError, "MXFP8BlockScaling: expected fp8_format to be Format.E4M3 or Format.HYBRID, got 'E5M2'"),
+    (lambda: MXFP8BlockScaling(fp8_format="E5M2"), ValueError, "MXFP8BlockScaling: expected fp8_format to be Format.HYBRID or Format.E4M3, got 'E5M2'"),
     (lambda: MXFP8BlockScaling(enable_2d_quantization=1), ValueError, "expected enable_2d_quantization to be True or False, got 1"),
     (lambda: MXFP8BlockScaling(margin=1), NotImplementedError, "MXFP8BlockScaling: expected margin=0, got 1"),
     (lambda: MXFP8BlockScaling(backward_override="high_precision"), NotImplementedError, "expected backward_override=None, got 'high_precision'"),
