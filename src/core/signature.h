@@ -11,6 +11,7 @@
 #include <span>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <vector>
 
 #include "tandem/export.h"
@@ -48,6 +49,7 @@ struct OptionDef {
   OptionValue otherwise;
   Check check;
   std::string_view doc;
+  std::function<OptionValue(const void* options)> get;
   std::function<void(void* options, const OptionValue& value)> set;
 };
 
@@ -96,12 +98,14 @@ class TANDEM_API Signature {
   Signature() = default;
   template <typename T>
   Signature(T defaults, std::initializer_list<Option<std::type_identity_t<T>>> options)
-      : make_([defaults] { return std::make_shared<T>(defaults); }) {
+      : type_(&typeid(T)), make_([defaults] { return std::make_shared<T>(defaults); }) {
     for (const Option<T>& option : options)
-      options_.push_back({option.name, option.get(defaults), option.check, option.doc,
-                          [set = option.set](void* to, const OptionValue& value) {
-                            set(*static_cast<T*>(to), value);
-                          }});
+      options_.push_back(
+          {option.name, option.get(defaults), option.check, option.doc,
+           [get = option.get](const void* from) { return get(*static_cast<const T*>(from)); },
+           [set = option.set](void* to, const OptionValue& value) {
+             set(*static_cast<T*>(to), value);
+           }});
   }
 
   std::span<const OptionDef> options() const { return options_; }
@@ -110,7 +114,12 @@ class TANDEM_API Signature {
   /// lacking, or not as its check says.
   Options parse(std::string_view op, const nlohmann::json& options) const;
 
+  /// The options that a struct of this type holds. Throws c10::TypeError, in the name of `op`,
+  /// where the signature is of another one.
+  OptionValues values(std::string_view op, const std::type_info& type, const void* options) const;
+
  private:
+  const std::type_info* type_ = nullptr;
   std::function<std::shared_ptr<void>()> make_ = [] { return nullptr; };
   std::vector<OptionDef> options_;
 };
