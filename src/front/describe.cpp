@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <unordered_map>
 
 #include "core/json_fields.h"
 
@@ -37,27 +36,10 @@ json bindings(const std::vector<Channel>& channels, const BasicOp& op, bool are_
   return listed;
 }
 
-/// Places in a list in which each tensor stands once.
-class Places {
- public:
-  /// That of a tensor, and whether it is new; an undefined one is new each time.
-  std::pair<size_t, bool> of(const at::Tensor& tensor) {
-    if (!tensor.defined()) return {count_++, true};
-    const auto [entry, is_new] = known_.emplace(tensor.unsafeGetTensorImpl(), count_);
-    count_ += is_new;
-    return {entry->second, is_new};
-  }
-
- private:
-  std::unordered_map<const at::TensorImpl*, size_t> known_;
-  size_t count_ = 0;
-};
-
 }  // namespace
 
 DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
-  Places parameters, main_grads;
   json entries = json::array();
   size_t state_holders = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
@@ -74,15 +56,13 @@ DescribedOps describe(const std::vector<Op>& ops) {
                           ". Number them from 0.");
         const ParameterSpec& spec = ops[i].parameters[parameter];
         if (!places[parameter]) {
-          const auto [place, is_new] = parameters.of(spec.tensor);
-          if (is_new) described.parameters.push_back({i, parameter});
-          places[parameter] = place;
+          places[parameter] = described.parameters.size();
+          described.parameters.push_back({i, parameter});
         }
         params.push_back(*places[parameter]);
         if (!spec.main_grad.defined()) continue;
-        const auto [place, is_new] = main_grads.of(spec.main_grad);
-        if (is_new) described.main_grads.push_back(spec.main_grad);
-        buffers.push_back(place);
+        buffers.push_back(described.main_grads.size());
+        described.main_grads.push_back(spec.main_grad);
       }
       if (!buffers.empty()) entry["buffers"] = std::move(buffers);
       if (!basic.extra_inputs.empty())

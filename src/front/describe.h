@@ -15,7 +15,7 @@ namespace tandem {
 struct DescribedOps {
   /// The "ops" array of a description.
   std::string text;
-  /// What its parameters are: of which op which one. Ops that are given one tensor share one.
+  /// What its parameters are: of which op which one.
   struct Parameter {
     size_t op, place;
   };

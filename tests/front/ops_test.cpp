@@ -1,6 +1,7 @@
 // Ops as values: typed options, parameters that are shared, gradients that are accumulated.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/stack.h>
@@ -90,6 +91,17 @@ TEST(Ops, OpsThatAreGivenOneTensorShareIt) {
   EXPECT_TRUE(verify(model, x).passed);
 }
 
+TEST(Ops, OneTensorMayBeTwoParametersOfAnOp) {
+  const at::Tensor both = leaf({8}), x = random({3, 8});
+  Sequential model(
+      {ops::layer_norm(8).with_parameter("weight", both).with_parameter("bias", both)});
+  model->forward(x).sum().backward();
+  const at::Tensor got = both.grad().clone();
+  both.mutable_grad() = at::Tensor();
+  at::layer_norm(x, {8}, both, both).sum().backward();
+  EXPECT_TRUE(near(got, both.grad(), 10));
+}
+
 TEST(Ops, APipelineReadsTheParameterOfAnother) {
   Sequential embedding({ops::linear(4, 6, {.bias = false})});
   const at::Tensor weight = weight_of(embedding, "0.weight");
@@ -120,9 +132,11 @@ TEST(OpsErrors, ASharedParameterFitsTheOp) {
       [&] {
         (void)op.with_parameter("weight", leaf({8, 4}));
       },
-      ThrowsText<c10::ValueError>("linear: expected weight of shape [4, 8], got [8, 4]"));
+      ThrowsText<c10::ValueError>("linear: expected weight of shape [4, 8], got [8, 4]",
+                                  ". Give one that fits the op."));
   EXPECT_THAT([&] { (void)op.with_parameter("weight", at::Tensor()); },
-              ThrowsText<c10::ValueError>("expected weight of shape [4, 8], got an undefined"));
+              ThrowsText<c10::ValueError>("linear: expected weight of shape [4, 8]",
+                                          ", got an undefined tensor. Make it first."));
   EXPECT_THAT(
       [&] {
         (void)op.with_parameter("weight", leaf({4, 8}) * 2);
