@@ -1,5 +1,6 @@
 #include "autograd/node.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/isnan.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -8,9 +9,11 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "autograd/direct.h"
 #include "executor/executor.h"
+#include "kernel_ops/memory.h"
 #include "planner/planner.h"
 
 namespace tandem {
@@ -53,10 +56,10 @@ struct PipelineBackward::Saving {
 Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving) {
   const auto known =
       std::find(saving.seen.begin(), saving.seen.end(), tensor.unsafeGetTensorImpl());
-  const Slot slot{static_cast<int32_t>(known - saving.seen.begin())};
+  const auto place = known - saving.seen.begin();
   if (known != saving.seen.end()) {
-    ++saved_[static_cast<size_t>(slot.saved)].slots;
-    return slot;
+    ++saved_[static_cast<size_t>(place)].slots;
+    return {static_cast<int32_t>(place)};
   }
   saving.seen.push_back(tensor.unsafeGetTensorImpl());
   SavedTensor& saved = saved_.emplace_back();
@@ -66,7 +69,7 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
   saved.variable = SavedVariable(tensor, may_be_output && tensor.grad_fn().get() == this);
   if (!is_argument && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
     saved.bytes = static_cast<int64_t>(tensor.nbytes());
-  return slot;
+  return {static_cast<int32_t>(place)};
 }
 
 /// A tensor that the caller has, or a reshape of one, is saved as that tensor: its version counter
@@ -87,20 +90,13 @@ Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving&
       owner = &saving.outputs[i];
   if (owner == nullptr) return save_tensor(tensor, is_argument, saving);
   Slot slot = save_tensor(*owner, is_argument, saving);
-  if (!owner->is_same(tensor) && owner->sym_sizes() != tensor.sym_sizes()) {
-    slot.shape = static_cast<int32_t>(reshapes_.size());
-    reshapes_.emplace_back(tensor.sym_sizes().begin(), tensor.sym_sizes().end());
-  }
+  if (!owner->is_same(tensor) && owner->sym_sizes() != tensor.sym_sizes())
+    slot.sizes = std::make_shared<c10::SymDimVector>(tensor.sym_sizes());
   return slot;
 }
 
 void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outputs& outputs) {
   const Plan& plan = *plan_;
-  Saving saving{arguments, outputs, {}};
-  saved_.reserve(plan.kept.size());
-  slots_.reserve(plan.kept.size());
-  for (const Kept& kept : plan.kept)
-    slots_.push_back(save_value(kept.value, frame.tensor(kept.value, kept.part), saving));
   workspaces_.assign(arguments.workspaces.begin(), arguments.workspaces.end());
   if (plan.mutates_buffers_in_backward) buffers_ = arguments.buffers;
   if (plan.uses_state_in_backward) {
@@ -110,66 +106,62 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
       to_come_ = std::make_unique<RecipeRegion::Backward>(arguments.region);
     }
   }
-  opaques_.resize(plan.opaques);
-  shapes_.resize(plan.shapes);
-  for (const Value value : plan.kept_opaque) {
-    const uint32_t place = plan.slot_of[index_of(value)];
-    if (plan.types[index_of(value)].format == Format::shape) {
-      shapes_[place] = frame.shape(value);
-      continue;
-    }
-    const Opaque& opaque = frame.opaque(value);
-    opaques_[place] = {opaque.fields, slots_.size(), opaque.tensors.size()};
-    for (const at::Tensor& tensor : opaque.tensors)
-      slots_.push_back(!tensor.defined()
-                           ? Slot{}
-                           : save_tensor(tensor, is_an_argument(arguments, tensor), saving));
+  Saving saving{arguments, outputs, {}};
+  saved_.reserve(plan.kept.size());
+  slots_.reserve(plan.kept.size());
+  for (const Value value : plan.kept) {
+    first_slot_.push_back(static_cast<uint32_t>(slots_.size()));
+    const Format format = plan.types[index_of(value)].format;
+    if (format == Format::shape)
+      slots_.push_back({.sizes = std::make_shared<c10::SymDimVector>(frame.shape(value))});
+    if (format == Format::opaque) slots_.push_back({.fields = frame.opaque(value).fields});
+    for (const at::Tensor& tensor : frame.tensors(value))
+      slots_.push_back(format != Format::opaque ? save_value(value, tensor, saving)
+                       : tensor.defined()
+                           ? save_tensor(tensor, is_an_argument(arguments, tensor), saving)
+                           : Slot{});
   }
+  first_slot_.push_back(static_cast<uint32_t>(slots_.size()));
 }
 
-std::pair<size_t, size_t> PipelineBackward::slots_of(Value value) const {
-  const Plan& plan = *plan_;
-  if (plan.types[index_of(value)].format == Format::opaque) {
-    const KeptOpaque& opaque = opaques_[plan.slot_of[index_of(value)]];
-    return {opaque.first, opaque.count};
-  }
-  if (plan.kept_at[index_of(value)] < 0) return {0, 0};
-  const size_t first = static_cast<size_t>(plan.kept_at[index_of(value)]);
-  size_t count = 0;
-  while (first + count < plan.kept.size() && plan.kept[first + count].value == value) ++count;
-  return {first, count};
-}
-
-int64_t PipelineBackward::note_kept_bytes(std::span<std::atomic<int64_t>> by_entry) const {
-  for (size_t k = 0; k < std::min({by_entry.size(), plan_->kept.size(), slots_.size()}); ++k) {
-    const int64_t bytes = saved_[static_cast<size_t>(slots_[k].saved)].bytes;
+int64_t PipelineBackward::note_kept_bytes(std::span<std::atomic<int64_t>> by_value) const {
+  for (size_t k = 0; k < by_value.size() && k + 1 < first_slot_.size(); ++k) {
+    int64_t bytes = 0;
+    for (const Slot& slot : slots_of(k))
+      if (slot.saved >= 0) bytes += saved_[static_cast<size_t>(slot.saved)].bytes;
     // A store only where it changes something: threads that call one pipeline share these.
-    if (by_entry[k].load(std::memory_order_relaxed) != bytes)
-      by_entry[k].store(bytes, std::memory_order_relaxed);
+    if (by_value[k].load(std::memory_order_relaxed) != bytes)
+      by_value[k].store(bytes, std::memory_order_relaxed);
   }
   int64_t total = 0;
   for (const SavedTensor& saved : saved_) total += saved.bytes;
   return total;
 }
 
-std::vector<at::Tensor> PipelineBackward::kept_tensors() const {
-  std::vector<at::Tensor> tensors;
+namespace {
+at::Tensor reshaped(at::Tensor tensor, const Slot& slot) {
+  return slot.sizes ? tensor.reshape_symint(*slot.sizes) : tensor;
+}
+}  // namespace
+
+std::vector<variable_list> PipelineBackward::kept_tensors() const {
+  std::vector<variable_list> kept;
   const auto self = const_cast<PipelineBackward*>(this)->getptr();
-  for (size_t k = 0; k < std::min(plan_->kept.size(), slots_.size()); ++k) {
-    const Slot& slot = slots_[k];
-    const at::Tensor tensor = saved_[static_cast<size_t>(slot.saved)].variable.unpack(self);
-    tensors.push_back(slot.shape < 0
-                          ? tensor
-                          : tensor.reshape_symint(reshapes_[static_cast<size_t>(slot.shape)]));
+  for (size_t k = 0; k + 1 < first_slot_.size(); ++k) {
+    kept.emplace_back();
+    for (const Slot& slot : slots_of(k))
+      if (slot.saved >= 0)
+        kept.back().push_back(
+            reshaped(saved_[static_cast<size_t>(slot.saved)].variable.unpack(self), slot));
   }
-  return tensors;
+  return kept;
 }
 
 void PipelineBackward::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   saved_.clear();
   slots_.clear();
-  opaques_.clear();
+  first_slot_.clear();
   workspaces_.clear();
   buffers_ = {};
   state_.clear();
@@ -234,6 +226,18 @@ class SharedTensors {
   std::vector<Entry> entries_;
 };
 
+/// Elements of their own for a gradient that repeats one, as that of a sum does: else every product
+/// and kernel that reads it makes them.
+at::Tensor dense(const at::Tensor& gradient) {
+  if (!gradient.defined() || gradient.is_non_overlapping_and_dense() ||
+      std::ranges::count(gradient.strides(), 0) == 0)
+    return gradient;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  at::Tensor copy = kernel_ops::empty_beside(gradient, gradient.sizes(), gradient.scalar_type());
+  copy.copy_(gradient);
+  return copy;
+}
+
 /// A kernel reads memory as the plan says that it is; what a hook gave back must be that.
 void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
   const Type& type = frame.type(value);
@@ -246,9 +250,9 @@ void check_unpacked(const Frame& frame, Value value, const at::Tensor& tensor) {
 
 }  // namespace
 
-template <typename Unpack, typename Drop>
+template <typename Unpack>
 variable_list PipelineBackward::run(const variable_list& gradients, const std::vector<bool>& asked,
-                                    Unpack&& unpack, Drop&& drop) {
+                                    bool keep, Unpack&& unpack) {
   const Plan& plan = *plan_;
   variable_list results(plan.gradients.size());
   const BackwardMask mask = mask_of(gradients, asked);
@@ -258,13 +262,13 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   Frame frame(path_for(gradients), plan.types, plan.slot_of, plan.tensor_slots);
   frame.reserve_side_values(plan.opaques, plan.shapes);
   for (size_t i = 0; i < gradients.size(); ++i)
-    if (exists(plan.output_gradients[i])) frame.tensor(plan.output_gradients[i]) = gradients[i];
+    if (exists(plan.output_gradients[i]))
+      frame.tensor(plan.output_gradients[i]) =
+          frame.path() == Path::direct && !backward->steps.empty() ? dense(gradients[i])
+                                                                   : gradients[i];
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
   for (size_t i = 0; i < state_.size(); ++i) frame.tensor(plan.state[i]) = state_[i];
   if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
-  for (const Value value : plan.kept_opaque)
-    if (plan.types[index_of(value)].format == Format::shape)
-      frame.shape(value) = shapes_[plan.slot_of[index_of(value)]];
   SharedTensors shared;
   // A traced node has slots only, and nothing to let go.
   const auto users_of = [&](size_t saved) {
@@ -273,32 +277,42 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   const auto unpack_slot = [&](const Slot& slot) {
     if (slot.saved < 0) return at::Tensor();
     const size_t saved = static_cast<size_t>(slot.saved);
-    at::Tensor tensor = users_of(saved) > 1 ? shared.get(saved, unpack) : unpack(saved);
-    return slot.shape < 0 ? tensor
-                          : tensor.reshape_symint(reshapes_[static_cast<size_t>(slot.shape)]);
+    return reshaped(users_of(saved) > 1 ? shared.get(saved, unpack) : unpack(saved), slot);
   };
+  c10::SmallVector<bool, 32> is_loaded(plan.kept.size());
   const auto load = [&](Value value) {
-    const auto [first, count] = slots_of(value);
-    if (frame.type(value).format == Format::opaque) {
-      Opaque& opaque = frame.opaque(value);
-      if (opaque.fields != nullptr || !opaque.tensors.empty()) return;
-      opaque.fields = opaques_[plan.slot_of[index_of(value)]].fields;
-      for (size_t k = first; k < first + count; ++k)
-        opaque.tensors.push_back(unpack_slot(slots_[k]));
-    } else if (count != 0 && !frame.tensor(value).defined()) {
-      for (size_t k = first; k < first + count; ++k) {
-        at::Tensor tensor = unpack_slot(slots_[k]);
-        check_unpacked(frame, value, tensor);
-        frame.tensor(value, plan.kept[k].part) = std::move(tensor);
-      }
+    const int32_t place = plan.kept_at[index_of(value)];
+    if (place < 0 || std::exchange(is_loaded[static_cast<size_t>(place)], true)) return;
+    const std::span<const Slot> slots = slots_of(static_cast<size_t>(place));
+    switch (frame.type(value).format) {
+      case Format::shape:
+        frame.shape(value) = *slots[0].sizes;
+        break;
+      case Format::opaque:
+        frame.opaque(value).fields = slots[0].fields;
+        for (const Slot& slot : slots.subspan(1))
+          frame.opaque(value).tensors.push_back(unpack_slot(slot));
+        break;
+      default:
+        for (size_t part = 0; part < slots.size(); ++part) {
+          at::Tensor tensor = unpack_slot(slots[part]);
+          check_unpacked(frame, value, tensor);
+          frame.tensor(value, part) = std::move(tensor);
+        }
     }
   };
   const auto let_go = [&](Value value) {
-    const auto [first, count] = slots_of(value);
-    for (size_t k = first; k < first + count; ++k) {
-      if (slots_[k].saved < 0) continue;
-      const size_t saved = static_cast<size_t>(slots_[k].saved);
-      if (users_of(saved) == 1 || shared.drop(saved, users_of(saved))) drop(saved);
+    const int32_t place = plan.kept_at[index_of(value)];
+    if (place < 0) return;
+    if (!keep) is_released_ = true;
+    for (size_t s = first_slot_[static_cast<size_t>(place)];
+         s < first_slot_[static_cast<size_t>(place) + 1]; ++s) {
+      Slot& slot = slots_[s];
+      if (!keep) slot.fields = nullptr;
+      if (slot.saved < 0) continue;
+      const size_t saved = static_cast<size_t>(slot.saved);
+      const bool is_last = users_of(saved) == 1 || shared.drop(saved, users_of(saved));
+      if (is_last && !keep) saved_[saved].variable.reset_data();
     }
   };
   const bool check_nan = torch::autograd::AnomalyMode::is_enabled() &&
@@ -346,31 +360,31 @@ variable_list PipelineBackward::apply(variable_list&& gradients) {
               "by backward(). ",
               "Pass retain_graph=True to the first backward().");
   const auto self = getptr();
-  const bool keep = torch::autograd::get_current_graph_task_keep_graph();
-  variable_list results = run(
-      gradients, asked(),
-      // Above autograd: the unpack hook of a checkpoint runs the forward of other modules here.
-      [&](size_t saved) { return saved_[saved].variable.unpack(self); },
-      [&](size_t saved) {
-        if (!keep) saved_[saved].variable.reset_data();
-      });
+  variable_list results =
+      run(gradients, asked(), torch::autograd::get_current_graph_task_keep_graph(),
+          // Above autograd: the unpack hook of a checkpoint runs the forward of other modules here.
+          [&](size_t saved) { return saved_[saved].variable.unpack(self); });
   if (to_come_ != nullptr) to_come_->note_run(used_states(*plan_, state_, /*is_backward=*/true));
   if (c10::GradMode::is_enabled()) return refuse_double_backward(gradients, std::move(results));
   return results;
 }
 
 void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+  const bool is_plain =
+      std::ranges::all_of(slots_, [](const Slot& slot) { return slot.saved >= 0; });
   TORCH_CHECK_NOT_IMPLEMENTED(
-      plan_->kept_opaque.empty() && workspaces_.empty() && buffers_.count == 0 && state_.empty(),
+      is_plain && workspaces_.empty() && buffers_.count == 0 && state_.empty(),
       "pipeline: expected a backward of plain tensors under ",
       "compiled autograd, got what a Python op or a recipe saved, or a "
       "main_grad. Compile the forward as well.");
   args.collect(plan_->number);  // not its address, which another plan may get once it is gone
-  TORCH_CHECK_NOT_IMPLEMENTED(reshapes_.empty(),
-                              "pipeline: expected kept tensors that are no views of arguments "
-                              "under compiled autograd, got ",
-                              "a reshaped input. Compile the forward as well.");
-  for (const Slot& slot : slots_) args.collect(static_cast<uint64_t>(slot.saved));
+  for (const Slot& slot : slots_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!slot.sizes,
+                                "pipeline: expected kept tensors that are no views of arguments "
+                                "under compiled autograd, got ",
+                                "a reshaped input. Compile the forward as well.");
+    args.collect(static_cast<uint64_t>(slot.saved));
+  }
   for (const SavedTensor& saved : saved_) args.collect(saved.variable, /*is_output=*/false);
 }
 
@@ -388,13 +402,13 @@ variable_list PipelineBackward::apply_with_saved(
   const auto& interface = ca::getPyCompilerInterface();
   const auto function = interface->bind_function(
       swap.get_py_compiler(), "TandemPipelineBackward",
-      [plan = plan_, slots = slots_, asked = asked()](const variable_list& gradients,
-                                                      const std::vector<c10::IValue>& tensors) {
+      [plan = plan_, slots = slots_, first_slot = first_slot_, asked = asked()](
+          const variable_list& gradients, const std::vector<c10::IValue>& tensors) {
         auto traced = compat::make_node<PipelineBackward>(plan, Path::dispatch);
         traced->slots_ = slots;
-        return traced->run(
-            gradients, asked, [&](size_t saved) { return tensors[saved].toTensor(); },
-            [](size_t) {});
+        traced->first_slot_ = first_slot;
+        return traced->run(gradients, asked, /*keep=*/true,
+                           [&](size_t saved) { return tensors[saved].toTensor(); });
       },
       schema, /*is_custom_function=*/true, /*is_traceable=*/true);
   auto results = interface->call_function(swap.get_py_compiler(), "apply_functional", function,

@@ -5,9 +5,9 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "autograd/run.h"
@@ -27,19 +27,13 @@ struct SavedTensor {
   int64_t bytes = 0;
 };
 
-/// Where a tensor of a kept value is found.
+/// A part of a kept value: a tensor, the fields of an opaque value (its first part), or sizes.
 struct Slot {
-  /// Place in the saved tensors; -1: undefined.
+  /// Place in the saved tensors; -1: no tensor.
   int32_t saved = -1;
-  /// Place among the shapes of reshapes of arguments and outputs; -1: as it is.
-  int32_t shape = -1;
-};
-
-/// What is kept of an opaque value.
-struct KeptOpaque {
-  std::shared_ptr<void> fields;
-  /// The slots of its tensors.
-  size_t first = 0, count = 0;
+  /// Of a shape, or of a reshape of the saved tensor.
+  std::shared_ptr<const c10::SymDimVector> sizes = nullptr;
+  std::shared_ptr<void> fields = nullptr;
 };
 
 class PipelineBackward : public torch::autograd::Node {
@@ -59,40 +53,39 @@ class PipelineBackward : public torch::autograd::Node {
   /// their history.
   void save(Frame& frame, const Arguments& arguments, const Outputs& outputs);
 
-  int64_t note_kept_bytes(std::span<std::atomic<int64_t>> by_entry) const;
-  std::vector<at::Tensor> kept_tensors() const;
+  int64_t note_kept_bytes(std::span<std::atomic<int64_t>> by_value) const;
+  std::vector<torch::autograd::variable_list> kept_tensors() const;
 
  private:
   using Tensors = torch::autograd::variable_list;
   struct Saving;
 
-  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor, `drop(k)` is told
-  /// when nobody needs it any more.
-  template <typename Unpack, typename Drop>
-  Tensors run(const Tensors& gradients, const std::vector<bool>& asked, Unpack&& unpack,
-              Drop&& drop);
+  /// Runs the backward program of a mask; `unpack(k)` gives the kth saved tensor. Unless `keep`,
+  /// what is kept of a value goes when the last step that reads it has run.
+  template <typename Unpack>
+  Tensors run(const Tensors& gradients, const std::vector<bool>& asked, bool keep, Unpack&& unpack);
   Tensors refuse_double_backward(const Tensors& gradients, Tensors results);
   Path path_for(const Tensors& gradients) const;
   Slot save_value(Value value, const at::Tensor& tensor, Saving& saving);
   Slot save_tensor(const at::Tensor& tensor, bool is_argument, Saving& saving);
-  /// First slot of a kept value and their number.
-  std::pair<size_t, size_t> slots_of(Value value) const;
+  /// Those of the nth kept value.
+  std::span<const Slot> slots_of(size_t kept) const {
+    return std::span(slots_).subspan(first_slot_[kept], first_slot_[kept + 1] - first_slot_[kept]);
+  }
   BackwardMask mask_of(const Tensors& gradients, const std::vector<bool>& asked) const;
   std::vector<bool> asked() const;
 
   std::shared_ptr<const Plan> plan_;
   Path path_;
   std::vector<SavedTensor> saved_;
-  /// As in plan.kept, then the tensors of opaque values.
   std::vector<Slot> slots_;
-  std::vector<c10::SymDimVector> reshapes_;
+  /// By kept value, and where the last one's end.
+  c10::SmallVector<uint32_t, 24> first_slot_;
   std::vector<at::Tensor> workspaces_;
   Buffers buffers_;
   std::vector<at::Tensor> state_;
   /// In the region of the call.
   std::unique_ptr<RecipeRegion::Backward> to_come_;
-  std::vector<KeptOpaque> opaques_;
-  std::vector<c10::SymDimVector> shapes_;
   bool is_released_ = false;
 };
 

@@ -354,14 +354,14 @@ const PipelineBackward* node_of(const Outputs& outputs) {
 
 }  // namespace
 
-int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry) {
+int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_value) {
   const PipelineBackward* node = node_of(outputs);
-  return node == nullptr ? 0 : node->note_kept_bytes(by_entry);
+  return node == nullptr ? 0 : node->note_kept_bytes(by_value);
 }
 
-std::vector<at::Tensor> kept_tensors(const Outputs& outputs) {
+std::vector<std::vector<at::Tensor>> kept_tensors(const Outputs& outputs) {
   const PipelineBackward* node = node_of(outputs);
-  return node == nullptr ? std::vector<at::Tensor>() : node->kept_tensors();
+  return node == nullptr ? std::vector<std::vector<at::Tensor>>() : node->kept_tensors();
 }
 
 std::vector<at::Tensor> gradients_of(at::TensorList outputs, at::TensorList inputs,

@@ -99,11 +99,11 @@ bool is_in_backward();
 bool is_recompute();
 
 /// Bytes that the node of these outputs keeps for backward, inputs and parameters aside; 0 without
-/// a node. Writes them by entry of Plan::kept where they differ from what `by_entry` holds, if it
-/// is not empty; an entry that shares its tensor with an earlier one repeats its bytes.
-int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_entry);
-/// What the node of these outputs keeps, by entry of Plan::kept; empty without a node.
-std::vector<at::Tensor> kept_tensors(const Outputs& outputs);
+/// a node. Writes them by value of Plan::kept where they differ from what `by_value` holds, if it
+/// is not empty; a value that shares its tensor with an earlier one repeats its bytes.
+int64_t note_kept_bytes(const Outputs& outputs, std::span<std::atomic<int64_t>> by_value);
+/// The tensors that the node of these outputs keeps, by value of Plan::kept; empty without a node.
+std::vector<std::vector<at::Tensor>> kept_tensors(const Outputs& outputs);
 
 /// Gradients of `outputs` with respect to `inputs`; undefined where an output does not depend on an
 /// input.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,15 @@ namespace tandem::bindings {
 
 namespace {
 
+using Params = c10::SmallVector<at::Tensor, 16>;
+
+/// Borrowed; null where there is none.
+PyObject* find_in(const py::handle& dict, PyObject* name) {
+  PyObject* const item = PyDict_GetItemWithError(dict.ptr(), name);
+  if (item == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return item;
+}
+
 /// Where a parameter is: under `name` in its module's `_parameters`, or, where a wrapper such as
 /// FSDP has put a plain tensor in its place, among the module's attributes, which come first, as in
 /// Python.
@@ -40,8 +50,15 @@ struct __attribute__((visibility("hidden"))) Slot {
   py::str name;
 
   PyObject* find() const {
-    PyObject* param = PyDict_GetItem(attributes.ptr(), name.ptr());
-    return param != nullptr ? param : PyDict_GetItem(parameters.ptr(), name.ptr());
+    PyObject* param = find_in(attributes, name.ptr());
+    return param != nullptr ? param : find_in(parameters, name.ptr());
+  }
+  at::Tensor tensor(PyObject* param) const {
+    TORCH_CHECK_VALUE(param != nullptr && THPVariable_Check(param),
+                      "pipeline: expected a tensor as parameter ", name.cast<std::string>(),
+                      ", got ", param == nullptr ? "nothing" : Py_TYPE(param)->tp_name,
+                      ". Assign a torch.nn.Parameter to it.");
+    return THPVariable_Unpack(param);
   }
 };
 
@@ -112,37 +129,39 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   /// `__torch_function__` of a tensor or a mode wants to be asked, or an argument is no tensor but,
   /// perhaps, a proxy of torch.fx: the caller then calls that module itself, or torch's dispatcher.
   py::object call(const py::handle& x, bool training) const {
-    if (!is_tensor(x) || is_watched()) return py::none();
-    return run({&THPVariable_Unpack(x.ptr()), 1}, training);
+    const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
+    if (!params) return py::none();
+    return run({&THPVariable_Unpack(x.ptr()), 1}, *params, training);
   }
 
   py::object call_with_extra(const py::handle& x, const py::list& extra, bool training) const {
-    if (!is_tensor(x) || is_watched()) return py::none();
+    const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
+    if (!params) return py::none();
     c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
     for (const py::handle& tensor : extra) {
       if (!is_tensor(tensor)) return py::none();
       inputs.push_back(THPVariable_Unpack(tensor.ptr()));
     }
-    return run(inputs, training);
+    return run(inputs, *params, training);
   }
 
   /// The same with `arguments`: of forwards that are written in Python, by op. None also where the
   /// call must go through the dispatcher, whose ops know no arguments but those in a description.
   py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
                                  const py::dict& arguments) const {
-    if (!is_tensor(x) || is_watched()) return py::none();
+    const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
+    if (!params) return py::none();
     c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
     for (const py::handle& tensor : extra) {
       if (!is_tensor(tensor)) return py::none();
       inputs.push_back(THPVariable_Unpack(tensor.ptr()));
     }
-    const auto parameters = params();
     if (!is_direct({.inputs = inputs,
-                    .params = parameters,
+                    .params = *params,
                     .workspaces = {},
-                    .quantized = quantized_params(parameters)}))
+                    .quantized = quantized_params(*params)}))
       return py::none();
-    return run(inputs, training, arguments.ptr());
+    return run(inputs, *params, training, arguments.ptr());
   }
 
   /// Before the dispatcher op; what is no tensor is a proxy of torch.fx, which records.
@@ -168,27 +187,20 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     for (const auto& [module, is_called] : modules_) {
       if (is_called)
         for (PyObject* name : kOfAModule) {
-          PyObject* hooks = PyDict_GetItem(module.ptr(), name);
+          PyObject* hooks = find_in(module, name);
           if (hooks != nullptr && PyDict_GET_SIZE(hooks) != 0) return true;
         }
-      PyObject* children = PyDict_GetItem(module.ptr(), kModules);
+      PyObject* children = find_in(module, kModules);
       if (children != nullptr && PyDict_GET_SIZE(children) != 0 &&
-          PyDict_GetItem(children, kParametrizations) != nullptr)
+          find_in(children, kParametrizations) != nullptr)
         return true;
     }
     return false;
   }
 
-  c10::SmallVector<at::Tensor, 16> params() const {
-    c10::SmallVector<at::Tensor, 16> params;
-    for (const Slot& slot : slots_) {
-      PyObject* param = slot.find();
-      TORCH_CHECK_VALUE(param != nullptr && THPVariable_Check(param),
-                        "pipeline: expected a tensor as parameter ", slot.name.cast<std::string>(),
-                        ", got ", param == nullptr ? "nothing" : Py_TYPE(param)->tp_name,
-                        ". Assign a torch.nn.Parameter to it.");
-      params.push_back(THPVariable_Unpack(param));
-    }
+  Params params() const {
+    Params params;
+    for (const Slot& slot : slots_) params.push_back(slot.tensor(slot.find()));
     return params;
   }
 
@@ -221,8 +233,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   }
 
  private:
-  py::object run(at::TensorList inputs, bool training, const void* given = nullptr) const {
-    const auto parameters = params();
+  py::object run(at::TensorList inputs, at::TensorList params, bool training,
+                 const void* given = nullptr) const {
     const ContextRegion region;
     Outputs outputs;
     {
@@ -230,7 +242,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
       const py::gil_scoped_release
           no_gil;  // a collective would deadlock otherwise; steps of user code take it back
       outputs = (*pipeline_)(
-          inputs, parameters, training, std::move(buffers),
+          inputs, params, training, std::move(buffers),
           [this](int64_t history_length) { return state(history_length); }, given);
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs[0]));
@@ -273,14 +285,16 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return THPVariable_Check(object.ptr()) && !has_torch_function(object.ptr());
   }
 
-  /// Whether an inner module must be called as such, or a mode or a parameter's type must be asked.
-  bool is_watched() const {
-    if (any_hooks() || asks_a_mode()) return true;
+  /// None where an inner module must be called as such, or a mode or a parameter's type be asked.
+  std::optional<Params> unwatched_params() const {
+    if (any_hooks() || asks_a_mode()) return std::nullopt;
+    std::optional<Params> params(std::in_place);
     for (const Slot& slot : slots_) {
       PyObject* param = slot.find();
-      if (param != nullptr && has_torch_function(param)) return true;
+      if (param != nullptr && has_torch_function(param)) return std::nullopt;
+      params->push_back(slot.tensor(param));
     }
-    return false;
+    return params;
   }
 
   std::unique_ptr<Pipeline> pipeline_;

@@ -44,6 +44,11 @@ class TANDEM_API Frame {
   at::Tensor& tensor(Value value, size_t part = 0) {
     return tensors_[slot_of_[index_of(value)] + part];
   }
+  /// All tensors of a value: of an opaque one those that its op has saved.
+  at::TensorList tensors(Value value) {
+    if (type(value).format == Format::opaque) return opaque(value).tensors;
+    return {tensors_.data() + slot_of_[index_of(value)], tensors_per_value(type(value).format)};
+  }
   Opaque& opaque(Value value) { return opaques_[slot_of_[index_of(value)]]; }
   c10::SymDimVector& shape(Value value) { return shapes_[slot_of_[index_of(value)]]; }
   void reserve_side_values(size_t opaques, size_t shapes) {

@@ -46,14 +46,6 @@ struct BackwardPlan {
 /// The backward programs of a plan, one per mask that has occurred.
 using BackwardPlans = Cache<BackwardMask, BackwardPlan>;
 
-/// How a value gets from forward to backward.
-struct Kept {
-  Value value;
-  /// Of a value in codes.
-  uint8_t part = 0;
-  bool is_output = false;
-};
-
 /// An argument that forward overwrites, as the caller asked.
 struct Overwritten {
   /// Place in the inputs.
@@ -119,12 +111,10 @@ struct Plan {
   Steps forward;
   /// Every part that any mask may need, unfused but for joint fusions, in a valid order.
   Steps backward;
-  /// Distinct tensors, in order of first use in backward.
-  std::vector<Kept> kept;
-  /// By value: its first place in `kept`, or -1.
+  /// What forward leaves for backward, of every format, in order of first use there.
+  Values kept;
+  /// By value: its place in `kept`, or -1.
   std::vector<int32_t> kept_at;
-  /// Opaque values and shapes that backward reads.
-  Values kept_opaque;
   /// The value of each output's gradient.
   Values output_gradients;
   /// Of inputs, then parameters; Value::none where none is required.

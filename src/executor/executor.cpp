@@ -38,9 +38,9 @@ void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwrit
           : is_output                        ? "it is an output"
                                              : "a later op reads it");
   }
-  for (const Value value : plan.kept_opaque)
+  for (const Value value : plan.kept)
     if (frame.type(value).format == Format::opaque)
-      for (const at::Tensor& tensor : frame.opaque(value).tensors)
+      for (const at::Tensor& tensor : frame.tensors(value))
         check(value, tensor, "backward reads it");
   for (const Value value : step.reads)
     if (exists(value) && value != target && frame.tensor(value).defined() &&
@@ -58,10 +58,9 @@ void run(Frame& frame, const Step& step) {
 class KeptVersions {
  public:
   KeptVersions(Frame& frame, const Plan& plan) : plan_(plan) {
-    for (const Kept& kept : plan.kept) note(frame.tensor(kept.value, kept.part), kept.value);
-    for (const Value value : plan.kept_opaque)
-      if (frame.type(value).format == Format::opaque)
-        for (const at::Tensor& tensor : frame.opaque(value).tensors) note(tensor, value);
+    for (const Value value : plan.kept)
+      for (const at::Tensor& tensor : frame.tensors(value))
+        if (tensor.defined()) noted_.push_back({tensor, version_of(tensor), value});
   }
   void check(const Step& step) const {
     for (const auto& [tensor, version, value] : noted_)
@@ -77,9 +76,6 @@ class KeptVersions {
     int64_t version;
     Value value;
   };
-  void note(const at::Tensor& tensor, Value value) {
-    if (tensor.defined()) noted_.push_back({tensor, version_of(tensor), value});
-  }
   const Plan& plan_;
   std::vector<Noted> noted_;
 };

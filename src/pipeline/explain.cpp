@@ -75,19 +75,15 @@ json plan_json(const ExplainedPlan& explained) {
               {"records_gradients", plan.needs_backward}};
   for (const Step& step : plan.forward) result["forward"].push_back(step_json(explained, step));
   for (size_t k = 0; k < plan.kept.size(); ++k) {
-    const Value value = plan.kept[k].value;
+    const Value value = plan.kept[k];
+    const Type& type = plan.types[index_of(value)];
+    if (type.format == Format::opaque || type.format == Format::shape) continue;
     const int64_t bytes = k < explained.kept_bytes.size() ? explained.kept_bytes[k] : 0;
-    if (plan.kept[k].part != 0) {  // a further tensor of the value before
-      json& known = result["kept"].back()["bytes"];
-      known = known.get<int64_t>() + bytes;
-      continue;
-    }
-    const Origin origin = plan.types[index_of(value)].origin;
     result["kept"].push_back(
         {{"value", name_of(plan, value)},
          {"type", type_of(plan, value)},
          {"bytes", bytes},
-         {"costs_memory", origin != Origin::input && origin != Origin::param}});
+         {"costs_memory", type.origin != Origin::input && type.origin != Origin::param}});
   }
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {

@@ -20,7 +20,7 @@ struct ExplainedPlan {
   bool training;
   /// As JSON, or "none".
   std::string recipe;
-  /// By entry of Plan::kept; empty where no call with grad was made.
+  /// By value of Plan::kept; empty where no call with grad was made.
   std::vector<int64_t> kept_bytes;
 };
 

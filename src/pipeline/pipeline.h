@@ -86,7 +86,7 @@ class TANDEM_API Pipeline {
   struct Served {
     std::shared_ptr<const Plan> plan;
     Served* older;
-    /// By entry, of the last call with grad.
+    /// By kept value, of the last call with grad.
     std::vector<std::atomic<int64_t>> kept_bytes;
   };
   /// Whose codes a workspace holds. Whoever uses the workspace holds the weight's memory: no other

@@ -189,7 +189,7 @@ class Verification {
     const Plan& plan = *fused.plan;
     generators_.restore();
     const Outputs outputs = run_pipeline(fused.plan, arguments(), Path::direct);
-    const Tensors kept = kept_tensors(outputs);
+    const std::vector<Tensors> kept = kept_tensors(outputs);
     const Tensors gradients = gradients_for(outputs);
 
     StepCheck steps(plan, report_.comparisons);
@@ -228,13 +228,14 @@ class Verification {
     for (size_t i = 0; i < outputs.size() && found.empty(); ++i)
       found =
           whole("output " + std::to_string(i), outputs[i].detach(), plan.outputs[i], 0, forward);
-    for (size_t k = 0; k < kept.size() && found.empty(); ++k) {
-      const auto [value, part, is_output] = plan.kept[k];
+    for (size_t k = 0; k < kept.size(); ++k) {
+      const Value value = plan.kept[k];
+      const Type& type = plan.types[index_of(value)];
       if (!forward.has(value))
         continue;  // private to a joint fusion, whose other half was compared
-      if (steps.bound(value).in_norm && plan.types[index_of(value)].format == Format::codes)
-        continue;
-      found = whole("kept " + plan.types[index_of(value)].name, kept[k], value, part, forward);
+      if (steps.bound(value).in_norm && type.format == Format::codes) continue;
+      for (size_t part = 0; part < tensors_per_value(type.format) && found.empty(); ++part)
+        found = whole("kept " + type.name, kept[k][part], value, part, forward);
     }
     for (size_t i = 0; i < gradients.size() && found.empty(); ++i)
       if (mask_.asked[i])

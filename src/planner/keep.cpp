@@ -36,18 +36,10 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
   schedule(draft.backward);
   const ValueSet asked(draft.types.size(), {&draft.gradients});
   drop_dead_steps(draft.backward, draft.types, asked, [](size_t) { return true; });
-  const ValueSet is_output(draft.types.size(), {&draft.outputs});
   for (const Value value : values_from_forward(draft.backward, draft.output_gradients)) {
-    const Type& type = draft.types[index_of(value)];
-    if (type.origin == Origin::workspace || type.origin == Origin::buffer ||
-        type.origin == Origin::state)
-      continue;
-    if (type.format == Format::opaque || type.format == Format::shape) {
-      plan.kept_opaque.push_back(value);
-    } else {
-      for (uint8_t part = 0; part < tensors_per_value(type.format); ++part)
-        plan.kept.push_back({value, part, is_output(value)});
-    }
+    const Origin origin = draft.types[index_of(value)].origin;
+    if (origin != Origin::workspace && origin != Origin::buffer && origin != Origin::state)
+      plan.kept.push_back(value);
   }
 }
 

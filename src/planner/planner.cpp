@@ -19,8 +19,7 @@ namespace {
 /// The forward pass: everything that is read later is demanded.
 void finish_forward(const Description& description, const UserFusions& user, FusionScope& scope,
                     Draft& draft, Plan& plan) {
-  ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept_opaque});
-  for (const Kept& kept : plan.kept) is_demanded.add(kept.value);
+  const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
   drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
   if (std::ranges::any_of(draft.forward,
                           [](const Step& step) { return step.phase != Phase::compute; }))
@@ -57,15 +56,14 @@ void assign_slots(Plan& plan) {
     }
   }
   plan.kept_at.assign(plan.types.size(), -1);
-  for (size_t k = plan.kept.size(); k-- > 0;)
-    plan.kept_at[index_of(plan.kept[k].value)] = static_cast<int32_t>(k);
+  for (size_t k = 0; k < plan.kept.size(); ++k)
+    plan.kept_at[index_of(plan.kept[k])] = static_cast<int32_t>(k);
 }
 
 /// Tensors that steps behind one read, that backward reads, and outputs.
 Values read_after(const Plan& plan, size_t step) {
-  ValueSet is_read(plan.types.size(), {&plan.outputs});
+  ValueSet is_read(plan.types.size(), {&plan.outputs, &plan.kept});
   for (size_t s = step + 1; s < plan.forward.size(); ++s) is_read.add(plan.forward[s].reads);
-  for (const Kept& kept : plan.kept) is_read.add(kept.value);
   Values values;
   for (size_t v = 0; v < plan.types.size(); ++v)
     if (const Format format = plan.types[v].format;

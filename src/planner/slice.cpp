@@ -80,10 +80,9 @@ std::shared_ptr<const BackwardPlan> slice_backward(const Plan& plan, const Backw
   const auto is_asked = [&](size_t gradient) { return mask.asked[gradient]; };
   drop_dead_steps(sliced->steps, plan.types, asked, is_asked);
   const auto parts = parts_of(sliced->steps);
-  ValueSet is_there(value_count, {&plan.kept_opaque, &plan.workspaces, &plan.state, &plan.buffers});
+  ValueSet is_there(value_count, {&plan.kept, &plan.workspaces, &plan.state, &plan.buffers});
   for (size_t i = 0; i < plan.output_gradients.size(); ++i)
     if (mask.given[i]) is_there.add(plan.output_gradients[i]);
-  for (const Kept& kept : plan.kept) is_there.add(kept.value);
   const BackwardFusions& fusions = *plan.backward_fusions;
   FusionScope scope{.pass = Pass::backward,
                     .types = &plan.types,

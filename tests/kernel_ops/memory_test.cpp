@@ -22,6 +22,16 @@ class Memory : public ::testing::Test {
   CachedMemory cached_;
 };
 
+TEST_F(Memory, OfEverySizeIsAlignedAndCanBeResized) {
+  for (const int64_t bytes : {0, 1, 8, 63, 64, 1000, 65535, 65536}) {
+    at::Tensor tensor = empty_cpu({bytes}, at::kByte);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 64, 0u) << bytes;
+    tensor.fill_(1);
+    tensor.resize_({bytes + 100000}).slice(0, bytes).fill_(1);
+    EXPECT_EQ(tensor.sum().item<int64_t>(), bytes + 100000);
+  }
+}
+
 TEST_F(Memory, OfAFreedTensorServesAgain) {
   const void* first = freed(kBytes);
   EXPECT_EQ(cached_bytes(), kBytes);

@@ -140,6 +140,44 @@ def test_what_a_python_op_saves_is_freed_when_its_backward_has_run():
     torch.testing.assert_close(grad, grads_of(gelu(x * 2) * 2, [x])[0])
 
 
+def test_what_a_python_op_notes_is_freed_when_its_backward_has_run():
+    alive_in_backward = []
+
+    class Note:
+        """What is no tensor."""
+
+    class Noting(ops.BasicOperation):
+        """Notes which of the notes of ops of this kind still live when its backward runs."""
+
+        notes = []
+
+        def op_forward(self, ctx, input_, **unused):
+            ctx.note = Note()
+            self.notes.append(weakref.ref(ctx.note))
+            return input_ * 2
+
+        def op_backward(self, ctx, grad_output):
+            alive_in_backward.append([note() is not None for note in self.notes])
+            return grad_output * 2, []
+
+    x = torch.randn(3, requires_grad=True)
+    y = ops.Sequential(Noting(), ops.GELU(), Noting())(x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert alive_in_backward == [[True, True]] * 3 + [[True, False]], "only what is not needed again is freed"
+
+
+def test_a_gradient_that_repeats_one_element_is_written_out_once():
+    model, x = ops.Sequential(ops.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+    arguments, grad = [x, *model.parameters()], torch.tensor(0.5).expand(4, 8)
+    y = model(x)
+    with torch.profiler.profile() as profile:
+        actual = torch.autograd.grad(y, arguments, grad, retain_graph=True)
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::copy_") == 1 and "aten::clone" not in names
+    torch.testing.assert_close(actual, torch.autograd.grad(y, arguments, grad.clone()))
+
+
 # Outputs that share memory.
 
 

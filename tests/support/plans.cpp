@@ -75,9 +75,7 @@ std::string Planned::backward(const BackwardMask& mask) const {
 
 std::vector<std::string> Planned::kept() const {
   std::vector<std::string> names;
-  for (const Kept& kept : plan_->kept)
-    if (kept.part == 0) names.push_back(name(kept.value));
-  for (const Value value : plan_->kept_opaque) names.push_back(name(value));
+  for (const Value value : plan_->kept) names.push_back(name(value));
   return names;
 }
 
