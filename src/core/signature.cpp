@@ -137,4 +137,11 @@ Options Signature::parse(std::string_view op, const json& options) const {
   return made;
 }
 
+json Signature::to_json(const void* options) const {
+  json object = json::object();
+  for (const OptionDef& option : options_)
+    object[std::string(option.name)] = json_of(option.get(options));
+  return object;
+}
+
 }  // namespace tandem

@@ -48,6 +48,7 @@ struct OptionDef {
   OptionValue otherwise;
   Check check;
   std::string_view doc;
+  std::function<OptionValue(const void* options)> get;
   std::function<void(void* options, const OptionValue& value)> set;
 };
 
@@ -98,10 +99,12 @@ class TANDEM_API Signature {
   Signature(T defaults, std::initializer_list<Option<std::type_identity_t<T>>> options)
       : make_([defaults] { return std::make_shared<T>(defaults); }) {
     for (const Option<T>& option : options)
-      options_.push_back({option.name, option.get(defaults), option.check, option.doc,
-                          [set = option.set](void* to, const OptionValue& value) {
-                            set(*static_cast<T*>(to), value);
-                          }});
+      options_.push_back(
+          {option.name, option.get(defaults), option.check, option.doc,
+           [get = option.get](const void* from) { return get(*static_cast<const T*>(from)); },
+           [set = option.set](void* to, const OptionValue& value) {
+             set(*static_cast<T*>(to), value);
+           }});
   }
 
   std::span<const OptionDef> options() const { return options_; }
@@ -109,6 +112,8 @@ class TANDEM_API Signature {
   /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown,
   /// lacking, or not as its check says.
   Options parse(std::string_view op, const nlohmann::json& options) const;
+  /// What `parse` makes `options` of: all of them, by name.
+  nlohmann::json to_json(const void* options) const;
 
  private:
   std::function<std::shared_ptr<void>()> make_ = [] { return nullptr; };
