@@ -67,14 +67,17 @@ class autocast(contextlib.ContextDecorator):
             )
         self._recipe, self._group, self._enabled = recipe, amax_reduction_group, bool(enabled)
         self._keeps_amaxes = isinstance(recipe, DelayedScaling) and bool(enabled or calibrating)
-        self._json = recipe.to_json() if enabled else "null"
+        if isinstance(recipe, DelayedScaling) and self._keeps_amaxes:
+            self._json = recipe.to_json(calibrating=not enabled)
+        else:
+            self._json = recipe.to_json() if enabled else "null"
         self._outer_while_traced: list[str] = []
 
     def __enter__(self) -> None:
         # Not is_compiling(): that is also True while another thread compiles.
         text = self._json
-        if self._keeps_amaxes:
-            text = self._recipe.to_json(_group_of(self._recipe, self._group), not self._enabled)  # type: ignore[call-arg]
+        if self._keeps_amaxes and (group := _group_of(self._recipe, self._group)):  # type: ignore[arg-type]
+            text = self._recipe.to_json(group, not self._enabled)  # type: ignore[call-arg]
         if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the recipe is in its descriptions
             self._outer_while_traced.append(_C.in_force.recipe)
             if history_length(text):
