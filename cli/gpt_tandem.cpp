@@ -30,15 +30,16 @@ NamedTensors buffers_of(
 class TandemLayer final : public GptLayer {
  public:
   TandemLayer(const GptConfig& config, at::ScalarType dtype)
-      : attention_in_(Ops{ops::make_extra_output(), ops::rms_norm(config.hidden, kNormEps),
+      : attention_in_(Ops{ops::make_extra_output(), ops::rms_norm(config.hidden, {.eps = kNormEps}),
                           ops::linear(config.hidden, 3 * config.hidden)},
                       dtype),
         attention_out_(Ops{ops::linear(config.hidden, config.hidden), ops::add_extra_input()},
                        dtype),
-        mlp_(Ops{ops::make_extra_output("residual", /*output_to_caller=*/false),
-                 ops::rms_norm(config.hidden, kNormEps),
+        mlp_(Ops{ops::make_extra_output({"residual", /*output_to_caller=*/false}),
+                 ops::rms_norm(config.hidden, {.eps = kNormEps}),
                  ops::linear(config.hidden, 2 * config.inner()), ops::swiglu(),
-                 ops::linear(config.inner(), config.hidden), ops::add_extra_input("residual")},
+                 ops::linear(config.inner(), config.hidden),
+                 ops::add_extra_input({.channel = "residual"})},
              dtype) {}
 
   std::pair<at::Tensor, at::Tensor> attention_in(const at::Tensor& x) override {
@@ -84,8 +85,8 @@ class TandemLayer final : public GptLayer {
 class TandemHead final : public GptHead {
  public:
   TandemHead(const GptConfig& config, at::ScalarType dtype)
-      : pipeline_(Ops{ops::rms_norm(config.hidden, kNormEps),
-                      ops::linear(config.hidden, kVocabulary, /*bias=*/false)},
+      : pipeline_(Ops{ops::rms_norm(config.hidden, {.eps = kNormEps}),
+                      ops::linear(config.hidden, kVocabulary, {.bias = false})},
                   dtype) {}
 
   at::Tensor logits(const at::Tensor& x) override { return pipeline_->forward(x); }

@@ -143,27 +143,32 @@ std::vector<Kind> all_kinds() {
        "y = x weight^T + bias",
        {{"IN", extent}, {"OUT", extent}},
        {{"", Choice{{"nobias"}}}},
-       [](const OpText& t) { return ops::linear(t.whole(0), t.whole(1), !t.has("nobias")); }},
+       [](const OpText& t) {
+         return ops::linear(t.whole(0), t.whole(1), {.bias = !t.has("nobias")});
+       }},
       {"quantize",
        "quantize[:forward|backward|both]",
        "as the recipe says",
        {},
        {{"", Choice{{"forward", "backward", "both"}}}},
        [](const OpText& t) {
-         return ops::quantize(!t.has("backward"), t.has("backward") || t.has("both"));
+         return ops::quantize(
+             {.forward = !t.has("backward"), .backward = t.has("backward") || t.has("both")});
        }},
       {"make_extra_output",
        "make_extra_output[:CHANNEL]",
        "hands a copy to a channel, or to the caller",
        {},
        {channel},
-       [](const OpText& t) { return ops::make_extra_output(t.channel(), t.channel().empty()); }},
+       [](const OpText& t) {
+         return ops::make_extra_output({t.channel(), t.channel().empty()});
+       }},
       {"add_extra_input",
        "add_extra_input[:CHANNEL]",
        "adds what a channel holds, or the caller passes",
        {},
        {channel},
-       [](const OpText& t) { return ops::add_extra_input(t.channel()); }},
+       [](const OpText& t) { return ops::add_extra_input({.channel = t.channel()}); }},
   };
   for (const std::string& name : op_names()) {
     const OpDef& def = op_def(name);

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 
+#include "front/describe.h"
 #include "kernel_ops/activation.h"
 #include "ops/activation.h"
 
@@ -42,7 +43,7 @@ PlainPipeline::PlainPipeline(const Workload& workload) {
       const OpDef& def = op_def(op.text.kind);
       op.activation = activation_of(def);
       if (op.activation.empty() && def.inputs.size() == 1 && !def.forward.empty())
-        op.composite = std::make_shared<Pipeline>(workload.ops[i].basic_ops);
+        op.composite = std::make_shared<Pipeline>(describe({workload.ops[i]}).text);
     }
     ops_.push_back(std::move(op));
   }

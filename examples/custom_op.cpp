@@ -55,8 +55,8 @@ int main() {
       .refuse = refuse_large,
       .picture = "x -> shifted_relu -> constant_scale -> y",
   });
-  tandem::Sequential pipeline(
-      {tandem::ops::op("shifted_relu", {}, {{"shift", 0.5}}), tandem::ops::constant_scale(3)});
+  tandem::Sequential pipeline({tandem::ops::op("shifted_relu", {}, ShiftOptions{.shift = 0.5}),
+                               tandem::ops::constant_scale(3)});
   const at::Tensor x = at::tensor({0.0f, 1.0f, 2.0f}).set_requires_grad(true);
   const at::Tensor y = pipeline->forward(x);
   y.sum().backward();

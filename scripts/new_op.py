@@ -44,9 +44,9 @@ def taken_names(root: Path) -> dict[str, str]:
             names.setdefault(re.sub(r"(-inl)?\.\w+$", "", path.name), str(path.relative_to(root)))
             for found in re.findall(r'\.name = "(\w+)",\n +\.formula', path.read_text(encoding="utf-8")) if folder == "src/ops" else ():
                 names[found] = str(path.relative_to(root))
-    front = root / "include/tandem/ops.h"
-    for found in re.findall(r"^TANDEM_API Op (\w+)\(", front.read_text(encoding="utf-8"), re.M):
-        names.setdefault(found, "include/tandem/ops.h")
+    for front in ("include/tandem/ops.h", "include/tandem/modules.h"):
+        for found in re.findall(r"^TANDEM_API Op (\w+)\(", (root / front).read_text(encoding="utf-8"), re.M):
+            names.setdefault(found, front)
     return names
 
 

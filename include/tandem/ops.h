@@ -1,38 +1,109 @@
-// Operations as values: a kind, its options, the parameters it will get. A list of them makes a
+// Operations as values: what is computed, with which options and parameters. A list of them makes a
 // tandem::Sequential.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include "tandem/activations.h"
 #include "tandem/export.h"
+#include "tandem/op_options.h"
 #include "tandem/options.h"
 
 namespace tandem {
 
+/// Writes the first values of a parameter.
+using Init = std::function<void(const at::Tensor&)>;
+
+namespace init {
+TANDEM_API Init zeros();
+TANDEM_API Init ones();
+/// U(-1/sqrt(n), 1/sqrt(n)), n the last size.
+TANDEM_API Init kaiming_uniform();
+/// N(0, deviation^2).
+TANDEM_API Init normal(double deviation);
+}  // namespace init
+
 /// A parameter that an op needs.
 struct ParameterSpec {
-  enum class Init : unsigned char {
-    zeros,
-    ones,
-    /// U(-1/sqrt(in), 1/sqrt(in)).
-    kaiming_uniform
-  };
   std::string name;
   std::vector<int64_t> shape;
-  Init init = Init::zeros;
+  Init init;
+  /// Another's, read as it is; undefined: whoever runs the op makes one.
+  at::Tensor tensor = {};
+  /// What its gradient is added to; undefined: it is returned.
+  at::Tensor main_grad = {};
+};
+
+/// What an extra output writes or an extra input reads.
+struct Channel {
+  /// Empty: a result of the pipeline, or an argument.
+  std::string name;
+  /// Of an output: it is a result too.
+  bool output_to_caller = true;
+};
+
+/// A registered op in an entry of a list.
+struct BasicOp {
+  std::string name;
+  OptionValues options = {};
+  /// Its parameters in the order of its definition, as places in Op::parameters.
+  std::vector<size_t> parameters = {};
+  /// One each, or none where all are unbound.
+  std::vector<Channel> extra_inputs = {}, extra_outputs = {};
+  /// The result may be written into the extra input.
+  bool in_place = false;
 };
 
 /// One entry of a list of operations: one or several basic ops (a linear layer is a product and a
 /// bias).
-struct Op {
+struct TANDEM_API Op {
   /// "linear".
   std::string name;
-  /// As JSON: entries of a description, parameters numbered from 0.
-  std::string basic_ops;
-  std::vector<ParameterSpec> parameters;
+  std::vector<BasicOp> basic_ops;
+  std::vector<ParameterSpec> parameters = {};
+
+  /// The same op on a tensor that is there already, as a parameter of its shape: ops that are given
+  /// one share it, in one pipeline and in several. It stays the parameter of the module that has
+  /// registered it and of no other, so that an optimizer meets it once.
+  ///
+  ///   ops::linear(hidden, vocabulary, {.bias = false}).with_parameter("weight", embedding->weight)
+  ///
+  /// Throws: c10::ValueError where there is no such parameter, or where the tensor has another
+  ///         shape, is undefined or no leaf.
+  Op with_parameter(const std::string& parameter, at::Tensor tensor) const;
+
+  /// The same op, whose gradient of a weight is added to `main_grad` in the product itself, and is
+  /// not in `grad()`. Who trains sets `main_grad` to zero.
+  ///
+  /// Throws: c10::ValueError where there is no such parameter, where it is not the weight of a
+  ///         product, or where `main_grad` has another shape, is undefined or requires grad.
+  Op with_main_grad(const std::string& parameter, at::Tensor main_grad) const;
+};
+
+/// How ranks share the weight of a linear layer. Sizes of ops are those of all ranks.
+struct TensorParallel {
+  enum class Mode : uint8_t {
+    none,
+    /// Each rank holds a part of the output features, and gives these.
+    column,
+    /// Each rank holds a part of the input features; the bias is added behind the sum over ranks.
+    row,
+  };
+  Mode mode = Mode::none;
+  /// The process group, by the name that torch.distributed or c10d::register_process_group knows it
+  /// by, and the ranks in it.
+  std::string group = {};
+  int64_t size = 1;
+  /// The ranks share the first dimension outside: x is gathered before a column-parallel product, y
+  /// scattered behind a row-parallel one.
+  bool sequence_parallel = false;
 };
 
 namespace ops {
@@ -48,13 +119,41 @@ TANDEM_API Op op(const std::string& name,
                  const std::vector<std::pair<std::string, int64_t>>& sizes = {},
                  const OptionValues& options = {});
 
-/// y = x W^T + b. W [out_features, in_features] and b [out_features] start as torch.nn.Linear's W
-/// does, and at zero.
-TANDEM_API Op linear(int64_t in_features, int64_t out_features, bool bias = true);
+/// The options that the op's own struct holds; `options` is one of type `type`.
+///
+/// Throws: c10::TypeError where it is another struct than that of the op's signature.
+TANDEM_API OptionValues option_values(const std::string& name, const std::type_info& type,
+                                      const void* options);
+
+/// The same with the struct that the op's signature is made of.
+///
+///   tandem::ops::op("shifted_relu", {}, ShiftOptions{.shift = 0.5})
+///
+/// Throws: as above, and as option_values.
+template <typename Options>
+Op op(const std::string& name, const std::vector<std::pair<std::string, int64_t>>& sizes,
+      const Options& options) {
+  return op(name, sizes, option_values(name, typeid(Options), &options));
+}
+
+struct LinearOptions {
+  bool bias = true;
+  TensorParallel tensor_parallel = {};
+};
+/// y = x W^T + b. W [out_features, in_features] starts as torch.nn.Linear's does, b [out_features]
+/// at zero.
+TANDEM_API Op linear(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
+
+/// y_g = x_g W_g^T + b_g for the rows of each group; the extra input says how many each has:
+/// integers [num_groups]. Parameters "weight0", ..., "bias0", ..., or "weight" and "bias" where
+/// they are packed.
+TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
+                             const GroupedLinearOptions& options);
+
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
-TANDEM_API Op rms_norm(int64_t hidden, double eps = 1e-5, bool zero_centered_gamma = false);
+TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.
-TANDEM_API Op layer_norm(int64_t hidden, double eps = 1e-5, bool zero_centered_gamma = false);
+TANDEM_API Op layer_norm(int64_t hidden, const NormOptions& options = {});
 /// The rows of tandem/activations.h: gelu(), swiglu() and so on.
 #define TANDEM_FUNCTION(name, ...) TANDEM_API Op name();
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
@@ -63,19 +162,25 @@ TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 /// y = x.
 TANDEM_API Op identity();
 /// In training, zero with probability p, else x / (1 - p).
-TANDEM_API Op dropout(double p = 0.5);
+TANDEM_API Op dropout(const DropoutOptions& options = {});
 /// y = x * factor.
 TANDEM_API Op constant_scale(double factor);
 /// y = x.reshape(shape); one size may be -1.
 TANDEM_API Op reshape(std::vector<int64_t> shape);
 /// Under a recipe: x rounded to the format of inputs, the gradient to that of gradients.
-TANDEM_API Op quantize(bool forward = true, bool backward = false);
+TANDEM_API Op quantize(const QuantizeOptions& options = {});
 /// y = x, and x is an extra output: bound to a channel, returned to the caller, or both. Without a
 /// channel it is always returned.
-TANDEM_API Op make_extra_output(std::string channel = "", bool output_to_caller = true);
-/// y = x + extra, from a channel or, without one, from the caller. `in_place` writes the sum into
-/// the caller's tensor.
-TANDEM_API Op add_extra_input(std::string channel = "", bool in_place = false);
+TANDEM_API Op make_extra_output(const Channel& channel = {});
+
+struct AddExtraInputOptions {
+  /// Empty: the caller passes the extra input.
+  std::string channel = {};
+  /// The sum is written into the caller's tensor.
+  bool in_place = false;
+};
+/// y = x + extra.
+TANDEM_API Op add_extra_input(const AddExtraInputOptions& options = {});
 
 }  // namespace ops
 }  // namespace tandem

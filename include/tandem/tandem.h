@@ -3,6 +3,7 @@
 
 #include "tandem/autocast.h"
 #include "tandem/memory.h"
+#include "tandem/modules.h"
 #include "tandem/ops.h"
 #include "tandem/recipe.h"
 #include "tandem/sequential.h"

@@ -1,6 +1,7 @@
 #include "core/signature.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <algorithm>
 #include <cmath>
@@ -137,11 +138,15 @@ Options Signature::parse(std::string_view op, const json& options) const {
   return made;
 }
 
-json Signature::to_json(const void* options) const {
-  json object = json::object();
-  for (const OptionDef& option : options_)
-    object[std::string(option.name)] = json_of(option.get(options));
-  return object;
+OptionValues Signature::values(std::string_view op, const std::type_info& type,
+                               const void* options) const {
+  TORCH_CHECK_TYPE(type_ != nullptr && *type_ == type, op, ": expected ",
+                   type_ == nullptr ? "no options" : "options as " + c10::demangle(type_->name()),
+                   ", got ", c10::demangle(type.name()),
+                   ". Give the struct that its signature is made of.");
+  OptionValues values;
+  for (const OptionDef& option : options_) values.emplace_back(option.name, option.get(options));
+  return values;
 }
 
 }  // namespace tandem

@@ -11,6 +11,7 @@
 #include <span>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <vector>
 
 #include "tandem/export.h"
@@ -97,7 +98,7 @@ class TANDEM_API Signature {
   Signature() = default;
   template <typename T>
   Signature(T defaults, std::initializer_list<Option<std::type_identity_t<T>>> options)
-      : make_([defaults] { return std::make_shared<T>(defaults); }) {
+      : type_(&typeid(T)), make_([defaults] { return std::make_shared<T>(defaults); }) {
     for (const Option<T>& option : options)
       options_.push_back(
           {option.name, option.get(defaults), option.check, option.doc,
@@ -112,10 +113,13 @@ class TANDEM_API Signature {
   /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown,
   /// lacking, or not as its check says.
   Options parse(std::string_view op, const nlohmann::json& options) const;
-  /// What `parse` makes `options` of: all of them, by name.
-  nlohmann::json to_json(const void* options) const;
+
+  /// The options that a struct of this type holds. Throws c10::TypeError, in the name of `op`,
+  /// where the signature is of another one.
+  OptionValues values(std::string_view op, const std::type_info& type, const void* options) const;
 
  private:
+  const std::type_info* type_ = nullptr;
   std::function<std::shared_ptr<void>()> make_ = [] { return nullptr; };
   std::vector<OptionDef> options_;
 };

@@ -1,19 +1,95 @@
 #include "tandem/ops.h"
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
+#include "front/parts.h"
 
-namespace tandem::ops {
+namespace tandem {
+
+namespace init {
+
+Init zeros() {
+  return [](const at::Tensor& tensor) { tensor.zero_(); };
+}
+Init ones() {
+  return [](const at::Tensor& tensor) { tensor.fill_(1); };
+}
+Init kaiming_uniform() {
+  return [](const at::Tensor& tensor) {
+    const double bound = 1 / std::sqrt(static_cast<double>(tensor.size(-1)));
+    tensor.uniform_(-bound, bound);
+  };
+}
+Init normal(double deviation) {
+  return [deviation](const at::Tensor& tensor) { tensor.normal_(0, deviation); };
+}
+
+}  // namespace init
 
 namespace {
 
-using nlohmann::json;
-using Init = ParameterSpec::Init;
+size_t place_of_parameter(const Op& op, const std::string& name) {
+  const auto found = std::ranges::find(op.parameters, name, &ParameterSpec::name);
+  if (found != op.parameters.end()) return static_cast<size_t>(found - op.parameters.begin());
+  std::string names;
+  for (const ParameterSpec& spec : op.parameters) names += (names.empty() ? "" : ", ") + spec.name;
+  TORCH_CHECK_VALUE(false, op.name, ": expected one of the parameters [", names, "], got \"",
+                    shown(name), "\". Name one of them.");
+}
+
+void check_shape(const Op& op, const ParameterSpec& spec, const char* what,
+                 const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined(), op.name, ": expected ", what, " of shape ",
+                    at::IntArrayRef(spec.shape), ", got an undefined tensor. Make it first.");
+  TORCH_CHECK_VALUE(tensor.sizes() == at::IntArrayRef(spec.shape), op.name, ": expected ", what,
+                    " of shape ", at::IntArrayRef(spec.shape), ", got ", tensor.sizes(),
+                    ". Give one that fits the op.");
+}
+
+}  // namespace
+
+Op Op::with_parameter(const std::string& parameter, at::Tensor tensor) const {
+  Op made = *this;
+  ParameterSpec& spec = made.parameters[place_of_parameter(made, parameter)];
+  check_shape(*this, spec, parameter.c_str(), tensor);
+  TORCH_CHECK_VALUE(tensor.is_leaf(), name, ": expected ", parameter, " as a leaf, got a result ",
+                    "of other tensors. Give the parameter that it is made of.");
+  spec.tensor = std::move(tensor);
+  return made;
+}
+
+Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const {
+  constexpr const char* kOption = "accumulate_into_main_grad";
+  Op made = *this;
+  const size_t place = place_of_parameter(made, parameter);
+  check_shape(*this, parameters[place], "main_grad", main_grad);
+  TORCH_CHECK_VALUE(!main_grad.requires_grad(), name, ": expected main_grad without requires_grad,",
+                    " got one with it. It is a buffer: detach it.");
+  size_t count = 0;
+  for (BasicOp& basic : made.basic_ops) {
+    if (std::ranges::find(basic.parameters, place) == basic.parameters.end()) continue;
+    const auto options = op_def(basic.name).signature.options();
+    if (std::ranges::find(options, kOption, &OptionDef::name) == options.end()) continue;
+    std::erase_if(basic.options, [&](const auto& option) { return option.first == kOption; });
+    basic.options.emplace_back(kOption, true);
+    ++count;
+  }
+  TORCH_CHECK_VALUE(count != 0, name, ": expected the weight of a product, got ", parameter,
+                    ". The gradients of others are returned.");
+  made.parameters[place].main_grad = std::move(main_grad);
+  return made;
+}
+
+namespace ops {
+
+namespace {
 
 /// The sizes in the order of the definition.
 std::vector<int64_t> checked_sizes(const OpDef& def,
@@ -48,84 +124,148 @@ bool is_set(const OptionValues& options, std::string_view name) {
 }
 
 Init init_of(const ParamDef& param, const OptionValues& options) {
-  if (!param.zeros_if.empty() && is_set(options, param.zeros_if)) return Init::zeros;
+  if (!param.zeros_if.empty() && is_set(options, param.zeros_if)) return init::zeros();
   switch (param.init) {
     case ParamDef::Init::zeros:
-      return Init::zeros;
+      return init::zeros();
     case ParamDef::Init::ones:
-      return Init::ones;
+      return init::ones();
     case ParamDef::Init::kaiming_uniform:
       break;
   }
-  return Init::kaiming_uniform;
+  return init::kaiming_uniform();
 }
 
-/// Throws c10::ValueError on bytes that are no UTF-8: a description, which is JSON, cannot hold
-/// them.
-std::string checked_channel(std::string name, const char* op) {
-  try {
-    json(name).dump();
-  } catch (const json::type_error&) {
-    TORCH_CHECK_VALUE(false, op, ": expected a channel named in UTF-8, got \"", shown(name),
-                      "\". Rename it.");
+/// The parameters of an op; those of a list where `options` say how many there are.
+std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int64_t>& sizes,
+                                         const OptionValues& options) {
+  std::vector<ParameterSpec> specs;
+  for (const ParamDef& param : def.params) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_list(param.name), def.name, ": expected an op whose parameters",
+                                " are single tensors, got the list ", param.name,
+                                ". Fill in a tandem::BasicOp and its parameters.");
+    ParameterSpec& spec =
+        specs.emplace_back(ParameterSpec{std::string(param.name), {}, init_of(param, options)});
+    for (const auto& size : param.shape)
+      spec.shape.push_back(sizes[static_cast<size_t>(
+          std::ranges::find(def.sizes, size, &SizeDef::name) - def.sizes.begin())]);
   }
-  return name;
+  return specs;
 }
 
-/// The op with one more field in its description.
-Op with(Op op, const char* field, json value) {
-  json basics = json::parse(op.basic_ops);
-  basics[0][field] = std::move(value);
-  op.basic_ops = basics.dump();
-  return op;
+/// Throws where the op would refuse them later.
+void check_options(const OpDef& def, const OptionValues& options) {
+  nlohmann::json given = nlohmann::json::object();
+  for (const auto& [option, value] : options) given[option] = json_of(value);
+  def.signature.parse(def.name, given);
 }
 
 }  // namespace
+
+OptionValues option_values(const std::string& name, const std::type_info& type,
+                           const void* options) {
+  return op_def(name).signature.values(name, type, options);
+}
 
 Op op(const std::string& name, const std::vector<std::pair<std::string, int64_t>>& sizes,
       const OptionValues& options) {
   const OpDef& def = op_def(name);
   const std::vector<int64_t> checked = checked_sizes(def, sizes);
-  json given = json::object(), params = json::array();
-  for (const auto& [option, value] : options) given[option] = json_of(value);
-  def.signature.parse(def.name, given);
-  Op made{name, "", {}};
-  for (const ParamDef& param : def.params) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !is_list(param.name), name, ": expected an op whose parameters are ",
-        "single tensors, got the list ", param.name, ". Use it from Python.");
-    ParameterSpec spec{std::string(param.name), {}, init_of(param, options)};
-    for (const auto& size : param.shape)
-      spec.shape.push_back(checked[static_cast<size_t>(
-          std::ranges::find(def.sizes, size, &SizeDef::name) - def.sizes.begin())]);
-    params.push_back(made.parameters.size());
-    made.parameters.push_back(std::move(spec));
-  }
-  made.basic_ops = json::array({{{"op", name}, {"options", given}, {"params", params}}}).dump();
+  check_options(def, options);
+  Op made{name, {}, parameters_of(def, checked, options)};
+  BasicOp& basic = made.basic_ops.emplace_back(BasicOp{name, options});
+  for (size_t i = 0; i < made.parameters.size(); ++i) basic.parameters.push_back(i);
   return made;
 }
 
-Op linear(int64_t in_features, int64_t out_features, bool bias) {
-  Op product = op("basic_linear", {{"in_features", in_features}, {"out_features", out_features}});
-  product.name = "linear";
-  if (!bias) return product;
-  const Op sum = op("bias", {{"features", out_features}});
-  json basics = json::parse(product.basic_ops), added = json::parse(sum.basic_ops);
-  added[0]["params"] = {1};
-  basics.push_back(added[0]);
-  product.basic_ops = basics.dump();
-  product.parameters.push_back(sum.parameters[0]);
-  return product;
+void Parts::add(const Op& part, const std::vector<std::string>& names) {
+  const size_t first = op_.parameters.size();
+  for (size_t i = 0; i < part.parameters.size(); ++i) {
+    ParameterSpec& spec = op_.parameters.emplace_back(part.parameters[i]);
+    if (!names.empty()) spec.name = names[i];
+  }
+  for (BasicOp basic : part.basic_ops) {
+    for (size_t& place : basic.parameters) place += first;
+    op_.basic_ops.push_back(std::move(basic));
+  }
 }
 
-Op rms_norm(int64_t hidden, double eps, bool zero_centered_gamma) {
-  return op("rms_norm", {{"hidden", hidden}},
-            {{"eps", eps}, {"zero_centered_gamma", zero_centered_gamma}});
+ParameterSpec& Parts::parameter(const std::string& name) {
+  return op_.parameters[place_of_parameter(op_, name)];
 }
 
-Op layer_norm(int64_t hidden, double eps, bool zero_centered_gamma) {
-  return op("layer_norm", {{"hidden", hidden}},
-            {{"eps", eps}, {"zero_centered_gamma", zero_centered_gamma}});
+Collectives collectives(const std::string& op, const TensorParallel& parallel) {
+  using Mode = TensorParallel::Mode;
+  if (parallel.mode == Mode::none) return {};
+  TORCH_CHECK_VALUE(!parallel.group.empty(), op, ": expected the name of a process group in ",
+                    "tensor_parallel, got none. Give that of the ranks that share the weight.");
+  TORCH_CHECK_VALUE(parallel.size > 0, op, ": expected the ranks of process group ",
+                    shown(parallel.group), " in tensor_parallel.size, got ", parallel.size,
+                    ". Give its size.");
+  if (parallel.size == 1) return {};
+  const auto collective = [&](const char* name) {
+    return ops::op(name, {}, {{"group", parallel.group}, {"size", parallel.size}});
+  };
+  if (parallel.mode == Mode::column)
+    return {{collective(parallel.sequence_parallel ? "all_gather" : "reduce_gradient")},
+            {},
+            parallel.size};
+  return {{},
+          {collective(parallel.sequence_parallel ? "reduce_scatter" : "all_reduce")},
+          parallel.size};
+}
+
+int64_t share(const std::string& op, const char* name, int64_t features, int64_t ranks) {
+  TORCH_CHECK_VALUE(features > 0, op, ": expected ", name, " > 0, got ", features,
+                    ". Give a number of features.");
+  TORCH_CHECK_VALUE(features % ranks == 0, op, ": expected ", name, " that ", ranks,
+                    " ranks share evenly, got ", features, ". Use a multiple of ", ranks, ".");
+  return features / ranks;
+}
+
+Op linear(int64_t in_features, int64_t out_features, const LinearOptions& options) {
+  const TensorParallel& parallel = options.tensor_parallel;
+  const auto [before, after, ranks] = collectives("linear", parallel);
+  const bool is_column = parallel.mode == TensorParallel::Mode::column;
+  const int64_t in = share("linear", "in_features", in_features, is_column ? 1 : ranks),
+                out = share("linear", "out_features", out_features, is_column ? ranks : 1);
+  Parts parts("linear");
+  for (const Op& part : before) parts.add(part);
+  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}));
+  for (const Op& part : after) parts.add(part);
+  if (options.bias) parts.add(op("bias", {{"features", out}}));
+  return std::move(parts).op();
+}
+
+Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinearOptions& options) {
+  const std::string name = "grouped_linear";
+  const OpDef& def = op_def(name);
+  Op made{name, {}, {}};
+  BasicOp& basic = made.basic_ops.emplace_back(
+      BasicOp{name, option_values(name, typeid(GroupedLinearOptions), &options)});
+  check_options(def, basic.options);
+  const auto sizes =
+      checked_sizes(def, {{"in_features", in_features}, {"out_features", out_features}});
+  const auto add = [&](const char* parameter, bool is_packed, std::vector<int64_t> shape,
+                       const Init& init) {
+    if (is_packed) shape.insert(shape.begin(), static_cast<int64_t>(options.num_groups));
+    for (size_t group = 0; group < (is_packed ? 1 : options.num_groups); ++group) {
+      basic.parameters.push_back(made.parameters.size());
+      made.parameters.push_back(
+          {is_packed ? parameter : parameter + std::to_string(group), shape, init});
+    }
+  };
+  add("weight", options.packed_weight, {sizes[1], sizes[0]}, init::kaiming_uniform());
+  if (options.bias) add("bias", options.packed_bias, {sizes[1]}, init::zeros());
+  return made;
+}
+
+Op rms_norm(int64_t hidden, const NormOptions& options) {
+  return op("rms_norm", {{"hidden", hidden}}, options);
+}
+
+Op layer_norm(int64_t hidden, const NormOptions& options) {
+  return op("layer_norm", {{"hidden", hidden}}, options);
 }
 
 #define TANDEM_FUNCTION(name, ...) \
@@ -135,28 +275,25 @@ TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 #undef TANDEM_FUNCTION
 
 Op identity() { return op("identity"); }
-Op dropout(double p) { return op("dropout", {}, {{"p", p}}); }
-Op constant_scale(double factor) { return op("constant_scale", {}, {{"factor", factor}}); }
-Op reshape(std::vector<int64_t> shape) { return op("reshape", {}, {{"shape", std::move(shape)}}); }
-Op quantize(bool forward, bool backward) {
-  return op("quantize", {}, {{"forward", forward}, {"backward", backward}});
+Op dropout(const DropoutOptions& options) { return op("dropout", {}, options); }
+Op constant_scale(double factor) { return op("constant_scale", {}, ScaleOptions{factor}); }
+Op reshape(std::vector<int64_t> shape) {
+  return op("reshape", {}, ReshapeOptions{std::move(shape)});
 }
+Op quantize(const QuantizeOptions& options) { return op("quantize", {}, options); }
 
-Op make_extra_output(std::string channel, bool output_to_caller) {
+Op make_extra_output(const Channel& channel) {
   Op made = op("make_extra_output");
-  if (!channel.empty())
-    made = with(std::move(made), "extra_outputs",
-                json::array({{{"channel", checked_channel(channel, "make_extra_output")},
-                              {"to_caller", output_to_caller}}}));
+  made.basic_ops[0].extra_outputs = {channel};
   return made;
 }
 
-Op add_extra_input(std::string channel, bool in_place) {
+Op add_extra_input(const AddExtraInputOptions& options) {
   Op made = op("add_extra_input");
-  if (!channel.empty())
-    made = with(std::move(made), "extra_inputs",
-                json::array({{{"channel", checked_channel(channel, "add_extra_input")}}}));
-  return in_place ? with(std::move(made), "in_place", true) : made;
+  made.basic_ops[0].extra_inputs = {{options.channel}};
+  made.basic_ops[0].in_place = options.in_place;
+  return made;
 }
 
-}  // namespace tandem::ops
+}  // namespace ops
+}  // namespace tandem

@@ -2,7 +2,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/norm.h"
-#include "ops/options.h"
+#include "tandem/op_options.h"
 
 namespace tandem::fusions {
 

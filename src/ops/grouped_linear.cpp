@@ -9,8 +9,8 @@
 #include "kernel_ops/grouped.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/shapes.h"
-#include "ops/options.h"
 #include "ops/product.h"
+#include "tandem/op_options.h"
 
 namespace tandem::ops {
 

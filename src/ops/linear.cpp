@@ -5,8 +5,8 @@
 
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
-#include "ops/options.h"
 #include "ops/product.h"
+#include "tandem/op_options.h"
 
 namespace tandem::ops {
 
@@ -33,7 +33,7 @@ void linear_grad_weight(Call& call) {
 /// The gradient is added in the product itself: main_grad is read and written once.
 void linear_accumulate(Call& call) {
   enum Read { grad_y, x };
-  const auto& options = call.options<LinearOptions>();
+  const auto& options = call.options<BasicLinearOptions>();
   const at::Tensor& main_grad = call.mutated(0);
   const c10::SymInt sizes[] = {call.in(grad_y).sym_size(-1), call.in(x).sym_size(-1)};
   TORCH_CHECK_VALUE(main_grad.sym_sizes() == c10::SymIntArrayRef(sizes),
@@ -49,17 +49,18 @@ void linear_accumulate(Call& call) {
     main_grad.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
   if (call.step().writes.empty() || !call.wants(0)) return;
   const auto dummy = call.in(x).options().dtype(call.out_type(0).dtype);
-  call.out(0, options.dummy == LinearOptions::Dummy::zeros ? at::zeros_symint(sizes, dummy)
-                                                           : at::empty_symint(sizes, dummy));
+  call.out(0, options.dummy == BasicLinearOptions::Dummy::zeros ? at::zeros_symint(sizes, dummy)
+                                                                : at::empty_symint(sizes, dummy));
 }
 
 bool returns_gradient(const void* options) {
-  return !static_cast<const LinearOptions*>(options)->accumulate_into_main_grad;
+  return !static_cast<const BasicLinearOptions*>(options)->accumulate_into_main_grad;
 }
 template <bool kDummy>
 bool accumulates(const void* options) {
-  const auto& linear = *static_cast<const LinearOptions*>(options);
-  return linear.accumulate_into_main_grad && (linear.dummy != LinearOptions::Dummy::none) == kDummy;
+  const auto& linear = *static_cast<const BasicLinearOptions*>(options);
+  return linear.accumulate_into_main_grad &&
+         (linear.dummy != BasicLinearOptions::Dummy::none) == kDummy;
 }
 /// There is a main_grad where one is asked for.
 size_t main_grads(const void* options, std::string_view) {
@@ -81,13 +82,13 @@ void bias_backward(Call& call) {
 const OpDef kBasicLinear{
     .name = "basic_linear",
     .formula = "y = x weight^T",
-    .signature = {LinearOptions{},
-                  {{"accumulate_into_main_grad", &LinearOptions::accumulate_into_main_grad,
+    .signature = {BasicLinearOptions{},
+                  {{"accumulate_into_main_grad", &BasicLinearOptions::accumulate_into_main_grad,
                     "the gradient of weight is added to main_grad, not returned"},
-                   {"overwrite_main_grad", &LinearOptions::overwrite_main_grad,
+                   {"overwrite_main_grad", &BasicLinearOptions::overwrite_main_grad,
                     "it takes the place of what main_grad holds"},
-                   {"dummy_gradient", &LinearOptions::dummy, one_of({"none", "empty", "zeros"}),
-                    "what is returned beside main_grad"}}},
+                   {"dummy_gradient", &BasicLinearOptions::dummy,
+                    one_of({"none", "empty", "zeros"}), "what is returned beside main_grad"}}},
     .sizes = {{"in_features", "size of the last dimension of x"},
               {"out_features", "size of the last dimension of y"}},
     .params = {{"weight", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform}},

@@ -6,7 +6,7 @@
 #include "kernel_ops/checks.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/shapes.h"
-#include "ops/options.h"
+#include "tandem/op_options.h"
 
 namespace tandem::ops {
 

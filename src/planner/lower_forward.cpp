@@ -6,9 +6,9 @@
 #include <map>
 
 #include "kernel_ops/checks.h"
-#include "ops/options.h"
 #include "planner/glue.h"
 #include "planner/lower.h"
+#include "tandem/op_options.h"
 
 namespace tandem {
 

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <nlohmann/json.hpp>
+#include <typeinfo>
 
 #include "core/json_fields.h"
 
@@ -182,8 +183,11 @@ const Signature& recipe_signature(std::string_view name) {
 nlohmann::json to_json(const Recipe& recipe) {
   return std::visit(
       []<typename R>(const R& each) {
-        nlohmann::json fields = signature_of<R>().to_json(&each);
+        nlohmann::json fields;
         fields["name"] = Rules<R>::kName;
+        for (const auto& [name, value] :
+             signature_of<R>().values(Rules<R>::kName, typeid(R), &each))
+          fields[name] = json_of(value);
         return fields;
       },
       recipe);

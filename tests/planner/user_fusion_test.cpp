@@ -7,11 +7,11 @@
 
 #include "core/call.h"
 #include "kernel_ops/activation.h"
-#include "ops/options.h"
 #include "planner/planner.h"
 #include "planner/registry.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/op_options.h"
 
 namespace tandem::testing {
 namespace {

@@ -144,7 +144,7 @@ TEST(Threads, CallThroughTheDispatcher) {
 }
 
 TEST(Threads, DrawSeedsOfTheirOwn) {
-  Sequential model({ops::dropout(0.5)});
+  Sequential model({ops::dropout({.p = 0.5})});
   const at::Tensor x = at::ones_like(input(0));
   std::vector<std::vector<at::Tensor>> drawn(kThreads);
   together(kThreads, [&](size_t t) {

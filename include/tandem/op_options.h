@@ -1,4 +1,5 @@
-// Options of ops as they run with. What a user may write of them is in the signature of each op.
+// Options of the ops of the library, with their defaults. Signatures of ops are made of them: what
+// each may be set to is in docs/ops.md.
 #pragma once
 
 #include <cstddef>
@@ -7,22 +8,26 @@
 
 namespace tandem::ops {
 
+/// Of rms_norm and layer_norm.
 struct NormOptions {
   /// Added inside the square root.
   double eps = 1e-5;
+  /// The factor is 1 + weight.
   bool zero_centered_gamma = false;
 };
 struct ScaleOptions {
   double factor = 1;
 };
 struct DropoutOptions {
+  /// The share that becomes zero.
   double p = 0.5;
 };
 struct ReshapeOptions {
-  std::vector<int64_t> shape;
+  /// One size may be -1.
+  std::vector<int64_t> shape = {};
 };
-/// What becomes of a weight's gradient.
-struct LinearOptions {
+/// Of basic_linear: what becomes of its weight's gradient.
+struct BasicLinearOptions {
   /// What the parameter asks to be given instead, so that whoever waits for a gradient wakes up:
   /// nothing, anything, zeros.
   enum class Dummy : uint8_t { none, empty, zeros };
@@ -35,10 +40,12 @@ struct LinearOptions {
 struct GroupedLinearOptions {
   size_t num_groups = 1;
   bool bias = true;
-  /// One tensor for all groups.
+  /// One tensor [num_groups, ...] for all groups.
   bool packed_weight = false, packed_bias = false;
 };
+/// Under a recipe.
 struct QuantizeOptions {
+  /// x is rounded to the format of inputs, the gradient to that of gradients.
   bool forward = true, backward = false;
 };
 

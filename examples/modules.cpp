@@ -1,0 +1,46 @@
+// A module with TransformerEngine's parameter names under delayed scaling, a head that shares the
+// weight of the embedding, and a gradient that is accumulated in float32.
+#include <tandem/tandem.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/optim/sgd.h>
+
+#include <iostream>
+
+int main() {
+  namespace ops = tandem::ops;
+  constexpr int64_t kHidden = 32, kVocabulary = 100;
+  torch::nn::Embedding embedding(kVocabulary, kHidden);
+  tandem::LayerNormMLP mlp(
+      kHidden, 64,
+      {.normalization = tandem::Normalization::rms_norm, .bias = false, .activation = "swiglu"});
+  const at::Tensor main_grad = at::zeros({kHidden, kHidden});
+  tandem::Sequential head(
+      {ops::linear(kHidden, kHidden, {.bias = false}).with_main_grad("weight", main_grad),
+       ops::gelu(), ops::dropout({.p = 0.1}),
+       ops::linear(kHidden, kVocabulary, {.bias = false})
+           .with_parameter("weight", embedding->weight)});
+
+  std::vector<at::Tensor> parameters;  // the head does not list the weight that it shares
+  const std::vector<std::shared_ptr<torch::nn::Module>> modules{mlp.ptr(), head.ptr(),
+                                                                embedding.ptr()};
+  for (const auto& module : modules)
+    for (const at::Tensor& parameter : module->parameters()) parameters.push_back(parameter);
+  torch::optim::SGD optimizer(parameters, 0.1);
+  const at::Tensor tokens = torch::randint(kVocabulary, {64});
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    at::Tensor loss;
+    {
+      const tandem::Autocast fp8(true, tandem::DelayedScaling{.amax_history_len = 16});
+      const at::Tensor x = embedding->forward(tokens);
+      loss = torch::cross_entropy_loss(head->forward(x + mlp->forward(x)), tokens);
+    }
+    loss.backward();
+    optimizer.step();
+    std::cout << "step " << step << ": loss " << loss.item<float>() << "\n";
+  }
+  for (const auto& parameter : mlp->named_parameters())
+    std::cout << parameter.key() << " " << parameter.value().sizes() << "\n";
+  for (const auto& buffer : mlp->named_buffers())
+    std::cout << buffer.key() << " " << buffer.value().sizes() << "\n";
+}

@@ -1,0 +1,63 @@
+// What the modules of Tandem share: a torch::nn::Module that is one pipeline.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tandem/export.h"
+#include "tandem/ops.h"
+#include "tandem/report.h"
+
+namespace tandem {
+
+class Pipeline;
+
+/// Under a recipe that keeps amaxes, an op's module has buffers "recipe_state.forward.scale",
+/// "recipe_state.forward.amax_history" and the same of backward.
+class TANDEM_API PipelineModule : public torch::nn::Module {
+ public:
+  ~PipelineModule() override;
+
+  /// The plans of the calls made so far: steps of both directions, what is kept, every fusion made
+  /// or refused and why.
+  std::string explain(ExplainFormat format = ExplainFormat::text) const;
+  /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
+  int64_t saved_bytes() const;
+  /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
+  /// subsets of the gradients.
+  VerifyReport verify(const at::Tensor& x, at::TensorList extra_inputs = {});
+
+ protected:
+  enum class Names : uint8_t {
+    /// Of the parameters of an op: "<place in the list>.<name>".
+    by_place,
+    /// "<name>".
+    plain,
+  };
+  /// Makes the parameters that no other module has, and the pipeline.
+  PipelineModule(const std::vector<Op>& ops, Names names, const at::TensorOptions& options);
+
+  /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
+  /// input, in list order.
+  std::vector<at::Tensor> run(const at::Tensor& x, at::TensorList extra_inputs);
+
+ private:
+  /// The recipe's state, made where it is not there yet.
+  std::vector<at::Tensor> state(int64_t history_length);
+
+  /// An op with products: the module that keeps the state, this one where it is null, and how many
+  /// slots it has.
+  struct StateOwner {
+    std::shared_ptr<torch::nn::Module> module;
+    int64_t forward, backward;
+  };
+  std::vector<StateOwner> state_owners_;
+  /// As the pipeline takes them. Whoever replaces what one holds (`to`, `load`) does so in place.
+  std::vector<at::Tensor> parameters_, main_grads_;
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+}  // namespace tandem

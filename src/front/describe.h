@@ -1,0 +1,31 @@
+// Lists of ops as pipelines take them.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/op_def.h"
+#include "tandem/export.h"
+#include "tandem/ops.h"
+
+namespace tandem {
+
+/// What a list of ops is to a pipeline.
+struct DescribedOps {
+  /// The "ops" array of a description.
+  std::string text;
+  /// What its parameters are: of which op which one.
+  struct Parameter {
+    size_t op, place;
+  };
+  std::vector<Parameter> parameters;
+  std::vector<at::Tensor> main_grads;
+  /// Of each op, how many tensors a recipe quantizes for it.
+  std::vector<SlotCount> slots;
+};
+
+/// Throws c10::ValueError where a channel is not named in UTF-8, which JSON cannot hold.
+TANDEM_API DescribedOps describe(const std::vector<Op>& ops);
+
+}  // namespace tandem

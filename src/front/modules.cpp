@@ -1,0 +1,164 @@
+#include "tandem/modules.h"
+
+#include <c10/util/Exception.h>
+
+#include "core/json_fields.h"
+#include "core/op_def.h"
+#include "front/parts.h"
+
+namespace tandem {
+
+namespace ops {
+
+namespace {
+
+/// Names of a norm's parameters, and of one with a bias alone.
+const std::vector<std::string> kNormNames = {"layer_norm_weight", "layer_norm_bias"};
+
+/// The norm and its output as a result, with the collectives in front of the product.
+template <typename Options>
+void add_norm(Parts& parts, int64_t features, const Options& options,
+              const std::vector<Op>& before) {
+  const NormOptions norm{options.eps, options.zero_centered_gamma};
+  parts.add(options.normalization == Normalization::layer_norm ? layer_norm(features, norm)
+                                                               : rms_norm(features, norm),
+            kNormNames);
+  const bool is_gathered =
+      options.return_layernorm_output_gathered && options.tensor_parallel.sequence_parallel;
+  if (options.return_layernorm_output && !is_gathered) parts.add(make_extra_output());
+  for (const Op& part : before) parts.add(part);
+  if (options.return_layernorm_output && is_gathered) parts.add(make_extra_output());
+}
+
+/// A product, what reduces it over ranks, and its bias, unless that is returned: then it is a
+/// parameter that no part reads.
+void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefix,
+                 const Init& init_method, const std::vector<Op>& after, bool bias,
+                 bool return_bias) {
+  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}), {prefix + "weight"});
+  parts.parameter(prefix + "weight").init = init_method;
+  for (const Op& part : after) parts.add(part);
+  if (!bias) return;
+  const Op sum = op("bias", {{"features", out}});
+  if (!return_bias) {
+    parts.add(sum, {prefix + "bias"});
+    return;
+  }
+  ParameterSpec spec = sum.parameters[0];
+  spec.name = prefix + "bias";
+  parts.add_parameter(std::move(spec));
+}
+
+Op with_main_grads(Op op, const MainGrads& main_grads) {
+  for (const auto& [weight, main_grad] : main_grads) op = op.with_main_grad(weight, main_grad);
+  return op;
+}
+
+Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
+                          const LayerNormLinearOptions& options) {
+  const std::string name = "layer_norm_linear";
+  const TensorParallel& parallel = options.tensor_parallel;
+  const auto [before, after, ranks] = collectives(name, parallel);
+  const bool is_column = parallel.mode == TensorParallel::Mode::column;
+  const int64_t in = share(name, "in_features", in_features, is_column ? 1 : ranks),
+                out = share(name, "out_features", out_features, is_column ? ranks : 1);
+  Parts parts(name);
+  add_norm(parts, in, options, before);
+  add_product(parts, in, out, "", options.init_method, after, options.bias, options.return_bias);
+  return with_main_grads(std::move(parts).op(), options.main_grads);
+}
+
+/// Whether an activation halves its input. Throws c10::ValueError for one that is none.
+bool is_gated(const std::string& activation) {
+  std::string names;
+  for (const std::string& name : op_names()) {
+    const std::string_view family = op_def(name).family;
+    if (family != "activation" && family != "glu") continue;
+    if (name == activation) return family == "glu";
+    names += (names.empty() ? "" : ", ") + name;
+  }
+  TORCH_CHECK_VALUE(false, "layer_norm_mlp: expected activation to be one of ", names, ", got \"",
+                    shown(activation), "\". Name one of them.");
+}
+
+Op make_layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
+                       const LayerNormMLPOptions& options) {
+  const std::string name = "layer_norm_mlp";
+  const bool gated = is_gated(options.activation);
+  TensorParallel parallel = options.tensor_parallel;
+  const bool is_parallel = parallel.mode != TensorParallel::Mode::none;
+  if (is_parallel) parallel.mode = TensorParallel::Mode::column;
+  const Collectives first = collectives(name, parallel);
+  if (is_parallel) parallel.mode = TensorParallel::Mode::row;
+  const Collectives second = collectives(name, parallel);
+  const int64_t hidden = share(name, "hidden_size", hidden_size, 1),
+                inner = share(name, "ffn_hidden_size", ffn_hidden_size, first.size);
+  Parts parts(name);
+  add_norm(parts, hidden, options, first.before);
+  add_product(parts, hidden, gated ? 2 * inner : inner, "fc1_", options.init_method, first.after,
+              options.bias, /*return_bias=*/false);
+  parts.add(op(options.activation));
+  add_product(parts, inner, hidden, "fc2_", options.output_layer_init_method, second.after,
+              options.bias, options.return_bias);
+  return with_main_grads(std::move(parts).op(), options.main_grads);
+}
+
+Op for_list(Op op, bool return_bias) {
+  TORCH_CHECK_VALUE(!return_bias, op.name, ": expected an op whose output is what the next op ",
+                    "takes, got one with return_bias. Use the module, or leave it out.");
+  return op;
+}
+
+}  // namespace
+
+Op layer_norm_linear(int64_t in_features, int64_t out_features,
+                     const LayerNormLinearOptions& options) {
+  return for_list(make_layer_norm_linear(in_features, out_features, options), options.return_bias);
+}
+
+Op layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
+                  const LayerNormMLPOptions& options) {
+  return for_list(make_layer_norm_mlp(hidden_size, ffn_hidden_size, options), options.return_bias);
+}
+
+}  // namespace ops
+
+LayerNormModule::LayerNormModule(const Op& op, bool returns_bias, bool returns_norm,
+                                 const std::string& bias, const at::TensorOptions& options)
+    : PipelineModule({op}, Names::plain, options),
+      returns_bias_(returns_bias),
+      returns_norm_(returns_norm) {
+  if (const at::Tensor* found = named_parameters().find(bias); found && returns_bias)
+    bias_ = *found;
+}
+
+LayerNormOutputs LayerNormModule::forward_all(const at::Tensor& x) {
+  std::vector<at::Tensor> outputs = run(x, {});
+  LayerNormOutputs all{std::move(outputs[0]), {}, {}};
+  if (bias_.defined()) all.bias = bias_.to(all.y.scalar_type());
+  if (returns_norm_) all.layernorm_output = std::move(outputs[1]);
+  return all;
+}
+
+at::Tensor LayerNormModule::forward(const at::Tensor& x) {
+  TORCH_CHECK_VALUE(!returns_bias_ && !returns_norm_, name(), ": expected one output, got ",
+                    "return_bias or return_layernorm_output. Call forward_all(x), which returns "
+                    "all of them.");
+  return run(x, {})[0];
+}
+
+LayerNormLinearImpl::LayerNormLinearImpl(int64_t in_features, int64_t out_features,
+                                         const LayerNormLinearOptions& layer_norm_linear,
+                                         const at::TensorOptions& options)
+    : LayerNormModule(ops::make_layer_norm_linear(in_features, out_features, layer_norm_linear),
+                      layer_norm_linear.return_bias, layer_norm_linear.return_layernorm_output,
+                      "bias", options) {}
+
+LayerNormMLPImpl::LayerNormMLPImpl(int64_t hidden_size, int64_t ffn_hidden_size,
+                                   const LayerNormMLPOptions& layer_norm_mlp,
+                                   const at::TensorOptions& options)
+    : LayerNormModule(ops::make_layer_norm_mlp(hidden_size, ffn_hidden_size, layer_norm_mlp),
+                      layer_norm_mlp.return_bias, layer_norm_mlp.return_layernorm_output,
+                      "fc2_bias", options) {}
+
+}  // namespace tandem

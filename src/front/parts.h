@@ -1,0 +1,40 @@
+// What ops of several basic ops are made of.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tandem/ops.h"
+
+namespace tandem::ops {
+
+/// Adds basic ops one by one, whose parameters become those of the op.
+class Parts {
+ public:
+  explicit Parts(std::string name) : op_{std::move(name), {}, {}} {}
+
+  /// `names`: the parameters of `part` by the op's own names, in their order; empty: as they are.
+  void add(const Op& part, const std::vector<std::string>& names = {});
+  /// A parameter that no part reads.
+  void add_parameter(ParameterSpec spec) { op_.parameters.push_back(std::move(spec)); }
+  ParameterSpec& parameter(const std::string& name);
+  Op op() && { return std::move(op_); }
+
+ private:
+  Op op_;
+};
+
+/// The collectives around a product, and how many ranks share its weight.
+struct Collectives {
+  std::vector<Op> before, after;
+  int64_t size = 1;
+};
+/// Throws c10::ValueError, in the name of `op`, where the group has no name or no ranks.
+Collectives collectives(const std::string& op, const TensorParallel& parallel);
+
+/// The features of one rank. Throws c10::ValueError where they are not positive, or where ranks
+/// cannot share them evenly.
+int64_t share(const std::string& op, const char* name, int64_t features, int64_t ranks);
+
+}  // namespace tandem::ops

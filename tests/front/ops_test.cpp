@@ -1,0 +1,247 @@
+// Ops as values: typed options, parameters that are shared, gradients that are accumulated.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <gmock/gmock.h>
+
+#include "core/call.h"
+#include "core/op_def.h"
+#include "support/tensors.h"
+#include "support/throws.h"
+#include "tandem/tandem.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::ElementsAre;
+
+std::vector<std::string> names_of(const torch::nn::Module& module) {
+  return module.named_parameters().keys();
+}
+
+std::vector<std::string> basics_of(const Op& op) {
+  std::vector<std::string> names;
+  for (const BasicOp& basic : op.basic_ops) names.push_back(basic.name);
+  return names;
+}
+
+at::Tensor weight_of(const Sequential& model, const std::string& name) {
+  return model->named_parameters()[name];
+}
+
+struct ThresholdOptions {
+  double threshold = 0;
+  bool keeps = false;
+};
+struct OtherOptions {
+  double threshold = 0;
+};
+
+void threshold(Call& call) {
+  const auto& options = call.options<ThresholdOptions>();
+  call.out(0, at::relu(call.in(0) - options.threshold) + (options.keeps ? options.threshold : 0.0));
+}
+
+const OpDef kThreshold{
+    .name = "test_threshold",
+    .formula = "y = max(x - threshold, 0)",
+    .signature = {ThresholdOptions{},
+                  {{"threshold", &ThresholdOptions::threshold, at_least(0), "what x has to exceed"},
+                   {"keeps", &ThresholdOptions::keeps, "it is added again"}}},
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = threshold}},
+};
+TANDEM_REGISTER_OP(kThreshold);
+
+TEST(Ops, OptionsOfAUsersOpAreItsStruct) {
+  const at::Tensor x = random({2, 4});
+  Sequential model({ops::op("test_threshold", {}, ThresholdOptions{.threshold = 0.5})});
+  EXPECT_TRUE(same(model->forward(x), at::relu(x - 0.5)));
+  Sequential keeps({ops::op("test_threshold", {}, ThresholdOptions{0.5, true})});
+  EXPECT_TRUE(same(keeps->forward(x), at::relu(x - 0.5) + 0.5));
+}
+
+TEST(OpsErrors, OptionsAreCheckedWhereTheOpIsMade) {
+  EXPECT_THAT([] { ops::op("test_threshold", {}, ThresholdOptions{-1}); },
+              ThrowsText<c10::ValueError>(
+                  "test_threshold: expected option threshold to be a finite number >= 0, got -1"));
+  EXPECT_THAT(
+      [] { ops::op("test_threshold", {}, OtherOptions{}); },
+      ThrowsText<c10::TypeError>("test_threshold: expected options as ", "ThresholdOptions, got ",
+                                 "OtherOptions. Give the struct that its signature is made of."));
+  EXPECT_THAT([] { ops::op("identity", {}, OtherOptions{}); },
+              ThrowsText<c10::TypeError>("identity: expected no options, got "));
+}
+
+TEST(Ops, OpsThatAreGivenOneTensorShareIt) {
+  const at::Tensor weight = leaf({8, 8}), x = leaf({3, 8}, at::kFloat, 2);
+  const Op shared = ops::linear(8, 8, {.bias = false}).with_parameter("weight", weight);
+  Sequential model({shared, ops::relu(), shared});
+  EXPECT_TRUE(model->parameters().empty()) << "it stays with whoever has registered it";
+  model->forward(x).sum().backward();
+  const at::Tensor got = weight.grad().clone(), got_x = x.grad().clone();
+  weight.mutable_grad() = x.mutable_grad() = at::Tensor();
+  at::linear(at::relu(at::linear(x, weight)), weight).sum().backward();
+  EXPECT_TRUE(near(got, weight.grad()));
+  EXPECT_TRUE(near(got_x, x.grad()));
+  EXPECT_TRUE(verify(model, x).passed);
+}
+
+TEST(Ops, OneTensorMayBeTwoParametersOfAnOp) {
+  const at::Tensor both = leaf({8}), x = random({3, 8});
+  Sequential model(
+      {ops::layer_norm(8).with_parameter("weight", both).with_parameter("bias", both)});
+  model->forward(x).sum().backward();
+  const at::Tensor got = both.grad().clone();
+  both.mutable_grad() = at::Tensor();
+  at::layer_norm(x, {8}, both, both).sum().backward();
+  EXPECT_TRUE(near(got, both.grad(), 10));
+}
+
+TEST(Ops, APipelineReadsTheParameterOfAnother) {
+  Sequential embedding({ops::linear(4, 6, {.bias = false})});
+  const at::Tensor weight = weight_of(embedding, "0.weight");
+  Sequential head({ops::rms_norm(4), ops::linear(4, 6).with_parameter("weight", weight)});
+  EXPECT_THAT(names_of(*head), ElementsAre("0.weight", "1.bias"));
+  const at::Tensor x = random({2, 4});
+  {
+    const c10::AutoGradMode no_grad(false);
+    weight.fill_(1);
+  }
+  const at::Tensor bias = weight_of(head, "1.bias");
+  Sequential norm({ops::rms_norm(4)});
+  EXPECT_TRUE(near(head->forward(x).detach(), at::linear(norm->forward(x), weight, bias).detach()));
+  embedding->to(at::kDouble);
+  head->to(at::kDouble);
+  EXPECT_EQ(head->forward(x.to(at::kDouble)).scalar_type(), at::kDouble);
+}
+
+TEST(OpsErrors, ASharedParameterFitsTheOp) {
+  const Op op = ops::linear(8, 4);
+  EXPECT_THAT(
+      [&] {
+        (void)op.with_parameter("weigth", leaf({4, 8}));
+      },
+      ThrowsText<c10::ValueError>(
+          "linear: expected one of the parameters [weight, bias], got \"weigth\""));
+  EXPECT_THAT(
+      [&] {
+        (void)op.with_parameter("weight", leaf({8, 4}));
+      },
+      ThrowsText<c10::ValueError>("linear: expected weight of shape [4, 8], got [8, 4]",
+                                  ". Give one that fits the op."));
+  EXPECT_THAT([&] { (void)op.with_parameter("weight", at::Tensor()); },
+              ThrowsText<c10::ValueError>("linear: expected weight of shape [4, 8]",
+                                          ", got an undefined tensor. Make it first."));
+  EXPECT_THAT(
+      [&] {
+        (void)op.with_parameter("weight", leaf({4, 8}) * 2);
+      },
+      ThrowsText<c10::ValueError>("linear: expected weight as a leaf, got a result of other "
+                                  "tensors. Give the parameter that it is made of.",
+                                  " as a leaf, got a result "));
+}
+
+TEST(Ops, AGradientGoesIntoMainGrad) {
+  const at::Tensor main_grad = at::zeros({4, 8}), x = random({3, 8});
+  Sequential model({ops::linear(8, 4).with_main_grad("weight", main_grad)});
+  for (int step = 0; step < 2; ++step) model->forward(x).sum().backward();
+  EXPECT_FALSE(weight_of(model, "0.weight").grad().defined());
+  EXPECT_TRUE(weight_of(model, "0.bias").grad().defined());
+  EXPECT_TRUE(near(main_grad, at::linear(at::ones({4, 3}), x.t()) * 2));
+}
+
+TEST(OpsErrors, MainGradFitsTheOp) {
+  const Op op = ops::linear(8, 4);
+  EXPECT_THAT(
+      [&] {
+        (void)op.with_main_grad("weight", at::zeros({8, 4}));
+      },
+      ThrowsText<c10::ValueError>("linear: expected main_grad of shape [4, 8], got [8, 4]"));
+  EXPECT_THAT([&] { (void)op.with_main_grad("bias", at::zeros({4})); },
+              ThrowsText<c10::ValueError>("linear: expected the weight of a product, got bias. The "
+                                          "gradients of others are returned."));
+  EXPECT_THAT(
+      [&] {
+        (void)op.with_main_grad("weight", leaf({4, 8}));
+      },
+      ThrowsText<c10::ValueError>("linear: expected main_grad without requires_grad, got "
+                                  "one with it",
+                                  ": expected main_grad without requires_grad,"));
+}
+
+TEST(Ops, GroupedLinear) {
+  const at::Tensor x = leaf({7, 4}), splits = at::tensor({3, 0, 2}, at::kLong);
+  Sequential model({ops::grouped_linear(4, 5, {.num_groups = 3})});
+  EXPECT_THAT(names_of(*model),
+              ElementsAre("0.weight0", "0.weight1", "0.weight2", "0.bias0", "0.bias1", "0.bias2"));
+  const at::Tensor y = model->forward(x, {splits})[0];
+  const auto p = model->named_parameters();
+  const at::Tensor expected =
+      at::cat({at::linear(x.narrow(0, 0, 3), p["0.weight0"], p["0.bias0"]),
+               at::linear(x.narrow(0, 3, 2), p["0.weight2"], p["0.bias2"]), at::zeros({2, 5})});
+  EXPECT_TRUE(near(y.detach(), expected.detach()));
+  Sequential packed(
+      {ops::grouped_linear(4, 5, {.num_groups = 3, .packed_weight = true, .packed_bias = true})});
+  EXPECT_THAT(names_of(*packed), ElementsAre("0.weight", "0.bias"));
+  EXPECT_EQ(weight_of(packed, "0.weight").sizes(), (std::vector<int64_t>{3, 5, 4}));
+  {
+    const c10::AutoGradMode no_grad(false);
+    weight_of(packed, "0.weight")
+        .copy_(at::stack({p["0.weight0"], p["0.weight1"], p["0.weight2"]}));
+  }
+  EXPECT_TRUE(same(packed->forward(x, {splits})[0], y));
+}
+
+TEST(Ops, LinearOverRanks) {
+  using Mode = TensorParallel::Mode;
+  const auto made = [](Mode mode, bool sequence_parallel) {
+    return ops::linear(8, 12, {.tensor_parallel = {mode, "0", 2, sequence_parallel}});
+  };
+  EXPECT_THAT(basics_of(made(Mode::column, false)),
+              ElementsAre("reduce_gradient", "basic_linear", "bias"));
+  EXPECT_THAT(basics_of(made(Mode::column, true)),
+              ElementsAre("all_gather", "basic_linear", "bias"));
+  EXPECT_THAT(basics_of(made(Mode::row, false)), ElementsAre("basic_linear", "all_reduce", "bias"));
+  EXPECT_THAT(basics_of(made(Mode::row, true)),
+              ElementsAre("basic_linear", "reduce_scatter", "bias"));
+  EXPECT_EQ(made(Mode::column, false).parameters[0].shape, (std::vector<int64_t>{6, 8}));
+  EXPECT_EQ(made(Mode::row, false).parameters[0].shape, (std::vector<int64_t>{12, 4}));
+  EXPECT_EQ(made(Mode::row, false).parameters[1].shape, (std::vector<int64_t>{12}));
+  EXPECT_THAT(basics_of(ops::linear(8, 12, {.tensor_parallel = {Mode::row, "0", 1, true}})),
+              ElementsAre("basic_linear", "bias"));
+}
+
+TEST(OpsErrors, RanksShareEvenly) {
+  using Mode = TensorParallel::Mode;
+  const auto make = [](int64_t out, const TensorParallel& parallel) {
+    return [=] { ops::linear(8, out, {.tensor_parallel = parallel}); };
+  };
+  EXPECT_THAT(
+      make(7, {Mode::column, "0", 2}),
+      ThrowsText<c10::ValueError>("linear: expected out_features that 2 ranks share evenly, "
+                                  "got 7. Use a multiple of 2.",
+                                  " ranks share evenly, got "));
+  EXPECT_THAT(make(8, {Mode::column, "", 2}),
+              ThrowsText<c10::ValueError>(
+                  "linear: expected the name of a process group in tensor_parallel, got none",
+                  ": expected the name of a process group in "));
+  EXPECT_THAT(make(8, {Mode::column, "0", 0}),
+              ThrowsText<c10::ValueError>(
+                  "linear: expected the ranks of process group 0 in tensor_parallel.size, got 0"));
+}
+
+TEST(OpsErrors, APlaceOfAParameterIsOne) {
+  Op op = ops::linear(4, 4);
+  op.basic_ops[1].parameters = {2};
+  EXPECT_THAT([&] { Sequential({op}); },
+              ThrowsText<c10::ValueError>(
+                  "bias: expected the place of one of 2 parameters of linear, got 2"));
+}
+
+}  // namespace
+}  // namespace tandem::testing
