@@ -37,8 +37,9 @@ def rms_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, inv: to
 
 def current_scaling(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax = x.abs().amax().float()
-    scale = 448.0 / amax
-    return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal()
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = most / amax
+    return (x.float() * scale).clamp(-most, most).to(torch.float8_e4m3fn), scale.reciprocal()
 
 
 class Case:

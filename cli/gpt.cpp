@@ -101,6 +101,17 @@ void Gpt::initialize(int64_t seed) {
   }
 }
 
+NamedTensors Gpt::buffers() const {
+  NamedTensors all;
+  const auto adopt = [&](const std::string& prefix, NamedTensors buffers) {
+    for (auto& [name, tensor] : buffers) all.push_back({prefix + name, std::move(tensor)});
+  };
+  for (size_t i = 0; i < layers_.size(); ++i)
+    adopt("layers." + std::to_string(i) + ".", layers_[i]->buffers());
+  adopt("head.", head_->buffers());
+  return all;
+}
+
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets) {
   return at::cross_entropy_loss(logits.reshape({-1, kVocabulary}).to(at::kFloat),
                                 targets.reshape({-1}));

@@ -26,6 +26,8 @@ class Gpt {
   at::Tensor forward(const at::Tensor& bytes);
   /// Same names, order and shapes whatever the modules are.
   const NamedTensors& parameters() const { return parameters_; }
+  /// The state of the recipe: none before the first call under one that has any.
+  NamedTensors buffers() const;
   /// Normal(0, 0.02) for matrices, less for those that add to the residual stream; ones for norms,
   /// zeros for biases.
   void initialize(int64_t seed);

@@ -33,6 +33,8 @@ class GptLayer {
   virtual at::Tensor mlp(const at::Tensor& x) = 0;
   /// The same names, order and shapes for every implementation.
   virtual NamedTensors parameters() = 0;
+  /// The state of the recipe, made by the first call under one that has any.
+  virtual NamedTensors buffers() { return {}; }
   /// What `mlp` runs as, drawn; empty without a plan.
   virtual std::string mlp_plan_svg() { return {}; }
 };
@@ -43,6 +45,7 @@ class GptHead {
   virtual ~GptHead() = default;
   virtual at::Tensor logits(const at::Tensor& x) = 0;
   virtual NamedTensors parameters() = 0;
+  virtual NamedTensors buffers() { return {}; }
 };
 
 /// On libtorch's own modules and functions.

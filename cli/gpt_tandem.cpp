@@ -17,6 +17,16 @@ NamedTensors renamed(const Sequential& pipeline,
   return renamed;
 }
 
+/// Buffers of pipelines, under the names of these.
+NamedTensors buffers_of(
+    std::initializer_list<std::pair<const char*, const Sequential*>> pipelines) {
+  NamedTensors all;
+  for (const auto& [name, pipeline] : pipelines)
+    for (const auto& buffer : (*pipeline)->named_buffers())
+      all.push_back({std::string(name) + "." + buffer.key(), buffer.value()});
+  return all;
+}
+
 class TandemLayer final : public GptLayer {
  public:
   TandemLayer(const GptConfig& config, at::ScalarType dtype)
@@ -61,6 +71,11 @@ class TandemLayer final : public GptLayer {
     return all;
   }
 
+  NamedTensors buffers() override {
+    return buffers_of(
+        {{"attention_in", &attention_in_}, {"attention_out", &attention_out_}, {"mlp", &mlp_}});
+  }
+
   std::string mlp_plan_svg() override { return mlp_->explain(ExplainFormat::svg); }
 
  private:
@@ -79,6 +94,8 @@ class TandemHead final : public GptHead {
   NamedTensors parameters() override {
     return renamed(pipeline_, {{"0.weight", "norm.weight"}, {"1.weight", "linear.weight"}});
   }
+
+  NamedTensors buffers() override { return buffers_of({{"pipeline", &pipeline_}}); }
 
  private:
   Sequential pipeline_;

@@ -5,6 +5,7 @@ namespace tandem::cli {
 std::span<const NamedRecipe> named_recipes() {
   static const NamedRecipe recipes[] = {
       {"fp8", "current scaling", Float8CurrentScaling{}},
+      {"delayed", "scales from the amaxes of past steps", DelayedScaling{}},
       {"mxfp8", "blocks of 32 with a scale each", MXFP8BlockScaling{}},
   };
   return recipes;

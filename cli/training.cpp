@@ -161,6 +161,11 @@ NamedTensors Training::state() const {
     state.push_back({name + ".first_moment", moments.exp_avg()});
     state.push_back({name + ".second_moment", moments.exp_avg_sq()});
   }
+  for (const auto& [name, buffer] : model_.buffers()) {
+    // A whole number is that of a region whose amaxes wait: it is over in any other process.
+    const bool is_region = buffer.scalar_type() == at::kLong;
+    state.push_back({name, is_region ? buffer.ne(0).to(at::kLong).neg() : buffer});
+  }
   state.push_back({"random_state", generator_state()});
   return state;
 }
@@ -191,6 +196,9 @@ void Training::restore(const NamedTensors& state, int64_t steps) {
     moments->exp_avg_sq(take(name + ".second_moment", masters_[i].sizes(), at::kFloat));
     optimizer_.state()[masters_[i].unsafeGetTensorImpl()] = std::move(moments);
   }
+  if (recipe_ && steps > 0) forward(at::zeros({1, 1}, at::kLong));  // makes the recipe's state
+  for (const auto& [name, buffer] : model_.buffers())
+    buffer.copy_(take(name, buffer.sizes(), buffer.scalar_type()));
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   generator.set_state(take("random_state", generator_state().sizes(), at::kByte));
 }

@@ -35,7 +35,7 @@ class Training {
 
   /// float32 parameters by name.
   NamedTensors parameters() const;
-  /// Parameters, both moments of each, and the state of the random generator.
+  /// Parameters, both moments of each, the state of the recipe, and that of the random generator.
   NamedTensors state() const;
   /// Goes on from `state` after `steps` steps. Throws: UserError for other names or shapes (test
   /// test_mismatched_checkpoint).

@@ -7,32 +7,29 @@
 
 namespace tandem {
 
+/// FP8 formats of the operands of a product.
+enum class RecipeFormat : unsigned char {
+  /// Inputs and weights E4M3, gradients E5M2.
+  hybrid,
+  /// Everything E4M3.
+  e4m3,
+};
+
 /// Per-tensor scaling from the tensor's own amax: scale = format max / amax, for every tensor, at
 /// every call.
 struct Float8CurrentScaling {
-  enum class Format : unsigned char {
-    /// Inputs and weights E4M3, gradients E5M2.
-    hybrid,
-    /// Everything E4M3.
-    e4m3,
-  };
-  Format fp8_format = Format::hybrid;
+  /// Scales are rounded down to powers of two.
   bool use_power_2_scales = false;
-  /// Lower bound of amax of inputs, weights, gradients.
-  double amax_epsilon[3] = {0, 0, 0};
+  RecipeFormat fp8_format = RecipeFormat::hybrid;
+  /// Lower bounds of amax, finite and at least 0.
+  double amax_epsilon_input = 0, amax_epsilon_weight = 0, amax_epsilon_grad_output = 0;
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
 /// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product
 /// sums over (OCP MX).
 struct MXFP8BlockScaling {
-  enum class Format : unsigned char {
-    /// Inputs and weights E4M3, gradients E5M2.
-    hybrid,
-    /// Everything E4M3.
-    e4m3,
-  };
-  Format fp8_format = Format::e4m3;
+  RecipeFormat fp8_format = RecipeFormat::e4m3;
   /// Blocks of weights are 32 by 32, so that both directions have the same codes.
   bool enable_2d_quantization = false;
   bool operator==(const MXFP8BlockScaling&) const = default;
@@ -43,12 +40,6 @@ struct MXFP8BlockScaling {
 /// `recipe_state`; it moves on once per outermost Autocast, for forward when that ends with
 /// gradients enabled, for backward when the last backward of its calls has run.
 struct DelayedScaling {
-  enum class Format : unsigned char {
-    /// Inputs and weights E4M3, gradients E5M2.
-    hybrid,
-    /// Everything E4M3.
-    e4m3,
-  };
   enum class AmaxAlgorithm : unsigned char {
     /// The largest amax of the history.
     max,
@@ -57,7 +48,7 @@ struct DelayedScaling {
   };
   /// Scales are 2^margin times smaller than they could be, in [-64, 64].
   int64_t margin = 0;
-  Format fp8_format = Format::hybrid;
+  RecipeFormat fp8_format = RecipeFormat::hybrid;
   /// Steps that count, in [1, 65536].
   int64_t amax_history_len = 1024;
   AmaxAlgorithm amax_compute_algo = AmaxAlgorithm::max;
@@ -69,6 +60,8 @@ struct DelayedScaling {
   /// Name of a function that makes scales instead (register_scale_update); empty: as
   /// `amax_compute_algo` says.
   std::string scale_update = {};
+  /// Amaxes are kept as otherwise, and products take plain numbers.
+  bool calibrating = false;
   bool operator==(const DelayedScaling&) const = default;
 };
 

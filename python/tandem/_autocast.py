@@ -49,14 +49,10 @@ class autocast(contextlib.ContextDecorator):
 
         Args:
             enabled: whether products inside are quantized.
-            calibrating: False; no other value is known yet.
+            calibrating: with `enabled=False`: whether a recipe that keeps amaxes keeps those of products, which are not quantized.
             recipe: formats and scaling; None: `Float8CurrentScaling()`.
             amax_reduction_group: of a recipe that keeps amaxes: the processes that share them; None: all processes.
         """
-        if calibrating:
-            raise NotImplementedError(
-                "autocast: expected calibrating=False, got True. No amaxes are collected without quantizing; leave it out."
-            )
         if amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
             raise TypeError(
                 "autocast: expected amax_reduction_group to be a process group of torch.distributed or None, got "
@@ -70,14 +66,18 @@ class autocast(contextlib.ContextDecorator):
                 "Pass for example tandem.recipe.Float8CurrentScaling()."
             )
         self._recipe, self._group, self._enabled = recipe, amax_reduction_group, bool(enabled)
-        self._json = recipe.to_json() if enabled else "null"
+        self._keeps_amaxes = isinstance(recipe, DelayedScaling) and bool(enabled or calibrating)
+        if isinstance(recipe, DelayedScaling) and self._keeps_amaxes:
+            self._json = recipe.to_json(calibrating=not enabled)
+        else:
+            self._json = recipe.to_json() if enabled else "null"
         self._outer_while_traced: list[str] = []
 
     def __enter__(self) -> None:
         # Not is_compiling(): that is also True while another thread compiles.
         text = self._json
-        if isinstance(self._recipe, DelayedScaling) and self._enabled:
-            text = self._recipe.to_json(_group_of(self._recipe, self._group))
+        if self._keeps_amaxes and (group := _group_of(self._recipe, self._group)):  # type: ignore[arg-type]
+            text = self._recipe.to_json(group, not self._enabled)  # type: ignore[call-arg]
         if is_dynamo_compiling():  # nothing is entered when the compiled code runs: the recipe is in its descriptions
             self._outer_while_traced.append(_C.in_force.recipe)
             if history_length(text):

@@ -6,10 +6,11 @@ import enum
 import functools
 import itertools
 import json
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,28 +26,78 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
 
+class _Row(NamedTuple):
+    """A field of a recipe, as the library has it: reading, writing and checks follow it."""
+
+    name: str
+    type: str
+    default: Any
+    expected: str
+    least: float | None
+    greatest: float | None
+    words: list[str]
+    doc: str
+
+    def allows(self, value: Any) -> bool:
+        if self.name == "fp8_format":
+            return isinstance(value, Format)
+        if self.type == "flag":
+            return type(value) is bool
+        if self.type == "text":
+            return isinstance(value, str) and value in self.words
+        if self.type == "whole":
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+        else:
+            is_number = hasattr(value, "__float__") and -math.inf < value < math.inf
+        return is_number and (self.least is None or value >= self.least) and (self.greatest is None or value <= self.greatest)
+
+    def written(self, value: Any) -> str:
+        """As JSON; by hand, as Dynamo traces it."""
+        if self.type == "text":
+            text = f'"{value.value if isinstance(value, Format) else value}"'
+        elif self.type == "flag":
+            text = "true" if value else "false"
+        else:
+            text = str(value if self.type == "whole" else float(value))
+        return f'"{self.name}":{text}'
+
+
 class Recipe:
     """Base of all recipes."""
 
     fp8_format: Format
+    _name: ClassVar[str]  # what the library calls it
+    _rows: ClassVar[tuple[_Row, ...]]
+    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # arguments of TransformerEngine that the library has not
 
-    def _check_format(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise ValueError(
-                f"{type(self).__name__}: expected fp8_format to be Format.HYBRID or Format.E4M3, got {self.fp8_format!r}. "
-                "Take it from tandem.recipe.Format."
-            )
+    def __init_subclass__(cls) -> None:
+        if Recipe in cls.__bases__:
+            cls._name, rows = cls.__name__, json.loads(_C.recipe_signature(cls.__name__))
+            cls._rows = tuple([_Row(*[row[name] for name in _Row._fields]) for row in rows])
 
-    def _check_defaults(self, *defaults: tuple[str, object]) -> None:
-        for name, default in defaults:
+    def __post_init__(self) -> None:
+        for row in self._rows:
+            self._check(row)
+        for name, default in self._only_defaults:
             if getattr(self, name) != default:
                 raise NotImplementedError(
-                    f"{type(self).__name__}: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
+                    f"{self._name}: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
                 )
+
+    def _check(self, row: _Row) -> None:
+        value = getattr(self, row.name)
+        if not row.allows(value):
+            expected = {"fp8_format": "Format.HYBRID or Format.E4M3", "amax_compute_algo": f"{row.expected} or a function"}.get(row.name, row.expected)
+            expected = "True or False" if row.type == "flag" else expected
+            raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
 
     def to_json(self) -> str:
         """The recipe as canonical JSON: what descriptions of pipelines hold."""
-        raise NotImplementedError
+        return self._written({})
+
+    def _written(self, instead: dict[str, object]) -> str:
+        fields = [row.written(instead[row.name] if row.name in instead else getattr(self, row.name)) for row in self._rows]
+        return "{" + ",".join(sorted([*fields, f'"name":"{self._name}"'])) + "}"
 
 
 @dataclass(frozen=True)
@@ -72,28 +123,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    def __post_init__(self) -> None:
-        self._check_format()
-        if type(self.use_power_2_scales) is not bool:
-            raise ValueError(
-                f"Float8CurrentScaling: expected use_power_2_scales to be True or False, got {self.use_power_2_scales!r}. "
-                "Pass a bool."
-            )
-        for name in ("amax_epsilon_input", "amax_epsilon_weight", "amax_epsilon_grad_output"):
-            epsilon = getattr(self, name)
-            if not hasattr(epsilon, "__float__") or not 0 <= epsilon < float("inf"):
-                raise ValueError(
-                    f"Float8CurrentScaling: expected {name} to be finite and at least 0, got {epsilon!r}. It is the least amax."
-                )
-        self._check_defaults(("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
-
-    def to_json(self) -> str:  # formatted by hand, as Dynamo traces it
-        power_2 = "true" if self.use_power_2_scales else "false"
-        return (
-            f'{{"amax_epsilon_grad_output":{float(self.amax_epsilon_grad_output)},"amax_epsilon_input":{float(self.amax_epsilon_input)},'
-            f'"amax_epsilon_weight":{float(self.amax_epsilon_weight)},"fp8_format":"{self.fp8_format.value}",'
-            f'"name":"Float8CurrentScaling","use_power_2_scales":{power_2}}}'
-        )
+    _only_defaults = (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
 
 
 _AmaxCompute = Callable[[torch.Tensor], torch.Tensor]
@@ -131,41 +161,32 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
+    _only_defaults = Float8CurrentScaling._only_defaults
+
     def __post_init__(self) -> None:
-        self._check_format()
-        for name, least, most in (("margin", -64, 64), ("amax_history_len", 1, 65536)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"DelayedScaling: expected {name} to be a whole number from {least} to {most}, got {value!r}. Pass an int.")
-        if type(self.reduce_amax) is not bool:
-            raise ValueError(f"DelayedScaling: expected reduce_amax to be True or False, got {self.reduce_amax!r}. Pass a bool.")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f'DelayedScaling: expected amax_compute_algo to be "max", "most_recent" or a function, got {self.amax_compute_algo!r}. '
-                "Name which amax of the history counts."
-            )
+        super().__post_init__()
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise ValueError(
                 f"DelayedScaling: expected scaling_factor_compute_algo to be None or a function, got {self.scaling_factor_compute_algo!r}. "
                 "Leave it out."
             )
-        self._check_defaults(("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
         object.__setattr__(self, "_function", _registered(self))
+
+    def _check(self, row: _Row) -> None:
+        is_other = row.name in ("amax_reduction_group", "calibrating", "scale_update")  # of the region, and of the functions
+        if not is_other and not (row.name == "amax_compute_algo" and callable(self.amax_compute_algo)):
+            super()._check(row)
 
     def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
         return type(self), tuple([getattr(self, field.name) for field in fields(self)])
 
-    def to_json(self, group: str = "") -> str:
-        """As the base class says; `group` is the name of the processes that share their amaxes."""
-        algorithm = "max" if callable(self.amax_compute_algo) else self.amax_compute_algo
-        reduce = "true" if self.reduce_amax else "false"
-        named_group = f'"amax_reduction_group":"{group}",' if group and self.reduce_amax else ""
-        function: str = self._function  # type: ignore[attr-defined]
-        named_function = f',"scale_update":"{function}"' if function else ""
-        return (
-            f'{{"amax_compute_algo":"{algorithm}","amax_history_len":{self.amax_history_len},{named_group}"fp8_format":"{self.fp8_format.value}",'
-            f'"margin":{self.margin},"name":"DelayedScaling","reduce_amax":{reduce}{named_function}}}'
-        )
+    def to_json(self, group: str = "", calibrating: bool = False) -> str:
+        """As the base class says; `group` is the name of the processes that share their amaxes, `calibrating` that products are not quantized."""
+        instead: dict[str, object] = {"amax_reduction_group": group if self.reduce_amax else "", "calibrating": calibrating}
+        instead["scale_update"] = self._function  # type: ignore[attr-defined]
+        if callable(self.amax_compute_algo):
+            instead["amax_compute_algo"] = "max"
+        return self._written(instead)
 
 
 def _registered(recipe: DelayedScaling) -> str:
@@ -229,18 +250,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     backward_override: str | None = None
 
-    def __post_init__(self) -> None:
-        self._check_format()
-        if type(self.enable_2d_quantization) is not bool:
-            raise ValueError(
-                f"MXFP8BlockScaling: expected enable_2d_quantization to be True or False, got {self.enable_2d_quantization!r}. "
-                "Pass a bool."
-            )
-        self._check_defaults(("margin", 0), ("backward_override", None))
-
-    def to_json(self) -> str:
-        square = "true" if self.enable_2d_quantization else "false"
-        return f'{{"enable_2d_quantization":{square},"fp8_format":"{self.fp8_format.value}","name":"MXFP8BlockScaling"}}'
+    _only_defaults = (("margin", 0), ("backward_override", None))
 
 
 _RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling)
@@ -250,10 +260,11 @@ def recipe_from_json(text: str) -> Recipe:
     """The recipe of `to_json`: its fields are what the constructor calls them."""
     values = json.loads(text)
     name = values.pop("name")
-    values.pop("amax_reduction_group", None)  # of the region, not of the recipe
+    for of_the_region in ("amax_reduction_group", "calibrating"):
+        values.pop(of_the_region, None)
     if (function := values.pop("scale_update", "")) in _with_functions:
         return _with_functions[function]
-    known = {recipe.__name__: recipe for recipe in _RECIPES}
+    known = {recipe._name: recipe for recipe in _RECIPES}
     if name not in known:
         raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")
     return known[name](**{field: Format(value) if field == "fp8_format" else value for field, value in values.items()})

@@ -44,8 +44,8 @@ RegionPtr context_region() {
   return region;
 }
 
-const ActiveRecipe* context_recipe() {
-  if (open_regions.load(std::memory_order_relaxed) == 0) return active_recipe();
+ActiveRecipePtr context_recipe() {
+  if (open_regions.load(std::memory_order_relaxed) == 0) return kept_active_recipe();
   const RegionPtr region = context_region();
   return region ? region->recipe : nullptr;
 }
@@ -106,7 +106,7 @@ void leave(const py::object& owner) {
 /// it is: guards ask for what the calling thread and context have.
 PyObject* get_recipe(PyObject*, void*) {
   try {
-    const ActiveRecipe* recipe = context_recipe();
+    const ActiveRecipePtr recipe = context_recipe();
     return recipe == nullptr ? PyUnicode_InternFromString("null")
                              : PyUnicode_FromString(recipe->json.c_str());
   } catch (py::error_already_set& error) {
@@ -176,7 +176,7 @@ void bind_autocast(py::module_& module) {
       py::arg("name"), py::arg("function"));
   kernel_ops::set_region_reader(&context_number);
   module.def("active_recipe", []() -> std::optional<std::string> {
-    const ActiveRecipe* recipe = context_recipe();
+    const ActiveRecipePtr recipe = context_recipe();
     return recipe == nullptr ? std::nullopt : std::optional(recipe->json);
   });
   module.attr("in_force") = in_force();

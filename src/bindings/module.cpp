@@ -426,6 +426,7 @@ PYBIND11_MODULE(_C, module) {
     return fusions;
   });
   module.def("op_signature", &signature_of);
+  module.def("recipe_signature", &recipe_signature_of);
   module.def("explain_description", [](const std::string& text, const std::string& format) {
     const auto program = program_of(text);
     std::vector<ExplainedPlan> plans;

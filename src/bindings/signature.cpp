@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/op_def.h"
+#include "quantization/recipe.h"
 
 namespace tandem::bindings {
 
@@ -33,6 +34,12 @@ json option_json(const OptionDef& option) {
           {"doc", option.doc}};
 }
 
+json options_json(const Signature& signature) {
+  json options = json::array();
+  for (const OptionDef& option : signature.options()) options.push_back(option_json(option));
+  return options;
+}
+
 json param_json(const ParamDef& param) {
   static constexpr const char* kInits[] = {"zeros", "ones", "kaiming_uniform"};
   return {{"name", param.name},
@@ -45,21 +52,24 @@ json param_json(const ParamDef& param) {
 
 std::string signature_of(const std::string& name) {
   const OpDef& def = op_def(name);
-  json sizes = json::array(), options = json::array(), params = json::array();
+  json sizes = json::array(), params = json::array();
   for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
-  for (const OptionDef& option : def.signature.options()) options.push_back(option_json(option));
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
   return json{{"name", def.name},
               {"formula", def.formula},
               {"family", def.family},
               {"sizes", sizes},
-              {"options", options},
+              {"options", options_json(def.signature)},
               {"parameters", params},
               {"extra_inputs", Names(def.inputs.begin() + 1, def.inputs.end())},
               {"extra_outputs", def.extra_outputs},
               {"context", def.context},
               {"depends_on_training", def.training_only}}
       .dump();
+}
+
+std::string recipe_signature_of(const std::string& name) {
+  return options_json(recipe_signature(name)).dump();
 }
 
 }  // namespace tandem::bindings

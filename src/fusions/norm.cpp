@@ -48,6 +48,12 @@ Refusal refuse_same_gradient_twice(const Match& match) {
   return "the sum has no other term";
 }
 
+Refusal refuse_without_codes(const Match& match) {
+  if (exists(match.written({1, "row_codes"})) || exists(match.written({1, "column_codes"})))
+    return std::nullopt;
+  return "no codes are asked for, only the amax of what is read as it is";
+}
+
 }  // namespace
 
 const Fusion kRmsNormQuantize{
@@ -57,6 +63,7 @@ const Fusion kRmsNormQuantize{
         {.reads = {{0, "x"}, {0, "weight"}, {1, "scale"}},
          .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
          .run = rms_norm_quantize},
+    .refuse = refuse_without_codes,
     .picture = "x -> rms_norm -> y (if demanded) -> codes, scales, amax",
 };
 
@@ -71,6 +78,7 @@ const Fusion kLayerNormQuantize{
                        {1, "column_codes"},
                        {1, "amax"}},
             .run = layer_norm_quantize},
+    .refuse = refuse_without_codes,
     .picture = "x -> layer_norm -> y (if demanded) -> codes, scales, amax",
 };
 

@@ -21,7 +21,7 @@ constexpr uint32_t shift_rounding(uint32_t value, int bits) {
   return kept + (rest > half || (rest == half && (kept & 1)) ? 1 : 0);
 }
 
-/// The code of a finite magnitude, as if the format's exponents went on above its largest value.
+/// The code of a magnitude, as if the format's exponents went on above its largest value.
 uint32_t round_magnitude(uint32_t magnitude, const Fp8Traits& traits) {
   const int field = static_cast<int>(magnitude >> 23);
   const uint32_t significand = (magnitude & 0x7FFFFF) | (field > 0 ? 0x800000 : 0);
@@ -37,16 +37,6 @@ uint32_t round_magnitude(uint32_t magnitude, const Fp8Traits& traits) {
   return dropped - steps_above > 25 ? 0 : shift_rounding(significand, dropped - steps_above);
 }
 
-uint8_t convert(float value, Fp8Format format, bool saturate) {
-  const Fp8Traits& traits = traits_of(format);
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFF, sign = (bits >> 24) & 0x80;
-  if (magnitude > kInfinity) return 0x7F;
-  uint32_t code = magnitude == kInfinity ? traits.above : round_magnitude(magnitude, traits);
-  if (code > traits.largest) code = saturate ? traits.largest : traits.above;
-  return static_cast<uint8_t>(sign | code);
-}
-
 /// amax < eps by the bits of two non-negative numbers, whatever the calling thread does with
 /// subnormals; false for NaN.
 bool is_below(float amax, float eps) {
@@ -56,10 +46,12 @@ bool is_below(float amax, float eps) {
 
 }  // namespace
 
-uint8_t fp8_from_float(float value, Fp8Format format) { return convert(value, format, true); }
-
-uint8_t fp8_from_float_unsaturated(float value, Fp8Format format) {
-  return convert(value, format, false);
+uint8_t fp8_from_float(float value, Fp8Format format) {
+  const Fp8Traits& traits = traits_of(format);
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t magnitude = bits & 0x7FFFFFFF, sign = (bits >> 24) & 0x80;
+  if (magnitude > kInfinity) return 0x7F;
+  return static_cast<uint8_t>(sign | std::min(round_magnitude(magnitude, traits), traits.largest));
 }
 
 float float_from_fp8(uint8_t code, Fp8Format format) {

@@ -55,10 +55,6 @@ constexpr float fp8_max(Fp8Format format) { return traits_of(format).max; }
 /// 0x7F. The scalar reference.
 uint8_t fp8_from_float(float value, Fp8Format format);
 
-/// As fp8_from_float but not saturating: above the largest value E4M3 gives NaN and E5M2 infinity,
-/// the sign kept.
-uint8_t fp8_from_float_unsaturated(float value, Fp8Format format);
-
 /// The value of a code; all NaN codes give a quiet NaN.
 float float_from_fp8(uint8_t code, Fp8Format format);
 

@@ -1,10 +1,11 @@
 #include "pipeline/autocast.h"
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/json_fields.h"
 #include "kernel_ops/weights.h"
@@ -19,37 +20,92 @@ RegionPtr& here() {
   return region;
 }
 
-const ActiveRecipe* interned(const std::string& json) {
-  const auto recipe = recipe_from_json(parse_json(json, "recipe"));
-  if (!recipe) return nullptr;
-  static auto& mutex = *new std::mutex;
-  static auto& recipes = *new std::map<std::string, std::unique_ptr<ActiveRecipe>>;
-  const std::string canonical = to_json(*recipe).dump();
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& entry = recipes[canonical];
-  if (!entry)
-    entry = std::make_unique<ActiveRecipe>(ActiveRecipe{canonical, history_length(*recipe)});
-  return entry.get();
+/// Those that live, by their JSON.
+class Recipes {
+ public:
+  ActiveRecipePtr of(const std::string& json) {
+    if (ActiveRecipePtr known = find(json)) return known;
+    const auto recipe = recipe_from_json(parse_json(json, "recipe"));
+    if (!recipe) return nullptr;
+    std::string canonical = to_json(*recipe).dump();
+    if (ActiveRecipePtr known = find(canonical)) return known;
+    const ActiveRecipePtr made(
+        new ActiveRecipe{std::move(canonical), history_length(*recipe), ++last_},
+        [this](const ActiveRecipe* dead) {
+          forget(*dead);
+          delete dead;
+        });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& entry = living_[made->json];
+    if (ActiveRecipePtr known = entry.lock()) return known;  // made by another thread meanwhile
+    entry = made;
+    return made;
+  }
+
+  std::string text_of(int64_t number) {
+    std::vector<ActiveRecipePtr> held;  // may be the last to hold one: they go without the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [json, entry] : living_) {
+      held.push_back(entry.lock());
+      if (held.back() && held.back()->number == number) return json;
+    }
+    return "one that nothing uses any more";
+  }
+
+ private:
+  ActiveRecipePtr find(const std::string& json) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto entry = living_.find(json);
+    return entry == living_.end() ? nullptr : entry->second.lock();
+  }
+
+  void forget(const ActiveRecipe& dead) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto entry = living_.find(dead.json);
+    if (entry != living_.end() && entry->second.expired()) living_.erase(entry);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::weak_ptr<const ActiveRecipe>> living_;
+  std::atomic<int64_t> last_{0};
+};
+
+Recipes& recipes() {
+  static auto& recipes = *new Recipes;  // outlives static holders of recipes
+  return recipes;
+}
+
+/// The innermost region of this thread that has not been left by another thread or context.
+const Region* open_region() {
+  const Region* region = here().get();
+  while (region != nullptr && !region->is_open.load(std::memory_order_relaxed))
+    region = region->outer.get();
+  return region;
 }
 
 }  // namespace
 
 const ActiveRecipe* active_recipe() {
-  const Region* region = here().get();
-  while (region != nullptr && !region->is_open.load(std::memory_order_relaxed))
-    region = region->outer.get();  // left by another thread or context
+  const Region* region = open_region();
+  return region == nullptr ? nullptr : region->recipe.get();
+}
+
+ActiveRecipePtr kept_active_recipe() {
+  const Region* region = open_region();
   return region == nullptr ? nullptr : region->recipe;
 }
 
+std::string recipe_text(int64_t number) { return recipes().text_of(number); }
+
 RegionPtr make_region(const std::string& json, RegionPtr outer, std::shared_ptr<void> owner) {
-  const ActiveRecipe* recipe = interned(json);
+  ActiveRecipePtr recipe = recipes().of(json);
   std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
   if (outermost == nullptr && recipe != nullptr)
     outermost = std::make_shared<RecipeRegion>(kernel_ops::new_region());
   const bool is_recompute = outer && outer->is_recompute;
   if (outermost != nullptr && !is_recompute) outermost->enter();
-  return RegionPtr(
-      new Region{recipe, std::move(outermost), is_recompute, std::move(outer), std::move(owner)});
+  return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
+                              std::move(outer), std::move(owner)});
 }
 
 RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,

@@ -12,18 +12,21 @@
 
 namespace tandem {
 
-/// A recipe in force, known by its canonical JSON; equal recipes are one object, which lives as
-/// long as the process.
+/// A recipe in force, known by its canonical JSON. Equal recipes are one object as long as a region
+/// or what a pipeline keeps for calls under it lives.
 struct ActiveRecipe {
   std::string json;
   /// Of the amaxes that modules keep for it; 0: it has no state.
   int64_t history_length = 0;
+  /// At least 1, and of no other recipe, even after this one has died.
+  int64_t number = 0;
 };
+using ActiveRecipePtr = std::shared_ptr<const ActiveRecipe>;
 
 /// One entry into an autocast region. Only `is_open` ever changes, so threads may share chains.
 struct Region {
   /// Null: quantization is off inside.
-  const ActiveRecipe* recipe;
+  ActiveRecipePtr recipe;
   /// The outermost one with a recipe, in which weight codes are made once and amaxes belong to one
   /// step.
   std::shared_ptr<RecipeRegion> outermost;
@@ -39,6 +42,10 @@ using RegionPtr = std::shared_ptr<Region>;
 
 /// The recipe of the innermost region of this thread, or null.
 TANDEM_API const ActiveRecipe* active_recipe();
+/// The same, to be kept.
+TANDEM_API ActiveRecipePtr kept_active_recipe();
+/// The JSON of the recipe of a number, as an error shows it.
+TANDEM_API std::string recipe_text(int64_t number);
 
 /// A region inside `outer`: `json` is a recipe, or "null" to switch quantization off. It is in
 /// force nowhere yet. Throws c10::ValueError on an unknown recipe.

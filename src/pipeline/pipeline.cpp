@@ -18,7 +18,7 @@ namespace tandem {
 
 namespace {
 /// Stand for the recipe of the last call where there was none, and for more than one recipe.
-const ActiveRecipe kNeverCalled, kSeveral{"one of several"};
+constexpr int64_t kNeverCalled = -1, kSeveral = -2;
 
 /// What is kept for calls like earlier ones: states under the fusions of now, and plans of one.
 constexpr size_t kMostStates = 16, kMostServed = 64;
@@ -27,7 +27,7 @@ constexpr size_t kMostStates = 16, kMostServed = 64;
 Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
     : ops_(std::move(ops)),
       required_fusions_(std::move(required_fusions)),
-      calls_{Calls{&kNeverCalled}, Calls{&kNeverCalled}} {
+      calls_{Calls{kNeverCalled}, Calls{kNeverCalled}} {
   const auto parsed = parse_description(
       text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
   writes_arguments_ = std::any_of(parsed->ops.begin(), parsed->ops.end(),
@@ -62,13 +62,14 @@ Pipeline::State& Pipeline::state(bool training) {
   const ActiveRecipe* recipe = active_recipe();
   const uint64_t version = tandem::fusions_version();
   for (State* state = newest_; state != nullptr; state = state->older)
-    if (state->recipe == recipe && state->training == training && state->fusions_version == version)
+    if (state->recipe.get() == recipe && state->training == training &&
+        state->fusions_version == version)
       return *state;
   auto program =
       program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
   states_.push_back(std::unique_ptr<State>(
-      new State{recipe, training, version, std::move(program), {}, newest_.load()}));
+      new State{kept_active_recipe(), training, version, std::move(program), {}, newest_.load()}));
   newest_ = states_.back().get();
   State& made = *states_.back();
   retire_states(version);
@@ -77,8 +78,9 @@ Pipeline::State& Pipeline::state(bool training) {
 
 const std::string& Pipeline::text_for_op(State& state) {
   if (const std::string* text = state.text.load(std::memory_order_acquire)) return *text;
-  auto made = std::make_unique<const std::string>(text_of(
-      state.recipe, state.training, state.fusions_version, true, /*cache_weights=*/false, {}));
+  auto made = std::make_unique<const std::string>(text_of(state.recipe.get(), state.training,
+                                                          state.fusions_version, true,
+                                                          /*cache_weights=*/false, {}));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (state.held_text == nullptr) {
     state.held_text = std::move(made);
@@ -168,20 +170,22 @@ Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Pla
 /// against one under the recipe of the others. Another one counts saved tensors itself and
 /// recomputes under hooks for them.
 void Pipeline::note_recipe(bool training) {
-  const ActiveRecipe* recipe = active_recipe();
+  const ActiveRecipe* active = active_recipe();
+  const int64_t recipe = active == nullptr ? 0 : active->number;
   Calls& calls = calls_[training ? 1 : 0];
-  const ActiveRecipe* under = calls.under.load(std::memory_order_relaxed);
-  const ActiveRecipe* last = calls.with_grad.load(std::memory_order_relaxed);
+  int64_t under = calls.under.load(std::memory_order_relaxed);
+  const int64_t last = calls.with_grad.load(std::memory_order_relaxed);
   if (is_in_backward()) {
     if (!c10::GradMode::is_enabled()) return;
     calls.are_recomputed.store(true, std::memory_order_relaxed);
-    const bool has_forward = under != nullptr || calls.plain.load(std::memory_order_relaxed);
+    const bool has_forward = under != 0 || calls.plain.load(std::memory_order_relaxed);
     const bool is_reentrant = !at::SavedTensorDefaultHooks::is_enabled() ||
                               !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
-    const ActiveRecipe* expected =
-        has_forward && (is_reentrant || last == &kNeverCalled) ? under : last;
-    const auto text = [](const ActiveRecipe* r) { return r == nullptr ? "none" : r->json; };
-    TORCH_CHECK_VALUE(recipe == expected || expected == &kNeverCalled,
+    const int64_t expected = has_forward && (is_reentrant || last == kNeverCalled) ? under : last;
+    const auto text = [](int64_t number) {
+      return number == 0 ? "none" : number == kSeveral ? "one of several" : recipe_text(number);
+    };
+    TORCH_CHECK_VALUE(recipe == expected || expected == kNeverCalled,
                       "pipeline: expected a recompute under the recipe of its forward, ",
                       text(expected), ", got ", text(recipe),
                       ". Call backward() inside the tandem.autocast region of the forward, or pass "
@@ -196,12 +200,12 @@ void Pipeline::note_recipe(bool training) {
   if (calls.are_recomputed.load(std::memory_order_relaxed)) {
     calls.are_recomputed.store(false, std::memory_order_relaxed);
     calls.plain.store(false, std::memory_order_relaxed);
-    calls.under.store(under = nullptr, std::memory_order_relaxed);
+    calls.under.store(under = 0, std::memory_order_relaxed);
   }
-  if (recipe == nullptr && !calls.plain.load(std::memory_order_relaxed))
+  if (recipe == 0 && !calls.plain.load(std::memory_order_relaxed))
     calls.plain.store(true, std::memory_order_relaxed);
-  if (recipe != nullptr && recipe != under)
-    calls.under.store(under == nullptr ? recipe : &kSeveral, std::memory_order_relaxed);
+  if (recipe != 0 && recipe != under)
+    calls.under.store(under == 0 ? recipe : kSeveral, std::memory_order_relaxed);
 }
 
 void Pipeline::check_no_writes(at::TensorList inputs) const {

@@ -106,7 +106,7 @@ class TANDEM_API Pipeline {
     kernel_ops::Workspace parts;
   };
   struct State {
-    const ActiveRecipe* recipe;
+    ActiveRecipePtr recipe;
     bool training;
     uint64_t fusions_version;
     std::shared_ptr<Program> program;
@@ -160,10 +160,10 @@ class TANDEM_API Pipeline {
   /// What a recompute may repeat: the last call with grad, and the calls without since the last
   /// recompute.
   struct Calls {
-    /// Its recipe.
-    std::atomic<const ActiveRecipe*> with_grad;
-    /// The recipe of those without grad, aside from those without a recipe.
-    std::atomic<const ActiveRecipe*> under{nullptr};
+    /// The number of its recipe; 0: none.
+    std::atomic<int64_t> with_grad;
+    /// That of those without grad, aside from those without a recipe.
+    std::atomic<int64_t> under{0};
     /// Whether there were any of these.
     std::atomic<bool> plain{false};
     /// The next call without grad is the first of others.

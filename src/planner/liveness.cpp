@@ -51,6 +51,10 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
       continue;
     }
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
+    // Of an amax without codes (calibrating) counts whether a product reads the numbers themselves.
+    const auto is_amax = [&](Value value) { return !exists(value) || recorded(value); };
+    if (std::ranges::any_of(step->writes, exists) && std::ranges::all_of(step->writes, is_amax))
+      needed |= read(step->reads[0]);
     if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
     for (Value& value : step->writes) {
       if (!exists(value) || recorded(value)) continue;

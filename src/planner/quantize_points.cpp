@@ -22,6 +22,7 @@ class QuantizePoints {
 
   void run() {
     is_stateful_ = history_length(*description_.recipe) != 0;
+    is_calibrating_ = is_calibrating(*description_.recipe);
     if (is_stateful_) add_state();
     for (const Step& step : draft_.forward)
       if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
@@ -167,6 +168,7 @@ class QuantizePoints {
     return original == uncast_.end() ? weight : original->second;
   }
 
+  /// What a product reads instead of plain numbers: these themselves where calibrating.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op, size_t slot,
                  Steps& steps, Codes& codes) {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -174,10 +176,12 @@ class QuantizePoints {
         ": expected float32, bfloat16 or float16 under a recipe, got ",
         dtype_name(draft_.dtype(plain)), ". Leave the autocast region or convert the module.");
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {contract.role, op, slot});
+    const Value itself = plain;
     if (contract.role == Role::weight) {
       plain = uncast(plain);
       if (const auto known = draft_.codes_of_params.find(plain);
           known != draft_.codes_of_params.end()) {
+        if (is_calibrating_) return itself;  // its scale is made already
         const Value given = known->second.codes[static_cast<size_t>(contract.along)];
         // It is in the recipe's format: what its owner has made of it counts, whatever kind of
         // scale the recipe would choose.
@@ -185,8 +189,9 @@ class QuantizePoints {
       } else if (caches_weights())
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
-    return quantized({plain, &quantizer, slot_of(op, contract.role)}, steps, codes)
-        .of(contract.along);
+    const Representations numbers =
+        quantized({plain, &quantizer, slot_of(op, contract.role)}, steps, codes);
+    return is_calibrating_ ? itself : numbers.of(contract.along);
   }
 
   Representations add_codes(Value plain, const Quantizer& quantizer) {
@@ -212,11 +217,13 @@ class QuantizePoints {
           return found->second;
     const Value plain = key.value;
     const Quantizer& quantizer = *key.quantizer;
-    const Representations result = add_codes(plain, quantizer);
+    const Representations result =
+        is_calibrating_ ? Representations{{plain, plain}} : add_codes(plain, quantizer);
     const Value amax = draft_.add(
         {at::kFloat, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".amax"});
     const auto [row, column] = result.codes;
-    const GroupValues group{row, column == row ? Value::none : column, amax};
+    const GroupValues group{is_calibrating_ ? Value::none : row,
+                            column == row ? Value::none : column, amax};
     if (key.slot.op == npos) {
       steps.push_back(quantize_step(plain, Value::none, group, quantizer));
     } else {
@@ -272,6 +279,10 @@ class QuantizePoints {
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {role});
     const Slot slot = slot_of(step.asked_by, role);
     const Representations numbers = quantized({step.reads[0], &quantizer, slot}, steps, codes);
+    if (is_calibrating_) {
+      steps.push_back(rename_step(step.reads[0], step.writes[0]));
+      return;
+    }
     steps.push_back(dequantize_step(numbers.of(Direction::row), step.writes[0]));
     codes[{step.writes[0], &quantizer}] = numbers;  // of no slot: whoever multiplies by them
   }
@@ -293,7 +304,7 @@ class QuantizePoints {
   std::map<Value, Value> uncast_;
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
-  bool is_backward_ = false, is_stateful_ = false;
+  bool is_backward_ = false, is_stateful_ = false, is_calibrating_ = false;
 };
 
 }  // namespace

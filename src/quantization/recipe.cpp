@@ -2,8 +2,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <cmath>
 #include <nlohmann/json.hpp>
+#include <typeinfo>
 
 #include "core/json_fields.h"
 
@@ -11,163 +11,133 @@ namespace tandem {
 
 namespace {
 
-constexpr const char* kEpsilons[] = {"amax_epsilon_input", "amax_epsilon_weight",
-                                     "amax_epsilon_grad_output"};
-
-template <typename Format>
-const char* name_of(Format format) {
-  return format == Format::hybrid ? "HYBRID" : "E4M3";
-}
-
-template <typename Format>
-Format format_of(const std::string& name) {
-  TORCH_CHECK_VALUE(name == "HYBRID" || name == "E4M3",
-                    "recipe: expected fp8_format HYBRID or E4M3, got ", shown(name),
-                    ". Pure E5M2 has too few bits for inputs and weights.");
-  return name == "HYBRID" ? Format::hybrid : Format::e4m3;
-}
-
 /// HYBRID gives gradients the wider range.
-template <typename Recipe>
-bool is_wide(const Recipe& recipe, Role role) {
-  return role == Role::grad_output && recipe.fp8_format == Recipe::Format::hybrid;
+bool is_wide(RecipeFormat format, bool is_gradient) {
+  return is_gradient && format == RecipeFormat::hybrid;
 }
 
-/// How a recipe is written, read and asked: one of these each.
+/// The field that all recipes have.
+template <typename Recipe>
+Option<Recipe> format_option() {
+  return {
+      "fp8_format", &Recipe::fp8_format, one_of({"HYBRID", "E4M3"}),
+      "formats of the operands: HYBRID is E5M2 for gradients, E4M3 for the others; pure E5M2 has "
+      "too few bits for inputs and weights"};
+}
+
+/// What a recipe is: the fields that describe it, in the order of Python's constructor, and how it
+/// quantizes. The only list of fields.
 template <typename Recipe>
 struct Rules;
 
 template <>
 struct Rules<Float8CurrentScaling> {
   using Recipe = Float8CurrentScaling;
-  static constexpr const char* kName = "Float8CurrentScaling";
+  static constexpr std::string_view kName = "Float8CurrentScaling";
+
+  static Signature signature() {
+    return {
+        Recipe(),
+        {{"use_power_2_scales", &Recipe::use_power_2_scales, "whether scales are powers of two"},
+         format_option<Recipe>(),
+         {"amax_epsilon_input", &Recipe::amax_epsilon_input, at_least(0),
+          "the least amax of inputs"},
+         {"amax_epsilon_weight", &Recipe::amax_epsilon_weight, at_least(0),
+          "the least amax of weights"},
+         {"amax_epsilon_grad_output", &Recipe::amax_epsilon_grad_output, at_least(0),
+          "the least amax of gradients"}}};
+  }
 
   static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
-    Quantizer options = quantizer(is_wide(recipe, slot.role) ? "fp8_e5m2" : "fp8_e4m3");
-    options.amax_epsilon = recipe.amax_epsilon[static_cast<size_t>(slot.role)];
+    const bool is_gradient = slot.role == Role::grad_output;
+    Quantizer options =
+        quantizer(is_wide(recipe.fp8_format, is_gradient) ? "fp8_e5m2" : "fp8_e4m3");
+    options.amax_epsilon = is_gradient                 ? recipe.amax_epsilon_grad_output
+                           : slot.role == Role::weight ? recipe.amax_epsilon_weight
+                                                       : recipe.amax_epsilon_input;
     options.power_of_two = recipe.use_power_2_scales;
     return quantizer(std::move(options));
   }
-
-  static nlohmann::json fields(const Recipe& recipe) {
-    nlohmann::json fields{{"fp8_format", name_of(recipe.fp8_format)},
-                          {"use_power_2_scales", recipe.use_power_2_scales}};
-    for (size_t role = 0; role < std::size(kEpsilons); ++role)
-      fields[kEpsilons[role]] = recipe.amax_epsilon[role];
-    return fields;
-  }
-
-  static Recipe parse(Fields& fields) {
-    Recipe recipe;
-    std::string format = name_of(recipe.fp8_format);
-    fields.get("fp8_format", format).get("use_power_2_scales", recipe.use_power_2_scales);
-    for (size_t role = 0; role < std::size(kEpsilons); ++role) {
-      double& epsilon = recipe.amax_epsilon[role];
-      fields.get(kEpsilons[role], epsilon);
-      TORCH_CHECK_VALUE(epsilon >= 0 && std::isfinite(epsilon), "recipe: expected ",
-                        kEpsilons[role], " finite and at least 0, got ", epsilon,
-                        ". It is the least amax.");
-    }
-    recipe.fp8_format = format_of<Recipe::Format>(format);
-    return recipe;
-  }
 };
-
-constexpr int64_t kMostMargin = 64, kMostHistory = 65536;
 
 template <>
 struct Rules<DelayedScaling> {
   using Recipe = DelayedScaling;
-  static constexpr const char* kName = "DelayedScaling";
+  static constexpr std::string_view kName = "DelayedScaling";
+
+  static Signature signature() {
+    return {Recipe(),
+            {{"margin", &Recipe::margin, between(-64, 64),
+              "scales are 2^margin times smaller than they could be"},
+             format_option<Recipe>(),
+             {"amax_history_len", &Recipe::amax_history_len, between(1, 65536), "steps that count"},
+             {"amax_compute_algo", &Recipe::amax_compute_algo, one_of({"max", "most_recent"}),
+              "which amax of the history counts"},
+             {"reduce_amax", &Recipe::reduce_amax, "whether processes share their amaxes"},
+             {"amax_reduction_group", &Recipe::amax_reduction_group,
+              "name of the process group that shares them; empty: none does"},
+             {"scale_update", &Recipe::scale_update,
+              "name of a function that makes scales; empty: as amax_compute_algo says"},
+             {"calibrating", &Recipe::calibrating,
+              "whether amaxes are kept and products take plain numbers"}}};
+  }
 
   static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
-    return quantizer(is_wide(recipe, slot.role) ? "fp8_e5m2:delayed" : "fp8_e4m3:delayed");
-  }
-
-  static nlohmann::json fields(const Recipe& recipe) {
-    nlohmann::json fields{{"amax_compute_algo", name_of(recipe.amax_compute_algo)},
-                          {"amax_history_len", recipe.amax_history_len},
-                          {"fp8_format", tandem::name_of(recipe.fp8_format)},
-                          {"margin", recipe.margin},
-                          {"reduce_amax", recipe.reduce_amax}};
-    if (!recipe.amax_reduction_group.empty())
-      fields["amax_reduction_group"] = recipe.amax_reduction_group;
-    if (!recipe.scale_update.empty()) fields["scale_update"] = recipe.scale_update;
-    return fields;
-  }
-
-  static Recipe parse(Fields& fields) {
-    Recipe recipe;
-    std::string format = tandem::name_of(recipe.fp8_format),
-                algorithm = name_of(recipe.amax_compute_algo);
-    fields.get("amax_compute_algo", algorithm)
-        .get("amax_history_len", recipe.amax_history_len, 1, kMostHistory)
-        .get("fp8_format", format)
-        .get("margin", recipe.margin, -kMostMargin, kMostMargin)
-        .get("reduce_amax", recipe.reduce_amax)
-        .get("amax_reduction_group", recipe.amax_reduction_group)
-        .get("scale_update", recipe.scale_update);
-    TORCH_CHECK_VALUE(algorithm == "max" || algorithm == "most_recent",
-                      "recipe: expected amax_compute_algo max or most_recent, got ",
-                      shown(algorithm), ". Name which amax of the history counts.");
-    recipe.fp8_format = format_of<Recipe::Format>(format);
-    recipe.amax_compute_algo =
-        algorithm == "max" ? Recipe::AmaxAlgorithm::max : Recipe::AmaxAlgorithm::most_recent;
-    return recipe;
-  }
-
-  static const char* name_of(Recipe::AmaxAlgorithm algorithm) {
-    return algorithm == Recipe::AmaxAlgorithm::max ? "max" : "most_recent";
+    return quantizer(is_wide(recipe.fp8_format, slot.role == Role::grad_output)
+                         ? "fp8_e5m2:delayed"
+                         : "fp8_e4m3:delayed");
   }
 };
 
 template <>
 struct Rules<MXFP8BlockScaling> {
   using Recipe = MXFP8BlockScaling;
-  static constexpr const char* kName = "MXFP8BlockScaling";
+  static constexpr std::string_view kName = "MXFP8BlockScaling";
+
+  static Signature signature() {
+    return {Recipe(),
+            {format_option<Recipe>(),
+             {"enable_2d_quantization", &Recipe::enable_2d_quantization,
+              "whether blocks of weights are 32 by 32"}}};
+  }
 
   static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
-    Quantizer options = quantizer(is_wide(recipe, slot.role) ? "mxfp8_e5m2" : "mxfp8_e4m3");
+    Quantizer options = quantizer(
+        is_wide(recipe.fp8_format, slot.role == Role::grad_output) ? "mxfp8_e5m2" : "mxfp8_e4m3");
     options.square_blocks = recipe.enable_2d_quantization && slot.role == Role::weight;
     return quantizer(std::move(options));
   }
-
-  static nlohmann::json fields(const Recipe& recipe) {
-    return {{"fp8_format", name_of(recipe.fp8_format)},
-            {"enable_2d_quantization", recipe.enable_2d_quantization}};
-  }
-
-  static Recipe parse(Fields& fields) {
-    Recipe recipe;
-    std::string format = name_of(recipe.fp8_format);
-    fields.get("fp8_format", format).get("enable_2d_quantization", recipe.enable_2d_quantization);
-    recipe.fp8_format = format_of<Recipe::Format>(format);
-    return recipe;
-  }
 };
 
-template <size_t... I>
-std::optional<Recipe> parse_named(const std::string& name, Fields& fields,
-                                  std::index_sequence<I...>) {
-  std::optional<Recipe> parsed;
-  const auto attempt = [&]<typename R>(std::type_identity<R>) {
-    if (name == Rules<R>::kName) parsed = Rules<R>::parse(fields);
-  };
-  (attempt(std::type_identity<std::variant_alternative_t<I, Recipe>>()), ...);
-  return parsed;
+template <typename R>
+const Signature& signature_of() {
+  static const Signature& signature = *new Signature(Rules<R>::signature());
+  return signature;
 }
 
-template <size_t... I>
-std::string names_of(std::index_sequence<I...>) {
+/// Calls `body` with the type of the recipe of this name.
+template <typename Body, size_t... I>
+void with_named(std::string_view name, Body&& body, std::index_sequence<I...>) {
+  const auto attempt = [&]<typename R>(std::type_identity<R> type) {
+    if (name != Rules<R>::kName) return false;
+    body(type);
+    return true;
+  };
   std::string names;
-  const auto add = [&](const char* name) {
-    names += std::string(names.empty() ? "\"" : " or \"") + name + "\"";
+  const auto add = [&](std::string_view each) {
+    names += (names.empty() ? "\"" : " or \"") + std::string(each) + "\"";
   };
-  (add(Rules<std::variant_alternative_t<I, Recipe>>::kName), ...);
-  return names;
+  const bool is_known =
+      (attempt(std::type_identity<std::variant_alternative_t<I, Recipe>>()) || ...);
+  if (!is_known) (add(Rules<std::variant_alternative_t<I, Recipe>>::kName), ...);
+  TORCH_CHECK_VALUE(is_known, "recipe: expected ", names, ", got \"", shown(name),
+                    "\". These are the recipes that this version knows.");
 }
 
-constexpr std::make_index_sequence<std::variant_size_v<Recipe>> kAll;
+template <typename Body>
+void with_named(std::string_view name, Body&& body) {
+  with_named(name, body, std::make_index_sequence<std::variant_size_v<Recipe>>());
+}
 
 }  // namespace
 
@@ -179,6 +149,11 @@ const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
       recipe);
 }
 
+bool is_calibrating(const Recipe& recipe) {
+  const auto* delayed = std::get_if<DelayedScaling>(&recipe);
+  return delayed != nullptr && delayed->calibrating;
+}
+
 int64_t history_length(const Recipe& recipe) {
   const auto* delayed = std::get_if<DelayedScaling>(&recipe);
   return delayed == nullptr ? 0 : delayed->amax_history_len;
@@ -187,9 +162,9 @@ int64_t history_length(const Recipe& recipe) {
 const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward) {
   const auto& delayed = std::get<DelayedScaling>(recipe);
   using Algorithm = DelayedScaling::AmaxAlgorithm;
-  const bool is_wide = is_backward && delayed.fp8_format == DelayedScaling::Format::hybrid;
   ScaleUpdate update;
-  update.scaling.format = is_wide ? kernels::Fp8Format::e5m2 : kernels::Fp8Format::e4m3;
+  update.scaling.format = is_wide(delayed.fp8_format, is_backward) ? kernels::Fp8Format::e5m2
+                                                                   : kernels::Fp8Format::e4m3;
   update.scaling.margin = static_cast<int>(delayed.margin);
   update.scaling.algorithm = delayed.amax_compute_algo == Algorithm::max
                                  ? kernels::AmaxAlgorithm::max
@@ -199,11 +174,20 @@ const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward) {
   return scale_update(std::move(update));
 }
 
+const Signature& recipe_signature(std::string_view name) {
+  const Signature* signature = nullptr;
+  with_named(name, [&]<typename R>(std::type_identity<R>) { signature = &signature_of<R>(); });
+  return *signature;
+}
+
 nlohmann::json to_json(const Recipe& recipe) {
   return std::visit(
       []<typename R>(const R& each) {
-        nlohmann::json fields = Rules<R>::fields(each);
+        nlohmann::json fields;
         fields["name"] = Rules<R>::kName;
+        for (const auto& [name, value] :
+             signature_of<R>().values(Rules<R>::kName, typeid(R), &each))
+          fields[name] = json_of(value);
         return fields;
       },
       recipe);
@@ -211,13 +195,14 @@ nlohmann::json to_json(const Recipe& recipe) {
 
 std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe) {
   if (recipe.is_null()) return std::nullopt;
-  Fields fields(recipe, "recipe");
   std::string name;
-  fields.get("name", name);
-  auto parsed = parse_named(name, fields, kAll);
-  TORCH_CHECK_VALUE(parsed, "recipe: expected ", names_of(kAll), ", got \"", shown(name),
-                    "\". These are the recipes that this version knows.");
-  fields.finish();
+  Fields(recipe, "recipe").get("name", name);
+  nlohmann::json fields = recipe;
+  fields.erase("name");
+  std::optional<Recipe> parsed;
+  with_named(name, [&]<typename R>(std::type_identity<R>) {
+    parsed = *std::static_pointer_cast<const R>(signature_of<R>().parse(name, fields));
+  });
   return parsed;
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "core/op_def.h"
+#include "core/signature.h"
 #include "core/value.h"
 #include "kernel_ops/delayed.h"
 #include "tandem/recipe.h"
@@ -23,14 +24,20 @@ struct QuantizeSlot {
 /// What a recipe is asked by those who quantize.
 const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
 
+/// Whether amaxes are kept of what products take as it is, in plain numbers.
+bool is_calibrating(const Recipe& recipe);
 /// Rows of the amax history of a recipe that keeps one; 0: it has no state.
 TANDEM_API int64_t history_length(const Recipe& recipe);
 /// How the scales of a recipe with a state come about, of what is quantized in forward, or of
 /// gradients.
 const ScaleUpdate& update_of(const Recipe& recipe, bool is_backward);
 
-/// As canonical JSON, and back: the recipe's name, and its fields as Python's constructor calls
-/// them. Throws c10::ValueError on an unknown recipe or field.
+/// The fields of a recipe, by the name of either, as Python's constructor calls them: reading,
+/// writing and Python follow it. Throws c10::ValueError on an unknown recipe.
+TANDEM_API const Signature& recipe_signature(std::string_view name);
+
+/// As canonical JSON, and back: the recipe's name, and all of its fields. Throws c10::ValueError on
+/// an unknown recipe or field.
 TANDEM_API nlohmann::json to_json(const Recipe& recipe);
 std::optional<Recipe> recipe_from_json(const nlohmann::json& recipe);
 

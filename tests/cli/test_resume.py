@@ -26,6 +26,7 @@ from program import (
     validation_bits,
     wait_for,
 )
+from safetensors.torch import load_file
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
@@ -34,9 +35,9 @@ def uninterrupted(tmp_path_factory):
     return out
 
 
-def assert_same_training(out, reference):
+def assert_same_training(out, reference, runs=("plain", "tandem", "fp8")):
     assert losses(out) == losses(reference)
-    for run in ("plain", "tandem", "fp8"):
+    for run in runs:
         name = f"model-{run}.safetensors"
         assert (out / name).read_bytes() == (reference / name).read_bytes()
     assert validation_bits(out) == validation_bits(reference)
@@ -66,6 +67,26 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, uninterrupted, n
     assert not (out / "tandem.lock").exists()
     tandem("train", "--resume", "--out", out)
     assert_same_training(out, uninterrupted)
+
+
+def test_a_checkpoint_holds_the_state_of_the_recipe(tmp_path):
+    """Scales and amaxes come from past steps: without them the steps after resuming would be others."""
+    reference, out = tmp_path / "reference", tmp_path / "out"
+    tandem("train", *TINY, "--runs", "delayed", "--steps", 60, "--log-every", 1, "--out", reference)
+    process = start_long(out, "--runs", "delayed")
+    logged = out / "metrics.jsonl"
+    wait_for(lambda: logged.exists() and '"run":"delayed","step":3' in logged.read_text(), process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    state = json.loads((out / "checkpoint.json").read_text())
+    assert state["run"] == "delayed" and 3 <= state["step"] < 60
+    tensors = load_file(out / state["tensors"]["file"])
+    states = "layers.0.mlp.2.recipe_state"
+    history = tensors[f"{states}.forward.amax_history"]
+    assert history.shape == (1024, 2) and (history[-3:] > 0).all() and (tensors[f"{states}.backward.scale"] > 1).all()
+    assert not tensors[f"{states}.forward.pending"].any()
+    tandem("train", "--resume", "--out", out)
+    assert_same_training(out, reference, ["delayed"])
 
 
 def test_nohup_outlives_the_terminal(tmp_path):

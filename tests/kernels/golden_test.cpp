@@ -41,18 +41,11 @@ TEST_P(GoldenFormat, ScalarCastOfEveryBfloat16) {
 }
 
 TEST_P(GoldenFormat, ScalarCastOfEveryEdge) {
-  for (const bool saturate : {true, false}) {
-    const std::string name =
-        std::string("cast_fp32_edges_") + name_of(GetParam()) + (saturate ? "" : "_nosat");
-    const auto x = golden().read<uint32_t>(name + "/x");
-    std::vector<uint8_t> got;
-    for (const uint32_t bits : x) {
-      const float value = std::bit_cast<float>(bits);
-      got.push_back(saturate ? kernels::fp8_from_float(value, GetParam())
-                             : kernels::fp8_from_float_unsaturated(value, GetParam()));
-    }
-    EXPECT_TRUE(same_bits<uint8_t>(got, golden().read<uint8_t>(name + "/data"))) << name;
-  }
+  const std::string name = std::string("cast_fp32_edges_") + name_of(GetParam());
+  std::vector<uint8_t> got;
+  for (const uint32_t bits : golden().read<uint32_t>(name + "/x"))
+    got.push_back(kernels::fp8_from_float(std::bit_cast<float>(bits), GetParam()));
+  EXPECT_TRUE(same_bits<uint8_t>(got, golden().read<uint8_t>(name + "/data")));
 }
 
 TEST_P(GoldenFormat, ValueOfEveryCode) {

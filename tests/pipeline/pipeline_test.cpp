@@ -195,7 +195,7 @@ TEST(Pipeline, OfManyRecipesTheLastOnesStay) {
   Pipeline pipeline(ops_json(kMlp));
   const Tensors inputs{leaf({4, 8})}, params = mlp_params();
   for (int i = 0; i < 40; ++i) {
-    const Autocast region(true, Float8CurrentScaling{.amax_epsilon = {i / 100.0, 0, 0}});
+    const Autocast region(true, Float8CurrentScaling{.amax_epsilon_input = i / 100.0});
     pipeline(inputs, params, true);
   }
   const auto report = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));
@@ -231,6 +231,31 @@ TEST(AutocastRegions, NestAndSwitchOff) {
     EXPECT_EQ(active_recipe(), recipe) << "equal recipes are one object";
   }
   EXPECT_EQ(active_recipe(), nullptr);
+}
+
+TEST(AutocastRegions, ARecipeLivesAsLongAsARegionOrAPipelineUsesIt) {
+  const std::string gone = "one that nothing uses any more";
+  const Float8CurrentScaling recipe{.amax_epsilon_input = 0.123};
+  int64_t number = 0;
+  {
+    const Autocast region(true, recipe);
+    number = active_recipe()->number;
+    EXPECT_EQ(recipe_text(number), to_json(recipe).dump());
+  }
+  EXPECT_EQ(recipe_text(number), gone);
+  {
+    Pipeline pipeline(ops_json(kMlp));
+    {
+      const Autocast region(true, recipe);
+      EXPECT_GT(active_recipe()->number, number) << "no number is given twice";
+      number = active_recipe()->number;
+      pipeline({leaf({4, 8})}, mlp_params(), true);
+    }
+    EXPECT_EQ(recipe_text(number), to_json(recipe).dump());
+    const Autocast again(true, recipe);
+    EXPECT_EQ(active_recipe()->number, number);
+  }
+  EXPECT_EQ(recipe_text(number), gone);
 }
 
 TEST(AutocastRegions, OneWeightCodeRegionPerOutermost) {

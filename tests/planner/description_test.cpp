@@ -255,17 +255,24 @@ TEST(DescriptionErrors, RecipeFields) {
   };
   EXPECT_THAT(parsing({"gelu"}, R"({"recipe": "Float8CurrentScaling"})"),
               ThrowsText<c10::ValueError>("recipe: expected a JSON object, got \"Float8"));
-  EXPECT_THAT(recipe(R"("power": 2)"),
-              ThrowsText<c10::ValueError>("recipe: expected one of [\"name\",", "got \"power\""));
-  EXPECT_THAT(recipe(R"("fp8_format": "E5M2")"),
-              ThrowsText<c10::ValueError>("recipe: expected fp8_format HYBRID or E4M3, got E5M2"));
-  EXPECT_THAT(recipe(R"("use_power_2_scales": 1)"),
-              ThrowsText<c10::ValueError>("recipe: expected \"use_power_2_scales\" to be true"));
-  EXPECT_THAT(recipe(R"("amax_epsilon_weight": -1)"),
-              ThrowsText<c10::ValueError>("recipe: expected amax_epsilon_weight finite and at "
-                                          "least 0, got -1. It is the least amax."));
+  EXPECT_THAT(
+      recipe(R"("power": 2)"),
+      ThrowsText<c10::ValueError>("Float8CurrentScaling: expected one of [\"use_power_2_scales\",",
+                                  "got \"power\""));
+  EXPECT_THAT(
+      recipe(R"("fp8_format": "E5M2")"),
+      ThrowsText<c10::ValueError>("Float8CurrentScaling: expected option fp8_format to be one "
+                                  "of \"HYBRID\", \"E4M3\", got \"E5M2\""));
+  EXPECT_THAT(
+      recipe(R"("use_power_2_scales": 1)"),
+      ThrowsText<c10::ValueError>("expected option use_power_2_scales to be true or false, got 1"));
+  EXPECT_THAT(
+      recipe(R"("amax_epsilon_weight": -1)"),
+      ThrowsText<c10::ValueError>("expected option amax_epsilon_weight to be a finite number "
+                                  ">= 0, got -1. amax_epsilon_weight: the least amax"));
   EXPECT_THAT(recipe(R"("amax_epsilon_input": [0])"),
-              ThrowsText<c10::ValueError>("recipe: expected \"amax_epsilon_input\" to be "));
+              ThrowsText<c10::ValueError>(
+                  "expected option amax_epsilon_input to be a finite number >= 0, got [0]"));
 }
 
 TEST(DescriptionErrors, AreThoseOfAPipelineToo) {

@@ -450,6 +450,72 @@ def test_state_outlives_the_mode_in_which_it_is_made(mode):
     assert torch.equal(linear.weight.grad, expected.weight.grad)
 
 
+# Calibrating
+
+
+def calibrated(module, x, recipe=RECIPE):
+    with tandem.autocast(enabled=False, calibrating=True, recipe=recipe):
+        y = module(x)
+    y.sum().backward()
+    return y
+
+
+def summed(module, x):
+    with tandem.autocast(recipe=RECIPE):
+        y = module(x)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)], ids=["eager", "compiled"])
+def test_calibrating_keeps_amaxes_and_rounds_nothing(wrap):
+    x = inputs(1)[0].requires_grad_()
+    torch.manual_seed(0)
+    linear = ops.Linear(8, 8)
+    quantized, unquantized = copy.deepcopy(linear), copy.deepcopy(linear)
+    y = calibrated(wrap(linear), x)
+    grad_x, x.grad = x.grad, None
+    expected = unquantized(x)
+    expected.sum().backward()
+    assert torch.equal(y, expected) and torch.equal(grad_x, x.grad) and torch.equal(linear.weight.grad, unquantized.weight.grad)
+    summed(quantized, x)
+    for state, other in zip(states(linear), states(quantized), strict=True):
+        for mine, its in zip(settled(state), settled(other), strict=True):
+            assert torch.equal(mine, its) and mine.any()
+    for module in (linear, quantized):  # what follows has the scales of what was seen
+        module.zero_grad()
+        summed(module, x)
+    assert torch.equal(linear.weight.grad, quantized.weight.grad) and not torch.equal(linear.weight.grad, unquantized.weight.grad)
+
+
+def test_calibrating_a_pipeline_writes_no_codes():
+    box, x = randomize(llama_mlp(16, 32)), torch.randn(6, 16, requires_grad=True)
+    expected = box(x)
+    y = calibrated(box, x)
+    assert torch.equal(y, expected)
+    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        text = box.explain()
+        assert box.verify(x)
+    assert "no codes are asked for, only the amax of what is read as it is" in text and "record_amax" in text
+    assert " in fp8_" not in text and "dequantize" not in text
+
+
+def test_calibrating_asks_for_no_gradient_that_nobody_wants():
+    box, x = ops.Sequential(ops.Linear(8, 8), ops.Linear(8, 8)), inputs(1)[0]
+    for parameter in box[0].parameters():
+        parameter.requires_grad_(False)
+    calibrated(box, x)
+    first, second = (settled(state.recipe_state.backward)[1] for state in (box[0], box[1]))
+    assert second.any() and not first.any()
+
+
+def test_calibrating_is_for_recipes_that_keep_amaxes_and_products_in_plain_numbers():
+    linear, x = ops.Linear(8, 8), inputs(1)[0]
+    expected = linear(x)
+    assert torch.equal(calibrated(linear, x, Float8CurrentScaling()), expected) and "recipe_state" not in dict(linear.named_children())
+    with tandem.autocast(enabled=True, calibrating=True, recipe=RECIPE):
+        assert not torch.equal(linear(x), expected)
+
+
 # Functions of the user
 
 
@@ -497,7 +563,7 @@ def test_functions_see_default_scales_where_only_one_is_given():
     [
         ({"margin": 0.5}, "expected margin to be a whole number from -64 to 64, got 0.5"),
         ({"amax_history_len": 0}, "expected amax_history_len to be a whole number from 1 to 65536, got 0"),
-        ({"amax_compute_algo": "least"}, 'expected amax_compute_algo to be "max", "most_recent" or a function, got \'least\''),
+        ({"amax_compute_algo": "least"}, 'expected amax_compute_algo to be one of "max", "most_recent" or a function, got \'least\''),
         ({"scaling_factor_compute_algo": 3}, "expected scaling_factor_compute_algo to be None or a function, got 3"),
         ({"fp8_format": "E4M3"}, "expected fp8_format to be Format.HYBRID or Format.E4M3, got 'E4M3'"),
         ({"reduce_amax": 1}, "expected reduce_amax to be True or False, got 1"),

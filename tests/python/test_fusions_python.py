@@ -277,6 +277,23 @@ def test_what_ops_of_the_library_save_has_names():
         torch.testing.assert_close(grads_of(box, x), expected)
 
 
+class BackwardDropout(ops.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        (seed,) = basic_op_ctxs[0].saved_tensors
+        assert seed is basic_op_ctxs[0].saved_tensor("seed") and basic_op_ctxs[1].saved_tensors == ()
+        return torch.ops.tandem.dropout(grad_output * self.flat_ops()[1].scale, seed, self.flat_ops()[0].p), [(), ()], [(), ()]
+
+
+def test_a_fused_backward_reads_the_seed_of_a_dropout():
+    box, x = ops.Sequential(ops.Dropout(0.5), ops.ConstantScale(3.0)), torch.randn(8, 16, requires_grad=True)
+    torch.manual_seed(0)
+    expected = grads_of(box, x)
+    with ops.register_backward_fusion(replacing([ops.Dropout, ops.ConstantScale], BackwardDropout)):
+        torch.manual_seed(0)
+        torch.testing.assert_close(grads_of(box, x), expected)
+        assert "made    fuse_into_BackwardDropout at ops 0 to 1" in box.explain()
+
+
 def test_names_that_the_library_does_not_know_are_refused():
     class Misnames(NamedForward):
         def fuser_forward(self, basic_op_ctxs, input_, **kwargs):

@@ -1,6 +1,7 @@
 """What the library's definitions say of options and parameters is what the Python classes take; and classes made of definitions alone."""
 
 import copy
+import dataclasses
 import inspect
 import pickle
 import subprocess
@@ -59,10 +60,22 @@ def test_a_class_says_of_itself_what_the_signature_says(kind):
         assert own._parameter_names == tuple(parameter.name for parameter in signature.parameters)
     assert own.num_extra_inputs == len(signature.extra_inputs) and own.num_extra_outputs == len(signature.extra_outputs)
     assert own._depends_on_training == signature.depends_on_training
-    if own._context:
-        assert own._context == signature.context
     if signature.family == "activation":
         assert inspect.getdoc(own) == f"{signature.formula}."
+
+
+@pytest.mark.parametrize("recipe", tandem.recipe._RECIPES, ids=lambda recipe: recipe.__name__)
+def test_a_recipe_takes_what_the_library_says(recipe):
+    arguments = {field.name: field.default for field in dataclasses.fields(recipe)}
+    known = {row.name: tandem.recipe.Format(row.default) if row.name == "fp8_format" else row.default for row in recipe._rows}
+    given = [name for name in known if name not in ("amax_reduction_group", "calibrating", "scale_update")]  # of the region, and of the functions
+    assert [name for name in arguments if name in known] == given
+    for name in given:
+        assert arguments[name] == known[name] and type(arguments[name]) is type(known[name]), name
+    others = dict(recipe._only_defaults, **({"scaling_factor_compute_algo": None} if recipe is tandem.recipe.DelayedScaling else {}))
+    assert {name: value for name, value in arguments.items() if name not in known} == others
+    with tandem.autocast(recipe=recipe()):
+        assert tandem._C.active_recipe() == recipe().to_json()
 
 
 MADE = {

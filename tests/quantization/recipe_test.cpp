@@ -11,11 +11,11 @@ namespace {
 TEST(Recipe, RoundTripThroughJson) {
   Float8CurrentScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
-  recipe.fp8_format = Float8CurrentScaling::Format::e4m3;
+  recipe.fp8_format = RecipeFormat::e4m3;
   recipe.use_power_2_scales = true;
-  recipe.amax_epsilon[0] = 0.25;
-  recipe.amax_epsilon[1] = 1e-12;
-  recipe.amax_epsilon[2] = 3;
+  recipe.amax_epsilon_input = 0.25;
+  recipe.amax_epsilon_weight = 1e-12;
+  recipe.amax_epsilon_grad_output = 3;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
   EXPECT_EQ(recipe_from_json(nlohmann::json::parse(to_json(recipe).dump())), Recipe(recipe));
 }
@@ -28,16 +28,16 @@ TEST(Recipe, FieldsHaveDefaultsAndNullIsNone) {
 
 TEST(Recipe, FormatAndEpsilonOfEachRole) {
   Float8CurrentScaling recipe;
-  recipe.amax_epsilon[0] = 1;
-  recipe.amax_epsilon[1] = 2;
-  recipe.amax_epsilon[2] = 3;
+  recipe.amax_epsilon_input = 1;
+  recipe.amax_epsilon_weight = 2;
+  recipe.amax_epsilon_grad_output = 3;
   const auto text = [&](Role role) { return quantizer_of(recipe, {role, 3, 0}).text; };
   EXPECT_EQ(text(Role::input), "fp8_e4m3:current:eps=1:pow2=0");
   EXPECT_EQ(text(Role::weight), "fp8_e4m3:current:eps=2:pow2=0");
   EXPECT_EQ(text(Role::grad_output), "fp8_e5m2:current:eps=3:pow2=0");
-  recipe.fp8_format = Float8CurrentScaling::Format::e4m3;
+  recipe.fp8_format = RecipeFormat::e4m3;
   recipe.use_power_2_scales = true;
-  recipe.amax_epsilon[2] = 1e-12;
+  recipe.amax_epsilon_grad_output = 1e-12;
   EXPECT_EQ(text(Role::grad_output), "fp8_e4m3:current:eps=1e-12:pow2=1");
 }
 
@@ -47,7 +47,7 @@ TEST(Recipe, MxBlocksOfEachRole) {
   const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
   for (const Role role : {Role::input, Role::weight, Role::grad_output})
     EXPECT_EQ(text(role), "mxfp8_e4m3");
-  recipe.fp8_format = MXFP8BlockScaling::Format::hybrid;
+  recipe.fp8_format = RecipeFormat::hybrid;
   recipe.enable_2d_quantization = true;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
   EXPECT_EQ(text(Role::input), "mxfp8_e4m3");
@@ -73,7 +73,7 @@ TEST(Recipe, DelayedScalingOfEachDirection) {
   EXPECT_EQ(update_of(recipe, true).text, text);
   EXPECT_EQ(&scale_update(text), &update_of(recipe, true)) << "equal updates are one object";
   recipe.reduce_amax = false;
-  recipe.fp8_format = DelayedScaling::Format::e4m3;
+  recipe.fp8_format = RecipeFormat::e4m3;
   EXPECT_EQ(update_of(recipe, true).text, "fp8_e4m3:margin=-3:most_recent:function=mine");
 }
 
@@ -83,13 +83,15 @@ TEST(RecipeErrors, DelayedScaling) {
   };
   EXPECT_THAT(
       parsed("margin", 65),
-      ThrowsText<c10::ValueError>(R"(expected "margin" to be an integer from -64 to 64, got 65)"));
+      ThrowsText<c10::ValueError>(
+          "DelayedScaling: expected option margin to be a whole number from -64 to 64, got 65",
+          "2^margin"));
   EXPECT_THAT(parsed("amax_history_len", 0),
               ThrowsText<c10::ValueError>(
-                  R"(expected "amax_history_len" to be an integer from 1 to 65536)"));
-  EXPECT_THAT(
-      parsed("amax_compute_algo", "least"),
-      ThrowsText<c10::ValueError>("expected amax_compute_algo max or most_recent, got least"));
+                  "expected option amax_history_len to be a whole number from 1 to 65536"));
+  EXPECT_THAT(parsed("amax_compute_algo", "least"),
+              ThrowsText<c10::ValueError>("expected option amax_compute_algo to be one of \"max\", "
+                                          "\"most_recent\", got \"least\""));
 }
 
 TEST(RecipeErrors, UnknownNameAndFormat) {
@@ -104,8 +106,10 @@ TEST(RecipeErrors, UnknownNameAndFormat) {
       [] {
         recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}});
       },
-      ThrowsText<c10::ValueError>("recipe: expected fp8_format HYBRID or E4M3, got ", "got E5M2",
-                                  "too few bits"));
+      ThrowsText<c10::ValueError>(
+          "Float8CurrentScaling: expected option fp8_format to be one of \"HYBRID\", \"E4M3\", got "
+          "\"E5M2\"",
+          "too few bits"));
 }
 
 }  // namespace

@@ -289,8 +289,7 @@ TEST(Threads, EnterRegionsOfTheirOwn) {
       const Autocast off(false);
       results.push_back(model->forward(input(t)).detach());
     }
-    const Autocast other(true,
-                         Float8CurrentScaling{.fp8_format = Float8CurrentScaling::Format::e4m3});
+    const Autocast other(true, Float8CurrentScaling{.fp8_format = RecipeFormat::e4m3});
     const Tensors inner = step(model, input(t));
     results.insert(results.end(), inner.begin(), inner.end());
     return results;
@@ -303,7 +302,7 @@ TEST(Threads, UseMoreRecipesThanAPipelineKeeps) {
     Tensors all;
     for (size_t i = 0; i < 8; ++i) {
       const Autocast region(
-          true, Float8CurrentScaling{.amax_epsilon = {static_cast<double>(8 * t + i), 0, 0}});
+          true, Float8CurrentScaling{.amax_epsilon_input = static_cast<double>(8 * t + i)});
       for (const at::Tensor& tensor : step(model, input(t))) all.push_back(tensor);
     }
     return all;

@@ -7,8 +7,6 @@ from tandem.ops.op import BasicOperation
 
 
 class _Activation(BasicOperation):
-    _context = ("x",)
-
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         """Makes the activation; it has no parameters.
 

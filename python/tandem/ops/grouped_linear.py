@@ -26,7 +26,6 @@ class GroupedLinear(BasicOperation):
     num_extra_inputs = 1
 
     _kind = "grouped_linear"
-    _context = ("x", "splits")
 
     def __init__(
         self,

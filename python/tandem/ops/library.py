@@ -112,7 +112,6 @@ def class_of(kind: str) -> type[BasicOperation]:
         "_kind": kind,
         "_option_names": tuple(option.name for option in signature.options),
         "_parameter_names": tuple(parameter.name for parameter in signature.parameters),
-        "_context": signature.context,
         "_depends_on_training": signature.depends_on_training,
     }
     return type(class_name(kind), (LibraryOperation,), members)

@@ -23,7 +23,6 @@ class BasicLinear(BasicOperation):
     _kind = "basic_linear"
     _parameter_names = ("weight",)
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
-    _context = ("x", "weight")
 
     def __init__(
         self,

@@ -59,7 +59,6 @@ class RMSNorm(_Norm):
 
     _kind = "rms_norm"
     _parameter_names = ("weight",)
-    _context = ("x", "inv_rms")
 
 
 class LayerNorm(_Norm):
@@ -69,4 +68,3 @@ class LayerNorm(_Norm):
 
     _kind = "layer_norm"
     _parameter_names = ("weight", "bias")
-    _context = ("x", "mean", "inv_std")

@@ -146,7 +146,6 @@ class BasicUnit(ChannelsMixin, Unit):
     _option_names: ClassVar[tuple[str, ...]] = ()
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
-    _context: ClassVar[tuple[str, ...]] = ()  # what `saved_tensors` holds
     _depends_on_training: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -189,6 +188,11 @@ class BasicUnit(ChannelsMixin, Unit):
         """Whether a parameter and a buffer of this name are there."""
         fields = self.__dict__
         return fields.get("_parameters", {}).get(name) is not None, fields.get("_buffers", {}).get(name) is not None
+
+    @property
+    def _context(self) -> tuple[str, ...]:
+        """What `saved_tensors` holds."""
+        return signature_of(self._kind).context if self._kind else ()
 
     @property
     def changes(self) -> int:
