@@ -161,11 +161,7 @@ NamedTensors Training::state() const {
     state.push_back({name + ".first_moment", moments.exp_avg()});
     state.push_back({name + ".second_moment", moments.exp_avg_sq()});
   }
-  for (const auto& [name, buffer] : model_.buffers()) {
-    // A whole number is that of a region whose amaxes wait: it is over in any other process.
-    const bool is_region = buffer.scalar_type() == at::kLong;
-    state.push_back({name, is_region ? buffer.ne(0).to(at::kLong).neg() : buffer});
-  }
+  for (const auto& [name, buffer] : model_.buffers()) state.push_back({name, buffer});
   state.push_back({"random_state", generator_state()});
   return state;
 }

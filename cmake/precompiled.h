@@ -1,4 +1,5 @@
-// Headers of libtorch and the standard library that most sources include, and that take seconds to parse.
+// Headers of libtorch and the standard library that most sources include, and that take seconds to
+// parse.
 #pragma once
 
 #include <ATen/core/Tensor.h>

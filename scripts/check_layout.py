@@ -2,6 +2,7 @@
 
 Usage: check_layout.py [ROOT]      Rules:
   sizes   no source file has more than MAX_LINES lines; the median is at most MEDIAN_LINES
+  columns no line of C++ or CUDA has more than MAX_COLUMNS, comments included, which the formatter leaves as they are
   arrows  an #include never points to a higher layer; torch, autograd and CUDA headers stay in their folders
   bodies  what a header declares is not defined in a higher layer. A header that all see counts as part of the lowest layer that includes it
   circles Python modules below python/ do not import each other in a circle. Imports inside functions and under TYPE_CHECKING count like all
@@ -21,6 +22,7 @@ import declarations
 
 MAX_LINES = 700
 MEDIAN_LINES = 200
+MAX_COLUMNS = 100
 SOURCE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py"}
 SKIPPED_FOLDERS = {"build", "dist", "out", "node_modules", "__pycache__"}
 
@@ -105,6 +107,16 @@ def check_include(path: Path, layer: str, included: str) -> str | None:
     if RANK[target] > RANK[layer]:
         return f"{target} lies above {layer}: move what is needed down, or the caller up"
     return None
+
+
+def check_columns(root: Path, files: list[Path]) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{number}: expected at most {MAX_COLUMNS} columns, got {len(line)}. Break the line."
+        for path in files
+        if path.suffix != ".py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > MAX_COLUMNS
+    ]
 
 
 def check_arrows(root: Path, files: list[Path]) -> list[str]:
@@ -237,7 +249,7 @@ def check_lists(root: Path, files: list[Path]) -> list[str]:
 
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_sizes(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files)
+    problems = check_sizes(root, files) + check_columns(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)
     if not problems:

@@ -15,7 +15,7 @@ TABLED = ("activation", "glu")
 HEAD = """# Ops
 
 Rendered from the definitions of the library by `scripts/render_ops.py`. In C++ an op is `tandem::ops::op("name", sizes, options)`, and most
-have a function of their own in `tandem/ops.h`. On the command line sizes and options follow behind colons, as `tandem explain --help` says. In
+have a function of their own in `tandem/ops.h`, `grouped_linear` that alone. On the command line sizes and options follow behind colons, as `tandem explain --help` says. In
 Python a class takes the arguments of TransformerEngine's, where that has one; the classes of `tandem.ops.library` take sizes and options as
 they stand here.
 

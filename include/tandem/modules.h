@@ -99,8 +99,8 @@ class TANDEM_API LayerNormModule : public PipelineModule {
 
  protected:
   /// `bias`: name of the one that return_bias is about, where there is one.
-  LayerNormModule(const Op& op, bool returns_bias, bool returns_norm, const std::string& bias,
-                  const at::TensorOptions& options);
+  LayerNormModule(const char* name, const Op& op, bool returns_bias, bool returns_norm,
+                  const std::string& bias, const at::TensorOptions& options);
 
  private:
   bool returns_bias_, returns_norm_;

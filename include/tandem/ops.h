@@ -93,7 +93,8 @@ struct TensorParallel {
     none,
     /// Each rank holds a part of the output features, and gives these.
     column,
-    /// Each rank holds a part of the input features; the bias is added behind the sum over ranks.
+    /// Each rank holds a part of the input features. The bias of ops::linear is a term of the sum
+    /// over ranks, that of the modules is added behind it, as in TransformerEngine.
     row,
   };
   Mode mode = Mode::none;
@@ -148,7 +149,7 @@ TANDEM_API Op linear(int64_t in_features, int64_t out_features, const LinearOpti
 /// integers [num_groups]. Parameters "weight0", ..., "bias0", ..., or "weight" and "bias" where
 /// they are packed.
 TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
-                             const GroupedLinearOptions& options);
+                             const GroupedLinearOptions& options = {});
 
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});

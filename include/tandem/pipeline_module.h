@@ -3,7 +3,9 @@
 
 #include <torch/nn/module.h>
 
+#include <array>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,9 +16,11 @@
 namespace tandem {
 
 class Pipeline;
+struct ScalingBuffers;
 
 /// Under a recipe that keeps amaxes, an op's module has buffers "recipe_state.forward.scale",
-/// "recipe_state.forward.amax_history" and the same of backward.
+/// "recipe_state.forward.amax_history" and the same of backward: float32 whatever dtype the module
+/// is given, made by the first call under it or where `load` finds them.
 class TANDEM_API PipelineModule : public torch::nn::Module {
  public:
   ~PipelineModule() override;
@@ -27,8 +31,11 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const;
   /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
-  /// subsets of the gradients.
+  /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go
+  /// into a main_grad are returned here, and no main_grad is written.
   VerifyReport verify(const at::Tensor& x, at::TensorList extra_inputs = {});
+
+  void load(torch::serialize::InputArchive& archive) override;
 
  protected:
   enum class Names : uint8_t {
@@ -38,7 +45,8 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
     plain,
   };
   /// Makes the parameters that no other module has, and the pipeline.
-  PipelineModule(const std::vector<Op>& ops, Names names, const at::TensorOptions& options);
+  PipelineModule(const char* name, const std::vector<Op>& ops, Names names,
+                 const at::TensorOptions& options);
 
   /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
   /// input, in list order.
@@ -48,16 +56,23 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   /// The recipe's state, made where it is not there yet.
   std::vector<at::Tensor> state(int64_t history_length);
 
-  /// An op with products: the module that keeps the state, this one where it is null, and how many
-  /// slots it has.
+  /// Of an op with products: the module that keeps the state, this one where it is null, and how
+  /// many slots each direction has.
   struct StateOwner {
+    std::string name;
     std::shared_ptr<torch::nn::Module> module;
-    int64_t forward, backward;
+    std::array<int64_t, 2> slots;
+    std::array<std::shared_ptr<ScalingBuffers>, 2> directions = {};
   };
+  /// Makes the state of an owner where it is not there yet, with so many rows of history.
+  void make_state(StateOwner& owner, int64_t history_length);
+  std::mutex state_mutex_;
   std::vector<StateOwner> state_owners_;
   /// As the pipeline takes them. Whoever replaces what one holds (`to`, `load`) does so in place.
   std::vector<at::Tensor> parameters_, main_grads_;
   std::unique_ptr<Pipeline> pipeline_;
+  /// The ops without main_grads, for `verify`; empty where there are none.
+  std::string ops_to_verify_;
 };
 
 }  // namespace tandem

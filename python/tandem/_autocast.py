@@ -53,6 +53,9 @@ class autocast(contextlib.ContextDecorator):
             recipe: formats and scaling; None: `Float8CurrentScaling()`.
             amax_reduction_group: of a recipe that keeps amaxes: the processes that share them; None: all processes.
         """
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if value not in (True, False):
+                raise ValueError(f"autocast: expected {name} to be True or False, got {value!r}. Pass a recipe as recipe=.")
         if amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
             raise TypeError(
                 "autocast: expected amax_reduction_group to be a process group of torch.distributed or None, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -250,6 +251,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         rowwise, columnwise: which codes are wanted.
         force_pow_2_scales: whether scales are powers of two.
         amax_epsilon: least amax.
+        use_existing_amax, with_amax_reduction: False; amax_reduction_group, scale, amax: None; no other values are known yet.
     """
 
     def __init__(
@@ -259,9 +261,22 @@ class Float8CurrentScalingQuantizer(Quantizer):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> None:
+        own = "Float8CurrentScalingQuantizer"
+        given = {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction}
+        for name, value in {**given, "amax_reduction_group": amax_reduction_group, "scale": scale, "amax": amax}.items():
+            if value is not None and value is not False:
+                default = False if name in given else None
+                raise NotImplementedError(f"{own}: expected {name}={default}, got {value!r}. This version knows the default only.")
+        if not hasattr(amax_epsilon, "__float__") or not 0 <= amax_epsilon < math.inf:
+            raise ValueError(f"{own}: expected amax_epsilon to be a finite number >= 0, got {amax_epsilon!r}. It is the least amax.")
         super().__init__(fp8_dtype, "fp8_", f":current:eps={float(amax_epsilon)}:pow2={int(force_pow_2_scales)}", rowwise, columnwise)
 
 

@@ -195,7 +195,8 @@ def _registered(recipe: DelayedScaling) -> str:
     functions = (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo)
     if not any(callable(function) for function in functions):
         return ""
-    values = tuple([getattr(recipe, field.name) for field in fields(recipe)])
+    given = [getattr(recipe, field.name) for field in fields(recipe)]
+    values = (type(recipe), *[id(value) if callable(value) else value for value in given])
     if values not in _functions:
         name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
         _C.register_scale_update(name, functools.partial(_update, recipe))

@@ -66,7 +66,8 @@ Slot PipelineBackward::save_tensor(const at::Tensor& tensor, bool is_argument, S
   saved.is_argument = is_argument;
   saved.slots = 1;
   const bool may_be_output = !is_argument || !plan_->overwritten.empty();
-  saved.variable = SavedVariable(tensor, may_be_output && tensor.grad_fn().get() == this);
+  saved.is_output = may_be_output && tensor.grad_fn().get() == this;
+  saved.variable = SavedVariable(tensor, saved.is_output);
   if (!is_argument && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
     saved.bytes = static_cast<int64_t>(tensor.nbytes());
   return {static_cast<int32_t>(place)};
@@ -385,7 +386,7 @@ void PipelineBackward::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& 
                                 "a reshaped input. Compile the forward as well.");
     args.collect(static_cast<uint64_t>(slot.saved));
   }
-  for (const SavedTensor& saved : saved_) args.collect(saved.variable, /*is_output=*/false);
+  for (const SavedTensor& saved : saved_) args.collect(saved.variable, saved.is_output);
 }
 
 variable_list PipelineBackward::apply_with_saved(

@@ -22,6 +22,8 @@ struct SavedTensor {
   torch::autograd::SavedVariable variable;
   /// An input or parameter: no bytes of our own.
   bool is_argument = false;
+  /// One of this node, which would hold itself by it.
+  bool is_output = false;
   /// That name it; it is let go when the last one has been.
   uint32_t slots = 0;
   int64_t bytes = 0;

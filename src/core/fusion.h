@@ -1,5 +1,5 @@
 // Fusions: a pattern of steps, a rule that may refuse, an implementation that replaces them by one
-//          step.
+// step.
 #pragma once
 
 #include <span>

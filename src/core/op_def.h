@@ -2,13 +2,13 @@
 // and nowhere else.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/json_fwd.h"
 #include "core/signature.h"
 #include "core/value.h"
 #include "tandem/export.h"
@@ -112,7 +112,7 @@ struct OpDef {
   std::string_view name;
   std::string_view formula;
   /// What patterns may ask for instead of a name, or empty. The ops of a family have the same
-  /// options, reads and writes.
+  /// struct of options, and steps of the same names, reads and writes.
   std::string_view family = {};
   /// The options.
   Signature signature = {};
@@ -246,7 +246,9 @@ TANDEM_API SlotCount quantize_slots(const OpDef& definition);
 /// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or
 /// the definition contradicts itself: an unknown operand in reads, writes, mutates, same or
 /// reemits, a name declared twice, one that means two things in backward, or a list before an
-/// operand that is none.
+/// operand that is none; if a name is empty or has a '.' or '|' in it, as patterns join the names
+/// of op and step by these, or a step of backward is called "forward"; if another op of its family
+/// has other options or steps.
 TANDEM_API void register_op(const OpDef& definition);
 
 /// All registered names, sorted.

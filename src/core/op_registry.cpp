@@ -1,9 +1,11 @@
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <typeinfo>
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
@@ -27,6 +29,39 @@ std::string joined(const std::vector<std::string>& names) {
   std::ostringstream text;
   for (const auto& name : names) text << (text.tellp() > 0 ? ", " : "") << name;
   return text.str();
+}
+
+/// A pattern names a step by its op's name and its own, joined by '.', alternatives by '|': were
+/// these parts of names, the steps of two ops could have one.
+void check_names(const OpDef& definition) {
+  const auto check = [&](std::string_view name, const char* what) {
+    TORCH_CHECK_VALUE(!name.empty() && name.find_first_of(".|") == std::string_view::npos,
+                      "op: expected the name of ", what, " without '.' and '|', got \"",
+                      shown(name), "\" in op \"", shown(definition.name), "\". Rename it.");
+  };
+  check(definition.name, "an op");
+  for (const StepDef& step : definition.forward) check(step.name, "a step");
+  for (const StepDef& step : definition.backward) {
+    check(step.name, "a step");
+    TORCH_CHECK_VALUE(step.name != "forward", "op ", definition.name, ": expected a step of ",
+                      "backward by a name of its own, got \"forward\". Call it \"backward\".");
+  }
+}
+
+/// A fusion of a family reads the options and operands of its members alike.
+void check_family(const OpDef& definition, const OpDef& other) {
+  const auto are_same = [](const std::vector<StepDef>& a, const std::vector<StepDef>& b) {
+    return std::ranges::equal(a, b, [](const StepDef& x, const StepDef& y) {
+      return x.name == y.name && x.reads == y.reads && x.writes == y.writes;
+    });
+  };
+  const std::type_info *type = definition.signature.type(), *others = other.signature.type();
+  TORCH_CHECK_VALUE(
+      (type == nullptr) == (others == nullptr) && (type == nullptr || *type == *others) &&
+          are_same(definition.forward, other.forward) &&
+          are_same(definition.backward, other.backward),
+      "op ", definition.name, ": expected the struct of options and the steps of ", "its family ",
+      definition.family, ", as ", other.name, " has them, got ", "others. Leave the family out.");
 }
 
 }  // namespace
@@ -59,9 +94,13 @@ std::shared_ptr<const OpKind> find_op(std::string_view name) {
 }
 
 void register_op(const OpDef& definition) {
+  check_names(definition);
   auto op = std::make_unique<const OpKind>(definition);
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& [name, other] : all.ops)
+    if (!definition.family.empty() && other->def.family == definition.family)
+      check_family(definition, other->def);
   const bool is_new = all.ops.emplace(definition.name, std::move(op)).second;
   TORCH_CHECK_VALUE(is_new, "op: expected a new name, got \"", definition.name,
                     "\", which is taken. Rename the op.");

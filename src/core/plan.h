@@ -1,5 +1,5 @@
 // Plans: straight-line programs over values, for forward and, per set of gradients that exist and
-//        are asked for, for backward.
+// are asked for, for backward.
 #pragma once
 
 #include <c10/util/SmallVector.h>

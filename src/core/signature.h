@@ -7,13 +7,13 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string_view>
 #include <type_traits>
 #include <typeinfo>
 #include <vector>
 
+#include "core/json_fwd.h"
 #include "tandem/export.h"
 #include "tandem/options.h"
 
@@ -109,6 +109,8 @@ class TANDEM_API Signature {
   }
 
   std::span<const OptionDef> options() const { return options_; }
+  /// Of the struct; null where there is none.
+  const std::type_info* type() const { return type_; }
 
   /// The struct of options. Throws c10::ValueError, in the name of `op`, for one that is unknown,
   /// lacking, or not as its check says.

@@ -11,6 +11,9 @@
 
 namespace tandem {
 
+/// The option of an op that adds a gradient to a main_grad.
+inline constexpr const char* kAccumulateIntoMainGrad = "accumulate_into_main_grad";
+
 /// What a list of ops is to a pipeline.
 struct DescribedOps {
   /// The "ops" array of a description.

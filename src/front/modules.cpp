@@ -12,7 +12,7 @@ namespace ops {
 
 namespace {
 
-/// Names of a norm's parameters, and of one with a bias alone.
+/// Of a norm's parameters; that of RMSNorm has the first alone.
 const std::vector<std::string> kNormNames = {"layer_norm_weight", "layer_norm_bias"};
 
 /// The norm and its output as a result, with the collectives in front of the product.
@@ -123,9 +123,10 @@ Op layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
 
 }  // namespace ops
 
-LayerNormModule::LayerNormModule(const Op& op, bool returns_bias, bool returns_norm,
-                                 const std::string& bias, const at::TensorOptions& options)
-    : PipelineModule({op}, Names::plain, options),
+LayerNormModule::LayerNormModule(const char* name, const Op& op, bool returns_bias,
+                                 bool returns_norm, const std::string& bias,
+                                 const at::TensorOptions& options)
+    : PipelineModule(name, {op}, Names::plain, options),
       returns_bias_(returns_bias),
       returns_norm_(returns_norm) {
   if (const at::Tensor* found = named_parameters().find(bias); found && returns_bias)
@@ -150,15 +151,17 @@ at::Tensor LayerNormModule::forward(const at::Tensor& x) {
 LayerNormLinearImpl::LayerNormLinearImpl(int64_t in_features, int64_t out_features,
                                          const LayerNormLinearOptions& layer_norm_linear,
                                          const at::TensorOptions& options)
-    : LayerNormModule(ops::make_layer_norm_linear(in_features, out_features, layer_norm_linear),
+    : LayerNormModule("LayerNormLinear",
+                      ops::make_layer_norm_linear(in_features, out_features, layer_norm_linear),
                       layer_norm_linear.return_bias, layer_norm_linear.return_layernorm_output,
                       "bias", options) {}
 
 LayerNormMLPImpl::LayerNormMLPImpl(int64_t hidden_size, int64_t ffn_hidden_size,
                                    const LayerNormMLPOptions& layer_norm_mlp,
                                    const at::TensorOptions& options)
-    : LayerNormModule(ops::make_layer_norm_mlp(hidden_size, ffn_hidden_size, layer_norm_mlp),
-                      layer_norm_mlp.return_bias, layer_norm_mlp.return_layernorm_output,
-                      "fc2_bias", options) {}
+    : LayerNormModule(
+          "LayerNormMLP", ops::make_layer_norm_mlp(hidden_size, ffn_hidden_size, layer_norm_mlp),
+          layer_norm_mlp.return_bias, layer_norm_mlp.return_layernorm_output, "fc2_bias", options) {
+}
 
 }  // namespace tandem

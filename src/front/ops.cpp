@@ -9,6 +9,7 @@
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
+#include "front/describe.h"
 #include "front/parts.h"
 
 namespace tandem {
@@ -66,7 +67,6 @@ Op Op::with_parameter(const std::string& parameter, at::Tensor tensor) const {
 }
 
 Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const {
-  constexpr const char* kOption = "accumulate_into_main_grad";
   Op made = *this;
   const size_t place = place_of_parameter(made, parameter);
   check_shape(*this, parameters[place], "main_grad", main_grad);
@@ -76,9 +76,11 @@ Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const 
   for (BasicOp& basic : made.basic_ops) {
     if (std::ranges::find(basic.parameters, place) == basic.parameters.end()) continue;
     const auto options = op_def(basic.name).signature.options();
-    if (std::ranges::find(options, kOption, &OptionDef::name) == options.end()) continue;
-    std::erase_if(basic.options, [&](const auto& option) { return option.first == kOption; });
-    basic.options.emplace_back(kOption, true);
+    if (std::ranges::find(options, kAccumulateIntoMainGrad, &OptionDef::name) == options.end())
+      continue;
+    std::erase_if(basic.options,
+                  [&](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
+    basic.options.emplace_back(kAccumulateIntoMainGrad, true);
     ++count;
   }
   TORCH_CHECK_VALUE(count != 0, name, ": expected the weight of a product, got ", parameter,
@@ -141,9 +143,10 @@ std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int
                                          const OptionValues& options) {
   std::vector<ParameterSpec> specs;
   for (const ParamDef& param : def.params) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!is_list(param.name), def.name, ": expected an op whose parameters",
-                                " are single tensors, got the list ", param.name,
-                                ". Fill in a tandem::BasicOp and its parameters.");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !is_list(param.name), def.name, ": expected an op whose parameters",
+        " are single tensors, got the list ", param.name,
+        ". Use its own function, or fill in a tandem::BasicOp and its parameters.");
     ParameterSpec& spec =
         specs.emplace_back(ParameterSpec{std::string(param.name), {}, init_of(param, options)});
     for (const auto& size : param.shape)
@@ -232,8 +235,8 @@ Op linear(int64_t in_features, int64_t out_features, const LinearOptions& option
   Parts parts("linear");
   for (const Op& part : before) parts.add(part);
   parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}));
-  for (const Op& part : after) parts.add(part);
   if (options.bias) parts.add(op("bias", {{"features", out}}));
+  for (const Op& part : after) parts.add(part);
   return std::move(parts).op();
 }
 

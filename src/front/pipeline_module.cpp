@@ -3,8 +3,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/serialize/input-archive.h>
 
 #include <algorithm>
+#include <array>
 
 #include "front/describe.h"
 #include "pipeline/pipeline.h"
@@ -12,11 +15,59 @@
 
 namespace tandem {
 
-PipelineModule::PipelineModule(const std::vector<Op>& ops, Names names,
-                               const at::TensorOptions& options) {
+namespace {
+constexpr std::array kDirections = {"forward", "backward"};
+}  // namespace
+
+/// The state of delayed scaling in one direction. No dtype that its owner is given becomes its own.
+struct ScalingBuffers : public torch::nn::Module {
+  ScalingBuffers(int64_t slots, int64_t history_length, c10::Device device)
+      : torch::nn::Module("DelayedScalingState") {
+    const c10::InferenceMode no_inference(false);  // it must serve in every mode
+    const at::TensorOptions options = at::TensorOptions().dtype(at::kFloat).device(device);
+    scale = register_buffer("scale", at::ones({slots}, options));
+    amax_history = register_buffer("amax_history", at::zeros({history_length, slots}, options));
+    pending = at::zeros({1}, options.dtype(at::kLong));
+  }
+  void to(torch::Dtype, bool) override {}
+  void to(torch::Device device, torch::Dtype, bool non_blocking) override {
+    to(device, non_blocking);
+  }
+  void to(torch::Device device, bool non_blocking) override {
+    torch::nn::Module::to(device, non_blocking);
+    pending = pending.to(device, non_blocking);
+  }
+
+  at::Tensor scale, amax_history;
+  /// Whose amaxes wait: a region of this process, so it is in no checkpoint.
+  at::Tensor pending;
+};
+
+namespace {
+
+/// The ops with their gradients returned.
+std::vector<Op> without_main_grads(std::vector<Op> ops) {
+  for (Op& op : ops)
+    for (size_t place = 0; place < op.parameters.size(); ++place) {
+      if (!op.parameters[place].main_grad.defined()) continue;
+      op.parameters[place].main_grad = at::Tensor();
+      for (BasicOp& basic : op.basic_ops)
+        if (std::ranges::count(basic.parameters, place) != 0)
+          std::erase_if(basic.options,
+                        [](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
+    }
+  return ops;
+}
+
+}  // namespace
+
+PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Names names,
+                               const at::TensorOptions& options)
+    : torch::nn::Module(name) {
   DescribedOps described = describe(ops);
   pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // refuses before all else
   main_grads_ = std::move(described.main_grads);
+  if (!main_grads_.empty()) ops_to_verify_ = describe(without_main_grads(ops)).text;
   std::vector<std::vector<at::Tensor>> tensors(ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
     const bool has_state = described.slots[i].forward + described.slots[i].backward != 0;
@@ -34,7 +85,9 @@ PipelineModule::PipelineModule(const std::vector<Op>& ops, Names names,
       holder.register_parameter(spec.name, tensor);
     }
     if (has_state)
-      state_owners_.push_back({child, described.slots[i].forward, described.slots[i].backward});
+      state_owners_.push_back({child ? std::to_string(i) : "",
+                               child,
+                               {described.slots[i].forward, described.slots[i].backward}});
   }
   for (const auto& [op, place] : described.parameters) parameters_.push_back(tensors[op][place]);
 }
@@ -59,36 +112,55 @@ int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }
 VerifyReport PipelineModule::verify(const at::Tensor& x, at::TensorList extra_inputs) {
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), extra_inputs.begin(), extra_inputs.end());
-  return tandem::verify(*pipeline_, inputs, parameters_, is_training(), /*masks=*/8,
+  std::unique_ptr<Pipeline> without_main_grads;
+  if (!ops_to_verify_.empty()) without_main_grads = std::make_unique<Pipeline>(ops_to_verify_);
+  return tandem::verify(without_main_grads ? *without_main_grads : *pipeline_, inputs, parameters_,
+                        is_training(), /*masks=*/8,
                         [this](int64_t history_length) { return state(history_length); });
 }
 
+void PipelineModule::make_state(StateOwner& owner, int64_t history_length) {
+  if (owner.directions[0]) return;
+  torch::nn::Module& module = owner.module ? *owner.module : *this;
+  const auto kept =
+      module.register_module("recipe_state", std::make_shared<torch::nn::Module>("RecipeState"));
+  const c10::Device device = parameters_.empty() ? at::kCPU : parameters_[0].device();
+  for (size_t d = 0; d < kDirections.size(); ++d)
+    owner.directions[d] = kept->register_module(
+        kDirections[d], std::make_shared<ScalingBuffers>(owner.slots[d], history_length, device));
+}
+
 std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
+  const std::lock_guard<std::mutex> lock(state_mutex_);  // the first calls of threads
   std::vector<at::Tensor> state;
-  for (const StateOwner& owner : state_owners_) {
-    torch::nn::Module& module = owner.module ? *owner.module : *this;
-    auto children = module.named_children();
-    const auto kept = children.contains("recipe_state")
-                          ? children["recipe_state"]
-                          : module.register_module(
-                                "recipe_state", std::make_shared<torch::nn::Module>("RecipeState"));
-    for (const auto& [direction, slots] :
-         {std::pair("forward", owner.forward), std::pair("backward", owner.backward)}) {
-      children = kept->named_children();
-      if (!children.contains(direction)) {
-        const auto made = kept->register_module(
-            direction, std::make_shared<torch::nn::Module>("DelayedScalingState"));
-        made->register_buffer("scale", at::ones({slots}));
-        made->register_buffer("amax_history", at::zeros({history_length, slots}));
-        made->register_buffer("pending", at::zeros({1}, at::kLong));
-      }
-      auto buffers = kept->named_children()[direction]->named_buffers(/*recurse=*/false);
-      if (at::Tensor& history = buffers["amax_history"]; history.size(0) != history_length)
+  for (StateOwner& owner : state_owners_) {
+    make_state(owner, history_length);
+    for (const auto& direction : owner.directions) {
+      at::Tensor& history = direction->amax_history;
+      if (history.size(0) != history_length)
         history.set_data(resized_history(history, history_length));
-      for (const char* name : kScalingStateNames) state.push_back(buffers[name]);
+      for (const at::Tensor& tensor : {direction->scale, history, direction->pending})
+        state.push_back(tensor);
     }
   }
   return state;
+}
+
+void PipelineModule::load(torch::serialize::InputArchive& archive) {
+  for (StateOwner& owner : state_owners_) {
+    torch::serialize::InputArchive own, kept, direction;
+    if (!owner.name.empty() && !archive.try_read(owner.name, own)) continue;
+    if (!(owner.name.empty() ? archive : own).try_read("recipe_state", kept)) continue;
+    at::Tensor history;
+    if (!kept.try_read(kDirections[0], direction) ||
+        !direction.try_read("amax_history", history, /*is_buffer=*/true))
+      continue;
+    make_state(owner, history.size(0));
+    for (const auto& made : owner.directions)
+      if (made->amax_history.size(0) != history.size(0))
+        made->amax_history.set_data(resized_history(made->amax_history, history.size(0)));
+  }
+  torch::nn::Module::load(archive);
 }
 
 }  // namespace tandem

@@ -7,7 +7,7 @@
 namespace tandem {
 
 SequentialImpl::SequentialImpl(const std::vector<Op>& ops, const at::TensorOptions& options)
-    : PipelineModule(ops, Names::by_place, options) {}
+    : PipelineModule("Sequential", ops, Names::by_place, options) {}
 
 std::vector<at::Tensor> SequentialImpl::forward(const at::Tensor& x, at::TensorList extra_inputs) {
   return run(x, extra_inputs);

@@ -48,7 +48,6 @@ const ParamDef kGamma{"weight", {"hidden"}, ParamDef::Init::ones, "zero_centered
 const OpDef kRmsNorm{
     .name = "rms_norm",
     .formula = "y = x / sqrt(mean(x^2) + eps) * weight",
-    .family = "norm",
     .signature = kNormSignature,
     .sizes = {{"hidden", "size of the last dimension of x"}},
     .params = {kGamma},
@@ -69,7 +68,6 @@ const OpDef kRmsNorm{
 const OpDef kLayerNorm{
     .name = "layer_norm",
     .formula = "y = (x - mean) / sqrt(variance + eps) * weight + bias",
-    .family = "norm",
     .signature = kNormSignature,
     .sizes = {{"hidden", "size of the last dimension of x"}},
     .params = {kGamma, {"bias", {"hidden"}}},

@@ -1,5 +1,6 @@
 #include "pipeline/autocast.h"
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -20,6 +21,11 @@ RegionPtr& here() {
   return region;
 }
 
+/// Two different recipes have one once in 2^63.
+int64_t number_of(const std::string& json) {
+  return static_cast<int64_t>(std::hash<std::string>()(json) >> 1) | 1;
+}
+
 /// Those that live, by their JSON.
 class Recipes {
  public:
@@ -30,7 +36,7 @@ class Recipes {
     std::string canonical = to_json(*recipe).dump();
     if (ActiveRecipePtr known = find(canonical)) return known;
     const ActiveRecipePtr made(
-        new ActiveRecipe{std::move(canonical), history_length(*recipe), ++last_},
+        new ActiveRecipe{canonical, history_length(*recipe), number_of(canonical)},
         [this](const ActiveRecipe* dead) {
           forget(*dead);
           delete dead;
@@ -49,7 +55,9 @@ class Recipes {
       held.push_back(entry.lock());
       if (held.back() && held.back()->number == number) return json;
     }
-    return "one that nothing uses any more";
+    for (const auto& [dead, json] : dead_)
+      if (dead == number) return json;
+    return "one that nothing has used for long";
   }
 
  private:
@@ -62,12 +70,18 @@ class Recipes {
   void forget(const ActiveRecipe& dead) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto entry = living_.find(dead.json);
-    if (entry != living_.end() && entry->second.expired()) living_.erase(entry);
+    if (entry == living_.end() || !entry->second.expired()) return;
+    living_.erase(entry);
+    dead_.emplace_back(dead.number, dead.json);
+    if (dead_.size() > kMostDead) dead_.pop_front();
   }
+
+  /// Whose texts an error may still show.
+  static constexpr size_t kMostDead = 64;
 
   std::mutex mutex_;
   std::unordered_map<std::string, std::weak_ptr<const ActiveRecipe>> living_;
-  std::atomic<int64_t> last_{0};
+  std::deque<std::pair<int64_t, std::string>> dead_;
 };
 
 Recipes& recipes() {

@@ -18,7 +18,7 @@ struct ActiveRecipe {
   std::string json;
   /// Of the amaxes that modules keep for it; 0: it has no state.
   int64_t history_length = 0;
-  /// At least 1, and of no other recipe, even after this one has died.
+  /// At least 1; the same for an equal recipe, even after this one has died.
   int64_t number = 0;
 };
 using ActiveRecipePtr = std::shared_ptr<const ActiveRecipe>;

@@ -178,6 +178,8 @@ void Pipeline::note_recipe(bool training) {
   if (is_in_backward()) {
     if (!c10::GradMode::is_enabled()) return;
     calls.are_recomputed.store(true, std::memory_order_relaxed);
+    if (const RegionPtr region = thread_region(); region && region->is_recompute)
+      return;  // tandem.checkpoint has put the recipe of its forward in force
     const bool has_forward = under != 0 || calls.plain.load(std::memory_order_relaxed);
     const bool is_reentrant = !at::SavedTensorDefaultHooks::is_enabled() ||
                               !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
@@ -224,15 +226,18 @@ std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state) {
   TORCH_CHECK_VALUE(region != nullptr && region->outermost != nullptr,
                     "pipeline: expected an autocast region, got none. Enter one.");
   const bool recomputes = is_recompute() || region->is_recompute;
+  bool has_scales = state.empty();
   for (size_t first = 0; recomputes && first < state.size(); first += 2 * kScalingStateTensors) {
     const at::Tensor scale =
         region->outermost->scale_in_forward({state[first], state[first + 1], state[first + 2]});
-    TORCH_CHECK_VALUE(scale.defined(),
-                      "pipeline: expected a recompute in the autocast region of its forward, whose "
-                      "scales it needs, got another region. Enter the region around "
-                      "tandem.checkpoint, not in it, or call backward() inside that region.");
+    if (!scale.defined()) continue;  // forward has taken none of this module's
+    has_scales = true;
     state[first] = scale;
   }
+  TORCH_CHECK_VALUE(!recomputes || has_scales,
+                    "pipeline: expected a recompute in the autocast region of its forward, whose "
+                    "scales it needs, got another region. Enter the region around "
+                    "tandem.checkpoint, not in it, or call backward() inside that region.");
   state.insert(state.begin(), region->outermost->token(recomputes));
   return state;
 }

@@ -330,6 +330,12 @@ VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorL
                     bool training, int masks, const StateOf& state_of) {
   VerifyReport report;
   Verification(pipeline, inputs, params, training, state_of, report).run(masks);
+  if (!report.passed || inputs.empty() || inputs[0].requires_grad() ||
+      !c10::GradMode::is_enabled() || !c10::isFloatingType(inputs[0].scalar_type()))
+    return report;
+  Tensors with_gradient = inputs.vec();  // a call behind other modules asks for it too
+  with_gradient[0] = inputs[0].detach().set_requires_grad(true);
+  Verification(pipeline, with_gradient, params, training, state_of, report).run(masks);
   return report;
 }
 

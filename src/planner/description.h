@@ -1,5 +1,5 @@
 // Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the
-//               fronts write.
+// fronts write.
 #pragma once
 
 #include <memory>

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 
 #include "planner/value_set.h"
@@ -42,8 +43,16 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
     return origin != Origin::workspace && origin != Origin::state;
   };
   ValueSet read(types.size()), recorded(types.size()), live_records(types.size());
-  for (const Step& step : steps)
+  std::multimap<Value, Value> casts;
+  for (const Step& step : steps) {
     if (step.kind == StepKind::record_amax) recorded.add(step.reads[0]);
+    if (step.kind == StepKind::cast) casts.emplace(step.reads[0], step.writes[0]);
+  }
+  const auto is_read = [&](Value value) {
+    const auto [first, last] = casts.equal_range(value);
+    return read(value) ||
+           std::any_of(first, last, [&](const auto& cast) { return read(cast.second); });
+  };
   Steps live;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     if (step->kind == StepKind::record_amax) {  // decided where its amax is written
@@ -51,10 +60,11 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
       continue;
     }
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
-    // Of an amax without codes (calibrating) counts whether a product reads the numbers themselves.
+    // Of an amax without codes (calibrating) counts whether a product reads the numbers, themselves
+    // or cast.
     const auto is_amax = [&](Value value) { return !exists(value) || recorded(value); };
     if (std::ranges::any_of(step->writes, exists) && std::ranges::all_of(step->writes, is_amax))
-      needed |= read(step->reads[0]);
+      needed |= is_read(step->reads[0]);
     if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
     for (Value& value : step->writes) {
       if (!exists(value) || recorded(value)) continue;

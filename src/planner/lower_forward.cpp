@@ -164,7 +164,8 @@ class ForwardLowering {
       flow_.events.push_back({Event::op, index});
       return y;
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(!def.is_unquantized || !description_.recipe, node.label,
+    const bool quantizes = description_.recipe && !is_calibrating(*description_.recipe);
+    TORCH_CHECK_NOT_IMPLEMENTED(!def.is_unquantized || !quantizes, node.label,
                                 ": expected no recipe, as this op has no quantized form, got one. ",
                                 "Call it outside of the tandem.autocast region.");
     if (!def.has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;

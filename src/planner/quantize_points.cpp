@@ -171,21 +171,23 @@ class QuantizePoints {
   /// What a product reads instead of plain numbers: these themselves where calibrating.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op, size_t slot,
                  Steps& steps, Codes& codes) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        kernel_ops::kArithmetic.has(draft_.dtype(plain)), description_.ops[op].label,
-        ": expected float32, bfloat16 or float16 under a recipe, got ",
-        dtype_name(draft_.dtype(plain)), ". Leave the autocast region or convert the module.");
+    const bool is_known = kernel_ops::kArithmetic.has(draft_.dtype(plain));
+    if (is_calibrating_ && !is_known) return plain;
+    TORCH_CHECK_NOT_IMPLEMENTED(is_known, description_.ops[op].label,
+                                ": expected float32, bfloat16 or float16 under a recipe, got ",
+                                dtype_name(draft_.dtype(plain)),
+                                ". Leave the autocast region or convert the module.");
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {contract.role, op, slot});
     const Value itself = plain;
     if (contract.role == Role::weight) {
       plain = uncast(plain);
       if (const auto known = draft_.codes_of_params.find(plain);
           known != draft_.codes_of_params.end()) {
-        if (is_calibrating_) return itself;  // its scale is made already
         const Value given = known->second.codes[static_cast<size_t>(contract.along)];
         // It is in the recipe's format: what its owner has made of it counts, whatever kind of
         // scale the recipe would choose.
-        if (exists(given) && known->second.quantizer->format == quantizer.format) return given;
+        if (exists(given) && known->second.quantizer->format == quantizer.format)
+          return is_calibrating_ ? itself : given;
       } else if (caches_weights())
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }

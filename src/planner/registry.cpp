@@ -34,7 +34,7 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
   TORCH_CHECK_VALUE(!fusion.pattern.empty() && fusion.run.run != nullptr, "fusion \"", fusion.name,
                     "\": expected a pattern and an implementation, got ",
                     fusion.pattern.empty() ? "no pattern" : "no implementation",
-                    ". Name the kinds of the steps it replaces, and a function.");
+                    ". Name the steps that it replaces, and a function.");
   TORCH_CHECK_VALUE((fusion.pass == Pass::joint) == (fusion.backward.run != nullptr), "fusion \"",
                     fusion.name, "\": expected a backward half exactly for the joint pass, got ",
                     fusion.pass == Pass::joint ? "none" : "one for another pass",

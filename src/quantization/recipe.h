@@ -1,10 +1,10 @@
 // Recipes: the user's choice of low-precision format and scaling, as frozen values that say how
-//          each operand is quantized.
+// each operand is quantized.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 
+#include "core/json_fwd.h"
 #include "core/op_def.h"
 #include "core/signature.h"
 #include "core/value.h"

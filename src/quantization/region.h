@@ -14,10 +14,10 @@
 
 namespace tandem {
 
-/// Forward states of its calls are updated when the region is left with gradients enabled; backward
-/// states when it has been left and the last backward of its calls has run, on whatever thread. What
-/// is not updated by then (a backward that never runs, or runs again; compiled code; tensors that go
-/// through the dispatcher) is updated when it is next used in another region
+/// Forward states of its calls are updated when the region is left with gradients enabled;
+/// backward states when it has been left and the last backward of its calls has run, on whatever
+/// thread. What is not updated by then (a backward that never runs, or runs again; compiled code;
+/// tensors that go through the dispatcher) is updated when it is next used in another region
 /// (kernel_ops/delayed.h): either way once, before its next use.
 class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion> {
  public:

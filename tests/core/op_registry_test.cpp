@@ -203,6 +203,39 @@ TEST(OpRegistryErrors, NamesThatAreNoNames) {
                   "with [] behind a list, got \"*\". Rename it."));
 }
 
+/// A step's name in patterns is made of two: these would make that of a built-in one.
+TEST(OpRegistryErrors, NamesThatPatternsWouldTakeForOthers) {
+  static OpDef dotted = definition("rms_norm.backward"), step = definition("test_dotted_step"),
+               backward = definition("test_backward_called_forward");
+  EXPECT_THAT([] { register_op(dotted); },
+              ThrowsText<c10::ValueError>("op: expected the name of an op without '.' and '|', got "
+                                          "\"rms_norm.backward\"",
+                                          " without '.' and '|', got \"", "Rename it."));
+  step.forward = {{.name = "a|b", .reads = {"x"}, .writes = {"y"}, .run = [](Call&) {}}};
+  EXPECT_THAT([] { register_op(step); },
+              ThrowsText<c10::ValueError>("op: expected the name of a step without '.' and '|', "
+                                          "got \"a|b\" in op \"test_dotted_step\""));
+  backward.backward = {
+      {.name = "forward", .reads = {"grad_y"}, .writes = {"grad_x"}, .run = [](Call&) {}}};
+  EXPECT_THAT([] { register_op(backward); },
+              ThrowsText<c10::ValueError>(
+                  "op test_backward_called_forward: expected a step of backward by a name of its "
+                  "own, got \"forward\". Call it \"backward\".",
+                  ": expected a step of backward by a name of its own, got "));
+}
+
+/// Fusions of a family read its members' options as one struct.
+TEST(OpRegistryErrors, AFamilyHasOneStructOfOptionsAndOneListOfSteps) {
+  static OpDef def = definition("test_other_activation");
+  def.family = "activation";
+  EXPECT_THAT([] { register_op(def); },
+              ThrowsText<c10::ValueError>(
+                  "op test_other_activation: expected the struct of options and the steps of its "
+                  "family activation, as ",
+                  " has them, got others. Leave the family out.",
+                  ": expected the struct of options and the steps of its family "));
+}
+
 TEST(OpRegistryErrors, ListsStandLastAndHaveALength) {
   static OpDef before = definition("test_list_before"), endless = definition("test_endless"),
                result = definition("test_list_result");

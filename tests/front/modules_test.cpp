@@ -7,6 +7,7 @@
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <torch/serialize.h>
 
@@ -155,6 +156,46 @@ TEST(LayerNormLinear, KeepsTheStateOfDelayedScaling) {
             (std::vector<int64_t>{3, 2}));
 }
 
+TEST(LayerNormMLP, StateOfDelayedScalingIsLoadedAndKeepsItsDtype) {
+  const DelayedScaling recipe{.amax_history_len = 4};
+  const at::Tensor x = random({kRows, kHidden});
+  const auto step = [&](LayerNormMLP module, const at::Tensor& input) {
+    const Autocast region(true, recipe);
+    return module->forward(input);
+  };
+  LayerNormMLP saved = randomized(LayerNormMLP(kHidden, kWide));
+  for (int i = 0; i < 3; ++i) step(saved, x * (i + 1)).sum().backward();
+  std::stringstream file;
+  torch::serialize::OutputArchive out;
+  saved->save(out);
+  out.save_to(file);
+  LayerNormMLP fresh(kHidden, kWide);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  fresh->load(in);
+  EXPECT_THAT(fresh->named_buffers().keys(),
+              ElementsAre("recipe_state.forward.scale", "recipe_state.forward.amax_history",
+                          "recipe_state.backward.scale", "recipe_state.backward.amax_history"))
+      << "made where the archive has it, and nothing of this process";
+  EXPECT_TRUE(same(step(fresh, x), step(saved, x)));
+  fresh->to(at::kBFloat16);
+  EXPECT_EQ(fresh->named_buffers()["recipe_state.forward.scale"].scalar_type(), at::kFloat);
+  EXPECT_EQ(step(fresh, x.to(at::kBFloat16)).scalar_type(), at::kBFloat16);
+}
+
+TEST(LayerNormMLP, StateThatIsMadeInInferenceModeServesTraining) {
+  LayerNormMLP module(kHidden, kWide);
+  const at::Tensor x = random({kRows, kHidden});
+  {
+    const c10::InferenceMode inference;
+    const Autocast region(true, DelayedScaling{});
+    module->forward(x);
+  }
+  const Autocast region(true, DelayedScaling{});
+  module->forward(x).sum().backward();
+  EXPECT_TRUE(module->parameters()[0].grad().defined());
+}
+
 TEST(LayerNormMLP, AddsGradientsOfWeightsToMainGrad) {
   const at::Tensor x = random({kRows, kHidden}), first = at::zeros({kWide, kHidden}),
                    second = at::full({kHidden, kWide}, 3.0);
@@ -221,7 +262,7 @@ TEST(ModuleErrors, TellWhatIsExpected) {
         layer->forward(random({2, 4}));
       },
       ThrowsText<c10::ValueError>(
-          ": expected one output, got return_bias or return_layernorm_output. Call "
+          "LayerNormLinear: expected one output, got return_bias or return_layernorm_output. Call "
           "forward_all(x), which returns all of them."));
 }
 

@@ -155,6 +155,14 @@ TEST(Ops, AGradientGoesIntoMainGrad) {
   EXPECT_TRUE(near(main_grad, at::linear(at::ones({4, 3}), x.t()) * 2));
 }
 
+TEST(Ops, VerifyReturnsGradientsAndWritesNoMainGrad) {
+  const at::Tensor main_grad = at::zeros({4, 8});
+  Sequential model({ops::linear(8, 4).with_main_grad("weight", main_grad), ops::gelu()});
+  const VerifyReport report = verify(model, random({3, 8}));
+  EXPECT_TRUE(report.passed) << report.text;
+  EXPECT_EQ(main_grad.abs().max().item<float>(), 0);
+}
+
 TEST(OpsErrors, MainGradFitsTheOp) {
   const Op op = ops::linear(8, 4);
   EXPECT_THAT(
@@ -206,9 +214,9 @@ TEST(Ops, LinearOverRanks) {
               ElementsAre("reduce_gradient", "basic_linear", "bias"));
   EXPECT_THAT(basics_of(made(Mode::column, true)),
               ElementsAre("all_gather", "basic_linear", "bias"));
-  EXPECT_THAT(basics_of(made(Mode::row, false)), ElementsAre("basic_linear", "all_reduce", "bias"));
+  EXPECT_THAT(basics_of(made(Mode::row, false)), ElementsAre("basic_linear", "bias", "all_reduce"));
   EXPECT_THAT(basics_of(made(Mode::row, true)),
-              ElementsAre("basic_linear", "reduce_scatter", "bias"));
+              ElementsAre("basic_linear", "bias", "reduce_scatter"));
   EXPECT_EQ(made(Mode::column, false).parameters[0].shape, (std::vector<int64_t>{6, 8}));
   EXPECT_EQ(made(Mode::row, false).parameters[0].shape, (std::vector<int64_t>{12, 4}));
   EXPECT_EQ(made(Mode::row, false).parameters[1].shape, (std::vector<int64_t>{12}));

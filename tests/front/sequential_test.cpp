@@ -220,7 +220,7 @@ TEST(SequentialErrors, OptionsAreCheckedWhereTheOpIsMade) {
       },
       ThrowsText<c10::NotImplementedError>(
           "grouped_linear: expected an op whose parameters are single tensors, got the list "
-          "weight[]. Fill in a tandem::BasicOp and its parameters.",
+          "weight[]. Use its own function, or fill in a tandem::BasicOp and its parameters.",
           " are single tensors, got the list "));
 }
 
@@ -264,6 +264,18 @@ TEST(Sequential, Verifies) {
   EXPECT_TRUE(verify(model, x).passed);
   Sequential open({ops::linear(8, 8), ops::add_extra_input()});
   EXPECT_TRUE(verify(open, x, {random({5, 8})}).passed);
+}
+
+TEST(Sequential, VerifyAsksForTheGradientOfAPlainInput) {
+  const FusionHandle handle =
+      register_fusion({.name = "test_wrong_grad_x",
+                       .pass = Pass::backward,
+                       .pattern = {"gelu.backward"},
+                       .run = {.reads = {{0, "grad_y"}, {0, "x"}},
+                               .writes = {{0, "grad_x"}, {0, "y"}},
+                               .run = [](Call& call) { call.out(0, call.in(0) * 2); }}});
+  Sequential model({ops::gelu()});
+  EXPECT_FALSE(verify(model, random({3, 4})).passed);
 }
 
 TEST(Sequential, VerifyNamesAWrongFusion) {

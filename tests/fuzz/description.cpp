@@ -177,7 +177,8 @@ json interesting(std::minstd_rand& random) {
   static const auto& values = *new json(json::parse(R"([
     null, true, false, 0, 1, -1, 2, 65535, 65536, 4294967296, 9223372036854775807,
     18446744073709551615, 1e308, -0.0, 0.5, "", "r", "x", [], {}, [null], [-1], [0, 8], [24],
-    [3, 8], {"channel": "r"}, {"channel": "r", "to_caller": false}, {"name": "Float8CurrentScaling"},
+    [3, 8], {"channel": "r"}, {"channel": "r", "to_caller": false},
+    {"name": "Float8CurrentScaling"},
     {"op": "gelu"}, {"op": "identity"}, {"op": "reshape", "options": {"shape": [-1, 8]}},
     {"op": "make_extra_output", "extra_outputs": [{"channel": "r"}]},
     {"op": "add_extra_input", "extra_inputs": [{"channel": "r"}]}, {"op": "add_extra_input"},

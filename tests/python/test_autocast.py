@@ -333,3 +333,9 @@ def test_a_compiled_function_that_leaves_a_region_open_raises(box):
             with pytest.raises(RuntimeError, match="autocast: expected a compiled function to leave the regions that it enters, innermost first"):
                 function(x)
             assert torch.equal(box(x), numbers.plain) and torch.equal(compiled(box)(x), numbers.plain)
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((OTHER,), "enabled"), (("no",), "enabled"), ((False, 2), "calibrating")])
+def test_a_recipe_in_the_place_of_a_flag_is_refused(arguments, name):
+    with pytest.raises(ValueError, match=rf"autocast: expected {name} to be True or False, got .*\. Pass a recipe as recipe=\."):
+        tandem.autocast(*arguments)

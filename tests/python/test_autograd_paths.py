@@ -350,3 +350,15 @@ def test_a_recompute_that_would_write_in_place_again_raises(reentrant):
     y = checkpoint(lambda x: F.gelu(add(x, extra)), x, use_reentrant=reentrant)
     with pytest.raises(ValueError, match="expected no write into a caller's tensor while backward recomputes a forward that has written it already"):
         y.sum().backward()
+
+
+def test_compiled_autograd_of_an_extra_output_that_backward_reads():
+    torch.manual_seed(0)
+    box = ops.Sequential(ops.Linear(8, 8), ops.MakeExtraOutput(), ops.Linear(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad([y.sum() for y in box(x)], [x, *box.parameters()])
+    y, extra = box(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        (y.sum() + extra.sum()).backward()
+    for tensor, grad in zip([x, *box.parameters()], expected, strict=True):
+        torch.testing.assert_close(tensor.grad, grad)

@@ -74,6 +74,7 @@ BROKEN_LAYOUTS = {
     "arrow up": ({"src/core/plan.h": '#include "planner/planner.h"\n'}, "planner lies above core"),
     "kernel ops see core": ({"src/kernel_ops/norm.h": '#include "core/plan.h"\n'}, "core lies above kernel_ops"),
     "core sees the front": ({"src/core/plan.h": "#include <tandem/tandem.h>\n"}, "tandem lies above core"),
+    "wide comment": ({"src/core/wide.h": "// " + "x" * 98 + "\n"}, "src/core/wide.h:1: expected at most 100 columns, got 101. Break the line"),
     "unknown folder": ({"src/helpers/all.h": "\n"}, "expected a folder of LAYERS in check_layout.py, got helpers"),
     "torch in a kernel": ({"src/kernels/norm.h": "#include <ATen/ATen.h>\n"}, "kernels know no torch"),
     "autograd elsewhere": (

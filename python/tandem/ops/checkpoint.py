@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Any
 
-
-@cache
-def _warn_once() -> None:
-    warnings.warn(
-        "tandem: expected no quantization state in the state dict, got a non-empty _extra_state of TransformerEngine. It is ignored, as "
-        "it is a pickle; current scaling needs none.",
-        stacklevel=2,
-    )
+_has_warned = False
 
 
 def warn_about_extra_state(key: str) -> None:
     """Warns, once per process, that the state under `key` is ignored."""
-    del key
-    _warn_once()
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"tandem: expected no quantization state in the state dict, got a non-empty {key} of TransformerEngine. It is ignored, as it is a "
+        "pickle: delayed scaling begins with an empty history, other recipes need none.",
+        stacklevel=3,
+    )
 
 
 def rename(state_dict: dict[str, Any], prefix: str, names: dict[str, str]) -> None:

@@ -38,6 +38,9 @@ class Verification:
         return self.text
 
 
+_FORMATS = ("text", "svg", "html", "json")
+
+
 class ReportingMixin:
     """`explain`, `verify` and what belongs to them."""
 
@@ -51,6 +54,8 @@ class ReportingMixin:
         plans depend on tensors. Where ops with hooks cut a pipeline, that is told, and each part has an entry. Plans of compiled code are
         told as well.
         """
+        if format not in _FORMATS:
+            raise ValueError(f'explain: expected format "text", "svg", "html" or "json", got {format!r}. Name one of them.')
         reports = [report for run in self._op_runs() for report in _reports(run, format)]
         if not reports:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
