@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import tanh_gelu
 from torch.testing import assert_close
 
 import tandem
@@ -210,3 +211,16 @@ def test_descriptions_are_checked(description: str, text: str) -> None:
     with pytest.raises(ValueError) as error:
         tandem._C.explain_description(description, "text")
     assert text in str(error.value)
+
+
+def test_a_module_at_two_places_overwrites_once_and_a_tensor_at_two_is_refused() -> None:
+    first, second = [ops.Linear(4, 4, bias=False, accumulate_into_main_grad=True) for _ in range(2)]
+    first.weight.main_grad, first.weight.overwrite_main_grad = torch.full((4, 4), torch.nan), True
+    x = torch.randn(2, 4)
+    ops.Sequential(first, ops.GELU(), first)(x).sum().backward()
+    weight = first.weight.detach().requires_grad_()
+    ((tanh_gelu(x @ weight.t())) @ weight.t()).sum().backward()
+    assert_close(first.weight.main_grad, weight.grad)
+    second.weight = first.weight
+    with pytest.raises(RuntimeError, match=r"expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: .*\. Set main_grad to zero instead"):
+        ops.Sequential(first, second)(x)

@@ -18,6 +18,7 @@ def modes(op: str, places: Sequence[Place]) -> tuple[Mode, ...]:
     if not torch.is_grad_enabled():
         return (None,) * len(places)
     found: list[Mode] = []
+    overwriting: list[Any] = []
     for module, name in places:
         param = getattr(module, name)
         if not param.requires_grad:
@@ -27,7 +28,15 @@ def modes(op: str, places: Sequence[Place]) -> tuple[Mode, ...]:
         dummy = "none"
         if hasattr(param, "grad_added_to_main_grad"):  # whose owner waits for a gradient to know that main_grad is there
             dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
-        found.append((dummy, bool(getattr(param, "overwrite_main_grad", False))))
+        overwrites = bool(getattr(param, "overwrite_main_grad", False))
+        if overwrites:
+            if any([param is other for other in overwriting]):
+                raise RuntimeError(
+                    f"{op}: expected a weight with overwrite_main_grad at one place of a pipeline, got one at two: the gradient of one place would "
+                    "take that of the other away. Set main_grad to zero instead."
+                )
+            overwriting.append(param)
+        found.append((dummy, overwrites))
     return tuple(found)
 
 

@@ -205,6 +205,7 @@ class Prepared:
         what they are in evaluation."""
         by_param = {at: mode for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None}
         main_grads = {at: position for position, at in enumerate(by_param)}
+        first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
         entries = []
@@ -223,6 +224,7 @@ class Prepared:
             absorbed = [at for at in self._main_grads.get(index, ()) if at in by_param]
             if absorbed:
                 dummy, overwrite = by_param[absorbed[0]]
+                overwrite = overwrite and first_in_backward[absorbed[0]] == index  # the others add
                 entry["options"] |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
                 entry["buffers"] = [main_grads[at] for at in absorbed]
             entry["params"] = self._params[index] + self._buffers[index] if buffers else self._params[index]
