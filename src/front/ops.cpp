@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/init.h>
 
 #include <algorithm>
 #include <cmath>
@@ -25,11 +26,11 @@ Init ones() {
 Init kaiming_uniform() {
   return [](const at::Tensor& tensor) {
     const double bound = 1 / std::sqrt(static_cast<double>(tensor.size(-1)));
-    tensor.uniform_(-bound, bound);
+    torch::nn::init::uniform_(tensor, -bound, bound);
   };
 }
 Init normal(double deviation) {
-  return [deviation](const at::Tensor& tensor) { tensor.normal_(0, deviation); };
+  return [deviation](const at::Tensor& tensor) { torch::nn::init::normal_(tensor, 0, deviation); };
 }
 
 }  // namespace init
