@@ -251,7 +251,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         rowwise, columnwise: which codes are wanted.
         force_pow_2_scales: whether scales are powers of two.
         amax_epsilon: least amax.
-        use_existing_amax, with_amax_reduction: False; amax_reduction_group, scale, amax: None; no other values are known yet.
+        use_existing_amax, with_amax_reduction: False; no other value is known yet.
+        amax_reduction_group, scale, amax: None, likewise.
     """
 
     def __init__(

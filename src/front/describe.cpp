@@ -72,7 +72,8 @@ DescribedOps describe(const std::vector<Op>& ops) {
       if (basic.in_place) entry["in_place"] = true;
       if (const SlotCount own = quantize_slots(op_def(basic.name));
           own.forward + own.backward != 0) {
-        entry["state"] = {state_holders, slots.forward, slots.backward};
+        entry["state"] = {
+            {"module", state_holders}, {"forward", slots.forward}, {"backward", slots.backward}};
         slots = {slots.forward + own.forward, slots.backward + own.backward};
       }
     }

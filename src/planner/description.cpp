@@ -82,14 +82,16 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
       op, node, "params", count_of(node, operands.first_param, operands.first_buffer), "parameter");
   node.buffers = positions_of(
       op, node, "buffers", count_of(node, operands.first_buffer, operands.first_result), "buffer");
-  if (op.find("state") != nullptr) {
-    std::vector<int64_t> slots;
-    op.get("state", slots, 3, 0, limits::kParams);
-    TORCH_CHECK_VALUE(slots.size() == 3, node.label, ": expected \"state\" as a module's number ",
-                      "and the first slots of forward and backward, got ", slots.size(),
-                      " numbers. Give three.");
-    node.state = {static_cast<uint32_t>(slots[0]), static_cast<uint32_t>(slots[1]),
-                  static_cast<uint32_t>(slots[2])};
+  if (const json* state = op.find("state")) {
+    Fields fields(*state, node.label + ": state");
+    const auto number = [&](const char* name) {
+      int64_t value = 0;
+      fields.at(name);
+      fields.get(name, value, 0, limits::kParams);
+      return static_cast<uint32_t>(value);
+    };
+    node.state = {number("module"), number("forward"), number("backward")};
+    fields.finish();
   }
   op.get("in_place", node.in_place).get("instance", node.instance);
   node.extra_inputs =

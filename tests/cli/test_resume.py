@@ -84,7 +84,7 @@ def test_a_checkpoint_holds_the_state_of_the_recipe(tmp_path):
     states = "layers.0.mlp.2.recipe_state"
     history = tensors[f"{states}.forward.amax_history"]
     assert history.shape == (1024, 2) and (history[-3:] > 0).all() and (tensors[f"{states}.backward.scale"] > 1).all()
-    assert not tensors[f"{states}.forward.pending"].any()
+    assert f"{states}.forward.pending" not in tensors  # a number of that process
     tandem("train", "--resume", "--out", out)
     assert_same_training(out, reference, ["delayed"])
 

@@ -630,10 +630,12 @@ def test_descriptions_say_where_amaxes_go():
         text = json.dumps({"ops": [op], "recipe": {"name": "DelayedScaling"}})
         return torch.ops.tandem.pipeline(x, [], [weight], [], [], [], text)
 
-    with pytest.raises(ValueError, match='expected "state" as a module\'s number and the first slots of forward and backward, got 2 numbers'):
+    with pytest.raises(ValueError, match='basic_linear: state: expected a JSON object, got'):
         call({"state": [0, 0]})
+    with pytest.raises(ValueError, match='basic_linear: state: expected a field "backward", got none'):
+        call({"state": {"module": 0, "forward": 0}})
     with pytest.raises(ValueError, match='expected the number of a module below that of the ops, 1, in "state", got 7. Number them from 0'):
-        call({"state": [7, 0, 0]})
+        call({"state": {"module": 7, "forward": 0, "backward": 0}})
     with pytest.raises(ValueError, match='expected "state", which says where its amaxes go, under a recipe that keeps them, got none'):
         call({})
     with pytest.raises(ValueError, match="pipeline: expected an autocast region, got none. Enter one."):

@@ -121,12 +121,14 @@ class Prepared:
     def _read_state_slots(self) -> None:
         """Which modules keep state for recipes, and where in it each op has its slots: the parts of a module share its state."""
         owners: dict[int, torch.nn.Module] = {}
-        self._state_slots: dict[int, list[int]] = {}  # by op: the module's number, its first slots in forward and backward
+        numbers: dict[int, int] = {}
+        self._state_slots: dict[int, dict[str, int]] = {}  # by op: the module's number, its first slots in forward and backward
         for index, op in enumerate(self.basic_ops):
             if any(op._quantize_slots()):
                 holder = op._holder
                 owners.setdefault(id(holder), holder)
-                self._state_slots[index] = [list(owners).index(id(holder)), *op._first_slots()]
+                module, (forward, backward) = numbers.setdefault(id(holder), len(numbers)), op._first_slots()
+                self._state_slots[index] = {"module": module, "forward": forward, "backward": backward}
         self.state_owners = tuple([(owner, *owner._quantize_slots()) for owner in owners.values()])
 
     def state(self, recipe: str) -> list[torch.Tensor]:

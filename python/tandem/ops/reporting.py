@@ -55,7 +55,7 @@ class ReportingMixin:
         told as well.
         """
         if format not in _FORMATS:
-            raise ValueError(f'explain: expected format "text", "svg", "html" or "json", got {format!r}. Name one of them.')
+            raise ValueError(f'explain: expected format "text", "svg", "html" or "json", got "{format}". Name one of them.')
         reports = [report for run in self._op_runs() for report in _reports(run, format)]
         if not reports:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
