@@ -129,8 +129,8 @@ LayerNormModule::LayerNormModule(const char* name, const Op& op, bool returns_bi
     : PipelineModule(name, {op}, Names::plain, options),
       returns_bias_(returns_bias),
       returns_norm_(returns_norm) {
-  if (const at::Tensor* found = named_parameters().find(bias); found && returns_bias)
-    bias_ = *found;
+  const auto parameters = named_parameters();
+  if (returns_bias && parameters.contains(bias)) bias_ = parameters[bias];
 }
 
 LayerNormOutputs LayerNormModule::forward_all(const at::Tensor& x) {
