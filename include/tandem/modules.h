@@ -21,6 +21,8 @@ enum class Normalization : uint8_t { layer_norm, rms_norm };
 /// What gradients of weights are added to, by the names of the weights, as Op::with_main_grad says.
 using MainGrads = std::map<std::string, at::Tensor>;
 
+// The two structs share members and no base: designated initializers name none of a base's.
+
 struct LayerNormLinearOptions {
   /// Of the norm.
   double eps = 1e-5;
