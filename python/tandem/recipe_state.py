@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
+from tandem._tracing import constant_while_traced
 
 NAME = "recipe_state"  # of the child that holds it
 _DIRECTIONS = ("forward", "backward")
@@ -26,9 +27,10 @@ def traced_region() -> torch.Tensor:
     return traced_regions[-1] if traced_regions else torch.ops.tandem.region_number(torch.empty(0))
 
 
+@constant_while_traced
 def history_length(recipe: str) -> int:
     """Rows of the history of amaxes that modules keep for a recipe, as JSON; 0: it has no state."""
-    return int(recipe.partition('"amax_history_len":')[2].partition(",")[0] or 0)
+    return _C.recipe_history_length(recipe)
 
 
 class DelayedScalingState(torch.nn.Module):
@@ -150,10 +152,14 @@ def of(fields: dict[str, Any], slots: tuple[int, int], length: int) -> RecipeSta
     return state
 
 
+def tensors_of(state: RecipeState) -> list[torch.Tensor]:
+    """What a call of the library is given of it."""
+    return [getattr(state._modules[direction], name) for direction in _DIRECTIONS for name in _C.SCALING_STATE]
+
+
 def tensors(fields: dict[str, Any], forward_slots: int, backward_slots: int, length: int) -> list[torch.Tensor]:
-    """What a call of the library is given: scale, amax_history and pending of forward and backward."""
-    state = of(fields, (forward_slots, backward_slots), length)
-    return [state._modules[direction]._buffers[name] for direction in _DIRECTIONS for name in (*_SAVED, "pending")]  # type: ignore[misc, union-attr]
+    """The same of the module with this `__dict__`."""
+    return tensors_of(of(fields, (forward_slots, backward_slots), length))
 
 
 @contextlib.contextmanager

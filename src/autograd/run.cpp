@@ -39,8 +39,8 @@ void check_workspaces(const Plan& plan, const Arguments& arguments) {
 }
 
 ScalingState state_at(at::TensorList state, size_t holder, bool is_backward) {
-  const size_t first = 1 + (2 * holder + (is_backward ? 1 : 0)) * kScalingStateTensors;
-  return {state[first], state[first + 1], state[first + 2]};
+  return scaling_state([&](size_t place) { return state[place]; },
+                       scaling_state_place(holder, is_backward));
 }
 
 void check_states(const Plan& plan, at::TensorList state) {

@@ -159,6 +159,10 @@ void bind_autocast(py::module_& module) {
   module.def("exit_autocast", &leave, py::arg("owner"));
   module.def("region_now", &region_now);
   module.def("enter_recompute", &enter_recompute, py::arg("region"), py::arg("owner"));
+  module.def("recipe_history_length", &recipe_history_length);
+  py::tuple names(kScalingState.size());
+  for (size_t i = 0; i < kScalingState.size(); ++i) names[i] = kScalingState[i].name;
+  module.attr("SCALING_STATE") = names;
   module.def("state_in_region", [](std::vector<at::Tensor> state) {
     const ContextRegion region;
     return state_in_region(std::move(state));

@@ -13,10 +13,10 @@
 
 #include "autograd/call.h"
 #include "bindings/autocast.h"
+#include "bindings/description.h"
 #include "bindings/hold.h"
 #include "bindings/python_ops.h"
 #include "bindings/signature.h"
-#include "core/build_id.h"
 #include "fusions/table.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
@@ -411,11 +411,9 @@ PYBIND11_MODULE(_C, module) {
              "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
              "Returns the limit before.");
   module.def("refresh_counts", &kernel_ops::refresh_counts);
-  module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
   module.def("plans_made", &Program::plans_made);
   module.def("programs_alive", &Program::alive);
   module.def("fusions_version", &fusions_version);
-  module.def("build_id", &build_id);
   module.def("version", &version);
   module.def("built_against_torch", &built_against_torch);
   module.def("op_names", &op_names);
@@ -437,6 +435,7 @@ PYBIND11_MODULE(_C, module) {
              [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
   set_quantized_param_reader(&read_quantized);
   bind_autocast(module);
+  bind_description(module);
   bind_python_ops(module);
 }
 

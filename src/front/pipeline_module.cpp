@@ -10,6 +10,7 @@
 #include <array>
 
 #include "front/describe.h"
+#include "kernel_ops/delayed.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"
 
@@ -139,8 +140,8 @@ std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
       at::Tensor& history = direction->amax_history;
       if (history.size(0) != history_length)
         history.set_data(resized_history(history, history_length));
-      for (const at::Tensor& tensor : {direction->scale, history, direction->pending})
-        state.push_back(tensor);
+      const ScalingState kept{direction->scale, history, direction->pending};
+      for (const ScalingStateTensor& each : kScalingState) state.push_back(kept.*each.tensor);
     }
   }
   return state;

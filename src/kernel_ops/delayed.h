@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -48,9 +49,30 @@ struct ScalingState {
   /// [1], int64: the region whose amaxes row 0 holds and no update has used yet; 0: none.
   at::Tensor pending;
 };
-inline constexpr size_t kScalingStateTensors = 3;
-inline constexpr const char* kScalingStateNames[kScalingStateTensors] = {"scale", "amax_history",
-                                                                         "pending"};
+/// A tensor of a ScalingState.
+struct ScalingStateTensor {
+  const char* name;
+  at::ScalarType dtype;
+  at::Tensor ScalingState::*tensor;
+};
+/// All of them, in the order in which plans, calls and fronts list them.
+inline constexpr std::array kScalingState{
+    ScalingStateTensor{"scale", at::kFloat, &ScalingState::scale},
+    ScalingStateTensor{"amax_history", at::kFloat, &ScalingState::amax_history},
+    ScalingStateTensor{"pending", at::kLong, &ScalingState::pending}};
+
+/// Where the state of a direction begins among what a call is given: its region's number comes
+/// first, then forward and backward of each holder.
+constexpr size_t scaling_state_place(size_t holder, bool is_backward) {
+  return 1 + (2 * holder + (is_backward ? 1 : 0)) * kScalingState.size();
+}
+/// The state whose tensors `tensor_at` gives from `first` on.
+template <typename TensorAt>
+ScalingState scaling_state(TensorAt&& tensor_at, size_t first) {
+  ScalingState state;
+  for (const ScalingStateTensor& each : kScalingState) state.*each.tensor = tensor_at(first++);
+  return state;
+}
 
 /// A history of another length: row 0 and the newest of the steps before stay, zeros come where
 /// there is nothing older.

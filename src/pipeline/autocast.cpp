@@ -109,6 +109,11 @@ ActiveRecipePtr kept_active_recipe() {
   return region == nullptr ? nullptr : region->recipe;
 }
 
+int64_t recipe_history_length(const std::string& json) {
+  const ActiveRecipePtr recipe = recipes().of(json);
+  return recipe ? recipe->history_length : 0;
+}
+
 std::string recipe_text(int64_t number) { return recipes().text_of(number); }
 
 RegionPtr make_region(const std::string& json, RegionPtr outer, std::shared_ptr<void> owner) {

@@ -47,6 +47,10 @@ TANDEM_API ActiveRecipePtr kept_active_recipe();
 /// The JSON of the recipe of a number, as an error shows it.
 TANDEM_API std::string recipe_text(int64_t number);
 
+/// Rows of the amax history of the recipe that this JSON is; 0: it has no state. Throws
+/// c10::ValueError on an unknown recipe.
+TANDEM_API int64_t recipe_history_length(const std::string& json);
+
 /// A region inside `outer`: `json` is a recipe, or "null" to switch quantization off. It is in
 /// force nowhere yet. Throws c10::ValueError on an unknown recipe.
 TANDEM_API RegionPtr make_region(const std::string& json, RegionPtr outer,

@@ -28,34 +28,23 @@ Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
     : ops_(std::move(ops)),
       required_fusions_(std::move(required_fusions)),
       calls_{Calls{kNeverCalled}, Calls{kNeverCalled}} {
-  const auto parsed = parse_description(
-      text_of(nullptr, true, 0, true, false, {}));  // errors come where the pipeline is made
+  const auto parsed =
+      parse_description(text_of(nullptr, {}));  // errors come where the pipeline is made
   writes_arguments_ = std::any_of(parsed->ops.begin(), parsed->ops.end(),
                                   [](const OpNode& op) { return op.writes_caller(); });
 }
 
-std::string Pipeline::text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
-                              bool fuse, bool cache_weights,
-                              const std::vector<std::string>& skipped_fusions) const {
-  nlohmann::json description{{"version", kDescriptionVersion},
-                             {"build", build_id()},
-                             {"training", training},
-                             {"fusions_version", fusions_version}};
-  description["ops"] = parse_json(ops_, "description");
-  description["recipe"] =
-      recipe == nullptr ? nlohmann::json() : nlohmann::json::parse(recipe->json);
-  if (!fuse) description["fuse"] = false;
-  if (cache_weights) description["cache_weights"] = true;
-  if (!skipped_fusions.empty()) description["skipped_fusions"] = skipped_fusions;
-  if (fuse && skipped_fusions.empty() && !required_fusions_.empty())
-    description["required_fusions"] = required_fusions_;
-  return description.dump();
+std::string Pipeline::text_of(const ActiveRecipe* recipe, PlanningTerms terms) const {
+  if (terms.fuse && terms.skipped_fusions.empty()) terms.required_fusions = required_fusions_;
+  return write_description(ops_, recipe == nullptr ? "null" : recipe->json, terms);
 }
 
 std::string Pipeline::description(bool training, bool fuse,
                                   const std::vector<std::string>& skipped_fusions) const {
-  return text_of(active_recipe(), training, tandem::fusions_version(), fuse,
-                 /*cache_weights=*/false, skipped_fusions);
+  return text_of(active_recipe(), {.training = training,
+                                   .fuse = fuse,
+                                   .skipped_fusions = skipped_fusions,
+                                   .fusions_version = tandem::fusions_version()});
 }
 
 Pipeline::State& Pipeline::state(bool training) {
@@ -65,8 +54,9 @@ Pipeline::State& Pipeline::state(bool training) {
     if (state->recipe.get() == recipe && state->training == training &&
         state->fusions_version == version)
       return *state;
-  auto program =
-      program_of(text_of(recipe, training, version, true, /*cache_weights=*/recipe != nullptr, {}));
+  auto program = program_of(text_of(
+      recipe,
+      {.training = training, .cache_weights = recipe != nullptr, .fusions_version = version}));
   const std::lock_guard<std::mutex> lock(mutex_);
   states_.push_back(std::unique_ptr<State>(
       new State{kept_active_recipe(), training, version, std::move(program), {}, newest_.load()}));
@@ -78,9 +68,8 @@ Pipeline::State& Pipeline::state(bool training) {
 
 const std::string& Pipeline::text_for_op(State& state) {
   if (const std::string* text = state.text.load(std::memory_order_acquire)) return *text;
-  auto made = std::make_unique<const std::string>(text_of(state.recipe.get(), state.training,
-                                                          state.fusions_version, true,
-                                                          /*cache_weights=*/false, {}));
+  auto made = std::make_unique<const std::string>(text_of(
+      state.recipe.get(), {.training = state.training, .fusions_version = state.fusions_version}));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (state.held_text == nullptr) {
     state.held_text = std::move(made);
@@ -227,18 +216,21 @@ std::vector<at::Tensor> state_in_region(std::vector<at::Tensor> state) {
                     "pipeline: expected an autocast region, got none. Enter one.");
   const bool recomputes = is_recompute() || region->is_recompute;
   bool has_scales = state.empty();
-  for (size_t first = 0; recomputes && first < state.size(); first += 2 * kScalingStateTensors) {
-    const at::Tensor scale =
-        region->outermost->scale_in_forward({state[first], state[first + 1], state[first + 2]});
-    if (!scale.defined()) continue;  // forward has taken none of this module's
+  state.insert(state.begin(), region->outermost->token(recomputes));
+  for (size_t holder = 0; recomputes && scaling_state_place(holder, false) < state.size();
+       ++holder) {
+    const size_t first = scaling_state_place(holder, /*is_backward=*/false);
+    ScalingState forward = scaling_state([&](size_t place) { return state[place]; }, first);
+    forward.scale = region->outermost->scale_in_forward(forward);
+    if (!forward.scale.defined()) continue;  // forward has taken none of this module's
     has_scales = true;
-    state[first] = scale;
+    for (size_t i = 0; i < kScalingState.size(); ++i)
+      state[first + i] = forward.*kScalingState[i].tensor;
   }
   TORCH_CHECK_VALUE(!recomputes || has_scales,
                     "pipeline: expected a recompute in the autocast region of its forward, whose "
                     "scales it needs, got another region. Enter the region around "
                     "tandem.checkpoint, not in it, or call backward() inside that region.");
-  state.insert(state.begin(), region->outermost->token(recomputes));
   return state;
 }
 
@@ -284,9 +276,9 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
 
 Outputs Pipeline::composite(at::TensorList inputs, at::TensorList params, bool training) const {
   const Arguments arguments{inputs, params, {}};
-  const auto program =
-      program_of(text_of(nullptr, training, tandem::fusions_version(), /*fuse=*/false,
-                         /*cache_weights=*/false, {}));
+  const auto program = program_of(
+      text_of(nullptr,
+              {.training = training, .fuse = false, .fusions_version = tandem::fusions_version()}));
   return run_pipeline(
       program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true)), arguments,
       Path::composite);

@@ -137,9 +137,8 @@ class TANDEM_API Pipeline {
   const std::string& text_for_op(State& state);
   void retire_states(uint64_t fusions_version);
   void free_retired() const;
-  std::string text_of(const ActiveRecipe* recipe, bool training, uint64_t fusions_version,
-                      bool fuse, bool cache_weights,
-                      const std::vector<std::string>& skipped_fusions) const;
+  /// With the required fusions, where nothing is left out.
+  std::string text_of(const ActiveRecipe* recipe, PlanningTerms terms) const;
   /// Null for one of too many plans: `explain` tells of the first ones.
   Served* served(State& state, const std::shared_ptr<const Plan>& plan);
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,

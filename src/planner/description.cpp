@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -127,6 +128,25 @@ void check_channels(const std::vector<OpNode>& ops) {
     }
 }
 
+void write_bindings(json& entry, const char* field, const std::vector<Binding>& bindings,
+                    const OpEntry& op) {
+  if (std::ranges::all_of(bindings, [](const Binding& each) { return each.channel.empty(); }))
+    return;
+  json& written = entry[field] = json::array();
+  for (const Binding& binding : bindings) {
+    json& slot = written.emplace_back();
+    if (binding.channel.empty()) continue;
+    try {
+      json(binding.channel).dump();
+    } catch (const json::type_error&) {
+      TORCH_CHECK_VALUE(false, op.op, ": expected a channel named in UTF-8, got \"",
+                        shown(binding.channel), "\". Rename it.");
+    }
+    slot["channel"] = binding.channel;
+    if (!binding.to_caller) slot["to_caller"] = false;
+  }
+}
+
 /// The same words may mean another thing to another library. What is written by hand carries
 /// neither.
 void check_origin(Fields& fields) {
@@ -193,6 +213,41 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
   fields.get("process", process).finish();
   check_channels(description->ops);
   return description;
+}
+
+std::string write_ops(const std::vector<OpEntry>& ops) {
+  json written = json::array();
+  for (const OpEntry& op : ops) {
+    json& entry = written.emplace_back(json{{"op", op.op}, {"params", op.params}});
+    entry["options"] = parse_json(op.options, op.op + ": options");
+    if (!op.label.empty()) entry["label"] = op.label;
+    if (!op.buffers.empty()) entry["buffers"] = op.buffers;
+    write_bindings(entry, "extra_inputs", op.extra_inputs, op);
+    write_bindings(entry, "extra_outputs", op.extra_outputs, op);
+    if (op.in_place) entry["in_place"] = true;
+    if (op.state)
+      entry["state"] = {{"module", op.state->holder},
+                        {"forward", op.state->forward},
+                        {"backward", op.state->backward}};
+    if (!op.instance.empty()) entry["instance"] = op.instance;
+  }
+  return written.dump();
+}
+
+std::string write_description(std::string_view ops, std::string_view recipe,
+                              const PlanningTerms& terms, const std::string& process) {
+  json description{{"version", kDescriptionVersion},
+                   {"build", build_id()},
+                   {"training", terms.training},
+                   {"fusions_version", terms.fusions_version}};
+  description["ops"] = parse_json(ops, "description");
+  description["recipe"] = parse_json(recipe, "recipe");
+  if (!terms.fuse) description["fuse"] = false;
+  if (terms.cache_weights) description["cache_weights"] = true;
+  if (!terms.skipped_fusions.empty()) description["skipped_fusions"] = terms.skipped_fusions;
+  if (!terms.required_fusions.empty()) description["required_fusions"] = terms.required_fusions;
+  if (!process.empty()) description["process"] = process;
+  return description.dump();
 }
 
 }  // namespace tandem

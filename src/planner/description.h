@@ -1,5 +1,5 @@
 // Descriptions: everything a plan depends on that is no property of a tensor, as JSON that the
-// fronts write.
+// fronts have written here.
 #pragma once
 
 #include <memory>
@@ -22,6 +22,12 @@ struct Binding {
   bool to_caller = true;
 };
 
+/// Where the slots of what is quantized for an op stand: in the state of which module, from which
+/// one on.
+struct StateSlots {
+  uint32_t holder = 0, forward = 0, backward = 0;
+};
+
 /// An op of a pipeline with its bindings.
 struct OpNode {
   const OpKind* kind = nullptr;
@@ -39,11 +45,6 @@ struct OpNode {
   bool writes_caller() const {
     return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
-  /// Where the slots of what is quantized for the op stand: in the state of which module, from
-  /// which one on.
-  struct StateSlots {
-    uint32_t holder = 0, forward = 0, backward = 0;
-  };
   std::optional<StateSlots> state;
   /// What a front knows the op by; user fusions over op lists look at it.
   std::string instance;
@@ -59,22 +60,26 @@ struct OpGroup {
 /// What a description must carry to be read by this library, where it carries a version at all.
 inline constexpr uint64_t kDescriptionVersion = 1;
 
-struct Description {
-  std::vector<OpNode> ops;
-  /// Of ops whose front made them by name.
-  std::vector<std::shared_ptr<const OpKind>> kinds;
-  std::optional<Recipe> recipe;
+/// How ops are planned.
+struct PlanningTerms {
   bool training = true;
   /// False: no fusion at all, what `verify` compares with.
   bool fuse = true;
   /// Workspaces are passed in for the codes of weights.
   bool cache_weights = false;
   /// By name: `verify` bisects with it.
-  std::vector<std::string> skipped_fusions;
+  std::vector<std::string> skipped_fusions = {};
   /// An error with the reason where one of these is not made.
-  std::vector<std::string> required_fusions;
+  std::vector<std::string> required_fusions = {};
   /// Of the registered user fusions.
   uint64_t fusions_version = 0;
+};
+
+struct Description : PlanningTerms {
+  std::vector<OpNode> ops;
+  /// Of ops whose front made them by name.
+  std::vector<std::shared_ptr<const OpKind>> kinds;
+  std::optional<Recipe> recipe;
 
   size_t param_count() const;
   size_t buffer_count() const;
@@ -88,5 +93,30 @@ struct Description {
 /// positions that do not fit the op, and on channels with several producers, no producer, or no
 /// earlier one.
 std::shared_ptr<const Description> parse_description(std::string_view json);
+
+/// An op as a front names it, before anything is looked up.
+struct OpEntry {
+  std::string op;
+  /// Instead of `op` to people; empty: `op`.
+  std::string label = {};
+  /// As JSON.
+  std::string options = "{}";
+  std::vector<size_t> params = {}, buffers = {};
+  /// One per slot, or none at all where all are unbound.
+  std::vector<Binding> extra_inputs = {}, extra_outputs = {};
+  bool in_place = false;
+  std::optional<StateSlots> state = std::nullopt;
+  std::string instance = {};
+};
+
+/// The ops of a description. Throws c10::ValueError where options are no JSON, and where a channel
+/// is not named in UTF-8, which JSON cannot hold.
+TANDEM_API std::string write_ops(const std::vector<OpEntry>& ops);
+
+/// The description of ops (write_ops) under a recipe, as JSON, that parse_description reads. A
+/// process is named where the description must not be found by another one.
+TANDEM_API std::string write_description(std::string_view ops, std::string_view recipe,
+                                         const PlanningTerms& terms,
+                                         const std::string& process = {});
 
 }  // namespace tandem

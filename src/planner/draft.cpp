@@ -2,6 +2,10 @@
 
 namespace tandem {
 
+std::string step_name(std::string_view op, const StepDef& step) {
+  return std::string(op) + (step.name == "forward" ? "" : "." + std::string(step.name));
+}
+
 OperandTable::OperandTable(const OpNode& node) : kind_(node.kind) {
   first_.push_back(0);
   for (const std::string_view name : kind_->operands) {
@@ -30,9 +34,8 @@ Step step_of_op(const OpNode& node, const OpStep& resolved, Part part,
   const OpDef& def = node.kind->def;
   const StepDef& step_def = *resolved.def;
   Step step;
-  const std::string behind = step_def.name == "forward" ? "" : "." + std::string(step_def.name);
-  step.name = std::string(def.name) + behind;
-  if (!def.family.empty()) step.family = std::string(def.family) + behind;
+  step.name = step_name(def.name, step_def);
+  if (!def.family.empty()) step.family = step_name(def.family, step_def);
   step.run = step_def.run;
   step.phase = step_def.phase;
   step.covers = {part};

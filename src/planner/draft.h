@@ -118,6 +118,9 @@ struct Draft {
   bool needs_grad(Value value) const { return exists(value) && requires_grad[index_of(value)]; }
 };
 
+/// What patterns call a step of an op or family: "rms_norm", "rms_norm.backward".
+std::string step_name(std::string_view op, const StepDef& step);
+
 /// The step `nth` of an op and direction, with the values that `draft` has for what it reads and
 /// mutates; its writes are none yet.
 Step step_of_op(const OpNode& node, const OpStep& step, Part part, const OperandTable& operands);

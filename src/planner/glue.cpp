@@ -64,18 +64,18 @@ struct SlotOptions {
 
 /// Reads from `first` on: the tensors of a state, then the region's number.
 ScalingState state_at(Call& call, size_t first) {
-  return {call.in(first), call.in(first + 1), call.in(first + 2)};
+  return scaling_state([&](size_t read) { return call.in(read); }, first);
 }
 
 void run_take_scale(Call& call) {
   const auto& options = call.options<SlotOptions>();
-  call.out(0, kernel_ops::take_scale(state_at(call, 0), call.in(kScalingStateTensors), options.slot,
+  call.out(0, kernel_ops::take_scale(state_at(call, 0), call.in(kScalingState.size()), options.slot,
                                      *options.update));
 }
 
 template <bool kCounts>
 void run_record_amax(Call& call) {
-  kernel_ops::record_amax(state_at(call, 1), call.in(0), call.in(1 + kScalingStateTensors),
+  kernel_ops::record_amax(state_at(call, 1), call.in(0), call.in(1 + kScalingState.size()),
                           call.options<SlotOptions>().slot, kCounts);
 }
 
@@ -83,7 +83,7 @@ Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& 
                 Values first) {
   Names read_names;
   if (!first.empty()) read_names.push_back("amax");
-  read_names.insert(read_names.end(), std::begin(kScalingStateNames), std::end(kScalingStateNames));
+  for (const ScalingStateTensor& each : kScalingState) read_names.push_back(each.name);
   read_names.push_back("region");
   Values reads = std::move(first);
   reads.insert(reads.end(), slot.state.begin(), slot.state.end());

@@ -27,7 +27,7 @@ Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantiz
 /// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
 /// number.
 struct StateSlot {
-  std::array<Value, kScalingStateTensors> state;
+  std::array<Value, kScalingState.size()> state;
   Value region;
   int64_t slot;
   const ScaleUpdate* update;

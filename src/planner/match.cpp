@@ -1,21 +1,82 @@
 #include "planner/match.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <map>
+#include <set>
+
+#include "core/json_fields.h"
+#include "planner/draft.h"
 
 namespace tandem {
 
 namespace {
 
-bool matches(const Step& step, const PatternStep& pattern) {
-  if (step.kind != pattern.kind) return false;
-  if (step.kind != StepKind::op) return true;
-  if (pattern.is_family) return step.family == pattern.name;
+/// Whether `is` holds for a name of a pattern's step, for one of the alternatives.
+template <typename Is>
+bool any_name(const PatternStep& pattern, Is&& is) {
   for (std::string_view rest = pattern.name;;) {
     const size_t bar = rest.find('|');
-    if (rest.substr(0, bar) == step.name) return true;
+    if (is(rest.substr(0, bar))) return true;
     if (bar == std::string_view::npos) return false;
     rest.remove_prefix(bar + 1);
   }
+}
+
+bool matches(const Step& step, const PatternStep& pattern) {
+  if (step.kind != pattern.kind) return false;
+  if (step.kind != StepKind::op) return true;
+  const std::string& name = pattern.is_family ? step.family : step.name;
+  return any_name(pattern, [&](std::string_view each) { return each == name; });
+}
+
+/// Steps of registered ops that may stand in the lists of a pass, by their names, or by those of
+/// their families.
+using KnownSteps = std::multimap<std::string, const StepDef*, std::less<>>;
+KnownSteps known_steps(Pass pass, bool of_families) {
+  KnownSteps steps;
+  for (const std::string& name : op_names()) {
+    const OpDef& def = op_def(name);
+    const std::string_view called = of_families ? def.family : def.name;
+    const auto add = [&](const StepDef& step) { steps.emplace(step_name(called, step), &step); };
+    if (called.empty()) continue;
+    std::ranges::for_each(def.forward, add);
+    if (def.in_place) add(*def.in_place);
+    if (pass == Pass::backward) std::ranges::for_each(def.backward, add);
+  }
+  return steps;
+}
+
+template <typename Listed>
+std::string joined(const Listed& names) {
+  std::string text;
+  for (const auto& name : names) text.append(text.empty() ? "" : ", ").append(name);
+  return text;
+}
+
+void check_named(const Fusion& fusion, size_t place, std::string_view name,
+                 const KnownSteps& known) {
+  std::set<std::string> steps, of_this_op;
+  const std::string_view op = name.substr(0, name.find('.'));
+  for (const auto& [step, def] : known) {
+    steps.insert(step);
+    if (step.substr(0, step.find('.')) == op) of_this_op.insert(step);
+  }
+  TORCH_CHECK_VALUE(steps.contains(std::string(name)), "fusion \"", fusion.name,
+                    "\": expected step ", place, " of its pattern to be one of ",
+                    joined(of_this_op.empty() ? steps : of_this_op), " in the ",
+                    pass_name(fusion.pass), " pass, got \"", shown(name),
+                    "\". Register the op before the fusion, or name another step.");
+}
+
+/// `names`: what the steps of a pattern's place write, or read; empty where only the planner knows.
+void check_link(const Fusion& fusion, size_t place, std::string_view whose,
+                const std::set<std::string_view>& names, std::string_view link) {
+  TORCH_CHECK_VALUE(link.empty() || link == kAnyRead || names.empty() || names.contains(link),
+                    "fusion \"", fusion.name, "\": expected step ", place,
+                    " of its pattern to be reached through one of ", joined(names), " of ", whose,
+                    ", got \"", shown(link), "\". Name one of them.");
 }
 
 /// The value through which a chain leaves a step on the way to `next`.
@@ -57,6 +118,29 @@ Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
 }
 
 }  // namespace
+
+void check_pattern(const Fusion& fusion) {
+  std::set<std::string_view> written;  // by the step before
+  for (size_t place = 0; place < fusion.pattern.size(); ++place) {
+    const PatternStep& pattern = fusion.pattern[place];
+    std::set<std::string_view> reads, writes;
+    if (pattern.kind == StepKind::op) {
+      const KnownSteps known = known_steps(fusion.pass, pattern.is_family);
+      any_name(pattern, [&](std::string_view name) {
+        check_named(fusion, place, name, known);
+        const auto [first, last] = known.equal_range(name);
+        for (auto step = first; step != last; ++step) {
+          reads.insert(step->second->reads.begin(), step->second->reads.end());
+          writes.insert(step->second->writes.begin(), step->second->writes.end());
+        }
+        return false;
+      });
+    }
+    check_link(fusion, place, "the step before", written, pattern.result);
+    check_link(fusion, place, "its own", reads, pattern.operand);
+    written = std::move(writes);
+  }
+}
 
 Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion) {
   if (!steps.has(start) || !matches(steps[start], fusion.pattern[0])) return {};

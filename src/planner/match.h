@@ -5,6 +5,11 @@
 
 namespace tandem {
 
+/// Throws c10::ValueError where a pattern can match nothing: it names a step that no registered op
+/// has in its pass, or a link by what no such step writes or reads. Backward may run steps of
+/// forward again.
+void check_pattern(const Fusion& fusion);
+
 /// Finds the members of a fusion's pattern that starts at `start`, in pattern order; empty where it
 /// does not match.
 Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion);

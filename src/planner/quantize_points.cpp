@@ -73,9 +73,8 @@ class QuantizePoints {
         draft_.state_holders.resize(op.state->holder + 1);
     for (size_t holder = 0; holder < draft_.state_holders.size(); ++holder)
       for (const char* direction : {"forward", "backward"})
-        for (const char* name : kScalingStateNames)
-          add(name == kScalingStateNames[2] ? at::kLong : at::kFloat,
-              "state " + std::to_string(holder) + "." + direction + "." + name);
+        for (const ScalingStateTensor& each : kScalingState)
+          add(each.dtype, "state " + std::to_string(holder) + "." + direction + "." + each.name);
   }
 
   Slot slot_of(size_t op, Role role) const {
@@ -100,8 +99,7 @@ class QuantizePoints {
     direction.is_used = true;
     direction.update = &update_of(*description_.recipe, slot.is_backward);
     StateSlot found{{}, draft_.state[0], static_cast<int64_t>(number), direction.update};
-    const size_t first =
-        1 + (2 * op.state->holder + (slot.is_backward ? 1 : 0)) * kScalingStateTensors;
+    const size_t first = scaling_state_place(op.state->holder, slot.is_backward);
     std::copy_n(draft_.state.begin() + static_cast<std::ptrdiff_t>(first), found.state.size(),
                 found.state.begin());
     return found;

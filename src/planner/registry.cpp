@@ -6,6 +6,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "planner/match.h"
 #include "planner/program.h"
 
 namespace tandem {
@@ -46,6 +47,7 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
                         "\": expected operands of the ", fusion.pattern.size(),
                         " steps of its pattern, got ", operand.name, " of step ", operand.member,
                         ". Count the steps from 0.");
+  check_pattern(fusion);
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (const auto& entry : all.order)

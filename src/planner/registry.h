@@ -34,7 +34,8 @@ class TANDEM_API FusionHandle {
 
 /// Registers a fusion after (`prepend`: before) the user fusions of its pass. Throws
 /// c10::ValueError if the name is taken or the fusion has no pattern, no implementation, or, joint,
-/// no backward half.
+/// no backward half; if the pattern names a step that no registered op has in this pass, or reaches
+/// one through what it does not have.
 TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
 
 /// Changes with every registration and removal; part of every description.

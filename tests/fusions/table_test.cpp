@@ -7,6 +7,7 @@
 
 #include "core/fusion.h"
 #include "core/step.h"
+#include "planner/registry.h"
 
 namespace tandem::testing {
 namespace {
@@ -32,6 +33,14 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                   {"linear_bias", "linear_bias_add", "linear_bias_glu", "linear_bias_activation",
                    "rms_norm_quantize", "layer_norm_quantize", "rms_norm_backward_add",
                    "layer_norm_backward_add", "glu_backward_bias", "activation_backward_bias"}));
+}
+
+TEST(FusionTable, NamesStepsThatThereAre) {
+  for (const Pass pass : {Pass::joint, Pass::forward, Pass::backward})
+    for (Fusion fusion : built_in_fusions(pass)) {
+      fusion.name = "test_" + fusion.name;
+      EXPECT_NO_THROW(register_fusion(fusion)) << fusion.name;
+    }
 }
 
 TEST(FusionMatch, FindsOperandsByMemberAndName) {

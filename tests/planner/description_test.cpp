@@ -32,6 +32,59 @@ TEST(Description, HoldsWhatItSays) {
   EXPECT_THAT(description->skipped_fusions, ::testing::ElementsAre("a"));
 }
 
+TEST(Description, IsReadAsItWasWritten) {
+  const OpEntry sum{.op = "add_extra_input",
+                    .label = "sum",
+                    .extra_inputs = {{.channel = "r"}},
+                    .in_place = true,
+                    .instance = "one"};
+  const OpEntry product{.op = "basic_linear",
+                        .options = R"({"accumulate_into_main_grad": true})",
+                        .params = {2},
+                        .buffers = {1},
+                        .state = StateSlots{1, 2, 3}};
+  const OpEntry split{.op = "make_extra_output",
+                      .extra_outputs = {{.channel = "r", .to_caller = false}}};
+  const auto description = parse_description(write_description(write_ops({split, sum, product}),
+                                                               R"({"name": "MXFP8BlockScaling"})",
+                                                               {.training = false,
+                                                                .fuse = false,
+                                                                .cache_weights = true,
+                                                                .skipped_fusions = {"a"},
+                                                                .required_fusions = {"b", "c"},
+                                                                .fusions_version = 7},
+                                                               "process"));
+  ASSERT_EQ(description->ops.size(), 3u);
+  EXPECT_EQ(description->ops[0].extra_outputs[0].channel, "r");
+  EXPECT_FALSE(description->ops[0].extra_outputs[0].to_caller);
+  const OpNode& add = description->ops[1];
+  EXPECT_EQ(add.label, "1.sum");
+  EXPECT_EQ(add.extra_inputs[0].channel, "r");
+  EXPECT_TRUE(add.in_place);
+  EXPECT_EQ(add.instance, "one");
+  const OpNode& linear = description->ops[2];
+  EXPECT_THAT(linear.params, ::testing::ElementsAre(2));
+  EXPECT_THAT(linear.buffers, ::testing::ElementsAre(1));
+  ASSERT_TRUE(linear.state);
+  EXPECT_EQ(linear.state->holder, 1u);
+  EXPECT_EQ(linear.state->forward, 2u);
+  EXPECT_EQ(linear.state->backward, 3u);
+  EXPECT_FALSE(description->training);
+  EXPECT_FALSE(description->fuse);
+  EXPECT_TRUE(description->cache_weights);
+  EXPECT_THAT(description->skipped_fusions, ::testing::ElementsAre("a"));
+  EXPECT_THAT(description->required_fusions, ::testing::ElementsAre("b", "c"));
+  EXPECT_EQ(description->fusions_version, 7u);
+  EXPECT_TRUE(description->recipe.has_value());
+}
+
+TEST(DescriptionErrors, WhatCannotBeWritten) {
+  EXPECT_THAT(([] { write_ops({{.op = "gelu", .options = "{\"a\": NaN}"}}); }),
+              ThrowsText<c10::ValueError>("gelu: options: expected JSON, got "));
+  EXPECT_THAT(([] { write_ops({{.op = "bias", .extra_inputs = {{.channel = "\xff"}}}}); }),
+              ThrowsText<c10::ValueError>("bias: expected a channel named in UTF-8, got \""));
+}
+
 TEST(Description, MayBeWrittenByHand) {
   EXPECT_NO_THROW(parsing({"gelu"})());
   EXPECT_NO_THROW(parsing({"gelu"}, R"({"version": 1, "build": ")" + build_id() + "\"}")());

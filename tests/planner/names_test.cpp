@@ -227,5 +227,41 @@ TEST(PatternErrors, OperandsThatAreNotThere) {
                   "\": expected operands of the ", " steps of its pattern, got "));
 }
 
+TEST(PatternErrors, StepsThatNoOpHas) {
+  const auto registering = [](Pass pass, std::vector<PatternStep> pattern) {
+    return [=] {
+      register_fusion({.name = "test_steps",
+                       .pass = pass,
+                       .pattern = pattern,
+                       .run = {.reads = {{0, "x"}}, .writes = {{0, "y"}}, .run = twice}});
+    };
+  };
+  EXPECT_THAT(registering(Pass::forward, {"silu", "rms_nrom"}),
+              ThrowsText<c10::ValueError>(
+                  "fusion \"test_steps\": expected step 1 of its pattern to be one of ", "rms_norm",
+                  " in the forward pass, got \"rms_nrom\". Register the op before the "
+                  "fusion, or name another step."));
+  EXPECT_THAT(
+      registering(Pass::forward, {"rms_norm.backward"}),
+      ThrowsText<c10::ValueError>("expected step 0 of its pattern to be one of rms_norm in the "
+                                  "forward pass, got \"rms_norm.backward\""));
+  EXPECT_THAT(registering(Pass::backward, {"rms_norm.backwards"}),
+              ThrowsText<c10::ValueError>("to be one of rms_norm, rms_norm.backward in the "
+                                          "backward pass, got \"rms_norm.backwards\""));
+  EXPECT_THAT(registering(Pass::forward, {"silu|gleu"}),
+              ThrowsText<c10::ValueError>("in the forward pass, got \"gleu\""));
+  EXPECT_THAT(registering(Pass::forward, {PatternStep::any_of("silu")}),
+              ThrowsText<c10::ValueError>("activation", ", got \"silu\""));
+  EXPECT_THAT(
+      registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("z", "x")}),
+      ThrowsText<c10::ValueError>(
+          "fusion \"test_steps\": expected step 1 of its pattern to be reached through one "
+          "of y of the step before, got \"z\". Name one of them."));
+  EXPECT_THAT(
+      registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("y", "other")}),
+      ThrowsText<c10::ValueError>("to be reached through one of extra, x of its own, got "
+                                  "\"other\""));
+}
+
 }  // namespace
 }  // namespace tandem::testing

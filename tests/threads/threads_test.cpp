@@ -359,6 +359,25 @@ TEST(Threads, BackwardOutsideTheRegionOfForward) {
   });
 }
 
+TEST(Threads, MakeTheStateOfARecipeOnce) {
+  for (int round = 0; round < kRounds; ++round) {
+    Sequential model = mlp();
+    together(kThreads, [&](size_t t) {
+      const Autocast region(true, DelayedScaling{.amax_history_len = 2 * kThreads});
+      step(model, input(t));
+    });
+    const auto buffers = model->named_buffers();
+    EXPECT_EQ(buffers.size(), 8u) << "scale and amax_history, both ways, of two products";
+    for (const char* linear : {"1", "4"}) {
+      const std::string state = std::string(linear) + ".recipe_state.forward.";
+      const at::Tensor weight = model->named_parameters()[std::string(linear) + ".weight"];
+      const at::Tensor amaxes = buffers[state + "amax_history"].select(/*dim=*/1, /*index=*/1);
+      EXPECT_EQ(amaxes.max().item<float>(), weight.abs().max().item<float>());
+      EXPECT_GT(buffers[state + "scale"].min().item<float>(), 1);
+    }
+  }
+}
+
 TEST(Threads, PassWeightsOfTheirOwnToOnePipeline) {
   Pipeline pipeline(ops_json({"basic_linear", "gelu", "basic_linear"}));
   std::vector<Tensors> params;

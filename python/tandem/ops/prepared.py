@@ -14,7 +14,7 @@ from tandem import _C, recipe_state
 from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
-from tandem.ops.tracing import constant_while_traced
+from tandem._tracing import constant_while_traced
 from tandem.ops.unit import BasicUnit, Unit
 from tandem.recipe_state import history_length, traced_region
 
@@ -122,13 +122,12 @@ class Prepared:
         """Which modules keep state for recipes, and where in it each op has its slots: the parts of a module share its state."""
         owners: dict[int, torch.nn.Module] = {}
         numbers: dict[int, int] = {}
-        self._state_slots: dict[int, dict[str, int]] = {}  # by op: the module's number, its first slots in forward and backward
+        self._state_slots: dict[int, tuple[int, int, int]] = {}  # by op: the module's number, its first slots in forward and backward
         for index, op in enumerate(self.basic_ops):
             if any(op._quantize_slots()):
                 holder = op._holder
                 owners.setdefault(id(holder), holder)
-                module, (forward, backward) = numbers.setdefault(id(holder), len(numbers)), op._first_slots()
-                self._state_slots[index] = {"module": module, "forward": forward, "backward": backward}
+                self._state_slots[index] = (numbers.setdefault(id(holder), len(numbers)), *op._first_slots())
         self.state_owners = tuple([(owner, *owner._quantize_slots()) for owner in owners.values()])
 
     def state(self, recipe: str) -> list[torch.Tensor]:
@@ -139,8 +138,7 @@ class Prepared:
         self._make_state(length)
         state: list[torch.Tensor] = []
         for owner, _, _ in self.state_owners:
-            for direction in (owner.recipe_state._modules["forward"], owner.recipe_state._modules["backward"]):
-                state += [direction.scale, direction.amax_history, direction.pending]
+            state += recipe_state.tensors_of(owner.recipe_state)
         return [traced_region(), *state] if is_dynamo_compiling() else _C.state_in_region(state)
 
     @constant_while_traced
@@ -154,7 +152,7 @@ class Prepared:
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
-        """The training flag of the whole pipeline: that of the ops that have one where they agree, else True (see `entries`)."""
+        """The training flag of the whole pipeline: that of the ops that have one where they agree, else True (see `ops_text`)."""
         return training if not flags else flags[0] or True in flags
 
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
@@ -183,7 +181,7 @@ class Prepared:
             return found
         modules = {id(module): module for unit in self.units for module in (unit, *unit.flat_ops(), unit._holder)}
         made = _C.EagerPipeline(
-            json.dumps(self.entries(flags, None, modes, buffers=False, shared=False, name_instances=python_op.any_fusions())),
+            self.ops_text(flags, None, modes, buffers=False, shared=False, name_instances=python_op.any_fusions())[0],
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
@@ -193,7 +191,7 @@ class Prepared:
         )
         return _keep(self.pipelines, key, made)
 
-    def entries(
+    def ops_text(
         self,
         flags: tuple[bool, ...],
         kwargs: Kwargs | None,
@@ -202,47 +200,50 @@ class Prepared:
         buffers: bool,
         shared: bool,
         name_instances: bool,
-    ) -> list[dict[str, Any]]:
-        """The "ops" of a description, with `buffers` among the operands. Ops whose training flag differs from that of the others stand as
-        what they are in evaluation."""
+    ) -> tuple[str, list[Any]]:
+        """The "ops" of a description, with `buffers` among the operands, and what must live as long as the text. Ops whose training flag
+        differs from that of the others stand as what they are in evaluation."""
         by_param = {at: mode for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None}
         main_grads = {at: position for position, at in enumerate(by_param)}
         first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
         mixed = len(set(flags)) == 2
-        entries = []
+        entries, held = [], []
         for index, op in enumerate(self.basic_ops):
-            inputs, outputs = self.bindings[index]
+            kind, label, options = op._kind, "", {}
             if op.is_python_op:
                 count = len(self._buffers[index]) if buffers else 0
-                entry = python_op.entry(op, len(self._params[index]), count, (kwargs or {}).get(index, {}), shared=shared)
+                kind, key = python_op.entry(op, len(self._params[index]), count, (kwargs or {}).get(index, {}), shared=shared)
+                label, options = type(op).__name__, {"key": key}
+                held.append(python_op.held(key))
             elif mixed and by_op.get(id(op)) is False:
-                entry = {"op": "identity"}
+                kind = "identity"
             else:
-                entry = {"op": op._kind, "options": op._options()}
+                options = op._options()
             if name_instances:
-                entry["instance"] = op.instance_id
                 python_op.register_instance(op)
             absorbed = [at for at in self._main_grads.get(index, ()) if at in by_param]
             if absorbed:
                 dummy, overwrite = by_param[absorbed[0]]
                 overwrite = overwrite and first_in_backward[absorbed[0]] == index  # the others add
-                entry["options"] |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
-                entry["buffers"] = [main_grads[at] for at in absorbed]
-            entry["params"] = self._params[index] + self._buffers[index] if buffers else self._params[index]
-            if index in self._state_slots and entry["op"] == op._kind:
-                entry["state"] = self._state_slots[index]
-            if any(channel is not None for channel in inputs):
-                entry["extra_inputs"] = [None if channel is None else {"channel": channel} for channel in inputs]
-            if any(channel is not None for channel, _ in outputs):
-                entry["extra_outputs"] = [
-                    None if channel is None else {"channel": channel, "to_caller": to_caller} for channel, to_caller in outputs
-                ]
+                options |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
+            inputs, outputs = self.bindings[index]
             is_bound = any(channel is not None for channel in op._extra_input_channels)  # and so written nowhere, cut or not
-            if getattr(op, "in_place", False) and not op.is_python_op and not is_bound:
-                entry["in_place"] = True
-            entries.append(entry)
-        return entries
+            entries.append(
+                _C.OpEntry(
+                    op=kind,
+                    label=label,
+                    options=json.dumps(options),
+                    params=self._params[index] + self._buffers[index] if buffers else self._params[index],
+                    buffers=[main_grads[at] for at in absorbed],
+                    extra_inputs=inputs,
+                    extra_outputs=outputs,
+                    in_place=getattr(op, "in_place", False) and not op.is_python_op and not is_bound,
+                    state=self._state_slots.get(index) if kind == op._kind else None,
+                    instance=op.instance_id if name_instances else "",
+                )
+            )
+        return _C.write_ops(entries), held
 
     # Through the dispatcher: under torch.compile, and for parametrized weights.
 
@@ -270,8 +271,8 @@ class Prepared:
         key = ("described", structure.native_fusions(), made, written)
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
-            entries = self.entries(flags, None, buffers=True, shared=True, name_instances=bool(made))
-            text = _keep(self.texts, key, sys.intern(json.dumps([entries, self.required, *key], sort_keys=True)))
+            ops, _ = self.ops_text(flags, None, buffers=True, shared=True, name_instances=bool(made))
+            text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.required, *key])))
         else:
             text = self.texts[key]
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
@@ -307,18 +308,14 @@ class Prepared:
         known = self.descriptions.get(key)
         if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
             made = self._made_by_fusions(recipe)
-            entries = self.entries(flags, kwargs, modes, buffers=True, shared=shared, name_instances=bool(made))
-            description = {
-                "build": _C.build_id(),
-                "fusions_version": _C.fusions_version() if made else structure.native_fusions(),
-                "ops": entries,
-                "recipe": json.loads(recipe),
-                "training": self.library_training(flags, training),
-                "version": _C.DESCRIPTION_VERSION,
-            }
-            if self.required:
-                description["required_fusions"] = self.required
-            if made:
-                description["process"] = fingerprint.process
-            known = _keep(self.descriptions, key, (json.dumps(description, sort_keys=True), python_op.holds(entries)))
+            ops, held = self.ops_text(flags, kwargs, modes, buffers=True, shared=shared, name_instances=bool(made))
+            description = _C.write_description(
+                ops,
+                recipe,
+                training=self.library_training(flags, training),
+                required_fusions=self.required,
+                fusions_version=_C.fusions_version() if made else structure.native_fusions(),
+                process=fingerprint.process if made else "",
+            )
+            known = _keep(self.descriptions, key, (description, held))
         return known[0]

@@ -54,8 +54,8 @@ def instance(instance_id: str) -> BasicUnit | None:
     return _instances.get(instance_id)
 
 
-def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> dict[str, Any]:
-    """The op in a description. Shared, ops with equal code and options have one key, so that compiled code is found again; else the key
+def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: bool) -> tuple[str, str]:
+    """The op in a description: its name and key. Shared, ops with equal code and options have one key, so that compiled code is found again; else the key
     is this op's own. Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
     name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}"
@@ -72,13 +72,12 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
         keys[key] = found  # the last one
         if len(keys) > _MOST_KEYS:  # the op's own one, which has no arguments, stays: eager pipelines name it
             del keys[next(name for name, held in keys.items() if held.code is not None or held.kwargs)]
-    return {"op": name, "label": type(op).__name__, "options": {"key": key}}
+    return name, key
 
 
-def holds(entries: Iterable[dict[str, Any]]) -> list[_Key]:
-    """What the keys in the "ops" of a description stand for: they stay while this is held and the ops live."""
-    keys = [entry["options"]["key"] for entry in entries if entry["op"].startswith("python:")]
-    return [held for key in keys if (held := _live.get(key)) is not None]
+def held(key: str) -> _Key | None:
+    """What a key in a description stands for: it stays while this is held and the op lives."""
+    return _live.get(key)
 
 
 def live_op(key: str) -> tuple[BasicUnit | None, _Kwargs]:

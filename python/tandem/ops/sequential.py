@@ -15,7 +15,7 @@ from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun
-from tandem.ops.tracing import extras_of_fx_root
+from tandem._tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
 
 Runs = list[OpRun | torch.nn.Module]

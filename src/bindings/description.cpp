@@ -1,0 +1,69 @@
+#include "bindings/description.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/build_id.h"
+#include "planner/description.h"
+
+namespace py = pybind11;
+
+namespace tandem::bindings {
+
+namespace {
+
+/// A channel, or None.
+using Channel = std::optional<std::string>;
+
+OpEntry op_entry(std::string op, std::string label, std::string options, std::vector<size_t> params,
+                 std::vector<size_t> buffers, const std::vector<Channel>& extra_inputs,
+                 const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
+                 const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
+                 std::string instance) {
+  OpEntry entry{.op = std::move(op),
+                .label = std::move(label),
+                .options = std::move(options),
+                .params = std::move(params),
+                .buffers = std::move(buffers),
+                .in_place = in_place,
+                .instance = std::move(instance)};
+  for (const Channel& channel : extra_inputs)
+    entry.extra_inputs.push_back({.channel = channel.value_or("")});
+  for (const auto& [channel, to_caller] : extra_outputs)
+    entry.extra_outputs.push_back({channel.value_or(""), to_caller});
+  if (state)
+    entry.state = StateSlots{std::get<0>(*state), std::get<1>(*state), std::get<2>(*state)};
+  return entry;
+}
+
+}  // namespace
+
+void bind_description(py::module_& module) {
+  py::class_<OpEntry>(module, "OpEntry")
+      .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label"), py::arg("options"),
+           py::arg("params"), py::arg("buffers"), py::arg("extra_inputs"), py::arg("extra_outputs"),
+           py::arg("in_place"), py::arg("state"), py::arg("instance"));
+  module.def("write_ops", &write_ops, py::arg("ops"));
+  module.def(
+      "write_description",
+      [](const std::string& ops, const std::string& recipe, bool training,
+         std::vector<std::string> required_fusions, uint64_t fusions_version,
+         const std::string& process) {
+        return write_description(ops, recipe,
+                                 {.training = training,
+                                  .required_fusions = std::move(required_fusions),
+                                  .fusions_version = fusions_version},
+                                 process);
+      },
+      py::arg("ops"), py::arg("recipe"), py::kw_only(), py::arg("training"),
+      py::arg("required_fusions"), py::arg("fusions_version"), py::arg("process"));
+  module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
+  module.def("build_id", &build_id);
+}
+
+}  // namespace tandem::bindings
