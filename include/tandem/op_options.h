@@ -15,6 +15,10 @@ struct NormOptions {
   /// The factor is 1 + weight.
   bool zero_centered_gamma = false;
 };
+struct L2NormalizationOptions {
+  /// Added inside the square root.
+  double eps = 1e-6;
+};
 struct ScaleOptions {
   double factor = 1;
 };

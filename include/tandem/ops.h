@@ -155,6 +155,15 @@ TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.
 TANDEM_API Op layer_norm(int64_t hidden, const NormOptions& options = {});
+/// The same over the last dimensions, as many as `normalized_shape` has.
+///
+/// Throws: c10::ValueError unless it has one size at least, and all are positive.
+TANDEM_API Op rms_norm(const std::vector<int64_t>& normalized_shape,
+                       const NormOptions& options = {});
+TANDEM_API Op layer_norm(const std::vector<int64_t>& normalized_shape,
+                         const NormOptions& options = {});
+/// y = x / sqrt(sum(x^2) + eps) over the last dimension.
+TANDEM_API Op l2_normalization(const L2NormalizationOptions& options = {});
 /// The rows of tandem/activations.h: gelu(), swiglu() and so on.
 #define TANDEM_FUNCTION(name, ...) TANDEM_API Op name();
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)

@@ -11,6 +11,8 @@ struct NormOptions {
   /// Added inside the square root.
   double eps = 1e-5;
   bool zero_centered_gamma = false;
+  /// Sums in the place of means over the row: L2 normalization.
+  bool sums = false;
 };
 
 /// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps).
@@ -33,6 +35,17 @@ void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& option
 void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const float* inv_rms,
                        const NormOptions& options, ConstRows grad_residual, Rows grad_x,
                        Vector grad_weight, Rows y);
+
+/// y = x * inv_norm, inv_norm = 1 / sqrt(sum(x^2) + eps). Error and limits as rms_norm_forward.
+///
+/// Shapes:  x, y [rows, hidden]; inv_norm [rows], float32.
+void l2_norm_forward(ConstRows x, double eps, Rows y, float* inv_norm);
+
+/// grad_x = inv_norm * (grad_y - x_hat * sum(grad_y * x_hat)), x_hat = x * inv_norm; y as forward
+/// wrote it, to the bit.
+///
+/// Optional: grad_x, y.
+void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows grad_x, Rows y);
 
 /// y = (x - mean) * inv_std * gamma + bias, inv_std = 1 / sqrt(variance + eps), the variance by two
 /// passes over the row in cache (in parts, for float32).

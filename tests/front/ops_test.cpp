@@ -96,6 +96,14 @@ TEST(OpsErrors, OptionsThatCannotBeWritten) {
                                           "\". Encode it so."));
 }
 
+TEST(OpsErrors, NormsHaveAShape) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, {4, 0}})
+    EXPECT_THAT([&] { ops::layer_norm(shape); },
+                ThrowsText<c10::ValueError>("layer_norm: expected normalized_shape with sizes > 0, "
+                                            "got [",
+                                            "]. Give the sizes of the last dimensions of x."));
+}
+
 TEST(OpsErrors, LinearHasFeatures) {
   EXPECT_THAT([] { ops::linear(0, 4); },
               ThrowsText<c10::ValueError>(

@@ -112,6 +112,9 @@ TEST(Sequential, EveryOpRuns) {
   const std::vector<std::pair<Op, std::vector<int64_t>>> cases = {
       {ops::linear(8, 6), {4, 6}},
       {ops::rms_norm(8), {4, 8}},
+      {ops::rms_norm({4, 8}), {4, 8}},
+      {ops::layer_norm({4, 8}, {.eps = 1e-6}), {4, 8}},
+      {ops::l2_normalization({.eps = 1e-3}), {4, 8}},
       {ops::layer_norm(8, {.eps = 1e-6, .zero_centered_gamma = true}), {4, 8}},
       {ops::swiglu(), {4, 4}},
       {ops::geglu(), {4, 4}},

@@ -151,6 +151,43 @@ TEST_P(NormOp, GradientOfTheBackwardByItself) {
        leaf({3}, at::kDouble, 4), leaf({3, 5}, at::kDouble, 5)}));
 }
 
+TEST(NormOps, L2MatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    EXPECT_TRUE(matches_reference<L2NormForward>(x, kEps));
+    const at::Tensor grad_y = random(x.sizes(), x.scalar_type(), 4),
+                     inv_norm = L2NormForward::reference(x, kEps)[1];
+    for (const auto& mask : {array{true, true}, array{true, false}, array{false, true}})
+      EXPECT_TRUE(matches_reference_at<L2NormBackward>(magnitude_of(inv_norm, grad_y), grad_y, x,
+                                                       inv_norm, mask));
+  });
+}
+
+TEST(NormOps, OverTwoDimensionsAreThoseOverOneOfAReshape) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor x = random({3, 2, 40}, dtype), grad_y = random({3, 2, 40}, dtype, 4),
+                     weight = random({2, 40}, dtype, 2), bias = random({2, 40}, dtype, 3);
+    const auto flat = [](const at::Tensor& t) { return t.flatten(t.dim() == 2 ? 0 : 1); };
+    const auto all_same = [&](const auto& got, const auto& expected) {
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(same(got[i].reshape(expected[i].sizes()), expected[i])) << dtype << ' ' << i;
+    };
+    const auto rms = dispatch<RmsNormForward>(x, weight, kEps, false);
+    EXPECT_EQ(rms[0].sizes(), x.sizes());
+    all_same(rms, dispatch<RmsNormForward>(flat(x), flat(weight), kEps, false));
+    const array three{true, true, true};
+    all_same(dispatch<RmsNormBackward>(grad_y, x, weight, rms[1], Optional(x), false, three),
+             dispatch<RmsNormBackward>(flat(grad_y), flat(x), flat(weight), rms[1],
+                                       Optional(flat(x)), false, three));
+    const auto layer = dispatch<LayerNormForward>(x, weight, bias, kEps, true);
+    all_same(layer, dispatch<LayerNormForward>(flat(x), flat(weight), flat(bias), kEps, true));
+    const array four{true, true, true, true};
+    all_same(dispatch<LayerNormBackward>(grad_y, x, weight, Optional(bias), layer[1], layer[2],
+                                         Optional(), true, four),
+             dispatch<LayerNormBackward>(flat(grad_y), flat(x), flat(weight), Optional(flat(bias)),
+                                         layer[1], layer[2], Optional(), true, four));
+  }
+}
+
 TEST(NormOps, AreTorchs) {
   const at::Tensor x = random({3, 2, 40}), weight = random({40}, at::kFloat, 2),
                    bias = random({40}, at::kFloat, 3);
@@ -173,6 +210,24 @@ TEST(NormOpErrors, WeightOfAnotherLength) {
         dispatch<LayerNormForward>(random({2, 8}), random({8}), random({2, 8}), kEps, false);
       },
       ThrowsText<c10::ValueError>("layer_norm: expected bias of shape [8]", "got [2, 8]"));
+}
+
+TEST(NormOpErrors, WeightOfOtherDimensions) {
+  EXPECT_THAT(
+      [] {
+        dispatch<RmsNormForward>(random({4, 2, 8}), random({4, 8}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("rms_norm: expected weight of the shape of the last 2 dimensions "
+                                  "of x [4, 2, 8], got [4, 8]. Build the op with their sizes or "
+                                  "reshape x."));
+  EXPECT_THAT(
+      [] {
+        dispatch<LayerNormForward>(random({2, 8}), random({2, 8}), random({8}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("layer_norm: expected bias of the shape of weight, [2, 8]"));
+  EXPECT_THAT([] { dispatch<L2NormForward>(random({}), kEps); },
+              ThrowsText<c10::ValueError>(
+                  "l2_norm: expected x with at least 1 dimension, got a scalar. Pass x.reshape"));
 }
 
 TEST(NormOpErrors, AScalar) {

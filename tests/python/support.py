@@ -40,6 +40,7 @@ OPS = {
         lambda **k: ops.LayerNorm(8, zero_centered_gamma=True, **k),
         lambda x, w, b: F.layer_norm(x, (8,), 1 + w, b),
     ),
+    "L2Normalization": (lambda **_: ops.L2Normalization(eps=1e-3), lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-3)),
     "GELU": (lambda **_: ops.GELU(), tanh_gelu),
     "SiLU": (lambda **_: ops.SiLU(), F.silu),
     "ReLU": (lambda **_: ops.ReLU(), F.relu),

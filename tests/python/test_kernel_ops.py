@@ -57,6 +57,8 @@ def cases(layout="contiguous", dtype=torch.float32):
         "grouped_grad_weight": [flat_y, flat, splits, 3],
         "grouped_product": [flat, splits, matrices, biases, True],
         "grouped_sum_rows": [flat_y, splits, 3],
+        "l2_norm_backward": [y, x, rows, [True, True]],
+        "l2_norm_forward": [x, 1e-5],
         "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
         "layer_norm_forward": [x, weight, bias, 1e-5, False],
         "layer_norm_quantize": [x, weight, bias, None, 1e-5, False, "fp8_e4m3", [True, True, True, True]],

@@ -12,7 +12,7 @@ from tandem.ops.fusions import (
 )
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
-from tandem.ops.norm import LayerNorm, RMSNorm
+from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
 from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
@@ -35,6 +35,7 @@ __all__ = [
     "GELU",
     "GroupedLinear",
     "Identity",
+    "L2Normalization",
     "LayerNorm",
     "Linear",
     "MakeExtraOutput",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,14 +25,12 @@ def positive(op: str, name: str, value: int) -> int:
     return value
 
 
-def hidden_size(op: str, normalized_shape: int | tuple[int, ...] | list[int]) -> int:
-    """The size of the last dimension, over which norms go."""
-    sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if len(sizes) != 1:
-        raise NotImplementedError(
-            f"{op}: expected normalized_shape with one size, got {sizes}. Reshape the input so that it is the last dimension."
-        )
-    return positive(op, "normalized_shape", sizes[0])
+def normalized_sizes(op: str, normalized_shape: int | Iterable[int]) -> tuple[int, ...]:
+    """The sizes of the last dimensions, over which norms go."""
+    sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+    if not sizes:
+        raise ValueError(f"{op}: expected normalized_shape with one size at least, got none. Give those of the last dimensions of x.")
+    return tuple(positive(op, "normalized_shape", size) for size in sizes)
 
 
 def finite(op: str, name: str, value: Any) -> float:

@@ -1,11 +1,11 @@
-"""Norms over the last dimension."""
+"""Norms over the last dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 import torch
 
-from tandem.ops.arguments import at_default, hidden_size
+from tandem.ops.arguments import at_default, normalized_sizes
 from tandem.ops.op import BasicOperation
 
 
@@ -27,7 +27,7 @@ class _Norm(BasicOperation):
         """Makes a norm that neither scales nor shifts.
 
         Args:
-            normalized_shape: size of the last dimension of x, as a number or a list of one.
+            normalized_shape: sizes of the last dimensions of x, over which the norm goes; a number: that of the last one.
             eps: at least 0; added to the mean square or the variance, in units of x squared.
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
@@ -37,11 +37,11 @@ class _Norm(BasicOperation):
         super().__init__()
         name = type(self).__name__
         at_default(name, 0, sm_margin=sm_margin)
-        hidden = hidden_size(name, normalized_shape)
+        sizes = normalized_sizes(name, normalized_shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         for parameter in self._parameter_names:
-            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
+            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(sizes, device=device, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -51,7 +51,8 @@ class _Norm(BasicOperation):
             torch.nn.init.zeros_(self.get_parameter("bias"))
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        shape = tuple(self.weight.shape)
+        return f"{shape if len(shape) > 1 else shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
 class RMSNorm(_Norm):
@@ -68,3 +69,24 @@ class LayerNorm(_Norm):
 
     _kind = "layer_norm"
     _parameter_names = ("weight", "bias")
+
+
+class L2Normalization(BasicOperation):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension, in the dtype of x."""
+
+    _kind = "l2_normalization"
+    _option_names = ("eps",)
+
+    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+        """Makes the normalization; it has no parameters.
+
+        Args:
+            eps: at least 0; added to the sum of squares, in units of x squared.
+            seq_length: not needed: nothing is compiled ahead of the first call.
+            micro_batch_size: not needed either.
+        """
+        super().__init__()
+        self.eps = eps
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

@@ -27,7 +27,7 @@ HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
       float* x_buffer = scratch(ScratchUse::rows, 2 * stride);
       float* y_buffer = x_buffer + stride;
       for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-        const RowStatistics statistics = row_statistics<kCentered>(x, r, options.eps);
+        const RowStatistics statistics = row_statistics<kCentered>(x, r, options);
         const auto* x_row = row_to_read(element, x, r, x_buffer);
         auto* y_row = row_to_write(element, y, r, y_buffer);
         normalize_row<kCentered>(element, x_row, parameters, statistics, hidden, y_row);
@@ -61,6 +61,10 @@ HWY_EXPORT(layer_forward);
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
                       float* inv_rms) {
   HWY_DYNAMIC_DISPATCH(rms_forward)(x, weight, options, y, inv_rms);
+}
+
+void l2_norm_forward(ConstRows x, double eps, Rows y, float* inv_norm) {
+  rms_norm_forward(x, {}, {.eps = eps, .sums = true}, y, inv_norm);
 }
 
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
