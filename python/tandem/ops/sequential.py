@@ -19,6 +19,7 @@ from tandem.ops.run import OpRun
 from tandem._tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
 from tandem.ops.cut import wirings
+from tandem.ops.fuser import OperationFuser
 
 Runs = list[OpRun | torch.nn.Module]
 _NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
@@ -266,6 +267,12 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return [
             OpRun(group, None, self._required, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
         ]
+
+    @property
+    def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
+        """The pipelines and the modules between them, for code that is written against TransformerEngine; None before the first call."""
+        runs = self._made[3]
+        return None if runs is None else [OperationFuser._of(run) if isinstance(run, OpRun) else run for run in runs]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _NOTHING_MADE}
