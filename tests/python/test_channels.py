@@ -95,14 +95,14 @@ def test_in_place_addition_writes_the_callers_tensor():
 
 ADD, MAKE = ops.AddExtraInput, ops.MakeExtraOutput
 SETTER_ERRORS = [
-    (lambda: ADD().set_extra_input_channel(1, "a"), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got 1"),
+    (lambda: ADD().set_extra_input_channel(1, "a"), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got 1, which is out of range"),
     (lambda: ADD().set_extra_input_channel(-1, ""), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got -1"),
     (lambda: ops.GELU().set_extra_input_channel(0, "a"), IndexError, "GELU: expected the index of one of its 0 extra inputs, got 0"),
     (lambda: ADD().set_extra_input_channel(0, ""), ValueError, "expected channel to be a non-empty string or None, got ''"),
     (lambda: ADD().set_extra_input_channel(0, 3), ValueError, "expected channel to be a non-empty string or None, got 3"),
     (lambda: ADD().set_extra_output_channel(0, "a"), IndexError, "AddExtraInput: expected the index of one of its 0 extra outputs, got 0"),
     (lambda: MAKE().set_extra_output_channel(0, "", output_to_caller=1), ValueError, "None unbinds the extra output"),
-    (lambda: MAKE().set_extra_output_channel(0, "a", output_to_caller=1), TypeError, "expected output_to_caller to be True or False, got 1"),
+    (lambda: MAKE().set_extra_output_channel(0, "a", output_to_caller=1), TypeError, "expected True or False, as output_to_caller must be a bool, got 1"),
 ]
 
 
@@ -121,7 +121,7 @@ def test_channels_are_locked_by_the_first_call(capture):
         make(x), add(x, x)
     else:
         ops.Sequential(make, add)(x, x)
-    text = "expected an op that no pipeline has captured yet, got one that has run, so its channels are locked. Bind channels before"
+    text = "expected an op in no pipeline yet, got one of which a pipeline has already captured its channel routing. Bind channels before"
     with pytest.raises(RuntimeError, match=text):
         add.set_extra_input_channel(0, "a")
     with pytest.raises(RuntimeError, match=text):

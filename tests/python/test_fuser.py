@@ -39,7 +39,7 @@ def test_the_wiring():
 def test_channels_are_checked_and_locked_by_the_constructor():
     listed = residual()
     OperationFuser(listed)
-    with pytest.raises(RuntimeError, match="so its channels are locked"):
+    with pytest.raises(RuntimeError, match="already captured its channel routing"):
         listed[1].set_extra_output_channel(0, "b")
     with pytest.raises(ValueError, match="has no producer"):
         OperationFuser([ops.AddExtraInput().set_extra_input_channel(0, "a")])

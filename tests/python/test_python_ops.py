@@ -177,13 +177,18 @@ def fine(x):
 
 
 RESULTS = [
-    (lambda x: (None, [(x,)]), None, ValueError, "expected the output, which is required by an operation outside, got None. Return it."),
+    (
+        lambda x: (None, [(x,)]),
+        None,
+        RuntimeError,
+        "expected the output, which is public or required by an operation outside its forward fusion, got None. Return it.",
+    ),
     (lambda x: (3, [(x,)]), None, TypeError, "expected the output to be a tensor or None, got int. Return tensors."),
-    (lambda x: (x, []), None, ValueError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none."),
-    (lambda x: (x, [()]), None, ValueError, "expected 1 extra outputs, got 0"),
-    (fine, lambda g: (g, [()], [()]), ValueError, "expected 1 parameter gradients, got 0"),
-    (fine, lambda g: (g, [], [()]), ValueError, "expected 1 groups of parameter gradients, got 0"),
-    (fine, lambda g: (g, [(g,)], []), ValueError, "expected 1 groups of extra input gradients, got 0"),
+    (lambda x: (x, []), None, RuntimeError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none."),
+    (lambda x: (x, [()]), None, RuntimeError, "expected 1 extra outputs, got 0"),
+    (fine, lambda g: (g, [()], [()]), RuntimeError, "expected 1 parameter gradients, got 0"),
+    (fine, lambda g: (g, [], [()]), RuntimeError, "expected 1 groups of parameter gradients, got 0"),
+    (fine, lambda g: (g, [(g,)], []), RuntimeError, "expected 1 groups of extra input gradients, got 0"),
     (fine, lambda g: (None, [(g,)], [()]), ValueError, "which requires grad, got None. Return it from op_backward."),
     (fine, lambda g: (3, [(g,)], [()]), TypeError, "expected a gradient to be a tensor or None, got int"),
 ]
