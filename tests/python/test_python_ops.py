@@ -481,3 +481,21 @@ def test_results_have_no_history_of_their_own(how):
     y.sum().backward()
     assert torch.equal(x.grad, parameter.detach()) and not x.grad.requires_grad
     assert parameter.is_leaf and parameter.requires_grad and parameter.grad is None
+
+
+@pytest.mark.parametrize("count", [(1, 0), (0, 1)])
+def test_an_op_forward_has_no_extra_tensors(count):
+    class Half(ops.BasicOperation):
+        num_extra_inputs, num_extra_outputs = count
+
+        def op_forward(self, ctx, input_, **_):
+            return input_
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    x = torch.ones(1)
+    text = rf"Half: expected a forward for its {count[0]} extra inputs and {count[1]} extra outputs, got op_forward, .* It should override `fuser_forward`"
+    for call in (Half(), ops.Sequential(Half()), ops.Sequential(ops.GELU(), Half())):
+        with pytest.raises(RuntimeError, match=text):
+            call(x, *[x] * count[0])

@@ -5,8 +5,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import llama_mlp, randomize
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tandem
 import tandem.ops as ops
@@ -165,3 +170,46 @@ def test_subclasses_of_users_and_replicas(kind):
     for name, param in module.named_parameters():
         setattr(replica, name, param)
     assert torch.equal(replica(x), expected)
+
+
+def test_traced_exported_and_made_without_values():
+    linear, x = ops.Linear(8, 4), torch.randn(3, 8)
+    expected = linear(x)
+    torch.testing.assert_close(torch.jit.trace(linear, x)(x), expected)
+    torch.testing.assert_close(torch.export.export(linear, (x,)).module()(x), expected)
+    skipped = nn.utils.skip_init(ops.Linear, 8, 4)
+    skipped.load_state_dict(linear.state_dict())
+    assert torch.equal(skipped(x), expected)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp2_fills_modules_that_were_made_on_the_meta_device(mesh):
+    with torch.device("meta"):
+        model = ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), tandem.LayerNormLinear(8, 4))
+    names = [name for name, _ in model.named_parameters()]
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 8)).square().sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    optimizer.step()
+    assert model(torch.randn(3, 8)).isfinite().all()
+    assert [name for name, _ in model.named_parameters()] == names == list(get_model_state_dict(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_parallelism_of_torch_takes_it_for_a_linear(mesh):
+    linear, x = ops.Linear(8, 8), torch.randn(3, 8)
+    expected = linear(x)
+    torch.testing.assert_close(parallelize_module(linear, mesh, ColwiseParallel())(x), expected)

@@ -81,6 +81,12 @@ class Prepared:
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
         self.own_calls = own_calls  # by unit
         self.has_own_calls = any(own_calls)  # then the direct path, which sees hooks only, is closed
+        for op in self.python_ops:
+            if op._forward_prefix == "op" and (op.num_extra_inputs or op.num_extra_outputs):
+                raise RuntimeError(
+                    f"{op._get_name()}: expected a forward for its {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} extra outputs, got "
+                    "op_forward, which has none. It should override `fuser_forward` instead of `op_forward`."
+                )
         for op in basic_ops:
             op.lock_channels()
         self.bindings: Bindings = bindings or tuple(op.channel_bindings() for op in basic_ops)

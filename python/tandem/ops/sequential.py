@@ -190,9 +190,18 @@ class Sequential(ReportingMixin, torch.nn.Module):
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
-            given, extra = run.take(extra, channels)
-            x, own = run.give(run(x, given, self.training, kwargs.get(position)), channels)
-            results.extend(own)
+            if run.wiring is not None:
+                given, extra = run.take(extra, channels)
+                x, own = run.give(run(x, given, self.training, kwargs.get(position)), channels)
+                results.extend(own)
+                continue
+            given, extra = extra[: run.now.num_extra_inputs], extra[run.now.num_extra_inputs :]
+            outputs = run(x, given, self.training, kwargs.get(position))
+            if isinstance(outputs, tuple):
+                x = outputs[0]
+                results.extend(outputs[1:])
+            else:
+                x = outputs
         if extra:
             expected = sum(run.num_from_caller for run in runs if isinstance(run, OpRun))
             raise ValueError(
