@@ -1,6 +1,7 @@
 """Modules that are made on the meta device: the first call makes their parameters."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -81,6 +82,15 @@ def test_what_is_loaded_is_not_drawn_again():
     whole = ops.Linear(4, 2, device="meta")
     whole.load_state_dict(source.state_dict(), assign=True)
     assert torch.equal(whole(x), source(x))
+
+
+def test_a_parameter_that_others_hold_is_replaced():
+    box = ops.Sequential(ops.RMSNorm(8, device="meta"), ops.Linear(8, 4, device="meta"))
+    shapes = box(torch.empty(2, 8, device="meta"))  # whose graph holds the weights
+    reference = weakref.ref(box[1].bias)
+    box(torch.randn(2, 8)).sum().backward()
+    assert all(not param.is_meta and param.grad is not None for param in box.parameters())
+    assert shapes.is_meta and reference().is_meta
 
 
 def test_copies_and_frozen_parameters():

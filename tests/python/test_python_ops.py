@@ -6,6 +6,7 @@ import json
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
@@ -63,6 +64,7 @@ def test_arguments_per_call():
     expected = torch.sin(plain(x) + 0.25)
     assert torch.equal(box(x, op_kwargs={sin: {"shift": 0.25}}), expected)
     assert torch.equal(box(x, op_kwargs={1: {"shift": 0.25}}), expected)
+    assert torch.equal(box(x, op_kwargs={np.int64(1): {"shift": 0.25}, 0: {}}), expected)  # nothing for an op of the library
     assert torch.equal(box(x), torch.sin(plain(x)))
     assert torch.equal(sin(x, shift=0.25), torch.sin(x + 0.25))
     for key, text in [

@@ -85,6 +85,8 @@ def test_a_part_reaches_the_parameters_of_its_owner():
     with pytest.raises(KeyError, match=r"expected one of the parameters \['weight'\] that the part shares with its owner, got other"):
         weight.register_parameter("other", nn.Parameter(torch.ones(1)))
     assert linear(torch.ones(1, 4)).tolist() == [[5, 5]]
+    weight.double(), bias.requires_grad_(False)
+    assert linear.weight.dtype == torch.float64 and linear.weight is weight.weight and not linear.bias.requires_grad
 
 
 @pytest.mark.parametrize(

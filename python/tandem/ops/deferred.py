@@ -55,12 +55,12 @@ def deferred(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
 
 def materialize(modules: Iterable[Any], device: torch.device) -> None:
     """Makes the parameters that are on the meta device, on the device that was assigned or else on `device`. They stay the same objects, which
-    optimizers may hold; those that have values keep them."""
+    optimizers may hold, unless somebody looks at them whom torch does not tell of a swap; those that have values keep them."""
     # What is made outlives the modes of this call. A second thread finds it made.
     with _making, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         for module in deferred(modules):
             kept = []
-            for param in module._parameters.values():
+            for name, param in list(module._parameters.items()):
                 if param is None:
                     continue
                 if not param.is_meta:
@@ -68,7 +68,10 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
                     continue
                 made = torch.nn.Parameter(torch.empty_like(param, device=module.__dict__.get("_device") or device), requires_grad=param.requires_grad)
                 made.__dict__.update(param.__dict__)
-                torch.utils.swap_tensors(param, made)
+                try:
+                    torch.utils.swap_tensors(param, made)
+                except RuntimeError:  # a weak reference, as compilers have, or a graph of shapes holds it
+                    module._parameters[name] = made
             module.reset_parameters()
             for param, value in kept:
                 param.copy_(value)

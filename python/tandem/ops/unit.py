@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import Self
 
 from tandem import _C
 from tandem._quantize import load_parts, save_parts
@@ -154,6 +155,10 @@ class Unit(torch.nn.Module):
         for name in shared.names:
             if (param := shared.get(name)) is not None:
                 yield (f"{prefix}.{name}" if prefix else name), param
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        with self._listing_parameters():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     @contextlib.contextmanager
     def _listing_parameters(self) -> Iterator[None]:
