@@ -1,18 +1,20 @@
-"""Fails when an error message of the library says not both what was expected and what was got.
+"""Fails when an error message says not both what was expected and what was got.
 
-Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/. Prints how many of the
-messages no file below tests/ mentions: a message counts as mentioned when a string of a test and one of its own, of at least
-MIN_PIECE characters, contain each other. With --list prints those messages too.
+Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/, and what is raised with a text
+below python/. Prints how many of the messages no file below tests/ mentions: a message counts as mentioned when a string of a test and one of
+its own share SHARED characters in a row, or when one of them, of at least MIN_PIECE, is all in the other. With --list prints those messages too.
 
 Usage: check_messages.py [--list] [ROOT]
 """
 
+import ast
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 MIN_PIECE = 12
+SHARED = 24
 CHECK = re.compile(r"\bTORCH_CHECK_(?:VALUE|TYPE|NOT_IMPLEMENTED)\s*\(")
 # Comments, raw strings, strings and characters: what else a text holds is code.
 TOKEN = re.compile(
@@ -95,6 +97,20 @@ def messages_of(path: Path, name: str) -> list[Message]:
     return found
 
 
+def python_messages_of(path: Path, name: str) -> list[Message]:
+    """What is raised with a text; a text that a function makes is the function's."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+            continue
+        text = node.exc.args[0]
+        parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+        pieces = tuple(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+        if " " in "".join(pieces):  # else it is a name
+            found.append(Message(f"{name}:{node.lineno}", pieces))
+    return found
+
+
 def files_below(root: Path, folders: list[str], suffixes: set[str]) -> list[Path]:
     return sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in suffixes)
 
@@ -110,9 +126,15 @@ def test_strings(root: Path) -> list[str]:
     return [string for string in strings if len(string) >= MIN_PIECE]
 
 
-def is_mentioned(message: Message, strings: list[str]) -> bool:
+def runs_of(text: str) -> set[str]:
+    return {text[start : start + SHARED] for start in range(len(text) - SHARED + 1)}
+
+
+def is_mentioned(message: Message, strings: list[str], runs: set[str]) -> bool:
     pieces = [piece for piece in message.pieces if len(piece) >= MIN_PIECE]
-    return any(string in piece or piece in string for piece in pieces for string in strings)
+    if message.pieces and not pieces:  # what it says is what it fills in
+        return True
+    return any(not runs.isdisjoint(runs_of(piece)) or any(piece in string or string in piece for string in strings) for piece in pieces)
 
 
 def main(root: Path, list_them: bool) -> int:
@@ -121,6 +143,8 @@ def main(root: Path, list_them: bool) -> int:
         for path in files_below(root, ["src", "include", "cli"], SOURCES)
         for message in messages_of(path, str(path.relative_to(root)))
     ]
+    for path in files_below(root, ["python"], {".py"}):
+        messages += python_messages_of(path, str(path.relative_to(root)))
     failures = 0
     for message in messages:
         lacking = [word for word in ("expected", "got") if not re.search(rf"\b{word}\b", message.text)]
@@ -132,7 +156,8 @@ def main(root: Path, list_them: bool) -> int:
                 file=sys.stderr,
             )
     strings = test_strings(root)
-    untested = [message for message in messages if not is_mentioned(message, strings)]
+    runs = set().union(*map(runs_of, strings))
+    untested = [message for message in messages if not is_mentioned(message, strings, runs)]
     if list_them:
         for message in untested:
             print(f"check_messages: no test mentions {message.place}: {message.text}")

@@ -186,6 +186,20 @@ def test_messages_that_no_test_mentions_are_counted_and_listed(tmp_path):
     assert "src/core/plan.cpp:2: planner: expected a list of ops" in result.stdout
 
 
+def test_texts_that_python_raises_count(tmp_path):
+    raises = "def f(n):\n    raise {}\n"
+    for raised, text in [
+        ('ValueError(f"f: expected one, got {n}. " "Pass one.")', "2 messages, 0 incomplete, 1 that no test"),
+        ('ValueError(f"f: expected one and not {n}.")', "2 messages, 1 incomplete"),
+        ('AttributeError("name")', "1 messages, 0 incomplete"),
+        ("NotImplementedError", "1 messages, 0 incomplete"),
+    ]:
+        result = run("check_messages.py", write(tmp_path, GOOD_TREE | {"python/tandem/ops/op.py": raises.format(raised)}))
+        assert text in result.stdout and result.returncode == ("1 incomplete" in text)
+    tested = {"python/tandem/ops/op.py": raises.format('ValueError(f"f: expected one of these, got {n}.")'), "tests/python/test_op.py": 'match="Op: expected one of these, got 3"\n'}
+    assert "2 messages, 0 incomplete, 0 that no test" in run("check_messages.py", write(tmp_path, GOOD_TREE | tested)).stdout
+
+
 def recipe(target: str) -> str:
     """The commands that `make TARGET` would run, asked by a make that is nobody's child: a child prints the folder as well."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

@@ -19,9 +19,10 @@ class Fixed:
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
             return self
-        if self.name not in module.__dict__:
-            raise AttributeError(f"{type(module).__name__}: expected {self.name} to be set by the constructor, got none. Call it first.")
-        return module.__dict__[self.name]
+        try:
+            return module.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None  # for which torch.nn.Module has the text
 
     def __set__(self, module: Any, value: Any) -> None:
         built = module.__dict__.setdefault(self.name, value)

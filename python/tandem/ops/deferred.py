@@ -28,7 +28,7 @@ class DeferredMixin:
         them."""
         param = next(self.parameters(), None)
         if param is None:
-            raise AttributeError(f"{type(self).__name__}: expected parameters, whose device it is, got none. Ask tensors.")
+            raise AttributeError("device")  # for which torch.nn.Module has the text
         wanted: torch.device | None = self._holder.__dict__.get("_device")
         return wanted if wanted is not None and param.is_meta else param.device
 
