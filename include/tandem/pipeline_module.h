@@ -20,7 +20,8 @@ struct ScalingBuffers;
 
 /// Under a recipe that keeps amaxes, an op's module has buffers "recipe_state.forward.scale",
 /// "recipe_state.forward.amax_history" and the same of backward: float32 whatever dtype the module
-/// is given, made by the first call under it or where `load` finds them.
+/// is given, made by the first call under it or where `load` finds them. Several threads may make
+/// that call at once; none may list the module's parameters or buffers meanwhile.
 class TANDEM_API PipelineModule : public torch::nn::Module {
  public:
   ~PipelineModule() override;

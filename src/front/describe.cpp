@@ -2,9 +2,11 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "core/json_fields.h"
 #include "planner/description.h"
 
 namespace tandem {
@@ -19,6 +21,27 @@ std::vector<Binding> bindings(const std::vector<Channel>& channels) {
 
 }  // namespace
 
+std::string options_text(const std::string& op, const OptionValues& options) {
+  using nlohmann::json;
+  json written = json::object();
+  for (const auto& [name, value] : options) {
+    const auto* number = std::get_if<double>(&value);
+    TORCH_CHECK_VALUE(number == nullptr || std::isfinite(*number), op, ": expected option ", name,
+                      " to be a finite number, got ", *number, ". Give another one.");
+    TORCH_CHECK_VALUE(!written.contains(name), op, ": expected option ", name,
+                      " once, got it twice. Leave one out.");
+    written[name] = json_of(value);
+    try {
+      json{name, written[name]}.dump();
+    } catch (const json::type_error&) {
+      const auto* text = std::get_if<std::string>(&value);
+      TORCH_CHECK_VALUE(false, op, ": expected options in UTF-8, got \"",
+                        shown(text != nullptr ? *text : name), "\". Encode it so.");
+    }
+  }
+  return written.dump();
+}
+
 DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
@@ -27,13 +50,12 @@ DescribedOps describe(const std::vector<Op>& ops) {
     SlotCount& slots = described.slots.emplace_back();
     std::vector<std::optional<size_t>> places(ops[i].parameters.size());
     for (const BasicOp& basic : ops[i].basic_ops) {
-      OpEntry& entry = entries.emplace_back(OpEntry{.op = basic.name,
-                                                    .extra_inputs = bindings(basic.extra_inputs),
-                                                    .extra_outputs = bindings(basic.extra_outputs),
-                                                    .in_place = basic.in_place});
-      nlohmann::json options = nlohmann::json::object();
-      for (const auto& [name, value] : basic.options) options[name] = json_of(value);
-      entry.options = options.dump();
+      OpEntry& entry =
+          entries.emplace_back(OpEntry{.op = basic.name,
+                                       .options = options_text(basic.name, basic.options),
+                                       .extra_inputs = bindings(basic.extra_inputs),
+                                       .extra_outputs = bindings(basic.extra_outputs),
+                                       .in_place = basic.in_place});
       for (const size_t parameter : basic.parameters) {
         TORCH_CHECK_VALUE(parameter < places.size(), basic.name, ": expected the place of one of ",
                           places.size(), " parameters of ", ops[i].name, ", got ", parameter,

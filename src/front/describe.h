@@ -14,6 +14,10 @@ namespace tandem {
 /// The option of an op that adds a gradient to a main_grad.
 inline constexpr const char* kAccumulateIntoMainGrad = "accumulate_into_main_grad";
 
+/// The options of an op as JSON. Throws c10::ValueError where one is given twice, or JSON cannot
+/// hold it: a number that is not finite, a text that is not UTF-8.
+std::string options_text(const std::string& op, const OptionValues& options);
+
 /// What a list of ops is to a pipeline.
 struct DescribedOps {
   /// The "ops" array of a description.

@@ -159,9 +159,8 @@ std::vector<ParameterSpec> parameters_of(const OpDef& def, const std::vector<int
 
 /// Throws where the op would refuse them later.
 void check_options(const OpDef& def, const OptionValues& options) {
-  nlohmann::json given = nlohmann::json::object();
-  for (const auto& [option, value] : options) given[option] = json_of(value);
-  def.signature.parse(def.name, given);
+  def.signature.parse(def.name,
+                      nlohmann::json::parse(options_text(std::string(def.name), options)));
 }
 
 }  // namespace

@@ -81,6 +81,8 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
     for (const ParameterSpec& spec : ops[i].parameters) {
       at::Tensor& tensor = tensors[i].emplace_back(spec.tensor);
       if (tensor.defined()) continue;
+      TORCH_CHECK_VALUE(spec.init, ops[i].name, ": expected a function that gives ", spec.name,
+                        " its first values, got none. Use tandem::init::zeros() or another.");
       tensor = at::empty(spec.shape, options);
       spec.init(tensor);
       holder.register_parameter(spec.name, tensor);

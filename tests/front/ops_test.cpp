@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 
+#include <limits>
+
 #include "core/call.h"
 #include "core/op_def.h"
 #include "support/tensors.h"
@@ -75,6 +77,38 @@ TEST(OpsErrors, OptionsAreCheckedWhereTheOpIsMade) {
                                  "OtherOptions. Give the struct that its signature is made of."));
   EXPECT_THAT([] { ops::op("identity", {}, OtherOptions{}); },
               ThrowsText<c10::TypeError>("identity: expected no options, got "));
+}
+
+TEST(OpsErrors, OptionsThatCannotBeWritten) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THAT([=] { ops::constant_scale(nan); },
+              ThrowsText<c10::ValueError>("constant_scale: expected option factor to be a finite "
+                                          "number, got nan. Give another one."));
+  EXPECT_THAT(
+      ([] {
+        ops::op("dropout", {}, {{"p", 0.1}, {"p", 0.2}});
+      }),
+      ThrowsText<c10::ValueError>("dropout: expected option p once, got it twice. Leave one out."));
+  EXPECT_THAT(([] {
+                ops::op("all_reduce", {}, {{"group", std::string("\xff")}, {"size", int64_t{2}}});
+              }),
+              ThrowsText<c10::ValueError>("all_reduce: expected options in UTF-8, got \"",
+                                          "\". Encode it so."));
+}
+
+TEST(OpsErrors, LinearHasFeatures) {
+  EXPECT_THAT([] { ops::linear(0, 4); },
+              ThrowsText<c10::ValueError>(
+                  "linear: expected in_features > 0, got 0. Give a number of features."));
+}
+
+TEST(OpsErrors, AParameterWithoutFirstValues) {
+  Op norm = ops::rms_norm(4);
+  norm.parameters[0].init = nullptr;
+  EXPECT_THAT([&] { Sequential({norm}); },
+              ThrowsText<c10::ValueError>("rms_norm: expected a function that gives weight its "
+                                          "first values, got none. Use tandem::init::zeros() or "
+                                          "another."));
 }
 
 TEST(Ops, OpsThatAreGivenOneTensorShareIt) {

@@ -651,7 +651,7 @@ def test_kernel_ops_check_their_arguments():
         torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3")
     with pytest.raises(ValueError, match="expected region as one int64"):
         torch.ops.tandem.take_scale_(scale, history, pending, torch.ones(1), 0, "fp8_e4m3:margin=0:max")
-    with pytest.raises(ValueError, match="expected a registered function, got nobody"):
+    with pytest.raises(ValueError, match="scale update: expected a registered function, got nobody, which this process does not know"):
         pending.fill_(7)
         torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3:margin=0:max:function=nobody")
 

@@ -184,7 +184,7 @@ def test_a_missing_main_grad_is_told_before_anything_runs() -> None:
 def test_a_main_grad_of_another_shape_is_told() -> None:
     linear = ops.Linear(4, 3, accumulate_into_main_grad=True)
     linear.weight.main_grad = torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"expected main_grad of the weight's shape \[3, 4\], got \[4, 3\]\. Allocate it like the weight"):
+    with pytest.raises(ValueError, match=r"linear: expected main_grad of the weight's shape \[3, 4\], got \[4, 3\]\. Allocate it like the weight"):
         linear(torch.ones(2, 4)).sum().backward()
 
 

@@ -172,32 +172,43 @@ def test_incomplete_message_fails(tmp_path, change, lacking):
 
 
 def test_words_in_adjacent_literals_count(tmp_path):
-    change = check_of("ok", '"plan: expe" "cted one"\n    ", g" "ot ", n')
+    change = check_of("ok", '"plan: expe" "cted one step"\n    ", g" "ot ", n')
     result = run("check_messages.py", write(tmp_path, GOOD_TREE | change))
     assert result.returncode == 0, result.stderr
 
 
-def test_messages_that_no_test_mentions_are_counted_and_listed(tmp_path):
-    assert "1 messages, 0 incomplete, 0 that no test" in run("check_messages.py", write(tmp_path, GOOD_TREE)).stdout
-    change = check_of("ok", '"planner: expected a list of ops, got ", n')
-    result = run("check_messages.py", write(tmp_path, GOOD_TREE | change), "--list")
-    assert result.returncode == 0
-    assert "1 messages, 0 incomplete, 1 that no test" in result.stdout
-    assert "src/core/plan.cpp:2: planner: expected a list of ops" in result.stdout
+@pytest.mark.parametrize(
+    ("test", "is_mentioned"),
+    [
+        ('"planner: expected a list of ops"', True),
+        ('"steps: expected a list of ops, got 3"', True),
+        ('r"expected a list of ops, got .*, which"', True),
+        ('r"expected a list of ops \\(of two\\)"', False),
+        ('"expected a list"', True),
+        ('"a list of"', False),
+    ],
+)
+def test_messages_that_no_test_mentions_fail(tmp_path, test, is_mentioned):
+    change = check_of("ok", 'name, ": expected a list of "', '"ops, got "', "n") | {"tests/python/test_plan.py": f"TEXT = {test}\n"}
+    result = run("check_messages.py", write(tmp_path, GOOD_TREE | change))
+    assert (result.returncode == 0) == is_mentioned
+    text = "src/core/plan.cpp:2: expected a test of the text, got none that mentions: : expected a list of ops, got "
+    assert (text in result.stderr) != is_mentioned
 
 
 def test_texts_that_python_raises_count(tmp_path):
     raises = "def f(n):\n    raise {}\n"
+    tested = {"tests/python/test_op.py": 'match="Op: expected one of these, got 3"\n'}
     for raised, text in [
-        ('ValueError(f"f: expected one, got {n}. " "Pass one.")', "2 messages, 0 incomplete, 1 that no test"),
-        ('ValueError(f"f: expected one and not {n}.")', "2 messages, 1 incomplete"),
-        ('AttributeError("name")', "1 messages, 0 incomplete"),
-        ("NotImplementedError", "1 messages, 0 incomplete"),
+        ('ValueError(f"f: expected one, got {n}. " "Pass one.")', "2 messages, 1 problems"),
+        ('ValueError(f"f: expected one of these, and not {n}.")', "2 messages, 1 problems"),
+        ('ValueError(f"f: expected one of these, got {n}.")', "2 messages, 0 problems"),
+        ('ValueError(f"{n}: expected {n}, got {n}.")', "2 messages, 0 problems"),  # it says what it fills in
+        ('AttributeError("name")', "1 messages, 0 problems"),
+        ("NotImplementedError", "1 messages, 0 problems"),
     ]:
-        result = run("check_messages.py", write(tmp_path, GOOD_TREE | {"python/tandem/ops/op.py": raises.format(raised)}))
-        assert text in result.stdout and result.returncode == ("1 incomplete" in text)
-    tested = {"python/tandem/ops/op.py": raises.format('ValueError(f"f: expected one of these, got {n}.")'), "tests/python/test_op.py": 'match="Op: expected one of these, got 3"\n'}
-    assert "2 messages, 0 incomplete, 0 that no test" in run("check_messages.py", write(tmp_path, GOOD_TREE | tested)).stdout
+        result = run("check_messages.py", write(tmp_path, GOOD_TREE | tested | {"python/tandem/ops/op.py": raises.format(raised)}))
+        assert text in result.stdout and result.returncode == ("1 problems" in text), raised
 
 
 def recipe(target: str) -> str:

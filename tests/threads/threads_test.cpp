@@ -48,9 +48,8 @@ at::Tensor input(size_t t, int64_t rows = 16) {
   return random({rows, kHidden}, at::kFloat, 100 + t);
 }
 
-/// Outputs and gradients of one call.
-Tensors step(Sequential& model, const at::Tensor& x) {
-  Tensors asked = model->parameters();
+/// Outputs and gradients of one call; `asked` are the model's parameters.
+Tensors step(Sequential& model, const at::Tensor& x, Tensors asked) {
   asked.push_back(x.detach().requires_grad_());
   Tensors results{model->forward(asked.back())};
   const auto gradients = torch::autograd::grad({results[0]}, asked, {at::ones_like(results[0])});
@@ -58,6 +57,8 @@ Tensors step(Sequential& model, const at::Tensor& x) {
   results.insert(results.end(), gradients.begin(), gradients.end());
   return results;
 }
+
+Tensors step(Sequential& model, const at::Tensor& x) { return step(model, x, model->parameters()); }
 
 ::testing::AssertionResult all_same(const Tensors& got, const Tensors& expected) {
   if (got.size() != expected.size())
@@ -362,9 +363,10 @@ TEST(Threads, BackwardOutsideTheRegionOfForward) {
 TEST(Threads, MakeTheStateOfARecipeOnce) {
   for (int round = 0; round < kRounds; ++round) {
     Sequential model = mlp();
+    const Tensors parameters = model->parameters();  // the first call adds modules, which they walk
     together(kThreads, [&](size_t t) {
       const Autocast region(true, DelayedScaling{.amax_history_len = 2 * kThreads});
-      step(model, input(t));
+      step(model, input(t), parameters);
     });
     const auto buffers = model->named_buffers();
     EXPECT_EQ(buffers.size(), 8u) << "scale and amax_history, both ways, of two products";
