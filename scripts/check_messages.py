@@ -1,17 +1,20 @@
-"""Fails when an error message of the library says not both what was expected and what was got, or no test mentions it.
+"""Fails when an error message says not both what was expected and what was got, or no test mentions it.
 
-Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/. A message is mentioned
-when a string of a file below tests/ and one of its own, of at least MIN_PIECE characters, contain each other.
+Reads each TORCH_CHECK_VALUE, TORCH_CHECK_TYPE and TORCH_CHECK_NOT_IMPLEMENTED below src/, include/ and cli/, and what is raised with a text
+below python/. A message is mentioned when a string of a file below tests/ and one of its own share SHARED characters in a row, or one of
+them, of at least MIN_PIECE, is all in the other.
 
 Usage: check_messages.py [ROOT]
 """
 
+import ast
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 MIN_PIECE = 12
+SHARED = 24
 # What no test can bring about: messages for other builds of torch than the one that is tested with.
 UNREACHABLE = ("got one that is built without torch.distributed",)
 REGEX_ESCAPE = re.compile(r"\\([^\w\s])")
@@ -97,6 +100,20 @@ def messages_of(path: Path, name: str) -> list[Message]:
     return found
 
 
+def python_messages_of(path: Path, name: str) -> list[Message]:
+    """What is raised with a text; a text that a function makes is the function's."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+            continue
+        text = node.exc.args[0]
+        parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+        pieces = tuple(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+        if " " in "".join(pieces):  # else it is a name
+            found.append(Message(f"{name}:{node.lineno}", pieces))
+    return found
+
+
 def files_below(root: Path, folders: list[str], suffixes: set[str]) -> list[Path]:
     return sorted(path for folder in folders for path in (root / folder).rglob("*") if path.suffix in suffixes)
 
@@ -114,9 +131,15 @@ def test_strings(root: Path) -> list[str]:
     return [string for string in strings if len(string) >= MIN_PIECE]
 
 
-def is_mentioned(message: Message, strings: list[str]) -> bool:
+def runs_of(text: str) -> set[str]:
+    return {text[start : start + SHARED] for start in range(len(text) - SHARED + 1)}
+
+
+def is_mentioned(message: Message, strings: list[str], runs: set[str]) -> bool:
     pieces = [piece for piece in message.pieces if len(piece) >= MIN_PIECE]
-    return any(string in piece or piece in string for piece in pieces for string in strings)
+    if message.pieces and not pieces:  # what it says is what it fills in
+        return True
+    return any(not runs.isdisjoint(runs_of(piece)) or any(piece in string or string in piece for string in strings) for piece in pieces)
 
 
 def main(root: Path) -> int:
@@ -125,6 +148,8 @@ def main(root: Path) -> int:
         for path in files_below(root, ["src", "include", "cli"], SOURCES)
         for message in messages_of(path, str(path.relative_to(root)))
     ]
+    for path in files_below(root, ["python"], {".py"}):
+        messages += python_messages_of(path, str(path.relative_to(root)))
     problems = []
     for message in messages:
         lacking = [word for word in ("expected", "got") if not re.search(rf"\b{word}\b", message.text)]
@@ -133,8 +158,9 @@ def main(root: Path) -> int:
                 f"{message.place}: expected the words \"expected\" and \"got\", got no {' and no '.join(lacking)} in: {message.text or '(no text)'}"
             )
     strings = test_strings(root)
+    runs = set().union(*map(runs_of, strings))
     for message in messages:
-        if not is_mentioned(message, strings) and not any(text in message.text for text in UNREACHABLE):
+        if not is_mentioned(message, strings, runs) and not any(text in message.text for text in UNREACHABLE):
             problems.append(f"{message.place}: expected a test of the text, got none that mentions: {message.text}")
     for problem in problems:
         print(f"check_messages: {problem}", file=sys.stderr)

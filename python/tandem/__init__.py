@@ -32,6 +32,7 @@ from tandem._quantize import (  # noqa: E402
     quantize,
 )
 from tandem import ops  # noqa: E402
+from tandem._export import transformer_engine_state_dict  # noqa: E402
 from tandem.modules import LayerNormLinear, LayerNormMLP  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
@@ -55,6 +56,7 @@ __all__ = [
     "quantize",
     "recipe",
     "set_cache_limit",
+    "transformer_engine_state_dict",
     "verify",
     "weights_changed",
 ]

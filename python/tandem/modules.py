@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.collective import _Collective
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.library import class_of
@@ -34,6 +34,9 @@ class _Module(CompositeOperation):
 
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
+    normalization, use_bias, return_bias = Fixed(), Fixed(), Fixed()
+    return_layernorm_output, return_layernorm_output_gathered = Fixed(), Fixed()
+    sequence_parallel, tp_size = Fixed(), Fixed()
 
     def _build(
         self,
@@ -70,7 +73,6 @@ class _Module(CompositeOperation):
         self.use_bias, self.return_bias = flag(name, "bias", bias), flag(name, "return_bias", return_bias)
         self.return_layernorm_output = flag(name, "return_layernorm_output", return_layernorm_output)
         self.return_layernorm_output_gathered = flag(name, "return_layernorm_output_gathered", return_layernorm_output_gathered)
-        self.fuse_wgrad_accumulation = flag(name, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self._inits = inits
         self._result_bias = result_bias[0]
         norm = _NORMS[normalization](features, eps=eps, device="meta", dtype=dtype, zero_centered_gamma=zero_centered_gamma)
@@ -79,7 +81,7 @@ class _Module(CompositeOperation):
         parts: Parts = [
             (norm, {own: f"layer_norm_{own}" for own in norm._parameter_names}),
             *([*gathering, *fork] if self.return_layernorm_output_gathered and self.sequence_parallel else [*fork, *gathering]),
-            *behind(self.fuse_wgrad_accumulation),
+            *behind(flag(name, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)),
         ]
         for part, names in parts:
             for own, ours in names.items():
@@ -94,6 +96,7 @@ class _Module(CompositeOperation):
             self._make(self._result_bias, torch.Size(result_bias[1:]), device, dtype)
         self._own(parts)
         self.reset_parameters()
+        self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
 
     def _make(self, name: str, shape: torch.Size, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -115,6 +118,17 @@ class _Module(CompositeOperation):
     @zero_centered_gamma.setter
     def zero_centered_gamma(self, value: bool) -> None:
         self._norm.zero_centered_gamma = value
+
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Whether gradients of weights are added to their main_grad."""
+        return any(part.accumulate_into_main_grad for part in self.basic_ops if isinstance(part, BasicLinear))
+
+    @fuse_wgrad_accumulation.setter
+    def fuse_wgrad_accumulation(self, value: bool) -> None:
+        for part in self.basic_ops:
+            if isinstance(part, BasicLinear):
+                part.accumulate_into_main_grad = flag(self._get_name(), "fuse_wgrad_accumulation", value)
 
     @property
     def _norm(self) -> Any:
@@ -140,6 +154,9 @@ class _Module(CompositeOperation):
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dimension, 1  # type: ignore[attr-defined]
             else:
                 param.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def _transformer_engine_states(self) -> Sequence[str]:
+        return ("",)
 
     def _sharded_dimensions(self) -> dict[str, int]:
         """The dimension of each parameter of which a rank holds a part."""
@@ -183,6 +200,7 @@ class LayerNormLinear(_Module):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    parallel_mode = Fixed()
 
     def __init__(
         self,
@@ -326,6 +344,7 @@ class LayerNormMLP(_Module):
     fc1_bias: torch.nn.Parameter | None
     fc2_weight: torch.nn.Parameter
     fc2_bias: torch.nn.Parameter | None
+    activation, set_parallel_mode = Fixed(), Fixed()
 
     def __init__(
         self,

@@ -91,8 +91,8 @@ py::tuple checked(const py::handle& object, size_t count, const std::string& lab
                   const char* what) {
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
   if (!items) throw py::error_already_set();
-  TORCH_CHECK_VALUE(items.size() == count, label, ": expected ", count, " ", what, ", got ",
-                    items.size(), ". Return one for each, None where there is none.");
+  TORCH_CHECK(items.size() == count, label, ": expected ", count, " ", what, ", got ", items.size(),
+              ". Return one for each, None where there is none.");
   return items;
 }
 
@@ -104,8 +104,9 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
     const size_t write = next++;
     if (!call.wants(write)) continue;
     at::Tensor tensor = to_tensor(result, label, what);
-    TORCH_CHECK_VALUE(tensor.defined(), label, ": expected ", what,
-                      ", which is required by an operation outside, got None. Return it.");
+    TORCH_CHECK(tensor.defined(), label, ": expected ", what,
+                ", which is public or required by an operation outside its forward fusion, got "
+                "None. Return it.");
     const at::ScalarType planned = call.out_type(write).dtype;
     TORCH_CHECK_TYPE(
         call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, label,

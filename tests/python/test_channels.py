@@ -95,14 +95,14 @@ def test_in_place_addition_writes_the_callers_tensor():
 
 ADD, MAKE = ops.AddExtraInput, ops.MakeExtraOutput
 SETTER_ERRORS = [
-    (lambda: ADD().set_extra_input_channel(1, "a"), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got 1"),
+    (lambda: ADD().set_extra_input_channel(1, "a"), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got 1, which is out of range"),
     (lambda: ADD().set_extra_input_channel(-1, ""), IndexError, "AddExtraInput: expected the index of one of its 1 extra inputs, got -1"),
     (lambda: ops.GELU().set_extra_input_channel(0, "a"), IndexError, "GELU: expected the index of one of its 0 extra inputs, got 0"),
     (lambda: ADD().set_extra_input_channel(0, ""), ValueError, "expected channel to be a non-empty string or None, got ''"),
     (lambda: ADD().set_extra_input_channel(0, 3), ValueError, "expected channel to be a non-empty string or None, got 3"),
     (lambda: ADD().set_extra_output_channel(0, "a"), IndexError, "AddExtraInput: expected the index of one of its 0 extra outputs, got 0"),
     (lambda: MAKE().set_extra_output_channel(0, "", output_to_caller=1), ValueError, "None unbinds the extra output"),
-    (lambda: MAKE().set_extra_output_channel(0, "a", output_to_caller=1), TypeError, "expected output_to_caller to be True or False, got 1"),
+    (lambda: MAKE().set_extra_output_channel(0, "a", output_to_caller=1), TypeError, "expected True or False, as output_to_caller must be a bool, got 1"),
 ]
 
 
@@ -121,7 +121,7 @@ def test_channels_are_locked_by_the_first_call(capture):
         make(x), add(x, x)
     else:
         ops.Sequential(make, add)(x, x)
-    text = "expected an op that no pipeline has captured yet, got one that has run, so its channels are locked. Bind channels before"
+    text = "expected an op in no pipeline yet, got one of which a pipeline has already captured its channel routing. Bind channels before"
     with pytest.raises(RuntimeError, match=text):
         add.set_extra_input_channel(0, "a")
     with pytest.raises(RuntimeError, match=text):
@@ -148,12 +148,68 @@ def test_errors_of_wiring(listed, text):
     assert text in str(error.value)
 
 
-def test_channels_end_at_plain_modules():
-    block = ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "a"), torch.nn.ReLU(), ops.AddExtraInput().set_extra_input_channel(0, "a")
+def residual_past(*between, to_caller=False):
+    return ops.Sequential(
+        ops.ConstantScale(2.0),
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=to_caller),
+        *between,
+        ops.AddExtraInput().set_extra_input_channel(0, "a"),
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("to_caller", [False, True])
+def test_channels_go_past_plain_modules(to_caller, compiled, fresh_dynamo):
+    block = residual_past(torch.nn.Tanh(), ops.ConstantScale(3.0), torch.nn.ReLU(), to_caller=to_caller)
+    call = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    x = torch.randn(5, requires_grad=True)
+    y = call(x)
+    expected = torch.relu(3 * torch.tanh(2 * x)) + 2 * x
+    if to_caller:
+        y, extra = y
+        assert torch.equal(extra, 2 * x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+    assert block.verify(x)
+
+
+def test_channels_past_plain_modules_stand_beside_inputs_of_the_caller():
+    first, last = ops.AddExtraInput(), ops.AddExtraInput()
+    block = ops.Sequential(first, *residual_past(torch.nn.ReLU()), last, torch.nn.ReLU(), ops.AddExtraInput().set_extra_input_channel(0, "a"))
+    x, a, b = torch.randn(3, 6).unbind()
+    made = 2 * (x + a)
+    torch.testing.assert_close(block(x, a, b), torch.relu(torch.relu(made) + made + b) + made)
+    assert block.verify(x, a, b)
+    with pytest.raises(ValueError, match="pipeline: expected 1 extra inputs, .*, got 0. Pass them after the input"):
+        block(x, a)
+    with pytest.raises(ValueError, match="Sequential: expected 2 extra inputs, .* got 3. Leave out the last."):
+        block(x, a, b, b)
+    block[1].register_forward_hook(lambda *_: None)  # which cuts the first run
+    torch.testing.assert_close(block(x, a, b), torch.relu(torch.relu(made) + made + b) + made)
+
+
+def test_a_name_may_be_given_again_behind_a_plain_module():
+    second = residual_past(ops.ConstantScale(5.0))
+    block = ops.Sequential(*residual_past(ops.ConstantScale(3.0)), torch.nn.ReLU(), *second)
+    assert block(torch.ones(1)) == 8 * 12
+    again = ops.Sequential(*residual_past(torch.nn.ReLU()), *residual_past(torch.nn.ReLU()))
+    with pytest.raises(ValueError, match='channel "a": expected a producer before op 0, but it has no earlier producer, got op 1'):
+        ops.Sequential(torch.nn.ReLU(), ops.AddExtraInput().set_extra_input_channel(0, "a"), ops.MakeExtraOutput().set_extra_output_channel(0, "a"))(torch.ones(1))
+    assert again(torch.ones(1)) == 16
+
+
+def test_a_channel_that_nobody_makes_before_has_no_producer():
+    add, make = ops.AddExtraInput().set_extra_input_channel(0, "a"), ops.MakeExtraOutput().set_extra_output_channel(0, "a")
     with pytest.raises(ValueError, match="it has no producer"):
-        block(torch.ones(1))
+        ops.Sequential(add, torch.nn.ReLU(), make)(torch.ones(1))
+
+
+def test_crossing_channels_follow_the_list_of_a_fused_op():
+    fused = ops.FusedOperation([ops.ConstantScale(3.0)])
+    block, x = residual_past(torch.nn.ReLU(), fused), torch.ones(1)
+    assert block(x) == 8
+    fused.basic_ops.append(ops.ConstantScale(2.0))
+    assert block(x) == 14
 
 
 def test_an_op_alone_with_a_bound_input_has_no_producer():

@@ -107,6 +107,42 @@ def check_errors(rank: int, size: int, *_: Any) -> None:
         ops.AllReduce(3)
 
 
+def check_changes(rank: int, size: int, *_: Any) -> None:
+    """Attributes of a layer that ranks share count at the next call."""
+    whole, block = full(True), sharded(rank, size, False, True)
+    x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected = whole(x)
+    assert_close(block(x), expected)
+    for part in (block[1], block[3]):
+        assert part.tensor_parallel_size == size and not part.sequence_parallel
+        part.sequence_parallel = True
+        assert part.sequence_parallel
+    own = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    assert_close(block(x[own]), expected[own])
+    again, apart = dist.new_group(list(range(size))), dist.new_group([rank], use_local_synchronization=True)
+    for part in (block[1], block[3]):
+        part.tensor_parallel_group = again
+        assert part.tensor_parallel_group is again
+        for group, count in ((apart, 1), (None, size)):
+            if count == size:
+                part.tensor_parallel_group = group  # all processes
+                continue
+            with pytest.raises(ValueError, match=f"Linear: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of 1. Build"):
+                part.tensor_parallel_group = group
+    assert_close(block(x[own]), expected[own])
+    bias = ops.Bias(2 * size, tensor_parallel=True)
+    assert bias.tensor_parallel and bias.tensor_parallel_size == size and bias.local_size == 2 and bias(torch.zeros(3, 2)).shape == (3, 2)
+    with pytest.raises(ValueError, match=f"Bias: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of 1"):
+        bias.tensor_parallel_group = apart
+    with pytest.raises(ValueError, match=f"Bias: expected size that {size} ranks share evenly, got {size + 1}"):
+        ops.Bias(size + 1, tensor_parallel=True)
+    assert pickle.loads(pickle.dumps(bias)).tensor_parallel_group is bias.tensor_parallel_group
+    with pytest.raises(NotImplementedError, match="BasicLinear: expected tensor_parallel_mode=None, got 'row'"):
+        ops.BasicLinear(8 * size, 4, tensor_parallel_mode="row")
+    keys = [*tandem.transformer_engine_state_dict(block[3])]
+    assert keys == ["basic_ops.0.weight", "basic_ops.1.bias", *[f"basic_ops.{index}._extra_state" for index in range(3)]]
+
+
 def check_copies(rank: int, size: int, *_: Any) -> None:
     block = sharded(rank, size, True, True)
     x = torch.randn(ROWS // size, HIDDEN)
@@ -212,7 +248,7 @@ def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> No
 
 
 def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_copies,), (check_ops,), (check_ddp,))
+    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_changes,), (check_copies,), (check_ops,), (check_ddp,))
 
 
 @pytest.mark.parametrize("size", [2, 3])

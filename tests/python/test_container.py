@@ -54,13 +54,25 @@ def test_new_keys_follow_the_largest_number():
     assert names(box) == ["1", "2", "3", "4", "5"]
 
 
-def test_a_slice_shares_modules_and_keeps_names():
+def test_a_slice_shares_modules_and_counts_anew():
     box = ops.Sequential(*five())
     part = box[1:4]
     assert isinstance(part, ops.Sequential)
-    assert list(part) == list(box)[1:4] and names(part) == ["1", "2", "3"]
+    assert list(part) == list(box)[1:4] and names(part) == ["0", "1", "2"]
     assert torch.equal(part(torch.ones(1)), torch.tensor([24.0]))
     assert list(box[::-2]) == list(box)[::-2]
+
+
+def test_an_insertion_leaves_names_where_they_are():
+    box = ops.Sequential({"norm": ops.RMSNorm(4), "3": ops.ReLU()})
+    modules = list(box)
+    box.insert(0, ops.GELU())
+    assert names(box) == ["norm", "3", "4"] and list(box)[1:] == modules
+    box.insert(-1, ops.SiLU()).insert(9, ops.Identity())
+    assert names(box) == ["norm", "3", "4", "5", "6"]
+    assert [type(op) for op in box] == [ops.GELU, ops.RMSNorm, ops.SiLU, ops.ReLU, ops.Identity]
+    assert torch.equal(box(torch.ones(1, 4)), torch.relu(nn.functional.silu(box[1](box[0](torch.ones(1, 4))))))
+    assert names(ops.Sequential().insert(0, ops.GELU())) == ["0"]
 
 
 def test_slice_assignment_is_that_of_lists():

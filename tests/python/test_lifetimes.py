@@ -245,3 +245,13 @@ def test_a_description_of_another_library_is_refused():
         call(build="abc")
     with pytest.raises(ValueError, match=r'description: expected one of \[.*, got "budget". Remove it.'):
         call(budget=1)
+
+
+def test_a_trace_outlives_no_op_in_python():
+    box = ops.Sequential(Scaled(), ops.GELU())
+    traced = torch.fx.symbolic_trace(box)
+    torch.testing.assert_close(traced(torch.ones(2)), box(torch.ones(2)))
+    del box
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Scaled@.*: expected an op that is alive and as it was when it was described, got none. Keep the module"):
+        traced(torch.ones(2))

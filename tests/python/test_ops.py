@@ -265,7 +265,6 @@ BAD_ARGUMENTS = [
     (lambda: ops.LayerNorm(()), ValueError, "LayerNorm: expected normalized_shape with one size at least, got none. Give those of the last"),
     (lambda: ops.LayerNorm((2, 0)), ValueError, "LayerNorm: expected normalized_shape to be a whole number > 0, got 0"),
     (lambda: ops.L2Normalization(eps=-1), ValueError, "L2Normalization: expected eps to be a finite number >= 0, got -1"),
-    (lambda: ops.LayerNorm(8, sm_margin=2), NotImplementedError, "LayerNorm: expected sm_margin=0, got 2"),
     (lambda: ops.Dropout(1.5), ValueError, "Dropout: expected p to be a number from 0 to 1, got 1.5"),
     (lambda: ops.ConstantScale(float("inf")), ValueError, "ConstantScale: expected scale to be a finite number, got inf. Pass a float."),
     (lambda: ops.ConstantScale(float("nan")), ValueError, "ConstantScale: expected scale to be a finite number, got nan"),
@@ -286,7 +285,6 @@ BAD_ARGUMENTS = [
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
     (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),
     (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
-    (lambda: ops.Bias(4, tensor_parallel=True), NotImplementedError, "Bias: expected tensor_parallel=False, got True"),
 ]
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, tensor_parallel_mode="rows"), ValueError, 'Linear: expected tensor_parallel_mode None, "column" or'))
@@ -299,10 +297,8 @@ BAD_ARGUMENTS.append(
     )
 )
 for argument, value in [
-    ("tensor_parallel_mode", "column"),
-    ("tensor_parallel_group", 1),
-    ("sequence_parallel", True),
     ("rng_state_tracker_function", id),
+    ("userbuffers_options", {"comm_name": "qkv"}),
 ]:
     BAD_ARGUMENTS.append(
         (

@@ -6,6 +6,7 @@ import json
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
@@ -63,6 +64,7 @@ def test_arguments_per_call():
     expected = torch.sin(plain(x) + 0.25)
     assert torch.equal(box(x, op_kwargs={sin: {"shift": 0.25}}), expected)
     assert torch.equal(box(x, op_kwargs={1: {"shift": 0.25}}), expected)
+    assert torch.equal(box(x, op_kwargs={np.int64(1): {"shift": 0.25}, 0: {}}), expected)  # nothing for an op of the library
     assert torch.equal(box(x), torch.sin(plain(x)))
     assert torch.equal(sin(x, shift=0.25), torch.sin(x + 0.25))
     for key, text in [
@@ -177,13 +179,18 @@ def fine(x):
 
 
 RESULTS = [
-    (lambda x: (None, [(x,)]), None, ValueError, "expected the output, which is required by an operation outside, got None. Return it."),
+    (
+        lambda x: (None, [(x,)]),
+        None,
+        RuntimeError,
+        "expected the output, which is public or required by an operation outside its forward fusion, got None. Return it.",
+    ),
     (lambda x: (3, [(x,)]), None, TypeError, "expected the output to be a tensor or None, got int. Return tensors."),
-    (lambda x: (x, []), None, ValueError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none."),
-    (lambda x: (x, [()]), None, ValueError, "expected 1 extra outputs, got 0"),
-    (fine, lambda g: (g, [()], [()]), ValueError, "expected 1 parameter gradients, got 0"),
-    (fine, lambda g: (g, [], [()]), ValueError, "expected 1 groups of parameter gradients, got 0"),
-    (fine, lambda g: (g, [(g,)], []), ValueError, "expected 1 groups of extra input gradients, got 0"),
+    (lambda x: (x, []), None, RuntimeError, "expected 1 groups of extra outputs, got 0. Return one for each, None where there is none."),
+    (lambda x: (x, [()]), None, RuntimeError, "expected 1 extra outputs, got 0"),
+    (fine, lambda g: (g, [()], [()]), RuntimeError, "expected 1 parameter gradients, got 0"),
+    (fine, lambda g: (g, [], [()]), RuntimeError, "expected 1 groups of parameter gradients, got 0"),
+    (fine, lambda g: (g, [(g,)], []), RuntimeError, "expected 1 groups of extra input gradients, got 0"),
     (fine, lambda g: (None, [(g,)], [()]), ValueError, "which requires grad, got None. Return it from op_backward."),
     (fine, lambda g: (3, [(g,)], [()]), TypeError, "expected a gradient to be a tensor or None, got int"),
 ]
@@ -476,3 +483,21 @@ def test_results_have_no_history_of_their_own(how):
     y.sum().backward()
     assert torch.equal(x.grad, parameter.detach()) and not x.grad.requires_grad
     assert parameter.is_leaf and parameter.requires_grad and parameter.grad is None
+
+
+@pytest.mark.parametrize("count", [(1, 0), (0, 1)])
+def test_an_op_forward_has_no_extra_tensors(count):
+    class Half(ops.BasicOperation):
+        num_extra_inputs, num_extra_outputs = count
+
+        def op_forward(self, ctx, input_, **_):
+            return input_
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    x = torch.ones(1)
+    text = rf"Half: expected a forward for its {count[0]} extra inputs and {count[1]} extra outputs, got op_forward, .* It should override `fuser_forward`"
+    for call in (Half(), ops.Sequential(Half()), ops.Sequential(ops.GELU(), Half())):
+        with pytest.raises(RuntimeError, match=text):
+            call(x, *[x] * count[0])

@@ -196,6 +196,21 @@ def test_messages_that_no_test_mentions_fail(tmp_path, test, is_mentioned):
     assert (text in result.stderr) != is_mentioned
 
 
+def test_texts_that_python_raises_count(tmp_path):
+    raises = "def f(n):\n    raise {}\n"
+    tested = {"tests/python/test_op.py": 'match="Op: expected one of these, got 3"\n'}
+    for raised, text in [
+        ('ValueError(f"f: expected one, got {n}. " "Pass one.")', "2 messages, 1 problems"),
+        ('ValueError(f"f: expected one of these, and not {n}.")', "2 messages, 1 problems"),
+        ('ValueError(f"f: expected one of these, got {n}.")', "2 messages, 0 problems"),
+        ('ValueError(f"{n}: expected {n}, got {n}.")', "2 messages, 0 problems"),  # it says what it fills in
+        ('AttributeError("name")', "1 messages, 0 problems"),
+        ("NotImplementedError", "1 messages, 0 problems"),
+    ]:
+        result = run("check_messages.py", write(tmp_path, GOOD_TREE | tested | {"python/tandem/ops/op.py": raises.format(raised)}))
+        assert text in result.stdout and result.returncode == ("1 problems" in text), raised
+
+
 def recipe(target: str) -> str:
     """The commands that `make TARGET` would run, asked by a make that is nobody's child: a child prints the folder as well."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

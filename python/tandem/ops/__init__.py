@@ -1,6 +1,7 @@
 """Operations, and the container that runs lists of them as few fused steps. Names and arguments are those of transformer_engine."""
 
 from tandem import _runtime
+from tandem.ops import basic, fused, fuser
 from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
@@ -48,6 +49,9 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SwiGLU",
+    "basic",
+    "fused",
+    "fuser",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

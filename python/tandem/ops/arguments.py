@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
+
+class Fixed:
+    """An attribute that says how a module was built: other values than that one are refused."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        try:
+            return module.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None  # for which torch.nn.Module has the text
+
+    def __set__(self, module: Any, value: Any) -> None:
+        built = module.__dict__.setdefault(self.name, value)
+        if built is not value and built != value:
+            raise ValueError(
+                f"{type(module).__name__}: expected {self.name}={built!r}, with which it was built, got {value!r}. Build another one: the shapes "
+                "of parameters, or the list of ops, follow from it."
+            )
 
 
 def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
@@ -18,19 +40,37 @@ def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
             raise NotImplementedError(f"{op}: expected {name}={default!r}, got {value!r}. This version knows the default only.")
 
 
+def whole(value: Any) -> int | None:
+    """`value` as an int where it is a whole number, of numpy too; None where it is none. A bool is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def positive(op: str, name: str, value: int) -> int:
     """`value`, which must be a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    number = whole(value)
+    if number is None or number <= 0:
         raise ValueError(f"{op}: expected {name} to be a whole number > 0, got {value!r}. Give the size of the last dimension.")
-    return value
+    return number
 
 
 def normalized_sizes(op: str, normalized_shape: int | Iterable[int]) -> tuple[int, ...]:
     """The sizes of the last dimensions, over which norms go."""
-    sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+    sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) and whole(normalized_shape) is None else (normalized_shape,)
     if not sizes:
         raise ValueError(f"{op}: expected normalized_shape with one size at least, got none. Give those of the last dimensions of x.")
     return tuple(positive(op, "normalized_shape", size) for size in sizes)
+
+
+def check_margin(op: str, value: Any) -> None:
+    """A number of multiprocessors, or one for each kind of pass by name."""
+    margins = value.values() if isinstance(value, Mapping) else [value]
+    if any(number is None or number < 0 for number in map(whole, margins)):
+        raise ValueError(f"{op}: expected sm_margin to be a whole number >= 0, or a dict of such, got {value!r}. Leave it out.")
 
 
 def finite(op: str, name: str, value: Any) -> float:
@@ -38,9 +78,13 @@ def finite(op: str, name: str, value: Any) -> float:
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     if is_number and isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not value.requires_grad
-    if not is_number or not float("-inf") < value < float("inf") or abs(value) > sys.float_info.max:
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{op}: expected {name} to be a finite number, got {value!r}. Pass a float.")
-    return float(value)
+    return number
 
 
 def flag(op: str, name: str, value: Any) -> bool:

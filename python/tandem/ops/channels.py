@@ -37,7 +37,7 @@ class ChannelsMixin:
         self._check_channel("output", index, len(self._extra_output_channels), channel)
         if type(output_to_caller) is not bool:
             raise TypeError(
-                f"{self._name()}: expected output_to_caller to be True or False, got {output_to_caller!r}. Pass a bool."
+                f"{self._name()}: expected True or False, as output_to_caller must be a bool, got {output_to_caller!r}. Pass a bool."
             )
         self._check_unlocked()
         self._extra_output_channels[index] = channel
@@ -60,7 +60,8 @@ class ChannelsMixin:
     def _check_channel(self, what: str, index: int, count: int, channel: str | None) -> None:
         if not 0 <= index < count:
             raise IndexError(
-                f"{self._name()}: expected the index of one of its {count} extra {what}s, got {index}. They are counted from 0."
+                f"{self._name()}: expected the index of one of its {count} extra {what}s, got {index}, which is out of range. They are counted "
+                "from 0."
             )
         if channel is not None and not (isinstance(channel, str) and channel):
             raise ValueError(
@@ -74,6 +75,6 @@ class ChannelsMixin:
     def _check_unlocked(self) -> None:
         if self._extra_tensor_channels_locked:
             raise RuntimeError(
-                f"{self._name()}: expected an op that no pipeline has captured yet, got one that has run, so its channels are locked. "
-                "Bind channels before the first call."
+                f"{self._name()}: expected an op in no pipeline yet, got one of which a pipeline has already captured its channel routing. Bind "
+                "channels before the first call."
             )

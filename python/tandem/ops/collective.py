@@ -12,6 +12,8 @@ from tandem.ops.op import BasicOperation
 class _Collective(BasicOperation):
     """A collective over `process_group`; None: that of all processes."""
 
+    _watched_names = ("process_group",)
+
     def __init__(self, process_group: Any = None) -> None:
         """Makes a collective.
 
@@ -19,8 +21,16 @@ class _Collective(BasicOperation):
             process_group: who takes part; None: all processes.
         """
         super().__init__()
-        self.process_group = checked_group(type(self).__name__, process_group)
-        self.process_group_size = self.process_group.size()
+        self.process_group: Any = process_group
+
+    @property
+    def process_group_size(self) -> int:
+        """How many take part."""
+        size: int = self.process_group.size()
+        return size
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        return checked_group(type(self).__name__, value) if name == "process_group" else super()._checked_option(name, value)
 
     def _options(self) -> dict[str, Any]:
         import torch.distributed._functional_collectives  # noqa: F401  shapes of what is started, for tracing
@@ -31,7 +41,7 @@ class _Collective(BasicOperation):
         return {**super().__getstate__(), "process_group": self.process_group.group_name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "process_group": torch.distributed.distributed_c10d._resolve_process_group(state["process_group"])})
+        super().__setstate__({**state, "process_group": group_named(state["process_group"])})
 
     def extra_repr(self) -> str:
         return f"group={self.process_group.group_name}, size={self.process_group_size}"
@@ -83,4 +93,9 @@ def checked_group(op: str, group: Any) -> Any:
     return group
 
 
-__all__ = ["AllGather", "AllReduce", "ReduceGradient", "ReduceScatter", "checked_group"]
+def group_named(name: str) -> Any:
+    """The process group of this name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+__all__ = ["AllGather", "AllReduce", "ReduceGradient", "ReduceScatter", "checked_group", "group_named"]

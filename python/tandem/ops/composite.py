@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import Self
 
 from tandem.ops.changes import Changes, add_watcher
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation, FusedOperation
 
 
 class Shared(MutableMapping[str, Any]):
-    """The `_parameters` of a part: those of its owner, under the names that the part has for them. Nothing is held here, so that what replaces a
-    parameter of the owner, in whatever way, is what the part has."""
+    """The `_parameters` of a part. Names lead to the parameters of its owner, so that what replaces one of these, in whatever way, is what the
+    part has. It lists none: what goes through all modules meets each parameter once, where it is held."""
 
     def __init__(self, held: dict[str, Any], names: Mapping[str, str]) -> None:
         self.held = held  # the owner's, the very dictionary
@@ -29,24 +30,58 @@ class Shared(MutableMapping[str, Any]):
         self.held[self.names[name]] = value
 
     def __delitem__(self, name: str) -> None:
-        del self.held[self.names[name]]
+        raise KeyError(f"expected parameters of its owner to stay, got del of {name} on a part. Parametrize, prune or delete it on the owner.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name, own in self.names.items() if own in self.held])
+        return iter(())
 
     def __len__(self) -> int:
-        return len([*self])
+        return 0
 
 
-class CompositeOperation(FusedOperation):
-    """Stands for basic ops that it made itself. The parameters are its own, in state dicts too; the parts are views of it that own nothing."""
+class Parts(torch.nn.ModuleList):
+    """`basic_ops` of a composite: a list that stays as it was made, as the parts are views of their owner."""
+
+    def __init__(self, parts: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        self._modules.update({str(index): part for index, part in enumerate(parts)})
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError("basic_ops: expected the parts that the module made, got a change of their list. Build ops.FusedOperation of other ops.")
+
+    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse  # type: ignore[assignment]
+
+
+class CompositeOperation(DeferredMixin, FusedOperation):
+    """Stands for basic ops that it made itself. The parameters are its own, in state dicts too; the parts are views of it that own nothing.
+
+    `modules()`, `apply` and `train` reach the parts; `children()`, and with it all that moves, saves or replaces tensors, does not.
+    """
 
     def _own(self, parts: Sequence[tuple[BasicOperation, Mapping[str, str]]]) -> None:
         """Takes the parts, each with the owner's names of its parameters."""
         for part, names in parts:
             part.__dict__["_parameters"] = Shared(self._parameters, names)
             part.__dict__["_owner"] = self
-        self.__dict__["basic_ops"] = tuple([part for part, _ in parts])
+        self.__dict__["basic_ops"] = Parts([part for part, _ in parts])  # no child: see above
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """This, what it holds, and the parts."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        yield from self.basic_ops.named_modules(memo, f"{prefix}.basic_ops" if prefix else "basic_ops", remove_duplicate)
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
+        """Calls `fn` with the parts, what else is held, and this."""
+        self.basic_ops.apply(fn)
+        return super().apply(fn)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training flag, of the parts too."""
+        self.basic_ops.train(mode)
+        return super().train(mode)
 
     def _lack(self, name: str, built_with: str, instead: str) -> None:
         """Registers that there is no parameter of this name, and with which arguments there would be none and one."""
@@ -72,7 +107,7 @@ class CompositeOperation(FusedOperation):
         return sum(forward for forward, _ in slots), sum(backward for _, backward in slots)
 
     def flat_ops(self) -> Sequence[BasicOperation]:
-        return self.basic_ops  # type: ignore[return-value]
+        return tuple(self.basic_ops)  # type: ignore[arg-type]
 
     def _capture(self, changes: Changes) -> None:
         add_watcher(self, changes)
@@ -80,4 +115,4 @@ class CompositeOperation(FusedOperation):
             part._capture(changes)
 
 
-__all__ = ["CompositeOperation", "Shared"]
+__all__ = ["CompositeOperation", "Parts", "Shared"]

@@ -1,9 +1,11 @@
-"""Where a run is cut: around units with hooks or a forward of their own. What a channel carried from piece to piece becomes an argument and a result."""
+"""Where a run is cut: around units with hooks or a forward of their own, and around modules that are no ops. What a channel carried from piece to
+piece becomes an argument and a result."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.ops import hooks
 from tandem.ops.prepared import Bindings, Prepared, own_call
@@ -21,6 +23,54 @@ class Piece:
     bindings: Bindings
     inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
     outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result, and whether the caller gets it
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What crosses the ends of a run of a container by channels."""
+
+    bindings: Bindings  # of its ops, with what crosses unbound
+    inputs: tuple[str | None, ...]  # channel of each extra argument, None: from the caller
+    outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result that others read, and whether the caller gets it
+
+
+def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring] | None:
+    """How channels cross from run to run of a container, in which other modules stand between runs; None where none does.
+
+    What reads a channel reads the last op before that makes it: of its own run, or of the last run before in which there is one.
+    """
+    ops = [[op for unit in units for op in unit.flat_ops()] for units in groups]
+    makers: dict[str | None, int] = {}  # the last run that makes a channel
+    given: list[set[str | None]] = [set() for _ in groups]
+    taken: list[list[set[str | None]]] = []  # by op
+    for own in ops:
+        made: set[str | None] = set()
+        taken.append([])
+        for op in own:
+            crossing = {channel for channel in op._extra_input_channels if channel not in made and channel in makers}
+            for channel in crossing:
+                given[makers[channel]].add(channel)
+            taken[-1].append(crossing)
+            made.update(op._extra_output_channels)
+        makers.update(dict.fromkeys(made - {None}, len(taken) - 1))
+    if not any(any(own) for own in taken):
+        return None
+    return [_wiring([op.channel_bindings() for op in own], *crossing) for own, *crossing in zip(ops, taken, given, strict=True)]
+
+
+def _wiring(bindings: Sequence[Any], taken: Sequence[set[str | None]], given: set[str | None]) -> Wiring:
+    unbound = tuple(
+        (
+            tuple(None if channel in crossing else channel for channel in inputs),
+            tuple((channel, to_caller or channel in given) for channel, to_caller in outputs),
+        )
+        for (inputs, outputs), crossing in zip(bindings, taken, strict=True)
+    )
+    arguments = [
+        channel for (inputs, _), crossing in zip(bindings, taken, strict=True) for channel in inputs if channel is None or channel in crossing
+    ]
+    results = [(channel if channel in given else None, to_caller) for _, outputs in bindings for channel, to_caller in outputs]
+    return Wiring(unbound, tuple(arguments), tuple((channel, to_caller) for channel, to_caller in results if channel is not None or to_caller))
 
 
 def reasons(run: Prepared, hooked: tuple[int, ...]) -> list[str]:

@@ -71,6 +71,8 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_alone_token",
     "_changes",
     "_compiled_call_impl",
+    "_deferred",
+    "_device",
     "_fingerprint",
     "_fused_ops",
     "_instance",

@@ -207,8 +207,8 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
     covered = [basic for op in returned for basic in op.flat_ops()]
     if [id(op) for op in covered] != [id(op) for op in ops]:
-        raise ValueError(
-            f"{name}: expected ops that cover {[op._get_name() for op in ops]} once and in order, got "
+        raise RuntimeError(
+            f"{name}: expected no mismatch after fusing operations, but ops that cover {[op._get_name() for op in ops]} once and in order, got "
             f"{[op._get_name() for op in covered]}. Return every op of the list, alone or in one fused op."
         )
     for op in returned:

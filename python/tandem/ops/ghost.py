@@ -30,7 +30,7 @@ def _without_parameters(module: Any, copies: dict[int, Any]) -> Any:
         fields.pop(name, None)
     if views_stand_in(module):
         fields.update({name: None for name, value in fields.items() if isinstance(value, torch.Tensor)})
-    fields["_parameters"] = dict.fromkeys(module._parameters)
+    fields["_parameters"] = dict.fromkeys([*module._parameters, *getattr(module._parameters, "names", ())])  # a part lists none
     fields["_buffers"] = dict(module._buffers)
     fields["_modules"] = {name: _without_parameters(child, copies) for name, child in module._modules.items()}
     return ghost

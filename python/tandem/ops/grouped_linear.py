@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 
-class GroupedLinear(BasicOperation):
+class GroupedLinear(DeferredMixin, BasicOperation):
     """y_g = x_g weight_g^T + bias_g for the rows x_g of group g, which follow each other; zeros for rows behind the last group.
 
     The extra input holds the number of rows of each group: integers [num_groups], whose sum is at most the rows of x.
@@ -79,7 +80,7 @@ class GroupedLinear(BasicOperation):
         if self.has_bias:
             make("bias", self.single_grouped_bias, out_features)
         self._parameter_names = tuple(names)
-        self.reset_parameters()
+        self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Draws the weights from U(-1/sqrt(in_features), 1/sqrt(in_features)), those of the first group first, and sets biases to zero."""

@@ -19,11 +19,12 @@ import torch
 from tandem import _C
 from tandem.ops import activation, collective, grouped_linear, linear, norm, structure
 from tandem.ops.arguments import positive
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 from tandem.ops.signature import Signature, signature_of
 
 
-class LibraryOperation(BasicOperation):
+class LibraryOperation(DeferredMixin, BasicOperation):
     """An op of the library by its signature."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
@@ -45,7 +46,7 @@ class LibraryOperation(BasicOperation):
             shape = [getattr(self, size) for size in parameter.shape]
             empty = torch.empty(shape, device=given.arguments["device"], dtype=given.arguments["dtype"])
             self.register_parameter(parameter.name, torch.nn.Parameter(empty))
-        self.reset_parameters()
+        self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Gives the parameters their first values."""

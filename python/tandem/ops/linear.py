@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.checkpoint import rename
-from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group
+from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
 from tandem.ops.composite import CompositeOperation
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(DeferredMixin, BasicOperation):
     """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
 
     weight: torch.nn.Parameter
@@ -23,6 +25,8 @@ class BasicLinear(BasicOperation):
     _kind = "basic_linear"
     _parameter_names = ("weight",)
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
+    _watched_names = ("accumulate_into_main_grad",)
+    tensor_parallel_mode, tensor_parallel_group, tensor_parallel_size = Fixed(), Fixed(), Fixed()
 
     def __init__(
         self,
@@ -45,38 +49,48 @@ class BasicLinear(BasicOperation):
             out_features: size of the last dimension of y.
             device: where the parameter is made; None: torch's default device.
             dtype: of the parameter; None: `torch.get_default_dtype()`.
-            tensor_parallel_mode, tensor_parallel_group: None; `Linear` puts the collectives of tensor parallelism around a product.
-            rng_state_tracker_function, userbuffers_options: None; no other value is known yet.
-            sequence_parallel: False, as `tensor_parallel_mode`.
+            tensor_parallel_mode: None, or a group of one rank; `Linear` puts the collectives of tensor parallelism around a product.
+            tensor_parallel_group, sequence_parallel: not used, as they say nothing without a mode.
+            rng_state_tracker_function: None; no other value is known yet.
+            userbuffers_options: None or empty; no other value is known yet.
             accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
                 returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
                 gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
         """
         super().__init__()
-        at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group)
-        at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options)
-        at_default("BasicLinear", False, sequence_parallel=sequence_parallel)
-        self.accumulate_into_main_grad = flag("BasicLinear", "accumulate_into_main_grad", accumulate_into_main_grad)
-        self.in_features = positive("BasicLinear", "in_features", in_features)
-        self.out_features = positive("BasicLinear", "out_features", out_features)
-        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.reset_parameters()
+        at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options or None)
+        if collectives("BasicLinear", tensor_parallel_mode, tensor_parallel_group, False)[2] > 1:
+            at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode)
+        self.tensor_parallel_mode, self.tensor_parallel_group, self.tensor_parallel_size = None, None, 1
+        flag("BasicLinear", "sequence_parallel", sequence_parallel)
+        self.sequence_parallel = False
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.in_features = self.local_in_features = positive("BasicLinear", "in_features", in_features)
+        self.out_features = self.local_out_features = positive("BasicLinear", "out_features", out_features)
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, device=device, dtype=dtype))
+        self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Draws `weight` from U(-1/sqrt(in_features), 1/sqrt(in_features))."""
         torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
+    def _checked_option(self, name: str, value: Any) -> Any:
+        if name == "accumulate_into_main_grad":
+            return flag("BasicLinear", name, value)
+        return super()._checked_option(name, value)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-class Bias(BasicOperation):
+class Bias(DeferredMixin, BasicOperation):
     """y = x + bias, over the last dimension."""
 
     bias: torch.nn.Parameter
 
     _kind = "bias"
     _parameter_names = ("bias",)
+    tensor_parallel, tensor_parallel_size = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -90,17 +104,30 @@ class Bias(BasicOperation):
         """Makes a bias of zeros.
 
         Args:
-            size: of the last dimension of x.
+            size: of the last dimension of x, over all ranks.
             device: where the parameter is made; None: torch's default device.
             dtype: of the parameter; None: `torch.get_default_dtype()`.
-            tensor_parallel, tensor_parallel_group: False and None; no other value is known yet.
+            tensor_parallel: whether ranks share the last dimension: each has a part of x and of the bias.
+            tensor_parallel_group: the ranks that do; None: all processes.
         """
         super().__init__()
-        at_default("Bias", False, tensor_parallel=tensor_parallel)
-        at_default("Bias", tensor_parallel_group=tensor_parallel_group)
+        group = checked_group("Bias", tensor_parallel_group) if flag("Bias", "tensor_parallel", tensor_parallel) else None
+        ranks = 1 if group is None else group.size()
+        self.tensor_parallel, self.tensor_parallel_size = ranks > 1, ranks
         self.size = positive("Bias", "size", size)
-        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.local_size = share("Bias", "size", self.size, ranks)
+        self.bias = torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=dtype))
+        self._group_name = None if group is None else group.group_name  # by which copies find it
+        self._give_first_values()
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The ranks that share the last dimension; None where none do. It counts for the constructor: ranks exchange nothing."""
+        return None if self._group_name is None else group_named(self._group_name)
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any) -> None:
+        self._group_name = _replacement("Bias", group, self.tensor_parallel_size)
 
     def reset_parameters(self) -> None:
         """Sets `bias` to zero."""
@@ -110,11 +137,11 @@ class Bias(BasicOperation):
         return f"size={self.size}"
 
 
-class Linear(CompositeOperation):
+class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias: `BasicLinear`, then `Bias`.
 
     The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
-    `basic_ops` are views of it for fusion functions: they own nothing.
+    `basic_ops` are views of it for fusion functions: they own nothing. It is a `torch.nn.Linear` to libraries that look for these.
 
     >>> import torch
     >>> from tandem import ops
@@ -127,8 +154,7 @@ class Linear(CompositeOperation):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-
-    _TE_NAMES: ClassVar[dict[str, str]] = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
+    tensor_parallel_mode, tensor_parallel_size = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -164,28 +190,51 @@ class Linear(CompositeOperation):
         before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
         if size > 1 and tensor_parallel_mode == "column":
-            local_out = share("Linear", "out_features", out_features, size)
+            local_out = share("Linear", "out_features", local_out, size)
         elif size > 1:
-            local_in = share("Linear", "in_features", in_features, size)
+            local_in = share("Linear", "in_features", local_in, size)
         linear = BasicLinear(local_in, local_out, device=device, dtype=dtype, accumulate_into_main_grad=accumulate_into_main_grad)
         added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = int(in_features), int(out_features)
         self.local_in_features, self.local_out_features = local_in, local_out
         self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
         self.tensor_parallel_size = size
-        self.sequence_parallel = bool(sequence_parallel) and size > 1
+        self._sequence_parallel = flag("Linear", "sequence_parallel", sequence_parallel) and size > 1
         self.weight = linear.weight
         if added:
             self.bias = added[0].bias
         else:
             self._lack("bias", "bias=False", "bias=True")
-        self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, linear, *added, *after)])
+        self._own_around((linear, *added), before, after)
+        self.__dict__["_deferred"] = self.weight.is_meta  # else the parts have drawn
+
+    def _own_around(self, parts: Sequence[BasicOperation], before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
+        self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, *parts, *after)])
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The ranks that share the weight; None where none do."""
+        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
         return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any) -> None:
+        _replacement("Linear", group, self.tensor_parallel_size)
+        for part in self.basic_ops:
+            if isinstance(part, _Collective):
+                part.process_group = group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the ranks share the first dimension outside. False where one rank has the whole weight."""
+        return self._sequence_parallel
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        self._sequence_parallel = flag("Linear", "sequence_parallel", value) and self.tensor_parallel_size > 1
+        before, after, _ = collectives("Linear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
+        self._own_around([part for part in self.basic_ops if not isinstance(part, _Collective)], before, after)
+        self._tell()
 
     def reset_parameters(self) -> None:
         """Draws `weight` as torch.nn.Linear does and sets `bias` to zero."""
@@ -193,10 +242,17 @@ class Linear(CompositeOperation):
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()
 
+    def _transformer_engine_names(self) -> dict[str, str]:
+        return {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
+
+    def _transformer_engine_states(self) -> list[str]:
+        is_reduced = self.tensor_parallel_mode == "row"  # by an op of its own
+        return [f"basic_ops.{index}." for index in range(1 + (self.bias is not None) + is_reduced)]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        rename(state_dict, prefix, self._TE_NAMES)
-        for index in range(2):
-            drop_extra_state(state_dict, f"{prefix}basic_ops.{index}._extra_state")
+        rename(state_dict, prefix, self._transformer_engine_names())
+        for owner in self._transformer_engine_states():
+            drop_extra_state(state_dict, f"{prefix}{owner}_extra_state")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
@@ -216,6 +272,17 @@ def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) 
     if mode == "column":
         return [AllGather(group) if sequence_parallel else ReduceGradient(group)], [], group.size()
     return [], [ReduceScatter(group) if sequence_parallel else AllReduce(group)], group.size()
+
+
+def _replacement(op: str, group: Any, size: int) -> str | None:
+    """The name of a group that takes the place of one of `size` ranks; None for no group in the place of none."""
+    if group is None and size == 1:
+        return None
+    group = checked_group(op, group)
+    if group.size() != size:
+        raise ValueError(f"{op}: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of {group.size()}. Build another one.")
+    name: str = group.group_name
+    return name
 
 
 def share(op: str, name: str, features: int, size: int) -> int:

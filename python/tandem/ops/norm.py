@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 import torch
 
-from tandem.ops.arguments import at_default, normalized_sizes
+from tandem.ops.arguments import check_margin, normalized_sizes
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 
-class _Norm(BasicOperation):
+class _Norm(DeferredMixin, BasicOperation):
+    """With the attributes of torch's norms, as which libraries look for this."""
+
     weight: torch.nn.Parameter
 
     _option_names = ("eps", "zero_centered_gamma")
@@ -32,17 +36,18 @@ class _Norm(BasicOperation):
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
             zero_centered_gamma: whether the factor is 1 + weight rather than weight.
-            sm_margin: 0; no other value is known yet.
+            sm_margin: not used: how many multiprocessors kernels leave to others.
         """
-        super().__init__()
+        torch.nn.Module.__init__(self)  # torch's norms, which come next, would make parameters
+        self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
         name = type(self).__name__
-        at_default(name, 0, sm_margin=sm_margin)
-        sizes = normalized_sizes(name, normalized_shape)
+        check_margin(name, sm_margin)
+        self.normalized_shape, self.elementwise_affine = normalized_sizes(name, normalized_shape), True
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         for parameter in self._parameter_names:
-            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(sizes, device=device, dtype=dtype)))
-        self.reset_parameters()
+            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)))
+        self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm neither scales nor shifts."""
@@ -55,14 +60,14 @@ class _Norm(BasicOperation):
         return f"{shape if len(shape) > 1 else shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
     """y = x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) with `zero_centered_gamma`."""
 
     _kind = "rms_norm"
     _parameter_names = ("weight",)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]
     """y = (x - mean) / sqrt(variance + eps) * weight + bias; with `zero_centered_gamma` the factor is 1 + weight."""
 
     bias: torch.nn.Parameter

@@ -42,6 +42,12 @@ def unit_has_hooks(unit: Unit) -> bool:
     return False
 
 
+def wrong_count(expected: int, got: int) -> str:
+    return (
+        f"pipeline: expected {expected} extra inputs, one per unbound extra input of its ops, got {got}. Pass them after the input, in order."
+    )
+
+
 _MOST_KEPT = 64  # of the texts and pipelines of one run: its ops' flags, fusions, recipes and arguments may be ever new ones
 
 
@@ -54,7 +60,7 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> Any:
 
 
 class Prepared:
-    """`units` and their basic ops as they were when a run looked at them. Only `token` is replaced, and caches only grow: a call takes one of
+    """`units` and their basic ops as they were when a run looked at them. Only `token` and `deferred` are replaced, and caches only grow: a call takes one of
     these and keeps to it, whatever other threads change meanwhile."""
 
     def __init__(
@@ -75,6 +81,12 @@ class Prepared:
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
         self.own_calls = own_calls  # by unit
         self.has_own_calls = any(own_calls)  # then the direct path, which sees hooks only, is closed
+        for op in self.python_ops:
+            if op._forward_prefix == "op" and (op.num_extra_inputs or op.num_extra_outputs):
+                raise RuntimeError(
+                    f"{op._get_name()}: expected a forward for its {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} extra outputs, got "
+                    "op_forward, which has none. It should override `fuser_forward` instead of `op_forward`."
+                )
         for op in basic_ops:
             op.lock_channels()
         self.bindings: Bindings = bindings or tuple(op.channel_bindings() for op in basic_ops)
@@ -82,6 +94,7 @@ class Prepared:
         self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)
         self._read_places()
         self._read_state_slots()
+        self.deferred: tuple[torch.nn.Module, ...] = ()  # whose parameters the first call makes
         self.token: object = None  # the last one under which the ops were found to be so
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
@@ -157,10 +170,7 @@ class Prepared:
 
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
         if len(extra) != self.num_extra_inputs:
-            raise ValueError(
-                f"pipeline: expected {self.num_extra_inputs} extra inputs, one per unbound extra input of its ops, got {len(extra)}. Pass them "
-                "after the input, in order."
-            )
+            raise ValueError(wrong_count(self.num_extra_inputs, len(extra)))
 
     def hooked(self) -> tuple[int, ...]:
         """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""

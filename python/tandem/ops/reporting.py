@@ -76,16 +76,17 @@ class ReportingMixin:
         """
         outcomes: list[_C.VerifyReport | Verification] = []
         rest = extra_inputs
+        channels: dict[str, torch.Tensor] = {}
         for run in self._prepare():
             if not isinstance(run, OpRun):
                 x = run(x)
                 continue
             now = run.prepare()
-            given, rest = rest[: now.num_extra_inputs], rest[now.num_extra_inputs :]
+            given, rest = run.take(rest, channels)
             now.check_count(given)
             with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
                 outputs = _verified(run, x, given, self.training, masks, outcomes)
-            x = outputs[0] if isinstance(outputs, tuple) else outputs
+            x, _ = run.give(outputs, channels)
         passed = all(outcome.passed for outcome in outcomes)
         return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
 

@@ -14,11 +14,13 @@ from torch.compiler import is_dynamo_compiling
 from tandem import _C
 from tandem.ops import python_op
 from tandem.ops.changes import Changes, structure
-from tandem.ops.cut import Piece, pieces, reasons
+from tandem.ops.cut import Piece, Wiring, pieces, reasons
+from tandem.ops.deferred import deferred, materialize
 from tandem.ops.places import places
-from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call
+from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
 from tandem.ops.unit import Unit
 
+Tensors = tuple[torch.Tensor, ...]
 _NOTHING = SimpleNamespace(token=None, captured=None)  # what a run has seen that has never looked
 
 
@@ -32,11 +34,13 @@ class OpRun:
         required: Sequence[str] = (),
         owner: Unit | None = None,
         changes: Changes | None = None,
+        wiring: Wiring | None = None,
     ) -> None:
         self.changes = Changes() if changes is None else changes  # of the units and what they consist of
         self.units = tuple(units)
         self.owner = owner  # whose forward this is: its hooks have run already
-        self.given_bindings = bindings
+        self.given_bindings = bindings if wiring is None else wiring.bindings
+        self.wiring = wiring  # of a run of a container which shares channels with others
         self.required = list(required)
         self.now: Any = _NOTHING  # the last `Prepared`. Calls take it once
 
@@ -59,8 +63,9 @@ class OpRun:
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
         is_same = captured == last.captured
         now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured, self.changes)
-        now.token = token
-        self.__dict__.update(now=now, token=token)  # at once: other threads read them too
+        now.deferred = deferred([op._holder for op in ops])
+        now.token = object() if now.deferred else token  # then the next call looks again
+        self.__dict__.update(now=now, token=now.token)  # at once: other threads read them too
         return now
 
     prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # as Dynamo sees it
@@ -73,6 +78,9 @@ class OpRun:
         now = self.now
         if now.token is not self.changes.token:
             now = self.prepare()
+            if now.deferred and isinstance(x, torch.Tensor) and not x.is_meta:
+                materialize(now.deferred, x.device)
+                now = self.prepare()
         now.check_count(extra)
         if now.has_own_calls:
             return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
@@ -99,6 +107,34 @@ class OpRun:
         pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
+
+    @property
+    def num_from_caller(self) -> int:
+        """How many extra inputs are not those of channels."""
+        count: int = self.now.num_extra_inputs
+        return count if self.wiring is None else self.wiring.inputs.count(None)
+
+    def take(self, extra: Tensors, channels: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
+        """The extra inputs of this run of a container, and what is left of those of the caller."""
+        count = self.num_from_caller
+        given, rest = extra[:count], extra[count:]
+        if self.wiring is None:
+            return given, rest
+        if len(given) != count:
+            raise ValueError(wrong_count(count, len(given)))
+        own = iter(given)
+        return tuple([next(own) if channel is None else channels[channel] for channel in self.wiring.inputs]), rest
+
+    def give(self, outputs: Outputs, channels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
+        """The output, and the extra outputs for the caller; the others go to their channels."""
+        if not isinstance(outputs, tuple):
+            return outputs, ()
+        if self.wiring is None:
+            return outputs[0], outputs[1:]
+        for (channel, _), output in zip(self.wiring.outputs, outputs[1:], strict=True):
+            if channel is not None:
+                channels[channel] = output
+        return outputs[0], tuple([output for (_, to_caller), output in zip(self.wiring.outputs, outputs[1:], strict=True) if to_caller])
 
     def called_pipelines(self) -> list[_C.EagerPipeline]:
         """The eager pipelines that have a plan."""

@@ -11,12 +11,15 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
+from tandem.ops.arguments import whole
 from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.run import OpRun
 from tandem._tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
+from tandem.ops.cut import wirings
+from tandem.ops.fuser import OperationFuser
 
 Runs = list[OpRun | torch.nn.Module]
 _NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
@@ -28,6 +31,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
     """Runs modules one after another. Consecutive fusible operations are planned as one pipeline; other modules stand between pipelines.
 
     Extra inputs follow the input, in order of the ops that take them; extra outputs follow the output, in order of the ops that make them.
+    Channels go past modules that stand between: to the next op that reads the name.
 
     >>> import torch
     >>> from tandem import ops
@@ -68,9 +72,9 @@ class Sequential(ReportingMixin, torch.nn.Module):
     @overload
     def __getitem__(self, index: slice) -> Sequential: ...
     def __getitem__(self, index: int | slice) -> torch.nn.Module:
-        """The module at a position; for a slice a new container that shares the modules."""
+        """The module at a position; for a slice a new container that shares the modules, with the names 0, 1, 2, ..."""
         if isinstance(index, slice):
-            return type(self)(dict(list(self._modules.items())[index]))
+            return type(self)(*list(self)[index])
         return self._modules[self._name_at(index)]
 
     def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -119,10 +123,12 @@ class Sequential(ReportingMixin, torch.nn.Module):
         return self
 
     def insert(self, index: int, module: torch.nn.Module) -> Self:
-        """Adds a module before a position; modules get the names 0, 1, 2, ... again."""
+        """Adds a module before a position. Names stay where they are: a new one at the end goes to the last module."""
         modules = list(self)
         modules.insert(index, _checked(module))
-        self._replace_all(modules)
+        self.append(modules[-1])
+        for name, item in zip(list(self._modules), modules, strict=True):
+            self._modules[name] = item
         return self
 
     def pop(self, index: int | slice = -1) -> torch.nn.Module:
@@ -168,7 +174,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 if outputs is not None:
                     return outputs
             if type(extra_inputs) is not tuple:
-                count = sum(run.now.num_extra_inputs for run in runs if isinstance(run, OpRun))
+                count = sum(run.num_from_caller for run in runs if isinstance(run, OpRun))
                 extra_inputs, op_kwargs = extras_of_fx_root(extra_inputs, count, op_kwargs), None
         if len(runs) == 1 and op_kwargs is None:
             run = runs[0]
@@ -179,9 +185,15 @@ class Sequential(ReportingMixin, torch.nn.Module):
     def _walk(self, runs: Runs, x: torch.Tensor, extra: tuple[torch.Tensor, ...], op_kwargs: Mapping[Any, Any] | None) -> Outputs:
         kwargs = self._kwargs_by_run(runs, op_kwargs) if op_kwargs else {}
         results: list[torch.Tensor] = []
+        channels: dict[str, torch.Tensor] = {}  # between runs
         for position, run in enumerate(runs):
             if not isinstance(run, OpRun):
                 x = run(x)
+                continue
+            if run.wiring is not None:
+                given, extra = run.take(extra, channels)
+                x, own = run.give(run(x, given, self.training, kwargs.get(position)), channels)
+                results.extend(own)
                 continue
             given, extra = extra[: run.now.num_extra_inputs], extra[run.now.num_extra_inputs :]
             outputs = run(x, given, self.training, kwargs.get(position))
@@ -191,7 +203,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
             else:
                 x = outputs
         if extra:
-            expected = sum(run.now.num_extra_inputs for run in runs if isinstance(run, OpRun))
+            expected = sum(run.num_from_caller for run in runs if isinstance(run, OpRun))
             raise ValueError(
                 f"Sequential: expected {expected} extra inputs, one per unbound extra input of its ops, got {expected + len(extra)}. Leave out "
                 "the last."
@@ -202,9 +214,12 @@ class Sequential(ReportingMixin, torch.nn.Module):
         modules = list(self)
         wanted = {}
         for key, kwargs in op_kwargs.items():
-            op = self[key] if isinstance(key, int) else key
+            position = whole(key)
+            op = key if position is None else self[position]
             if not any(op is module for module in modules):
                 raise ValueError(f"op_kwargs: expected ops of this Sequential or their positions, got {_shown(key)}. Use one of its ops as key.")
+            if not kwargs and isinstance(op, FusibleOperation) and not op.is_fused_op:
+                continue
             if not isinstance(op, FusibleOperation) or op.is_fused_op or not op.is_python_op:
                 raise ValueError(f"op_kwargs: expected basic ops written in Python, got {_shown(op)}. Other ops take no arguments per call.")
             wanted[id(op)] = kwargs
@@ -231,11 +246,14 @@ class Sequential(ReportingMixin, torch.nn.Module):
             return runs
         capture(self, changes)
         modules = tuple(self._modules.values())
-        if runs is None or len(modules) != len(captured) or not all(map(operator.is_, modules, captured)):
+        is_wired = any(isinstance(run, OpRun) and run.wiring is not None for run in runs or ())  # by what fused ops consist of, which may change
+        if runs is None or is_wired or len(modules) != len(captured) or not all(map(operator.is_, modules, captured)):
             runs = self._make_runs(modules, changes)
         for run in runs:
             if isinstance(run, OpRun):
                 run.prepare()
+        if any(run.now.deferred for run in runs if isinstance(run, OpRun)):
+            token = object()  # the next call looks again
         is_simple = len(runs) == 1 and isinstance(runs[0], OpRun)
         made = (changes, token, runs[0].plain_pipeline() if is_simple else None, runs, modules)
         self.__dict__.update(_made=made, _changes=changes, _token=token, _runs=runs)  # at once: other threads read them too
@@ -244,19 +262,26 @@ class Sequential(ReportingMixin, torch.nn.Module):
     _prepared_runs = property(_C.native_getter(_prepare, "_changes", "_token", "_runs"))  # as Dynamo sees it: equal containers compile once, before their first call too
 
     def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
-        runs: Runs = []
-        units: list[FusibleOperation] = []
-        for module in [*modules, None]:
-            if isinstance(module, FusibleOperation):
-                module._check_in_container()
-                units.append(module)
+        groups: list[list[FusibleOperation] | torch.nn.Module] = []
+        for module in modules:
+            if not isinstance(module, FusibleOperation):
+                groups.append(module)
                 continue
-            if units:
-                runs.append(OpRun(units, None, self._required, changes=changes))
-                units = []
-            if module is not None:
-                runs.append(module)
-        return runs
+            module._check_in_container()
+            if not groups or not isinstance(groups[-1], list):
+                groups.append([])
+            groups[-1].append(module)  # type: ignore[union-attr]
+        of_ops = [group for group in groups if isinstance(group, list)]
+        wired = iter(wirings(of_ops) or [None] * len(of_ops))
+        return [
+            OpRun(group, None, self._required, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
+        ]
+
+    @property
+    def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
+        """The pipelines and the modules between them, for code that is written against TransformerEngine; None before the first call."""
+        runs = self._made[3]
+        return None if runs is None else [OperationFuser._of(run) if isinstance(run, OpRun) else run for run in runs]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _NOTHING_MADE}

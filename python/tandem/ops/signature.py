@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem import _C
-from tandem.ops.arguments import finite, flag, sizes
+from tandem.ops.arguments import finite, flag, sizes, whole
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Option:
             return sizes(op, name, value)
         if self.type == "number":
             value = finite(op, name, value)
+        if self.type == "whole" and (number := whole(value)) is not None:
+            value = number
         is_right = {"number": float, "whole": int, "text": str}[self.type] is type(value)
         if is_right and self.type == "text":
             is_right = not self.words or value in self.words

@@ -70,6 +70,15 @@ class Dropout(BasicOperation):
         super().__init__()
         self.p = p
 
+    @property
+    def dropout_probability(self) -> float:
+        """`p`, by TransformerEngine's name."""
+        return self.p
+
+    @dropout_probability.setter
+    def dropout_probability(self, value: float) -> None:
+        self.p = value
+
     def extra_repr(self) -> str:
         return f"p={self.p}"
 

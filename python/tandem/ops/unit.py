@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import Self
 
 from tandem import _C
 from tandem._quantize import load_parts, save_parts
@@ -124,15 +126,54 @@ class Unit(torch.nn.Module):
             replica.__dict__.pop(name, None)
         return replica
 
+    def _transformer_engine_names(self) -> Mapping[str, str]:
+        """Our name of each parameter that TransformerEngine calls otherwise, by its name."""
+        return {}
+
+    def _transformer_engine_states(self) -> Sequence[str]:
+        """Before which names it has `_extra_state` in a state dict, each with its dot."""
+        return () if self.is_fused_op else ("",)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_parts(self._parameters, destination, prefix, keep_vars)
+        with self._listing_parameters():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            save_parts(self._parameters, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         drop_extra_state(state_dict, prefix + _EXTRA_STATE)
-        load_parts(self._parameters, state_dict, prefix)
         prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        with self._listing_parameters():
+            load_parts(self._parameters, state_dict, prefix)
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of the module. A part of another holds none itself (`recurse=False`), and reaches those that it computes with."""
+        shared: Any = self._parameters
+        if isinstance(shared, dict) or not recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        for name in shared.names:
+            if (param := shared.get(name)) is not None:
+                yield (f"{prefix}.{name}" if prefix else name), param
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        with self._listing_parameters():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    @contextlib.contextmanager
+    def _listing_parameters(self) -> Iterator[None]:
+        """The module with a list of parameters, which a part has not."""
+        shared: Any = self._parameters
+        if isinstance(shared, dict):
+            yield
+            return
+        listed = self.__dict__["_parameters"] = {name: shared[name] for name in shared.names if name in shared}
+        try:
+            yield
+        finally:
+            self.__dict__["_parameters"] = shared
+            for name, param in listed.items():
+                shared[name] = param
 
 
 class BasicUnit(ChannelsMixin, Unit):
@@ -147,6 +188,7 @@ class BasicUnit(ChannelsMixin, Unit):
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _depends_on_training: ClassVar[bool] = False
+    _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # other attributes that plans depend on
 
     def __init__(self) -> None:
         """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
@@ -154,7 +196,7 @@ class BasicUnit(ChannelsMixin, Unit):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_option = name == "in_place" or name in self._option_names
+        is_option = name in self._option_names or name in self._watched_names
         if is_option:
             value = self._checked_option(name, value)
         fields = self.__dict__

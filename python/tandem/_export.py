@@ -1,0 +1,50 @@
+"""State dicts under TransformerEngine's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem._quantize import QuantizedTensor
+from tandem.ops.unit import Unit
+from tandem.recipe_state import NAME
+
+
+def transformer_engine_state_dict(module: torch.nn.Module, *, extra_state: bool = True) -> dict[str, Any]:
+    """The state of a module, whose ops may be anywhere in it, under the keys that TransformerEngine gives it: what TransformerEngine loads, and
+    `load_state_dict` here as well.
+
+    The tensors are those of the module, so what torch.distributed.checkpoint.load reads into them is in the module; of quantized parameters
+    they are numbers. Scales of delayed scaling are left out: TransformerEngine keeps them in pickles.
+
+    Args:
+        module: what contains ops, or an op.
+        extra_state: whether there are the `_extra_state` entries without content that TransformerEngine asks for. Without them the keys are those
+            of tensors, as torch.distributed.checkpoint needs them to read a checkpoint in which they have content.
+
+    >>> import tandem
+    >>> [*tandem.transformer_engine_state_dict(tandem.ops.Sequential(tandem.ops.Linear(4, 2)), extra_state=False)]
+    ['0.basic_ops.0.weight', '0.basic_ops.1.bias']
+    """
+    state: dict[str, Any] = module.state_dict()
+    theirs: dict[str, str] = {}  # by our key
+    states: dict[str, torch.Tensor] = {}
+    for path, unit in module.named_modules(remove_duplicate=False):
+        if not isinstance(unit, Unit) or unit._holder is not unit:
+            continue
+        prefix = f"{path}." if path else ""
+        theirs.update({prefix + ours: prefix + name for name, ours in unit._transformer_engine_names().items()})
+        states.update({f"{prefix}{owner}_extra_state": torch.empty(0, dtype=torch.uint8) for owner in unit._transformer_engine_states()})
+        for key in [key for key in state if key.startswith(f"{prefix}{NAME}.")]:
+            del state[key]
+        for name, param in unit._parameters.items():
+            if isinstance(param, QuantizedTensor):
+                for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+                    del state[key]
+                state[prefix + name] = param.detach().dequantize()
+    named = {theirs.get(key, key): value for key, value in state.items()}
+    return {**named, **states} if extra_state else named
+
+
+__all__ = ["transformer_engine_state_dict"]

@@ -1,0 +1,81 @@
+"""Parameters of modules that are made on the meta device: the first call with a real input gives them memory and first values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_making = threading.Lock()
+
+
+class DeferredMixin:
+    """For modules with parameters and `reset_parameters`."""
+
+    def _give_first_values(self: Any) -> None:
+        """To be called by constructors: resets the parameters, or, where they are on the meta device, leaves that to the first call."""
+        if any(param.is_meta for param in self.parameters()):
+            self.__dict__["_deferred"] = True
+        else:
+            self.reset_parameters()
+
+    @property
+    def device(self: Any) -> torch.device:
+        """Where the parameters are, or, if a device was assigned while they are on the meta device, where they will be made. Assigning moves
+        them."""
+        param = next(self.parameters(), None)
+        if param is None:
+            raise AttributeError("device")  # for which torch.nn.Module has the text
+        wanted: torch.device | None = self._holder.__dict__.get("_device")
+        return wanted if wanted is not None and param.is_meta else param.device
+
+    @device.setter
+    def device(self: Any, value: torch.device | str) -> None:
+        device = torch.device(value)
+        if any(param.is_meta for param in self.parameters()):
+            self._holder.__dict__["_device"] = device
+        else:
+            self._holder.to(device)
+
+
+def deferred(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    """Those whose parameters the first call makes. What has got parameters in another way is none of them any more."""
+    found = {}
+    for module in modules:
+        if module.__dict__.get("_deferred"):
+            if any(param is not None and param.is_meta for param in module._parameters.values()):
+                found[id(module)] = module
+            else:
+                module.__dict__["_deferred"] = False
+    return tuple(found.values())
+
+
+def materialize(modules: Iterable[Any], device: torch.device) -> None:
+    """Makes the parameters that are on the meta device, on the device that was assigned or else on `device`. They stay the same objects, which
+    optimizers may hold, unless somebody looks at them whom torch does not tell of a swap; those that have values keep them."""
+    # What is made outlives the modes of this call. A second thread finds it made.
+    with _making, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        for module in deferred(modules):
+            kept = []
+            for name, param in list(module._parameters.items()):
+                if param is None:
+                    continue
+                if not param.is_meta:
+                    kept.append((param, param.clone()))
+                    continue
+                made = torch.nn.Parameter(torch.empty_like(param, device=module.__dict__.get("_device") or device), requires_grad=param.requires_grad)
+                made.__dict__.update(param.__dict__)
+                try:
+                    torch.utils.swap_tensors(param, made)
+                except RuntimeError:  # a weak reference, as compilers have, or a graph of shapes holds it
+                    module._parameters[name] = made
+            module.reset_parameters()
+            for param, value in kept:
+                param.copy_(value)
+            module.__dict__["_deferred"] = False
+
+
+__all__ = ["DeferredMixin", "deferred", "materialize"]

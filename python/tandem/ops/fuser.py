@@ -1,0 +1,177 @@
+"""A pipeline by itself, as an object that shows what was planned: for code that is written against transformer_engine's OperationFuser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tandem.ops import fused, fusions
+from tandem.ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
+from tandem.ops.op import FusibleOperation
+from tandem.ops.prepared import Outputs
+from tandem.ops.run import OpRun
+from tandem.ops.unit import BasicUnit, Unit
+
+Slot = tuple[int, int]  # basic op, and which of its extra inputs or outputs
+Planned = list[tuple[Unit, list[int]]]  # an op, fused or not, and the basic ops that it stands for, in order of forward
+
+
+class OperationFuser:
+    """Ops that are one pipeline, with their channels checked and locked.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> from tandem.ops.fuser import OperationFuser
+    >>> fuser = OperationFuser([ops.Linear(8, 8), ops.GELU()])
+    >>> fuser(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    >>> [(type(op).__name__, covered) for op, covered in fuser._forward_ops]
+    [('ForwardLinearBiasActivation', [0, 1, 2])]
+    """
+
+    def __init__(self, ops: Iterable[FusibleOperation]) -> None:
+        """Plans nothing yet; raises ValueError where a channel has no producer before its readers, or two.
+
+        Args:
+            ops: those of the pipeline, in order; a fused op stands for its basic ops.
+        """
+        units = list(ops)
+        for unit in units:
+            if not isinstance(unit, FusibleOperation):
+                raise TypeError(f"OperationFuser: expected fusible operations, got {type(unit).__name__}. Put other modules into a Sequential.")
+            unit._check_in_container()
+        self._run = OpRun(units)
+        self._run.prepare()
+
+    @classmethod
+    def _of(cls, run: OpRun) -> OperationFuser:
+        """That of a run of a container."""
+        fuser = cls.__new__(cls)
+        fuser._run = run
+        return fuser
+
+    def __call__(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
+    ) -> Outputs:
+        """The output, followed by the extra outputs for the caller if there are any.
+
+        Args:
+            input: x of the first op.
+            extra_inputs: one per unbound extra input of the ops, in order.
+            basic_op_kwargs: arguments for the forward of each basic op.
+        """
+        kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
+        return self._run(input, extra_inputs, True, kwargs or None)
+
+    # What the pipeline is made of.
+
+    @property
+    def _basic_ops(self) -> list[BasicUnit]:
+        return list(self._run.prepare().basic_ops)
+
+    @property
+    def _num_basic_ops(self) -> int:
+        return len(self._run.prepare().basic_ops)
+
+    @property
+    def _basic_op_params(self) -> list[list[torch.nn.Parameter]]:
+        return [list(op.parameters()) for op in self._basic_ops]
+
+    @property
+    def _basic_op_num_params(self) -> list[int]:
+        return [len(params) for params in self._basic_op_params]
+
+    @property
+    def _flat_basic_op_params(self) -> list[torch.nn.Parameter]:
+        return [param for params in self._basic_op_params for param in params]
+
+    # Where extra inputs come from, and where extra outputs go.
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs a call takes: those that are not bound to channels."""
+        return self._run.prepare().num_extra_inputs
+
+    @property
+    def _inputs(self) -> list[tuple[str | None, ...]]:
+        return [inputs for inputs, _ in self._run.prepare().bindings]
+
+    @property
+    def _outputs(self) -> list[tuple[tuple[str | None, bool], ...]]:
+        return [outputs for _, outputs in self._run.prepare().bindings]
+
+    @property
+    def _basic_op_extra_input_sources(self) -> list[list[Slot | None]]:
+        made = {channel: (op, slot) for op, outputs in enumerate(self._outputs) for slot, (channel, _) in enumerate(outputs) if channel is not None}
+        return [[None if channel is None else made[channel] for channel in inputs] for inputs in self._inputs]
+
+    @property
+    def _basic_op_extra_output_channels(self) -> list[list[str | None]]:
+        return [[channel for channel, _ in outputs] for outputs in self._outputs]
+
+    @property
+    def _basic_op_extra_output_to_caller(self) -> list[list[bool]]:
+        return [[to_caller for _, to_caller in outputs] for outputs in self._outputs]
+
+    @property
+    def _basic_op_extra_output_consumers(self) -> list[list[list[Slot]]]:
+        readers = [(source, (op, slot)) for op, sources in enumerate(self._basic_op_extra_input_sources) for slot, source in enumerate(sources)]
+        return [
+            [[reader for source, reader in readers if source == (op, slot)] for slot in range(len(outputs))]
+            for op, outputs in enumerate(self._outputs)
+        ]
+
+    @property
+    def _external_extra_input_slots(self) -> list[Slot]:
+        return [(op, slot) for op, inputs in enumerate(self._inputs) for slot, channel in enumerate(inputs) if channel is None]
+
+    @property
+    def _public_extra_output_slots(self) -> list[Slot]:
+        return [(op, slot) for op, outputs in enumerate(self._outputs) for slot, (_, to_caller) in enumerate(outputs) if to_caller]
+
+    # What was planned.
+
+    @property
+    def _forward_ops(self) -> Planned:
+        return self._planned("forward")
+
+    @property
+    def _backward_ops(self) -> Planned:
+        return self._planned("backward")
+
+    def _planned(self, direction: str) -> Planned:
+        """The ops of one direction as the last plan runs them."""
+        called = self._run.called_pipelines()
+        if not called:
+            raise AttributeError(f"OperationFuser: expected a pipeline that has been called, got one without a plan. Call it before _{direction}_ops is read.")
+        basic_ops = self._run.now.basic_ops
+        plan = json.loads(called[-1].explain("json"))["plans"][-1]
+        fused_steps = {}
+        for step in plan.get(direction, ()):
+            covered = sorted({int(label.partition(".")[0]) for label in step["covers"]}) if step["fused"] else []
+            # The gradient of a fork is a sum, and no step of the fork's own: one that sums stands for the fork as well.
+            if step["kind"].endswith("_backward_add") and covered and basic_ops[max(covered[0] - 1, 0)]._kind == "make_extra_output":
+                covered.insert(0, covered[0] - 1)
+            if covered:
+                fused_steps[covered[0]] = (step["kind"], covered)
+        planned: Planned = []
+        index = 0
+        while index < len(basic_ops):
+            name, covered = fused_steps.get(index, ("", [index]))
+            planned.append((self._shown(name, covered, direction) if name else basic_ops[index], covered))
+            index = covered[-1] + 1
+        return planned
+
+    def _shown(self, name: str, covered: Sequence[int], direction: str) -> Unit:
+        """The user's fused op, or what stands for one of the library."""
+        basic_ops = [self._run.now.basic_ops[index] for index in covered]
+        for made, op in list(basic_ops[0].__dict__.get("_fused_ops", {}).items()):
+            if isinstance(made, fusions.Fused) and made.name == name and [made.first, made.last] == [covered[0], covered[-1]]:
+                return op
+        return fused.shown(name, basic_ops, is_backward=direction == "backward")
+
+
+__all__ = ["OperationFuser", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion"]
