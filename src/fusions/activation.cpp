@@ -1,6 +1,7 @@
 #include "fusions/activation.h"
 
 #include "core/call.h"
+#include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
 #include "ops/activation.h"
 
@@ -16,13 +17,24 @@ void backward_bias(Call& call) {
 }
 
 Refusal refuse_mixed_dtypes(const Match& match) {
-  const auto grad_bias = match.type({1, "grad_bias"}).dtype, z = match.type({0, "x"}).dtype;
-  if (grad_bias == z) return std::nullopt;
-  return "the bias is " + std::string(c10::toString(grad_bias)) + " and the activation's input " +
-         c10::toString(z);
+  return refuse_mixed(match, {1, "grad_bias"}, "the bias", {0, "x"}, "the activation's input");
 }
 
-Fusion fusion(std::string name, std::string_view family, Run run) {
+template <typename K>
+void bias_activation(Call& call) {
+  enum Read { x, bias };
+  call.write<K>(call.in(x), call.maybe(bias), call.options<ops::ActivationOptions>(1).function,
+                call.output_mask<2>());
+}
+
+Fusion biased(std::string name, std::string_view family, Run run, std::string_view picture) {
+  return {.name = std::move(name),
+          .pattern = {"bias", PatternStep::any_of(family)},
+          .run = {.reads = {{0, "x"}, {0, "bias"}}, .writes = {{0, "y"}, {1, "y"}}, .run = run},
+          .picture = picture};
+}
+
+Fusion backward(std::string name, std::string_view family, Run run) {
   return {.name = std::move(name),
           .pass = Pass::backward,
           .pattern = {PatternStep::any_of(family), "bias.grad_bias"},
@@ -36,9 +48,15 @@ Fusion fusion(std::string name, std::string_view family, Run run) {
 
 }  // namespace
 
-const Fusion kActivationBackwardBias = fusion("activation_backward_bias", "activation.backward",
-                                              backward_bias<kernel_ops::ActivationBackward>);
+const Fusion kBiasActivation =
+    biased("bias_activation", "activation", bias_activation<kernel_ops::ActivationForward>,
+           "x + bias -> z (if demanded) -> act -> y");
+const Fusion kBiasGlu = biased("bias_glu", "glu", bias_activation<kernel_ops::GluForward>,
+                               "x + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
+
+const Fusion kActivationBackwardBias = backward("activation_backward_bias", "activation.backward",
+                                                backward_bias<kernel_ops::ActivationBackward>);
 const Fusion kGluBackwardBias =
-    fusion("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
+    backward("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
 
 }  // namespace tandem::fusions

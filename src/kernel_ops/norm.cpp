@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isinf.h>
+#include <ATen/ops/result_type.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/where.h>
 
@@ -218,6 +219,42 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
   return results;
 }
 
+Specs<4> AddNormForward::shapes(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                const std::optional<Tensor>& bias, double, bool,
+                                std::array<bool, 1> output_mask) {
+  check_same_shape("add_extra_input", extra, "the extra input", x, "x");
+  check_last_dim("add_norm", x, weight, "weight");
+  if (bias) check_last_dim("add_norm", x, *bias, "bias");
+  const at::ScalarType sum = at::result_type(x, extra),
+                       statistic = sum == at::kDouble ? at::kDouble : wide(x, weight);
+  return {like(x, sum, output_mask[0]), like(x, weight.scalar_type()),
+          ResultSpec{{bias ? rows_of(x) : c10::SymInt(0)}, statistic, bias.has_value()},
+          ResultSpec{{rows_of(x)}, statistic}};
+}
+
+void AddNormForward::cpu(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                         const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                         std::array<bool, 1>, Results<4>& results) {
+  kernels::cpu::add_norm_forward(RowsIn(x), RowsIn(extra), VectorIn(weight), VectorIn(bias),
+                                 norm_options(eps, zero_centered_gamma),
+                                 element_of(at::result_type(x, extra)), rows_out(results[0]),
+                                 rows_out(results[1]), bias ? statistics_out(results[2]) : nullptr,
+                                 statistics_out(results[3]));
+}
+
+Results<4> AddNormForward::reference(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                     const std::optional<Tensor>& bias, double eps,
+                                     bool zero_centered_gamma, std::array<bool, 1> output_mask) {
+  const Tensor sum = x + extra, kept = output_mask[0] ? sum : masked_out(sum);
+  if (bias) {
+    const auto [y, mean, inv_std] =
+        LayerNormForward::reference(sum, weight, *bias, eps, zero_centered_gamma);
+    return {kept, y, mean, inv_std};
+  }
+  const auto [y, inv_rms] = RmsNormForward::reference(sum, weight, eps, zero_centered_gamma);
+  return {kept, y, masked_out(inv_rms), inv_rms};
+}
+
 Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
                                  const std::optional<Tensor>& scale, double eps,
                                  bool zero_centered_gamma, const Quantizer& quantizer,
@@ -339,6 +376,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
                  Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic, kStatistic, kStatistic,
                        kArithmetic>::these,
                  LayerNormBackward::cpu}});
+  register_kernel_op<AddNormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic>::these,
+                 AddNormForward::cpu}});
   register_kernel_op<RmsNormQuantize>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
                  RmsNormQuantize::cpu}});
