@@ -3,6 +3,7 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
+#include "kernel_ops/activation_quantize.h"
 #include "ops/activation.h"
 
 namespace tandem::fusions {
@@ -46,7 +47,32 @@ Fusion backward(std::string name, std::string_view family, Run run) {
               "grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> grad_bias"};
 }
 
+template <typename K>
+void quantize(Call& call) {
+  enum Read { z, scale };
+  call.write_codes<K>(call.in(z), call.maybe(scale),
+                      call.options<ops::ActivationOptions>(0).function, call.options<Quantizer>(1),
+                      call.output_mask<4>());
+}
+
+Fusion quantized(std::string name, std::string_view family, Run run, std::string_view picture) {
+  return {.name = std::move(name),
+          .pattern = {PatternStep::any_of(family), StepKind::quantize},
+          .run = {.reads = {{0, "x"}, {1, "scale"}},
+                  .writes = {{0, "y"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+                  .run = run},
+          .refuse = refuse_without_codes,
+          .picture = picture};
+}
+
 }  // namespace
+
+const Fusion kActivationQuantize =
+    quantized("activation_quantize", "activation", quantize<kernel_ops::ActivationQuantize>,
+              "z -> act -> y (if demanded) -> codes, scales, amax");
+const Fusion kGluQuantize =
+    quantized("glu_quantize", "glu", quantize<kernel_ops::GluQuantize>,
+              "z = [a, b] -> act(a) b -> y (if demanded) -> codes, scales, amax");
 
 const Fusion kBiasActivation =
     biased("bias_activation", "activation", bias_activation<kernel_ops::ActivationForward>,

@@ -1,5 +1,5 @@
-// An activation together with the bias before it, where that stands behind no product, and its
-// backward with the gradient of the bias.
+// An activation together with the bias before it, where that stands behind no product, or with the
+// quantizer behind it; and its backward with the gradient of the bias.
 #pragma once
 
 #include "core/fusion.h"
@@ -12,6 +12,12 @@ namespace tandem::fusions {
 ///           |
 ///           +--> z, written only if demanded: the activation's backward reads it
 extern const Fusion kBiasActivation, kBiasGlu;
+
+/// activation -> quantize, and the same for gated units: y is looked at, and with a scale that is
+/// given turned to codes, while it is in the cache
+///
+///   z -> act -> y (if demanded) -> codes, dequant_scale, amax
+extern const Fusion kActivationQuantize, kGluQuantize;
 
 /// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient
 /// of z and its column sums

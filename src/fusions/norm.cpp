@@ -73,12 +73,6 @@ Refusal refuse_add_norm(const Match& match) {
   return refuse_foreign_extra(match, 0, {1, "weight"});
 }
 
-Refusal refuse_without_codes(const Match& match) {
-  if (exists(match.written({1, "row_codes"})) || exists(match.written({1, "column_codes"})))
-    return std::nullopt;
-  return "no codes are asked for, only the amax of what is read as it is";
-}
-
 }  // namespace
 
 const Fusion kRmsNormQuantize{

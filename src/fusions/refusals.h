@@ -22,6 +22,13 @@ inline Refusal refuse_foreign_extra(const Match& match, uint32_t sum, const Memb
   return std::string("the extra input is ") + c10::toString(extra) + ", which no kernel takes";
 }
 
+/// A quantize step that is member 1 wants no codes: there is nothing to fuse with.
+inline Refusal refuse_without_codes(const Match& match) {
+  if (exists(match.written({1, "row_codes"})) || exists(match.written({1, "column_codes"})))
+    return std::nullopt;
+  return "no codes are asked for, only the amax of what is read as it is";
+}
+
 /// "the bias is Float and the product BFloat16"
 inline Refusal refuse_mixed(const Match& match, const MemberOperand& first,
                             std::string_view first_name, const MemberOperand& second,

@@ -26,11 +26,27 @@ std::vector<Fusion> longest_first(std::vector<Fusion> fusions) {
 
 std::span<const Fusion> built_in_fusions(Pass pass) {
   using namespace fusions;
-  static const auto forward =
-      longest_first({kLinearBiasScaleAdd, kLinearBiasActivation, kLinearBiasGlu, kLinearBiasAdd,
-                     kLinearBiasScale, kLinearScaleAdd, kBiasDropoutAdd, kAddRmsNorm, kAddLayerNorm,
-                     kDropoutAdd, kLinearActivation, kLinearGlu, kLinearAdd, kLinearScale,
-                     kLinearBias, kBiasActivation, kBiasGlu, kRmsNormQuantize, kLayerNormQuantize});
+  static const auto forward = longest_first({kLinearBiasScaleAdd,
+                                             kLinearBiasActivation,
+                                             kLinearBiasGlu,
+                                             kLinearBiasAdd,
+                                             kLinearBiasScale,
+                                             kLinearScaleAdd,
+                                             kBiasDropoutAdd,
+                                             kAddRmsNorm,
+                                             kAddLayerNorm,
+                                             kDropoutAdd,
+                                             kActivationQuantize,
+                                             kGluQuantize,
+                                             kLinearActivation,
+                                             kLinearGlu,
+                                             kLinearAdd,
+                                             kLinearScale,
+                                             kLinearBias,
+                                             kBiasActivation,
+                                             kBiasGlu,
+                                             kRmsNormQuantize,
+                                             kLayerNormQuantize});
   static const auto backward = longest_first(
       {kLinearBackwardScale, kActivationBackwardBias, kGluBackwardBias, kRmsNormBackwardAdd,
        kLayerNormBackwardAdd, kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});

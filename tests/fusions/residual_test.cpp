@@ -166,5 +166,33 @@ TEST(BiasActivation, FiresAndEqualsBitwise) {
   }
 }
 
+TEST(ActivationQuantize, FiresAndEqualsBitwise) {
+  for (const std::string op : {"gelu", "silu", "relu", "swiglu", "geglu"}) {
+    const bool is_glu = op.find("glu") != std::string::npos;
+    const std::string fusion = is_glu ? "glu_quantize" : "activation_quantize";
+    const Ops ops = {"basic_linear", op, "basic_linear"};
+    for (const std::string recipe : {"Float8CurrentScaling", "MXFP8BlockScaling"}) {
+      const std::string fields = R"({"recipe": {"name": ")" + recipe + R"("}})",
+                        unfused = R"({"fuse": false, "recipe": {"name": ")" + recipe + R"("}})";
+      const auto params = [&](at::ScalarType dtype) {
+        return Tensors{leaf({64, 32}, dtype, 2), leaf({32, is_glu ? 32 : 64}, dtype, 3)};
+      };
+      EXPECT_THAT(Planned(ops, {leaf({32, 32})}, params(at::kFloat), fields).forward(),
+                  HasSubstr(fusion + ": 0.basic_linear.y -> "));
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
+        expect_the_same_bits(ops, {leaf({32, 32}, dtype)}, params(dtype), fields, unfused);
+      EXPECT_TRUE(fused_equals_unfused(ops, {leaf({32, 32})}, params(at::kFloat), fields)) << op;
+    }
+  }
+}
+
+TEST(ActivationQuantize, WritesYWhereItIsDemanded) {
+  const Ops ops = {"gelu", "make_extra_output", "basic_linear"};
+  const std::string recipe = R"({"recipe": {"name": "Float8CurrentScaling"}})";
+  EXPECT_THAT(Planned(ops, {leaf({3, 8})}, {leaf({8, 8})}, recipe).forward(),
+              ::testing::StartsWith("activation_quantize: x -> 0.gelu.y, 0.gelu.y in fp8_e4m3"));
+  EXPECT_TRUE(fused_equals_unfused(ops, {leaf({3, 8})}, {leaf({8, 8})}, recipe));
+}
+
 }  // namespace
 }  // namespace tandem::testing
