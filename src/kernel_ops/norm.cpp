@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isinf.h>
+#include <ATen/ops/result_type.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/where.h>
 
@@ -302,6 +303,44 @@ Results<2> L2NormBackward::reference(const Tensor& grad_y, const Tensor& x, cons
   return results;
 }
 
+Specs<4> AddNormForward::shapes(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                const std::optional<Tensor>& bias, double, bool,
+                                std::array<bool, 1> output_mask) {
+  check_same_shape("add_extra_input", extra, "the extra input", x, "x");
+  check_row_shape("add_norm", x, weight, "weight");
+  if (bias) check_bias("add_norm", x, weight, *bias);
+  const at::ScalarType sum = at::result_type(x, extra),
+                       statistic = sum == at::kDouble ? at::kDouble : wide(x, weight);
+  const c10::SymInt rows = rows_of(x, weight.dim());
+  return {like(x, sum, output_mask[0]), like(x, weight.scalar_type()),
+          ResultSpec{{bias ? rows : c10::SymInt(0)}, statistic, bias.has_value()},
+          ResultSpec{{rows}, statistic}};
+}
+
+void AddNormForward::cpu(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                         const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                         std::array<bool, 1>, Results<4>& results) {
+  const int64_t dims = weight.dim();
+  kernels::cpu::add_norm_forward(
+      RowsIn(x, dims), RowsIn(extra, dims), VectorIn(weight), VectorIn(bias),
+      norm_options(eps, zero_centered_gamma), element_of(at::result_type(x, extra)),
+      rows_out(results[0], dims), rows_out(results[1], dims),
+      bias ? statistics_out(results[2]) : nullptr, statistics_out(results[3]));
+}
+
+Results<4> AddNormForward::reference(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                     const std::optional<Tensor>& bias, double eps,
+                                     bool zero_centered_gamma, std::array<bool, 1> output_mask) {
+  const Tensor sum = x + extra, kept = output_mask[0] ? sum : masked_out(sum);
+  if (bias) {
+    const auto [y, mean, inv_std] =
+        LayerNormForward::reference(sum, weight, *bias, eps, zero_centered_gamma);
+    return {kept, y, mean, inv_std};
+  }
+  const auto [y, inv_rms] = RmsNormForward::reference(sum, weight, eps, zero_centered_gamma);
+  return {kept, y, masked_out(inv_rms), inv_rms};
+}
+
 Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
                                  const std::optional<Tensor>& scale, double eps,
                                  bool zero_centered_gamma, const Quantizer& quantizer,
@@ -429,6 +468,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<L2NormBackward>(
       library,
       {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these, L2NormBackward::cpu}});
+  register_kernel_op<AddNormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic>::these,
+                 AddNormForward::cpu}});
   register_kernel_op<RmsNormQuantize>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
                  RmsNormQuantize::cpu}});

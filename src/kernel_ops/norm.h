@@ -124,6 +124,30 @@ struct L2NormBackward {
                               std::array<bool, 2> output_mask);
 };
 
+/// sum = x + extra; y and the statistics of the sum, as LayerNormForward where there is a bias,
+/// else as RmsNormForward: the same bits.
+///
+/// Shapes:      x, extra [..., hidden], weight and bias [hidden] -> sum and y like x, mean (of
+///              LayerNorm) and inv_norm [rows].
+/// output_mask: sum; one that is masked out is an empty tensor.
+struct AddNormForward {
+  static constexpr const char* kName = "add_norm_forward";
+  static constexpr const char* kQualifiedName = "tandem::add_norm_forward";
+  static constexpr const char* kSchema =
+      "add_norm_forward(Tensor x, Tensor extra, Tensor weight, Tensor? bias, float eps, bool "
+      "zero_centered_gamma, bool[1] output_mask) -> (Tensor sum, Tensor y, Tensor mean, Tensor "
+      "inv_norm)";
+  static Specs<4> shapes(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                         const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                         std::array<bool, 1> output_mask);
+  static void cpu(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                  const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                  std::array<bool, 1> output_mask, Results<4>& results);
+  static Results<4> reference(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                              const std::optional<Tensor>& bias, double eps,
+                              bool zero_centered_gamma, std::array<bool, 1> output_mask);
+};
+
 /// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass
 /// over y, which is written only where wanted.
 ///

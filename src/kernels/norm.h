@@ -56,6 +56,15 @@ void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                         const NormOptions& options, Rows y, float* mean, float* inv_std);
 
+/// sum = x + extra, rounded to sum_element; y, mean and inv_norm of the sum as rms_norm_forward
+/// (where `mean` is null) or layer_norm_forward gives them, to the bit.
+///
+/// Optional: bias, and sum (null data: not written, but rounded the same).
+/// Bytes:    reads x and extra once, writes sum and y once.
+void add_norm_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
+                      const NormOptions& options, Element sum_element, Rows sum, Rows y,
+                      float* mean, float* inv_norm);
+
 /// As rms_norm_backward, with x_hat = (x - mean) * inv_std and grad_x = inv_std * (g - mean(g) -
 /// x_hat * mean(g * x_hat)) + grad_residual; grad_bias = sum over rows of grad_y. `bias` is read
 /// only where y is wanted.

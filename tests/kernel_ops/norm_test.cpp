@@ -1,6 +1,7 @@
 // Norms as kernel ops: the CPU kernel is the composite reference, within one rounding.
 #include "kernel_ops/norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
 
@@ -39,6 +40,41 @@ TEST_P(NormOp, LayerNormForwardMatchesReference) {
                                                       random({x.size(-1)}, dtype, 9), kEps,
                                                       zero_centered()));
   });
+}
+
+TEST_P(NormOp, AddNormGivesTheBitsOfBothInTurn) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    for (const auto dtype : {x.scalar_type(), at::kFloat}) {
+      const at::Tensor extra = random(x.sizes(), dtype, 4), sum = x + extra,
+                       weight = random({x.size(-1)}, dtype, 8),
+                       bias = random({x.size(-1)}, dtype, 9);
+      for (const bool with_sum : {true, false}) {
+        const auto rms = dispatch<AddNormForward>(x, extra, weight, Optional(), kEps,
+                                                  zero_centered(), array{with_sum});
+        const auto rms_of_sum = dispatch<RmsNormForward>(sum, weight, kEps, zero_centered());
+        const auto layer = dispatch<AddNormForward>(x, extra, weight, Optional(bias), kEps,
+                                                    zero_centered(), array{with_sum});
+        const auto layer_of_sum =
+            dispatch<LayerNormForward>(sum, weight, bias, kEps, zero_centered());
+        for (const auto& results : {rms, layer})
+          EXPECT_TRUE(same(results[0], with_sum ? sum : sum.new_empty({0})));
+        EXPECT_TRUE(same(rms[1], rms_of_sum[0]));
+        EXPECT_TRUE(same(rms[3], rms_of_sum[1]));
+        for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(same(layer[i + 1], layer_of_sum[i])) << i;
+      }
+    }
+  });
+}
+
+TEST_P(NormOp, GradientOfAddNormByItself) {
+  for (const Optional& b : {Optional(), Optional(random({6}, at::kDouble, 4))})
+    EXPECT_TRUE(gradients_match(
+        [&](const Tensors& t) {
+          const auto r =
+              dispatch<AddNormForward>(t[0], t[1], t[2], b, kEps, zero_centered(), array{true});
+          return Tensors{r[0], r[1]};
+        },
+        {leaf({5, 6}, at::kDouble), leaf({5, 6}, at::kDouble, 2), leaf({6}, at::kDouble, 3)}));
 }
 
 /// What cancels in grad_x = statistic * (g - ...).
@@ -228,6 +264,22 @@ TEST(NormOpErrors, WeightOfOtherDimensions) {
   EXPECT_THAT([] { dispatch<L2NormForward>(random({}), kEps); },
               ThrowsText<c10::ValueError>(
                   "l2_norm: expected x with at least 1 dimension, got a scalar. Pass x.reshape"));
+}
+
+TEST(NormOpErrors, OperandsOfAddNorm) {
+  const auto with = [](at::IntArrayRef extra, int64_t weight, int64_t bias) {
+    return [=, sizes = extra.vec()] {
+      dispatch<AddNormForward>(random({3, 6}), random(sizes), random({weight}),
+                               Optional(random({bias})), kEps, false, array{true});
+    };
+  };
+  EXPECT_THAT(with({3, 5}, 6, 6),
+              ThrowsText<c10::ValueError>("add_extra_input: expected the extra input of the shape "
+                                          "of x, [3, 6], got [3, 5]"));
+  EXPECT_THAT(with({3, 6}, 5, 6),
+              ThrowsText<c10::ValueError>("add_norm: expected weight of shape [6]"));
+  EXPECT_THAT(with({3, 6}, 6, 5),
+              ThrowsText<c10::ValueError>("add_norm: expected bias of shape [6]"));
 }
 
 TEST(NormOpErrors, AScalar) {

@@ -261,6 +261,10 @@ TEST(PatternErrors, StepsThatNoOpHas) {
       registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("y", "other")}),
       ThrowsText<c10::ValueError>("to be reached through one of extra, x of its own, got "
                                   "\"other\""));
+  EXPECT_THAT(registering(Pass::forward, {"silu", PatternStep("gelu").behind(1)}),
+              ThrowsText<c10::ValueError>("fusion \"test_steps\": expected step 1 of its pattern "
+                                          "to be behind an earlier one, got step 1. Count from 0, "
+                                          "in the order of the pattern."));
 }
 
 }  // namespace
