@@ -12,6 +12,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 TABLED = {"activation": "activations", "glu": "gated units"}
+COMMON = {"glu_interleave_size"}
 
 HEAD = """# Ops
 
@@ -23,7 +24,9 @@ they stand here.
 """
 TABLE_HEAD = """## Activations and gated units
 
-The rows of `tandem/activations.h`. They have no options.
+The rows of `tandem/activations.h`; those with numbers have sections of their own below. Behind a `Linear` each fuses with the product's bias, in both directions.
+An activation has no options. A gated unit has `glu_interleave_size` (`0`; a whole number from 0 to 16777216; None in Python): a and b take turns in blocks of so
+many columns; 0: they are the halves of the last dimension.
 
 | op | | Python |
 |---|---|---|
@@ -65,12 +68,17 @@ def section(op: dict) -> str:
     return text + (f"\nFusions: {listed(op['fusions'])}.\n" if op.get("fusions") else "")
 
 
+def has_row(op: dict) -> bool:
+    """Whether a line of the table says all of it."""
+    return op["family"] in TABLED and {option["name"] for option in op["options"]} <= COMMON
+
+
 def page(ops: list[dict]) -> str:
     ordered = sorted(ops, key=lambda op: op["name"])
-    table = TABLE_HEAD + "".join(row(op) for op in ordered if op["family"] in TABLED)
+    table = TABLE_HEAD + "".join(row(op) for op in ordered if has_row(op))
     families = {op["family"]: op["fusions"] for op in ordered if op["family"] in TABLED}
     table += "\n" + " ".join(f"Fusions of {name}: {listed(families[family])}." for family, name in TABLED.items()) + "\n"
-    return HEAD + "\n".join([table, *(section(op) for op in ordered if op["family"] not in TABLED)])
+    return HEAD + "\n".join([table, *(section(op) for op in ordered if not has_row(op))])
 
 
 def parts_of(fusion) -> set[str]:

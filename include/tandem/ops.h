@@ -167,8 +167,21 @@ TANDEM_API Op l2_normalization(const L2NormalizationOptions& options = {});
 /// The rows of tandem/activations.h: gelu(), swiglu() and so on.
 #define TANDEM_FUNCTION(name, ...) TANDEM_API Op name();
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
+#undef TANDEM_FUNCTION
+#define TANDEM_FUNCTION(name, ...) TANDEM_API Op name(const GluOptions& options = {});
 TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 #undef TANDEM_FUNCTION
+/// y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), [a, b] = x.
+TANDEM_API Op situglu(const SituGluOptions& options = {});
+/// y = a' sigmoid(alpha a') (b' + glu_linear_offset), [a, b] = x, a' = min(a, limit), b' = b
+/// between -limit and limit.
+TANDEM_API Op clamped_swiglu(const ClampedSwigluOptions& options = {});
+/// The same times a number per row of x, which is the extra input "scales" of the shape of x
+/// without its last dimension.
+TANDEM_API Op scaled_swiglu(const GluOptions& options = {});
+TANDEM_API Op scaled_situglu(const SituGluOptions& options = {});
+TANDEM_API Op scaled_clamped_qgeglu(const ClampedSwigluOptions& options = {});
+TANDEM_API Op scaled_srelu();
 /// y = x.
 TANDEM_API Op identity();
 /// In training, zero with probability p, else x / (1 - p).

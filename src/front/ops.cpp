@@ -302,8 +302,19 @@ Op l2_normalization(const L2NormalizationOptions& options) {
 #define TANDEM_FUNCTION(name, ...) \
   Op name() { return op(#name); }
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
+#undef TANDEM_FUNCTION
+#define TANDEM_FUNCTION(name, ...) \
+  Op name(const GluOptions& options) { return op(#name, {}, options); }
 TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 #undef TANDEM_FUNCTION
+Op situglu(const SituGluOptions& options) { return op("situglu", {}, options); }
+Op clamped_swiglu(const ClampedSwigluOptions& options) { return op("clamped_swiglu", {}, options); }
+Op scaled_swiglu(const GluOptions& options) { return op("scaled_swiglu", {}, options); }
+Op scaled_situglu(const SituGluOptions& options) { return op("scaled_situglu", {}, options); }
+Op scaled_clamped_qgeglu(const ClampedSwigluOptions& options) {
+  return op("scaled_clamped_qgeglu", {}, options);
+}
+Op scaled_srelu() { return op("scaled_srelu"); }
 
 Op identity() { return op("identity"); }
 Op dropout(const DropoutOptions& options) { return op("dropout", {}, options); }

@@ -119,6 +119,27 @@ TEST(OpsErrors, AParameterWithoutFirstValues) {
                                           "another."));
 }
 
+TEST(Ops, AUnitTimesANumberPerRowIsTheUnitTimesIt) {
+  const at::Tensor x = random({3, 8}), scales = random({3}, at::kFloat, 2);
+  const std::vector<std::pair<Op, Op>> pairs = {
+      {ops::scaled_swiglu({.glu_interleave_size = 2}), ops::swiglu({.glu_interleave_size = 2})},
+      {ops::scaled_situglu({.beta1 = 3}), ops::situglu({.beta1 = 3})},
+      {ops::scaled_clamped_qgeglu({.limit = 0.5}), ops::clamped_swiglu({.limit = 0.5})},
+      {ops::scaled_srelu(), ops::srelu()}};
+  for (const auto& [scaled, unit] : pairs) {
+    Sequential model({scaled}), plain({unit});
+    EXPECT_TRUE(near(model->forward(x, {scales})[0], plain->forward(x) * scales.unsqueeze(-1)))
+        << scaled.name;
+  }
+}
+
+TEST(OpsErrors, BetasAreAboveZero) {
+  EXPECT_THAT(
+      [] { Sequential({ops::situglu({.beta1 = 0})}); },
+      ThrowsText<c10::ValueError>(
+          "situglu: expected option beta1 to be a finite number > 0, got 0. beta1: above 0"));
+}
+
 TEST(Ops, OpsThatAreGivenOneTensorShareIt) {
   const at::Tensor weight = leaf({8, 8}), x = leaf({3, 8}, at::kFloat, 2);
   const Op shared = ops::linear(8, 8, {.bias = false}).with_parameter("weight", weight);

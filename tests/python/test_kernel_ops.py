@@ -74,6 +74,8 @@ def cases(layout="contiguous", dtype=torch.float32):
         "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
         "rms_norm_forward": [x, weight, 1e-5, True],
         "rms_norm_quantize": [x, weight, None, 1e-5, False, "fp8_e5m2:current:pow2=1", [True, True, True, True]],
+        "scaled_activation_backward": [y, wide, rows.reshape(x.shape[:-1]), "silu:interleave=4", True, [True, True, True]],
+        "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
         "scale_product": [x, scale, scale, dtype],
         "sum_rows": [x, dtype],
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max"],

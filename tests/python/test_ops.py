@@ -283,7 +283,17 @@ BAD_ARGUMENTS = [
     (lambda: ops.Reshape(8), ValueError, "Reshape: expected shape to be whole numbers, got 8. Pass a tuple of ints."),
     (lambda: ops.Reshape((-1, -1)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1)"),
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
-    (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),
+    (lambda: ops.SwiGLU(glu_interleave_size=0), ValueError, "SwiGLU: expected glu_interleave_size to be None or a whole number > 0, got 0."),
+    (lambda: ops.GEGLU(glu_interleave_size=True), ValueError, "GEGLU: expected glu_interleave_size to be None or a whole number > 0, got True"),
+    (lambda: ops.SwiGLU(glu_interleave_size=2.0), ValueError, "SwiGLU: expected glu_interleave_size to be None or a whole number > 0, got 2.0"),
+    (lambda: ops.SiTUGLU(beta1=0.0), ValueError, "SiTUGLU: expected beta1 to be a finite number > 0, got 0.0. Give what its factor stays below."),
+    (lambda: ops.SiTUGLU(beta2=float("inf")), ValueError, "SiTUGLU: expected beta2 to be a finite number, got inf"),
+    (lambda: ops.ScaledSiTUGLU(beta2=-1), ValueError, "ScaledSiTUGLU: expected beta2 to be a finite number > 0, got -1.0"),
+    (lambda: ops.ClampedSwiGLU(limit=float("nan")), ValueError, "ClampedSwiGLU: expected limit to be a finite number, got nan"),
+    (lambda: ops.ScaledSReLU(activation_recompute_in_mlp=2), ValueError, "ScaledSReLU: expected activation_recompute_in_mlp to be True or False, got 2"),
+    (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSwiGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
+    (lambda: ops.ScaledSiTUGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSiTUGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
+    (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=True), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
     (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
 ]
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))

@@ -2,7 +2,25 @@
 
 from tandem import _runtime
 from tandem.ops import basic, fused, fuser
-from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from tandem.ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
 from tandem.ops.fusions import (
@@ -27,6 +45,7 @@ __all__ = [
     "BasicLinear",
     "BasicOperation",
     "Bias",
+    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "FusedOperation",
@@ -34,6 +53,7 @@ __all__ = [
     "FusionHandle",
     "GEGLU",
     "GELU",
+    "GLU",
     "GroupedLinear",
     "Identity",
     "L2Normalization",
@@ -41,13 +61,23 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
+    "QGEGLU",
+    "QGELU",
     "Quantize",
     "RMSNorm",
+    "ReGLU",
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
     "Sequential",
     "SiLU",
+    "SiTUGLU",
     "SwiGLU",
     "basic",
     "fused",
