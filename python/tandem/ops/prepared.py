@@ -81,6 +81,8 @@ class Prepared:
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
         self.own_calls = own_calls  # by unit
         self.has_own_calls = any(own_calls)  # then the direct path, which sees hooks only, is closed
+        self.told_before = tuple(op for op in basic_ops if type(op).pre_fuser_forward is not Unit.pre_fuser_forward)
+        self.is_direct = not self.has_own_calls and not self.told_before
         for op in self.python_ops:
             if op._forward_prefix == "op" and (op.num_extra_inputs or op.num_extra_outputs):
                 raise RuntimeError(
@@ -171,6 +173,25 @@ class Prepared:
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
         if len(extra) != self.num_extra_inputs:
             raise ValueError(wrong_count(self.num_extra_inputs, len(extra)))
+
+    def tell_before(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
+        """Calls `pre_fuser_forward` of the ops that define it."""
+        first = self._first_with_gradient(x, extra)
+        for op in self.told_before:
+            op.pre_fuser_forward(requires_grad=self.basic_ops.index(op) >= first)
+
+    def _first_with_gradient(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> int:
+        """The first op of which a gradient is asked, as TransformerEngine counts: from there on all ops take part in backward."""
+        if not torch.is_grad_enabled():
+            return len(self.basic_ops)
+        if x.requires_grad:
+            return 0
+        rest = list(extra)
+        for index, (op, (inputs, _)) in enumerate(zip(self.basic_ops, self.bindings, strict=True)):
+            own, rest = rest[: inputs.count(None)], rest[inputs.count(None) :]
+            if any([tensor.requires_grad for tensor in (*op.parameters(), *own)]):
+                return index
+        return len(self.basic_ops)
 
     def hooked(self) -> tuple[int, ...]:
         """Positions of units that must be called as modules. Hooks of all modules see the modules of containers, not what these consist of."""

@@ -58,6 +58,9 @@ class OpRun:
         # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
         ops = tuple(op for unit in units for op in unit.flat_ops())
+        if last is _NOTHING and (self.given_bindings is None or self.wiring is not None):  # and no part of a run that is cut
+            for op in ops:
+                op.pre_first_fuser_forward()
         own_calls = tuple([None if unit is self.owner else own_call(unit) for unit in units])
         written = [[(id(at), name) for field in ("_parameters", "_buffers") for at, name in places(op, field)] for op in ops if op.is_python_op]
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
@@ -74,6 +77,8 @@ class OpRun:
         if is_dynamo_compiling():
             now = self.prepared
             now.check_count(extra)
+            if now.told_before and not now.hooked():  # parts of a cut tell their own
+                now.tell_before(x, extra)
             return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
         now = self.now
         if now.token is not self.changes.token:
@@ -82,8 +87,11 @@ class OpRun:
                 materialize(now.deferred, x.device)
                 now = self.prepare()
         now.check_count(extra)
-        if now.has_own_calls:
-            return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+        if not now.is_direct:
+            if not now.hooked():
+                now.tell_before(x, extra)
+            if now.has_own_calls:
+                return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in now.training_ops])
         if now.main_grad_places:
             pipeline = now.pipeline(flags, now.main_grad_modes())
@@ -143,7 +151,7 @@ class OpRun:
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         now = self.prepare()
-        return None if now.training_ops or now.num_extra_inputs or now.has_own_calls or now.main_grad_places else now.pipeline(())
+        return None if now.training_ops or now.num_extra_inputs or not now.is_direct or now.main_grad_places else now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
         """What the units with hooks, as they are now, cut this into."""

@@ -81,6 +81,16 @@ class Unit(torch.nn.Module):
         """The run of this alone, made once."""
         raise NotImplementedError
 
+    def pre_first_fuser_forward(self) -> None:
+        """Called on each basic op of a pipeline, once, before it is planned. For subclasses."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called on each basic op of a pipeline before each call of it. For subclasses.
+
+        Args:
+            requires_grad: whether a gradient is asked of the op, or of one before it.
+        """
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
