@@ -93,7 +93,8 @@ class OperationFuser:
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs a call takes: those that are not bound to channels."""
-        return self._run.prepare().num_extra_inputs
+        count: int = self._run.prepare().num_extra_inputs
+        return count
 
     @property
     def _inputs(self) -> list[tuple[str | None, ...]]:
