@@ -54,7 +54,8 @@ class Case:
 def cases(dtype: torch.dtype) -> list[Case]:
     n = ROWS * HIDDEN
     new = lambda *shape: torch.randn(*shape, dtype=torch.float32).to(dtype)  # noqa: E731
-    w, b = new(HIDDEN), new(HIDDEN)
+    w, b, b2 = new(HIDDEN), new(HIDDEN), new(2 * HIDDEN)
+    seed = torch.tensor(1234)
     x0 = new(ROWS, HIDDEN)
     inv_rms, mean, inv_std = norm_statistics(x0)
     torch_mean, torch_rstd = torch.native_layer_norm(x0, [HIDDEN], w, b, 1e-5)[1:]
@@ -79,6 +80,14 @@ def cases(dtype: torch.dtype) -> list[Case]:
         Case("swiglu forward", lambda: (new(ROWS, 2 * HIDDEN),), lambda x: op.glu_forward(x, None, "silu", [False, True]), swiglu, 2 * n, n, n, True),
         Case("swiglu backward", lambda: (new(ROWS, HIDDEN), new(ROWS, 2 * HIDDEN)), lambda g, x: op.glu_backward(g, x, "silu", all3[:1] + [False, False]),
              _swiglu_backward, 3 * n, 2 * n, n, True),
+        Case("bias+swiglu forward", lambda: (new(ROWS, 2 * HIDDEN),), lambda x: op.glu_forward(x, b2, "silu", [False, True]), lambda x: swiglu(x + b2),
+             2 * n, n, n, True),
+        Case("dropout+add", pair, lambda x, r: op.dropout_add(x, None, seed, 0.1, r), lambda x, r: F.dropout(x, 0.1) + r, 2 * n, n, n),
+        Case("bias+dropout+add", pair, lambda x, r: op.dropout_add(x, b, seed, 0.1, r), lambda x, r: F.dropout(x + b, 0.1) + r, 2 * n, n, n),
+        Case("add+rms_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, None, 1e-5, False, [True]),
+             lambda x, r: (lambda s: (s, F.rms_norm(s, (HIDDEN,), w, 1e-5)))(x + r), 2 * n, 2 * n, n),
+        Case("add+layer_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, b, 1e-5, False, [True]),
+             lambda x, r: (lambda s: (s, F.layer_norm(s, (HIDDEN,), w, b, 1e-5)))(x + r), 2 * n, 2 * n, n),
         Case("bias+gelu forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.activation_forward(x, b, "gelu", [False, True]),
              lambda x: F.gelu(x + b, approximate="tanh"), n, n, n, True),
         Case("bias+gelu backward", pair, lambda g, x: op.activation_backward(g, x, "gelu", all3), _gelu_backward, 2 * n, n, n, True),

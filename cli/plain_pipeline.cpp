@@ -21,11 +21,13 @@ namespace {
 constexpr std::string_view kFunctionsOfTorch[] = {"linear",  "rms_norm",       "layer_norm",
                                                   "dropout", "constant_scale", "reshape"};
 
-/// What an activation or gated unit applies; empty for other ops.
-std::string activation_of(const OpDef& def) {
-  if (def.family != "activation" && def.family != "glu") return {};
-  const Options options = def.signature.parse(def.name, nlohmann::json::object());
-  return std::string(static_cast<const ops::ActivationOptions*>(options.get())->function);
+/// What an activation applies, or a gated unit to one half; empty for other ops, for units with
+/// numbers and for halves that lie otherwise.
+std::string activation_of(const OpDef& def, const OpText& text) {
+  if ((def.family != "activation" && def.family != "glu") || !text.arguments.empty()) return {};
+  const Options options = def.parse(def, nlohmann::json::object());
+  const std::string& function = static_cast<const ops::ActivationOptions*>(options.get())->function;
+  return function.find(':') == std::string::npos ? function : "";
 }
 
 }  // namespace
@@ -41,7 +43,7 @@ PlainPipeline::PlainPipeline(const Workload& workload) {
     }
     if (std::ranges::find(kFunctionsOfTorch, op.text.kind) == std::end(kFunctionsOfTorch)) {
       const OpDef& def = op_def(op.text.kind);
-      op.activation = activation_of(def);
+      op.activation = activation_of(def, op.text);
       if (op.activation.empty() && def.inputs.size() == 1 && !def.forward.empty())
         op.composite = std::make_shared<Pipeline>(describe({workload.ops[i]}).text);
     }

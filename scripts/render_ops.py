@@ -2,7 +2,8 @@
 
 Usage: render_ops.py [--check]      With --check fails where the page is another one.
 
-An op is a dictionary as `tandem._C.op_signature` gives it as JSON, and its class in Python under "python".
+An op is a dictionary as `tandem._C.op_signature` gives it as JSON, with its class in Python under "python" and the built-in fusions that it
+takes part in under "fusions".
 """
 
 import json
@@ -10,7 +11,8 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
-TABLED = ("activation", "glu")
+TABLED = {"activation": "activations", "glu": "gated units"}
+COMMON = {"glu_interleave_size"}
 
 HEAD = """# Ops
 
@@ -22,7 +24,9 @@ they stand here.
 """
 TABLE_HEAD = """## Activations and gated units
 
-The rows of `tandem/activations.h`. They have no options. Behind a `Linear` each fuses with the product's bias, in both directions.
+The rows of `tandem/activations.h`; those with numbers have sections of their own below. Behind a `Linear` each fuses with the product's bias, in both directions.
+An activation has no options. A gated unit has `glu_interleave_size` (`0`; a whole number from 0 to 16777216; None in Python): a and b take turns in blocks of so
+many columns; 0: they are the halves of the last dimension.
 
 | op | | Python |
 |---|---|---|
@@ -43,6 +47,10 @@ def lines_of(op: dict) -> list[str]:
     return lines
 
 
+def listed(fusions: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in fusions)
+
+
 def start_of(parameter: dict) -> str:
     start = {"zeros": "zeros", "ones": "ones", "kaiming_uniform": "drawn as torch.nn.Linear draws its weight"}[parameter["init"]]
     return start + (f", zeros with `{parameter['zeros_if']}`" if parameter["zeros_if"] else "")
@@ -56,13 +64,26 @@ def section(op: dict) -> str:
         text += "\n| | | |\n|---|---|---|\n" + "\n".join(lines) + "\n"
     facts = [f"Parameter `{each['name']}` [{', '.join(each['shape'])}]: {start_of(each)}." for each in op["parameters"]]
     facts += [f"Extra input `{name}`." for name in op["extra_inputs"]] + [f"Extra output `{name}`." for name in op["extra_outputs"]]
-    return text + ("\n" + " ".join(facts) + "\n" if facts else "")
+    text += "\n" + " ".join(facts) + "\n" if facts else ""
+    return text + (f"\nFusions: {listed(op['fusions'])}.\n" if op.get("fusions") else "")
+
+
+def has_row(op: dict) -> bool:
+    """Whether a line of the table says all of it."""
+    return op["family"] in TABLED and {option["name"] for option in op["options"]} <= COMMON
 
 
 def page(ops: list[dict]) -> str:
     ordered = sorted(ops, key=lambda op: op["name"])
-    table = TABLE_HEAD + "".join(row(op) for op in ordered if op["family"] in TABLED)
-    return HEAD + "\n".join([table, *(section(op) for op in ordered if op["family"] not in TABLED)])
+    table = TABLE_HEAD + "".join(row(op) for op in ordered if has_row(op))
+    families = {op["family"]: op["fusions"] for op in ordered if op["family"] in TABLED}
+    table += "\n" + " ".join(f"Fusions of {name}: {listed(families[family])}." for family, name in TABLED.items()) + "\n"
+    return HEAD + "\n".join([table, *(section(op) for op in ordered if not has_row(op))])
+
+
+def parts_of(fusion) -> set[str]:
+    """The ops and families whose steps a fusion replaces."""
+    return {step.split(".")[0] for steps in fusion.steps for step in steps.split("|")}
 
 
 def library_ops() -> list[dict]:
@@ -74,6 +95,7 @@ def library_ops() -> list[dict]:
     ops = [json.loads(_C.op_signature(name)) for name in _C.op_names()]
     for op in ops:
         made = library.class_of(op["name"])
+        op["fusions"] = [fusion.name for fusion in _C.built_in_fusions() if {op["name"], op["family"]} & parts_of(fusion)]
         op["python"] = ("tandem.ops." if made.__name__ in tandem.ops.__all__ else f"{made.__module__}.") + made.__name__
     return ops
 

@@ -8,10 +8,25 @@
 #define TANDEM_ACTIVATIONS(ROW)                                \
   ROW(gelu, "0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))") \
   ROW(silu, "x sigmoid(x)")                                    \
-  ROW(relu, "max(x, 0)")
+  ROW(relu, "max(x, 0)")                                       \
+  ROW(sigmoid, "1 / (1 + exp(-x))")                            \
+  ROW(qgelu, "x sigmoid(1.702 x)")                             \
+  ROW(srelu, "max(x, 0)^2")
 
 /// ROW(name, activation): y = activation(a) b, where a and b are the halves of the last dimension
 /// of x.
 #define TANDEM_GATED_UNITS(ROW) \
   ROW(swiglu, silu)             \
-  ROW(geglu, gelu)
+  ROW(geglu, gelu)              \
+  ROW(glu, sigmoid)             \
+  ROW(qgeglu, qgelu)            \
+  ROW(reglu, relu)              \
+  ROW(sreglu, srelu)
+
+/// ROW(name, formula, numbers...): gated units that have numbers, as their options are called.
+#define TANDEM_NUMBERED_UNITS(ROW)                                                         \
+  ROW(situglu, "beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2)", "beta1", "beta2") \
+  ROW(clamped_swiglu,                                                                      \
+      "a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), "                \
+      "b' = min(max(b, -limit), limit)",                                                   \
+      "limit", "alpha", "glu_linear_offset")

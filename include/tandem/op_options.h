@@ -15,6 +15,24 @@ struct NormOptions {
   /// The factor is 1 + weight.
   bool zero_centered_gamma = false;
 };
+struct L2NormalizationOptions {
+  /// Added inside the square root.
+  double eps = 1e-6;
+};
+/// Of gated units.
+struct GluOptions {
+  /// a and b take turns in blocks of so many columns; 0: they are halves.
+  size_t glu_interleave_size = 0;
+};
+struct SituGluOptions {
+  /// Above 0: what the factors are kept below in size.
+  double beta1 = 4, beta2 = 25;
+  size_t glu_interleave_size = 0;
+};
+struct ClampedSwigluOptions {
+  double limit = 7, alpha = 1.702, glu_linear_offset = 1;
+  size_t glu_interleave_size = 0;
+};
 struct ScaleOptions {
   double factor = 1;
 };

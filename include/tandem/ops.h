@@ -155,11 +155,33 @@ TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.
 TANDEM_API Op layer_norm(int64_t hidden, const NormOptions& options = {});
+/// The same over the last dimensions, as many as `normalized_shape` has.
+///
+/// Throws: c10::ValueError unless it has one size at least, and all are positive.
+TANDEM_API Op rms_norm(const std::vector<int64_t>& normalized_shape,
+                       const NormOptions& options = {});
+TANDEM_API Op layer_norm(const std::vector<int64_t>& normalized_shape,
+                         const NormOptions& options = {});
+/// y = x / sqrt(sum(x^2) + eps) over the last dimension.
+TANDEM_API Op l2_normalization(const L2NormalizationOptions& options = {});
 /// The rows of tandem/activations.h: gelu(), swiglu() and so on.
 #define TANDEM_FUNCTION(name, ...) TANDEM_API Op name();
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
+#undef TANDEM_FUNCTION
+#define TANDEM_FUNCTION(name, ...) TANDEM_API Op name(const GluOptions& options = {});
 TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 #undef TANDEM_FUNCTION
+/// y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), [a, b] = x.
+TANDEM_API Op situglu(const SituGluOptions& options = {});
+/// y = a' sigmoid(alpha a') (b' + glu_linear_offset), [a, b] = x, a' = min(a, limit), b' = b
+/// between -limit and limit.
+TANDEM_API Op clamped_swiglu(const ClampedSwigluOptions& options = {});
+/// The same times a number per row of x, which is the extra input "scales" of the shape of x
+/// without its last dimension.
+TANDEM_API Op scaled_swiglu(const GluOptions& options = {});
+TANDEM_API Op scaled_situglu(const SituGluOptions& options = {});
+TANDEM_API Op scaled_clamped_qgeglu(const ClampedSwigluOptions& options = {});
+TANDEM_API Op scaled_srelu();
 /// y = x.
 TANDEM_API Op identity();
 /// In training, zero with probability p, else x / (1 - p).

@@ -44,6 +44,7 @@ class Fusion:
     name: str
     pass_name: str
     picture: str
+    steps: list[str]
 
 def explain_description(description: str, format: str) -> str: ...
 def fusions_of_description(description: str) -> list[str]: ...

@@ -22,7 +22,6 @@ Init = Callable[[torch.Tensor], Any]
 Parts = list[tuple[BasicOperation, dict[str, str]]]  # with the module's name of each parameter
 
 _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-_ACTIVATIONS_UNKNOWN = ("clamped_swiglu", "glu", "qgeglu", "qgelu", "reglu", "sreglu", "srelu")  # of TransformerEngine
 
 
 def _draw(weight: torch.Tensor) -> None:
@@ -395,19 +394,18 @@ class LayerNormMLP(_Module):
             set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel
                 with its bias behind the sum over ranks. False: a rank computes with its part alone.
             seq_length, micro_batch_size, name: not used.
-            activation_params, get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            activation_params: arguments of the class of the activation, such as {"limit": 5.0} for "clamped_swiglu".
+            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
             checkpoint, delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker, activation_params=activation_params, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         at_default(op, False, delay_wgrad_compute=delay_wgrad_compute, checkpoint=checkpoint)
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
-            if activation in _ACTIVATIONS_UNKNOWN:
-                raise NotImplementedError(f"{op}: expected activation to be one of {known}, got {activation!r}. This version knows no others.")
             raise ValueError(f"{op}: expected activation to be one of {known}, got {activation!r}. Name one of them.")
         _check_group(op, tp_group, tp_size)
         sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
@@ -426,7 +424,7 @@ class LayerNormMLP(_Module):
             first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
             second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
             return [
-                *[(first, {"weight": "fc1_weight"}), *first_bias, (class_of(activation)(), {})],
+                *[(first, {"weight": "fc1_weight"}), *first_bias, (class_of(activation)(**(activation_params or {})), {})],
                 *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
             ]
 

@@ -363,7 +363,13 @@ PYBIND11_MODULE(_C, module) {
   py::class_<Fusion>(module, "Fusion")
       .def_property_readonly("pass_name", [](const Fusion& self) { return pass_name(self.pass); })
       .def_readonly("name", &Fusion::name)
-      .def_readonly("picture", &Fusion::picture);
+      .def_readonly("picture", &Fusion::picture)
+      .def_property_readonly("steps", [](const Fusion& self) {
+        std::vector<std::string_view> names;
+        for (const PatternStep& step : self.pattern)
+          if (step.kind == StepKind::op) names.push_back(step.name);
+        return names;
+      });
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
                     std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>,

@@ -49,12 +49,21 @@ struct PatternStep {
     step.operand = as_operand;
     return step;
   }
+  /// The same behind an earlier step of the pattern, by its place, rather than the last one: both
+  /// read what that one writes.
+  PatternStep behind(size_t place) const {
+    PatternStep step = *this;
+    step.source = place;
+    return step;
+  }
 
   StepKind kind = StepKind::op;
   /// Of an op's step, alternatives separated by '|'.
   std::string_view name = {};
   bool is_family = false;
   std::string_view result = {}, operand = {};
+  /// Place of the step before it in the chain; npos: the last one.
+  size_t source = npos;
 };
 
 /// The steps that a pattern matched, in pattern order, and the types of their values.
@@ -96,7 +105,7 @@ struct FusedRun {
 struct Fusion {
   std::string name;
   Pass pass = Pass::forward;
-  /// Each step reads a result of the one before it.
+  /// Each step reads a result of the one before it, or of the one that it is `behind`.
   std::vector<PatternStep> pattern = {};
   FusedRun run = {};
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.

@@ -48,7 +48,8 @@ void check_names(const OpDef& definition) {
   }
 }
 
-/// A fusion of a family reads the options and operands of its members alike.
+/// A fusion of a family reads the options and operands of its members alike. Those that one
+/// function parses are one struct.
 void check_family(const OpDef& definition, const OpDef& other) {
   const auto are_same = [](const std::vector<StepDef>& a, const std::vector<StepDef>& b) {
     return std::ranges::equal(a, b, [](const StepDef& x, const StepDef& y) {
@@ -56,8 +57,11 @@ void check_family(const OpDef& definition, const OpDef& other) {
     });
   };
   const std::type_info *type = definition.signature.type(), *others = other.signature.type();
+  const bool is_parsed = definition.parse != nullptr;
   TORCH_CHECK_VALUE(
-      (type == nullptr) == (others == nullptr) && (type == nullptr || *type == *others) &&
+      definition.parse == other.parse &&
+          (is_parsed ||
+           ((type == nullptr) == (others == nullptr) && (type == nullptr || *type == *others))) &&
           are_same(definition.forward, other.forward) &&
           are_same(definition.backward, other.backward),
       "op ", definition.name, ": expected the struct of options and the steps of ", "its family ",

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <torch/nn/init.h>
 
 #include <algorithm>
@@ -271,11 +272,49 @@ Op layer_norm(int64_t hidden, const NormOptions& options) {
   return op("layer_norm", {{"hidden", hidden}}, options);
 }
 
+namespace {
+
+/// A norm whose parameters have this shape.
+Op norm_over(const std::string& name, const std::vector<int64_t>& shape,
+             const NormOptions& options) {
+  TORCH_CHECK_VALUE(!shape.empty() && std::ranges::all_of(shape, [](int64_t d) { return d > 0; }),
+                    name, ": expected normalized_shape with sizes > 0, got ",
+                    at::IntArrayRef(shape), ". Give the sizes of the last dimensions of x.");
+  Op made = op(name, {{"hidden", c10::multiply_integers(shape)}}, options);
+  for (ParameterSpec& spec : made.parameters) spec.shape = shape;
+  return made;
+}
+
+}  // namespace
+
+Op rms_norm(const std::vector<int64_t>& normalized_shape, const NormOptions& options) {
+  return norm_over("rms_norm", normalized_shape, options);
+}
+
+Op layer_norm(const std::vector<int64_t>& normalized_shape, const NormOptions& options) {
+  return norm_over("layer_norm", normalized_shape, options);
+}
+
+Op l2_normalization(const L2NormalizationOptions& options) {
+  return op("l2_normalization", {}, options);
+}
+
 #define TANDEM_FUNCTION(name, ...) \
   Op name() { return op(#name); }
 TANDEM_ACTIVATIONS(TANDEM_FUNCTION)
+#undef TANDEM_FUNCTION
+#define TANDEM_FUNCTION(name, ...) \
+  Op name(const GluOptions& options) { return op(#name, {}, options); }
 TANDEM_GATED_UNITS(TANDEM_FUNCTION)
 #undef TANDEM_FUNCTION
+Op situglu(const SituGluOptions& options) { return op("situglu", {}, options); }
+Op clamped_swiglu(const ClampedSwigluOptions& options) { return op("clamped_swiglu", {}, options); }
+Op scaled_swiglu(const GluOptions& options) { return op("scaled_swiglu", {}, options); }
+Op scaled_situglu(const SituGluOptions& options) { return op("scaled_situglu", {}, options); }
+Op scaled_clamped_qgeglu(const ClampedSwigluOptions& options) {
+  return op("scaled_clamped_qgeglu", {}, options);
+}
+Op scaled_srelu() { return op("scaled_srelu"); }
 
 Op identity() { return op("identity"); }
 Op dropout(const DropoutOptions& options) { return op("dropout", {}, options); }

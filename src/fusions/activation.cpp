@@ -1,7 +1,9 @@
 #include "fusions/activation.h"
 
 #include "core/call.h"
+#include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
+#include "kernel_ops/activation_quantize.h"
 #include "ops/activation.h"
 
 namespace tandem::fusions {
@@ -16,13 +18,24 @@ void backward_bias(Call& call) {
 }
 
 Refusal refuse_mixed_dtypes(const Match& match) {
-  const auto grad_bias = match.type({1, "grad_bias"}).dtype, z = match.type({0, "x"}).dtype;
-  if (grad_bias == z) return std::nullopt;
-  return "the bias is " + std::string(c10::toString(grad_bias)) + " and the activation's input " +
-         c10::toString(z);
+  return refuse_mixed(match, {1, "grad_bias"}, "the bias", {0, "x"}, "the activation's input");
 }
 
-Fusion fusion(std::string name, std::string_view family, Run run) {
+template <typename K>
+void bias_activation(Call& call) {
+  enum Read { x, bias };
+  call.write<K>(call.in(x), call.maybe(bias), call.options<ops::ActivationOptions>(1).function,
+                call.output_mask<2>());
+}
+
+Fusion biased(std::string name, std::string_view family, Run run, std::string_view picture) {
+  return {.name = std::move(name),
+          .pattern = {"bias", PatternStep::any_of(family)},
+          .run = {.reads = {{0, "x"}, {0, "bias"}}, .writes = {{0, "y"}, {1, "y"}}, .run = run},
+          .picture = picture};
+}
+
+Fusion backward(std::string name, std::string_view family, Run run) {
   return {.name = std::move(name),
           .pass = Pass::backward,
           .pattern = {PatternStep::any_of(family), "bias.grad_bias"},
@@ -34,11 +47,42 @@ Fusion fusion(std::string name, std::string_view family, Run run) {
               "grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> grad_bias"};
 }
 
+template <typename K>
+void quantize(Call& call) {
+  enum Read { z, scale };
+  call.write_codes<K>(call.in(z), call.maybe(scale),
+                      call.options<ops::ActivationOptions>(0).function, call.options<Quantizer>(1),
+                      call.output_mask<4>());
+}
+
+Fusion quantized(std::string name, std::string_view family, Run run, std::string_view picture) {
+  return {.name = std::move(name),
+          .pattern = {PatternStep::any_of(family), StepKind::quantize},
+          .run = {.reads = {{0, "x"}, {1, "scale"}},
+                  .writes = {{0, "y"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+                  .run = run},
+          .refuse = refuse_without_codes,
+          .picture = picture};
+}
+
 }  // namespace
 
-const Fusion kActivationBackwardBias = fusion("activation_backward_bias", "activation.backward",
-                                              backward_bias<kernel_ops::ActivationBackward>);
+const Fusion kActivationQuantize =
+    quantized("activation_quantize", "activation", quantize<kernel_ops::ActivationQuantize>,
+              "z -> act -> y (if demanded) -> codes, scales, amax");
+const Fusion kGluQuantize =
+    quantized("glu_quantize", "glu", quantize<kernel_ops::GluQuantize>,
+              "z = [a, b] -> act(a) b -> y (if demanded) -> codes, scales, amax");
+
+const Fusion kBiasActivation =
+    biased("bias_activation", "activation", bias_activation<kernel_ops::ActivationForward>,
+           "x + bias -> z (if demanded) -> act -> y");
+const Fusion kBiasGlu = biased("bias_glu", "glu", bias_activation<kernel_ops::GluForward>,
+                               "x + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
+
+const Fusion kActivationBackwardBias = backward("activation_backward_bias", "activation.backward",
+                                                backward_bias<kernel_ops::ActivationBackward>);
 const Fusion kGluBackwardBias =
-    fusion("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
+    backward("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
 
 }  // namespace tandem::fusions

@@ -1,9 +1,23 @@
-// Backward of an activation together with the gradient of the bias before it.
+// An activation together with the bias before it, where that stands behind no product, or with the
+// quantizer behind it; and its backward with the gradient of the bias.
 #pragma once
 
 #include "core/fusion.h"
 
 namespace tandem::fusions {
+
+/// bias -> activation, and the same for gated units
+///
+///   x -> + bias -> act -> y
+///           |
+///           +--> z, written only if demanded: the activation's backward reads it
+extern const Fusion kBiasActivation, kBiasGlu;
+
+/// activation -> quantize, and the same for gated units: y is looked at, and with a scale that is
+/// given turned to codes, while it is in the cache
+///
+///   z -> act -> y (if demanded) -> codes, dequant_scale, amax
+extern const Fusion kActivationQuantize, kGluQuantize;
 
 /// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient
 /// of z and its column sums

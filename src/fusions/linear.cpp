@@ -1,120 +1,278 @@
 #include "fusions/linear.h"
 
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/mul.h>
 
 #include "core/call.h"
+#include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
+#include "kernel_ops/checks.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/shapes.h"
 #include "ops/activation.h"
 #include "ops/product.h"
+#include "tandem/op_options.h"
 
 namespace tandem::fusions {
 
 namespace {
 
-/// All fusions here read x, weight and bias first.
-enum Read { x, weight, bias, extra };
+/// What stands between the product and the last step of a pattern. All forward fusions here read x
+/// and weight first, and then the bias if there is one.
+struct Parts {
+  bool bias = false, scale = false, extra = false;
+};
+enum Read { x, weight, bias };
 
-/// The product that is continued, in the dtype that the unfused product has: a fresh tensor, whose
-/// memory results may take.
-at::Tensor product_of(Call& call) {
-  const at::ScalarType dtype =
-      call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
-  return ops::linear_product(call, x, weight, dtype);
+/// The dtype that the unfused product has.
+at::ScalarType product_dtype(const Call& call) {
+  return call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
 }
 
-void linear_bias(Call& call) {
-  const bool addmm = call.path() != Path::direct && call.format(x) == Format::plain &&
-                     call.in(bias).scalar_type() == call.in(x).scalar_type();
-  if (addmm) {  // what compilers know best
-    ops::check_one_device(call, {x, weight, bias});
-    const at::Tensor& input = call.in(x);
-    const at::Tensor flat =
-        input.dim() == 2 ? input
-                         : input.reshape_symint({kernel_ops::rows_of(input), input.sym_size(-1)});
-    const at::Tensor y = at::addmm(call.in(bias), flat, call.in(weight).t());
-    call.took(kernel_ops::kDispatcher);
-    call.out(0, input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight))));
+/// x W^T + bias as compilers know it best; undefined where that is not what the step computes.
+at::Tensor addmm(Call& call) {
+  if (call.path() == Path::direct || call.format(x) != Format::plain ||
+      call.in(bias).scalar_type() != call.in(x).scalar_type())
+    return {};
+  ops::check_one_device(call, {x, weight, bias});
+  const at::Tensor& input = call.in(x);
+  const at::Tensor flat =
+      input.dim() == 2 ? input
+                       : input.reshape_symint({kernel_ops::rows_of(input), input.sym_size(-1)});
+  const at::Tensor y = at::addmm(call.in(bias), flat, call.in(weight).t());
+  call.took(kernel_ops::kDispatcher);
+  return input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight)));
+}
+
+/// Adds the product to a tensor of the caller, in the product where that can write there.
+void add_in_place(Call& call, const at::Tensor& target, const std::optional<at::Tensor>& addend,
+                  double alpha) {
+  ops::check_linear(call, x, weight);
+  const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
+  const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
+                    target.scalar_type() == product_dtype(call);
+  const bool is_apart = !target.is_alias_of(call.in(x)) && !target.is_alias_of(call.in(weight));
+  if (fits && is_apart && !addend && ops::multiplies_by(alpha)) {
+    ops::product_into(call, {x}, {weight, true},
+                      target.view_symint({kernel_ops::rows_of(target), target.sym_size(-1)}),
+                      /*accumulate=*/true, alpha);
+  } else {
+    at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
+    check_same_shape("add_extra_input", target, "the extra input", sum, "x");
+    if (addend)
+      sum = call.run_into<kernel_ops::AddBias>({sum}, sum, addend, std::optional<at::Tensor>())[0];
+    target.add_(sum);
+  }
+  target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+}
+
+template <Parts kParts>
+void linear_sum(Call& call) {
+  constexpr size_t kExtra = kParts.bias ? 3 : 2;
+  const double alpha =
+      kParts.scale ? call.options<ops::ScaleOptions>(kParts.bias ? 2 : 1).factor : 1;
+  std::optional<at::Tensor> addend, extra;
+  if (kParts.bias) addend = kParts.scale ? at::mul(call.in(bias), alpha) : call.in(bias);
+  if (kParts.extra) extra = call.in(kExtra);
+  if (kParts.extra && !call.step().mutates.empty()) {
+    add_in_place(call, *extra, addend, alpha);
+    call.out(0, *extra);
     return;
   }
-  const at::Tensor product = product_of(call);
-  call.out(0, call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias),
-                                                 std::optional<at::Tensor>())[0]);
+  if constexpr (kParts.bias && !kParts.scale && !kParts.extra)
+    if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));
+  const at::Tensor product =
+      ops::linear_product(call, x, weight, product_dtype(call),
+                          {alpha, !kParts.bias && kParts.extra ? &*extra : nullptr});
+  call.out(0, kParts.bias ? call.run_into<kernel_ops::AddBias>({product}, product, addend, extra)[0]
+                          : product);
 }
 
-void linear_bias_add(Call& call) {
-  const at::Tensor product = product_of(call);
-  call.out(0, call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias),
-                                                 call.maybe(extra))[0]);
-}
-
-template <typename K>
-void linear_bias_activation(Call& call) {
+template <typename K, Parts kParts>
+void linear_activation(Call& call) {
   enum Write { z, y };
-  const at::Tensor product = product_of(call);
+  const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
+  // The sum with the bias, or what the activation makes of it, takes the product's memory. A z that
+  // is the product is no result of the kernel.
+  const bool is_z = !kParts.bias && call.wants(z);
   kernel_ops::ResultsOf<K> spare;
-  spare[call.wants(z) ? z : y] = product;
+  if (!is_z) spare[call.wants(z) ? z : y] = product;
   auto results =
-      call.run_into<K>(spare, product, call.maybe(bias),
-                       call.options<ops::ActivationOptions>(2).function, call.output_mask<2>());
-  for (const size_t write : {z, y})
-    if (call.wants(write)) call.out(write, std::move(results[write]));
+      call.run_into<K>(spare, product, kParts.bias ? call.maybe(bias) : std::nullopt,
+                       call.options<ops::ActivationOptions>(kParts.bias ? 2 : 1).function,
+                       std::array<bool, 2>{call.wants(z) && !is_z, call.wants(y)});
+  if (call.wants(z)) call.out(z, is_z ? product : std::move(results[z]));
+  if (call.wants(y)) call.out(y, std::move(results[y]));
 }
 
-Refusal refuse_mixed_dtypes(const Match& match) {
-  const MemberOperand y{0, "y"}, b{1, "bias"};
-  if (match.type(y).dtype == match.type(b).dtype) return std::nullopt;
-  return "the bias is " + std::string(c10::toString(match.type(b).dtype)) + " and the product " +
-         c10::toString(match.type(y).dtype);
+Refusal refuse_bias(const Match& match) {
+  return refuse_mixed(match, {1, "bias"}, "the bias", {0, "y"}, "the product");
 }
 
-Refusal refuse_linear_bias_add(const Match& match) {
-  if (match[{2, "x"}] != match[{1, "y"}] || match[{2, "extra"}] == match[{1, "y"}])
-    return "the product is the extra input of the sum";
-  return refuse_mixed_dtypes(match);
+template <Parts kParts>
+Refusal refuse_sum(const Match& match) {
+  const auto last = static_cast<uint32_t>(match.steps.size() - 1);
+  if (kParts.extra && is_own_extra(match, last)) return "the product is the extra input of the sum";
+  if (!kParts.bias) return std::nullopt;
+  const at::ScalarType dtype = match.type({1, "bias"}).dtype;
+  if (kParts.scale && dtype != at::kFloat && dtype != at::kDouble)
+    return std::string("factor * bias would round the bias once more, to ") + c10::toString(dtype);
+  return refuse_bias(match);
 }
+
+/// The steps of a pattern, and what the fused step reads, up to the last one.
+template <Parts kParts>
+Fusion begun(std::string_view name) {
+  Fusion fusion{.name = std::string(name), .pattern = {"basic_linear"}};
+  fusion.run.reads = {{0, "x"}, {0, "weight"}};
+  if (kParts.bias) {
+    fusion.pattern.emplace_back("bias");
+    fusion.run.reads.push_back({1, "bias"});
+  }
+  return fusion;
+}
+
+template <Parts kParts>
+Fusion sum(std::string_view name, std::string_view picture) {
+  Fusion fusion = begun<kParts>(name);
+  if (kParts.scale) fusion.pattern.emplace_back("constant_scale");
+  if (kParts.extra) {
+    fusion.run.mutates = {static_cast<uint32_t>(fusion.pattern.size())};
+    fusion.run.reads.push_back({fusion.run.mutates[0], "extra"});
+    fusion.pattern.push_back(
+        PatternStep("add_extra_input|add_extra_input.in_place").through("y", kAnyRead));
+  }
+  fusion.run.writes = {{static_cast<uint32_t>(fusion.pattern.size() - 1), "y"}};
+  fusion.run.run = linear_sum<kParts>;
+  fusion.refuse = refuse_sum<kParts>;
+  fusion.picture = picture;
+  return fusion;
+}
+
+template <typename K, Parts kParts>
+Fusion activated(std::string_view name, std::string_view family, std::string_view picture) {
+  Fusion fusion = begun<kParts>(name);
+  const auto last = static_cast<uint32_t>(fusion.pattern.size());
+  fusion.pattern.push_back(PatternStep::any_of(family));
+  fusion.run.writes = {{last - 1, "y"}, {last, "y"}};
+  fusion.run.run = linear_activation<K, kParts>;
+  if (kParts.bias) fusion.refuse = refuse_bias;
+  fusion.picture = picture;
+  return fusion;
+}
+
+void linear_backward_add(Call& call) {
+  enum Read { grad_y, weight, grad_residual };
+  const at::Tensor& addend = call.in(grad_residual);
+  call.out(0, ops::linear_grad_x(call, grad_y, weight, call.out_type(0).dtype, {1, &addend}));
+}
+
+Refusal refuse_linear_backward_add(const Match& match) {
+  if (!exists(match[{1, kOtherRead}])) return "the sum has no other term";
+  return refuse_mixed(match, {1, kOtherRead}, "the other gradient", {0, "grad_x"}, "the product");
+}
+
+ops::Epilogue scaled_by_factor(const Call& call) {
+  return {call.options<ops::ScaleOptions>().factor};
+}
+
+template <size_t kWrite>
+void linear_grad_x_scale(Call& call) {
+  enum Read { grad_y, weight };
+  if (call.wants(kWrite))
+    call.out(kWrite, ops::linear_grad_x(call, grad_y, weight, call.out_type(kWrite).dtype,
+                                        scaled_by_factor(call)));
+}
+
+template <size_t kRead, size_t kWrite>
+void linear_grad_weight_scale(Call& call) {
+  if (call.wants(kWrite))
+    call.out(kWrite, ops::linear_grad_weight(call, 0, kRead, call.out_type(kWrite).dtype,
+                                             scaled_by_factor(call)));
+}
+
+void linear_backward_scale(Call& call) {
+  linear_grad_x_scale<0>(call);
+  linear_grad_weight_scale<2, 1>(call);
+}
+
+Refusal refuse_other_dtype(const Match& match) {
+  return refuse_mixed(match, {0, "grad_x"}, "the scaled gradient", {0, "grad_y"}, "the gradient");
+}
+
+constexpr Parts kBias{.bias = true}, kBiasAdd{.bias = true, .extra = true},
+    kBiasScale{.bias = true, .scale = true},
+    kBiasScaleAdd{.bias = true, .scale = true, .extra = true}, kAdd{.extra = true},
+    kScale{.scale = true}, kScaleAdd{.scale = true, .extra = true}, kNone{};
 
 }  // namespace
 
-const Fusion kLinearBias{
-    .name = "linear_bias",
-    .pattern = {"basic_linear", "bias"},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}},
+const Fusion kLinearBias = sum<kBias>("linear_bias", "x, weight -> product -> + bias -> y");
+const Fusion kLinearBiasAdd =
+    sum<kBiasAdd>("linear_bias_add", "x, weight -> product -> + bias -> + extra -> y");
+const Fusion kLinearBiasScale =
+    sum<kBiasScale>("linear_bias_scale", "x, weight -> factor * product -> + factor * bias -> y");
+const Fusion kLinearBiasScaleAdd = sum<kBiasScaleAdd>(
+    "linear_bias_scale_add", "x, weight -> factor * product -> + factor * bias -> + extra -> y");
+const Fusion kLinearAdd = sum<kAdd>("linear_add", "x, weight, extra -> product + extra -> y");
+const Fusion kLinearScale = sum<kScale>("linear_scale", "x, weight -> factor * product -> y");
+const Fusion kLinearScaleAdd =
+    sum<kScaleAdd>("linear_scale_add", "x, weight, extra -> factor * product + extra -> y");
+
+const Fusion kLinearBiasActivation = activated<kernel_ops::ActivationForward, kBias>(
+    "linear_bias_activation", "activation",
+    "x, weight -> product -> + bias -> z (if demanded) -> act -> y");
+const Fusion kLinearActivation = activated<kernel_ops::ActivationForward, kNone>(
+    "linear_activation", "activation", "x, weight -> product z (if demanded) -> act -> y");
+const Fusion kLinearBiasGlu = activated<kernel_ops::GluForward, kBias>(
+    "linear_bias_glu", "glu",
+    "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
+const Fusion kLinearGlu = activated<kernel_ops::GluForward, kNone>(
+    "linear_glu", "glu", "x, weight -> product z = [a, b] (if demanded) -> act(a) b -> y");
+
+const Fusion kLinearBackwardAdd{
+    .name = "linear_backward_add",
+    .pass = Pass::backward,
+    .pattern = {"basic_linear.grad_x", StepKind::add},
+    .run = {.reads = {{0, "grad_y"}, {0, "weight"}, {1, kOtherRead}},
             .writes = {{1, "y"}},
-            .run = linear_bias},
-    .refuse = refuse_mixed_dtypes,
-    .picture = "x, weight -> product -> + bias -> y",
+            .run = linear_backward_add},
+    .refuse = refuse_linear_backward_add,
+    .picture = "grad_y, weight, grad_residual -> product + grad_residual -> grad_x",
 };
 
-const Fusion kLinearBiasAdd{
-    .name = "linear_bias_add",
-    .pattern = {"basic_linear", "bias", PatternStep("add_extra_input").through("y", kAnyRead)},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}, {2, "extra"}},
-            .writes = {{2, "y"}},
-            .run = linear_bias_add},
-    .refuse = refuse_linear_bias_add,
-    .picture = "x, weight -> product -> + bias -> + extra -> y",
+const Fusion kLinearBackwardScale{
+    .name = "linear_backward_scale",
+    .pass = Pass::backward,
+    .pattern = {"constant_scale.backward", "basic_linear.grad_x",
+                PatternStep("basic_linear.grad_weight").behind(0)},
+    .run = {.reads = {{0, "grad_y"}, {1, "weight"}, {2, "x"}},
+            .writes = {{1, "grad_x"}, {2, "grad_weight"}},
+            .run = linear_backward_scale},
+    .refuse = refuse_other_dtype,
+    .picture = "grad_y, weight, x -> factor * products -> grad_x, grad_weight",
 };
 
-const Fusion kLinearBiasActivation{
-    .name = "linear_bias_activation",
-    .pattern = {"basic_linear", "bias", PatternStep::any_of("activation")},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}},
-            .writes = {{1, "y"}, {2, "y"}},
-            .run = linear_bias_activation<kernel_ops::ActivationForward>},
-    .refuse = refuse_mixed_dtypes,
-    .picture = "x, weight -> product -> + bias -> z (if demanded) -> act -> y",
+const Fusion kLinearGradXScale{
+    .name = "linear_grad_x_scale",
+    .pass = Pass::backward,
+    .pattern = {"constant_scale.backward", "basic_linear.grad_x"},
+    .run = {.reads = {{0, "grad_y"}, {1, "weight"}},
+            .writes = {{1, "grad_x"}},
+            .run = linear_grad_x_scale<0>},
+    .refuse = refuse_other_dtype,
+    .picture = "grad_y, weight -> factor * product -> grad_x",
 };
 
-const Fusion kLinearBiasGlu{
-    .name = "linear_bias_glu",
-    .pattern = {"basic_linear", "bias", PatternStep::any_of("glu")},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}},
-            .writes = {{1, "y"}, {2, "y"}},
-            .run = linear_bias_activation<kernel_ops::GluForward>},
-    .refuse = refuse_mixed_dtypes,
-    .picture = "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y",
+const Fusion kLinearGradWeightScale{
+    .name = "linear_grad_weight_scale",
+    .pass = Pass::backward,
+    .pattern = {"constant_scale.backward", "basic_linear.grad_weight"},
+    .run = {.reads = {{0, "grad_y"}, {1, "x"}},
+            .writes = {{1, "grad_weight"}},
+            .run = linear_grad_weight_scale<1, 0>},
+    .refuse = refuse_other_dtype,
+    .picture = "grad_y, x -> factor * product -> grad_weight",
 };
 
 }  // namespace tandem::fusions

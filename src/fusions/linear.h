@@ -1,29 +1,41 @@
-// Fusions of a product with what follows it: after the product there is one pass over memory.
+// Fusions of a product with what follows it, and of its gradients with what comes before and after
+// them: at most one pass over memory beside the product.
 #pragma once
 
 #include "core/fusion.h"
 
 namespace tandem::fusions {
 
-/// linear -> bias
+/// linear (-> bias) (-> constant_scale) (-> add_extra_input)
 ///
-///   x, weight -> product -> + bias -> y
-extern const Fusion kLinearBias;
-
-/// linear -> bias -> add_extra_input
+///   x, weight -> product -> + bias -> * factor -> + extra -> y
 ///
-///   x, weight -> product -> + bias -> + extra -> y
-extern const Fusion kLinearBiasAdd;
+/// Without a bias the product itself multiplies and adds. An extra input that is written in place
+/// is what it adds to.
+extern const Fusion kLinearBias, kLinearBiasAdd, kLinearBiasScale, kLinearBiasScaleAdd, kLinearAdd,
+    kLinearScale, kLinearScaleAdd;
 
-/// linear -> bias -> activation
+/// linear (-> bias) -> activation
 ///
 ///   x, weight -> product -> + bias -> act -> y
 ///                              |
 ///                              +--> z, written only if demanded: the activation's backward reads
 ///                              it
-extern const Fusion kLinearBiasActivation;
+extern const Fusion kLinearBiasActivation, kLinearActivation;
 
-/// linear -> bias -> gated linear unit, likewise
-extern const Fusion kLinearBiasGlu;
+/// linear (-> bias) -> gated linear unit, likewise
+extern const Fusion kLinearBiasGlu, kLinearGlu;
+
+/// Backward of a linear that reads the residual stream: grad_x = grad_y W + grad_residual
+///
+///   grad_y, weight -> product -> + grad_residual -> grad_x
+extern const Fusion kLinearBackwardAdd;
+
+/// Backward of linear -> constant_scale: each product is multiplied by the factor, the gradient
+/// between the two is not written.
+///
+///   grad_y, weight -> factor * product -> grad_x
+///   grad_y, x      -> factor * product -> grad_weight
+extern const Fusion kLinearBackwardScale, kLinearGradXScale, kLinearGradWeightScale;
 
 }  // namespace tandem::fusions

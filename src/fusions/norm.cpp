@@ -1,6 +1,7 @@
 #include "fusions/norm.h"
 
 #include "core/call.h"
+#include "fusions/refusals.h"
 #include "kernel_ops/norm.h"
 #include "tandem/op_options.h"
 
@@ -28,6 +29,26 @@ void layer_norm_quantize(Call& call) {
       std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
+void add_rms_norm(Call& call) {
+  enum Read { x, extra, weight };
+  enum Write { sum, y, inv_rms };
+  const auto& norm = call.options<ops::NormOptions>(1);
+  auto results = call.run<kernel_ops::AddNormForward>(
+      call.in(x), call.in(extra), call.in(weight), std::optional<at::Tensor>(), norm.eps,
+      norm.zero_centered_gamma, std::array{call.wants(sum)});
+  if (call.wants(sum)) call.out(sum, std::move(results[0]));
+  if (call.wants(y)) call.out(y, std::move(results[1]));
+  if (call.wants(inv_rms)) call.out(inv_rms, std::move(results[3]));
+}
+
+void add_layer_norm(Call& call) {
+  enum Read { x, extra, weight, bias };
+  const auto& norm = call.options<ops::NormOptions>(1);
+  call.write<kernel_ops::AddNormForward>(call.in(x), call.in(extra), call.in(weight),
+                                         call.maybe(bias), norm.eps, norm.zero_centered_gamma,
+                                         call.output_mask<1>());
+}
+
 void rms_norm_backward_add(Call& call) {
   enum Read { grad_y, x, weight, inv_rms, grad_residual };
   call.write<kernel_ops::RmsNormBackward>(
@@ -48,10 +69,8 @@ Refusal refuse_same_gradient_twice(const Match& match) {
   return "the sum has no other term";
 }
 
-Refusal refuse_without_codes(const Match& match) {
-  if (exists(match.written({1, "row_codes"})) || exists(match.written({1, "column_codes"})))
-    return std::nullopt;
-  return "no codes are asked for, only the amax of what is read as it is";
+Refusal refuse_add_norm(const Match& match) {
+  return refuse_foreign_extra(match, 0, {1, "weight"});
 }
 
 }  // namespace
@@ -80,6 +99,26 @@ const Fusion kLayerNormQuantize{
             .run = layer_norm_quantize},
     .refuse = refuse_without_codes,
     .picture = "x -> layer_norm -> y (if demanded) -> codes, scales, amax",
+};
+
+const Fusion kAddRmsNorm{
+    .name = "add_rms_norm",
+    .pattern = {"add_extra_input", "rms_norm"},
+    .run = {.reads = {{0, "x"}, {0, "extra"}, {1, "weight"}},
+            .writes = {{0, "y"}, {1, "y"}, {1, "inv_rms"}},
+            .run = add_rms_norm},
+    .refuse = refuse_add_norm,
+    .picture = "x + extra -> sum (if demanded) -> rms_norm -> y",
+};
+
+const Fusion kAddLayerNorm{
+    .name = "add_layer_norm",
+    .pattern = {"add_extra_input", "layer_norm"},
+    .run = {.reads = {{0, "x"}, {0, "extra"}, {1, "weight"}, {1, "bias"}},
+            .writes = {{0, "y"}, {1, "y"}, {1, "mean"}, {1, "inv_std"}},
+            .run = add_layer_norm},
+    .refuse = refuse_add_norm,
+    .picture = "x + extra -> sum (if demanded) -> layer_norm -> y",
 };
 
 const Fusion kRmsNormBackwardAdd{

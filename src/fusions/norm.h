@@ -13,6 +13,14 @@ namespace tandem::fusions {
 /// The same bits as one after the other; y is not written to memory for its own sake.
 extern const Fusion kRmsNormQuantize, kLayerNormQuantize;
 
+/// add_extra_input -> rms_norm, add_extra_input -> layer_norm: the sum of the residual stream and
+/// the norm of the next branch, in one pass
+///
+///   x, extra -> + -> norm -> y
+///               |
+///               +--> sum, written only if demanded
+extern const Fusion kAddRmsNorm, kAddLayerNorm;
+
 /// Backward of a norm at the head of a residual branch: grad_x = norm.backward(grad_y) +
 /// grad_residual
 ///

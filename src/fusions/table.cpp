@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "fusions/activation.h"
+#include "fusions/dropout.h"
 #include "fusions/linear.h"
 #include "fusions/norm.h"
 
@@ -25,10 +26,30 @@ std::vector<Fusion> longest_first(std::vector<Fusion> fusions) {
 
 std::span<const Fusion> built_in_fusions(Pass pass) {
   using namespace fusions;
-  static const auto forward = longest_first({kLinearBiasActivation, kLinearBiasGlu, kLinearBiasAdd,
-                                             kLinearBias, kRmsNormQuantize, kLayerNormQuantize});
+  static const auto forward = longest_first({kLinearBiasScaleAdd,
+                                             kLinearBiasActivation,
+                                             kLinearBiasGlu,
+                                             kLinearBiasAdd,
+                                             kLinearBiasScale,
+                                             kLinearScaleAdd,
+                                             kBiasDropoutAdd,
+                                             kAddRmsNorm,
+                                             kAddLayerNorm,
+                                             kDropoutAdd,
+                                             kActivationQuantize,
+                                             kGluQuantize,
+                                             kLinearActivation,
+                                             kLinearGlu,
+                                             kLinearAdd,
+                                             kLinearScale,
+                                             kLinearBias,
+                                             kBiasActivation,
+                                             kBiasGlu,
+                                             kRmsNormQuantize,
+                                             kLayerNormQuantize});
   static const auto backward = longest_first(
-      {kActivationBackwardBias, kGluBackwardBias, kRmsNormBackwardAdd, kLayerNormBackwardAdd});
+      {kLinearBackwardScale, kActivationBackwardBias, kGluBackwardBias, kRmsNormBackwardAdd,
+       kLayerNormBackwardAdd, kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});
   switch (pass) {
     case Pass::forward:
       return forward;

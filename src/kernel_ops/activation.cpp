@@ -1,64 +1,24 @@
 #include "kernel_ops/activation.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/result_type.h>
 
-#include "kernel_ops/activation_reference.h"
+#include "kernel_ops/activation_function.h"
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/register.h"
 #include "kernel_ops/shapes.h"
-#include "kernels/activation.h"
 
 namespace tandem::kernel_ops {
 
 namespace {
 
-/// An activation and its reference.
-struct Row {
-  kernels::Activation activation;
-  Tensor (*value)(const Tensor& z);
-  Tensor (*grad)(const Tensor& grad_y, const Tensor& z);
-};
-
-template <size_t... kIndex>
-constexpr auto table(std::index_sequence<kIndex...>) {
-  return std::array{Row{Activation{kIndex}, ActivationReference<Activation{kIndex}>::value,
-                        ActivationReference<Activation{kIndex}>::grad}...};
-}
-
-const Row& row_of(std::string_view name) {
-  static constexpr auto kRows = table(kernels::ActivationIndices());
-  for (const Row& row : kRows)
-    if (kernels::kActivationNames[static_cast<size_t>(row.activation)] == name) return row;
-  std::string names;
-  for (const auto& known : kernels::kActivationNames)
-    names += (names.empty() ? "" : ", ") + std::string(known);
-  TORCH_CHECK_VALUE(false, "activation: expected one of ", names, ", got \"", name,
-                    "\". Use one of these or write the op in Python.");
-}
-
-kernels::Activation activation_of(std::string_view name) { return row_of(name).activation; }
-
 Tensor widened(const Tensor& z) { return z.to(wide(z.scalar_type())); }
-
-Tensor value(const Tensor& z, std::string_view activation) { return row_of(activation).value(z); }
-Tensor grad_of(const Tensor& grad, const Tensor& z, std::string_view activation) {
-  return row_of(activation).grad(grad, z);
-}
 
 ResultSpec columns_of(const Tensor& z, bool wanted) {
   if (!wanted) return {{0}, z.scalar_type(), false};
   return {{z.sym_size(-1)}, z.scalar_type(), true};
-}
-
-ResultSpec half_of(const Tensor& z, at::ScalarType dtype, bool wanted) {
-  if (!wanted) return {{0}, dtype, false};
-  c10::SymDimVector sizes = sizes_of(z);
-  sizes.back() = sizes.back() / 2;
-  return {sizes, dtype, true};
 }
 
 at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
@@ -87,17 +47,35 @@ Tensor or_scratch(const Tensor& result, const Tensor& z) {
   return result.defined() ? result : at::empty(z.sizes(), z.options());
 }
 
+Results<2> forward_reference(const ActivationFunction& function, const Tensor& x,
+                             const std::optional<Tensor>& bias, std::array<bool, 2> output_mask) {
+  const Tensor z = biased(x, bias);
+  return {output_mask[0] ? fresh(z, x) : masked_out(z),
+          output_mask[1] ? function.value(widened(z)).to(z.scalar_type()) : masked_out(z)};
+}
+
+Results<3> backward_reference(const ActivationFunction& function, const Tensor& grad_y,
+                              const Tensor& z, std::array<bool, 3> output_mask) {
+  const Tensor source = widened(z);
+  const Tensor grad_z = function.grad(grad_y.to(source.scalar_type()), source).to(z.scalar_type());
+  return {output_mask[0] ? grad_z : masked_out(z),
+          output_mask[1] ? column_sums(grad_z) : masked_out(z),
+          output_mask[2] ? function.value(source).to(z.scalar_type()) : masked_out(z)};
+}
+
 void check_operands(std::string_view op, const Tensor& x, const std::optional<Tensor>& bias) {
   if (bias) check_last_dim(op, x, *bias, "bias");
 }
 
 }  // namespace
 
-Tensor activation(std::string_view name, const Tensor& z) { return value(z, name); }
+Tensor activation(std::string_view name, const Tensor& z) {
+  return ActivationFunction(name, /*is_gated=*/false).value(z);
+}
 
 Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
                                    std::string_view activation, std::array<bool, 2> output_mask) {
-  activation_of(activation);
+  ActivationFunction(activation, /*is_gated=*/false);  // throws for one that is none
   check_operands("activation", x, bias);
   const auto dtype = sum_dtype(x, bias);
   return {like(x, dtype, output_mask[0]), like(x, dtype, output_mask[1])};
@@ -106,21 +84,21 @@ Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>&
 void ActivationForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
                             std::string_view activation, std::array<bool, 2>, Results<2>& results) {
   kernels::cpu::activation_forward(
-      activation_of(activation), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
-      rows_out(results[0]), rows_out(or_scratch(results[1], x, like(x, sum_dtype(x, bias)))));
+      ActivationFunction(activation, /*is_gated=*/false).kernel(), RowsIn(x), VectorIn(bias),
+      element_of(sum_dtype(x, bias)), rows_out(results[0]),
+      rows_out(or_scratch(results[1], x, like(x, sum_dtype(x, bias)))));
 }
 
 Results<2> ActivationForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
                                         std::string_view activation,
                                         std::array<bool, 2> output_mask) {
-  const Tensor z = biased(x, bias);
-  return {output_mask[0] ? fresh(z, x) : masked_out(z),
-          output_mask[1] ? value(widened(z), activation).to(z.scalar_type()) : masked_out(z)};
+  return forward_reference(ActivationFunction(activation, /*is_gated=*/false), x, bias,
+                           output_mask);
 }
 
 Specs<3> ActivationBackward::shapes(const Tensor& grad_y, const Tensor& z,
                                     std::string_view activation, std::array<bool, 3> output_mask) {
-  activation_of(activation);
+  ActivationFunction(activation, /*is_gated=*/false);
   check_same_shape("activation_backward", grad_y, "grad_y", z, "z");
   return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
           like(z, z.scalar_type(), output_mask[2])};
@@ -128,77 +106,65 @@ Specs<3> ActivationBackward::shapes(const Tensor& grad_y, const Tensor& z,
 
 void ActivationBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
                              std::array<bool, 3>, Results<3>& results) {
-  kernels::cpu::activation_backward(activation_of(activation), RowsIn(grad_y), RowsIn(z),
-                                    rows_out(or_scratch(results[0], z)), vector_out(results[1]),
-                                    rows_out(results[2]));
+  kernels::cpu::activation_backward(ActivationFunction(activation, /*is_gated=*/false).kernel(),
+                                    RowsIn(grad_y), RowsIn(z), rows_out(or_scratch(results[0], z)),
+                                    vector_out(results[1]), rows_out(results[2]));
 }
 
 Results<3> ActivationBackward::reference(const Tensor& grad_y, const Tensor& z,
                                          std::string_view activation,
                                          std::array<bool, 3> output_mask) {
-  const Tensor source = widened(z);
-  const Tensor grad_z =
-      grad_of(grad_y.to(source.scalar_type()), source, activation).to(z.scalar_type());
-  return {output_mask[0] ? grad_z : masked_out(z),
-          output_mask[1] ? column_sums(grad_z) : masked_out(z),
-          output_mask[2] ? value(source, activation).to(z.scalar_type()) : masked_out(z)};
+  return backward_reference(ActivationFunction(activation, /*is_gated=*/false), grad_y, z,
+                            output_mask);
 }
 
 Specs<2> GluForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
                             std::string_view activation, std::array<bool, 2> output_mask) {
-  activation_of(activation);
-  check_even_last_dim("glu", x);
+  const ActivationFunction function(activation, /*is_gated=*/true);
+  function.check("glu", x);
   check_operands("glu", x, bias);
   const auto dtype = sum_dtype(x, bias);
-  return {like(x, dtype, output_mask[0]), half_of(x, dtype, output_mask[1])};
+  return {like(x, dtype, output_mask[0]), function.y_like(x, dtype, output_mask[1])};
 }
 
 void GluForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
                      std::string_view activation, std::array<bool, 2>, Results<2>& results) {
+  const ActivationFunction function(activation, /*is_gated=*/true);
   kernels::cpu::glu_forward(
-      activation_of(activation), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
+      function.kernel(), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
       rows_out(results[0]),
-      rows_out(or_scratch(results[1], x, half_of(x, sum_dtype(x, bias), true))));
+      rows_out(or_scratch(results[1], x, function.y_like(x, sum_dtype(x, bias), true))));
 }
 
 Results<2> GluForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
                                  std::string_view activation, std::array<bool, 2> output_mask) {
-  const Tensor z = biased(x, bias);
-  const auto halves = widened(z).chunk(2, -1);
-  return {output_mask[0] ? fresh(z, x) : masked_out(z),
-          output_mask[1] ? (value(halves[0], activation) * halves[1]).to(z.scalar_type())
-                         : masked_out(z)};
+  return forward_reference(ActivationFunction(activation, /*is_gated=*/true), x, bias, output_mask);
 }
 
 Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
                              std::array<bool, 3> output_mask) {
-  activation_of(activation);
-  check_even_last_dim("glu_backward", z);
-  const c10::SymDimVector half = half_of(z, z.scalar_type(), true).sizes;
+  const ActivationFunction function(activation, /*is_gated=*/true);
+  function.check("glu_backward", z);
+  const c10::SymDimVector half = function.y_like(z, z.scalar_type(), true).sizes;
   TORCH_CHECK_VALUE(grad_y.sym_sizes() == c10::SymIntArrayRef(half),
                     "glu_backward: expected grad_y with half the last dimension of z, ",
                     z.sym_sizes(), ", got ", grad_y.sym_sizes(),
                     ". Pass the gradient of what the forward op returned.");
   return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
-          half_of(z, z.scalar_type(), output_mask[2])};
+          function.y_like(z, z.scalar_type(), output_mask[2])};
 }
 
 void GluBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
                       std::array<bool, 3>, Results<3>& results) {
-  kernels::cpu::glu_backward(activation_of(activation), RowsIn(grad_y), RowsIn(z),
-                             rows_out(or_scratch(results[0], z)), vector_out(results[1]),
-                             rows_out(results[2]));
+  kernels::cpu::glu_backward(ActivationFunction(activation, /*is_gated=*/true).kernel(),
+                             RowsIn(grad_y), RowsIn(z), rows_out(or_scratch(results[0], z)),
+                             vector_out(results[1]), rows_out(results[2]));
 }
 
 Results<3> GluBackward::reference(const Tensor& grad_y, const Tensor& z,
                                   std::string_view activation, std::array<bool, 3> output_mask) {
-  const auto halves = widened(z).chunk(2, -1);
-  const Tensor grad = grad_y.to(halves[0].scalar_type()), gate = value(halves[0], activation);
-  const Tensor grad_z = at::cat({grad_of(grad * halves[1], halves[0], activation), grad * gate}, -1)
-                            .to(z.scalar_type());
-  return {output_mask[0] ? grad_z : masked_out(z),
-          output_mask[1] ? column_sums(grad_z) : masked_out(z),
-          output_mask[2] ? (gate * halves[1]).to(z.scalar_type()) : masked_out(z)};
+  return backward_reference(ActivationFunction(activation, /*is_gated=*/true), grad_y, z,
+                            output_mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

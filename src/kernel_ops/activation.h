@@ -9,7 +9,8 @@ namespace tandem::kernel_ops {
 /// act(z) as a user of libtorch would write it. Throws c10::ValueError for a name that is none.
 TANDEM_API Tensor activation(std::string_view name, const Tensor& z);
 
-/// z = x + bias; y = act(z). `activation` is the name of a row of tandem/activations.h.
+/// z = x + bias; y = act(z). `activation` is the name of a row of tandem/activations.h, of a gated
+/// unit what activation_function.h says.
 ///
 /// Shapes:      x [..., cols], bias [cols] -> z, y like x.
 /// Dtypes:      z and y as x + bias promotes.
@@ -47,8 +48,8 @@ struct ActivationBackward {
                               std::array<bool, 3> output_mask);
 };
 
-/// y = act(a) * b with [a, b] the halves of the last dimension of z = x + bias: the gate is the
-/// first half.
+/// y = act(a) * b, or the unit's formula, with [a, b] the halves of the last dimension of z = x +
+/// bias, or blocks by turns: the gate comes first.
 ///
 /// Shapes:      x [..., 2 * cols], bias [2 * cols] -> z like x, y [..., cols].
 /// output_mask: z, y.

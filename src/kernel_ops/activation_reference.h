@@ -1,9 +1,10 @@
 // The activations in torch's operations, which can be differentiated again: a specialization for
-// each row of tandem/activations.h.
+// each row of tandem/activations.h, and for each unit that has numbers.
 #pragma once
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/sigmoid.h>
@@ -19,9 +20,22 @@ namespace tandem::kernel_ops {
 using kernels::Activation;
 
 /// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z it is finite where grad_y
-/// is; at an infinite z it is what torch's formulas give, which for gelu and silu is NaN.
+/// is; at an infinite z it is what torch's formulas give, which for gelu, qgelu and silu is NaN.
 template <Activation>
 struct ActivationReference;
+
+/// The same for a gated unit with numbers, of its gate; y = value(a) other(b).
+template <Activation>
+struct UnitReference;
+
+/// z sigmoid(rate z), and its gradient.
+inline at::Tensor linear_gate(const at::Tensor& z, double rate) {
+  return z * at::sigmoid(rate * z);
+}
+inline at::Tensor linear_gate_grad(const at::Tensor& grad_y, const at::Tensor& z, double rate) {
+  const at::Tensor s = at::sigmoid(rate * z);
+  return grad_y * (s + (rate * (1 - s)) * (z * s));
+}
 
 template <>
 struct ActivationReference<Activation::gelu> {
@@ -51,6 +65,76 @@ struct ActivationReference<Activation::relu> {
   static at::Tensor value(const at::Tensor& z) { return at::relu(z); }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
     return at::where(z <= 0, at::zeros_like(grad_y), grad_y);
+  }
+};
+
+template <>
+struct ActivationReference<Activation::sigmoid> {
+  static at::Tensor value(const at::Tensor& z) { return at::sigmoid(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    const at::Tensor s = at::sigmoid(z);
+    return grad_y * (s * (1 - s));
+  }
+};
+
+template <>
+struct ActivationReference<Activation::qgelu> {
+  static at::Tensor value(const at::Tensor& z) { return linear_gate(z, 1.702); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    return linear_gate_grad(grad_y, z, 1.702);
+  }
+};
+
+template <>
+struct ActivationReference<Activation::srelu> {
+  static at::Tensor value(const at::Tensor& z) {
+    const at::Tensor on = at::relu(z);
+    return on * on;
+  }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    return at::where(z <= 0, at::zeros_like(grad_y), 2 * z * grad_y);
+  }
+};
+
+template <>
+struct UnitReference<Activation::situglu> {
+  using Numbers = kernels::UnitNumbers;
+  static at::Tensor value(const at::Tensor& a, const Numbers& numbers) {
+    return bounded(a, numbers[0]) * at::sigmoid(a);
+  }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& a, const Numbers& numbers) {
+    const at::Tensor t = at::tanh(a / numbers[0]), s = at::sigmoid(a);
+    return grad_y * (s * ((1 - t * t) + numbers[0] * t * (1 - s)));
+  }
+  static at::Tensor other(const at::Tensor& b, const Numbers& numbers) {
+    return bounded(b, numbers[1]);
+  }
+  static at::Tensor other_grad(const at::Tensor& grad, const at::Tensor& b,
+                               const Numbers& numbers) {
+    const at::Tensor t = at::tanh(b / numbers[1]);
+    return grad * (1 - t * t);
+  }
+
+ private:
+  static at::Tensor bounded(const at::Tensor& x, double beta) { return beta * at::tanh(x / beta); }
+};
+
+template <>
+struct UnitReference<Activation::clamped_swiglu> {
+  using Numbers = kernels::UnitNumbers;
+  static at::Tensor value(const at::Tensor& a, const Numbers& numbers) {
+    return linear_gate(at::clamp_max(a, numbers[0]), numbers[1]);
+  }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& a, const Numbers& numbers) {
+    const at::Tensor grad_a = linear_gate_grad(grad_y, at::clamp_max(a, numbers[0]), numbers[1]);
+    return at::where(a <= numbers[0], grad_a, at::zeros_like(grad_a));
+  }
+  static at::Tensor other(const at::Tensor& b, const Numbers& numbers) {
+    return at::clamp(b, -numbers[0], numbers[0]) + numbers[2];
+  }
+  static at::Tensor other_grad(const at::Tensor& grad, const at::Tensor& b,
+                               const Numbers& numbers) {
+    return at::where((b >= -numbers[0]).logical_and(b <= numbers[0]), grad, at::zeros_like(grad));
   }
 };
 

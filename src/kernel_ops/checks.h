@@ -46,11 +46,13 @@ inline void check_same_shape(std::string_view op, const at::Tensor& a, std::stri
                     a_name, " before the call.");
 }
 
-/// `statistic` must have one element per row of x.
+/// `statistic` must have one element per row of x, which is its last `row_dims` dimensions.
 inline void check_statistic(std::string_view op, const at::Tensor& x, const at::Tensor& statistic,
-                            std::string_view name) {
+                            std::string_view name, int64_t row_dims) {
   c10::SymInt rows = 1;
-  for (const c10::SymInt& size : x.sym_sizes().slice(0, x.sym_sizes().size() - 1)) rows *= size;
+  const auto sizes = x.sym_sizes();
+  for (const c10::SymInt& size : sizes.slice(0, sizes.size() - static_cast<size_t>(row_dims)))
+    rows *= size;
   TORCH_CHECK_VALUE(statistic.sym_numel() == rows, op, ": expected ", name, " with ", rows,
                     " elements, one per row of x ", x.sym_sizes(), ", got shape ",
                     statistic.sym_sizes(), ". Pass what the forward op returned.");

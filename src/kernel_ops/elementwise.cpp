@@ -103,6 +103,25 @@ Results<1> Dropout::reference(const Tensor& x, const Tensor& seed, double p) {
   return {at::where(keep, x.to(wide(x.scalar_type())) * (1 / (1 - p)), 0.0).to(x.scalar_type())};
 }
 
+Specs<1> DropoutAdd::shapes(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed,
+                            double p, const std::optional<Tensor>& extra) {
+  Dropout::shapes(x, seed, p);
+  return AddBias::shapes(x, bias, extra);
+}
+
+void DropoutAdd::cpu(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed,
+                     double p, const std::optional<Tensor>& extra, Results<1>& results) {
+  kernels::cpu::dropout_add(RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
+                            static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), p,
+                            RowsIn(extra), rows_out(results[0]));
+}
+
+Results<1> DropoutAdd::reference(const Tensor& x, const std::optional<Tensor>& bias,
+                                 const Tensor& seed, double p, const std::optional<Tensor>& extra) {
+  const Tensor kept = Dropout::reference(bias ? x + *bias : x, seed, p)[0];
+  return {extra ? kept + *extra : kept};
+}
+
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<AddBias>(
       library,
@@ -111,6 +130,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, SumRows::cpu}});
   register_kernel_op<Dropout>(library,
                               {{"cpu", at::kCPU, Takes<kArithmetic, kSeed>::these, Dropout::cpu}});
+  register_kernel_op<DropoutAdd>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kSeed, kArithmetic>::these,
+                 DropoutAdd::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

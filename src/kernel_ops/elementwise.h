@@ -46,4 +46,21 @@ struct Dropout {
   static Results<1> reference(const Tensor& x, const Tensor& seed, double p);
 };
 
+/// y = dropout(x + bias) + extra, each of the three rounded as the ops by themselves round.
+///
+/// Shapes: x [..., cols], bias [cols], seed int64 with one element, extra like x -> y like x, in
+///         the promoted dtype.
+struct DropoutAdd {
+  static constexpr const char* kName = "dropout_add";
+  static constexpr const char* kQualifiedName = "tandem::dropout_add";
+  static constexpr const char* kSchema =
+      "dropout_add(Tensor x, Tensor? bias, Tensor seed, float p, Tensor? extra) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed,
+                         double p, const std::optional<Tensor>& extra);
+  static void cpu(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed, double p,
+                  const std::optional<Tensor>& extra, Results<1>& results);
+  static Results<1> reference(const Tensor& x, const std::optional<Tensor>& bias,
+                              const Tensor& seed, double p, const std::optional<Tensor>& extra);
+};
+
 }  // namespace tandem::kernel_ops

@@ -3,8 +3,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isinf.h>
+#include <ATen/ops/result_type.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/where.h>
+
+#include <algorithm>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/memory.h"
@@ -34,13 +37,38 @@ Tensor gamma_of(const Tensor& weight, bool zero_centered_gamma, at::ScalarType d
 }
 Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
 
+/// The last dimensions, as many as weight has: those of a row.
+c10::DimVector row_dims(const Tensor& weight) {
+  c10::DimVector dims;
+  for (int64_t d = weight.dim(); d > 0; --d) dims.push_back(-d);
+  return dims;
+}
+Tensor row_means(const Tensor& x, const Tensor& weight) {
+  return x.mean(row_dims(weight), /*keepdim=*/true);
+}
 /// One value per row, shaped to broadcast over x.
-Tensor per_row(const Tensor& statistic, const Tensor& x) {
+Tensor per_row(const Tensor& statistic, const Tensor& x, int64_t dims = 1) {
   c10::SymDimVector sizes = sizes_of(x);
-  sizes.back() = 1;
+  std::fill(sizes.end() - dims, sizes.end(), 1);
   return statistic.reshape_symint(sizes);
 }
-Tensor over_rows(const Tensor& x) { return x.reshape_symint({rows_of(x), x.sym_size(-1)}); }
+/// Sums over rows, like weight.
+Tensor column_sums(const Tensor& x, const Tensor& weight) {
+  const Tensor rows = x.reshape_symint({rows_of(x, weight.dim()), weight.sym_numel()});
+  return rows.sum(0).reshape_symint(weight.sym_sizes()).to(weight.scalar_type());
+}
+
+/// `parameter` must have the sizes of the last dimensions of x, one or more.
+void check_row_shape(std::string_view op, const Tensor& x, const Tensor& parameter,
+                     std::string_view name) {
+  const int64_t dims = parameter.dim();
+  if (dims <= 1) return check_last_dim(op, x, parameter, name);
+  const auto sizes = x.sym_sizes();
+  TORCH_CHECK_VALUE(
+      x.dim() >= dims && sizes.slice(static_cast<size_t>(x.dim() - dims)) == parameter.sym_sizes(),
+      op, ": expected ", name, " of the shape of the last ", dims, " dimensions of x ", sizes,
+      ", got ", parameter.sym_sizes(), ". Build the op with their sizes or reshape x.");
+}
 
 float* statistics_out(const Tensor& tensor) { return tensor.data_ptr<float>(); }
 
@@ -62,7 +90,9 @@ template <typename Norm>
 void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& weight,
                    const std::optional<Tensor>& scale, const Quantizer& quantizer, Tensor y,
                    Group group, Norm&& norm) {
-  if (quantizer.scaling->norm_quantize != nullptr && group[row_codes].defined()) {
+  // Codes of a column lie along the last dimension but one of y, which a row then goes beyond.
+  if (quantizer.scaling->norm_quantize != nullptr && group[row_codes].defined() &&
+      weight.dim() == 1) {
     quantizer.scaling->norm_quantize(fused, quantizer, group);
     return;
   }
@@ -71,25 +101,32 @@ void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& w
   quantizer.scaling->quantize(y, scale, quantizer, group);
 }
 
+/// The bias of a norm has the shape of its weight.
+void check_bias(std::string_view op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  if (weight.dim() == 1) return check_last_dim(op, x, bias, "bias");
+  check_same_shape(op, bias, "bias", weight, "weight");
+}
+
 }  // namespace
 
 Specs<2> RmsNormForward::shapes(const Tensor& x, const Tensor& weight, double, bool) {
-  check_last_dim("rms_norm", x, weight, "weight");
-  return {like(x, weight.scalar_type()), ResultSpec{{rows_of(x)}, statistics(wide(x, weight))}};
+  check_row_shape("rms_norm", x, weight, "weight");
+  return {like(x, weight.scalar_type()),
+          ResultSpec{{rows_of(x, weight.dim())}, statistics(wide(x, weight))}};
 }
 
 void RmsNormForward::cpu(const Tensor& x, const Tensor& weight, double eps,
                          bool zero_centered_gamma, Results<2>& results) {
-  kernels::cpu::rms_norm_forward(RowsIn(x), VectorIn(weight),
-                                 norm_options(eps, zero_centered_gamma), rows_out(results[0]),
-                                 statistics_out(results[1]));
+  kernels::cpu::rms_norm_forward(RowsIn(x, weight.dim()), VectorIn(weight),
+                                 norm_options(eps, zero_centered_gamma),
+                                 rows_out(results[0], weight.dim()), statistics_out(results[1]));
 }
 
 Results<2> RmsNormForward::reference(const Tensor& x, const Tensor& weight, double eps,
                                      bool zero_centered_gamma) {
   const auto dtype = wide(x, weight);
   const Tensor source = x.to(dtype);
-  const Tensor inv_rms = at::rsqrt((source * source).mean(-1, /*keepdim=*/true) + eps);
+  const Tensor inv_rms = at::rsqrt(row_means(source * source, weight) + eps);
   const Tensor y = source * inv_rms * gamma_of(weight, zero_centered_gamma, dtype);
   return {y.to(weight.scalar_type()), inv_rms.flatten()};
 }
@@ -98,8 +135,8 @@ Specs<3> RmsNormBackward::shapes(const Tensor& grad_y, const Tensor& x, const Te
                                  const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
                                  bool, std::array<bool, 3> output_mask) {
   check_same_shape("rms_norm_backward", grad_y, "grad_y", x, "x");
-  check_last_dim("rms_norm_backward", x, weight, "weight");
-  check_statistic("rms_norm_backward", x, inv_rms, "inv_rms");
+  check_row_shape("rms_norm_backward", x, weight, "weight");
+  check_statistic("rms_norm_backward", x, inv_rms, "inv_rms", weight.dim());
   if (grad_residual) check_same_shape("rms_norm_backward", *grad_residual, "grad_residual", x, "x");
   return {like(x, x.scalar_type(), output_mask[0]),
           like(weight, weight.scalar_type(), output_mask[1]),
@@ -110,10 +147,11 @@ void RmsNormBackward::cpu(const Tensor& grad_y, const Tensor& x, const Tensor& w
                           const Tensor& inv_rms, const std::optional<Tensor>& grad_residual,
                           bool zero_centered_gamma, std::array<bool, 3>, Results<3>& results) {
   const Tensor statistic = inv_rms.contiguous();
+  const int64_t dims = weight.dim();
   kernels::cpu::rms_norm_backward(
-      RowsIn(grad_y), RowsIn(x), VectorIn(weight), statistic.const_data_ptr<float>(),
-      norm_options(0, zero_centered_gamma), RowsIn(grad_residual), rows_out(results[0]),
-      vector_out(results[1]), rows_out(results[2]));
+      RowsIn(grad_y, dims), RowsIn(x, dims), VectorIn(weight), statistic.const_data_ptr<float>(),
+      norm_options(0, zero_centered_gamma), RowsIn(grad_residual, dims), rows_out(results[0], dims),
+      vector_out(results[1]), rows_out(results[2], dims));
 }
 
 Results<3> RmsNormBackward::reference(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
@@ -121,43 +159,44 @@ Results<3> RmsNormBackward::reference(const Tensor& grad_y, const Tensor& x, con
                                       const std::optional<Tensor>& grad_residual,
                                       bool zero_centered_gamma, std::array<bool, 3> output_mask) {
   const auto dtype = wide(x, weight);
-  const Tensor inv = per_row(inv_rms.to(dtype), x), grad = grad_y.to(dtype),
+  const Tensor inv = per_row(inv_rms.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
                gamma = gamma_of(weight, zero_centered_gamma, dtype);
   const Tensor x_hat = x.to(dtype) * inv;
   Results<3> results{masked_out(x), masked_out(weight), masked_out(weight)};
   if (output_mask[0]) {
     const Tensor g = grad * gamma;
-    Tensor grad_x = inv * (g - x_hat * (g * x_hat).mean(-1, /*keepdim=*/true));
+    Tensor grad_x = inv * (g - x_hat * row_means(g * x_hat, weight));
     if (grad_residual) grad_x = grad_x + grad_residual->to(dtype);
     results[0] = grad_x.to(x.scalar_type());
   }
-  if (output_mask[1]) results[1] = over_rows(grad * x_hat).sum(0).to(weight.scalar_type());
+  if (output_mask[1]) results[1] = column_sums(grad * x_hat, weight);
   if (output_mask[2]) results[2] = (x_hat * gamma).to(weight.scalar_type());
   return results;
 }
 
 Specs<3> LayerNormForward::shapes(const Tensor& x, const Tensor& weight, const Tensor& bias, double,
                                   bool) {
-  check_last_dim("layer_norm", x, weight, "weight");
-  check_last_dim("layer_norm", x, bias, "bias");
+  check_row_shape("layer_norm", x, weight, "weight");
+  check_bias("layer_norm", x, weight, bias);
   const auto dtype = statistics(wide(x, weight));
-  return {like(x, weight.scalar_type()), ResultSpec{{rows_of(x)}, dtype},
-          ResultSpec{{rows_of(x)}, dtype}};
+  const ResultSpec statistic{{rows_of(x, weight.dim())}, dtype};
+  return {like(x, weight.scalar_type()), statistic, statistic};
 }
 
 void LayerNormForward::cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
                            bool zero_centered_gamma, Results<3>& results) {
-  kernels::cpu::layer_norm_forward(RowsIn(x), VectorIn(weight), VectorIn(bias),
-                                   norm_options(eps, zero_centered_gamma), rows_out(results[0]),
-                                   statistics_out(results[1]), statistics_out(results[2]));
+  kernels::cpu::layer_norm_forward(RowsIn(x, weight.dim()), VectorIn(weight), VectorIn(bias),
+                                   norm_options(eps, zero_centered_gamma),
+                                   rows_out(results[0], weight.dim()), statistics_out(results[1]),
+                                   statistics_out(results[2]));
 }
 
 Results<3> LayerNormForward::reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                        double eps, bool zero_centered_gamma) {
   const auto dtype = wide(x, weight);
   const Tensor source = x.to(dtype);
-  const Tensor mean = source.mean(-1, /*keepdim=*/true), centered = source - mean;
-  const Tensor variance = (centered * centered).mean(-1, /*keepdim=*/true);
+  const Tensor mean = row_means(source, weight), centered = source - mean;
+  const Tensor variance = row_means(centered * centered, weight);
   const Tensor inv_std = at::rsqrt(at::where(at::isinf(variance), NAN, variance) + eps);
   const Tensor y =
       centered * inv_std * gamma_of(weight, zero_centered_gamma, dtype) + bias.to(dtype);
@@ -170,10 +209,10 @@ Specs<4> LayerNormBackward::shapes(const Tensor& grad_y, const Tensor& x, const 
                                    const std::optional<Tensor>& grad_residual, bool,
                                    std::array<bool, 4> output_mask) {
   check_same_shape("layer_norm_backward", grad_y, "grad_y", x, "x");
-  check_last_dim("layer_norm_backward", x, weight, "weight");
-  if (bias) check_last_dim("layer_norm_backward", x, *bias, "bias");
-  check_statistic("layer_norm_backward", x, mean, "mean");
-  check_statistic("layer_norm_backward", x, inv_std, "inv_std");
+  check_row_shape("layer_norm_backward", x, weight, "weight");
+  if (bias) check_bias("layer_norm_backward", x, weight, *bias);
+  check_statistic("layer_norm_backward", x, mean, "mean", weight.dim());
+  check_statistic("layer_norm_backward", x, inv_std, "inv_std", weight.dim());
   if (grad_residual)
     check_same_shape("layer_norm_backward", *grad_residual, "grad_residual", x, "x");
   TORCH_INTERNAL_ASSERT(bias || !output_mask[3],
@@ -189,10 +228,12 @@ void LayerNormBackward::cpu(const Tensor& grad_y, const Tensor& x, const Tensor&
                             const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
                             bool zero_centered_gamma, std::array<bool, 4>, Results<4>& results) {
   const Tensor means = mean.contiguous(), inv_stds = inv_std.contiguous();
+  const int64_t dims = weight.dim();
   kernels::cpu::layer_norm_backward(
-      RowsIn(grad_y), RowsIn(x), VectorIn(weight), VectorIn(bias), means.const_data_ptr<float>(),
-      inv_stds.const_data_ptr<float>(), norm_options(0, zero_centered_gamma), RowsIn(grad_residual),
-      rows_out(results[0]), vector_out(results[1]), vector_out(results[2]), rows_out(results[3]));
+      RowsIn(grad_y, dims), RowsIn(x, dims), VectorIn(weight), VectorIn(bias),
+      means.const_data_ptr<float>(), inv_stds.const_data_ptr<float>(),
+      norm_options(0, zero_centered_gamma), RowsIn(grad_residual, dims), rows_out(results[0], dims),
+      vector_out(results[1]), vector_out(results[2]), rows_out(results[3], dims));
 }
 
 Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
@@ -201,21 +242,103 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
                                         const std::optional<Tensor>& grad_residual,
                                         bool zero_centered_gamma, std::array<bool, 4> output_mask) {
   const auto dtype = wide(x, weight);
-  const Tensor inv = per_row(inv_std.to(dtype), x), grad = grad_y.to(dtype),
+  const Tensor inv = per_row(inv_std.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
                gamma = gamma_of(weight, zero_centered_gamma, dtype);
-  const Tensor x_hat = (x.to(dtype) - per_row(mean.to(dtype), x)) * inv;
+  const Tensor x_hat = (x.to(dtype) - per_row(mean.to(dtype), x, weight.dim())) * inv;
   Results<4> results{masked_out(x), masked_out(weight), masked_out(weight), masked_out(weight)};
   if (output_mask[0]) {
     const Tensor g = grad * gamma;
-    Tensor grad_x =
-        inv * (g - g.mean(-1, /*keepdim=*/true) - x_hat * (g * x_hat).mean(-1, /*keepdim=*/true));
+    Tensor grad_x = inv * (g - row_means(g, weight) - x_hat * row_means(g * x_hat, weight));
     if (grad_residual) grad_x = grad_x + grad_residual->to(dtype);
     results[0] = grad_x.to(x.scalar_type());
   }
-  if (output_mask[1]) results[1] = over_rows(grad * x_hat).sum(0).to(weight.scalar_type());
-  if (output_mask[2]) results[2] = over_rows(grad).sum(0).to(weight.scalar_type());
+  if (output_mask[1]) results[1] = column_sums(grad * x_hat, weight);
+  if (output_mask[2]) results[2] = column_sums(grad, weight);
   if (output_mask[3]) results[3] = (x_hat * gamma + bias->to(dtype)).to(weight.scalar_type());
   return results;
+}
+
+Specs<2> L2NormForward::shapes(const Tensor& x, double) {
+  const at::ScalarType dtype = wide(x, x);
+  TORCH_CHECK_VALUE(x.dim() >= 1,
+                    "l2_norm: expected x with at least 1 dimension, got a scalar. Pass ",
+                    "x.reshape({1}) if one element is meant.");
+  return {like(x, x.scalar_type()), ResultSpec{{rows_of(x)}, statistics(dtype)}};
+}
+
+void L2NormForward::cpu(const Tensor& x, double eps, Results<2>& results) {
+  kernels::cpu::l2_norm_forward(RowsIn(x), eps, rows_out(results[0]), statistics_out(results[1]));
+}
+
+Results<2> L2NormForward::reference(const Tensor& x, double eps) {
+  const Tensor source = x.to(wide(x, x));
+  const Tensor inv_norm = at::rsqrt((source * source).sum(-1, /*keepdim=*/true) + eps);
+  return {(source * inv_norm).to(x.scalar_type()), inv_norm.flatten()};
+}
+
+Specs<2> L2NormBackward::shapes(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                                std::array<bool, 2> output_mask) {
+  check_same_shape("l2_norm_backward", grad_y, "grad_y", x, "x");
+  check_statistic("l2_norm_backward", x, inv_norm, "inv_norm", /*dims=*/1);
+  return {like(x, x.scalar_type(), output_mask[0]), like(x, x.scalar_type(), output_mask[1])};
+}
+
+void L2NormBackward::cpu(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                         std::array<bool, 2>, Results<2>& results) {
+  const Tensor statistic = inv_norm.contiguous();
+  kernels::cpu::l2_norm_backward(RowsIn(grad_y), RowsIn(x), statistic.const_data_ptr<float>(),
+                                 rows_out(results[0]), rows_out(results[1]));
+}
+
+Results<2> L2NormBackward::reference(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                                     std::array<bool, 2> output_mask) {
+  const at::ScalarType dtype = wide(x, x);
+  const Tensor inv = per_row(inv_norm.to(dtype), x), grad = grad_y.to(dtype);
+  const Tensor x_hat = x.to(dtype) * inv;
+  Results<2> results{masked_out(x), masked_out(x)};
+  if (output_mask[0])
+    results[0] =
+        (inv * (grad - x_hat * (grad * x_hat).sum(-1, /*keepdim=*/true))).to(x.scalar_type());
+  if (output_mask[1]) results[1] = x_hat.to(x.scalar_type());
+  return results;
+}
+
+Specs<4> AddNormForward::shapes(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                const std::optional<Tensor>& bias, double, bool,
+                                std::array<bool, 1> output_mask) {
+  check_same_shape("add_extra_input", extra, "the extra input", x, "x");
+  check_row_shape("add_norm", x, weight, "weight");
+  if (bias) check_bias("add_norm", x, weight, *bias);
+  const at::ScalarType sum = at::result_type(x, extra),
+                       statistic = sum == at::kDouble ? at::kDouble : wide(x, weight);
+  const c10::SymInt rows = rows_of(x, weight.dim());
+  return {like(x, sum, output_mask[0]), like(x, weight.scalar_type()),
+          ResultSpec{{bias ? rows : c10::SymInt(0)}, statistic, bias.has_value()},
+          ResultSpec{{rows}, statistic}};
+}
+
+void AddNormForward::cpu(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                         const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                         std::array<bool, 1>, Results<4>& results) {
+  const int64_t dims = weight.dim();
+  kernels::cpu::add_norm_forward(
+      RowsIn(x, dims), RowsIn(extra, dims), VectorIn(weight), VectorIn(bias),
+      norm_options(eps, zero_centered_gamma), element_of(at::result_type(x, extra)),
+      rows_out(results[0], dims), rows_out(results[1], dims),
+      bias ? statistics_out(results[2]) : nullptr, statistics_out(results[3]));
+}
+
+Results<4> AddNormForward::reference(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                                     const std::optional<Tensor>& bias, double eps,
+                                     bool zero_centered_gamma, std::array<bool, 1> output_mask) {
+  const Tensor sum = x + extra, kept = output_mask[0] ? sum : masked_out(sum);
+  if (bias) {
+    const auto [y, mean, inv_std] =
+        LayerNormForward::reference(sum, weight, *bias, eps, zero_centered_gamma);
+    return {kept, y, mean, inv_std};
+  }
+  const auto [y, inv_rms] = RmsNormForward::reference(sum, weight, eps, zero_centered_gamma);
+  return {kept, y, masked_out(inv_rms), inv_rms};
 }
 
 Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
@@ -236,7 +359,7 @@ Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
 void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
                           double eps, bool zero_centered_gamma, const Quantizer& quantizer,
                           std::array<bool, 4>, Results<7>& results) {
-  const RowsIn rows(x);
+  const RowsIn rows(x, weight.dim());
   const VectorIn gamma(weight);
   const auto options = norm_options(eps, zero_centered_gamma);
   float* inv_rms = statistics_out(results[1]);
@@ -248,7 +371,8 @@ void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::opti
                  .y = rows_out(results[0]),
                  .inv_norm = inv_rms},
                 x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
-                  kernels::cpu::rms_norm_forward(rows, gamma, options, rows_out(y), inv_rms);
+                  kernels::cpu::rms_norm_forward(rows, gamma, options, rows_out(y, weight.dim()),
+                                                 inv_rms);
                 });
 }
 
@@ -288,7 +412,7 @@ void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor&
                             const std::optional<Tensor>& scale, double eps,
                             bool zero_centered_gamma, const Quantizer& quantizer,
                             std::array<bool, 4>, Results<8>& results) {
-  const RowsIn rows(x);
+  const RowsIn rows(x, weight.dim());
   const VectorIn gamma(weight), beta(bias);
   const auto options = norm_options(eps, zero_centered_gamma);
   float *mean = statistics_out(results[1]), *inv_std = statistics_out(results[2]);
@@ -302,8 +426,8 @@ void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor&
                  .mean = mean,
                  .inv_norm = inv_std},
                 x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
-                  kernels::cpu::layer_norm_forward(rows, gamma, beta, options, rows_out(y), mean,
-                                                   inv_std);
+                  kernels::cpu::layer_norm_forward(rows, gamma, beta, options,
+                                                   rows_out(y, weight.dim()), mean, inv_std);
                 });
 }
 
@@ -339,6 +463,14 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
                  Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic, kStatistic, kStatistic,
                        kArithmetic>::these,
                  LayerNormBackward::cpu}});
+  register_kernel_op<L2NormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic>::these, L2NormForward::cpu}});
+  register_kernel_op<L2NormBackward>(
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these, L2NormBackward::cpu}});
+  register_kernel_op<AddNormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic>::these,
+                 AddNormForward::cpu}});
   register_kernel_op<RmsNormQuantize>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
                  RmsNormQuantize::cpu}});

@@ -6,13 +6,13 @@
 
 namespace tandem::kernel_ops {
 
-/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps) over the last dimension; gamma =
-/// weight or 1 + weight.
+/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps) over the dimensions that weight
+/// has, the last ones; gamma = weight or 1 + weight.
 ///
-/// Shapes:  x [..., hidden], weight [hidden] -> y like x, inv_rms [rows].
+/// Shapes:  x [..., *hidden], weight [*hidden] -> y like x, inv_rms [rows].
 /// Error:   at most 8 float32 ULP from float64 (test RmsNormForward), then one rounding to y's
 ///          dtype.
-/// Throws:  c10::ValueError where weight is not [hidden].
+/// Throws:  c10::ValueError where weight is not [*hidden].
 struct RmsNormForward {
   static constexpr const char* kName = "rms_norm_forward";
   static constexpr const char* kQualifiedName = "tandem::rms_norm_forward";
@@ -49,9 +49,9 @@ struct RmsNormBackward {
                               bool zero_centered_gamma, std::array<bool, 3> output_mask);
 };
 
-/// y = (x - mean) * inv_std * gamma + bias over the last dimension.
+/// y = (x - mean) * inv_std * gamma + bias over the dimensions that weight has.
 ///
-/// Shapes:  x [..., hidden], weight and bias [hidden] -> y like x, mean and inv_std [rows].
+/// Shapes:  x [..., *hidden], weight and bias [*hidden] -> y like x, mean and inv_std [rows].
 struct LayerNormForward {
   static constexpr const char* kName = "layer_norm_forward";
   static constexpr const char* kQualifiedName = "tandem::layer_norm_forward";
@@ -90,6 +90,62 @@ struct LayerNormBackward {
                               const std::optional<Tensor>& bias, const Tensor& mean,
                               const Tensor& inv_std, const std::optional<Tensor>& grad_residual,
                               bool zero_centered_gamma, std::array<bool, 4> output_mask);
+};
+
+/// y = x * inv_norm, inv_norm = 1 / sqrt(sum(x^2) + eps) over the last dimension.
+///
+/// Shapes:  x [..., hidden] -> y like x, inv_norm [rows].
+/// Dtypes:  y as x; inv_norm float32, float64 where x is.
+/// Error:   as RmsNormForward (test L2Norm).
+struct L2NormForward {
+  static constexpr const char* kName = "l2_norm_forward";
+  static constexpr const char* kQualifiedName = "tandem::l2_norm_forward";
+  static constexpr const char* kSchema =
+      "l2_norm_forward(Tensor x, float eps) -> (Tensor y, Tensor inv_norm)";
+  static Specs<2> shapes(const Tensor& x, double eps);
+  static void cpu(const Tensor& x, double eps, Results<2>& results);
+  static Results<2> reference(const Tensor& x, double eps);
+};
+
+/// The gradient of L2NormForward, and y written again where wanted.
+///
+/// output_mask: grad_x, y.
+struct L2NormBackward {
+  static constexpr const char* kName = "l2_norm_backward";
+  static constexpr const char* kQualifiedName = "tandem::l2_norm_backward";
+  static constexpr const char* kSchema =
+      "l2_norm_backward(Tensor grad_y, Tensor x, Tensor inv_norm, bool[2] output_mask) -> (Tensor "
+      "grad_x, Tensor y)";
+  static Specs<2> shapes(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                         std::array<bool, 2> output_mask);
+  static void cpu(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                  std::array<bool, 2> output_mask, Results<2>& results);
+  static Results<2> reference(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
+                              std::array<bool, 2> output_mask);
+};
+
+/// sum = x + extra; y and the statistics of the sum, as LayerNormForward where there is a bias,
+/// else as RmsNormForward: the same bits.
+///
+/// Shapes:      x, extra [..., hidden], weight and bias [hidden] -> sum and y like x, mean (of
+///              LayerNorm) and inv_norm [rows].
+/// output_mask: sum; one that is masked out is an empty tensor.
+struct AddNormForward {
+  static constexpr const char* kName = "add_norm_forward";
+  static constexpr const char* kQualifiedName = "tandem::add_norm_forward";
+  static constexpr const char* kSchema =
+      "add_norm_forward(Tensor x, Tensor extra, Tensor weight, Tensor? bias, float eps, bool "
+      "zero_centered_gamma, bool[1] output_mask) -> (Tensor sum, Tensor y, Tensor mean, Tensor "
+      "inv_norm)";
+  static Specs<4> shapes(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                         const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                         std::array<bool, 1> output_mask);
+  static void cpu(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                  const std::optional<Tensor>& bias, double eps, bool zero_centered_gamma,
+                  std::array<bool, 1> output_mask, Results<4>& results);
+  static Results<4> reference(const Tensor& x, const Tensor& extra, const Tensor& weight,
+                              const std::optional<Tensor>& bias, double eps,
+                              bool zero_centered_gamma, std::array<bool, 1> output_mask);
 };
 
 /// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass

@@ -1,18 +1,22 @@
 #include "kernel_ops/operands.h"
 
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <utility>
+
 namespace tandem::kernel_ops {
 
 namespace {
 
-size_t last_dim(const at::Tensor& tensor) {
-  return tensor.dim() == 0 ? 1 : static_cast<size_t>(tensor.size(-1));
+size_t elements(at::IntArrayRef sizes) {
+  return static_cast<size_t>(c10::multiply_integers(sizes));
 }
 
-size_t rows_in(const at::Tensor& tensor, size_t cols) {
-  if (cols != 0) return static_cast<size_t>(tensor.numel()) / cols;
-  size_t rows = 1;
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) rows *= static_cast<size_t>(tensor.size(d));
-  return rows;
+/// Rows and columns, where a row is the last `dims` dimensions; a scalar is one of one element.
+std::pair<size_t, size_t> shape_of_rows(const at::Tensor& tensor, int64_t dims) {
+  const size_t leading = static_cast<size_t>(std::max<int64_t>(tensor.dim() - dims, 0));
+  return {elements(tensor.sizes().slice(0, leading)), elements(tensor.sizes().slice(leading))};
 }
 
 /// True where the leading dimensions are evenly spaced, so that one stride walks all rows.
@@ -27,22 +31,21 @@ bool has_even_rows(const at::Tensor& tensor) {
 
 }  // namespace
 
-RowsIn::RowsIn(const at::Tensor& tensor) {
+RowsIn::RowsIn(const at::Tensor& tensor, int64_t dims) {
   if (!tensor.defined()) return;
   const at::Tensor* source = &tensor;
   size_t stride = 0;
-  const size_t cols = last_dim(tensor);
+  const auto [rows, cols] = shape_of_rows(tensor, dims);
   if (tensor.is_contiguous()) {
     stride = cols;
-  } else if (has_even_rows(tensor)) {
+  } else if (dims == 1 && has_even_rows(tensor)) {
     stride = static_cast<size_t>(tensor.stride(tensor.dim() - 2));
   } else {
     contiguous_ = tensor.contiguous();
     source = &contiguous_;
     stride = cols;
   }
-  view_ = {source->const_data_ptr(), element_of(tensor.scalar_type()), rows_in(tensor, cols), cols,
-           stride};
+  view_ = {source->const_data_ptr(), element_of(tensor.scalar_type()), rows, cols, stride};
 }
 
 VectorIn::VectorIn(const at::Tensor& tensor) {
@@ -53,10 +56,10 @@ VectorIn::VectorIn(const at::Tensor& tensor) {
            static_cast<size_t>(tensor.numel())};
 }
 
-kernels::Rows rows_out(const at::Tensor& tensor) {
+kernels::Rows rows_out(const at::Tensor& tensor, int64_t dims) {
   if (!tensor.defined()) return {};
-  const size_t cols = last_dim(tensor);
-  return {tensor.data_ptr(), element_of(tensor.scalar_type()), rows_in(tensor, cols), cols, cols};
+  const auto [rows, cols] = shape_of_rows(tensor, dims);
+  return {tensor.data_ptr(), element_of(tensor.scalar_type()), rows, cols, cols};
 }
 
 kernels::Vector vector_out(const at::Tensor& tensor) {

@@ -19,9 +19,10 @@ inline kernels::Element element_of(at::ScalarType dtype) {
 /// not evenly spaced.
 class RowsIn {
  public:
-  explicit RowsIn(const at::Tensor& tensor);
-  explicit RowsIn(const std::optional<at::Tensor>& tensor)
-      : RowsIn(tensor ? *tensor : at::Tensor()) {}
+  /// `dims`: how many of the last dimensions a row has.
+  explicit RowsIn(const at::Tensor& tensor, int64_t dims = 1);
+  explicit RowsIn(const std::optional<at::Tensor>& tensor, int64_t dims = 1)
+      : RowsIn(tensor ? *tensor : at::Tensor(), dims) {}
   operator kernels::ConstRows() const {
     return view_;
   }  // NOLINT(google-explicit-constructor): this is what it is for
@@ -46,7 +47,7 @@ class VectorIn {
 };
 
 /// A result to be written; empty views for an undefined tensor.
-kernels::Rows rows_out(const at::Tensor& tensor);
+kernels::Rows rows_out(const at::Tensor& tensor, int64_t dims = 1);
 kernels::Vector vector_out(const at::Tensor& tensor);
 
 }  // namespace tandem::kernel_ops

@@ -100,8 +100,7 @@ bool is_uniform(const ProductType& type) {
 /// Small products are as fast by at::mm.
 bool is_for_onednn(const ProductType& type) {
   return type.a.rows * type.a.cols * type.b.cols >= kWorthIt && is_uniform(type) &&
-         type.sums == Sums::any && (type.rows == Rows::contracted || !type.accumulate) &&
-         prefers_onednn(type.dtype);
+         type.sums == Sums::any && prefers_onednn(type.dtype);
 }
 
 constexpr ProductImplementation kOneDnn{
@@ -111,9 +110,19 @@ constexpr ProductImplementation kOneDnn{
     .run =
         [](const Product& product, const at::Tensor& result) {
           multiply_by_onednn(product.a.matrix, product.b.matrix, result, product.type.rows,
-                             product.type.accumulate);
+                             product.type.accumulate, product.type.alpha);
         },
 };
+
+/// result = alpha a b, or result += alpha a b, without a dispatch.
+void multiply_by_aten(const at::Tensor& a, const at::Tensor& b, at::Tensor result, bool accumulate,
+                      double alpha) {
+  if (accumulate || alpha != 1) {
+    at::cpu::addmm_out(result, result, a, b, /*beta=*/accumulate ? 1 : 0, alpha);
+  } else {
+    at::cpu::mm_out(result, a, b);
+  }
+}
 
 /// at::mm without a dispatch: MKL for float32, oneDNN for bfloat16.
 constexpr ProductImplementation kAten{
@@ -122,19 +131,18 @@ constexpr ProductImplementation kAten{
     .accepts = [](const ProductType& type) { return is_uniform(type) && type.sums == Sums::any; },
     .run =
         [](const Product& product, const at::Tensor& result) {
-          at::Tensor target = result;
-          if (product.type.accumulate) {
-            at::cpu::addmm_out(target, target, product.a.matrix, product.b.matrix);
-          } else {
-            at::cpu::mm_out(target, product.a.matrix, product.b.matrix);
-          }
+          multiply_by_aten(product.a.matrix, product.b.matrix, result, product.type.accumulate,
+                           product.type.alpha);
         },
 };
 
 constexpr ProductImplementation kTiles{
     .name = "tiles",
     .device = at::kCPU,
-    .accepts = [](const ProductType& type) { return is_uniform(type) && !type.accumulate; },
+    .accepts =
+        [](const ProductType& type) {
+          return is_uniform(type) && !type.accumulate && type.alpha == 1;
+        },
     .run =
         [](const Product& product, const at::Tensor& result) {
           multiply_in_tiles(product.a.matrix, product.b.matrix, result);
@@ -166,8 +174,10 @@ bool is_plain_on(c10::Device device, const Factor& factor) {
 }  // namespace
 
 Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype, Rows rows,
-                 Sums sums, bool accumulate)
-    : a(left), b(right), type{operand(left), operand(right), dtype, rows, sums, accumulate} {}
+                 Sums sums, bool accumulate, double alpha)
+    : a(left),
+      b(right),
+      type{operand(left), operand(right), dtype, rows, sums, accumulate, alpha} {}
 
 void register_product(const ProductImplementation& implementation) {
   detail::prepend(products(), implementation);
@@ -188,8 +198,9 @@ ImplementationNames multiply(const Product& product, const at::Tensor& result) {
     return choice->bit;
   }
   at::Tensor target = result;
-  if (product.type.accumulate) {
-    at::addmm_out(target, target, product.a.matrix, product.b.matrix);
+  if (product.type.accumulate || product.type.alpha != 1) {
+    at::addmm_out(target, target, product.a.matrix, product.b.matrix,
+                  /*beta=*/product.type.accumulate ? 1 : 0, product.type.alpha);
   } else {
     at::mm_out(target, product.a.matrix, product.b.matrix);
   }
@@ -208,7 +219,7 @@ bool has_onednn() {
 }
 
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
-                        Rows rows, bool accumulate) {
+                        Rows rows, bool accumulate, double alpha) {
   const bool contracted = rows == Rows::contracted, rounds = a.scalar_type() == at::kFloat;
   const int64_t count = a.size(contracted ? 1 : 0);
   const int64_t per_row = b.size(1) * a.size(contracted ? 0 : 1);
@@ -220,13 +231,12 @@ void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tens
     const at::Tensor part_a = part_of(a, contracted ? 1 : 0, first, piece),
                      part_b = contracted ? part_of(b, 0, first, piece) : b;
     at::Tensor target = contracted ? result : part_of(result, 0, first, piece);
-    const bool adds = contracted && (accumulate || first != 0);
+    const bool adds = accumulate || (contracted && first != 0);
     if (is_worth_it) {
-      at::native::mkldnn_matmul(part_a, part_b, target, /*beta=*/adds ? 1 : 0, /*alpha=*/1);
-    } else if (adds) {
-      at::cpu::addmm_out(target, target, part_a, part_b);
+      at::native::mkldnn_matmul(part_a, part_b, target, /*beta=*/adds ? 1 : 0,
+                                static_cast<float>(alpha));
     } else {
-      at::cpu::mm_out(target, part_a, part_b);
+      multiply_by_aten(part_a, part_b, target, adds, alpha);
     }
     if (piece == 0) break;
   }

@@ -38,14 +38,16 @@ struct ProductType {
   at::ScalarType dtype;
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
-  /// Result += a b.
+  /// Result += alpha a b.
   bool accumulate = false;
+  double alpha = 1;
 };
 
-/// result = a b or result += a b. Views its tensors.
+/// result = alpha a b or result += alpha a b. Views its tensors.
 struct Product {
   Product(const Factor& left, const Factor& right, at::ScalarType dtype,
-          Rows rows = Rows::of_the_result, Sums sums = Sums::any, bool accumulate = false);
+          Rows rows = Rows::of_the_result, Sums sums = Sums::any, bool accumulate = false,
+          double alpha = 1);
   Factor a, b;
   ProductType type;
 };
@@ -78,7 +80,7 @@ ImplementationNames multiply(const Product& product, const at::Tensor& result);
 /// Whether libtorch's oneDNN product is there and fast here.
 bool has_onednn();
 
-/// result = a b, or result += a b where rows are contracted and `accumulate`, on the CPU. oneDNN
+/// result = alpha a b, or result += alpha a b where `accumulate`, on the CPU. oneDNN
 /// keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it
 /// for numbers of rows with two significant bits only, two per octave; other numbers are cut into
 /// such pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and
@@ -88,6 +90,6 @@ bool has_onednn();
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
 /// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.
 void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
-                        Rows rows, bool accumulate = false);
+                        Rows rows, bool accumulate = false, double alpha = 1);
 
 }  // namespace tandem::kernel_ops

@@ -6,11 +6,11 @@
 
 namespace tandem::kernel_ops {
 
-/// numel of all dimensions but the last.
-inline c10::SymInt rows_of(const Tensor& x) {
+/// numel of all dimensions but the last ones, those of a row.
+inline c10::SymInt rows_of(const Tensor& x, int64_t row_dims = 1) {
   c10::SymInt rows = 1;
   const auto sizes = x.sym_sizes();
-  for (size_t d = 0; d + 1 < sizes.size(); ++d) rows = rows * sizes[d];
+  for (size_t d = 0; d + static_cast<size_t>(row_dims) < sizes.size(); ++d) rows = rows * sizes[d];
   return rows;
 }
 

@@ -154,4 +154,20 @@ const ScalingDef kDelayedScaling{
     .reference = delayed_reference,
 };
 
+bool quantize_made(const Tensor& y, const kernels::cpu::MakeRows& make,
+                   const std::optional<Tensor>& scale, const Quantizer& quantizer, Group& group) {
+  const bool is_current = quantizer.scaling == &kCurrentScaling;
+  if ((!is_current && quantizer.scaling != &kDelayedScaling) || !group[row_codes].defined())
+    return false;
+  const Target target(group);
+  if (is_current) {
+    kernels::cpu::quantize_current_made(kernel_ops::RowsIn(y), make, options_of(quantizer),
+                                        target.out);
+  } else {
+    kernels::cpu::quantize_delayed_made(kernel_ops::RowsIn(y), make, quantizer.format->element,
+                                        *scale->const_data_ptr<float>(), target.out);
+  }
+  return true;
+}
+
 }  // namespace tandem

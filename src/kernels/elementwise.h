@@ -21,4 +21,9 @@ void sum_rows(ConstRows x, Vector sums);
 /// count. p = 1 gives zeros. The backward of dropout is dropout of grad_y with the same seed.
 void dropout(ConstRows x, uint64_t seed, double p, Rows out);
 
+/// out = dropout(x + bias) + extra, the sum with the bias and what is kept of it rounded to
+/// sum_element. Optional: bias, extra.
+void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
+                 ConstRows extra, Rows out);
+
 }  // namespace tandem::kernels::cpu

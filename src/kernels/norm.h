@@ -11,6 +11,8 @@ struct NormOptions {
   /// Added inside the square root.
   double eps = 1e-5;
   bool zero_centered_gamma = false;
+  /// Sums in the place of means over the row: L2 normalization.
+  bool sums = false;
 };
 
 /// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps).
@@ -34,6 +36,17 @@ void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const 
                        const NormOptions& options, ConstRows grad_residual, Rows grad_x,
                        Vector grad_weight, Rows y);
 
+/// y = x * inv_norm, inv_norm = 1 / sqrt(sum(x^2) + eps). Error and limits as rms_norm_forward.
+///
+/// Shapes:  x, y [rows, hidden]; inv_norm [rows], float32.
+void l2_norm_forward(ConstRows x, double eps, Rows y, float* inv_norm);
+
+/// grad_x = inv_norm * (grad_y - x_hat * sum(grad_y * x_hat)), x_hat = x * inv_norm; y as forward
+/// wrote it, to the bit.
+///
+/// Optional: grad_x, y.
+void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows grad_x, Rows y);
+
 /// y = (x - mean) * inv_std * gamma + bias, inv_std = 1 / sqrt(variance + eps), the variance by two
 /// passes over the row in cache (in parts, for float32).
 ///
@@ -42,6 +55,15 @@ void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const 
 ///          rms_norm_forward gives 0 where squares overflow.
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                         const NormOptions& options, Rows y, float* mean, float* inv_std);
+
+/// sum = x + extra, rounded to sum_element; y, mean and inv_norm of the sum as rms_norm_forward
+/// (where `mean` is null) or layer_norm_forward gives them, to the bit.
+///
+/// Optional: bias, and sum (null data: not written, but rounded the same).
+/// Bytes:    reads x and extra once, writes sum and y once.
+void add_norm_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
+                      const NormOptions& options, Element sum_element, Rows sum, Rows y,
+                      float* mean, float* inv_norm);
 
 /// As rms_norm_backward, with x_hat = (x - mean) * inv_std and grad_x = inv_std * (g - mean(g) -
 /// x_hat * mean(g * x_hat)) + grad_residual; grad_bias = sum over rows of grad_y. `bias` is read

@@ -17,17 +17,14 @@ void linear_forward(Call& call) {
   call.out(0, linear_product(call, x, weight, call.out_type(0).dtype));
 }
 
-void linear_grad_x(Call& call) {
+void grad_x(Call& call) {
   enum Read { grad_y, weight };
-  c10::SymDimVector sizes(call.in(grad_y).sym_sizes().begin(), call.in(grad_y).sym_sizes().end());
-  sizes.back() = call.in(weight).sym_size(1);
-  call.out(0, product(call, {grad_y}, {weight}, sizes, call.out_type(0).dtype));
+  call.out(0, linear_grad_x(call, grad_y, weight, call.out_type(0).dtype));
 }
 
-void linear_grad_weight(Call& call) {
+void grad_weight(Call& call) {
   enum Read { grad_y, x };
-  const c10::SymInt sizes[] = {call.in(grad_y).sym_size(-1), call.in(x).sym_size(-1)};
-  call.out(0, product(call, {grad_y, true}, {x}, sizes, call.out_type(0).dtype));
+  call.out(0, linear_grad_weight(call, grad_y, x, call.out_type(0).dtype));
 }
 
 /// The gradient is added in the product itself: main_grad is read and written once.
@@ -104,12 +101,12 @@ const OpDef kBasicLinear{
                   .reads = {"grad_y", "weight"},
                   .writes = {"grad_x"},
                   .contracts = {{"grad_y", Direction::row}, {"weight", Direction::column}},
-                  .run = linear_grad_x},
+                  .run = grad_x},
                  {.name = "grad_weight",
                   .reads = {"grad_y", "x"},
                   .writes = {"grad_weight"},
                   .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
-                  .run = linear_grad_weight,
+                  .run = grad_weight,
                   .applies = returns_gradient},
                  {.name = "accumulate",
                   .reads = {"grad_y", "x"},

@@ -37,6 +37,16 @@ void layer_norm_backward(Call& call) {
       call.options<NormOptions>().zero_centered_gamma, call.output_mask<4>());
 }
 
+void l2_norm_forward(Call& call) {
+  call.write<kernel_ops::L2NormForward>(call.in(0), call.options<L2NormalizationOptions>().eps);
+}
+
+void l2_norm_backward(Call& call) {
+  enum Read { grad_y, x, inv_norm };
+  call.write<kernel_ops::L2NormBackward>(call.in(grad_y), call.in(x), call.in(inv_norm),
+                                         call.output_mask<2>());
+}
+
 const Signature kNormSignature{
     NormOptions{},
     {{"eps", &NormOptions::eps, at_least(0), "added inside the square root"},
@@ -86,7 +96,26 @@ const OpDef kLayerNorm{
     .context = {"x", "mean", "inv_std"},
 };
 
+const OpDef kL2Normalization{
+    .name = "l2_normalization",
+    .formula = "y = x / sqrt(sum(x^2) + eps)",
+    .signature = {L2NormalizationOptions{},
+                  {{"eps", &L2NormalizationOptions::eps, at_least(0),
+                    "added inside the square root"}}},
+    .results = {{"y"}, {"inv_norm", ResultDef::statistic}},
+    .dtype = DtypeRule::promote_number,
+    .forward =
+        {{.name = "forward", .reads = {"x"}, .writes = {"y", "inv_norm"}, .run = l2_norm_forward}},
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x", "inv_norm"},
+                  .writes = {"grad_x", "y"},
+                  .run = l2_norm_backward}},
+    .reemits = {"y"},
+    .context = {"x", "inv_norm"},
+};
+
 TANDEM_REGISTER_OP(kRmsNorm);
 TANDEM_REGISTER_OP(kLayerNorm);
+TANDEM_REGISTER_OP(kL2Normalization);
 
 }  // namespace tandem::ops

@@ -3,8 +3,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
+
+#include "kernel_ops/elementwise.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 
@@ -53,10 +57,12 @@ struct Fresh {
 };
 
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
-                    Rows rows, Sums sums = Sums::any) {
+                    Rows rows, Sums sums = Sums::any, Epilogue epilogue = {}) {
   if (call.path() == Path::direct) {
-    const Product product({a}, {b}, a.scalar_type(), rows, sums);
+    const Product product({a}, {b}, a.scalar_type(), rows, sums, epilogue.addend != nullptr,
+                          epilogue.alpha);
     Fresh result(call, product, sizes);
+    if (epilogue.addend != nullptr) result.tensor.copy_(*epilogue.addend);
     call.took(kernel_ops::multiply(product, result.matrix));
     return std::move(result.tensor);
   }
@@ -65,6 +71,22 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of
   // two batched matrices.
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
+}
+
+/// Whether libraries do all of it: what they are given is accumulated into.
+bool is_for_libraries(const Call& call, Epilogue epilogue, at::ScalarType dtype,
+                      c10::SymIntArrayRef sizes) {
+  return call.path() == Path::direct && multiplies_by(epilogue.alpha) &&
+         (epilogue.addend == nullptr ||
+          (epilogue.addend->scalar_type() == dtype && epilogue.addend->sym_sizes() == sizes));
+}
+
+/// The epilogue of a fresh product that libraries leave undone.
+at::Tensor finished(Call& call, at::Tensor product, Epilogue epilogue) {
+  if (epilogue.alpha != 1) product = at::mul(product, epilogue.alpha);
+  if (epilogue.addend == nullptr) return product;
+  return call.run_into<kernel_ops::AddBias>({product}, product, std::optional<at::Tensor>(),
+                                            std::optional(*epilogue.addend))[0];
 }
 
 /// The product of codes as they are, undefined where no implementation takes them.
@@ -110,30 +132,46 @@ void check_one_device(const Call& call, std::initializer_list<size_t> reads) {
                       ". Move the module or its input: both have .to(device).");
 }
 
-at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
-                   at::ScalarType dtype) {
-  check_one_device(call, {a.read, b.read});
-  const Rows rows = a.transposed ? Rows::contracted : Rows::of_the_result;
-  if (call.format(a.read) != Format::codes)
-    return multiply(call, matrix(call.in(a.read), a.transposed, call.path()),
-                    matrix(call.in(b.read), b.transposed, call.path()), sizes, rows);
-  if (at::Tensor result = multiply_codes(call, a, b, sizes, dtype, rows); result.defined())
-    return result;
-  const Decoded first(call, a.read), second(call, b.read);
-  const at::Tensor result = multiply(call, matrix(first.values, a.transposed, call.path()),
-                                     matrix(second.values, b.transposed, call.path()), sizes, rows,
-                                     Sums::independent_of_threads);
-  if (!first.scale && !second.scale && dtype == result.scalar_type()) return result;
-  return call.run<kernel_ops::ScaleProduct>(result, first.scale, second.scale, dtype)[0];
+bool multiplies_by(double alpha) {
+  const float factor = static_cast<float>(alpha);
+  return factor != 0 && std::isfinite(factor);
 }
 
-void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate) {
+at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype,
+                   Epilogue epilogue) {
   check_one_device(call, {a.read, b.read});
+  const Rows rows = a.transposed ? Rows::contracted : Rows::of_the_result;
+  if (call.format(a.read) != Format::codes) {
+    const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
+                     right = matrix(call.in(b.read), b.transposed, call.path());
+    if (is_for_libraries(call, epilogue, left.scalar_type(), sizes))
+      return multiply(call, left, right, sizes, rows, Sums::any, epilogue);
+    return finished(call, multiply(call, left, right, sizes, rows), epilogue);
+  }
+  if (at::Tensor result = multiply_codes(call, a, b, sizes, dtype, rows); result.defined())
+    return finished(call, result, epilogue);
+  const Decoded first(call, a.read), second(call, b.read);
+  at::Tensor result = multiply(call, matrix(first.values, a.transposed, call.path()),
+                               matrix(second.values, b.transposed, call.path()), sizes, rows,
+                               Sums::independent_of_threads);
+  if (first.scale || second.scale || dtype != result.scalar_type())
+    result = call.run<kernel_ops::ScaleProduct>(result, first.scale, second.scale, dtype)[0];
+  return finished(call, result, epilogue);
+}
+
+void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate,
+                  double alpha) {
+  check_one_device(call, {a.read, b.read});
+  const auto put = [&](const at::Tensor& result) {
+    if (accumulate) {
+      target.add_(result, alpha);
+    } else {
+      target.copy_(alpha == 1 ? result : at::mul(result, alpha));
+    }
+  };
   if (call.format(a.read) == Format::codes) {
     const c10::SymInt sizes[] = {target.sym_size(0), target.sym_size(1)};
-    const at::Tensor result = product(call, a, b, sizes, at::kFloat);
-    accumulate ? target.add_(result) : target.copy_(result);
-    return;
+    return put(product(call, a, b, sizes, at::kFloat));
   }
   const auto operand =
       [&](Factor factor) {  // exact in the wider dtype, and so is the sum's only rounding
@@ -148,16 +186,15 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
   if (call.path() == Path::direct && is_writable) {
     const Product product({left}, {right}, target.scalar_type(),
                           a.transposed ? Rows::contracted : Rows::of_the_result, Sums::any,
-                          accumulate);
+                          accumulate, alpha);
     call.took(kernel_ops::multiply(product, target));
     return;
   }
   call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
   if (!is_same) {
-    const at::Tensor result = at::mm(left, right);
-    accumulate ? target.add_(result) : target.copy_(result);
+    put(at::mm(left, right));
   } else {
-    target.addmm_(left, right, /*beta=*/accumulate ? 1 : 0);
+    target.addmm_(left, right, /*beta=*/accumulate ? 1 : 0, alpha);
   }
 }
 
@@ -167,7 +204,7 @@ c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight) {
   return sizes;
 }
 
-at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype) {
+void check_linear(const Call& call, size_t x, size_t weight) {
   const at::Tensor &input = call.in(x), &matrix = call.in(weight);
   TORCH_CHECK_VALUE(matrix.dim() == 2,
                     "linear: expected weight of shape [out_features, in_features], got ",
@@ -177,7 +214,26 @@ at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dt
                     " features in its last dimension, as weight ", matrix.sym_sizes(),
                     " has, got x of shape ", input.sym_sizes(), ". Build the op with in_features=",
                     input.dim() ? input.sym_size(-1) : c10::SymInt(1), " or reshape x.");
-  return product(call, {x}, {weight, true}, output_sizes(input, matrix), dtype);
+}
+
+at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype,
+                          Epilogue epilogue) {
+  check_linear(call, x, weight);
+  return product(call, {x}, {weight, true}, output_sizes(call.in(x), call.in(weight)), dtype,
+                 epilogue);
+}
+
+at::Tensor linear_grad_x(Call& call, size_t grad_y, size_t weight, at::ScalarType dtype,
+                         Epilogue epilogue) {
+  c10::SymDimVector sizes = kernel_ops::sizes_of(call.in(grad_y));
+  sizes.back() = call.in(weight).sym_size(1);
+  return product(call, {grad_y}, {weight}, sizes, dtype, epilogue);
+}
+
+at::Tensor linear_grad_weight(Call& call, size_t grad_y, size_t x, at::ScalarType dtype,
+                              Epilogue epilogue) {
+  const c10::SymInt sizes[] = {call.in(grad_y).sym_size(-1), call.in(x).sym_size(-1)};
+  return product(call, {grad_y, true}, {x}, sizes, dtype, epilogue);
 }
 
 }  // namespace tandem::ops

@@ -19,25 +19,49 @@ struct Factor {
 /// Throws c10::ValueError unless these reads, where they exist, lie on one device.
 void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 
-/// a * b, accumulated in float32 or wider, rounded once to `dtype`; quantized operands are decoded
-/// and their scales applied at the end, unless an implementation multiplies their codes.
+/// What a product does with its sums: alpha a b + addend.
+struct Epilogue {
+  double alpha = 1;
+  /// Of the product's sizes and dtype, or null.
+  const at::Tensor* addend = nullptr;
+};
+
+/// alpha a b + addend, accumulated in float32 or wider, rounded once to `dtype`; quantized operands
+/// are decoded and their scales applied at the end, unless an implementation multiplies their
+/// codes.
 ///
 /// Shapes: the product [m, n] gets the sizes `sizes`, whose numel is m * n.
 /// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the
-///         contracted length.
-at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype);
+///         contracted length; where operands are quantized or the addend has another dtype, each
+///         part of the epilogue rounds.
+/// Throws: c10::ValueError where the addend has other sizes.
+at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype,
+                   Epilogue epilogue = {});
 
-/// target += a b, or target = a b unless `accumulate`: a product into a tensor of the caller, in
-/// the dtype of that.
+/// Whether libraries multiply products by it: at 0 they lose NaN, and they refuse what is no
+/// float32.
+bool multiplies_by(double alpha);
+
+/// target += alpha a b, or target = alpha a b unless `accumulate`: a product into a tensor of the
+/// caller, in the dtype of that.
 ///
 /// Shapes: target [m, n]; a and b as for `product`.
 /// Error:  n * 2^-23 * sum |a||b|, and one rounding of the sum.
-void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate);
+void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate,
+                  double alpha = 1);
 
 /// Sizes of y = x W^T: those of x with the last one replaced by the rows of W.
 c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight);
 
-/// y = x W^T for the reads x and weight, after checking that they fit. Throws c10::ValueError.
-at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype);
+/// Throws c10::ValueError unless the reads x and weight fit.
+void check_linear(const Call& call, size_t x, size_t weight);
+/// y = x W^T for the reads x and weight, after checking that they fit.
+at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype,
+                          Epilogue epilogue = {});
+/// grad_x = grad_y W and grad_weight = grad_y^T x for these reads.
+at::Tensor linear_grad_x(Call& call, size_t grad_y, size_t weight, at::ScalarType dtype,
+                         Epilogue epilogue = {});
+at::Tensor linear_grad_weight(Call& call, size_t grad_y, size_t x, at::ScalarType dtype,
+                              Epilogue epilogue = {});
 
 }  // namespace tandem::ops

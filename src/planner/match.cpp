@@ -79,6 +79,11 @@ void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                     ", got \"", shown(link), "\". Name one of them.");
 }
 
+/// The place of the step before the one at `place` in the chain.
+size_t source_of(const PatternStep& pattern, size_t place) {
+  return pattern.source == npos ? place - 1 : pattern.source;
+}
+
 /// The value through which a chain leaves a step on the way to `next`.
 Value link_from(const Step& step, const PatternStep& next) {
   const size_t write =
@@ -120,9 +125,13 @@ Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
 }  // namespace
 
 void check_pattern(const Fusion& fusion) {
-  std::set<std::string_view> written;  // by the step before
+  std::vector<std::set<std::string_view>> written;  // by the steps before
   for (size_t place = 0; place < fusion.pattern.size(); ++place) {
     const PatternStep& pattern = fusion.pattern[place];
+    TORCH_CHECK_VALUE(pattern.source == npos || pattern.source < place, "fusion \"", fusion.name,
+                      "\": expected step ", place,
+                      " of its pattern to be behind an earlier one, got step ", pattern.source,
+                      ". Count from 0, in the order of the pattern.");
     std::set<std::string_view> reads, writes;
     if (pattern.kind == StepKind::op) {
       const KnownSteps known = known_steps(fusion.pass, pattern.is_family);
@@ -136,9 +145,11 @@ void check_pattern(const Fusion& fusion) {
         return false;
       });
     }
-    check_link(fusion, place, "the step before", written, pattern.result);
+    if (place > 0)
+      check_link(fusion, place, "the step before", written[source_of(pattern, place)],
+                 pattern.result);
     check_link(fusion, place, "its own", reads, pattern.operand);
-    written = std::move(writes);
+    written.push_back(std::move(writes));
   }
 }
 
@@ -147,7 +158,7 @@ Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion) 
   Members members{start};
   for (size_t p = 1; p < fusion.pattern.size(); ++p) {
     const PatternStep& pattern = fusion.pattern[p];
-    const Value link = link_from(steps[members.back()], pattern);
+    const Value link = link_from(steps[members[source_of(pattern, p)]], pattern);
     if (!exists(link)) return {};
     const auto readers = steps.readers(link);
     const auto next = std::find_if(readers.begin(), readers.end(), [&](size_t reader) {

@@ -231,7 +231,8 @@ def test_verify_passes(recipe, dtype):
 EVERY_OP = [
     "make_extra_output", "make_extra_output:skip", "rms_norm:32:1e-6", "linear:32:64:nobias", "swiglu", "layer_norm:32",
     "linear:32:64", "geglu", "gelu", "silu", "relu", "identity", "dropout:0.1", "constant_scale:0.5", "reshape:-1:4:8",
-    "reshape:-1:32", "quantize", "add_extra_input:skip", "add_extra_input", "rms_norm:32:1e-5:zero_centered_gamma", "bias:32",
+    "reshape:-1:32", "linear:32:64", "swiglu:8", "linear:32:128", "situglu:3:20", "clamped_swiglu:5:1.5:0.5:16", "qgelu", "srelu", "sigmoid",
+    "quantize", "add_extra_input:skip", "add_extra_input", "rms_norm:32:1e-5:zero_centered_gamma", "bias:32",
 ]  # fmt: skip
 
 
@@ -275,7 +276,9 @@ def test_every_op_can_be_written():
         (["quantize:sideways", "--width", "8"], ["one of forward, backward, both", 'got "sideways"']),
         (["make_extra_output:", "--width", "8"], ["CHANNEL,", "a text that is not empty", 'got ""']),
         (["rms_norm:8:1e-5:centered"], ["argument 3 of rms_norm:HIDDEN[:EPS][:zero_centered_gamma] to be zero_centered_gamma", 'got "centered"']),
-        (["swiglu:3"], ["expected swiglu without arguments", 'got 1 in "swiglu:3"']),
+        (["gelu:3"], ["expected gelu without arguments", 'got 1 in "gelu:3"']),
+        (["swiglu:-1"], ["GLU_INTERLEAVE_SIZE, argument 1 of swiglu[:GLU_INTERLEAVE_SIZE], to be a whole number from 0", 'got "-1"']),
+        (["situglu:inf"], ["BETA1, argument 1 of situglu[:BETA1][:BETA2][:GLU_INTERLEAVE_SIZE], to be a finite number", 'got "inf"']),
         ([""], ["an op (", 'got ""']),
         (["swiglu"] * 80 + ["rms_norm:8"], ["this machine's memory", "the input"]),
         (["gelu", "--rows", "16777216", "--width", "16777216"], ["this machine's memory", "the input"]),

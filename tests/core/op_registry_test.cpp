@@ -15,9 +15,9 @@ OpDef definition(std::string_view name) {
 TEST(OpRegistry, KnowsTheBuiltInOps) {
   EXPECT_THAT(op_names(),
               ::testing::IsSupersetOf({"add_extra_input", "basic_linear", "bias", "constant_scale",
-                                       "dropout", "geglu", "gelu", "identity", "layer_norm",
-                                       "make_extra_output", "quantize", "relu", "reshape",
-                                       "rms_norm", "silu", "swiglu"}));
+                                       "dropout", "geglu", "gelu", "identity", "l2_normalization",
+                                       "layer_norm", "make_extra_output", "quantize", "relu",
+                                       "reshape", "rms_norm", "silu", "swiglu"}));
   EXPECT_EQ(op_def("swiglu").family, "glu");
 }
 

@@ -104,12 +104,27 @@ def _module(op: Case, generator: torch.Generator) -> Any:
         return Tie(kind)
     if kind == "nested":
         return ops.Sequential(*[_module(inner, generator) for inner in op["resolved"]])
+    turns = {"glu_interleave_size": op.get("il")}
+    names = ("beta1", "beta2") if kind in ("situ", "s_situ") else ("limit", "alpha", "glu_linear_offset")
+    numbers = dict(zip(names, op.get("n", ()), strict=False))
     make = {
         "gelu": ops.GELU,
         "silu": ops.SiLU,
         "relu": ops.ReLU,
-        "swiglu": ops.SwiGLU,
-        "geglu": ops.GEGLU,
+        "qgelu": ops.QGELU,
+        "srelu": ops.SReLU,
+        "swiglu": lambda: ops.SwiGLU(**turns),
+        "geglu": lambda: ops.GEGLU(**turns),
+        "glu": lambda: ops.GLU(**turns),
+        "qgeglu": lambda: ops.QGEGLU(**turns),
+        "reglu": lambda: ops.ReGLU(**turns),
+        "sreglu": lambda: ops.SReGLU(**turns),
+        "situ": lambda: ops.SiTUGLU(**turns, **numbers),
+        "clamped": lambda: ops.ClampedSwiGLU(**turns, **numbers),
+        "s_swiglu": lambda: ops.ScaledSwiGLU(**turns),
+        "s_situ": lambda: ops.ScaledSiTUGLU(**turns, **numbers),
+        "s_clamped": lambda: ops.ScaledClampedQGeGLU(**turns, **numbers),
+        "s_srelu": ops.ScaledSReLU,
         "identity": ops.Identity,
         "quantize": lambda: ops.Quantize(bool(op.get("fwd", 1)), bool(op.get("bwd", 0))),
         "scale": lambda: ops.ConstantScale(op.get("f", 2.0)),

@@ -24,7 +24,9 @@ DTYPES = {
     "u8": torch.uint8,
 }
 # Kinds of ops by what they do to the last dimension and to shapes; a kind of "py_..." is a class of python_ops.py.
-KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "identity", "quantize", "scale", "dropout", "add", "make"}
+KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "make", "s_srelu"}
+HALVES = {"swiglu", "geglu", "glu", "qgeglu", "reglu", "sreglu", "situ", "clamped", "s_swiglu", "s_situ", "s_clamped"}  # "il": columns of a block
+SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # times a number per row
 WITH_PARAMS = {"linear", "basic", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
 PLAIN = {"nn_tanh", "nn_neg", "nested"}
 
@@ -63,8 +65,8 @@ def resolve(case: Case) -> list[Case]:
             op["in"] = shape[-1]
             _need(op["in"] > 0)
             shape = (*shape[:-1], op["out"])
-        elif kind in ("swiglu", "geglu"):
-            _need(len(shape) >= 1 and shape[-1] % 2 == 0 and shape[-1] > 0)
+        elif kind in HALVES:
+            _need(len(shape) >= 1 and shape[-1] % (2 * op.get("il", 1)) == 0 and shape[-1] > 0)
             shape = (*shape[:-1], shape[-1] // 2)
         elif kind == "reshape":
             shape = reshaped(shape, op["shape"])
@@ -97,14 +99,18 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
     """Which extra tensors an op takes from the caller, what it reads from and writes to channels, what the caller gets."""
     kind = op["k"]
     op["extras"], op["outputs"] = [], []
-    takes = kind == "add" or kind in ("py_swap", "py_swap_whole", "py_product")
+    takes = kind == "add" or kind in SCALED or kind in ("py_swap", "py_swap_whole", "py_product")
+    taken = shape
+    if kind in SCALED:
+        _need(len(shape) >= 1)
+        taken = shape[:-1]
     gives = kind == "make" or kind in ("py_swap", "py_swap_whole", "py_outputs")
     if takes:
         channel = op.get("ch")
-        if channel in channels and channels[channel] == shape:
+        if channel in channels and channels[channel] == taken:
             op["read"] = channel
         else:
-            op["extras"].append({"s": shape, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
+            op["extras"].append({"s": taken, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
     if gives:
         channel = op.get("ch_out")
         if channel is not None and channel not in written:

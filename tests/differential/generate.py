@@ -14,7 +14,7 @@ ROWS = ((), (0,), (1,), (2,), (3,), (3,), (5,), (7,), (8,), (17,), (2, 3), (3, 1
 LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice")
 KINDS = (
     ["linear"] * 6 + ["basic"] * 3 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
-    + ["swiglu"] * 4 + ["geglu"] * 2 + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
+    + ["swiglu"] * 4 + ["geglu"] * 2 + ["qgelu", "srelu", "glu", "qgeglu", "reglu", "sreglu"] + ["situ", "clamped"] * 2 + sorted(cases.SCALED) + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
     + ["add"] * 6 + ["make"] * 6
 )
 PYTHON = ["py_weighted", "py_sin", "py_swap", "py_swap_whole", "py_product", "py_outputs", "py_child", "py_buffer"]
@@ -102,6 +102,8 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
             op["eps"] = r.choice([1e-3, 1e-6, 0.1])
         if r.random() < 0.3:
             op["zc"] = 1
+    elif kind in cases.HALVES and shape and r.random() < 0.3:
+        op["il"] = r.choice([size for size in (1, 2, 3, 4, 8, 16, 32) if shape[-1] % (2 * size) == 0] or [1])
     elif kind == "scale":
         op["f"] = r.choice([2.0, -1.5, 0.3, 1.0, 0.0])
     elif kind == "dropout":
@@ -114,7 +116,9 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
         op["shape"] = _target(r, shape)
     elif kind == "nested":
         op["ops"] = [{"k": k, **({"d": own} if k in cases.WITH_PARAMS else {})} for k in r.choices(["rms", "gelu", "bias", "relu", "scale", "ln"], k=r.randint(0, 3))]
-    if kind in ("add", "py_swap", "py_swap_whole", "py_product"):
+    if kind in ("situ", "s_situ", "clamped", "s_clamped") and r.random() < 0.5:
+        op["n"] = r.choice([(0.5, 2.0), (10.0, 0.1)] if "situ" in kind else [(0.75, 1.0, 0.5), (1.5, -0.5, 0.0), (2.0, 0.0, -1.0)])
+    if kind == "add" or kind in cases.SCALED or kind in ("py_swap", "py_swap_whole", "py_product"):
         op.update(_extra_of(r, case, resolved, shape, dtype, mixed))
         if kind == "add" and has_in_place and r.random() < 0.6:
             op["ip"] = 1

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from differential.build import Built
-from differential.case import Case
+from differential.case import HALVES, SCALED, Case
 
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 LARGEST_FLOAT16 = 3e4  # half of it: sums on the way are larger than what they end in
@@ -205,8 +205,8 @@ class Reference:
             return self._bias(module.bias, x), []
         if kind in ("rms", "ln"):
             return self._norm(op, module, x), []
-        if kind in ("gelu", "silu", "relu", "swiglu", "geglu"):
-            return self._activation(kind, self.compute(x, None)), []
+        if kind in ("gelu", "silu", "relu", "qgelu", "srelu") or kind in HALVES or kind in SCALED:
+            return self._activation(op, self.compute(x, None), extra), []
         if kind == "scale":
             factor = op.get("f", 2.0)
             dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
@@ -269,21 +269,58 @@ class Reference:
         y = self.noisy(v * inverse, statistics).value * weight
         return self.noisy(y if op["k"] == "rms" else y + self.param(module.bias, x.dtype), x.dtype)
 
-    def _activation(self, kind: str, x: Valued) -> Valued:
+    def _activation(self, op: Case, x: Valued, scales: Valued | None) -> Valued:
+        kind, unit = op["k"].removeprefix("s_"), UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32]
+
         def gelu(v: torch.Tensor) -> torch.Tensor:
             if not v.is_floating_point():
                 return F.gelu(v, approximate="tanh")  # raises
             # As a product with a sigmoid: see `_Cancelled`.
             y = v * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3))
-            unit = UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32]
             return y if self.generator is None else y + _Cancelled.apply(v, unit, self.generator)
 
-        plain = {"gelu": gelu, "silu": F.silu, "relu": F.relu}
+        def of_fractions(function: Any) -> Any:
+            def apply(*v: torch.Tensor) -> torch.Tensor:
+                if not v[0].is_floating_point():
+                    raise TypeError("an activation follows its input, which has no fractions")
+                return function(*v)
+
+            return apply
+
+        def gate(v: torch.Tensor, rate: float) -> torch.Tensor:
+            return v * torch.sigmoid(rate * v)
+
+        def situ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            first, second = op.get("n", (4.0, 25.0))
+            return first * torch.tanh(a / first) * torch.sigmoid(a) * second * torch.tanh(b / second)
+
+        def clamped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            limit, alpha, offset = op.get("n", (7.0, 1.702, 1.0))
+            return gate(a.clamp(max=limit), alpha) * (b.clamp(-limit, limit) + offset)
+
+        qgelu = of_fractions(lambda v: gate(v, 1.702))
+        plain = {"gelu": gelu, "silu": F.silu, "relu": F.relu, "qgelu": qgelu, "srelu": lambda v: F.relu(v) ** 2}
+        gates = {"swiglu": F.silu, "geglu": gelu, "glu": of_fractions(torch.sigmoid), "qgeglu": qgelu, "reglu": F.relu, "sreglu": plain["srelu"]}
         if kind in plain:
-            return self._plain(plain[kind], x)
-        a, b = x.value.chunk(2, -1)
-        y = (F.silu if kind == "swiglu" else gelu)(a) * b
+            y = plain[kind](x.value)
+        else:
+            a, b = self._parts(x.value, op.get("il"))
+            y = gates[kind](a) * b if kind in gates else of_fractions({"situ": situ, "clamped": clamped}[kind])(a, b)
+        if scales is not None:
+            if not torch.can_cast(scales.dtype, x.dtype):
+                raise TypeError("scales have fractions that x cannot have")
+            factor = scales.value if scales.dtype == x.dtype else self.noisy(scales.value.to(x.value.dtype), x.dtype).value
+            y = y * factor.unsqueeze(-1)
         return self.noisy(y, x.dtype if x.value.is_floating_point() else y.dtype)
+
+    @staticmethod
+    def _parts(v: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """a and b: halves, or blocks by turns."""
+        if block is None:
+            a, b = v.chunk(2, -1)
+            return a, b
+        a, b = v.unflatten(-1, (-1, 2, block)).unbind(-2)
+        return a.flatten(-2), b.flatten(-2)
 
     def _quantize(self, op: Case, x: Valued) -> Valued:
         if self.recipe is None or not x.dtype.is_floating_point:

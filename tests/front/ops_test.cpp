@@ -96,6 +96,14 @@ TEST(OpsErrors, OptionsThatCannotBeWritten) {
                                           "\". Encode it so."));
 }
 
+TEST(OpsErrors, NormsHaveAShape) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, {4, 0}})
+    EXPECT_THAT([&] { ops::layer_norm(shape); },
+                ThrowsText<c10::ValueError>("layer_norm: expected normalized_shape with sizes > 0, "
+                                            "got [",
+                                            "]. Give the sizes of the last dimensions of x."));
+}
+
 TEST(OpsErrors, LinearHasFeatures) {
   EXPECT_THAT([] { ops::linear(0, 4); },
               ThrowsText<c10::ValueError>(
@@ -109,6 +117,27 @@ TEST(OpsErrors, AParameterWithoutFirstValues) {
               ThrowsText<c10::ValueError>("rms_norm: expected a function that gives weight its "
                                           "first values, got none. Use tandem::init::zeros() or "
                                           "another."));
+}
+
+TEST(Ops, AUnitTimesANumberPerRowIsTheUnitTimesIt) {
+  const at::Tensor x = random({3, 8}), scales = random({3}, at::kFloat, 2);
+  const std::vector<std::pair<Op, Op>> pairs = {
+      {ops::scaled_swiglu({.glu_interleave_size = 2}), ops::swiglu({.glu_interleave_size = 2})},
+      {ops::scaled_situglu({.beta1 = 3}), ops::situglu({.beta1 = 3})},
+      {ops::scaled_clamped_qgeglu({.limit = 0.5}), ops::clamped_swiglu({.limit = 0.5})},
+      {ops::scaled_srelu(), ops::srelu()}};
+  for (const auto& [scaled, unit] : pairs) {
+    Sequential model({scaled}), plain({unit});
+    EXPECT_TRUE(near(model->forward(x, {scales})[0], plain->forward(x) * scales.unsqueeze(-1)))
+        << scaled.name;
+  }
+}
+
+TEST(OpsErrors, BetasAreAboveZero) {
+  EXPECT_THAT(
+      [] { Sequential({ops::situglu({.beta1 = 0})}); },
+      ThrowsText<c10::ValueError>(
+          "situglu: expected option beta1 to be a finite number > 0, got 0. beta1: above 0"));
 }
 
 TEST(Ops, OpsThatAreGivenOneTensorShareIt) {

@@ -1,7 +1,10 @@
 // Fusions of a product with what follows it.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 
 #include "support/plans.h"
+#include "support/throws.h"
 
 namespace tandem::testing {
 namespace {
@@ -94,6 +97,271 @@ TEST(LinearBiasAdd, RefusesWhereTheProductIsTheExtraInput) {
   EXPECT_THAT(planned.decisions(),
               Contains(HasSubstr("the product is the extra input of the sum")));
   EXPECT_TRUE(fused_equals_unfused(ops, inputs(), params()));
+}
+
+const std::string kScaled = R"(constant_scale {"options": {"factor": -0.75}})",
+                  kInPlace = R"(add_extra_input {"in_place": true})";
+
+/// A product and what follows it, by the name of the fusion that takes all of it.
+struct Sum {
+  const char* fusion;
+  Ops ops;
+  bool has_bias() const { return std::string(fusion).find("bias") != std::string::npos; }
+  bool has_extra() const { return std::string(fusion).find("add") != std::string::npos; }
+  friend std::ostream& operator<<(std::ostream& out, const Sum& sum) { return out << sum.fusion; }
+};
+
+class LinearSum : public ::testing::TestWithParam<Sum> {
+ protected:
+  Tensors inputs(at::ScalarType dtype = at::kFloat, at::ScalarType residual = at::kFloat) const {
+    Tensors list{leaf({3, 2, 8}, dtype)};
+    if (GetParam().has_extra()) list.push_back(leaf({3, 2, 12}, residual, 4));
+    return list;
+  }
+  Tensors params(at::ScalarType dtype = at::kFloat) const {
+    Tensors list{leaf({12, 8}, dtype, 2)};
+    if (GetParam().has_bias()) list.push_back(leaf({12}, dtype, 3));
+    return list;
+  }
+};
+class LinearSumOfExtra : public LinearSum {};
+INSTANTIATE_TEST_SUITE_P(Parts, LinearSum,
+                         ::testing::Values(Sum{"linear_bias_scale",
+                                               {"basic_linear", "bias", kScaled}},
+                                           Sum{"linear_scale", {"basic_linear", kScaled}}),
+                         [](const auto& info) { return std::string(info.param.fusion); });
+const Sum kWithExtra[] = {
+    {"linear_bias_add", {"basic_linear", "bias", "add_extra_input"}},
+    {"linear_bias_scale_add", {"basic_linear", "bias", kScaled, "add_extra_input"}},
+    {"linear_add", {"basic_linear", "add_extra_input"}},
+    {"linear_scale_add", {"basic_linear", kScaled, "add_extra_input"}}};
+INSTANTIATE_TEST_SUITE_P(PartsWithExtra, LinearSum, ::testing::ValuesIn(kWithExtra),
+                         [](const auto& info) { return std::string(info.param.fusion); });
+INSTANTIATE_TEST_SUITE_P(PartsWithExtra, LinearSumOfExtra, ::testing::ValuesIn(kWithExtra),
+                         [](const auto& info) { return std::string(info.param.fusion); });
+
+TEST_P(LinearSum, FiresAndEquals) {
+  const Ops& ops = GetParam().ops;
+  const Planned planned(ops, inputs(), params());
+  EXPECT_THAT(planned.forward(), StartsWith(GetParam().fusion + std::string(": x, ")));
+  EXPECT_THAT(planned.decisions(), Contains(::testing::AllOf(StartsWith(GetParam().fusion),
+                                                             ::testing::EndsWith(": made"))));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    EXPECT_TRUE(fused_equals_unfused(ops, inputs(dtype, dtype), params(dtype))) << dtype;
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs(), params(), kRecipe));
+}
+
+TEST_P(LinearSum, EqualsThroughTheDispatcher) {
+  const auto direct = run(GetParam().ops, inputs(), params()),
+             dispatched = run(GetParam().ops, inputs(), params(), "{}", Path::dispatch);
+  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
+  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
+}
+
+TEST_P(LinearSum, EqualsWhereLibrariesShareTheProduct) {
+  // Large enough for oneDNN, with a number of rows that it is given in pieces.
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Tensors large{leaf({131, 256}, dtype)}, weights{leaf({512, 256}, dtype, 2)};
+    if (GetParam().has_extra()) large.push_back(leaf({131, 512}, dtype, 4));
+    if (GetParam().has_bias()) weights.push_back(leaf({512}, dtype, 3));
+    const auto fused = run(GetParam().ops, large, weights),
+               unfused = run(GetParam().ops, large, weights, R"({"fuse": false})");
+    EXPECT_TRUE(near(fused.outputs, unfused.outputs, /*magnitude=*/256)) << dtype;
+    EXPECT_TRUE(near(fused.gradients, unfused.gradients, /*magnitude=*/1024)) << dtype;
+  }
+}
+
+TEST_P(LinearSumOfExtra, AMixedResidualPromotes) {
+  const Tensors mixed = inputs(at::kBFloat16, at::kFloat), weights = params(at::kBFloat16);
+  EXPECT_EQ(run(GetParam().ops, mixed, weights).outputs[0].scalar_type(), at::kFloat);
+  EXPECT_TRUE(fused_equals_unfused(GetParam().ops, mixed, weights));
+}
+
+TEST_P(LinearSumOfExtra, WritesInPlaceWhereAsked) {
+  Ops ops = GetParam().ops;
+  ops.back() = kInPlace;
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    for (const bool strided : {false, true}) {
+      const auto result_of = [&](const std::string& fields) {
+        const at::Tensor wide = random({3, 2, 24}, dtype, 4),
+                         extra = strided ? wide.slice(2, 0, 24, 2) : wide.slice(2, 0, 12).clone();
+        const auto version = extra._version();
+        RunResult result = run(ops, {inputs(dtype)[0], extra}, params(dtype), fields);
+        EXPECT_EQ(result.outputs[0].const_data_ptr(), extra.const_data_ptr());
+        EXPECT_GT(extra._version(), version);
+        return result;
+      };
+      const auto fused = result_of("{}"), unfused = result_of(R"({"fuse": false})");
+      EXPECT_TRUE(near(fused.outputs, unfused.outputs, /*magnitude=*/8)) << dtype << strided;
+      EXPECT_TRUE(near(fused.gradients, unfused.gradients)) << dtype << strided;
+    }
+  EXPECT_THAT(Planned(ops, {leaf({3, 2, 8}), random({3, 2, 12})}, params()).forward(),
+              StartsWith(GetParam().fusion + std::string(": ")));
+}
+
+TEST_P(LinearSumOfExtra, RefusesAnExtraInputOfAnotherShape) {
+  Ops in_place = GetParam().ops;
+  in_place.back() = kInPlace;
+  for (const Ops& ops : {GetParam().ops, in_place})
+    EXPECT_THAT(
+        [&] {
+          run(ops, {inputs()[0], random({3, 2, 13})}, params());
+        },
+        ThrowsText<c10::ValueError>("add_extra_input: expected the extra input of the "
+                                    "shape of x, [3, 2, 12], got [3, 2, 13]"));
+}
+
+TEST(LinearAdd, WritesInPlaceIntoWhatItReads) {
+  const at::Tensor weight = random({8, 8}, at::kFloat, 2), x = random({5, 8}), in = x.clone();
+  const RunResult result = run({"basic_linear", kInPlace}, {in, in}, {weight});
+  EXPECT_TRUE(near(in, x.matmul(weight.t()) + x));
+  EXPECT_TRUE(same(result.outputs[0], in));
+}
+
+TEST(LinearAdd, RefusesWhereTheProductIsTheExtraInput) {
+  const Ops ops = {"basic_linear",
+                   R"(make_extra_output {"extra_outputs": [{"channel": "z", "to_caller": false}]})",
+                   R"(add_extra_input {"extra_inputs": [{"channel": "z"}]})"};
+  EXPECT_THAT(Planned(ops, inputs(), {leaf({12, 8})}).decisions(),
+              Contains("linear_add at 0.basic_linear + 2.add_extra_input: the product is the extra "
+                       "input of the sum"));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs(), {leaf({12, 8})}));
+}
+
+TEST(LinearScale, RefusesToRoundTheBiasTwice) {
+  for (const Ops& ops : {Ops{"basic_linear", "bias", kScaled},
+                         Ops{"basic_linear", "bias", kScaled, "add_extra_input"}}) {
+    Tensors mixed = inputs(at::kBFloat16);
+    if (ops.size() == 4) mixed.push_back(leaf({3, 2, 12}, at::kBFloat16, 4));
+    const Planned planned(ops, mixed, params(at::kBFloat16));
+    EXPECT_THAT(planned.decisions(),
+                Contains(HasSubstr("constant_scale" +
+                                   std::string(ops.size() == 4 ? " + 3.add_extra_input" : "") +
+                                   ": factor * bias would round the bias once more, to "
+                                   "BFloat16")));
+  }
+}
+
+TEST(LinearScale, RefusesMixedDtypesOfTheBias) {
+  const Planned planned({"basic_linear", "bias", kScaled}, inputs(at::kBFloat16),
+                        {leaf({12, 8}, at::kBFloat16), leaf({12})});
+  EXPECT_THAT(planned.decisions(), Contains(HasSubstr("linear_bias_scale at 0.basic_linear + "
+                                                      "1.bias + 2.constant_scale: the bias is "
+                                                      "Float and the product BFloat16")));
+}
+
+TEST(LinearScale, FactorsThatLibrariesLose) {
+  // 0 times infinity is NaN, and torch's products refuse what is no float32.
+  for (const char* factor : {"0", "1e-60", "1e60"}) {
+    const Ops ops = {"basic_linear",
+                     R"(constant_scale {"options": {"factor": )" + std::string(factor) + "}}"};
+    at::Tensor x = random({4, 8});
+    x[1][2] = INFINITY;
+    const Tensors params{random({12, 8}, at::kFloat, 2)};
+    const auto fused = run(ops, {x}, params), unfused = run(ops, {x}, params, R"({"fuse": false})");
+    EXPECT_TRUE(fused.outputs[0].isnan().equal(unfused.outputs[0].isnan())) << factor;
+    EXPECT_TRUE(fused.outputs[0].isinf().equal(unfused.outputs[0].isinf())) << factor;
+  }
+}
+
+TEST(LinearBackwardScale, ScalesBothProducts) {
+  const Ops ops = {"basic_linear", kScaled};
+  const Tensors params{leaf({12, 8}, at::kFloat, 2)};
+  EXPECT_EQ(Planned(ops, inputs(), params).backward(),
+            "linear_backward_scale: grad of 1.constant_scale.y, 0.basic_linear.weight, x -> grad "
+            "of x, grad of 0.basic_linear.weight\n");
+  EXPECT_EQ(Planned(ops, {random({3, 8})}, params).backward(),
+            "linear_grad_weight_scale: grad of 1.constant_scale.y, x -> grad of "
+            "0.basic_linear.weight\n");
+  EXPECT_EQ(Planned(ops, inputs(), {random({12, 8})}).backward(),
+            "linear_grad_x_scale: grad of 1.constant_scale.y, 0.basic_linear.weight -> grad of "
+            "x\n");
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    EXPECT_TRUE(fused_equals_unfused(ops, {random({3, 8}, dtype)}, {leaf({12, 8}, dtype)}));
+    EXPECT_TRUE(fused_equals_unfused(ops, inputs(dtype), {random({12, 8}, dtype)}));
+  }
+}
+
+TEST(LinearBackwardScale, RefusesWhereTheScaledGradientIsDemanded) {
+  const Ops ops = {"basic_linear", "bias", kScaled};
+  const Planned planned(ops, inputs(), params());
+  EXPECT_THAT(planned.backward(), HasSubstr("constant_scale.backward: "));
+  EXPECT_THAT(planned.decisions(),
+              Contains("linear_backward_scale at 2.constant_scale.backward + 0.basic_linear.grad_x "
+                       "+ 0.basic_linear.grad_weight: grad of 1.bias.y is demanded outside and the "
+                       "fused step does not write it"));
+}
+
+const std::string kOut =
+    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
+const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
+
+TEST(LinearBackwardAdd, FiresAndEquals) {
+  const Ops ops = {kOut, "basic_linear", "gelu", "basic_linear", kIn};
+  const auto weights = [](at::ScalarType dtype) {
+    return Tensors{leaf({12, 8}, dtype, 2), leaf({8, 12}, dtype, 3)};
+  };
+  const Planned planned(ops, inputs(), weights(at::kFloat));
+  EXPECT_THAT(planned.backward(),
+              HasSubstr("linear_backward_add: grad of 1.basic_linear.y, 1.basic_linear.weight, "
+                        "grad of 4.add_extra_input.y -> grad of x\n"));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    EXPECT_TRUE(fused_equals_unfused(ops, inputs(dtype), weights(dtype))) << dtype;
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs(), weights(at::kFloat), kRecipe));
+  const auto direct = run(ops, inputs(), weights(at::kFloat)),
+             dispatched = run(ops, inputs(), weights(at::kFloat), "{}", Path::dispatch);
+  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
+}
+
+TEST(LinearBackwardAdd, LeavesTheGradientOfTheCallerAlone) {
+  const at::Tensor x = leaf({3, 8}), weight = leaf({8, 8}, at::kFloat, 2);
+  const Ops ops = {"make_extra_output", "basic_linear"};
+  const auto program = function_of(ops);
+  const Tensors outputs = program({x, weight});
+  const Tensors grads{random({3, 8}, at::kFloat, 5), at::ones({}).expand({3, 8})};
+  const at::Tensor before = grads[0].clone();
+  const Tensors gradients = gradients_of(outputs, {x}, grads);
+  EXPECT_TRUE(near(gradients[0], before.matmul(weight.detach()) + 1));
+  EXPECT_TRUE(same(grads[0], before));
+  EXPECT_TRUE(same(grads[1], at::ones({3, 8})));
+}
+
+TEST(LinearBackwardAdd, RefusesWhereTheSumHasNoOtherTerm) {
+  const Ops ops = {kOut, kIn, "basic_linear"};
+  EXPECT_THAT(Planned(ops, inputs(), {leaf({12, 8})}).decisions(),
+              Contains(::testing::AllOf(StartsWith("linear_backward_add at "),
+                                        HasSubstr(": the sum has no other term"))));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs(), {leaf({12, 8})}));
+}
+
+class LinearActivation : public ::testing::TestWithParam<const char*> {
+ protected:
+  bool is_glu() const { return std::string(GetParam()).find("glu") != std::string::npos; }
+  std::string fusion() const { return is_glu() ? "linear_glu" : "linear_activation"; }
+  Ops ops() const { return {"basic_linear", GetParam()}; }
+};
+INSTANTIATE_TEST_SUITE_P(Functions, LinearActivation,
+                         ::testing::Values("gelu", "silu", "relu", "swiglu", "geglu"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(LinearActivation, KeepsTheProductOnlyWhereBackwardReadsIt) {
+  const std::string reads = ": x, 0.basic_linear.weight -> ",
+                    y = std::string("1.") + GetParam() + ".y\n";
+  EXPECT_EQ(Planned(ops(), inputs(), {leaf({12, 8})}).forward(),
+            fusion() + reads + "0.basic_linear.y, " + y);
+  EXPECT_EQ(Planned(ops(), {random({3, 8})}, {random({12, 8})}).forward(), fusion() + reads + y);
+}
+
+TEST_P(LinearActivation, EqualsTheUnfusedOps) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    EXPECT_TRUE(fused_equals_unfused(ops(), inputs(dtype), {leaf({12, 8}, dtype)})) << dtype;
+    EXPECT_TRUE(fused_equals_unfused(ops(), {random({3, 8}, dtype)}, {random({12, 8}, dtype)}));
+  }
+  EXPECT_TRUE(fused_equals_unfused(ops(), inputs(), {leaf({12, 8})}, kRecipe));
+  const auto direct = run(ops(), inputs(), {leaf({12, 8})}),
+             dispatched = run(ops(), inputs(), {leaf({12, 8})}, "{}", Path::dispatch);
+  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
+  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
 }
 
 class LinearBiasActivation : public ::testing::TestWithParam<const char*> {

@@ -28,11 +28,33 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
           EXPECT_LT(operand.member, fusion.pattern.size()) << fusion.name;
     }
   }
-  EXPECT_THAT(names,
-              ::testing::IsSupersetOf(
-                  {"linear_bias", "linear_bias_add", "linear_bias_glu", "linear_bias_activation",
-                   "rms_norm_quantize", "layer_norm_quantize", "rms_norm_backward_add",
-                   "layer_norm_backward_add", "glu_backward_bias", "activation_backward_bias"}));
+  EXPECT_THAT(names, ::testing::IsSupersetOf({"linear_bias",
+                                              "linear_bias_add",
+                                              "linear_bias_glu",
+                                              "linear_bias_activation",
+                                              "linear_add",
+                                              "linear_glu",
+                                              "linear_activation",
+                                              "linear_scale",
+                                              "linear_scale_add",
+                                              "linear_bias_scale",
+                                              "linear_bias_scale_add",
+                                              "bias_activation",
+                                              "bias_glu",
+                                              "dropout_add",
+                                              "bias_dropout_add",
+                                              "add_rms_norm",
+                                              "add_layer_norm",
+                                              "rms_norm_quantize",
+                                              "layer_norm_quantize",
+                                              "rms_norm_backward_add",
+                                              "layer_norm_backward_add",
+                                              "linear_backward_add",
+                                              "linear_backward_scale",
+                                              "linear_grad_x_scale",
+                                              "linear_grad_weight_scale",
+                                              "glu_backward_bias",
+                                              "activation_backward_bias"}));
 }
 
 TEST(FusionTable, NamesStepsThatThereAre) {

@@ -3,8 +3,11 @@
 // tests/kernels measures the formulas that it knows in float64 more closely.
 #include "kernel_ops/activation.h"
 
+#include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/zeros.h>
 
+#include "kernel_ops/scaled_activation.h"
 #include "kernels/activation.h"
 #include "support/kernel_ops.h"
 #include "support/targets.h"
@@ -17,6 +20,8 @@ using kernel_ops::ActivationBackward;
 using kernel_ops::ActivationForward;
 using kernel_ops::GluBackward;
 using kernel_ops::GluForward;
+using kernel_ops::ScaledActivationBackward;
+using kernel_ops::ScaledActivationForward;
 using std::array;
 using Bias = std::optional<at::Tensor>;
 
@@ -122,6 +127,180 @@ TEST_P(ActivationOp, GradientOfTheBackwardByItself) {
         return Tensors(r.begin(), r.end());
       },
       {leaf({3, 3}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
+}
+
+/// What only gated units take, for last dimensions that are multiples of 6.
+constexpr std::string_view kGatedTexts[] = {
+    "situglu:beta1=4:beta2=25",
+    "situglu:beta1=0.5:beta2=1e3:interleave=3",
+    "clamped_swiglu:limit=0.75:alpha=1.702:glu_linear_offset=1",
+    "clamped_swiglu:limit=7:alpha=-1e-3:glu_linear_offset=-0.5:interleave=1",
+    "gelu:interleave=3",
+};
+
+class GatedOp : public ::testing::TestWithParam<std::tuple<int64_t, std::string_view>> {
+ protected:
+  std::string_view function() const { return std::get<1>(GetParam()); }
+
+ private:
+  ScopedTarget target_{std::get<0>(GetParam())};
+};
+INSTANTIATE_TEST_SUITE_P(Texts, GatedOp,
+                         ::testing::Combine(::testing::ValuesIn(all_targets()),
+                                            ::testing::ValuesIn(kGatedTexts)));
+
+TEST_P(GatedOp, MatchesReference) {
+  for_every_case(6, [&](const at::Tensor& z) {
+    const at::Tensor bias = random({z.size(-1)}, z.scalar_type(), 9),
+                     grad_y = random(z.narrow(-1, 0, z.size(-1) / 2).sizes(), z.scalar_type(), 4);
+    EXPECT_TRUE(matches_reference<GluForward>(z, Bias(), function(), array{false, true}));
+    EXPECT_TRUE(matches_reference<GluForward>(z, Bias(bias), function(), array{true, true}));
+    EXPECT_TRUE(
+        matches_reference_at<GluBackward>(1, grad_y, z, function(), array{true, true, true}));
+  });
+}
+
+TEST_P(GatedOp, GradientByItself) {
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r =
+            kernel_ops::dispatch<GluForward>(t[0], Bias(t[1]), function(), array{true, true});
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 6}, at::kDouble), leaf({6}, at::kDouble, 2)}));
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r =
+            kernel_ops::dispatch<GluBackward>(t[0], t[1], function(), array{true, true, true});
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 3}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
+}
+
+/// As activation_function.h has them, and whether the unit is gated.
+constexpr std::pair<std::string_view, bool> kScaled[] = {
+    {"silu:interleave=3", true},
+    {"situglu:beta1=4:beta2=25", true},
+    {"clamped_swiglu:limit=0.75:alpha=1.702:glu_linear_offset=1", true},
+    {"srelu", false},
+    {"gelu", false}};
+
+class ScaledOp
+    : public ::testing::TestWithParam<std::tuple<int64_t, std::pair<std::string_view, bool>>> {
+ protected:
+  std::string_view function() const { return std::get<1>(GetParam()).first; }
+  bool is_gated() const { return std::get<1>(GetParam()).second; }
+
+ private:
+  ScopedTarget target_{std::get<0>(GetParam())};
+};
+INSTANTIATE_TEST_SUITE_P(Units, ScaledOp,
+                         ::testing::Combine(::testing::ValuesIn(all_targets()),
+                                            ::testing::ValuesIn(kScaled)));
+
+TEST_P(ScaledOp, MatchesReference) {
+  for_every_case(is_gated() ? 6 : 1, [&](const at::Tensor& x) {
+    const int64_t cols = is_gated() ? x.size(-1) / 2 : x.size(-1);
+    const auto rows = x.sizes().slice(0, x.dim() - 1);
+    const at::Tensor grad_y = random(x.narrow(-1, 0, cols).sizes(), x.scalar_type(), 4);
+    for (const auto dtype : {x.scalar_type(), at::kFloat}) {
+      const at::Tensor scales = random(rows, dtype, 5);
+      EXPECT_TRUE(matches_reference<ScaledActivationForward>(x, scales, function(), is_gated()));
+      for (const array mask :
+           {array{true, true, true}, array{true, false, false}, array{false, true, false}})
+        EXPECT_TRUE(matches_reference_at<ScaledActivationBackward>(
+            static_cast<double>(cols), grad_y, x, scales, function(), is_gated(), mask));
+    }
+  });
+}
+
+TEST_P(ScaledOp, GradientByItself) {
+  const auto x = leaf({3, is_gated() ? 12 : 6}, at::kDouble), scales = leaf({3}, at::kDouble, 2);
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        return Tensors{
+            kernel_ops::dispatch<ScaledActivationForward>(t[0], t[1], function(), is_gated())[0]};
+      },
+      {x, scales}));
+  EXPECT_TRUE(gradients_match(
+      [&](const Tensors& t) {
+        const auto r = kernel_ops::dispatch<ScaledActivationBackward>(
+            t[0], t[1], t[2], function(), is_gated(), array{true, true, true});
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({3, 6}, at::kDouble, 3), x, scales}));
+}
+
+TEST(ScaledOps, OfNothingHaveGradientsOfZero) {
+  const auto results = kernel_ops::dispatch<ScaledActivationBackward>(
+      random({3, 0}), random({3, 0}), random({3}), "srelu", false, array{true, true, true});
+  EXPECT_TRUE(same(results[1], at::zeros({3})));
+}
+
+TEST(ScaledOpErrors, ShapesThatDoNotFit) {
+  EXPECT_THAT(
+      [] {
+        kernel_ops::dispatch<ScaledActivationForward>(random({2, 4}), random({3}), "silu", true);
+      },
+      ThrowsText<c10::ValueError>("scaled_activation: expected scales with 2 elements, one per row "
+                                  "of x [2, 4], got shape [3]. Pass a tensor of the shape of x"));
+  EXPECT_THAT(
+      [] { kernel_ops::dispatch<ScaledActivationForward>(random({}), random({}), "srelu", false); },
+      ThrowsText<c10::ValueError>("scaled_activation: expected x with at least 1 dimension"));
+  EXPECT_THAT(
+      [] {
+        kernel_ops::dispatch<ScaledActivationBackward>(random({2, 4}), random({2, 4}), random({2}),
+                                                       "silu", true, array{true, true, true});
+      },
+      ThrowsText<c10::ValueError>(
+          "scaled_activation: expected grad_y of the shape of y, [2, 2], got [2, 4]"));
+}
+
+TEST(ActivationOpErrors, TextsThatAreNone) {
+  const auto given = [](std::string_view text) {
+    return [text] {
+      kernel_ops::dispatch<GluForward>(random({2, 4}), Bias(), text, array{true, true});
+    };
+  };
+  for (const auto text : {"situglu", "situglu:beta1=4", "situglu:beta2=4:beta1=4",
+                          "situglu:beta1=nan:beta2=4", "situglu:beta1=4:beta2=25:interleave=0",
+                          "situglu:beta1=4:beta2=25,", "situglu:beta1=:beta2=25"})
+    EXPECT_THAT(given(text),
+                ThrowsText<c10::ValueError>(
+                    "activation: expected situglu:beta1=NUMBER:beta2=NUMBER, and behind it "
+                    ":interleave=COLUMNS where a and b are no halves, got \"" +
+                    std::string(text) + "\". Write all finite numbers, in this order."))
+        << text;
+  EXPECT_THAT(given("silu:interleave=-1"),
+              ThrowsText<c10::ValueError>("expected silu, and behind"));
+  EXPECT_THAT(given("tanh"), ThrowsText<c10::ValueError>("expected one of gelu, silu, relu",
+                                                         "situglu, clamped_swiglu, got \"tanh\""));
+  EXPECT_THAT(
+      [] {
+        kernel_ops::dispatch<ActivationForward>(random({2, 4}), Bias(), "silu:interleave=2",
+                                                array{true, true});
+      },
+      ThrowsText<c10::ValueError>("activation: expected silu, got \"silu:interleave=2\""));
+}
+
+TEST(ActivationOpErrors, BlocksThatDoNotFit) {
+  EXPECT_THAT(
+      [] {
+        kernel_ops::dispatch<GluForward>(random({2, 12}), Bias(), "silu:interleave=4",
+                                         array{true, true});
+      },
+      ThrowsText<c10::ValueError>("glu: expected x whose last dimension is a multiple of 8, two "
+                                  "blocks of glu_interleave_size, got [2, 12]"));
+}
+
+TEST(ActivationOpErrors, WholeNumbersOfAFunctionWithFractions) {
+  EXPECT_THAT(
+      [] {
+        kernel_ops::dispatch<ActivationForward>(at::ones({2, 4}, at::kLong), Bias(), "qgelu",
+                                                array{false, true});
+      },
+      ThrowsText<c10::TypeError>("activation: expected x of a dtype with fractions, as qgelu has, "
+                                 "got int64. Convert it before the call."));
 }
 
 TEST(ActivationOps, MaskedOutResultsAreEmptyAndFresh) {

@@ -102,6 +102,8 @@ TEST(KernelDtypes, Norms) {
     const std::array<bool, 3> three{true, true, true};
     const std::array<bool, 4> four{true, true, true, true};
     EXPECT_TRUE(agrees<RmsNormForward>(x, weight, 1e-5, false));
+    EXPECT_TRUE(agrees<L2NormForward>(x, 1e-5));
+    EXPECT_TRUE(agrees<L2NormBackward>(grad, x, rows, std::array<bool, 2>{true, true}));
     EXPECT_TRUE(agrees<LayerNormForward>(x, weight, filled({19}, a), 1e-5, false));
     EXPECT_TRUE(
         agrees<RmsNormBackward>(grad, x, weight, rows.to(at::kDouble), Optional(), false, three));

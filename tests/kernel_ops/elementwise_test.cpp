@@ -88,6 +88,26 @@ TEST(DropoutOp, GradientOfTheOpByItself) {
       {leaf({5, 6}, at::kDouble)}));
 }
 
+TEST(DropoutAddOp, MatchesReferenceBitwise) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    const at::Tensor bias = random({x.size(-1)}, x.scalar_type(), 8),
+                     extra = random(x.sizes(), x.scalar_type(), 4);
+    for (const Optional& b : {Optional(), Optional(bias), Optional(bias.to(at::kFloat))})
+      for (const Optional& e : {Optional(), Optional(extra), Optional(extra.to(at::kFloat))})
+        EXPECT_TRUE(same(dispatch<DropoutAdd>(x, b, seed_of(-77), 0.3, e)[0],
+                         DropoutAdd::reference(x, b, seed_of(-77), 0.3, e)[0]));
+  });
+}
+
+TEST(DropoutAddOp, GradientOfTheOpByItself) {
+  EXPECT_TRUE(gradients_match(
+      [](const Tensors& t) {
+        return Tensors{
+            dispatch<DropoutAdd>(t[0], Optional(t[1]), seed_of(5), 0.4, Optional(t[2]))[0]};
+      },
+      {leaf({5, 6}, at::kDouble), leaf({6}, at::kDouble, 2), leaf({5, 6}, at::kDouble, 3)}));
+}
+
 TEST(DropoutOpErrors, ProbabilityAndSeed) {
   EXPECT_THAT([] { dispatch<Dropout>(random({2}), seed_of(1), 1.5); },
               ThrowsText<c10::ValueError>("dropout: expected a probability p in [0, 1], got ",

@@ -1,6 +1,7 @@
 // Norms as kernel ops: the CPU kernel is the composite reference, within one rounding.
 #include "kernel_ops/norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
 
@@ -39,6 +40,41 @@ TEST_P(NormOp, LayerNormForwardMatchesReference) {
                                                       random({x.size(-1)}, dtype, 9), kEps,
                                                       zero_centered()));
   });
+}
+
+TEST_P(NormOp, AddNormGivesTheBitsOfBothInTurn) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    for (const auto dtype : {x.scalar_type(), at::kFloat}) {
+      const at::Tensor extra = random(x.sizes(), dtype, 4), sum = x + extra,
+                       weight = random({x.size(-1)}, dtype, 8),
+                       bias = random({x.size(-1)}, dtype, 9);
+      for (const bool with_sum : {true, false}) {
+        const auto rms = dispatch<AddNormForward>(x, extra, weight, Optional(), kEps,
+                                                  zero_centered(), array{with_sum});
+        const auto rms_of_sum = dispatch<RmsNormForward>(sum, weight, kEps, zero_centered());
+        const auto layer = dispatch<AddNormForward>(x, extra, weight, Optional(bias), kEps,
+                                                    zero_centered(), array{with_sum});
+        const auto layer_of_sum =
+            dispatch<LayerNormForward>(sum, weight, bias, kEps, zero_centered());
+        for (const auto& results : {rms, layer})
+          EXPECT_TRUE(same(results[0], with_sum ? sum : sum.new_empty({0})));
+        EXPECT_TRUE(same(rms[1], rms_of_sum[0]));
+        EXPECT_TRUE(same(rms[3], rms_of_sum[1]));
+        for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(same(layer[i + 1], layer_of_sum[i])) << i;
+      }
+    }
+  });
+}
+
+TEST_P(NormOp, GradientOfAddNormByItself) {
+  for (const Optional& b : {Optional(), Optional(random({6}, at::kDouble, 4))})
+    EXPECT_TRUE(gradients_match(
+        [&](const Tensors& t) {
+          const auto r =
+              dispatch<AddNormForward>(t[0], t[1], t[2], b, kEps, zero_centered(), array{true});
+          return Tensors{r[0], r[1]};
+        },
+        {leaf({5, 6}, at::kDouble), leaf({5, 6}, at::kDouble, 2), leaf({6}, at::kDouble, 3)}));
 }
 
 /// What cancels in grad_x = statistic * (g - ...).
@@ -151,6 +187,43 @@ TEST_P(NormOp, GradientOfTheBackwardByItself) {
        leaf({3}, at::kDouble, 4), leaf({3, 5}, at::kDouble, 5)}));
 }
 
+TEST(NormOps, L2MatchesReference) {
+  for_every_case(1, [&](const at::Tensor& x) {
+    EXPECT_TRUE(matches_reference<L2NormForward>(x, kEps));
+    const at::Tensor grad_y = random(x.sizes(), x.scalar_type(), 4),
+                     inv_norm = L2NormForward::reference(x, kEps)[1];
+    for (const auto& mask : {array{true, true}, array{true, false}, array{false, true}})
+      EXPECT_TRUE(matches_reference_at<L2NormBackward>(magnitude_of(inv_norm, grad_y), grad_y, x,
+                                                       inv_norm, mask));
+  });
+}
+
+TEST(NormOps, OverTwoDimensionsAreThoseOverOneOfAReshape) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor x = random({3, 2, 40}, dtype), grad_y = random({3, 2, 40}, dtype, 4),
+                     weight = random({2, 40}, dtype, 2), bias = random({2, 40}, dtype, 3);
+    const auto flat = [](const at::Tensor& t) { return t.flatten(t.dim() == 2 ? 0 : 1); };
+    const auto all_same = [&](const auto& got, const auto& expected) {
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(same(got[i].reshape(expected[i].sizes()), expected[i])) << dtype << ' ' << i;
+    };
+    const auto rms = dispatch<RmsNormForward>(x, weight, kEps, false);
+    EXPECT_EQ(rms[0].sizes(), x.sizes());
+    all_same(rms, dispatch<RmsNormForward>(flat(x), flat(weight), kEps, false));
+    const array three{true, true, true};
+    all_same(dispatch<RmsNormBackward>(grad_y, x, weight, rms[1], Optional(x), false, three),
+             dispatch<RmsNormBackward>(flat(grad_y), flat(x), flat(weight), rms[1],
+                                       Optional(flat(x)), false, three));
+    const auto layer = dispatch<LayerNormForward>(x, weight, bias, kEps, true);
+    all_same(layer, dispatch<LayerNormForward>(flat(x), flat(weight), flat(bias), kEps, true));
+    const array four{true, true, true, true};
+    all_same(dispatch<LayerNormBackward>(grad_y, x, weight, Optional(bias), layer[1], layer[2],
+                                         Optional(), true, four),
+             dispatch<LayerNormBackward>(flat(grad_y), flat(x), flat(weight), Optional(flat(bias)),
+                                         layer[1], layer[2], Optional(), true, four));
+  }
+}
+
 TEST(NormOps, AreTorchs) {
   const at::Tensor x = random({3, 2, 40}), weight = random({40}, at::kFloat, 2),
                    bias = random({40}, at::kFloat, 3);
@@ -173,6 +246,40 @@ TEST(NormOpErrors, WeightOfAnotherLength) {
         dispatch<LayerNormForward>(random({2, 8}), random({8}), random({2, 8}), kEps, false);
       },
       ThrowsText<c10::ValueError>("layer_norm: expected bias of shape [8]", "got [2, 8]"));
+}
+
+TEST(NormOpErrors, WeightOfOtherDimensions) {
+  EXPECT_THAT(
+      [] {
+        dispatch<RmsNormForward>(random({4, 2, 8}), random({4, 8}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("rms_norm: expected weight of the shape of the last 2 dimensions "
+                                  "of x [4, 2, 8], got [4, 8]. Build the op with their sizes or "
+                                  "reshape x."));
+  EXPECT_THAT(
+      [] {
+        dispatch<LayerNormForward>(random({2, 8}), random({2, 8}), random({8}), kEps, false);
+      },
+      ThrowsText<c10::ValueError>("layer_norm: expected bias of the shape of weight, [2, 8]"));
+  EXPECT_THAT([] { dispatch<L2NormForward>(random({}), kEps); },
+              ThrowsText<c10::ValueError>(
+                  "l2_norm: expected x with at least 1 dimension, got a scalar. Pass x.reshape"));
+}
+
+TEST(NormOpErrors, OperandsOfAddNorm) {
+  const auto with = [](at::IntArrayRef extra, int64_t weight, int64_t bias) {
+    return [=, sizes = extra.vec()] {
+      dispatch<AddNormForward>(random({3, 6}), random(sizes), random({weight}),
+                               Optional(random({bias})), kEps, false, array{true});
+    };
+  };
+  EXPECT_THAT(with({3, 5}, 6, 6),
+              ThrowsText<c10::ValueError>("add_extra_input: expected the extra input of the shape "
+                                          "of x, [3, 6], got [3, 5]"));
+  EXPECT_THAT(with({3, 6}, 5, 6),
+              ThrowsText<c10::ValueError>("add_norm: expected weight of shape [6]"));
+  EXPECT_THAT(with({3, 6}, 6, 5),
+              ThrowsText<c10::ValueError>("add_norm: expected bias of shape [6]"));
 }
 
 TEST(NormOpErrors, AScalar) {

@@ -2,6 +2,7 @@
 // alone.
 #include "kernel_ops/product.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
@@ -30,6 +31,26 @@ TEST(ProductInPieces, IsTheProduct) {
       EXPECT_TRUE(near(multiplied(grad.t(), x, kernel_ops::Rows::contracted), at::mm(grad.t(), x),
                        /*magnitude=*/1024));
     }
+}
+
+TEST(ProductInPieces, MultipliesByAlphaAndAccumulates) {
+  if (!kernel_ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
+  for (const auto dtype : {at::kFloat, at::kBFloat16})
+    for (const auto rows : {kernel_ops::Rows::of_the_result, kernel_ops::Rows::contracted})
+      for (const int64_t count : {0, 3, 777}) {
+        const bool contracted = rows == kernel_ops::Rows::contracted;
+        const at::Tensor x = random({count, 512}, dtype), weight = random({528, 512}, dtype, 2),
+                         grad = random({count, 528}, dtype, 3);
+        const at::Tensor a = contracted ? grad.t() : x, b = contracted ? x : weight.t();
+        at::Tensor result = random({a.size(0), b.size(1)}, dtype, 4);
+        const at::Tensor product = at::mm(a.to(at::kFloat), b.to(at::kFloat));
+        at::Tensor expected = (result + product * -0.75).to(dtype);
+        kernel_ops::multiply_by_onednn(a, b, result, rows, /*accumulate=*/true, -0.75);
+        EXPECT_TRUE(near(result, expected, /*magnitude=*/1024)) << dtype << count << contracted;
+        kernel_ops::multiply_by_onednn(a, b, result, rows, /*accumulate=*/false, -0.75);
+        EXPECT_TRUE(near(result, (product * -0.75).to(dtype), 1024))
+            << dtype << count << contracted;
+      }
 }
 
 TEST(ProductInPieces, HasTheSameBitsEachTime) {

@@ -1,36 +1,95 @@
 // Activations in float64, as their formulas say: what the vector code is measured against.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/activation.h"
+#include "tests/support/matrix.h"
+#include "tests/support/ulp.h"
 
 namespace tandem::testing {
 
-/// v with act(z) = z / (1 + exp(-v)), and its derivative.
+/// v with act(z) = z / (1 + exp(-v)), of sigmoid the one with 1 / (1 + exp(-v)).
 inline double gate(kernels::Activation activation, double z) {
-  return activation == kernels::Activation::silu ? z
-                                                 : std::sqrt(8 / M_PI) * (z + 0.044715 * z * z * z);
+  if (activation == kernels::Activation::gelu)
+    return std::sqrt(8 / M_PI) * (z + 0.044715 * z * z * z);
+  return activation == kernels::Activation::qgelu ? 1.702 * z : z;
 }
+/// Its derivative.
 inline double gate_slope(kernels::Activation activation, double z) {
-  return activation == kernels::Activation::silu ? 1
-                                                 : std::sqrt(8 / M_PI) * (1 + 3 * 0.044715 * z * z);
+  if (activation == kernels::Activation::gelu)
+    return std::sqrt(8 / M_PI) * (1 + 3 * 0.044715 * z * z);
+  return activation == kernels::Activation::qgelu ? 1.702 : 1;
 }
 
 inline double activation_reference(kernels::Activation activation, double z) {
   if (std::isnan(z)) return z;
   if (activation == kernels::Activation::relu) return z > 0 ? z : 0;
+  if (activation == kernels::Activation::srelu) return z > 0 ? z * z : 0;
+  if (activation == kernels::Activation::sigmoid) return 1 / (1 + std::exp(-z));
   if (std::isinf(z)) return z > 0 ? z : NAN;  // -infinity times 0, as in torch
   return z / (1 + std::exp(-gate(activation, z)));
 }
 
 inline double activation_slope_reference(kernels::Activation activation, double z) {
   if (activation == kernels::Activation::relu)
-    return z <= 0 ? 0 : 1;            // at NaN the gradient passes, as in torch
+    return z <= 0 ? 0 : 1;  // at NaN the gradient passes, as in torch
+  if (activation == kernels::Activation::srelu) return z <= 0 ? 0 : 2 * z;
+  if (activation == kernels::Activation::sigmoid) return 1 / (1 + std::exp(-z)) / (1 + std::exp(z));
   if (!std::isfinite(z)) return NAN;  // infinity times 0, as in torch
   const double v = gate(activation, z), on = 1 / (1 + std::exp(-v)), off = 1 / (1 + std::exp(v));
   // Where `on` has underflowed the product is 0, however large the rest.
   return on == 0 ? 0 : on + z * on * off * gate_slope(activation, z);
+}
+
+inline kernels::ConstVector vector_of(const Matrix& row) {
+  return {row.view().data, row.element(), row.cols()};
+}
+inline float value(const Matrix& matrix, size_t r, size_t c) {
+  return matrix.at(r * matrix.cols() + c);
+}
+inline void put(Matrix& matrix, size_t r, size_t c, double value) {
+  matrix.set(r * matrix.cols() + c, static_cast<float>(value));
+}
+
+inline float rounded(float value, kernels::Element element) {
+  return element == kernels::Element::float32
+             ? value
+             : value_of_bits(round_to_bits(value, element), element);
+}
+
+/// The distance from |value| to the next float32 above it, at least that of `floor`.
+inline double ulp(double value, double floor) {
+  const double magnitude = std::max(std::fabs(value), floor);
+  return std::isnormal(magnitude) ? std::ldexp(1.0, std::ilogb(magnitude) - 23) : INFINITY;
+}
+
+/// As activation.h states, for act(z), or act(z) * factor: a product that is rounded once more.
+inline double forward_bound(double expected, kernels::Element z_element,
+                            const double* factor = nullptr) {
+  const double floor = 0x1p-121 * (factor ? std::fabs(*factor) : 1);
+  if (z_element != kernels::Element::float32) return 0x1p-16 * std::fabs(expected) + floor;
+  return (factor ? 5 : 4) * ulp(expected, 0x1p-126) + floor;
+}
+
+/// |actual - expected| <= bound before the one rounding to the element.
+inline ::testing::AssertionResult is_near(double expected, double actual, double bound,
+                                          kernels::Element element, size_t r, size_t c) {
+  if ((std::isnan(expected) && std::isnan(actual)) || expected == actual)
+    return ::testing::AssertionSuccess();
+  // A sum of float32 that overflows, or rounds to infinity in the element.
+  const double largest = element == kernels::Element::float16    ? 65504
+                         : element == kernels::Element::bfloat16 ? 0x1.fep127
+                                                                 : 0x1.fffffep127;
+  if (std::isinf(actual) && std::fabs(expected) >= largest) return ::testing::AssertionSuccess();
+  const double allowed = bound + allowed_error(element, 0, std::fabs(expected) + bound);
+  if (std::fabs(actual - expected) <= allowed) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
+         << "at [" << r << ", " << c << "]: expected " << expected << ", got " << actual
+         << ", off by " << std::fabs(actual - expected) << " where " << allowed << " is allowed";
 }
 
 }  // namespace tandem::testing

@@ -24,7 +24,8 @@ using kernels::Rows;
 using kernels::Vector;
 
 /// Those that activation_reference.h knows.
-constexpr Activation kKnown[] = {Activation::gelu, Activation::silu, Activation::relu};
+constexpr Activation kKnown[] = {Activation::gelu,    Activation::silu,  Activation::relu,
+                                 Activation::sigmoid, Activation::qgelu, Activation::srelu};
 
 std::vector<Activation> all_activations() {
   std::vector<Activation> all;
@@ -38,47 +39,6 @@ constexpr size_t kColumnCases[] = {1, 7, 8, 15, 16, 17, 33, 1000};
 
 std::string activation_name(Activation activation) {
   return std::string(kernels::kActivationNames[static_cast<size_t>(activation)]);
-}
-
-ConstVector vector_of(const Matrix& row) { return {row.view().data, row.element(), row.cols()}; }
-float value(const Matrix& matrix, size_t r, size_t c) { return matrix.at(r * matrix.cols() + c); }
-void put(Matrix& matrix, size_t r, size_t c, double value) {
-  matrix.set(r * matrix.cols() + c, static_cast<float>(value));
-}
-
-float rounded(float value, Element element) {
-  return element == Element::float32 ? value
-                                     : value_of_bits(round_to_bits(value, element), element);
-}
-
-/// The distance from |value| to the next float32 above it, at least that of `floor`.
-double ulp(double value, double floor) {
-  const double magnitude = std::max(std::fabs(value), floor);
-  return std::isnormal(magnitude) ? std::ldexp(1.0, std::ilogb(magnitude) - 23) : INFINITY;
-}
-
-/// As activation.h states, for act(z), or act(z) * factor: a product that is rounded once more.
-double forward_bound(double expected, Element z_element, const double* factor = nullptr) {
-  const double floor = 0x1p-121 * (factor ? std::fabs(*factor) : 1);
-  if (z_element != Element::float32) return 0x1p-16 * std::fabs(expected) + floor;
-  return (factor ? 5 : 4) * ulp(expected, 0x1p-126) + floor;
-}
-
-/// |actual - expected| <= bound before the one rounding to the element.
-::testing::AssertionResult is_near(double expected, double actual, double bound, Element element,
-                                   size_t r, size_t c) {
-  if ((std::isnan(expected) && std::isnan(actual)) || expected == actual)
-    return ::testing::AssertionSuccess();
-  // A sum of float32 that overflows, or rounds to infinity in the element.
-  const double largest = element == Element::float16    ? 65504
-                         : element == Element::bfloat16 ? 0x1.fep127
-                                                        : 0x1.fffffep127;
-  if (std::isinf(actual) && std::fabs(expected) >= largest) return ::testing::AssertionSuccess();
-  const double allowed = bound + allowed_error(element, 0, std::fabs(expected) + bound);
-  if (std::fabs(actual - expected) <= allowed) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure()
-         << "at [" << r << ", " << c << "]: expected " << expected << ", got " << actual
-         << ", off by " << std::fabs(actual - expected) << " where " << allowed << " is allowed";
 }
 
 using Param = std::tuple<int64_t, Activation, bool>;

@@ -196,6 +196,29 @@ TEST_P(ElementwiseKernel, DropoutMask) {
   });
 }
 
+TEST_P(ElementwiseKernel, DropoutAdd) {
+  const double p = 0.3;
+  const uint64_t seed = 77;
+  const float factor = static_cast<float>(1 / (1 - p));
+  for_each_case([&](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix x = Matrix::random(mix.a, rows, cols, gap, 13),
+                 bias = Matrix::random(mix.b, 1, cols, 0, 14),
+                 extra = Matrix::random(mix.b, rows, cols, gap, 15);
+    for (const Element sum : kElements) {
+      const auto kept = [&](size_t i, float value) {
+        return is_kept(seed, i, p) ? rounded(value * factor, sum) : 0.0f;
+      };
+      Matrix out(mix.out, rows, cols, gap);
+      kernels::cpu::dropout_add(x.view(), vector_of(bias), sum, seed, p, extra.view(), out.view());
+      expect_exactly(out, [&](size_t i) {
+        return kept(i, rounded(x.at(i) + bias.at(i % cols), sum)) + extra.at(i);
+      });
+      kernels::cpu::dropout_add(x.view(), {}, sum, seed, p, extra.view(), out.view());
+      expect_exactly(out, [&](size_t i) { return kept(i, x.at(i)) + extra.at(i); });
+    }
+  });
+}
+
 TEST_P(ElementwiseKernel, DropoutExtremes) {
   Matrix x = Matrix::random(Element::float32, 3, 50, 0, 14);
   x.set(5, NAN);

@@ -241,6 +241,45 @@ TEST_P(NormTarget, LongRowsOfEqualValuesKeepTheirPrecision) {
   }
 }
 
+TEST_P(NormTarget, L2NormAgreesWithFloat64AndGivesTheSameY) {
+  constexpr double kEps = 1e-6;
+  for (const Element element : kElements) {
+    for (const size_t hidden : {1, 7, 16, 33, 1024}) {
+      const Case c{GetParam(), false, element, element, element, 5, hidden, 3};
+      Problem p(c);
+      Matrix y(c.y, c.rows, hidden, c.gap);
+      kernels::cpu::l2_norm_forward(p.x.view(), kEps, y.view(), p.inv_norm.data());
+      Gradients got(c, element);
+      kernels::cpu::l2_norm_backward(p.grad_y.view(), p.x.view(), p.inv_norm.data(),
+                                     got.grad_x.view(), got.y.view());
+      std::vector<double> inv_norms, expected, grad_x, magnitude;
+      for (size_t r = 0; r < c.rows; ++r) {
+        double square = 0.0, sum = 0.0, abs_sum = 0.0;
+        const auto x = [&](size_t i) { return static_cast<double>(p.x.at(r * hidden + i)); };
+        for (size_t i = 0; i < hidden; ++i) square += x(i) * x(i);
+        inv_norms.push_back(1.0 / std::sqrt(square + kEps));
+        const double inv_norm = p.inv_norm[r];  // an input of the backward: as rounded
+        for (size_t i = 0; i < hidden; ++i) {
+          expected.push_back(x(i) * inv_norms[r]);
+          const double product = p.grad_y.at(r * hidden + i) * x(i) * inv_norm;
+          sum += product;
+          abs_sum += std::abs(product);
+        }
+        for (size_t i = 0; i < hidden; ++i) {
+          const double g = p.grad_y.at(r * hidden + i), x_hat = x(i) * inv_norm;
+          grad_x.push_back(inv_norm * (g - x_hat * sum));
+          magnitude.push_back(inv_norm * (std::abs(g) + std::abs(x_hat) * abs_sum));
+        }
+      }
+      EXPECT_TRUE(within_ulps(p.inv_norm, inv_norms, 8));
+      EXPECT_TRUE(within_ulps(y.values(), expected, 8, element)) << hidden;
+      EXPECT_TRUE(within_ulps(got.grad_x.values(), grad_x, 8, element, magnitude)) << hidden;
+      EXPECT_TRUE(same_bits<uint32_t>(got.y.bits(), y.bits()));
+      EXPECT_TRUE(y.gaps_untouched() && got.grad_x.gaps_untouched());
+    }
+  }
+}
+
 TEST_P(NormTarget, LayerNormOfLargeMeanUsesTwoPasses) {
   const Case c{GetParam(), true, Element::float32, Element::float32, Element::float32, 3, 1000, 0};
   Problem p(c, 3000.0f);

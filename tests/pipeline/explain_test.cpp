@@ -138,11 +138,12 @@ TEST(ExplainImplementations, AForeignSideInputTurnsOffTheKernelOfItsStepAlone) {
     EXPECT_THAT(
         text,
         AllOf(HasSubstr("-> 0.rms_norm.y, 0.rms_norm.inv_rms   by cpu\n"),
-              HasSubstr("-> 1.basic_linear.y   by aten\n"),
-              HasSubstr("-> 2.add_extra_input.y   by reference\n"),
+              HasSubstr("-> 2.add_extra_input.y   [fused: 1.basic_linear + 2.add_extra_input]   "
+                        "by reference, aten\n"),
               HasSubstr("-> 3.layer_norm.y, 3.layer_norm.mean, 3.layer_norm.inv_std   by "
                         "cpu\n"),
-              HasSubstr("-> 4.basic_linear.y   by aten\n"), HasSubstr("-> 5.gelu.y   by cpu\n")));
+              HasSubstr("-> 4.basic_linear.y, 5.gelu.y   [fused: 4.basic_linear + 5.gelu]   by "
+                        "cpu, aten\n")));
     const std::string backward = text.substr(text.find("  backward\n"));
     EXPECT_THAT(backward, AllOf(HasSubstr("   by cpu\n"), HasSubstr("   by aten\n"),
                                 Not(HasSubstr("reference"))));
@@ -163,7 +164,7 @@ TEST(ExplainImplementations, OfAProductAndWhatIsFusedToIt) {
 }
 
 TEST(ExplainImplementations, OfProductsOfNumbersThatNoKernelKnows) {
-  Pipeline pipeline(ops_json({"basic_linear", "gelu"}));
+  Pipeline pipeline(ops_json({"gelu", "basic_linear"}));
   const Tensors inputs{random({4, 8}, at::kDouble)}, params{random({8, 8}, at::kDouble)};
   pipeline(inputs, params, true);
   EXPECT_THAT(

@@ -112,7 +112,7 @@ void norm(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_
 
 bool is_of_numbers(const ProductType& type) {
   return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.dtype == at::kFloat &&
-         type.sums == kernel_ops::Sums::any && !type.accumulate;
+         type.sums == kernel_ops::Sums::any && !type.accumulate && type.alpha == 1;
 }
 void multiply(const Product& product, const Tensor& result) {
   ++products;
@@ -187,8 +187,8 @@ TEST_F(SecondDevice, APipelineTakesItAndExplainSaysSo) {
   const std::string text = pipeline.explain(ExplainFormat::text);
   const std::string on_second = text.substr(0, text.find("plan:", 1));
   EXPECT_THAT(on_second, AllOf(HasSubstr("0.rms_norm.inv_rms   by second\n"),
-                               HasSubstr("1.basic_linear.y   by second_product\n"),
-                               HasSubstr("2.gelu.y   by reference\n")));
+                               HasSubstr("1.basic_linear.y, 2.gelu.y   [fused: 1.basic_linear + "
+                                         "2.gelu]   by reference, second_product\n")));
   EXPECT_THAT(text.substr(on_second.size()), Not(HasSubstr("second")));
 }
 

@@ -23,8 +23,7 @@ Tensors params(bool norm, bool up, bool down) {
 
 constexpr const char* kForward =
     "rms_norm: x, 0.rms_norm.weight -> 0.rms_norm.y, 0.rms_norm.inv_rms\n"
-    "basic_linear: 0.rms_norm.y, 1.basic_linear.weight -> 1.basic_linear.y\n"
-    "swiglu: 1.basic_linear.y -> 2.swiglu.y\n"
+    "linear_glu: 0.rms_norm.y, 1.basic_linear.weight -> 1.basic_linear.y, 2.swiglu.y\n"
     "basic_linear: 2.swiglu.y, 3.basic_linear.weight -> 3.basic_linear.y\n";
 
 TEST(LlamaMlp, WritesNormAndSwigluAgainAndKeepsNeither) {
@@ -104,8 +103,7 @@ TEST(LlamaMlp, WithoutGradNothingIsKept) {
     EXPECT_FALSE(planned->plan().needs_backward);
     EXPECT_EQ(planned->forward(),
               "rms_norm: x, 0.rms_norm.weight -> 0.rms_norm.y\n"
-              "basic_linear: 0.rms_norm.y, 1.basic_linear.weight -> 1.basic_linear.y\n"
-              "swiglu: 1.basic_linear.y -> 2.swiglu.y\n"
+              "linear_glu: 0.rms_norm.y, 1.basic_linear.weight -> 2.swiglu.y\n"
               "basic_linear: 2.swiglu.y, 3.basic_linear.weight -> 3.basic_linear.y\n");
   }
 }

@@ -31,7 +31,7 @@ OpDef doubling(std::string_view name) {
 const OpDef kAdd = doubling("add"), kCast = doubling("cast"), kRename = doubling("rename"),
             kSeed = doubling("draw_seed"), kDequantize = doubling("dequantize"),
             kRefresh = doubling("refresh_weight"), kActivation = doubling("activation"),
-            kGlu = doubling("glu"), kNorm = doubling("norm");
+            kScaled = doubling("scaled_activation"), kNorm = doubling("norm");
 TANDEM_REGISTER_OP(kAdd);
 TANDEM_REGISTER_OP(kCast);
 TANDEM_REGISTER_OP(kRename);
@@ -39,13 +39,14 @@ TANDEM_REGISTER_OP(kSeed);
 TANDEM_REGISTER_OP(kDequantize);
 TANDEM_REGISTER_OP(kRefresh);
 TANDEM_REGISTER_OP(kActivation);
-TANDEM_REGISTER_OP(kGlu);
+TANDEM_REGISTER_OP(kScaled);
 TANDEM_REGISTER_OP(kNorm);
 
 class Names : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(OfOurs, Names,
                          ::testing::Values("add", "cast", "rename", "draw_seed", "dequantize",
-                                           "refresh_weight", "activation", "glu", "norm"),
+                                           "refresh_weight", "activation", "scaled_activation",
+                                           "norm"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(Names, ServeAnOpOfAUser) {
@@ -261,6 +262,10 @@ TEST(PatternErrors, StepsThatNoOpHas) {
       registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("y", "other")}),
       ThrowsText<c10::ValueError>("to be reached through one of extra, x of its own, got "
                                   "\"other\""));
+  EXPECT_THAT(registering(Pass::forward, {"silu", PatternStep("gelu").behind(1)}),
+              ThrowsText<c10::ValueError>("fusion \"test_steps\": expected step 1 of its pattern "
+                                          "to be behind an earlier one, got step 1. Count from 0, "
+                                          "in the order of the pattern."));
 }
 
 }  // namespace

@@ -21,6 +21,28 @@ def tanh_gelu(x):
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x):
+    return F.relu(x) ** 2
+
+
+def situ(a, b, beta1=4.0, beta2=25.0):
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
+
+
+def clamped_swiglu(a, b, limit=7.0, alpha=1.702, offset=1.0):
+    a = torch.clamp(a, max=limit)
+    return a * torch.sigmoid(alpha * a) * (torch.clamp(b, -limit, limit) + offset)
+
+
+def of_halves(function):
+    """`function(a, b)` of the halves of the last dimension."""
+    return lambda x: function(*x.chunk(2, -1))
+
+
 # Op with 8 input features, and what it computes of the input and its parameters.
 OPS = {
     "Linear": (lambda **k: ops.Linear(8, 6, **k), F.linear),
@@ -40,11 +62,20 @@ OPS = {
         lambda **k: ops.LayerNorm(8, zero_centered_gamma=True, **k),
         lambda x, w, b: F.layer_norm(x, (8,), 1 + w, b),
     ),
+    "L2Normalization": (lambda **_: ops.L2Normalization(eps=1e-3), lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-3)),
     "GELU": (lambda **_: ops.GELU(), tanh_gelu),
     "SiLU": (lambda **_: ops.SiLU(), F.silu),
     "ReLU": (lambda **_: ops.ReLU(), F.relu),
+    "QGELU": (lambda **_: ops.QGELU(), quick_gelu),
+    "SReLU": (lambda **_: ops.SReLU(), squared_relu),
     "SwiGLU": (lambda **_: ops.SwiGLU(), gated(F.silu)),
     "GEGLU": (lambda **_: ops.GEGLU(), gated(tanh_gelu)),
+    "GLU": (lambda **_: ops.GLU(), gated(torch.sigmoid)),
+    "QGEGLU": (lambda **_: ops.QGEGLU(), gated(quick_gelu)),
+    "ReGLU": (lambda **_: ops.ReGLU(), gated(F.relu)),
+    "SReGLU": (lambda **_: ops.SReGLU(), gated(squared_relu)),
+    "SiTUGLU": (lambda **_: ops.SiTUGLU(beta1=2.0), of_halves(lambda a, b: situ(a, b, 2.0))),
+    "ClampedSwiGLU": (lambda **_: ops.ClampedSwiGLU(limit=0.75), of_halves(lambda a, b: clamped_swiglu(a, b, 0.75))),
     "Identity": (lambda **_: ops.Identity(), lambda x: x * 1),
     "Quantize": (lambda **_: ops.Quantize(), lambda x: x * 1),
     "ConstantScale": (lambda **_: ops.ConstantScale(-1.5), lambda x: x * -1.5),

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support import gated, tanh_gelu
+from support import clamped_swiglu, gated, of_halves, quick_gelu, situ, squared_relu, tanh_gelu
 
 import tandem.ops as ops
 
@@ -51,12 +51,31 @@ def real_only(function):
     return apply
 
 
+def of_fractions(function):
+    """Whole numbers stay what they are, or raise: an activation follows its input."""
+
+    def apply(x):
+        if not x.is_floating_point() and not x.is_complex():
+            raise TypeError
+        return function(x)
+
+    return apply
+
+
 UNARY = {
     "GELU": (ops.GELU, tanh_gelu),
     "SiLU": (ops.SiLU, F.silu),
     "ReLU": (ops.ReLU, F.relu),
     "SwiGLU": (ops.SwiGLU, gated(F.silu)),
     "GEGLU": (ops.GEGLU, gated(tanh_gelu)),
+    "QGELU": (ops.QGELU, of_fractions(quick_gelu)),
+    "SReLU": (ops.SReLU, squared_relu),
+    "GLU": (ops.GLU, of_fractions(gated(torch.sigmoid))),
+    "QGEGLU": (ops.QGEGLU, of_fractions(gated(quick_gelu))),
+    "ReGLU": (ops.ReGLU, gated(F.relu)),
+    "SReGLU": (ops.SReGLU, gated(squared_relu)),
+    "SiTUGLU": (ops.SiTUGLU, of_fractions(of_halves(situ))),
+    "ClampedSwiGLU": (ops.ClampedSwiGLU, of_fractions(of_halves(clamped_swiglu))),
     "Identity": (ops.Identity, lambda x: x),
     "Quantize": (ops.Quantize, lambda x: x),
     "Reshape": (lambda: ops.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import OPS, TOLERANCES, check_against, randomize
 
+import tandem
 import tandem.ops as ops
 
 DTYPES = list(TOLERANCES)
@@ -112,6 +113,42 @@ def test_any_size(rows, hidden, name):
         "Linear": torch.nn.functional.linear,
     }[name]
     check_against(module, reference, torch.linspace(-3, 3, rows * hidden).reshape(rows, hidden).requires_grad_())
+
+
+SHAPE = (3, 8)
+NORMS_OF_TWO_DIMENSIONS = {
+    "RMSNorm": lambda x, w: torch.nn.functional.rms_norm(x, SHAPE, w, 1e-5),
+    "LayerNorm": lambda x, w, b: torch.nn.functional.layer_norm(x, SHAPE, w, b),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", NORMS_OF_TWO_DIMENSIONS)
+def test_norms_over_two_dimensions(name, dtype, compiled):
+    if compiled and dtype != torch.float32:
+        pytest.skip("one dtype is enough")
+    norm = randomize(getattr(ops, name)(SHAPE, dtype=dtype))
+    module = torch.compile(norm, backend="aot_eager", fullgraph=True) if compiled else norm
+    for x in (torch.randn(2, 5, *SHAPE), torch.randn(4, 8, 3).mT, torch.randn(SHAPE), torch.randn(0, *SHAPE)):
+        check_against(module, NORMS_OF_TWO_DIMENSIONS[name], x.to(dtype).requires_grad_())
+    op = "rms_norm" if name == "RMSNorm" else "layer_norm"
+    for shape in ((2, 4, 8), (8,)):
+        text = rf"{op}: expected weight of the shape of the last 2 dimensions of x \[{', '.join(map(str, shape))}\], got \[3, 8\]\. Build the op"
+        with pytest.raises(ValueError, match=text):
+            norm(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("recipe", [tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()])
+@pytest.mark.parametrize("name", NORMS_OF_TWO_DIMENSIONS)
+def test_norms_over_two_dimensions_in_pipelines(name, recipe):
+    box = randomize(ops.Sequential(ops.MakeExtraOutput(), getattr(ops, name)((4, 32)), ops.Linear(32, 16)))
+    x = torch.randn(8, 4, 32, requires_grad=True)
+    assert box.verify(x)
+    with tandem.autocast(recipe=recipe):
+        assert box.verify(x)
+        text = box.explain()
+    assert "_norm_quantize" in text and "_norm_backward_add" in text
 
 
 def test_dropout_drops_a_share_scales_the_rest_and_repeats_in_backward():
@@ -225,7 +262,9 @@ BAD_ARGUMENTS = [
     (lambda: ops.Linear(3, True), ValueError, "expected out_features to be a whole number > 0, got True"),
     (lambda: ops.Bias(-1), ValueError, "Bias: expected size to be a whole number > 0, got -1"),
     (lambda: ops.RMSNorm(8, eps=-1), ValueError, "RMSNorm: expected eps to be a finite number >= 0, got -1"),
-    (lambda: ops.LayerNorm((2, 4)), NotImplementedError, "LayerNorm: expected normalized_shape with one size, got (2, 4)"),
+    (lambda: ops.LayerNorm(()), ValueError, "LayerNorm: expected normalized_shape with one size at least, got none. Give those of the last"),
+    (lambda: ops.LayerNorm((2, 0)), ValueError, "LayerNorm: expected normalized_shape to be a whole number > 0, got 0"),
+    (lambda: ops.L2Normalization(eps=-1), ValueError, "L2Normalization: expected eps to be a finite number >= 0, got -1"),
     (lambda: ops.Dropout(1.5), ValueError, "Dropout: expected p to be a number from 0 to 1, got 1.5"),
     (lambda: ops.ConstantScale(float("inf")), ValueError, "ConstantScale: expected scale to be a finite number, got inf. Pass a float."),
     (lambda: ops.ConstantScale(float("nan")), ValueError, "ConstantScale: expected scale to be a finite number, got nan"),
@@ -244,7 +283,17 @@ BAD_ARGUMENTS = [
     (lambda: ops.Reshape(8), ValueError, "Reshape: expected shape to be whole numbers, got 8. Pass a tuple of ints."),
     (lambda: ops.Reshape((-1, -1)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-1, -1)"),
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape: expected sizes >= 0 and at most one -1, got (-2, 3)"),
-    (lambda: ops.SwiGLU(glu_interleave_size=32), NotImplementedError, "SwiGLU: expected glu_interleave_size=None, got 32"),
+    (lambda: ops.SwiGLU(glu_interleave_size=0), ValueError, "SwiGLU: expected glu_interleave_size to be None or a whole number > 0, got 0."),
+    (lambda: ops.GEGLU(glu_interleave_size=True), ValueError, "GEGLU: expected glu_interleave_size to be None or a whole number > 0, got True"),
+    (lambda: ops.SwiGLU(glu_interleave_size=2.0), ValueError, "SwiGLU: expected glu_interleave_size to be None or a whole number > 0, got 2.0"),
+    (lambda: ops.SiTUGLU(beta1=0.0), ValueError, "SiTUGLU: expected beta1 to be a finite number > 0, got 0.0. Give what its factor stays below."),
+    (lambda: ops.SiTUGLU(beta2=float("inf")), ValueError, "SiTUGLU: expected beta2 to be a finite number, got inf"),
+    (lambda: ops.ScaledSiTUGLU(beta2=-1), ValueError, "ScaledSiTUGLU: expected beta2 to be a finite number > 0, got -1.0"),
+    (lambda: ops.ClampedSwiGLU(limit=float("nan")), ValueError, "ClampedSwiGLU: expected limit to be a finite number, got nan"),
+    (lambda: ops.ScaledSReLU(activation_recompute_in_mlp=2), ValueError, "ScaledSReLU: expected activation_recompute_in_mlp to be True or False, got 2"),
+    (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSwiGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
+    (lambda: ops.ScaledSiTUGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSiTUGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
+    (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=True), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
     (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
 ]
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))

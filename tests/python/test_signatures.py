@@ -34,6 +34,7 @@ NAMES = {
 # What no argument says: attributes of the weight, and what is to be known of a process group.
 NOT_ARGUMENTS = {("basic_linear", "overwrite_main_grad"), ("basic_linear", "dummy_gradient")}
 GROUP_OF = {"group", "size"}
+NONE_INSTEAD = {"glu_interleave_size": None}  # of 0
 WITHOUT_DEFAULT = {("constant_scale", "factor"), ("dropout", "p"), ("reshape", "shape"), ("grouped_linear", "num_groups")}
 
 
@@ -49,7 +50,7 @@ def test_a_class_takes_what_the_signature_says(kind):
             assert option.is_required and arguments["process_group"].default is None
             continue
         argument = arguments[NAMES.get((kind, option.name), option.name)]
-        expected = inspect.Parameter.empty if (kind, option.name) in WITHOUT_DEFAULT else option.default
+        expected = inspect.Parameter.empty if (kind, option.name) in WITHOUT_DEFAULT else NONE_INSTEAD.get(option.name, option.default)
         assert argument.default == expected and type(argument.default) is type(expected), option.name
 
 

@@ -2,7 +2,25 @@
 
 from tandem import _runtime
 from tandem.ops import basic, fused, fuser
-from tandem.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from tandem.ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
 from tandem.ops.fusions import (
@@ -13,7 +31,7 @@ from tandem.ops.fusions import (
 )
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
-from tandem.ops.norm import LayerNorm, RMSNorm
+from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
 from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
@@ -27,6 +45,7 @@ __all__ = [
     "BasicLinear",
     "BasicOperation",
     "Bias",
+    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "FusedOperation",
@@ -34,19 +53,31 @@ __all__ = [
     "FusionHandle",
     "GEGLU",
     "GELU",
+    "GLU",
     "GroupedLinear",
     "Identity",
+    "L2Normalization",
     "LayerNorm",
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
+    "QGEGLU",
+    "QGELU",
     "Quantize",
     "RMSNorm",
+    "ReGLU",
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
     "Sequential",
     "SiLU",
+    "SiTUGLU",
     "SwiGLU",
     "basic",
     "fused",

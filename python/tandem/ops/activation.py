@@ -1,9 +1,14 @@
-"""Activations, with and without a gate."""
+"""Activations, with and without a gate, and times a number per row."""
 
 from __future__ import annotations
 
-from tandem.ops.arguments import at_default
+import operator
+from typing import Any, ClassVar
+
+from tandem.ops.arguments import at_default, flag
 from tandem.ops.op import BasicOperation
+
+_INTERLEAVE = "glu_interleave_size"
 
 
 class _Activation(BasicOperation):
@@ -17,10 +22,56 @@ class _Activation(BasicOperation):
         at_default(type(self).__name__, False, cache_quantized_input=cache_quantized_input)
 
 
+class _Interleaved(BasicOperation):
+    """A gated unit, whose a and b may take turns."""
+
+    glu_interleave_size: int | None
+
+    _option_names: ClassVar[tuple[str, ...]] = (_INTERLEAVE,)
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        op = type(self).__name__
+        if name == _INTERLEAVE:
+            if value is None:
+                return None
+            size = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
+            if size <= 0:
+                raise ValueError(f"{op}: expected {name} to be None or a whole number > 0, got {value!r}. Give the columns of a block.")
+            return super()._checked_option(name, size)
+        value = super()._checked_option(name, value)
+        if name in ("beta1", "beta2") and value <= 0:
+            raise ValueError(f"{op}: expected {name} to be a finite number > 0, got {value!r}. Give what its factor stays below.")
+        return value
+
+    def _options(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._options().items() if value is not None}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._options().items())
+
+
+class _GatedUnit(_Interleaved, _Activation):
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            cache_quantized_input: False; no other value is known yet.
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+        """
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
+
+
 class GELU(_Activation):
     """y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
 
     _kind = "gelu"
+
+
+class QGELU(_Activation):
+    """y = x sigmoid(1.702 x)."""
+
+    _kind = "qgelu"
 
 
 class SiLU(_Activation):
@@ -35,23 +86,230 @@ class ReLU(_Activation):
     _kind = "relu"
 
 
-class GEGLU(_Activation):
+class SReLU(_Activation):
+    """y = max(x, 0)^2."""
+
+    _kind = "srelu"
+
+
+class GLU(_GatedUnit):
+    """y = sigmoid(a) b, where a and b are the halves of the last dimension of x: the gate is the first, unlike in torch.nn.GLU."""
+
+    _kind = "glu"
+
+
+class GEGLU(_GatedUnit):
     """y = gelu(a) b, where a and b are the halves of the last dimension of x."""
 
     _kind = "geglu"
 
 
-class SwiGLU(_Activation):
-    """y = silu(a) b, where a and b are the halves of the last dimension of x."""
+class QGEGLU(_GatedUnit):
+    """y = qgelu(a) b, where a and b are the halves of the last dimension of x."""
+
+    _kind = "qgeglu"
+
+
+class ReGLU(_GatedUnit):
+    """y = relu(a) b, where a and b are the halves of the last dimension of x."""
+
+    _kind = "reglu"
+
+
+class SReGLU(_GatedUnit):
+    """y = srelu(a) b, where a and b are the halves of the last dimension of x."""
+
+    _kind = "sreglu"
+
+
+class SwiGLU(_GatedUnit):
+    """y = silu(a) b, where a and b are the halves of the last dimension of x, or blocks by turns.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> ops.SwiGLU(glu_interleave_size=2)(torch.ones(3, 8)).shape
+    torch.Size([3, 4])
+    """
 
     _kind = "swiglu"
 
-    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+
+class SiTUGLU(_GatedUnit):
+    """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), where a and b are the halves of the last dimension of x."""
+
+    beta1: float
+    beta2: float
+
+    _kind = "situglu"
+    _option_names = ("beta1", "beta2", _INTERLEAVE)
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
         """Makes the gated unit; it has no parameters.
 
         Args:
+            beta1: above 0; the gate stays below it.
+            beta2: above 0; the other factor stays below it in size.
             cache_quantized_input: False; no other value is known yet.
-            glu_interleave_size: None, as a and b are halves; no other value is known yet.
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
         """
-        super().__init__(cache_quantized_input=cache_quantized_input)
-        at_default("SwiGLU", glu_interleave_size=glu_interleave_size)
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.beta1 = beta1
+        self.beta2 = beta2
+
+
+class ClampedSwiGLU(_GatedUnit):
+    """y = a' sigmoid(alpha a') (b' + glu_linear_offset), where a' = min(a, limit), b' = min(max(b, -limit), limit), and a and b are the
+    halves of the last dimension of x. What is cut off has no gradient."""
+
+    limit: float
+    alpha: float
+    glu_linear_offset: float
+
+    _kind = "clamped_swiglu"
+    _option_names = ("limit", "alpha", "glu_linear_offset", _INTERLEAVE)
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            limit: what a is cut off at above, and b on both sides.
+            alpha: what a is multiplied by in the sigmoid.
+            glu_linear_offset: what is added to b.
+            cache_quantized_input: False; no other value is known yet.
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+        """
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset
+
+
+class _ScaledUnit(_Interleaved):
+    """A gated unit times the extra input, whose gradient is the sum of grad_y times the unit over each row."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            activation_recompute_in_mlp: False, as in TransformerEngine: a pipeline writes the output again in backward in any case.
+        """
+        super().__init__()
+        if flag(type(self).__name__, "activation_recompute_in_mlp", activation_recompute_in_mlp):
+            raise ValueError(
+                f"{type(self).__name__}: expected activation_recompute_in_mlp=False, got True. Leave it out: the output is written again in "
+                "backward, not kept."
+            )
+        self.activation_recompute_in_mlp = False
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ScaledSwiGLU(_ScaledUnit):
+    """y = silu(a) b scales, where a and b are the halves of the last dimension of x, or blocks by turns. The extra input `scales` has the
+    shape of x without its last dimension.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> ops.ScaledSwiGLU()(torch.ones(3, 8), torch.ones(3)).shape
+    torch.Size([3, 4])
+    """
+
+    _kind = "scaled_swiglu"
+
+
+class ScaledSiTUGLU(_ScaledUnit):
+    """As `SiTUGLU`, times the extra input `scales`, which has the shape of x without its last dimension."""
+
+    beta1: float
+    beta2: float
+
+    _kind = "scaled_situglu"
+    _option_names = ("beta1", "beta2", _INTERLEAVE)
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            activation_recompute_in_mlp: False, as in TransformerEngine.
+            beta1: above 0; the gate stays below it.
+            beta2: above 0; the other factor stays below it in size.
+        """
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        self.beta1 = beta1
+        self.beta2 = beta2
+
+
+class ScaledClampedQGeGLU(_ScaledUnit):
+    """As `ClampedSwiGLU`, times the extra input `scales`, which has the shape of x without its last dimension."""
+
+    limit: float
+    alpha: float
+    glu_linear_offset: float
+
+    _kind = "scaled_clamped_qgeglu"
+    _option_names = ("limit", "alpha", "glu_linear_offset", _INTERLEAVE)
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        """Makes the gated unit; it has no parameters.
+
+        Args:
+            glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
+            activation_recompute_in_mlp: False, as in TransformerEngine.
+            limit: what a is cut off at above, and b on both sides.
+            alpha: what a is multiplied by in the sigmoid.
+            glu_linear_offset: what is added to b.
+        """
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset
+
+
+class ScaledSReLU(BasicOperation):
+    """y = max(x, 0)^2 scales. The extra input `scales` has the shape of x without its last dimension."""
+
+    num_extra_inputs = 1
+
+    _kind = "scaled_srelu"
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        """Makes the activation; it has no parameters.
+
+        Args:
+            activation_recompute_in_mlp: either, and neither changes anything: the output is written again in backward, not kept.
+        """
+        super().__init__()
+        self.activation_recompute_in_mlp = flag("ScaledSReLU", "activation_recompute_in_mlp", activation_recompute_in_mlp)

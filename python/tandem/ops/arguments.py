@@ -58,14 +58,12 @@ def positive(op: str, name: str, value: int) -> int:
     return number
 
 
-def hidden_size(op: str, normalized_shape: int | Iterable[int]) -> int:
-    """The size of the last dimension, over which norms go."""
+def normalized_sizes(op: str, normalized_shape: int | Iterable[int]) -> tuple[int, ...]:
+    """The sizes of the last dimensions, over which norms go."""
     sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) and whole(normalized_shape) is None else (normalized_shape,)
-    if len(sizes) != 1:
-        raise NotImplementedError(
-            f"{op}: expected normalized_shape with one size, got {sizes}. Reshape the input so that it is the last dimension."
-        )
-    return positive(op, "normalized_shape", sizes[0])  # type: ignore[arg-type]
+    if not sizes:
+        raise ValueError(f"{op}: expected normalized_shape with one size at least, got none. Give those of the last dimensions of x.")
+    return tuple(positive(op, "normalized_shape", size) for size in sizes)
 
 
 def check_margin(op: str, value: Any) -> None:

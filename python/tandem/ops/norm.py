@@ -1,4 +1,4 @@
-"""Norms over the last dimension."""
+"""Norms over the last dimensions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tandem.ops.arguments import check_margin, hidden_size
+from tandem.ops.arguments import check_margin, normalized_sizes
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
@@ -31,7 +31,7 @@ class _Norm(DeferredMixin, BasicOperation):
         """Makes a norm that neither scales nor shifts.
 
         Args:
-            normalized_shape: size of the last dimension of x, as a number or a list of one.
+            normalized_shape: sizes of the last dimensions of x, over which the norm goes; a number: that of the last one.
             eps: at least 0; added to the mean square or the variance, in units of x squared.
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
@@ -42,12 +42,11 @@ class _Norm(DeferredMixin, BasicOperation):
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
         name = type(self).__name__
         check_margin(name, sm_margin)
-        hidden = hidden_size(name, normalized_shape)
-        self.normalized_shape, self.elementwise_affine = (hidden,), True
+        self.normalized_shape, self.elementwise_affine = normalized_sizes(name, normalized_shape), True
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         for parameter in self._parameter_names:
-            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(hidden, device=device, dtype=dtype)))
+            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)))
         self._give_first_values()
 
     def reset_parameters(self) -> None:
@@ -57,7 +56,8 @@ class _Norm(DeferredMixin, BasicOperation):
             torch.nn.init.zeros_(self.get_parameter("bias"))
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        shape = tuple(self.weight.shape)
+        return f"{shape if len(shape) > 1 else shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
@@ -74,3 +74,24 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]
 
     _kind = "layer_norm"
     _parameter_names = ("weight", "bias")
+
+
+class L2Normalization(BasicOperation):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension, in the dtype of x."""
+
+    _kind = "l2_normalization"
+    _option_names = ("eps",)
+
+    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+        """Makes the normalization; it has no parameters.
+
+        Args:
+            eps: at least 0; added to the sum of squares, in units of x squared.
+            seq_length: not needed: nothing is compiled ahead of the first call.
+            micro_batch_size: not needed either.
+        """
+        super().__init__()
+        self.eps = eps
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

@@ -1,5 +1,5 @@
-// Forward of activations and gated linear units. One exponential and one division per element, one
-// pass over memory.
+// Forward of activations and gated linear units. One exponential and one division per element of
+// most, one pass over memory.
 #include "kernels/activation.h"
 
 #include "kernels/cpu/targets.h"
@@ -22,6 +22,7 @@ template <class Act, bool kGated, bool kBiased, typename E>
 struct ForwardRun {
   using Stored = typename E::Stored;
 
+  const Act& act;
   const Stored* x[2] = {};
   const float* bias[2] = {};
   /// null where z is not wanted.
@@ -29,11 +30,14 @@ struct ForwardRun {
   Stored* y = nullptr;
   /// Elements of x from one row to the next.
   size_t next_row = 0;
+  /// The row's factor, null where there is none.
+  const float* factor = nullptr;
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {
-    Pack<N> result = Act::value(make_z<N>(i, part, 0));
-    if constexpr (kGated) result = result * make_z<N>(i, part, 1);
+    Pack<N> result = act.value(make_z<N>(i, part, 0));
+    if constexpr (kGated) result = result * other_of(act, make_z<N>(i, part, 1));
+    if (factor) result = result * Pack<N>(*factor);
     store_pack(E{}, result, y + i, part);
   }
 
@@ -49,83 +53,109 @@ struct ForwardRun {
   }
 };
 
-/// All of x, z and y hold the element; `bias` is float32 or null.
-template <class Act, bool kGated, bool kBiased, typename E>
-void forward_uniform(E element, ConstRows x, const float* bias, Rows z, Rows y) {
+/// What all rows share. `bias` and `factors` are float32 or null.
+struct Forward {
+  const Function& function;
+  ConstRows x;
+  const float *bias, *factors;
+  Element z_element;
+  Rows z, y;
+
+  const float* factor(size_t r) const { return factors ? factors + r : nullptr; }
+};
+
+/// All of x, z and y hold the element.
+template <bool kGated, bool kBiased, class Act, typename E>
+void forward_uniform(const Act& act, E element, const Forward& f) {
   constexpr int kHalves = kGated ? 2 : 1;
-  for_each_piece(y.rows, y.cols, [&](size_t r, size_t c, size_t count) HWY_ATTR {
-    ForwardRun<Act, kGated, kBiased, E> run;
-    for (int half = 0; half < kHalves; ++half) {
-      const size_t column = half * y.cols + c;
-      run.x[half] = element.at(x.data, r * x.stride + column);
-      if constexpr (kBiased) run.bias[half] = bias + column;
-      if (z) run.z[half] = element.at(z.data, r * z.stride + column);
-    }
-    run.y = element.at(y.data, r * y.stride + c);
-    run.next_row = x.stride;
-    for_each_pack(count, run);
+  for_each_piece(f.y.rows, f.y.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
+    for_each_run<kGated>(f.function, f.y.cols, first, piece,
+                         [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
+                           ForwardRun<Act, kGated, kBiased, E> run{act};
+                           for (int half = 0; half < kHalves; ++half) {
+                             run.x[half] = element.at(f.x.data, r * f.x.stride + columns[half]);
+                             if constexpr (kBiased) run.bias[half] = f.bias + columns[half];
+                             if (f.z)
+                               run.z[half] = element.at(f.z.data, r * f.z.stride + columns[half]);
+                           }
+                           run.y = element.at(f.y.data, r * f.y.stride + c);
+                           run.next_row = f.x.stride;
+                           run.factor = f.factor(r);
+                           for_each_pack(count, run);
+                         });
   });
 }
 
 /// Any mix of elements, through float32 buffers.
-template <class Act, bool kGated>
-void forward_mixed(ConstRows x, const float* bias, Element z_element, Rows z, Rows y) {
+template <bool kGated, class Act>
+void forward_mixed(const Act& act, const Forward& f) {
   constexpr int kHalves = kGated ? 2 : 1;
-  for_each_piece(y.rows, y.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    for_each_chunk(piece, [&](size_t offset, size_t count) HWY_ATTR {
-      HWY_ALIGN float inputs[2][kChunk], results[kChunk];
-      const size_t c = first + offset;
-      ForwardRun<Act, kGated, false, Float32> run;
-      for (int half = 0; half < kHalves; ++half) {
-        const size_t column = half * y.cols + c;
-        const float* from = widened(x, r, column, count, inputs[half]);
-        if (from != inputs[half]) std::copy_n(from, count, inputs[half]);
-        if (bias) accumulate(bias + column, inputs[half], count);
-        round_all(z_element, inputs[half], count);
-        if (z) put_narrowed(inputs[half], z, r, column, count);
-        run.x[half] = inputs[half];
-      }
-      run.y = place_for(y, r, c, results);
-      for_each_pack(count, run);
-      put_narrowed(run.y, y, r, c, count);
+  const auto run_chunk = [&](size_t r, size_t c, size_t count, const size_t* columns) HWY_ATTR {
+    HWY_ALIGN float inputs[2][kChunk], results[kChunk];
+    ForwardRun<Act, kGated, false, Float32> run{act};
+    for (int half = 0; half < kHalves; ++half) {
+      const float* from = widened(f.x, r, columns[half], count, inputs[half]);
+      if (from != inputs[half]) std::copy_n(from, count, inputs[half]);
+      if (f.bias) accumulate(f.bias + columns[half], inputs[half], count);
+      round_all(f.z_element, inputs[half], count);
+      if (f.z) put_narrowed(inputs[half], f.z, r, columns[half], count);
+      run.x[half] = inputs[half];
+    }
+    run.y = place_for(f.y, r, c, results);
+    run.factor = f.factor(r);
+    for_each_pack(count, run);
+    put_narrowed(run.y, f.y, r, c, count);
+  };
+  for_each_piece(f.y.rows, f.y.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
+    for_each_chunk(piece, [&](size_t offset, size_t chunk) HWY_ATTR {
+      for_each_run<kGated>(f.function, f.y.cols, first + offset, chunk,
+                           [&](size_t c, size_t count, const size_t* columns)
+                               HWY_ATTR { run_chunk(r, c, count, columns); });
     });
   });
 }
 
 template <bool kGated>
-void forward(Activation activation, ConstRows x, ConstVector bias, Element z_element, Rows z,
-             Rows y) {
-  if (!kGated && !bias && is_flat(x) && is_flat(z) && is_flat(y)) {
+void forward(const Function& function, ConstRows x, ConstVector bias, ConstVector factors,
+             Element z_element, Rows z, Rows y) {
+  if (!kGated && !bias && !factors && is_flat(x) && is_flat(z) && is_flat(y)) {
     flatten(x);
     if (z) flatten(z);
     flatten(y);
   }
-  const bool widens = bias && bias.element != Element::float32;
-  const float* wide_bias =
-      as_float32(bias, widens ? scratch(ScratchUse::parameters, bias.size) : nullptr);
+  // There is a bias or there are factors, not both.
+  const ConstVector vector = bias ? bias : factors;
+  const bool widens = vector && vector.element != Element::float32;
+  const float* wide =
+      as_float32(vector, widens ? scratch(ScratchUse::parameters, vector.size) : nullptr);
+  const Forward all{function, x, bias ? wide : nullptr, factors ? wide : nullptr, z_element, z, y};
 
   const bool uniform =
       x.element == z_element && y.element == z_element && (!z || z.element == z_element);
-  with_activation(activation, z_element, [&](auto act, auto precision) HWY_ATTR {
-    using Act = decltype(act);
+  with_activation<kGated>(function, z_element, [&](const auto& act, auto precision) HWY_ATTR {
     using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
     if (!uniform || z_element != E::kElement)
-      forward_mixed<Act, kGated>(x, wide_bias, z_element, z, y);
+      forward_mixed<kGated>(act, all);
     else if (bias)
-      forward_uniform<Act, kGated, true>(E{}, x, wide_bias, z, y);
+      forward_uniform<kGated, true>(act, E{}, all);
     else
-      forward_uniform<Act, kGated, false>(E{}, x, nullptr, z, y);
+      forward_uniform<kGated, false>(act, E{}, all);
   });
 }
 
-void activation_forward_target(Activation activation, ConstRows x, ConstVector bias,
+void activation_forward_target(const Function& function, ConstRows x, ConstVector bias,
                                Element z_element, Rows z, Rows y) {
-  forward<false>(activation, x, bias, z_element, z, y);
+  forward<false>(function, x, bias, {}, z_element, z, y);
 }
 
-void glu_forward_target(Activation activation, ConstRows x, ConstVector bias, Element z_element,
+void glu_forward_target(const Function& function, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y) {
-  forward<true>(activation, x, bias, z_element, z, y);
+  forward<true>(function, x, bias, {}, z_element, z, y);
+}
+
+void scaled_forward_target(const Function& function, bool is_gated, ConstRows x,
+                           ConstVector row_factors, Rows y) {
+  (is_gated ? forward<true> : forward<false>)(function, x, {}, row_factors, x.element, {}, y);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -136,15 +166,21 @@ namespace tandem::kernels::cpu {
 
 HWY_EXPORT(activation_forward_target);
 HWY_EXPORT(glu_forward_target);
+HWY_EXPORT(scaled_forward_target);
 
-void activation_forward(Activation activation, ConstRows x, ConstVector bias, Element z_element,
+void activation_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y) {
-  HWY_DYNAMIC_DISPATCH(activation_forward_target)(activation, x, bias, z_element, z, y);
+  HWY_DYNAMIC_DISPATCH(activation_forward_target)(function, x, bias, z_element, z, y);
 }
 
-void glu_forward(Activation activation, ConstRows x, ConstVector bias, Element z_element, Rows z,
+void glu_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element, Rows z,
                  Rows y) {
-  HWY_DYNAMIC_DISPATCH(glu_forward_target)(activation, x, bias, z_element, z, y);
+  HWY_DYNAMIC_DISPATCH(glu_forward_target)(function, x, bias, z_element, z, y);
+}
+
+void scaled_forward(const Function& function, bool is_gated, ConstRows x, ConstVector row_factors,
+                    Rows y) {
+  HWY_DYNAMIC_DISPATCH(scaled_forward_target)(function, is_gated, x, row_factors, y);
 }
 
 }  // namespace tandem::kernels::cpu

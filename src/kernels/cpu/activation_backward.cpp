@@ -1,5 +1,5 @@
-// Backward of activations and gated linear units: the gradient, its column sums and the forward
-// result again, in one pass.
+// Backward of activations and gated linear units: the gradient, its column sums, the gradient of a
+// factor per row and the forward result again, in one pass.
 #include "kernels/activation.h"
 #include "kernels/cpu/targets.h"
 
@@ -21,6 +21,7 @@ template <class Act, bool kGated, typename E>
 struct BackwardRun {
   using Stored = typename E::Stored;
 
+  const Act& act;
   const Stored* grad_y = nullptr;
   const Stored* z[2] = {};
   Stored* grad_z[2] = {};
@@ -30,25 +31,30 @@ struct BackwardRun {
   Stored* y = nullptr;
   /// Elements of z from one row to the next.
   size_t next_row = 0;
+  /// The row's factor, null where there is none.
+  const float* factor = nullptr;
+  /// A vector of sums of grad_y times y without its factor; null where they are not wanted.
+  float* dots = nullptr;
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {
-    const Pack<N> grad = load_pack<N>(E{}, grad_y + i, part);
+    const Pack<N> given = load_pack<N>(E{}, grad_y + i, part);
     const Pack<N> a = load_pack<N>(E{}, z[0] + i, part);
+    const Pack<N> grad = factor ? given * Pack<N>(*factor) : given;
     if constexpr (kGated) {
       // The halves of a row are short streams, which hardware prefetches late.
       if constexpr (N > 1) {
         for (const Stored* half : z) prefetch_pack<N>(E{}, half + i + next_row);
       }
-      const Pack<N> b = load_pack<N>(E{}, z[1] + i, part);
-      const auto act = Act::value_and_grad(a, grad * b);
-      put_grad(i, part, 0, act.grad);
-      put_grad(i, part, 1, grad * act.value);
-      if (y) store_pack(E{}, act.value * b, y + i, part);
+      const Pack<N> b = load_pack<N>(E{}, z[1] + i, part), other = other_of(act, b);
+      const auto result = act.value_and_grad(a, grad * other);
+      put_grad(i, part, 0, result.grad);
+      put_grad(i, part, 1, other_grad_of(act, b, grad * result.value));
+      put_y(i, part, given, result.value * other);
     } else {
-      const auto act = Act::value_and_grad(a, grad);
-      put_grad(i, part, 0, act.grad);
-      if (y) store_pack(E{}, act.value, y + i, part);
+      const auto result = act.value_and_grad(a, grad);
+      put_grad(i, part, 0, result.grad);
+      put_y(i, part, given, result.value);
     }
   }
 
@@ -60,91 +66,157 @@ struct BackwardRun {
     store_pack(Float32{}, load_pack<N>(Float32{}, sums[half] + i, part) + round_pack(E{}, grad),
                sums[half] + i, part);
   }
+
+  template <size_t N, typename Part>
+  HWY_INLINE void put_y(size_t i, Part part, const Pack<N>& given, const Pack<N>& value) const {
+    if (dots) {  // behind the last column both are what zeros give
+      const hn::ScalableTag<float> d;
+      auto sum = hn::Load(d, dots);
+      for (size_t k = 0; k < N; ++k) sum = hn::MulAdd(given.v[k], value.v[k], sum);
+      hn::Store(sum, d, dots);
+    }
+    if (y) store_pack(E{}, factor ? value * Pack<N>(*factor) : value, y + i, part);
+  }
 };
 
-/// All of grad_y, z, grad_z and y hold the element.
-template <class Act, bool kGated, typename E>
-void backward_uniform(E element, ConstRows grad_y, ConstRows z, Rows grad_z, Rows y, size_t r,
-                      size_t c, size_t count, float* sums) {
-  BackwardRun<Act, kGated, E> run;
-  run.next_row = z.stride;
-  run.grad_y = element.at(grad_y.data, r * grad_y.stride + c);
-  for (int half = 0; half < (kGated ? 2 : 1); ++half) {
-    const size_t column = half * grad_y.cols + c;
-    run.z[half] = element.at(z.data, r * z.stride + column);
-    run.grad_z[half] = element.at(grad_z.data, r * grad_z.stride + column);
-    if (sums) run.sums[half] = sums + column;
-  }
-  if (y) run.y = element.at(y.data, r * y.stride + c);
-  for_each_pack(count, run);
+/// What all rows share. `factors` are float32 or null.
+struct Backward {
+  const Function& function;
+  ConstRows grad_y, z;
+  const float* factors;
+  Rows grad_z, y;
+
+  const float* factor(size_t r) const { return factors ? factors + r : nullptr; }
+};
+
+/// Columns [first, first + piece) of row r; all of grad_y, z, grad_z and y hold the element.
+template <bool kGated, class Act, typename E>
+void backward_uniform(const Act& act, E element, const Backward& b, size_t r, size_t first,
+                      size_t piece, float* sums, float* dots) {
+  for_each_run<kGated>(b.function, b.grad_y.cols, first, piece,
+                       [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
+                         BackwardRun<Act, kGated, E> run{act};
+                         run.next_row = b.z.stride;
+                         run.factor = b.factor(r);
+                         run.dots = dots;
+                         run.grad_y = element.at(b.grad_y.data, r * b.grad_y.stride + c);
+                         for (int half = 0; half < (kGated ? 2 : 1); ++half) {
+                           run.z[half] = element.at(b.z.data, r * b.z.stride + columns[half]);
+                           run.grad_z[half] =
+                               element.at(b.grad_z.data, r * b.grad_z.stride + columns[half]);
+                           if (sums) run.sums[half] = sums + columns[half];
+                         }
+                         if (b.y) run.y = element.at(b.y.data, r * b.y.stride + c);
+                         for_each_pack(count, run);
+                       });
 }
 
 /// Any mix of elements, through float32 buffers.
-template <class Act, bool kGated>
-void backward_mixed(ConstRows grad_y, ConstRows z, Rows grad_z, Rows y, size_t r, size_t first,
-                    size_t piece, float* sums) {
-  for_each_chunk(piece, [&](size_t offset, size_t count) HWY_ATTR {
+template <bool kGated, class Act>
+void backward_mixed(const Act& act, const Backward& b, size_t r, size_t first, size_t piece,
+                    float* sums, float* dots) {
+  const auto run_chunk = [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
     HWY_ALIGN float inputs[3][kChunk], grads[2][kChunk], results[kChunk];
-    const size_t c = first + offset;
     constexpr int kHalves = kGated ? 2 : 1;
-    BackwardRun<Act, kGated, Float32> run;
-    run.grad_y = widened(grad_y, r, c, count, inputs[2]);
+    BackwardRun<Act, kGated, Float32> run{act};
+    run.factor = b.factor(r);
+    run.dots = dots;
+    run.grad_y = widened(b.grad_y, r, c, count, inputs[2]);
     for (int half = 0; half < kHalves; ++half) {
-      run.z[half] = widened(z, r, half * grad_y.cols + c, count, inputs[half]);
+      run.z[half] = widened(b.z, r, columns[half], count, inputs[half]);
       run.grad_z[half] = grads[half];
     }
-    if (y) run.y = place_for(y, r, c, results);
+    if (b.y) run.y = place_for(b.y, r, c, results);
     for_each_pack(count, run);
     for (int half = 0; half < kHalves; ++half) {
-      const size_t column = half * grad_y.cols + c;
-      put_narrowed(grads[half], grad_z, r, column, count);
+      put_narrowed(grads[half], b.grad_z, r, columns[half], count);
       if (!sums) continue;
-      round_all(grad_z.element, grads[half], count);
-      accumulate(grads[half], sums + column, count);
+      round_all(b.grad_z.element, grads[half], count);
+      accumulate(grads[half], sums + columns[half], count);
     }
-    if (y) put_narrowed(run.y, y, r, c, count);
+    if (b.y) put_narrowed(run.y, b.y, r, c, count);
+  };
+  for_each_chunk(piece, [&](size_t offset, size_t chunk) HWY_ATTR {
+    for_each_run<kGated>(b.function, b.grad_y.cols, first + offset, chunk,
+                         [&](size_t c, size_t count, const size_t* columns)
+                             HWY_ATTR { run_chunk(c, count, columns); });
+  });
+}
+
+/// Calls `body(run)` with run(row, column, count, sums, dots).
+template <bool kGated, typename Body>
+HWY_INLINE void with_backward(const Backward& b, Body&& body) {
+  const Element element = b.z.element;
+  const bool uniform = b.grad_y.element == element && b.grad_z.element == element &&
+                       (!b.y || b.y.element == element);
+  with_activation<kGated>(b.function, element, [&](const auto& act, auto precision) HWY_ATTR {
+    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
+    body([&](size_t r, size_t c, size_t count, float* sums, float* dots) HWY_ATTR {
+      if (uniform && element == E::kElement)
+        backward_uniform<kGated>(act, E{}, b, r, c, count, sums, dots);
+      else
+        backward_mixed<kGated>(act, b, r, c, count, sums, dots);
+    });
   });
 }
 
 template <bool kGated>
-void backward(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z, Vector grad_bias,
-              Rows y) {
+void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
+              Vector grad_bias, Rows y) {
   if (!kGated && !grad_bias && is_flat(grad_y) && is_flat(z) && is_flat(grad_z) && is_flat(y)) {
     flatten(grad_y);
     flatten(z);
     flatten(grad_z);
     if (y) flatten(y);
   }
-  const Element element = z.element;
-  const bool uniform =
-      grad_y.element == element && grad_z.element == element && (!y || y.element == element);
-  with_activation(activation, element, [&](auto act, auto precision) HWY_ATTR {
-    using Act = decltype(act);
-    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
-    const auto run = [&](size_t r, size_t c, size_t count, float* sums) HWY_ATTR {
-      if (uniform && element == E::kElement)
-        backward_uniform<Act, kGated>(E{}, grad_y, z, grad_z, y, r, c, count, sums);
-      else
-        backward_mixed<Act, kGated>(grad_y, z, grad_z, y, r, c, count, sums);
-    };
+  with_backward<kGated>({function, grad_y, z, nullptr, grad_z, y}, [&](const auto& run) HWY_ATTR {
     if (grad_bias) {
       for_each_row_summing(grad_y.rows, grad_z.cols, grad_bias,
-                           [&](size_t r, float* sums) HWY_ATTR { run(r, 0, grad_y.cols, sums); });
+                           [&](size_t r, float* sums)
+                               HWY_ATTR { run(r, 0, grad_y.cols, sums, nullptr); });
     } else {
-      for_each_piece(grad_y.rows, grad_y.cols,
-                     [&](size_t r, size_t c, size_t count) HWY_ATTR { run(r, c, count, nullptr); });
+      for_each_piece(grad_y.rows, grad_y.cols, [&](size_t r, size_t c, size_t count) HWY_ATTR {
+        run(r, c, count, nullptr, nullptr);
+      });
     }
   });
 }
 
-void activation_backward_target(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
-                                Vector grad_bias, Rows y) {
-  backward<false>(activation, grad_y, z, grad_z, grad_bias, y);
+template <bool kGated>
+void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
+                     ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
+  const bool widens = row_factors.element != Element::float32;
+  const float* factors =
+      as_float32(row_factors, widens ? scratch(ScratchUse::parameters, row_factors.size) : nullptr);
+  with_backward<kGated>({function, grad_y, x, factors, grad_x, y}, [&](const auto& run) HWY_ATTR {
+    for_each_row_summing(grad_y.rows, grad_y.cols, {}, [&](size_t r, float*) HWY_ATTR {
+      const hn::ScalableTag<float> d;
+      HWY_ALIGN float dots[HWY_MAX_BYTES / sizeof(float)];
+      hn::Store(hn::Zero(d), d, dots);
+      run(r, 0, grad_y.cols, nullptr, grad_row_factors ? dots : nullptr);
+      if (!grad_row_factors) return;
+      const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, dots)));
+      with_element(grad_row_factors.element, [&](auto element) HWY_ATTR {
+        narrow(element, &sum, 1, element.at(grad_row_factors.data, r));
+      });
+    });
+  });
 }
 
-void glu_backward_target(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
+void activation_backward_target(const Function& function, ConstRows grad_y, ConstRows z,
+                                Rows grad_z, Vector grad_bias, Rows y) {
+  backward<false>(function, grad_y, z, grad_z, grad_bias, y);
+}
+
+void glu_backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y) {
-  backward<true>(activation, grad_y, z, grad_z, grad_bias, y);
+  backward<true>(function, grad_y, z, grad_z, grad_bias, y);
+}
+
+void scaled_backward_target(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,
+                            ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
+  (is_gated ? backward_scaled<true> : backward_scaled<false>)(function, grad_y, x, row_factors,
+                                                              grad_x, grad_row_factors, y);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -155,15 +227,22 @@ namespace tandem::kernels::cpu {
 
 HWY_EXPORT(activation_backward_target);
 HWY_EXPORT(glu_backward_target);
+HWY_EXPORT(scaled_backward_target);
 
-void activation_backward(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
+void activation_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y) {
-  HWY_DYNAMIC_DISPATCH(activation_backward_target)(activation, grad_y, z, grad_z, grad_bias, y);
+  HWY_DYNAMIC_DISPATCH(activation_backward_target)(function, grad_y, z, grad_z, grad_bias, y);
 }
 
-void glu_backward(Activation activation, ConstRows grad_y, ConstRows z, Rows grad_z,
+void glu_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                   Vector grad_bias, Rows y) {
-  HWY_DYNAMIC_DISPATCH(glu_backward_target)(activation, grad_y, z, grad_z, grad_bias, y);
+  HWY_DYNAMIC_DISPATCH(glu_backward_target)(function, grad_y, z, grad_z, grad_bias, y);
+}
+
+void scaled_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,
+                     ConstVector row_factors, Rows grad_x, Vector grad_row_factors, Rows y) {
+  HWY_DYNAMIC_DISPATCH(scaled_backward_target)
+  (function, is_gated, grad_y, x, row_factors, grad_x, grad_row_factors, y);
 }
 
 }  // namespace tandem::kernels::cpu

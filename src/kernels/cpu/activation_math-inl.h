@@ -1,5 +1,5 @@
-// The activations, alone and with their gradient, from one exponential and one division. Included
-// once per Highway target.
+// The activations, alone and with their gradient, most from one exponential and one division.
+// Included once per Highway target.
 
 #if defined(TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_
@@ -8,7 +8,9 @@
 #define TANDEM_KERNELS_CPU_ACTIVATION_MATH_INL_H_
 #endif
 
+#include <algorithm>
 #include <cfloat>
+#include <cmath>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -29,44 +31,64 @@ struct ValueAndGrad {
 enum class Precision { full, brief };
 
 /// The formula of each activation: value(x) and value_and_grad(x, grad), which gives the same
-/// value, to the bit, and grad * act'(x).
+/// value, to the bit, and grad * act'(x). A unit with numbers is made of them; its value is what
+/// the other factor is multiplied by, other(b), with other_grad(b, grad) = grad * other'(b).
 template <Activation kActivation, Precision kPrecision>
 struct Formula;
 
-/// x * sigmoid(v(x)). A gate gives the bounds between which exp(-v) is taken, exp(-v) itself and
-/// the derivative of v.
+/// 1 / (1 + e)
+template <size_t N>
+HWY_INLINE Pack<N> sigmoid_of(const Pack<N>& e) {
+  return Pack<N>(1.0f) / (Pack<N>(1.0f) + e);
+}
+/// 1 - s for s = sigmoid_of(e), without cancellation; the bound makes it 0, not NaN, where e is
+/// infinite and s is 0.
+template <size_t N>
+HWY_INLINE Pack<N> complement_of(const Pack<N>& e, const Pack<N>& s) {
+  return at_most(FLT_MAX, e) * s;
+}
+
+/// `kept` where x is above 0 or NaN, else 0.
+template <size_t N>
+HWY_INLINE Pack<N> zero_where_off(const Pack<N>& x, const Pack<N>& kept) {
+  const auto zero = hn::Zero(hn::ScalableTag<float>());
+  return each([&](auto v, auto k)
+                  TANDEM_INLINE_LAMBDA { return hn::IfThenZeroElse(hn::Le(v, zero), k); },
+              x, kept);
+}
+
+/// x * sigmoid(v(x)). A gate gives `bounded`, x between the bounds where exp(-v) is taken, exp(-v)
+/// itself and the derivative of v.
 template <class Gate>
 struct Gated {
   template <size_t N>
-  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
-    // Below kLow the sigmoid is 0: a finite x gives -0 and -infinity NaN, as torch's formulas do.
-    return x * sigmoid(Gate::exp_negated(at_most(Gate::kHigh, at_least(Gate::kLow, x))));
+  HWY_INLINE Pack<N> value(const Pack<N>& x) const {
+    // Below the bounds the sigmoid is 0: a finite x gives -0 and -infinity NaN, as torch's formulas
+    // do.
+    return x * sigmoid_of(gate.exp_negated(gate.bounded(x)));
   }
 
   /// value(x), the same bits, and grad * derivative at x.
   template <size_t N>
-  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
-    const Pack<N> bounded = at_most(Gate::kHigh, at_least(Gate::kLow, x));
-    const Pack<N> e = Gate::exp_negated(bounded);
-    const Pack<N> s = sigmoid(e);
-    // 1 - sigmoid without cancellation; the bound makes it 0, not NaN, where e is infinite and s is
-    // 0.
-    const Pack<N> complement = at_most(FLT_MAX, e) * s;
+  HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) const {
+    const Pack<N> bounded = gate.bounded(x);
+    const Pack<N> e = gate.exp_negated(bounded);
+    const Pack<N> s = sigmoid_of(e);
     // x * 0 is what torch's formulas come to at infinity, NaN; it changes nothing at a finite x.
     const Pack<N> slope = mul_add(x, Pack<N>(0.0f), s);
-    return {x * s, grad * mul_add(Gate::inner_slope(bounded * s, bounded), complement, slope)};
+    return {x * s,
+            grad * mul_add(gate.inner_slope(bounded * s, bounded), complement_of(e, s), slope)};
   }
 
- private:
-  template <size_t N>
-  static HWY_INLINE Pack<N> sigmoid(const Pack<N>& e) {
-    return Pack<N>(1.0f) / (Pack<N>(1.0f) + e);
-  }
+  Gate gate;
 };
 
 template <Precision kPrecision>
 struct SiluGate {
-  static constexpr float kLow = -104.0f, kHigh = 87.0f;
+  template <size_t N>
+  static HWY_INLINE Pack<N> bounded(const Pack<N>& x) {
+    return at_most(87.0f, at_least(-104.0f, x));
+  }
   template <size_t N>
   static HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
     if constexpr (kPrecision == Precision::full)
@@ -85,7 +107,10 @@ struct Formula<Activation::silu, kPrecision> : Gated<SiluGate<kPrecision>> {};
 
 template <Precision kPrecision>
 struct GeluGate {
-  static constexpr float kLow = -10.4f, kHigh = 9.9f;
+  template <size_t N>
+  static HWY_INLINE Pack<N> bounded(const Pack<N>& x) {
+    return at_most(9.9f, at_least(-10.4f, x));
+  }
   template <size_t N>
   static HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
     if constexpr (kPrecision == Precision::full)
@@ -107,6 +132,78 @@ struct GeluGate {
 template <Precision kPrecision>
 struct Formula<Activation::gelu, kPrecision> : Gated<GeluGate<kPrecision>> {};
 
+/// A number of a unit as kernels take it.
+inline double held(double number) { return std::clamp(number, -0x1p100, 0x1p100); }
+
+/// v = rate * x. The rate is held in two parts, as the relative error of exp(-v) is the absolute
+/// one of v.
+template <Precision kPrecision>
+class LinearGate {
+ public:
+  explicit LinearGate(double number)
+      : rate_(static_cast<float>(held(number))),
+        rate_low_(static_cast<float>(held(number) - static_cast<double>(rate_))),
+        per_power_(static_cast<float>(-1.4426950408889634 * held(number))) {
+    const float low = static_cast<float>(-104 / held(number)),
+                high = static_cast<float>(87 / held(number));
+    low_ = number == 0 ? -HUGE_VALF : number > 0 ? low : high;
+    high_ = number == 0 ? HUGE_VALF : number > 0 ? high : low;
+  }
+
+  template <size_t N>
+  HWY_INLINE Pack<N> bounded(const Pack<N>& x) const {
+    return at_most(high_, at_least(low_, x));
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) const {
+    if constexpr (kPrecision == Precision::full) {
+      const Pack<N> rate(rate_), v = x * rate;
+      const Pack<N> lost = exact_mul_add(x, rate, Pack<N>(0.0f) - v);
+      return HWY_NAMESPACE::exp_negated(v, mul_add(x, Pack<N>(rate_low_), lost));
+    } else {
+      return exp_negated_short(x, Pack<N>(per_power_));
+    }
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> inner_slope(const Pack<N>& factor, const Pack<N>&) const {
+    return factor * Pack<N>(rate_);
+  }
+
+ private:
+  float rate_, rate_low_, per_power_, low_, high_;
+};
+template <Precision kPrecision>
+struct Formula<Activation::qgelu, kPrecision> : Gated<LinearGate<kPrecision>> {
+  Formula() : Gated<LinearGate<kPrecision>>{LinearGate<kPrecision>(1.702)} {}
+};
+
+template <Precision kPrecision>
+struct Formula<Activation::sigmoid, kPrecision> {
+  using Gate = SiluGate<kPrecision>;
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    return value_of(x, Gate::exp_negated(Gate::bounded(x)));
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    const Pack<N> e = Gate::exp_negated(Gate::bounded(x)), s = value_of(x, e);
+    const auto most = hn::Set(hn::ScalableTag<float>(), FLT_MAX);
+    const Pack<N> slope = each(  // at infinity it is 0, not just small
+        [&](auto v, auto k) TANDEM_INLINE_LAMBDA { return hn::IfThenZeroElse(hn::Gt(v, most), k); },
+        x, s * complement_of(e, s));
+    return {s, grad * slope};
+  }
+
+ private:
+  /// The exponential of NaN is a number.
+  template <size_t N>
+  static HWY_INLINE Pack<N> value_of(const Pack<N>& x, const Pack<N>& e) {
+    return each([](auto v, auto s)
+                    TANDEM_INLINE_LAMBDA { return hn::IfThenElse(hn::IsNaN(v), v, s); },
+                x, sigmoid_of(e));
+  }
+};
+
 template <Precision kPrecision>
 struct Formula<Activation::relu, kPrecision> {
   template <size_t N>
@@ -117,16 +214,127 @@ struct Formula<Activation::relu, kPrecision> {
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
     return {zero_where_off(x, x), zero_where_off(x, grad)};
   }
+};
 
- private:
+template <Precision kPrecision>
+struct Formula<Activation::srelu, kPrecision> {
   template <size_t N>
-  static HWY_INLINE Pack<N> zero_where_off(const Pack<N>& x, const Pack<N>& kept) {
-    const auto zero = hn::Zero(hn::ScalableTag<float>());
-    return each([&](auto v, auto k)
-                    TANDEM_INLINE_LAMBDA { return hn::IfThenZeroElse(hn::Le(v, zero), k); },
-                x, kept);
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    const Pack<N> on = zero_where_off(x, x);
+    return on * on;
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    const Pack<N> on = zero_where_off(x, x), half = on * grad;
+    return {on * on, zero_where_off(x, half + half)};
   }
 };
+
+template <Precision kPrecision>
+struct Formula<Activation::situglu, kPrecision> {
+  explicit Formula(const UnitNumbers& numbers) : a_(numbers[0]), b_(numbers[1]) {}
+
+  template <size_t N>
+  HWY_INLINE Pack<N> value(const Pack<N>& a) const {
+    return a_.value(a) * sigmoid_of(Gate::exp_negated(Gate::bounded(a)));
+  }
+  template <size_t N>
+  HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& a, const Pack<N>& grad) const {
+    const Pack<N> e = Gate::exp_negated(Gate::bounded(a)), s = sigmoid_of(e), t = a_.value(a);
+    return {t * s, grad * (s * mul_add(t, complement_of(e, s), a_.slope(a)))};
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> other(const Pack<N>& b) const {
+    return b_.value(b);
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> other_grad(const Pack<N>& b, const Pack<N>& grad) const {
+    return grad * b_.slope(b);
+  }
+
+ private:
+  using Gate = SiluGate<kPrecision>;
+
+  /// beta tanh(x / beta)
+  struct Bounded {
+    explicit Bounded(double number)
+        : beta(static_cast<float>(std::max(0x1p-100, held(number)))),
+          inverse(static_cast<float>(1 / std::max(0x1p-100, held(number)))) {}
+    template <size_t N>
+    HWY_INLINE Pack<N> value(const Pack<N>& x) const {
+      return Pack<N>(beta) * tanh_of(x * Pack<N>(inverse));
+    }
+    template <size_t N>
+    HWY_INLINE Pack<N> slope(const Pack<N>& x) const {
+      return tanh_slope_of(x * Pack<N>(inverse));
+    }
+    float beta, inverse;
+  };
+
+  Bounded a_, b_;
+};
+
+template <Precision kPrecision>
+struct Formula<Activation::clamped_swiglu, kPrecision> {
+  explicit Formula(const UnitNumbers& numbers)
+      : limit_(static_cast<float>(held(numbers[0]))),
+        gated_{LinearGate<kPrecision>(numbers[1])},
+        offset_(static_cast<float>(held(numbers[2]))) {}
+
+  template <size_t N>
+  HWY_INLINE Pack<N> value(const Pack<N>& a) const {
+    return gated_.value(at_most(limit_, a));
+  }
+  template <size_t N>
+  HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& a, const Pack<N>& grad) const {
+    ValueAndGrad<N> result = gated_.value_and_grad(at_most(limit_, a), grad);
+    result.grad = zero_where_above(a, result.grad);
+    return result;
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> other(const Pack<N>& b) const {
+    return at_most(limit_, at_least(-limit_, b)) + Pack<N>(offset_);
+  }
+  template <size_t N>
+  HWY_INLINE Pack<N> other_grad(const Pack<N>& b, const Pack<N>& grad) const {
+    return zero_where_above(b, zero_where_above(Pack<N>(0.0f) - b, grad));
+  }
+
+ private:
+  /// `kept` where x is at most the limit: not at NaN, as torch.clamp's gradient.
+  template <size_t N>
+  HWY_INLINE Pack<N> zero_where_above(const Pack<N>& x, const Pack<N>& kept) const {
+    const auto limit = hn::Set(hn::ScalableTag<float>(), limit_);
+    return each([&](auto v, auto k)
+                    TANDEM_INLINE_LAMBDA { return hn::IfThenElseZero(hn::Le(v, limit), k); },
+                x, kept);
+  }
+
+  float limit_;
+  Gated<LinearGate<kPrecision>> gated_;
+  float offset_;
+};
+
+/// Whether the other factor of a gated unit is not b itself.
+template <class Act>
+concept BendsOther = requires(const Act& act, const Pack<1>& b) {
+  act.other(b);
+};
+
+template <class Act, size_t N>
+HWY_INLINE Pack<N> other_of(const Act& act, const Pack<N>& b) {
+  if constexpr (BendsOther<Act>)
+    return act.other(b);
+  else
+    return b;
+}
+template <class Act, size_t N>
+HWY_INLINE Pack<N> other_grad_of(const Act& act, const Pack<N>& b, const Pack<N>& grad) {
+  if constexpr (BendsOther<Act>)
+    return act.other_grad(b, grad);
+  else
+    return grad;
+}
 
 template <Precision kPrecision, typename Body, size_t... kIndex>
 HWY_INLINE void with_formula(Activation activation, Body&& body, std::index_sequence<kIndex...>) {
@@ -135,16 +343,50 @@ HWY_INLINE void with_formula(Activation activation, Body&& body, std::index_sequ
                       (body(Formula<Activation{kIndex}, kPrecision>{}, precision), true)) ||
                      ...));
 }
+template <Precision kPrecision, class Body, size_t... kIndex>
+HWY_INLINE void with_unit(const Function& function, Body&& body, std::index_sequence<kIndex...>) {
+  const std::integral_constant<Precision, kPrecision> precision;
+  static_cast<void>(
+      ((function.activation == numbered_unit(kIndex) &&
+        (body(Formula<numbered_unit(kIndex), kPrecision>(function.numbers), precision), true)) ||
+       ...));
+}
 
-/// Calls `body` with a value of the activation's Formula of the precision that z deserves, and with
-/// that precision (a constant). The choice depends on z's element alone, so that forward and
-/// backward agree. A lambda needs HWY_ATTR before its body.
-template <typename Body>
-HWY_INLINE void with_activation(Activation activation, Element z_element, Body&& body) {
-  if (z_element == Element::float32)
-    with_formula<Precision::full>(activation, body, ActivationIndices());
+/// Calls `body` with the function's Formula of the precision that z deserves, and with that
+/// precision (a constant). The choice depends on z's element alone, so that forward and backward
+/// agree. A lambda needs HWY_ATTR before its body.
+template <bool kGated, typename Body>
+HWY_INLINE void with_activation(const Function& function, Element z_element, Body&& body) {
+  const bool is_full = z_element == Element::float32;
+  if (is_full)
+    with_formula<Precision::full>(function.activation, body, ActivationIndices());
   else
-    with_formula<Precision::brief>(activation, body, ActivationIndices());
+    with_formula<Precision::brief>(function.activation, body, ActivationIndices());
+  if constexpr (kGated) {
+    if (is_full)
+      with_unit<Precision::full>(function, body, NumberedUnitIndices());
+    else
+      with_unit<Precision::brief>(function, body, NumberedUnitIndices());
+  }
+}
+
+/// Calls `body(c, count, columns)` for runs of the columns [first, first + count) of y; `columns`
+/// are where a and b (of no gated unit: z) begin in a row of z, and lie next to each other as far.
+template <bool kGated, typename Body>
+HWY_INLINE void for_each_run(const Function& function, size_t y_cols, size_t first, size_t count,
+                             const Body& body) {
+  const size_t block = function.interleave;
+  if (!kGated || block == 0) {
+    const size_t columns[2] = {first, y_cols + first};
+    body(first, count, columns);
+    return;
+  }
+  for (const size_t end = first + count; first < end;) {
+    const size_t behind = first % block, run = std::min(block - behind, end - first);
+    const size_t a = 2 * (first - behind) + behind, columns[2] = {a, a + block};
+    body(first, run, columns);
+    first += run;
+  }
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE

@@ -90,19 +90,76 @@ HWY_INLINE Pack<N> polynomial(const Pack<N>& x, float constant, C... rest) {
     return mul_add(polynomial(x, rest...), x, Pack<N>(constant));
 }
 
-/// exp(-x) for x in [-104, 87]; infinity where that exceeds float32. Error: 2 ULP.
+/// exp(-x) = exp(-f) 2^k with f = x + k ln 2; `shifted` is k + kRoundToInteger.
 template <size_t N>
-HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
+struct Reduced {
+  Pack<N> shifted, f;
+};
+template <size_t N>
+HWY_INLINE Reduced<N> reduced(const Pack<N>& x) {
   using P = Pack<N>;
   const P shifted = mul_add(x, P(-1.44269504f), P(kRoundToInteger));
   const P k = shifted - P(kRoundToInteger);
-  // f = x + k ln 2, |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is
-  // exact.
-  const P f = mul_add(k, P(1.42860682e-06f), mul_add(k, P(0.693145751953125f), x));
+  // |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is exact.
+  return {shifted, mul_add(k, P(1.42860682e-06f), mul_add(k, P(0.693145751953125f), x))};
+}
+
+/// exp(-f) 2^k
+template <size_t N>
+HWY_INLINE Pack<N> exp_of_reduced(const Pack<N>& f, const Pack<N>& shifted) {
   // exp(-f), minimax, relative error 9.2e-8.
-  const P mantissa = polynomial(f, 1.0f, -0.999999702f, 0.499991477f, -0.166676506f, 0.0418981761f,
-                                -0.00828949921f);
+  const Pack<N> mantissa = polynomial(f, 1.0f, -0.999999702f, 0.499991477f, -0.166676506f,
+                                      0.0418981761f, -0.00828949921f);
   return scale_by_power_of_two(mantissa, shifted);
+}
+
+/// exp(-x) for x in [-104, 87]; infinity where that exceeds float32. Error: 2 ULP.
+template <size_t N>
+HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
+  const Reduced<N> r = reduced(x);
+  return exp_of_reduced(r.f, r.shifted);
+}
+
+/// exp(-(x + x_low)) for an x_low below 2^-10.
+template <size_t N>
+HWY_INLINE Pack<N> exp_negated(const Pack<N>& x, const Pack<N>& x_low) {
+  const Reduced<N> r = reduced(x);
+  return exp_of_reduced(r.f + x_low, r.shifted);
+}
+
+/// exp(-2 |x|) as its power of two and exp(-f) - 1; from |x| = 43.5 on the smallest.
+template <size_t N>
+struct TanhExponential {
+  explicit HWY_INLINE TanhExponential(const Pack<N>& x) {
+    const Pack<N> magnitude =
+        at_most(43.5f, each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x));
+    const Reduced<N> r = reduced(magnitude + magnitude);
+    power = scale_by_power_of_two(Pack<N>(1.0f), r.shifted);
+    // Taylor: relative error 1.5e-8, so that nothing cancels where x is small.
+    below_one = r.f * polynomial(r.f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f, -0.00833333333f,
+                                 0.00138888889f, -0.000198412698f);
+  }
+  /// exp(-2 |x|) - 1
+  HWY_INLINE Pack<N> minus_one() const { return mul_add(power, below_one, power - Pack<N>(1.0f)); }
+  HWY_INLINE Pack<N> value() const { return mul_add(power, below_one, power); }
+
+  Pack<N> power, below_one;
+};
+
+/// tanh(x). Error: 4 ULP.
+template <size_t N>
+HWY_INLINE Pack<N> tanh_of(const Pack<N>& x) {
+  const Pack<N> e = TanhExponential<N>(x).minus_one();
+  return each([](auto t, auto v) TANDEM_INLINE_LAMBDA { return hn::CopySign(t, v); },
+              Pack<N>(-1.0f) * e / (Pack<N>(2.0f) + e), x);
+}
+
+/// 1 - tanh(x)^2, without cancellation. Error: 8 ULP, and 2^-124 from |x| = 43.5 on.
+template <size_t N>
+HWY_INLINE Pack<N> tanh_slope_of(const Pack<N>& x) {
+  const TanhExponential<N> e(x);
+  const Pack<N> below = Pack<N>(2.0f) + e.minus_one();
+  return Pack<N>(4.0f) * e.value() / (below * below);
 }
 
 /// The tanh form of gelu is x / (1 + exp(-v)) with v = kGeluCubic * x * (x^2 + kGeluPivot).
@@ -143,12 +200,17 @@ HWY_INLINE Pack<N> exp2_short(const Pack<N>& fraction, const Pack<N>& shifted) {
       shifted);
 }
 
+/// exp(-rate x) for |rate x| <= 104, per_power = -rate log2(e). Relative error 2^-16.
+template <size_t N>
+HWY_INLINE Pack<N> exp_negated_short(const Pack<N>& x, const Pack<N>& per_power) {
+  const Pack<N> shifted = mul_add(x, per_power, Pack<N>(kRoundToInteger));
+  return exp2_short(mul_sub(x, per_power, shifted - Pack<N>(kRoundToInteger)), shifted);
+}
+
 /// exp_negated with a relative error of 2^-16.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated_short(const Pack<N>& x) {
-  using P = Pack<N>;
-  const P shifted = mul_add(x, P(-1.44269504f), P(kRoundToInteger));
-  return exp2_short(mul_sub(x, P(-1.44269504f), shifted - P(kRoundToInteger)), shifted);
+  return exp_negated_short(x, Pack<N>(-1.44269504f));
 }
 
 /// exp_negated_gelu with a relative error of 2^-16.

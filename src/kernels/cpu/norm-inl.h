@@ -190,17 +190,21 @@ HWY_INLINE void sum_terms(E element, const typename E::Stored* HWY_RESTRICT x, s
   }
 }
 
-/// 1 / sqrt(mean(x^2) + eps).
+/// What a sum over a row is divided by.
+HWY_INLINE double divisor_of(const NormOptions& options, size_t hidden) {
+  return options.sums ? 1.0 : static_cast<double>(std::max<size_t>(hidden, 1));
+}
+
+/// 1 / sqrt(mean(x^2) + eps), or of the sum.
 template <typename E>
 HWY_NOINLINE RowStatistics rms_statistics(E element, const typename E::Stored* HWY_RESTRICT x,
-                                          size_t hidden, double eps) {
+                                          size_t hidden, const NormOptions& options) {
   double total[1];
   sum_terms(element, x, hidden, 0.0f, total,
             [](auto v, FloatVector(&sums)[1])
                 TANDEM_INLINE_LAMBDA { sums[0] = hn::MulAdd(v, v, sums[0]); });
-  return {0.0f,
-          static_cast<float>(
-              1.0 / std::sqrt(total[0] / static_cast<double>(std::max<size_t>(hidden, 1)) + eps))};
+  return {0.0f, static_cast<float>(
+                    1.0 / std::sqrt(total[0] / divisor_of(options, hidden) + options.eps))};
 }
 
 /// The mean and 1 / sqrt(variance + eps). A part of the row is read twice, for its mean and for the
@@ -255,11 +259,11 @@ HWY_NOINLINE RowStatistics layer_statistics(E element, const typename E::Stored*
 /// The statistics of row `r`. Always from the matrix itself, never from a converted row: pairs of
 /// bfloat16 are added in another order than float32, and every kernel has to find the same.
 template <bool kCentered>
-HWY_INLINE RowStatistics row_statistics(ConstRows x, size_t r, double eps) {
+HWY_INLINE RowStatistics row_statistics(ConstRows x, size_t r, const NormOptions& options) {
   return with_element(x.element, [&](auto element) HWY_ATTR {
     const auto* row = decltype(element)::at(x.data, r * x.stride);
-    if constexpr (kCentered) return layer_statistics(element, row, x.cols, eps);
-    return rms_statistics(element, row, x.cols, eps);
+    if constexpr (kCentered) return layer_statistics(element, row, x.cols, options.eps);
+    return rms_statistics(element, row, x.cols, options);
   });
 }
 

@@ -32,7 +32,7 @@ struct NormBackward {
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// The two means that grad_x of one row needs; mean(g) is 0 for RMSNorm.
+/// The two means that grad_x of one row needs (sums for L2); mean(g) is 0 for RMSNorm.
 struct RowMeans {
   float g, g_x_hat;
 };
@@ -43,7 +43,7 @@ template <bool kCentered, bool kColumnSums, typename E>
 HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RESTRICT grad_y,
                                     const typename E::Stored* HWY_RESTRICT x,
                                     const float* HWY_RESTRICT gamma, RowStatistics statistics,
-                                    size_t hidden, float* HWY_RESTRICT weight_sums,
+                                    size_t hidden, double divisor, float* HWY_RESTRICT weight_sums,
                                     float* HWY_RESTRICT bias_sums) {
   constexpr size_t kSums = kCentered ? 2 : 1;
   const FloatTag d;
@@ -68,7 +68,7 @@ HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RES
           }
         }
       });
-  const double per_element = 1.0 / static_cast<double>(std::max<size_t>(hidden, 1));
+  const double per_element = 1.0 / divisor;
   return {kCentered ? static_cast<float>(totals[kSums - 1] * per_element) : 0.0f,
           static_cast<float>(totals[0] * per_element)};
 }
@@ -108,12 +108,13 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
   const auto* grad_y = row_to_read(element, a.grad_y, r, buffers);
   const auto* x = row_to_read(element, a.x, r, buffers + stride);
   const RowStatistics statistics{kCentered ? a.mean[r] : 0.0f, a.inv_norm[r]};
+  const double divisor = divisor_of(a.options, hidden);
   RowMeans means{};
   if (weight_sums != nullptr) {
-    means = sum_gradients<kCentered, true>(element, grad_y, x, gamma, statistics, hidden,
+    means = sum_gradients<kCentered, true>(element, grad_y, x, gamma, statistics, hidden, divisor,
                                            weight_sums, bias_sums);
   } else if (a.grad_x) {
-    means = sum_gradients<kCentered, false>(element, grad_y, x, gamma, statistics, hidden,
+    means = sum_gradients<kCentered, false>(element, grad_y, x, gamma, statistics, hidden, divisor,
                                             weight_sums, bias_sums);
   }
   float* result_buffer = buffers + 3 * stride;
@@ -226,6 +227,10 @@ void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const 
                        Vector grad_weight, Rows y) {
   HWY_DYNAMIC_DISPATCH(rms_backward)
   ({grad_y, x, weight, {}, nullptr, inv_rms, options, grad_residual, grad_x, grad_weight, {}, y});
+}
+
+void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows grad_x, Rows y) {
+  rms_norm_backward(grad_y, x, {}, inv_norm, {.sums = true}, {}, grad_x, {}, y);
 }
 
 void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, ConstVector bias,

@@ -7,27 +7,71 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/norm_forward.cpp"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/elementwise-inl.h"
 #include "kernels/cpu/norm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-/// `mean` is null for RMSNorm.
-template <bool kCentered>
-HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
-                             const NormOptions& options, Rows y, float* mean, float* inv_norm) {
-  const size_t hidden = x.cols, stride = scratch_stride(hidden);
+/// Makes row r of a sum and returns it, as a matrix whose every row it is.
+class SumRow {
+ public:
+  SumRow(ConstRows x, ConstRows extra, Element element, Rows sum, float* buffer)
+      : x_(x), extra_(extra), element_(element), sum_(sum), buffer_(buffer) {}
+
+  HWY_INLINE ConstRows operator()(size_t r) const {
+    return with_element(element_, [&](auto element) HWY_ATTR {
+      using E = decltype(element);
+      const Rows row{sum_ ? static_cast<void*>(E::at(sum_.data, r * sum_.stride)) : buffer_,
+                     element_, 1, x_.cols, 0};
+      if (x_.element == element_ && extra_.element == element_) {
+        const hn::ScalableTag<float> d;
+        const auto *a = E::at(x_.data, r * x_.stride), *b = E::at(extra_.data, r * extra_.stride);
+        write_row(element, x_.cols, E::at(row.data, 0),
+                  [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+                    return hn::Add(load_part(element, d, a + i, part),
+                                   load_part(element, d, b + i, part));
+                  });
+      } else {
+        for_each_chunk(x_.cols, [&](size_t c, size_t count) HWY_ATTR {
+          HWY_ALIGN float sums[kChunk], more[kChunk];
+          const float* from = widened(x_, r, c, count, sums);
+          if (from != sums) std::copy_n(from, count, sums);
+          accumulate(widened(extra_, r, c, count, more), sums, count);
+          put_narrowed(sums, row, 0, c, count);
+        });
+      }
+      return ConstRows(row);
+    });
+  }
+
+ private:
+  ConstRows x_, extra_;
+  Element element_;
+  Rows sum_;
+  float* buffer_;
+};
+
+/// `source(x_buffer)` gives what makes row r, in a matrix whose row r it is. `mean` is null for
+/// RMSNorm.
+template <bool kCentered, typename Source>
+HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, const Source& source,
+                             ConstVector weight, ConstVector bias, const NormOptions& options,
+                             Rows y, float* mean, float* inv_norm) {
+  const size_t stride = scratch_stride(hidden);
   const NormParameters parameters =
       norm_parameters(weight, bias, options.zero_centered_gamma, hidden);
   const int64_t grain =
       static_cast<int64_t>(std::max<size_t>(1, 16384 / std::max<size_t>(1, hidden)));
-  with_element(x.element == y.element ? x.element : Element::float32, [&](auto element) HWY_ATTR {
-    parallel_for(0, static_cast<int64_t>(x.rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
+  with_element(x_element == y.element ? x_element : Element::float32, [&](auto element) HWY_ATTR {
+    parallel_for(0, static_cast<int64_t>(rows), grain, [&](int64_t first, int64_t last) HWY_ATTR {
       const ScopedFloatMode mode;
-      float* x_buffer = scratch(ScratchUse::rows, 2 * stride);
+      float* x_buffer = scratch(ScratchUse::rows, 3 * stride);
       float* y_buffer = x_buffer + stride;
+      const auto row_of = source(y_buffer + stride);
       for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-        const RowStatistics statistics = row_statistics<kCentered>(x, r, options.eps);
+        const ConstRows x = row_of(r);
+        const RowStatistics statistics = row_statistics<kCentered>(x, r, options);
         const auto* x_row = row_to_read(element, x, r, x_buffer);
         auto* y_row = row_to_write(element, y, r, y_buffer);
         normalize_row<kCentered>(element, x_row, parameters, statistics, hidden, y_row);
@@ -37,6 +81,27 @@ HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
       }
     });
   });
+}
+
+template <bool kCentered>
+HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
+                             const NormOptions& options, Rows y, float* mean, float* inv_norm) {
+  const auto as_it_is = [x](float*) { return [x](size_t) { return x; }; };
+  norm_forward<kCentered>(x.rows, x.cols, x.element, as_it_is, weight, bias, options, y, mean,
+                          inv_norm);
+}
+
+void add_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
+                 const NormOptions& options, Element sum_element, Rows sum, Rows y, float* mean,
+                 float* inv_norm) {
+  const auto summed = [&](float* buffer) { return SumRow(x, extra, sum_element, sum, buffer); };
+  if (mean == nullptr) {
+    norm_forward<false>(x.rows, x.cols, sum_element, summed, weight, {}, options, y, nullptr,
+                        inv_norm);
+  } else {
+    norm_forward<true>(x.rows, x.cols, sum_element, summed, weight, bias, options, y, mean,
+                       inv_norm);
+  }
 }
 
 void rms_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
@@ -55,6 +120,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
+HWY_EXPORT(add_forward);
 HWY_EXPORT(rms_forward);
 HWY_EXPORT(layer_forward);
 
@@ -63,9 +129,20 @@ void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& option
   HWY_DYNAMIC_DISPATCH(rms_forward)(x, weight, options, y, inv_rms);
 }
 
+void l2_norm_forward(ConstRows x, double eps, Rows y, float* inv_norm) {
+  rms_norm_forward(x, {}, {.eps = eps, .sums = true}, y, inv_norm);
+}
+
 void layer_norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                         const NormOptions& options, Rows y, float* mean, float* inv_std) {
   HWY_DYNAMIC_DISPATCH(layer_forward)(x, weight, bias, options, y, mean, inv_std);
+}
+
+void add_norm_forward(ConstRows x, ConstRows extra, ConstVector weight, ConstVector bias,
+                      const NormOptions& options, Element sum_element, Rows sum, Rows y,
+                      float* mean, float* inv_norm) {
+  HWY_DYNAMIC_DISPATCH(add_forward)
+  (x, extra, weight, bias, options, sum_element, sum, y, mean, inv_norm);
 }
 
 }  // namespace tandem::kernels::cpu

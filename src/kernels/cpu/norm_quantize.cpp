@@ -56,7 +56,7 @@ HWY_INLINE void norm_quantize(ConstRows x, ConstVector weight, ConstVector bias,
       auto* spare = reinterpret_cast<Stored*>(buffers + 2 * stride);
       Extremes extremes;
       for (size_t r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-        const RowStatistics statistics = row_statistics<kCentered>(x, r, options.eps);
+        const RowStatistics statistics = row_statistics<kCentered>(x, r, options);
         if constexpr (kCentered) mean[r] = statistics.mean;
         inv_norm[r] = statistics.inv_norm;
         Stored* y_row = y ? E::at(y.data, r * y.stride) : spare;

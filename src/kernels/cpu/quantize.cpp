@@ -5,6 +5,7 @@
 #include "kernels/cpu/float_mode.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
+#include "kernels/quantize_made.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/quantize.cpp"
@@ -112,6 +113,59 @@ void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* c
   });
 }
 
+/// Makes y in blocks of rows that stay in the second-level cache, and calls `body(first, count,
+/// extremes)` for each; returns what all of them add to `extremes`.
+template <typename Body>
+Extremes for_each_block_made(ConstRows y, const MakeRows& make, const Body& body) {
+  const size_t block = std::max<size_t>(1, kPart / std::max<size_t>(1, y.cols));
+  const size_t blocks = y.cols == 0 ? 0 : (y.rows + block - 1) / block;
+  SharedExtremes shared;
+  parallel_for(0, static_cast<int64_t>(blocks), 1, [&](int64_t begin, int64_t end) {
+    Extremes extremes;
+    for (size_t b = static_cast<size_t>(begin); b < static_cast<size_t>(end); ++b) {
+      const size_t first = b * block, count = std::min(block, y.rows - first);
+      make(first, count);
+      body(first, count, extremes);
+    }
+    shared.add(extremes);
+  });
+  return shared.get();
+}
+
+void amax_while_made(ConstRows y, const MakeRows& make, float& amax, bool& has_nan) {
+  with_element(y.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    const Extremes all =
+        for_each_block_made(y, make, [&](size_t first, size_t count, Extremes& extremes) HWY_ATTR {
+          look_at(element, E::at(y.data, first * y.cols), count * y.cols, extremes);
+        });
+    amax = value_of_bits(element, all.amax_bits);
+    has_nan = all.has_nan;
+  });
+}
+
+void quantize_while_made(ConstRows y, const MakeRows& make, Fp8Format format, float quant_scale,
+                         uint8_t* codes, float& amax) {
+  with_element(y.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      const Extremes all = for_each_block_made(
+          y, make, [&](size_t first, size_t count, Extremes& extremes) HWY_ATTR {
+            const ScopedFloatMode mode;
+            const auto* block = E::at(y.data, first * y.cols);
+            Extremes seen;
+            look_at(element, block, count * y.cols, seen);
+            const bool ordinary = is_ordinary(value_of_bits(element, seen.amax_bits), seen.has_nan,
+                                              quant_scale, format);
+            quantize_row<kind()>(element, block, count * y.cols, quant_scale, ordinary,
+                                 codes + first * y.cols);
+            extremes.amax_bits = std::max(extremes.amax_bits, seen.amax_bits);
+          });
+      amax = value_of_bits(element, all.amax_bits);
+    });
+  });
+}
+
 void dequantize_to(const uint8_t* codes, Fp8Format format, float dequant_scale, Rows y) {
   const Pieces pieces(y);
   with_element(y.element, [&](auto element) HWY_ATTR {
@@ -139,6 +193,8 @@ namespace tandem::kernels::cpu {
 HWY_EXPORT(amax_of);
 HWY_EXPORT(quantize_scaled);
 HWY_EXPORT(quantize_given);
+HWY_EXPORT(amax_while_made);
+HWY_EXPORT(quantize_while_made);
 HWY_EXPORT(dequantize_to);
 
 float amax(ConstRows x) {
@@ -148,10 +204,11 @@ float amax(ConstRows x) {
   return largest;
 }
 
-void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out) {
-  float largest = 0.0f;
-  bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
+namespace {
+
+/// The codes of x, whose largest element is known.
+void quantize_with_amax(ConstRows x, float largest, bool has_nan, const CurrentScaling& scaling,
+                        Fp8Output out) {
   const float quant_scale =
       scale_from_amax(largest, scaling.format, scaling.eps, scaling.power_of_two, FLT_MAX);
   HWY_DYNAMIC_DISPATCH(quantize_scaled)
@@ -160,8 +217,31 @@ void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out)
   *out.dequant_scale = divide(1.0f, quant_scale);
 }
 
+}  // namespace
+
+void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out) {
+  float largest = 0.0f;
+  bool has_nan = false;
+  HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
+  quantize_with_amax(x, largest, has_nan, scaling, out);
+}
+
+void quantize_current_made(ConstRows y, const MakeRows& make, const CurrentScaling& scaling,
+                           Fp8Output out) {
+  float largest = 0.0f;
+  bool has_nan = false;
+  HWY_DYNAMIC_DISPATCH(amax_while_made)(y, make, largest, has_nan);
+  quantize_with_amax(y, largest, has_nan, scaling, out);
+}
+
 void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out) {
   HWY_DYNAMIC_DISPATCH(quantize_given)(x, format, quant_scale, out.codes, *out.amax);
+  *out.dequant_scale = divide(1.0f, quant_scale);
+}
+
+void quantize_delayed_made(ConstRows y, const MakeRows& make, Fp8Format format, float quant_scale,
+                           Fp8Output out) {
+  HWY_DYNAMIC_DISPATCH(quantize_while_made)(y, make, format, quant_scale, out.codes, *out.amax);
   *out.dequant_scale = divide(1.0f, quant_scale);
 }
 

@@ -1,0 +1,50 @@
+#include "fusions/dropout.h"
+
+#include "core/call.h"
+#include "fusions/refusals.h"
+#include "kernel_ops/elementwise.h"
+#include "tandem/op_options.h"
+
+namespace tandem::fusions {
+
+namespace {
+
+template <bool kBias>
+void dropout_add(Call& call) {
+  enum Read { x, seed, extra, bias };
+  call.write<kernel_ops::DropoutAdd>(
+      call.in(x), kBias ? call.maybe(bias) : std::nullopt, call.in(seed),
+      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, call.maybe(extra));
+}
+
+template <uint32_t kSum>
+Refusal refuse(const Match& match) {
+  if (is_own_extra(match, kSum)) return "what is kept is the extra input of the sum";
+  return refuse_foreign_extra(match, kSum, {kSum - 1, "y"});
+}
+
+PatternStep add() { return PatternStep("add_extra_input").through("y", kAnyRead); }
+
+}  // namespace
+
+const Fusion kBiasDropoutAdd{
+    .name = "bias_dropout_add",
+    .pattern = {"bias", "dropout", add()},
+    .run = {.reads = {{0, "x"}, {1, "seed"}, {2, "extra"}, {0, "bias"}},
+            .writes = {{2, "y"}},
+            .run = dropout_add<true>},
+    .refuse = refuse<2>,
+    .picture = "x -> + bias -> dropout -> + extra -> y",
+};
+
+const Fusion kDropoutAdd{
+    .name = "dropout_add",
+    .pattern = {"dropout", add()},
+    .run = {.reads = {{0, "x"}, {0, "seed"}, {1, "extra"}},
+            .writes = {{1, "y"}},
+            .run = dropout_add<false>},
+    .refuse = refuse<1>,
+    .picture = "x -> dropout -> + extra -> y",
+};
+
+}  // namespace tandem::fusions

@@ -1,0 +1,42 @@
+// Activations and gated linear units together with the quantizer behind them.
+#pragma once
+
+#include "kernel_ops/activation.h"
+
+namespace tandem::kernel_ops {
+
+/// `Forward` without a bias, and Quantize of its y, in one: the same bits; with one scale per
+/// tensor y is looked at while it is in the cache.
+///
+/// output_mask: y, then as of Quantize.
+template <typename Forward>
+struct ThenQuantize {
+  static Specs<6> shapes(const Tensor& z, const std::optional<Tensor>& scale,
+                         std::string_view activation, const Quantizer& quantizer,
+                         std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& z, const std::optional<Tensor>& scale, std::string_view activation,
+                  const Quantizer& quantizer, std::array<bool, 4> output_mask, Results<6>& results);
+  static Results<6> reference(const Tensor& z, const std::optional<Tensor>& scale,
+                              std::string_view activation, const Quantizer& quantizer,
+                              std::array<bool, 4> output_mask);
+};
+
+struct ActivationQuantize : ThenQuantize<ActivationForward> {
+  static constexpr const char* kName = "activation_quantize";
+  static constexpr const char* kQualifiedName = "tandem::activation_quantize";
+  static constexpr const char* kSchema =
+      "activation_quantize(Tensor z, Tensor? scale, str activation, str quantizer, bool[4] "
+      "output_mask) -> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor "
+      "column_scale, Tensor amax)";
+};
+
+struct GluQuantize : ThenQuantize<GluForward> {
+  static constexpr const char* kName = "glu_quantize";
+  static constexpr const char* kQualifiedName = "tandem::glu_quantize";
+  static constexpr const char* kSchema =
+      "glu_quantize(Tensor z, Tensor? scale, str activation, str quantizer, bool[4] output_mask) "
+      "-> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, "
+      "Tensor amax)";
+};
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,198 @@
+// Fusions of the residual stream that have no product: dropout and sums, sums and norms; and of
+// activations with the bias before them.
+#include <gmock/gmock.h>
+
+#include "support/plans.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+
+const std::string kDropout = R"(dropout {"options": {"p": 0.25}})";
+const std::string kOut =
+    R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
+const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
+const std::string kTraining = R"({"training": true})";
+
+/// Outputs, as each kernel of forward rounds where the ops by themselves do.
+void expect_the_same_bits(const Ops& ops, const Tensors& inputs, const Tensors& params,
+                          const std::string& fields, const std::string& unfused_fields) {
+  const auto fused = run(ops, inputs, params, fields),
+             unfused = run(ops, inputs, params, unfused_fields);
+  for (size_t i = 0; i < fused.outputs.size(); ++i)
+    EXPECT_TRUE(same(fused.outputs[i], unfused.outputs[i])) << "output " << i;
+}
+
+class DropoutAdd : public ::testing::TestWithParam<bool> {
+ protected:
+  bool has_bias() const { return GetParam(); }
+  std::string fusion() const { return has_bias() ? "bias_dropout_add" : "dropout_add"; }
+  Ops ops(const std::string& add = "add_extra_input") const {
+    Ops list{"bias", kDropout, add};
+    if (!has_bias()) list.erase(list.begin());
+    return list;
+  }
+  Tensors params(at::ScalarType dtype = at::kFloat) const {
+    return has_bias() ? Tensors{leaf({40}, dtype, 2)} : Tensors{};
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Bias, DropoutAdd, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "with" : "without"; });
+
+TEST_P(DropoutAdd, FiresAndEqualsBitwise) {
+  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
+  EXPECT_THAT(Planned(ops(), both, params(), kTraining).forward(), HasSubstr(fusion() + ": "));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    for (const auto residual : {dtype, at::kFloat})
+      expect_the_same_bits(ops(), {leaf({7, 40}, dtype), leaf({7, 40}, residual, 4)}, params(dtype),
+                           kTraining, R"({"training": true, "fuse": false})");
+  EXPECT_TRUE(fused_equals_unfused(ops(), both, params(), kTraining));
+}
+
+TEST_P(DropoutAdd, EqualsThroughTheDispatcher) {
+  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
+  const auto direct = run(ops(), both, params(), kTraining),
+             dispatched = run(ops(), both, params(), kTraining, Path::dispatch);
+  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
+  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
+}
+
+TEST_P(DropoutAdd, RefusesWhereWhatIsKeptIsTheExtraInput) {
+  Ops list = ops(kIn);
+  list.insert(list.end() - 1, kOut);
+  EXPECT_THAT(
+      Planned(list, {leaf({7, 40})}, params(), kTraining).decisions(),
+      Contains(::testing::AllOf(::testing::StartsWith(fusion()),
+                                HasSubstr(": what is kept is the extra input of the sum"))));
+  EXPECT_TRUE(fused_equals_unfused(list, {leaf({7, 40})}, params(), kTraining));
+}
+
+TEST_P(DropoutAdd, RefusesAnExtraInputThatNoKernelTakes) {
+  const Tensors both{leaf({7, 40}), random({7, 40}, at::kDouble, 4)};
+  EXPECT_THAT(
+      Planned(ops(), both, params(), kTraining).decisions(),
+      Contains(::testing::AllOf(::testing::StartsWith(fusion()),
+                                HasSubstr(": the extra input is Double, which no kernel takes"))));
+  EXPECT_TRUE(fused_equals_unfused(ops(), both, params(), kTraining));
+}
+
+TEST(DropoutAddBehindAProduct, TakesItsBias) {
+  const Ops ops = {"basic_linear", "bias", kDropout, "add_extra_input"};
+  const Tensors both{leaf({7, 8}), leaf({7, 40}, at::kFloat, 4)},
+      params{leaf({40, 8}, at::kFloat, 2), leaf({40}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, both, params, kTraining).forward(), HasSubstr("bias_dropout_add: "));
+  EXPECT_THAT(Planned(ops, both, params, R"({"training": false})").forward(),
+              HasSubstr("linear_bias_add: "));
+  EXPECT_TRUE(fused_equals_unfused(ops, both, params, kTraining));
+}
+
+class AddNorm : public ::testing::TestWithParam<const char*> {
+ protected:
+  std::string norm() const { return GetParam(); }
+  std::string fusion() const { return "add_" + norm(); }
+  Tensors params(at::ScalarType dtype = at::kFloat) const {
+    Tensors list{leaf({40}, dtype, 2), leaf({40}, dtype, 3)};
+    if (norm() == "rms_norm") list.pop_back();
+    return list;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Norms, AddNorm, ::testing::Values("rms_norm", "layer_norm"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(AddNorm, FiresAndEqualsBitwise) {
+  // The sum is the next residual: both are outputs.
+  const Ops ops = {"add_extra_input", "make_extra_output", norm()};
+  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
+  EXPECT_THAT(Planned(ops, both, params()).forward(),
+              HasSubstr(fusion() + ": x, extra 0, 2." + norm() + ".weight"));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    for (const auto other : {dtype, at::kFloat})
+      expect_the_same_bits(ops, {leaf({7, 40}, dtype), leaf({7, 40}, other, 4)}, params(other),
+                           "{}", R"({"fuse": false})");
+  EXPECT_TRUE(fused_equals_unfused(ops, both, params()));
+}
+
+TEST_P(AddNorm, WritesTheSumOnlyWhereItIsDemanded) {
+  const Ops ops = {"add_extra_input", norm()};
+  const Tensors both{random({7, 40}), random({7, 40}, at::kFloat, 4)};
+  Tensors frozen;
+  for (const at::Tensor& param : params()) frozen.push_back(param.detach());
+  EXPECT_THAT(Planned(ops, both, frozen).forward(),
+              ::testing::EndsWith(" -> 1." + norm() + ".y\n"));
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
+    expect_the_same_bits(ops, {both[0].to(dtype), both[1]}, frozen, "{}", R"({"fuse": false})");
+  EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)}, params()));
+}
+
+TEST_P(AddNorm, EqualsThroughTheDispatcher) {
+  const Ops ops = {"add_extra_input", "make_extra_output", norm()};
+  const Tensors both{leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)};
+  const auto direct = run(ops, both, params()),
+             dispatched = run(ops, both, params(), "{}", Path::dispatch);
+  EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
+  EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
+}
+
+TEST_P(AddNorm, RefusesAnExtraInputThatNoKernelTakes) {
+  const Ops ops = {"add_extra_input", norm()};
+  const Tensors both{leaf({7, 40}), random({7, 40}, at::kFloat, 4).to(at::kLong)};
+  EXPECT_THAT(Planned(ops, both, params()).decisions(),
+              Contains(fusion() + " at 0.add_extra_input + 1." + norm() +
+                       ": the extra input is Long, which no kernel takes"));
+  EXPECT_TRUE(fused_equals_unfused(ops, both, params()));
+}
+
+TEST_P(AddNorm, OfAValueAndItself) {
+  const Ops ops = {kOut, kIn, norm()};
+  EXPECT_THAT(Planned(ops, {leaf({7, 40})}, params()).forward(), HasSubstr(fusion() + ": x, x, "));
+  EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40})}, params()));
+}
+
+TEST(BiasActivation, FiresAndEqualsBitwise) {
+  for (const std::string op : {"gelu", "silu", "relu", "swiglu", "geglu"}) {
+    const std::string fusion = op.find("glu") == std::string::npos ? "bias_activation" : "bias_glu";
+    const Ops ops = {"bias", op};
+    EXPECT_EQ(Planned(ops, {leaf({7, 40})}, {leaf({40})}).forward(),
+              fusion + ": x, 0.bias.bias -> 0.bias.y, 1." + op + ".y\n");
+    EXPECT_EQ(Planned(ops, {random({7, 40})}, {random({40})}).forward(),
+              fusion + ": x, 0.bias.bias -> 1." + op + ".y\n");
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+      for (const auto bias : {dtype, at::kFloat})
+        expect_the_same_bits(ops, {leaf({7, 40}, dtype)}, {leaf({40}, bias, 2)}, "{}",
+                             R"({"fuse": false})");
+    EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40})}, {leaf({40}, at::kFloat, 2)}));
+  }
+}
+
+TEST(ActivationQuantize, FiresAndEqualsBitwise) {
+  for (const std::string op : {"gelu", "silu", "relu", "swiglu", "geglu"}) {
+    const bool is_glu = op.find("glu") != std::string::npos;
+    const std::string fusion = is_glu ? "glu_quantize" : "activation_quantize";
+    const Ops ops = {"basic_linear", op, "basic_linear"};
+    for (const std::string recipe : {"Float8CurrentScaling", "MXFP8BlockScaling"}) {
+      const std::string fields = R"({"recipe": {"name": ")" + recipe + R"("}})",
+                        unfused = R"({"fuse": false, "recipe": {"name": ")" + recipe + R"("}})";
+      const auto params = [&](at::ScalarType dtype) {
+        return Tensors{leaf({64, 32}, dtype, 2), leaf({32, is_glu ? 32 : 64}, dtype, 3)};
+      };
+      EXPECT_THAT(Planned(ops, {leaf({32, 32})}, params(at::kFloat), fields).forward(),
+                  HasSubstr(fusion + ": 0.basic_linear.y -> "));
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
+        expect_the_same_bits(ops, {leaf({32, 32}, dtype)}, params(dtype), fields, unfused);
+      EXPECT_TRUE(fused_equals_unfused(ops, {leaf({32, 32})}, params(at::kFloat), fields)) << op;
+    }
+  }
+}
+
+TEST(ActivationQuantize, WritesYWhereItIsDemanded) {
+  const Ops ops = {"gelu", "make_extra_output", "basic_linear"};
+  const std::string recipe = R"({"recipe": {"name": "Float8CurrentScaling"}})";
+  EXPECT_THAT(Planned(ops, {leaf({3, 8})}, {leaf({8, 8})}, recipe).forward(),
+              ::testing::StartsWith("activation_quantize: x -> 0.gelu.y, 0.gelu.y in fp8_e4m3"));
+  EXPECT_TRUE(fused_equals_unfused(ops, {leaf({3, 8})}, {leaf({8, 8})}, recipe));
+}
+
+}  // namespace
+}  // namespace tandem::testing
