@@ -119,3 +119,20 @@ def test_a_container_shows_its_groups():
     box.append(ops.GELU())
     box(torch.randn(2, 8))
     assert len(box._module_groups) == 6
+
+
+PIPELINES = [
+    lambda: [ops.Linear(8, 8), ops.MakeExtraOutput(), ops.AddExtraInput()],
+    lambda: [ops.Linear(8, 8, bias=False), ops.MakeExtraOutput(), ops.AddExtraInput(), ops.RMSNorm(8)],
+    lambda: [ops.MakeExtraOutput(), ops.Linear(8, 8), ops.ConstantScale(2.0), ops.Dropout(0.5), ops.AddExtraInput(), ops.MakeExtraOutput()],
+    lambda: [ops.MakeExtraOutput(in_place=True), ops.Linear(8, 8, bias=False), ops.GELU(), ops.MakeExtraOutput(), ops.LayerNorm(8)],
+]
+
+
+@pytest.mark.parametrize("make", PIPELINES)
+def test_every_op_is_shown_once(make):
+    made, x = OperationFuser(make()), torch.randn(2, 8, requires_grad=True)
+    made(x, *[torch.randn(2, 8)] * made.num_extra_inputs)
+    for planned in (made._forward_ops, made._backward_ops):
+        assert sorted(index for _, covered in planned for index in covered) == list(range(made._num_basic_ops))
+        assert all(list(op.flat_ops()) == [made._basic_ops[index] for index in covered] for op, covered in planned)

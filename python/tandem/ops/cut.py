@@ -34,8 +34,8 @@ class Wiring:
     outputs: tuple[tuple[str | None, bool], ...]  # channel of each extra result that others read, and whether the caller gets it
 
 
-def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring] | None:
-    """How channels cross from run to run of a container, in which other modules stand between runs; None where none does.
+def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring | None]:
+    """How channels cross from run to run of a container, in which other modules stand between runs; None for each where none does.
 
     What reads a channel reads the last op before that makes it: of its own run, or of the last run before in which there is one.
     """
@@ -54,8 +54,8 @@ def wirings(groups: Sequence[Sequence[Unit]]) -> list[Wiring] | None:
             made.update(op._extra_output_channels)
         makers.update(dict.fromkeys(made - {None}, len(taken) - 1))
     if not any(any(own) for own in taken):
-        return None
-    return [_wiring([op.channel_bindings() for op in own], *crossing) for own, *crossing in zip(ops, taken, given, strict=True)]
+        return [None for _ in groups]
+    return [_wiring([op.channel_bindings() for op in own], crossing, leaving) for own, crossing, leaving in zip(ops, taken, given, strict=True)]
 
 
 def _wiring(bindings: Sequence[Any], taken: Sequence[set[str | None]], given: set[str | None]) -> Wiring:

@@ -93,7 +93,8 @@ class OperationFuser:
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs a call takes: those that are not bound to channels."""
-        return self._run.prepare().num_extra_inputs
+        count: int = self._run.prepare().num_extra_inputs
+        return count
 
     @property
     def _inputs(self) -> list[tuple[str | None, ...]]:
@@ -158,11 +159,12 @@ class OperationFuser:
             if covered:
                 fused_steps[covered[0]] = (step["kind"], covered)
         planned: Planned = []
-        index = 0
-        while index < len(basic_ops):
+        shown: set[int] = set()
+        for index, op in enumerate(basic_ops):
             name, covered = fused_steps.get(index, ("", [index]))
-            planned.append((self._shown(name, covered, direction) if name else basic_ops[index], covered))
-            index = covered[-1] + 1
+            if index not in shown:
+                planned.append((self._shown(name, covered, direction) if name else op, covered))
+                shown.update(covered)
         return planned
 
     def _shown(self, name: str, covered: Sequence[int], direction: str) -> Unit:

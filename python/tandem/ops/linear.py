@@ -153,7 +153,7 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
     """
 
     weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None  # type: ignore[assignment]
     tensor_parallel_mode, tensor_parallel_size = Fixed(), Fixed()
 
     def __init__(

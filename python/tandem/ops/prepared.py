@@ -184,12 +184,12 @@ class Prepared:
         """The first op of which a gradient is asked, as TransformerEngine counts: from there on all ops take part in backward."""
         if not torch.is_grad_enabled():
             return len(self.basic_ops)
-        if x.requires_grad:
+        if getattr(x, "requires_grad", False):  # what is no tensor is refused later
             return 0
         rest = list(extra)
         for index, (op, (inputs, _)) in enumerate(zip(self.basic_ops, self.bindings, strict=True)):
             own, rest = rest[: inputs.count(None)], rest[inputs.count(None) :]
-            if any([tensor.requires_grad for tensor in (*op.parameters(), *own)]):
+            if any([getattr(tensor, "requires_grad", False) for tensor in (*op.parameters(), *own)]):
                 return index
         return len(self.basic_ops)
 

@@ -263,16 +263,19 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     def _make_runs(self, modules: tuple[torch.nn.Module, ...], changes: Changes) -> Runs:
         groups: list[list[FusibleOperation] | torch.nn.Module] = []
+        units: list[FusibleOperation] | None = None  # to which the next op belongs
         for module in modules:
             if not isinstance(module, FusibleOperation):
+                units = None
                 groups.append(module)
                 continue
             module._check_in_container()
-            if not groups or not isinstance(groups[-1], list):
-                groups.append([])
-            groups[-1].append(module)  # type: ignore[union-attr]
+            if units is None:
+                units = []
+                groups.append(units)
+            units.append(module)
         of_ops = [group for group in groups if isinstance(group, list)]
-        wired = iter(wirings(of_ops) or [None] * len(of_ops))
+        wired = iter(wirings(of_ops))
         return [
             OpRun(group, None, self._required, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
         ]
