@@ -38,9 +38,9 @@ struct BackwardRun {
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {
-    const Pack<N> given = load_pack<N>(E{}, grad_y + i, part);
+    Pack<N> grad = load_pack<N>(E{}, grad_y + i, part);
     const Pack<N> a = load_pack<N>(E{}, z[0] + i, part);
-    const Pack<N> grad = factor ? given * Pack<N>(*factor) : given;
+    if (factor) grad = grad * Pack<N>(*factor);
     if constexpr (kGated) {
       // The halves of a row are short streams, which hardware prefetches late.
       if constexpr (N > 1) {
@@ -48,13 +48,15 @@ struct BackwardRun {
       }
       const Pack<N> b = load_pack<N>(E{}, z[1] + i, part), other = other_of(act, b);
       const auto result = act.value_and_grad(a, grad * other);
+      if (dots) add_dots(i, part, result.value * other);
       put_grad(i, part, 0, result.grad);
       put_grad(i, part, 1, other_grad_of(act, b, grad * result.value));
-      put_y(i, part, given, result.value * other);
+      if (y) put_y(i, part, result.value * other);
     } else {
       const auto result = act.value_and_grad(a, grad);
+      if (dots) add_dots(i, part, result.value);
       put_grad(i, part, 0, result.grad);
-      put_y(i, part, given, result.value);
+      if (y) put_y(i, part, result.value);
     }
   }
 
@@ -67,15 +69,19 @@ struct BackwardRun {
                sums[half] + i, part);
   }
 
+  /// Reads grad_y again, before anything is written: few calls want the sums, all would hold it.
   template <size_t N, typename Part>
-  HWY_INLINE void put_y(size_t i, Part part, const Pack<N>& given, const Pack<N>& value) const {
-    if (dots) {  // behind the last column both are what zeros give
-      const hn::ScalableTag<float> d;
-      auto sum = hn::Load(d, dots);
-      for (size_t k = 0; k < N; ++k) sum = hn::MulAdd(given.v[k], value.v[k], sum);
-      hn::Store(sum, d, dots);
-    }
-    if (y) store_pack(E{}, factor ? value * Pack<N>(*factor) : value, y + i, part);
+  HWY_INLINE void add_dots(size_t i, Part part, const Pack<N>& value) const {
+    const hn::ScalableTag<float> d;
+    const Pack<N> given = load_pack<N>(E{}, grad_y + i, part);
+    auto sum = hn::Load(d, dots);  // behind the last column both are what zeros give
+    for (size_t k = 0; k < N; ++k) sum = hn::MulAdd(given.v[k], value.v[k], sum);
+    hn::Store(sum, d, dots);
+  }
+
+  template <size_t N, typename Part>
+  HWY_INLINE void put_y(size_t i, Part part, const Pack<N>& value) const {
+    store_pack(E{}, factor ? value * Pack<N>(*factor) : value, y + i, part);
   }
 };
 

@@ -90,23 +90,22 @@ HWY_INLINE Pack<N> polynomial(const Pack<N>& x, float constant, C... rest) {
     return mul_add(polynomial(x, rest...), x, Pack<N>(constant));
 }
 
-/// exp(-x) = exp(-f) 2^k with f = x + k ln 2; `shifted` is k + kRoundToInteger.
-template <size_t N>
-struct Reduced {
-  Pack<N> shifted, f;
-};
-template <size_t N>
-HWY_INLINE Reduced<N> reduced(const Pack<N>& x) {
-  using P = Pack<N>;
-  const P shifted = mul_add(x, P(-1.44269504f), P(kRoundToInteger));
-  const P k = shifted - P(kRoundToInteger);
-  // |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is exact.
-  return {shifted, mul_add(k, P(1.42860682e-06f), mul_add(k, P(0.693145751953125f), x))};
-}
+// exp(-x) = exp(-f) 2^k with f = x + k ln 2. In functions of one pack each: a struct of several
+// goes through memory.
 
-/// exp(-f) 2^k
+/// k + kRoundToInteger
 template <size_t N>
-HWY_INLINE Pack<N> exp_of_reduced(const Pack<N>& f, const Pack<N>& shifted) {
+HWY_INLINE Pack<N> shifted_power_of(const Pack<N>& x) {
+  return mul_add(x, Pack<N>(-1.44269504f), Pack<N>(kRoundToInteger));
+}
+/// f, |f| <= ln 2 / 2. The high part of ln 2 has 17 bits: its product with k is exact.
+template <size_t N>
+HWY_INLINE Pack<N> remainder_of(const Pack<N>& x, const Pack<N>& shifted) {
+  const Pack<N> k = shifted - Pack<N>(kRoundToInteger);
+  return mul_add(k, Pack<N>(1.42860682e-06f), mul_add(k, Pack<N>(0.693145751953125f), x));
+}
+template <size_t N>
+HWY_INLINE Pack<N> exp_of_remainder(const Pack<N>& f, const Pack<N>& shifted) {
   // exp(-f), minimax, relative error 9.2e-8.
   const Pack<N> mantissa = polynomial(f, 1.0f, -0.999999702f, 0.499991477f, -0.166676506f,
                                       0.0418981761f, -0.00828949921f);
@@ -116,50 +115,42 @@ HWY_INLINE Pack<N> exp_of_reduced(const Pack<N>& f, const Pack<N>& shifted) {
 /// exp(-x) for x in [-104, 87]; infinity where that exceeds float32. Error: 2 ULP.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated(const Pack<N>& x) {
-  const Reduced<N> r = reduced(x);
-  return exp_of_reduced(r.f, r.shifted);
+  const Pack<N> shifted = shifted_power_of(x);
+  return exp_of_remainder(remainder_of(x, shifted), shifted);
 }
 
 /// exp(-(x + x_low)) for an x_low below 2^-10.
 template <size_t N>
 HWY_INLINE Pack<N> exp_negated(const Pack<N>& x, const Pack<N>& x_low) {
-  const Reduced<N> r = reduced(x);
-  return exp_of_reduced(r.f + x_low, r.shifted);
+  const Pack<N> shifted = shifted_power_of(x);
+  return exp_of_remainder(remainder_of(x, shifted) + x_low, shifted);
 }
 
-/// exp(-2 |x|) as its power of two and exp(-f) - 1; from |x| = 43.5 on the smallest.
+/// 2 |x|, at most 87: beyond, the smaller exponential is a subnormal number.
 template <size_t N>
-struct TanhExponential {
-  explicit HWY_INLINE TanhExponential(const Pack<N>& x) {
-    const Pack<N> magnitude =
-        at_most(43.5f, each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x));
-    const Reduced<N> r = reduced(magnitude + magnitude);
-    power = scale_by_power_of_two(Pack<N>(1.0f), r.shifted);
-    // Taylor: relative error 1.5e-8, so that nothing cancels where x is small.
-    below_one = r.f * polynomial(r.f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f, -0.00833333333f,
-                                 0.00138888889f, -0.000198412698f);
-  }
-  /// exp(-2 |x|) - 1
-  HWY_INLINE Pack<N> minus_one() const { return mul_add(power, below_one, power - Pack<N>(1.0f)); }
-  HWY_INLINE Pack<N> value() const { return mul_add(power, below_one, power); }
-
-  Pack<N> power, below_one;
-};
+HWY_INLINE Pack<N> twice_magnitude(const Pack<N>& x) {
+  const Pack<N> magnitude = each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x);
+  return at_most(87.0f, magnitude + magnitude);
+}
 
 /// tanh(x). Error: 4 ULP.
 template <size_t N>
 HWY_INLINE Pack<N> tanh_of(const Pack<N>& x) {
-  const Pack<N> e = TanhExponential<N>(x).minus_one();
-  return each([](auto t, auto v) TANDEM_INLINE_LAMBDA { return hn::CopySign(t, v); },
+  const Pack<N> one(1.0f), v = twice_magnitude(x), shifted = shifted_power_of(v);
+  const Pack<N> f = remainder_of(v, shifted), power = scale_by_power_of_two(one, shifted);
+  // exp(-f) - 1, Taylor, relative error 1.5e-8: nothing cancels where x is small.
+  const Pack<N> below_one = f * polynomial(f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f,
+                                           -0.00833333333f, 0.00138888889f, -0.000198412698f);
+  const Pack<N> e = mul_add(power, below_one, power - one);  // exp(-v) - 1
+  return each([](auto t, auto sign) TANDEM_INLINE_LAMBDA { return hn::CopySign(t, sign); },
               Pack<N>(-1.0f) * e / (Pack<N>(2.0f) + e), x);
 }
 
-/// 1 - tanh(x)^2, without cancellation. Error: 8 ULP, and 2^-124 from |x| = 43.5 on.
+/// 1 - tanh(x)^2, without cancellation. Error: 8 ULP, and 2^-123.
 template <size_t N>
 HWY_INLINE Pack<N> tanh_slope_of(const Pack<N>& x) {
-  const TanhExponential<N> e(x);
-  const Pack<N> below = Pack<N>(2.0f) + e.minus_one();
-  return Pack<N>(4.0f) * e.value() / (below * below);
+  const Pack<N> e = exp_negated(twice_magnitude(x)), below = Pack<N>(1.0f) + e;
+  return Pack<N>(4.0f) * e / (below * below);
 }
 
 /// The tanh form of gelu is x / (1 + exp(-v)) with v = kGeluCubic * x * (x^2 + kGeluPivot).
