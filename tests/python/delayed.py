@@ -1,5 +1,7 @@
 """Steps of a Linear under delayed scaling, and the state that they leave."""
 
+import copy
+
 import torch
 
 import tandem
@@ -7,6 +9,7 @@ from tandem import ops
 from tandem.recipe import DelayedScaling, Format
 
 
+FORMAT = "e4m3"
 RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
 
 
@@ -37,3 +40,12 @@ def plain(linear, x, recipe=RECIPE):
     with tandem.autocast(recipe=recipe):
         y = linear(x)
     y.square().sum().backward()
+
+
+def settled(state) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and history once what is pending has been used: as the next step finds them."""
+    copied = copy.deepcopy(state)
+    if copied.pending.item():
+        region = torch.tensor([2**40])
+        torch.ops.tandem.take_scale_(copied.scale, copied.amax_history, copied.pending, region, 0, f"fp8_{FORMAT}:margin=0:max")
+    return copied.scale, copied.amax_history

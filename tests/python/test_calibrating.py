@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
-from delayed import states
+from delayed import RECIPE, inputs, settled, states
+from support import llama_mlp, randomize
 
 import tandem
 from tandem import ops
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-
-RECIPE = DelayedScaling(amax_history_len=4)
 
 
 def linear() -> ops.Linear:
@@ -21,9 +23,9 @@ def linear() -> ops.Linear:
     return made
 
 
-def calibrated(module: torch.nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
-        y = module(*inputs)
+def calibrated(module: torch.nn.Module, *tensors: torch.Tensor, recipe: tandem.recipe.Recipe = RECIPE) -> torch.Tensor:
+    with tandem.autocast(enabled=False, calibrating=True, recipe=recipe):
+        y = module(*tensors)
     y.sum().backward()
     return y
 
@@ -126,3 +128,59 @@ def test_functions_of_recipes_are_known_by_the_recipes_class_and_by_which_object
     assert scales[0] == 8 * scales[1]
     with tandem.autocast(recipe=DelayedScaling(scaling_factor_compute_algo=Algorithm())):
         linear()(torch.ones(2, 64)).sum().backward()
+
+
+def summed(module, x):
+    with tandem.autocast(recipe=RECIPE):
+        y = module(x)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)], ids=["eager", "compiled"])
+def test_calibrating_keeps_amaxes_and_rounds_nothing(wrap):
+    x = inputs(1)[0].requires_grad_()
+    torch.manual_seed(0)
+    linear = ops.Linear(8, 8)
+    quantized, unquantized = copy.deepcopy(linear), copy.deepcopy(linear)
+    y = calibrated(wrap(linear), x)
+    grad_x, x.grad = x.grad, None
+    expected = unquantized(x)
+    expected.sum().backward()
+    assert torch.equal(y, expected) and torch.equal(grad_x, x.grad) and torch.equal(linear.weight.grad, unquantized.weight.grad)
+    summed(quantized, x)
+    for state, other in zip(states(linear), states(quantized), strict=True):
+        for mine, its in zip(settled(state), settled(other), strict=True):
+            assert torch.equal(mine, its) and mine.any()
+    for module in (linear, quantized):  # what follows has the scales of what was seen
+        module.zero_grad()
+        summed(module, x)
+    assert torch.equal(linear.weight.grad, quantized.weight.grad) and not torch.equal(linear.weight.grad, unquantized.weight.grad)
+
+
+def test_calibrating_a_pipeline_writes_no_codes():
+    box, x = randomize(llama_mlp(16, 32)), torch.randn(6, 16, requires_grad=True)
+    expected = box(x)
+    y = calibrated(box, x)
+    assert torch.equal(y, expected)
+    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        text = box.explain()
+        assert box.verify(x)
+    assert "no codes are asked for, only the amax of what is read as it is" in text and "record_amax" in text
+    assert " in fp8_" not in text and "dequantize" not in text
+
+
+def test_calibrating_asks_for_no_gradient_that_nobody_wants():
+    box, x = ops.Sequential(ops.Linear(8, 8), ops.Linear(8, 8)), inputs(1)[0]
+    for parameter in box[0].parameters():
+        parameter.requires_grad_(False)
+    calibrated(box, x)
+    first, second = (settled(state.recipe_state.backward)[1] for state in (box[0], box[1]))
+    assert second.any() and not first.any()
+
+
+def test_calibrating_is_for_recipes_that_keep_amaxes_and_products_in_plain_numbers():
+    linear, x = ops.Linear(8, 8), inputs(1)[0]
+    expected = linear(x)
+    assert torch.equal(calibrated(linear, x, recipe=Float8CurrentScaling()), expected) and "recipe_state" not in dict(linear.named_children())
+    with tandem.autocast(enabled=True, calibrating=True, recipe=RECIPE):
+        assert not torch.equal(linear(x), expected)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from safetensors import safe_open
-from delayed import RECIPE, inputs, plain, snapshot, states, trained
+from delayed import RECIPE, inputs, plain, settled, snapshot, states, trained
 from support import llama_mlp, randomize
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,18 +26,6 @@ from tandem.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_formats.safetensors"
-
-
-def settled(state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and history once what is pending has been used: as the next step finds them."""
-    copied = copy.deepcopy(state)
-    if copied.pending.item():
-        region = torch.tensor([2**40])
-        torch.ops.tandem.take_scale_(copied.scale, copied.amax_history, copied.pending, region, 0, f"fp8_{FORMAT}:margin=0:max")
-    return copied.scale, copied.amax_history
-
-
-FORMAT = "e4m3"
 
 
 class Reference:
@@ -448,72 +436,6 @@ def test_state_outlives_the_mode_in_which_it_is_made(mode):
     for name, tensor in snapshot(expected).items():
         assert type(snapshot(linear)[name]) is torch.Tensor and torch.equal(snapshot(linear)[name], tensor), name
     assert torch.equal(linear.weight.grad, expected.weight.grad)
-
-
-# Calibrating
-
-
-def calibrated(module, x, recipe=RECIPE):
-    with tandem.autocast(enabled=False, calibrating=True, recipe=recipe):
-        y = module(x)
-    y.sum().backward()
-    return y
-
-
-def summed(module, x):
-    with tandem.autocast(recipe=RECIPE):
-        y = module(x)
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("wrap", [lambda module: module, functools.partial(torch.compile, backend="aot_eager", fullgraph=True)], ids=["eager", "compiled"])
-def test_calibrating_keeps_amaxes_and_rounds_nothing(wrap):
-    x = inputs(1)[0].requires_grad_()
-    torch.manual_seed(0)
-    linear = ops.Linear(8, 8)
-    quantized, unquantized = copy.deepcopy(linear), copy.deepcopy(linear)
-    y = calibrated(wrap(linear), x)
-    grad_x, x.grad = x.grad, None
-    expected = unquantized(x)
-    expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(grad_x, x.grad) and torch.equal(linear.weight.grad, unquantized.weight.grad)
-    summed(quantized, x)
-    for state, other in zip(states(linear), states(quantized), strict=True):
-        for mine, its in zip(settled(state), settled(other), strict=True):
-            assert torch.equal(mine, its) and mine.any()
-    for module in (linear, quantized):  # what follows has the scales of what was seen
-        module.zero_grad()
-        summed(module, x)
-    assert torch.equal(linear.weight.grad, quantized.weight.grad) and not torch.equal(linear.weight.grad, unquantized.weight.grad)
-
-
-def test_calibrating_a_pipeline_writes_no_codes():
-    box, x = randomize(llama_mlp(16, 32)), torch.randn(6, 16, requires_grad=True)
-    expected = box(x)
-    y = calibrated(box, x)
-    assert torch.equal(y, expected)
-    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
-        text = box.explain()
-        assert box.verify(x)
-    assert "no codes are asked for, only the amax of what is read as it is" in text and "record_amax" in text
-    assert " in fp8_" not in text and "dequantize" not in text
-
-
-def test_calibrating_asks_for_no_gradient_that_nobody_wants():
-    box, x = ops.Sequential(ops.Linear(8, 8), ops.Linear(8, 8)), inputs(1)[0]
-    for parameter in box[0].parameters():
-        parameter.requires_grad_(False)
-    calibrated(box, x)
-    first, second = (settled(state.recipe_state.backward)[1] for state in (box[0], box[1]))
-    assert second.any() and not first.any()
-
-
-def test_calibrating_is_for_recipes_that_keep_amaxes_and_products_in_plain_numbers():
-    linear, x = ops.Linear(8, 8), inputs(1)[0]
-    expected = linear(x)
-    assert torch.equal(calibrated(linear, x, Float8CurrentScaling()), expected) and "recipe_state" not in dict(linear.named_children())
-    with tandem.autocast(enabled=True, calibrating=True, recipe=RECIPE):
-        assert not torch.equal(linear(x), expected)
 
 
 # Functions of the user
