@@ -12,6 +12,11 @@
 
 namespace tandem::testing {
 
+/// Those whose formulas are here. A new one is compared with its formula by tests of its own.
+inline constexpr kernels::Activation kKnownActivations[] = {
+    kernels::Activation::gelu,    kernels::Activation::silu,  kernels::Activation::relu,
+    kernels::Activation::sigmoid, kernels::Activation::qgelu, kernels::Activation::srelu};
+
 /// v with act(z) = z / (1 + exp(-v)), of sigmoid the one with 1 / (1 + exp(-v)).
 inline double gate(kernels::Activation activation, double z) {
   if (activation == kernels::Activation::gelu)

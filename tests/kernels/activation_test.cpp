@@ -23,10 +23,6 @@ using kernels::Element;
 using kernels::Rows;
 using kernels::Vector;
 
-/// Those that activation_reference.h knows.
-constexpr Activation kKnown[] = {Activation::gelu,    Activation::silu,  Activation::relu,
-                                 Activation::sigmoid, Activation::qgelu, Activation::srelu};
-
 std::vector<Activation> all_activations() {
   std::vector<Activation> all;
   for (size_t i = 0; i < std::size(kernels::kActivationNames); ++i)
@@ -282,7 +278,8 @@ INSTANTIATE_TEST_SUITE_P(All, ActivationKernel,
                          case_name);
 INSTANTIATE_TEST_SUITE_P(Known, ActivationAccuracy,
                          ::testing::Combine(::testing::ValuesIn(all_targets()),
-                                            ::testing::ValuesIn(kKnown), ::testing::Bool()),
+                                            ::testing::ValuesIn(kKnownActivations),
+                                            ::testing::Bool()),
                          case_name);
 
 }  // namespace
