@@ -31,16 +31,11 @@ struct BackwardRun {
   Stored* y = nullptr;
   /// Elements of z from one row to the next.
   size_t next_row = 0;
-  /// The row's factor, null where there is none.
-  const float* factor = nullptr;
-  /// A vector of sums of grad_y times y without its factor; null where they are not wanted.
-  float* dots = nullptr;
 
   template <size_t N, typename Part>
   HWY_INLINE void run(size_t i, Part part) const {
-    Pack<N> grad = load_pack<N>(E{}, grad_y + i, part);
+    const Pack<N> grad = load_pack<N>(E{}, grad_y + i, part);
     const Pack<N> a = load_pack<N>(E{}, z[0] + i, part);
-    if (factor) grad = grad * Pack<N>(*factor);
     if constexpr (kGated) {
       // The halves of a row are short streams, which hardware prefetches late.
       if constexpr (N > 1) {
@@ -48,15 +43,13 @@ struct BackwardRun {
       }
       const Pack<N> b = load_pack<N>(E{}, z[1] + i, part), other = other_of(act, b);
       const auto result = act.value_and_grad(a, grad * other);
-      if (dots) add_dots(i, part, result.value * other);
       put_grad(i, part, 0, result.grad);
       put_grad(i, part, 1, other_grad_of(act, b, grad * result.value));
-      if (y) put_y(i, part, result.value * other);
+      if (y) store_pack(E{}, result.value * other, y + i, part);
     } else {
       const auto result = act.value_and_grad(a, grad);
-      if (dots) add_dots(i, part, result.value);
       put_grad(i, part, 0, result.grad);
-      if (y) put_y(i, part, result.value);
+      if (y) store_pack(E{}, result.value, y + i, part);
     }
   }
 
@@ -68,43 +61,23 @@ struct BackwardRun {
     store_pack(Float32{}, load_pack<N>(Float32{}, sums[half] + i, part) + round_pack(E{}, grad),
                sums[half] + i, part);
   }
-
-  /// Reads grad_y again, before anything is written: few calls want the sums, all would hold it.
-  template <size_t N, typename Part>
-  HWY_INLINE void add_dots(size_t i, Part part, const Pack<N>& value) const {
-    const hn::ScalableTag<float> d;
-    const Pack<N> given = load_pack<N>(E{}, grad_y + i, part);
-    auto sum = hn::Load(d, dots);  // behind the last column both are what zeros give
-    for (size_t k = 0; k < N; ++k) sum = hn::MulAdd(given.v[k], value.v[k], sum);
-    hn::Store(sum, d, dots);
-  }
-
-  template <size_t N, typename Part>
-  HWY_INLINE void put_y(size_t i, Part part, const Pack<N>& value) const {
-    store_pack(E{}, factor ? value * Pack<N>(*factor) : value, y + i, part);
-  }
 };
 
-/// What all rows share. `factors` are float32 or null.
+/// What all rows share.
 struct Backward {
   const Function& function;
   ConstRows grad_y, z;
-  const float* factors;
   Rows grad_z, y;
-
-  const float* factor(size_t r) const { return factors ? factors + r : nullptr; }
 };
 
 /// Columns [first, first + piece) of row r; all of grad_y, z, grad_z and y hold the element.
 template <bool kGated, class Act, typename E>
 void backward_uniform(const Act& act, E element, const Backward& b, size_t r, size_t first,
-                      size_t piece, float* sums, float* dots) {
+                      size_t piece, float* sums) {
   for_each_run<kGated>(b.function, b.grad_y.cols, first, piece,
                        [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
                          BackwardRun<Act, kGated, E> run{act};
                          run.next_row = b.z.stride;
-                         run.factor = b.factor(r);
-                         run.dots = dots;
                          run.grad_y = element.at(b.grad_y.data, r * b.grad_y.stride + c);
                          for (int half = 0; half < (kGated ? 2 : 1); ++half) {
                            run.z[half] = element.at(b.z.data, r * b.z.stride + columns[half]);
@@ -117,23 +90,59 @@ void backward_uniform(const Act& act, E element, const Backward& b, size_t r, si
                        });
 }
 
-/// Any mix of elements, through float32 buffers.
+/// The factor of a row and what its gradient sums up, a vector of lanes; null where not wanted.
+struct RowFactor {
+  float factor;
+  float* dots;
+};
+
+/// to[i] = values[i] * factor.
+HWY_INLINE void multiply(const float* values, float factor, size_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto value = load_part(Float32{}, d, values + i, part);
+    store_part(Float32{}, d, hn::Mul(value, hn::Set(d, factor)), to + i, part);
+  });
+}
+
+/// Adds a[i] * b[i] to the lanes of `dots`.
+HWY_INLINE void add_dots(const float* a, const float* b, size_t count, float* dots) {
+  const hn::ScalableTag<float> d;
+  auto sum = hn::Load(d, dots);
+  for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    sum =
+        hn::MulAdd(load_part(Float32{}, d, a + i, part), load_part(Float32{}, d, b + i, part), sum);
+  });
+  hn::Store(sum, d, dots);
+}
+
+/// Any mix of elements, and rows with a factor, through float32 buffers. A factor is applied around
+/// BackwardRun: inside, it would hold registers that units without one need.
 template <bool kGated, class Act>
-void backward_mixed(const Act& act, const Backward& b, size_t r, size_t first, size_t piece,
-                    float* sums, float* dots) {
+void backward_buffered(const Act& act, const Backward& b, size_t r, size_t first, size_t piece,
+                       float* sums, const RowFactor* scaled) {
   const auto run_chunk = [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
-    HWY_ALIGN float inputs[3][kChunk], grads[2][kChunk], results[kChunk];
+    HWY_ALIGN float inputs[3][kChunk], grads[2][kChunk], results[kChunk], scaled_grad[kChunk];
     constexpr int kHalves = kGated ? 2 : 1;
     BackwardRun<Act, kGated, Float32> run{act};
-    run.factor = b.factor(r);
-    run.dots = dots;
-    run.grad_y = widened(b.grad_y, r, c, count, inputs[2]);
+    const float* grad_y = widened(b.grad_y, r, c, count, inputs[2]);
+    run.grad_y = grad_y;
     for (int half = 0; half < kHalves; ++half) {
       run.z[half] = widened(b.z, r, columns[half], count, inputs[half]);
       run.grad_z[half] = grads[half];
     }
-    if (b.y) run.y = place_for(b.y, r, c, results);
+    if (scaled) {
+      multiply(grad_y, scaled->factor, count, scaled_grad);
+      run.grad_y = scaled_grad;
+      if (b.y || scaled->dots) run.y = results;
+    } else if (b.y) {
+      run.y = place_for(b.y, r, c, results);
+    }
     for_each_pack(count, run);
+    if (scaled) {
+      if (scaled->dots) add_dots(grad_y, results, count, scaled->dots);
+      if (b.y) multiply(results, scaled->factor, count, results);
+    }
     for (int half = 0; half < kHalves; ++half) {
       put_narrowed(grads[half], b.grad_z, r, columns[half], count);
       if (!sums) continue;
@@ -149,23 +158,6 @@ void backward_mixed(const Act& act, const Backward& b, size_t r, size_t first, s
   });
 }
 
-/// Calls `body(run)` with run(row, column, count, sums, dots).
-template <bool kGated, typename Body>
-HWY_INLINE void with_backward(const Backward& b, Body&& body) {
-  const Element element = b.z.element;
-  const bool uniform = b.grad_y.element == element && b.grad_z.element == element &&
-                       (!b.y || b.y.element == element);
-  with_activation<kGated>(b.function, element, [&](const auto& act, auto precision) HWY_ATTR {
-    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
-    body([&](size_t r, size_t c, size_t count, float* sums, float* dots) HWY_ATTR {
-      if (uniform && element == E::kElement)
-        backward_uniform<kGated>(act, E{}, b, r, c, count, sums, dots);
-      else
-        backward_mixed<kGated>(act, b, r, c, count, sums, dots);
-    });
-  });
-}
-
 template <bool kGated>
 void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
               Vector grad_bias, Rows y) {
@@ -175,15 +167,24 @@ void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad
     flatten(grad_z);
     if (y) flatten(y);
   }
-  with_backward<kGated>({function, grad_y, z, nullptr, grad_z, y}, [&](const auto& run) HWY_ATTR {
+  const Backward b{function, grad_y, z, grad_z, y};
+  const Element element = z.element;
+  const bool uniform =
+      grad_y.element == element && grad_z.element == element && (!y || y.element == element);
+  with_activation<kGated>(function, element, [&](const auto& act, auto precision) HWY_ATTR {
+    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
+    const auto run = [&](size_t r, size_t c, size_t count, float* sums) HWY_ATTR {
+      if (uniform && element == E::kElement)
+        backward_uniform<kGated>(act, E{}, b, r, c, count, sums);
+      else
+        backward_buffered<kGated>(act, b, r, c, count, sums, nullptr);
+    };
     if (grad_bias) {
       for_each_row_summing(grad_y.rows, grad_z.cols, grad_bias,
-                           [&](size_t r, float* sums)
-                               HWY_ATTR { run(r, 0, grad_y.cols, sums, nullptr); });
+                           [&](size_t r, float* sums) HWY_ATTR { run(r, 0, grad_y.cols, sums); });
     } else {
-      for_each_piece(grad_y.rows, grad_y.cols, [&](size_t r, size_t c, size_t count) HWY_ATTR {
-        run(r, c, count, nullptr, nullptr);
-      });
+      for_each_piece(grad_y.rows, grad_y.cols,
+                     [&](size_t r, size_t c, size_t count) HWY_ATTR { run(r, c, count, nullptr); });
     }
   });
 }
@@ -194,12 +195,14 @@ void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
   const bool widens = row_factors.element != Element::float32;
   const float* factors =
       as_float32(row_factors, widens ? scratch(ScratchUse::parameters, row_factors.size) : nullptr);
-  with_backward<kGated>({function, grad_y, x, factors, grad_x, y}, [&](const auto& run) HWY_ATTR {
+  const Backward b{function, grad_y, x, grad_x, y};
+  with_activation<kGated>(function, x.element, [&](const auto& act, auto) HWY_ATTR {
     for_each_row_summing(grad_y.rows, grad_y.cols, {}, [&](size_t r, float*) HWY_ATTR {
       const hn::ScalableTag<float> d;
       HWY_ALIGN float dots[HWY_MAX_BYTES / sizeof(float)];
       hn::Store(hn::Zero(d), d, dots);
-      run(r, 0, grad_y.cols, nullptr, grad_row_factors ? dots : nullptr);
+      const RowFactor factor{factors[r], grad_row_factors ? dots : nullptr};
+      backward_buffered<kGated>(act, b, r, 0, grad_y.cols, nullptr, &factor);
       if (!grad_row_factors) return;
       const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, dots)));
       with_element(grad_row_factors.element, [&](auto element) HWY_ATTR {
