@@ -55,6 +55,9 @@ struct BasicOp {
   OptionValues options = {};
   /// Its parameters in the order of its definition, as places in Op::parameters.
   std::vector<size_t> parameters = {};
+  /// How many of these each parameter of the definition is, one behind the other along the first
+  /// dimension; empty: one each.
+  std::vector<size_t> joins = {};
   /// One each, or none where all are unbound.
   std::vector<Channel> extra_inputs = {}, extra_outputs = {};
   /// The result may be written into the extra input.
@@ -140,9 +143,16 @@ Op op(const std::string& name, const std::vector<std::pair<std::string, int64_t>
 struct LinearOptions {
   bool bias = true;
   TensorParallel tensor_parallel = {};
+  /// The output features as parts, in order: a name and the features of each, of all ranks. Each
+  /// has parameters of its own, "<name>_weight" and "<name>_bias", that run as one product; they
+  /// are made in one memory, so that joining them copies nothing. Empty: "weight" and "bias".
+  std::vector<std::pair<std::string, int64_t>> parameters_split = {};
 };
 /// y = x W^T + b. W [out_features, in_features] starts as torch.nn.Linear's does, b [out_features]
 /// at zero.
+///
+/// Throws: c10::ValueError where features are not positive, where ranks cannot share them evenly,
+///         and where the parts do not sum up to out_features or have no names that differ.
 TANDEM_API Op linear(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
 
 /// y_g = x_g W_g^T + b_g for the rows of each group; the extra input says how many each has:

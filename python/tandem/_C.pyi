@@ -59,6 +59,7 @@ class OpEntry:
         label: str,
         options: str,
         params: Sequence[int],
+        joins: Sequence[int],
         buffers: Sequence[int],
         extra_inputs: Sequence[str | None],
         extra_outputs: Sequence[tuple[str | None, bool]],

@@ -21,7 +21,8 @@ namespace {
 using Channel = std::optional<std::string>;
 
 OpEntry op_entry(std::string op, std::string label, std::string options, std::vector<size_t> params,
-                 std::vector<size_t> buffers, const std::vector<Channel>& extra_inputs,
+                 std::vector<size_t> joins, std::vector<size_t> buffers,
+                 const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
                  const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
                  std::string instance) {
@@ -29,6 +30,7 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                 .label = std::move(label),
                 .options = std::move(options),
                 .params = std::move(params),
+                .joins = std::move(joins),
                 .buffers = std::move(buffers),
                 .in_place = in_place,
                 .instance = std::move(instance)};
@@ -46,8 +48,8 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
 void bind_description(py::module_& module) {
   py::class_<OpEntry>(module, "OpEntry")
       .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label"), py::arg("options"),
-           py::arg("params"), py::arg("buffers"), py::arg("extra_inputs"), py::arg("extra_outputs"),
-           py::arg("in_place"), py::arg("state"), py::arg("instance"));
+           py::arg("params"), py::arg("joins"), py::arg("buffers"), py::arg("extra_inputs"),
+           py::arg("extra_outputs"), py::arg("in_place"), py::arg("state"), py::arg("instance"));
   module.def("write_ops", &write_ops, py::arg("ops"));
   module.def(
       "write_description",

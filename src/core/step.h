@@ -24,6 +24,9 @@ enum class StepKind : uint8_t {
   round,
   /// The sum of two gradients.
   add,
+  /// A parameter that is several tensors, and their gradients from its own.
+  join,
+  split,
   rename,
   seed,
   quantize,

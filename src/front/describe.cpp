@@ -53,6 +53,7 @@ DescribedOps describe(const std::vector<Op>& ops) {
       OpEntry& entry =
           entries.emplace_back(OpEntry{.op = basic.name,
                                        .options = options_text(basic.name, basic.options),
+                                       .joins = basic.joins,
                                        .extra_inputs = bindings(basic.extra_inputs),
                                        .extra_outputs = bindings(basic.extra_outputs),
                                        .in_place = basic.in_place});

@@ -227,6 +227,54 @@ int64_t share(const std::string& op, const char* name, int64_t features, int64_t
   return features / ranks;
 }
 
+namespace {
+
+using Split = std::vector<std::pair<std::string, int64_t>>;
+
+/// The features of one rank of `ranks`, by part.
+Split checked_split(const Split& parts, int64_t out_features, int64_t ranks) {
+  Split own;
+  int64_t sum = 0;
+  for (const auto& [name, features] : parts) {
+    TORCH_CHECK_VALUE(!name.empty() && name.find('.') == std::string::npos &&
+                          std::ranges::count(own, name, &Split::value_type::first) == 0,
+                      "linear: expected names in parameters_split that differ and have no dot, got "
+                      "\"",
+                      shown(name), "\". Rename the part.");
+    own.emplace_back(name, share("linear", "features in parameters_split", features, ranks));
+    sum += features;
+  }
+  TORCH_CHECK_VALUE(sum == out_features, "linear: expected parameters_split to sum up to ",
+                    "out_features, ", out_features, ", got ", sum, ". Give the features of each.");
+  return own;
+}
+
+/// Makes the rows of a parameter parameters of their own.
+void split_parameter(Op& op, const std::string& operand, const Split& parts) {
+  const size_t place = place_of_parameter(op, operand), more = parts.size() - 1;
+  const ParameterSpec whole = op.parameters[place];
+  const auto at = op.parameters.begin() + static_cast<std::ptrdiff_t>(place);
+  std::vector<ParameterSpec> specs;
+  for (const auto& [name, rows] : parts) {
+    ParameterSpec& spec = specs.emplace_back(whole);
+    spec.name = name + "_" + operand;
+    spec.shape[0] = rows;
+  }
+  op.parameters.insert(op.parameters.erase(at), specs.begin(), specs.end());
+  for (BasicOp& basic : op.basic_ops) {
+    std::vector<size_t> places, joins;
+    for (const size_t each : basic.parameters) {
+      for (size_t part = 0; part < (each == place ? parts.size() : 1); ++part)
+        places.push_back(each > place ? each + more : each + part);
+      joins.push_back(each == place ? parts.size() : 1);
+    }
+    if (places.size() != basic.parameters.size()) basic.joins = std::move(joins);
+    basic.parameters = std::move(places);
+  }
+}
+
+}  // namespace
+
 Op linear(int64_t in_features, int64_t out_features, const LinearOptions& options) {
   const TensorParallel& parallel = options.tensor_parallel;
   const auto [before, after, ranks] = collectives("linear", parallel);
@@ -238,7 +286,14 @@ Op linear(int64_t in_features, int64_t out_features, const LinearOptions& option
   parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}));
   if (options.bias) parts.add(op("bias", {{"features", out}}));
   for (const Op& part : after) parts.add(part);
-  return std::move(parts).op();
+  Op made = std::move(parts).op();
+  if (!options.parameters_split.empty()) {
+    const Split split =
+        checked_split(options.parameters_split, out_features, is_column ? ranks : 1);
+    split_parameter(made, "weight", split);
+    if (options.bias) split_parameter(made, "bias", split);
+  }
+  return made;
 }
 
 Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinearOptions& options) {

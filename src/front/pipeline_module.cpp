@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
+#include <utility>
 
 #include "front/describe.h"
 #include "kernel_ops/delayed.h"
@@ -46,6 +48,37 @@ struct ScalingBuffers : public torch::nn::Module {
 
 namespace {
 
+/// Tensors for the parameters that the op has not been given. Those that are joined to one lie one
+/// behind the other in one memory.
+std::vector<at::Tensor> empty_parameters(const Op& op, const at::TensorOptions& options) {
+  std::vector<at::Tensor> made(op.parameters.size());
+  for (const BasicOp& basic : op.basic_ops) {
+    auto first = basic.parameters.begin();
+    for (const size_t count : basic.joins) {
+      const std::span places(std::exchange(first, first + static_cast<std::ptrdiff_t>(count)),
+                             count);
+      std::vector<int64_t> sizes = op.parameters[places[0]].shape;
+      sizes[0] = 0;
+      for (const size_t place : places) sizes[0] += op.parameters[place].shape[0];
+      const at::Tensor memory = at::empty(sizes, options);
+      int64_t row = 0;
+      for (const size_t place : places) {
+        const int64_t rows = op.parameters[place].shape[0];
+        made[place] = memory.narrow(0, std::exchange(row, row + rows), rows).detach();
+      }
+    }
+  }
+  for (size_t place = 0; place < made.size(); ++place) {
+    const ParameterSpec& spec = op.parameters[place];
+    if (spec.tensor.defined()) {
+      made[place] = at::Tensor();
+    } else if (!made[place].defined()) {
+      made[place] = at::empty(spec.shape, options);
+    }
+  }
+  return made;
+}
+
 /// The ops with their gradients returned.
 std::vector<Op> without_main_grads(std::vector<Op> ops) {
   for (Op& op : ops)
@@ -78,12 +111,16 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
     if (names == Names::by_place && (makes || has_state))
       child = register_module(std::to_string(i), std::make_shared<torch::nn::Module>(ops[i].name));
     torch::nn::Module& holder = child ? *child : *this;
-    for (const ParameterSpec& spec : ops[i].parameters) {
-      at::Tensor& tensor = tensors[i].emplace_back(spec.tensor);
-      if (tensor.defined()) continue;
+    tensors[i] = empty_parameters(ops[i], options);
+    for (size_t place = 0; place < ops[i].parameters.size(); ++place) {
+      const ParameterSpec& spec = ops[i].parameters[place];
+      at::Tensor& tensor = tensors[i][place];
+      if (spec.tensor.defined()) {
+        tensor = spec.tensor;
+        continue;
+      }
       TORCH_CHECK_VALUE(spec.init, ops[i].name, ": expected a function that gives ", spec.name,
                         " its first values, got none. Use tandem::init::zeros() or another.");
-      tensor = at::empty(spec.shape, options);
       spec.init(tensor);
       holder.register_parameter(spec.name, tensor);
     }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
 
 #include "core/build_id.h"
@@ -60,6 +61,16 @@ std::vector<uint32_t> positions_of(Fields& op, const OpNode& node, const char* f
   return {positions.begin(), positions.end()};
 }
 
+/// How many tensors each of the `count` parameters is; none where each is one.
+std::vector<uint32_t> joins_of(Fields& op, const OpNode& node, size_t count) {
+  std::vector<int64_t> joins;
+  op.get("joins", joins, limits::kParams, 1, limits::kParams);
+  TORCH_CHECK_VALUE(joins.empty() || joins.size() == count, node.label, ": expected ", count,
+                    " numbers in \"joins\", got ", joins.size(),
+                    ". Say of each parameter how many tensors it is.");
+  return {joins.begin(), joins.end()};
+}
+
 /// `kinds`: where one that is not registered is held.
 OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<const OpKind>>& kinds) {
   Fields op(entry, "description: op " + std::to_string(index));
@@ -79,8 +90,13 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
   node.options =
       def.parse != nullptr ? def.parse(def, given) : def.signature.parse(def.name, given);
   const OpKind& operands = *node.kind;
-  node.params = positions_of(
-      op, node, "params", count_of(node, operands.first_param, operands.first_buffer), "parameter");
+  const size_t params = count_of(node, operands.first_param, operands.first_buffer);
+  node.joins = joins_of(op, node, params);
+  node.params = positions_of(op, node, "params",
+                             node.joins.empty()
+                                 ? params
+                                 : std::accumulate(node.joins.begin(), node.joins.end(), size_t{0}),
+                             "parameter");
   node.buffers = positions_of(
       op, node, "buffers", count_of(node, operands.first_buffer, operands.first_result), "buffer");
   if (const json* state = op.find("state")) {
@@ -100,6 +116,9 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
   node.extra_outputs =
       bindings_of(op.find("extra_outputs"), "extra_outputs", def.extra_outputs.size(), node.label);
   op.finish();
+  TORCH_CHECK_VALUE(node.joins.empty() || node.buffers.empty(), node.label,
+                    ": expected no main_grad of a parameter that is several tensors, got one. "
+                    "Return its gradient, or give one tensor.");
   return node;
 }
 
@@ -221,6 +240,7 @@ std::string write_ops(const std::vector<OpEntry>& ops) {
     json& entry = written.emplace_back(json{{"op", op.op}, {"params", op.params}});
     entry["options"] = parse_json(op.options, op.op + ": options");
     if (!op.label.empty()) entry["label"] = op.label;
+    if (!op.joins.empty()) entry["joins"] = op.joins;
     if (!op.buffers.empty()) entry["buffers"] = op.buffers;
     write_bindings(entry, "extra_inputs", op.extra_inputs, op);
     write_bindings(entry, "extra_outputs", op.extra_outputs, op);

@@ -36,6 +36,9 @@ struct OpNode {
   std::string label;
   /// Positions in the pipeline's parameter list.
   std::vector<uint32_t> params;
+  /// How many of `params` are each parameter of the op, one behind the other along the first
+  /// dimension; empty: one each.
+  std::vector<uint32_t> joins;
   /// Positions in its list of buffers.
   std::vector<uint32_t> buffers;
   std::vector<Binding> extra_inputs, extra_outputs;
@@ -101,7 +104,7 @@ struct OpEntry {
   std::string label = {};
   /// As JSON.
   std::string options = "{}";
-  std::vector<size_t> params = {}, buffers = {};
+  std::vector<size_t> params = {}, joins = {}, buffers = {};
   /// One per slot, or none at all where all are unbound.
   std::vector<Binding> extra_inputs = {}, extra_outputs = {};
   bool in_place = false;

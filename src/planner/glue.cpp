@@ -1,5 +1,7 @@
 #include "planner/glue.h"
 
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/randint.h>
 
 #include <algorithm>
@@ -34,6 +36,58 @@ void run_cast(Call& call) { call.out(0, call.in(0).to(call.out_type(0).dtype)); 
 
 void run_add(Call& call) {
   call.write<kernel_ops::AddBias>(call.in(0), std::optional<at::Tensor>(), call.maybe(1));
+}
+
+void check_parts(const Call& call, size_t count) {
+  const at::Tensor& first = call.in(0);
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& part = call.in(i);
+    TORCH_CHECK_VALUE(part.dim() == first.dim() && part.dim() != 0 &&
+                          part.sym_sizes().slice(1) == first.sym_sizes().slice(1),
+                      "join: expected parts of one parameter that differ in their first size at "
+                      "most, got ",
+                      first.sym_sizes(), " and ", part.sym_sizes(), ". Give parts that fit.");
+    TORCH_CHECK_VALUE(part.device() == first.device(), "join: expected parts of one parameter on ",
+                      "one device, got ", first.device(), " and ", part.device(),
+                      ". Move the module: it has .to(device).");
+  }
+}
+
+/// Whether the parts lie one behind the other in one memory.
+bool are_adjacent(const Call& call, size_t count) {
+  const at::Tensor& first = call.in(0);
+  int64_t end = first.storage_offset();
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& part = call.in(i);
+    if (!part.is_contiguous() || !part.is_alias_of(first) || part.storage_offset() != end)
+      return false;
+    end += part.numel();
+  }
+  return true;
+}
+
+void run_join(Call& call) {
+  const size_t count = call.step().reads.size();
+  check_parts(call, count);
+  if (call.path() == Path::direct && are_adjacent(call, count)) {
+    at::DimVector sizes(call.in(0).sizes().begin(), call.in(0).sizes().end());
+    for (size_t i = 1; i < count; ++i) sizes[0] += call.in(i).size(0);
+    call.out(0, at::native::as_strided_tensorimpl(call.in(0), sizes, call.in(0).strides()));
+    return;
+  }
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < count; ++i) parts.push_back(call.in(i));
+  call.out(0, at::cat(parts));
+}
+
+void run_split(Call& call) {
+  enum Read { gradient, first_part };
+  c10::SymInt begin = 0;
+  for (size_t i = 0; i < call.step().writes.size(); ++i) {
+    const c10::SymInt length = call.in(first_part + i).sym_size(0);
+    if (call.wants(i)) call.out(i, call.in(gradient).narrow_symint(0, begin, length));
+    begin += length;
+  }
 }
 
 void run_rename(Call& call) { call.out(0, call.in(0)); }
@@ -113,6 +167,19 @@ Step cast_step(Value x, Value y) {
 
 Step add_step(Value a, Value b, Value y) {
   return step_of(StepKind::add, "add", run_add, {"a", "b"}, {a, b}, {"y"}, {y});
+}
+
+Step join_step(const Values& parts, Value y) {
+  return step_of(StepKind::join, "join", run_join, Names(parts.size(), "part"), parts, {"y"}, {y});
+}
+
+Step split_step(Value gradient, const Values& parts, const Values& gradients) {
+  Names read_names(1 + parts.size(), "part");
+  read_names[0] = "grad_y";
+  Values reads{gradient};
+  reads.insert(reads.end(), parts.begin(), parts.end());
+  return step_of(StepKind::split, "split", run_split, std::move(read_names), std::move(reads),
+                 Names(parts.size(), "grad_part"), gradients);
 }
 
 Step rename_step(Value x, Value y) {

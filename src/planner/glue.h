@@ -14,6 +14,12 @@ Step cast_step(Value x, Value y);
 /// y = a + b: the gradient of a value with several readers. With one operand undefined it is a
 /// rename.
 Step add_step(Value a, Value b, Value y);
+/// y = the parts of a parameter, one behind the other along the first dimension: no copy where they
+/// lie so in memory.
+Step join_step(const Values& parts, Value y);
+/// The gradients of the parts (Value::none where not wanted) of a joined value, which is looked at
+/// for the parts' sizes: views of `gradient`.
+Step split_step(Value gradient, const Values& parts, const Values& gradients);
 /// y is x under another number, where only their gradients differ.
 Step rename_step(Value x, Value y);
 /// y = x in the numbers of the recipe's format: a place that the pass of quantize points fills.

@@ -20,10 +20,12 @@ Draft lower(const Description& description, const PlanKey& key);
 struct ForwardFlow {
   /// What backward must be derived from, in the order in which forward happened.
   struct Event {
-    enum Kind { op, cast, round_gradient } kind;
+    enum Kind { op, cast, round_gradient, join } kind;
     /// Of the op, or npos for a cast of an operand.
     size_t index = 0;
     Flow from = {}, to = {};
+    /// What was joined.
+    std::vector<Flow> parts = {};
   };
   std::vector<Event> events;
   std::vector<Flow> inputs, params, outputs;

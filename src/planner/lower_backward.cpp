@@ -26,6 +26,7 @@ class BackwardLowering {
     }
     for (auto event = flow_.events.rbegin(); event != flow_.events.rend(); ++event)
       event->kind == Event::op ? lower(event->index) : lower(*event);
+    join_again();
     for (const auto* arguments : {&flow_.inputs, &flow_.params})
       for (const Flow& argument : *arguments)
         draft_.gradients.push_back(draft_.needs_grad(argument.value) ? gradient_of(argument)
@@ -41,9 +42,38 @@ class BackwardLowering {
     Value gradient;
   };
 
-  /// Of a cast, and of a point that rounds gradients.
+  static Values values_of(const std::vector<Flow>& flows) {
+    Values values;
+    for (const Flow& flow : flows) values.push_back(flow.value);
+    return values;
+  }
+
+  /// What was joined is joined again where backward reads it: the parts are there, and what they
+  /// are joined to may be a copy.
+  void join_again() {
+    for (const Event& event : flow_.events)
+      if (event.kind == Event::join)
+        draft_.backward.insert(draft_.backward.begin(),
+                               join_step(values_of(event.parts), event.to.value));
+  }
+
+  void split(const Event& event, Value gradient) {
+    Values gradients;
+    for (const Flow& part : event.parts)
+      gradients.push_back(draft_.needs_grad(part.value) ? draft_.add_gradient(part.value)
+                                                        : Value::none);
+    draft_.backward.push_back(split_step(gradient, values_of(event.parts), gradients));
+    for (size_t i = 0; i < gradients.size(); ++i)
+      if (exists(gradients[i])) contribute(event.parts[i], gradients[i]);
+  }
+
+  /// Of a cast, of a point that rounds gradients, and of joined parts.
   void lower(const Event& event) {
     Value gradient = gradient_of(event.to);
+    if (event.kind == Event::join) {
+      if (exists(gradient)) split(event, gradient);
+      return;
+    }
     if (!exists(gradient) || !draft_.needs_grad(event.from.value)) return;
     if (event.kind == Event::round_gradient) {
       const Value rounded = draft_.add_gradient(event.from.value);

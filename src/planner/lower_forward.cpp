@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 
 #include "kernel_ops/checks.h"
 #include "planner/glue.h"
@@ -98,11 +99,16 @@ class ForwardLowering {
   /// As `explain` prints what an op has at these positions: "1.linear.weight".
   void name_operands(const OpNode& op, const OperandTable& table, size_t first,
                      const std::vector<uint32_t>& positions, const Values& values) {
+    size_t nth = 0;
     for (size_t at = 0, operand = first; at < positions.size(); ++operand)
-      for (size_t element = 0; element < table.count(operand); ++element, ++at) {
+      for (size_t element = 0; element < table.count(operand); ++element, ++nth) {
         std::string name(op.kind->operands[operand]);
         if (is_list(name)) name.insert(name.size() - 1, std::to_string(element));
-        draft_.types[index_of(values[positions[at]])].name = op.label + "." + name;
+        const bool is_param = first == op.kind->first_param;
+        const size_t parts = is_param && !op.joins.empty() ? op.joins[nth] : 1;
+        for (size_t part = 0; part < parts; ++part, ++at)
+          draft_.types[index_of(values[positions[at]])].name =
+              op.label + "." + name + (parts > 1 ? " part " + std::to_string(part) : "");
       }
   }
 
@@ -212,10 +218,12 @@ class ForwardLowering {
   bool bind_params(const OpNode& node, OperandTable& operands, at::ScalarType& dtype, bool casts) {
     const OpKind& op = *node.kind;
     bool any_grad = false;
-    size_t at = 0;
+    size_t at = 0, nth = 0;
     for (size_t operand = op.first_param; operand < op.first_buffer; ++operand)
       for (size_t element = 0; element < operands.count(operand); ++element) {
-        Flow param = bound_params_[node.params[at++]];
+        const size_t parts = node.joins.empty() ? 1 : node.joins[nth++];
+        Flow param = joined(node, std::span(node.params).subspan(at, parts));
+        at += parts;
         // Under autocast a bias follows the sum it is added to, as torch.nn.Linear's does;
         // elsewhere it promotes.
         const bool follows =
@@ -231,6 +239,33 @@ class ForwardLowering {
       for (size_t element = 0; element < operands.count(operand); ++element)
         operands.bind(operand, {draft_.buffers[node.buffers[at++]]}, element);
     return any_grad;
+  }
+
+  /// A parameter of an op: that at a position, or those at several in one.
+  Flow joined(const OpNode& node, std::span<const uint32_t> positions) {
+    if (positions.size() == 1) return bound_params_[positions[0]];
+    std::vector<Flow> parts;
+    Values values;
+    bool any_grad = false;
+    for (const uint32_t position : positions) {
+      parts.push_back(bound_params_[position]);
+      values.push_back(parts.back().value);
+      any_grad |= draft_.needs_grad(values.back());
+      TORCH_CHECK_TYPE(draft_.dtype(values.back()) == draft_.dtype(values[0]), node.label,
+                       ": expected the parts of a parameter in one dtype, got ",
+                       dtype_name(draft_.dtype(values[0])), " and ",
+                       dtype_name(draft_.dtype(values.back())),
+                       ". Convert the module: it has .to(dtype).");
+    }
+    const auto known = joined_.find(values);
+    if (known != joined_.end()) return known->second;
+    const std::string name = draft_.name(values[0]);
+    const Flow result = new_flow(
+        draft_.add(result_type(draft_.dtype(values[0]), name.substr(0, name.rfind(" part ")))));
+    draft_.requires_grad[index_of(result.value)] = any_grad;
+    draft_.forward.push_back(join_step(values, result.value));
+    flow_.events.push_back({Event::join, npos, {}, result, std::move(parts)});
+    return joined_[values] = result;
   }
 
   Flow extra_input(const Binding& binding) {
@@ -354,6 +389,8 @@ class ForwardLowering {
   std::vector<Flow> bound_params_;
   std::map<std::string, Flow> channels_;
   std::map<std::pair<Value, at::ScalarType>, Flow> casts_;
+  /// By their parts.
+  std::map<Values, Flow> joined_;
   size_t next_extra_ = 0;
 };
 

@@ -153,11 +153,17 @@ class QuantizePoints {
       for (const Step& step : *steps)
         if (step.kind == StepKind::op)
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
-            if (contract.role == Role::weight &&
+            if (contract.role == Role::weight && is_param(uncast(step.reads[read])) &&
                 !draft_.codes_of_params.contains(uncast(step.reads[read])))
               weight_parts_.try_emplace(uncast(step.reads[read]), GroupMask{false, false, true})
                   .first->second[static_cast<size_t>(contract.along)] = true;
           });
+  }
+
+  /// Workspaces belong to tensors of the caller: a weight that is joined of several is none.
+  bool is_param(Value value) const {
+    return draft_.types[index_of(value)].origin == Origin::param ||
+           draft_.codes_of_params.contains(value);
   }
 
   /// A weight is quantized as it is: a copy in autocast's dtype would round twice.
@@ -186,7 +192,7 @@ class QuantizePoints {
         // scale the recipe would choose.
         if (exists(given) && known->second.quantizer->format == quantizer.format)
           return is_calibrating_ ? itself : given;
-      } else if (caches_weights())
+      } else if (caches_weights() && is_param(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
     const Representations numbers =

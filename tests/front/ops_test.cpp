@@ -268,6 +268,54 @@ TEST(Ops, GroupedLinear) {
   EXPECT_TRUE(same(packed->forward(x, {splits})[0], y));
 }
 
+TEST(Ops, ALinearOfSeveralNamedWeights) {
+  const at::Tensor x = leaf({5, 8});
+  Sequential model({ops::linear(8, 12, {.parameters_split = {{"gate", 8}, {"up", 4}}}),
+                    ops::constant_scale(2.0)});
+  EXPECT_THAT(names_of(*model),
+              ElementsAre("0.gate_weight", "0.up_weight", "0.gate_bias", "0.up_bias"));
+  const auto p = model->named_parameters();
+  EXPECT_EQ(p["0.up_weight"].storage_offset(), 64) << "in the memory of the other";
+  EXPECT_TRUE(p["0.up_weight"].is_alias_of(p["0.gate_weight"]));
+  const at::Tensor weight = at::cat({p["0.gate_weight"], p["0.up_weight"]});
+  const at::Tensor y = model->forward(x);
+  const at::Tensor bias = at::cat({p["0.gate_bias"], p["0.up_bias"]});
+  const at::Tensor expected = 2 * at::linear(x, weight, bias);
+  EXPECT_TRUE(near(y.detach(), expected.detach()));
+  y.sum().backward();
+  const at::Tensor grad = x.detach().sum(0).expand({4, 8}) * 2;
+  EXPECT_TRUE(near(p["0.up_weight"].grad(), grad));
+  EXPECT_EQ(p["0.gate_bias"].grad().sizes(), (std::vector<int64_t>{8}));
+
+  const Op ranks = ops::linear(8, 12,
+                               {.tensor_parallel = {TensorParallel::Mode::column, "0", 2},
+                                .parameters_split = {{"gate", 8}, {"up", 4}}});
+  EXPECT_EQ(ranks.parameters[1].shape, (std::vector<int64_t>{2, 8}));
+  EXPECT_THAT(ranks.basic_ops[1].joins, ElementsAre(2));
+}
+
+TEST(OpsErrors, PartsOfALinear) {
+  const auto make = [](std::vector<std::pair<std::string, int64_t>> split) {
+    return [=] { ops::linear(8, 12, {.parameters_split = split}); };
+  };
+  EXPECT_THAT(make({{"a", 8}, {"b", 3}}),
+              ThrowsText<c10::ValueError>("linear: expected parameters_split to sum up to "
+                                          "out_features, 12, got 11. Give the features of each."));
+  for (const char* name : {"", "a.b", "a"})
+    EXPECT_THAT(make({{"a", 8}, {name, 4}}),
+                ThrowsText<c10::ValueError>(
+                    "linear: expected names in parameters_split that differ and have no dot, got"));
+  EXPECT_THAT(make({{"a", 12}, {"b", 0}}),
+              ThrowsText<c10::ValueError>("expected features in parameters_split > 0, got 0"));
+  const Op split = ops::linear(8, 12, {.parameters_split = {{"a", 8}, {"b", 4}}});
+  EXPECT_THAT(
+      [&] {
+        Sequential({split.with_main_grad("a_weight", at::zeros({8, 8}))});
+      },
+      ThrowsText<c10::ValueError>("0.basic_linear: expected no main_grad of a parameter "
+                                  "that is several tensors, got one."));
+}
+
 TEST(Ops, LinearOverRanks) {
   using Mode = TensorParallel::Mode;
   const auto made = [](Mode mode, bool sequence_parallel) {

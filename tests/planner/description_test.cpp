@@ -78,6 +78,25 @@ TEST(Description, IsReadAsItWasWritten) {
   EXPECT_TRUE(description->recipe.has_value());
 }
 
+TEST(Description, AParameterMayBeSeveralTensors) {
+  const std::string written =
+      write_ops({{.op = "basic_linear", .params = {0, 2, 1}, .joins = {3}}, {.op = "gelu"}});
+  const auto description = parse_description(write_description(written, "null", {}));
+  EXPECT_THAT(description->ops[0].params, ::testing::ElementsAre(0, 2, 1));
+  EXPECT_THAT(description->ops[0].joins, ::testing::ElementsAre(3));
+  EXPECT_TRUE(description->ops[1].joins.empty());
+}
+
+TEST(DescriptionErrors, JoinedParameters) {
+  EXPECT_THAT(parsing({R"(basic_linear {"params": [0, 1], "joins": [1, 1]})"}),
+              ThrowsText<c10::ValueError>("0.basic_linear: expected 1 numbers in \"joins\", got 2. "
+                                          "Say of each parameter how many tensors it is."));
+  EXPECT_THAT(parsing({R"(basic_linear {"params": [0, 1], "joins": [3]})"}),
+              ThrowsText<c10::ValueError>("0.basic_linear: expected 3 parameters, got 2."));
+  EXPECT_THAT(parsing({R"(basic_linear {"params": [0], "joins": [0]})"}),
+              ThrowsText<c10::ValueError>("\"joins\""));
+}
+
 TEST(DescriptionErrors, WhatCannotBeWritten) {
   EXPECT_THAT(([] { write_ops({{.op = "gelu", .options = "{\"a\": NaN}"}}); }),
               ThrowsText<c10::ValueError>("gelu: options: expected JSON, got "));

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
 from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
 
 
-class BasicLinear(DeferredMixin, BasicOperation):
+class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
     """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
 
     weight: torch.nn.Parameter
@@ -72,7 +74,8 @@ class BasicLinear(DeferredMixin, BasicOperation):
 
     def reset_parameters(self) -> None:
         """Draws `weight` from U(-1/sqrt(in_features), 1/sqrt(in_features))."""
-        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        for weight in self._parts_of("weight"):
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
     def _checked_option(self, name: str, value: Any) -> Any:
         if name == "accumulate_into_main_grad":
@@ -83,7 +86,7 @@ class BasicLinear(DeferredMixin, BasicOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-class Bias(DeferredMixin, BasicOperation):
+class Bias(JoinedMixin, DeferredMixin, BasicOperation):
     """y = x + bias, over the last dimension."""
 
     bias: torch.nn.Parameter
@@ -131,17 +134,19 @@ class Bias(DeferredMixin, BasicOperation):
 
     def reset_parameters(self) -> None:
         """Sets `bias` to zero."""
-        torch.nn.init.zeros_(self.bias)
+        for bias in self._parts_of("bias"):
+            torch.nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
         return f"size={self.size}"
 
 
-class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
+class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias: `BasicLinear`, then `Bias`.
 
     The parameters are `weight` and `bias` of this module, in state dicts too; state dicts of TransformerEngine are read as well.
     `basic_ops` are views of it for fusion functions: they own nothing. It is a `torch.nn.Linear` to libraries that look for these.
+    With `parameters_split` the parameters are `<name>_weight` and `<name>_bias` of each part, and `weight` and `bias` are these as one tensor.
 
     >>> import torch
     >>> from tandem import ops
@@ -169,6 +174,7 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
         sequence_parallel: bool = False,
         rng_state_tracker_function: Any = None,
         accumulate_into_main_grad: bool = False,
+        parameters_split: Split | None = None,
     ) -> None:
         """Makes a product with a weight, drawn as torch.nn.Linear draws it, and a bias of zeros.
 
@@ -184,7 +190,9 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
             sequence_parallel: with a mode: the ranks share the first dimension outside: x is gathered before a column-parallel product, y
                 scattered behind a row-parallel one.
             rng_state_tracker_function: None; no other value is known yet.
-            accumulate_into_main_grad: as for `BasicLinear`.
+            accumulate_into_main_grad: as for `BasicLinear`; False with `parameters_split`.
+            parameters_split: the output features as parts, in order: their sizes by name, or names of parts of equal size. Each part has
+                parameters of its own, in one memory behind each other, so that they run as one product without a copy. None: one part without a name.
         """
         at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
         before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
@@ -193,6 +201,15 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
             local_out = share("Linear", "out_features", local_out, size)
         elif size > 1:
             local_in = share("Linear", "in_features", local_in, size)
+        parts = None
+        if parameters_split is not None:
+            ranks = size if tensor_parallel_mode == "column" else 1
+            parts = split_sizes("Linear", "out_features", parameters_split, int(out_features), ranks)
+            if accumulate_into_main_grad:
+                raise ValueError(
+                    "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
+                    "Build one Linear for each part."
+                )
         linear = BasicLinear(local_in, local_out, device=device, dtype=dtype, accumulate_into_main_grad=accumulate_into_main_grad)
         added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
@@ -201,13 +218,38 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
         self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
         self.tensor_parallel_size = size
         self._sequence_parallel = flag("Linear", "sequence_parallel", sequence_parallel) and size > 1
-        self.weight = linear.weight
-        if added:
-            self.bias = added[0].bias
+        if parts is not None:
+            self._split((linear, *added), parts)
         else:
+            self.weight = linear.weight
+            if added:
+                self.bias = added[0].bias
+        if not added:
             self._lack("bias", "bias=False", "bias=True")
         self._own_around((linear, *added), before, after)
-        self.__dict__["_deferred"] = self.weight.is_meta  # else the parts have drawn
+        self.__dict__["_deferred"] = next(self.parameters()).is_meta  # else the parts have drawn
+
+    def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
+        """Makes the rows of each op's parameter parameters of their own."""
+        joined = {}
+        for op in ops:
+            (operand,) = op._parameter_names
+            names = joined[operand] = tuple(f"{part}_{operand}" for part in parts)
+            for name, rows in zip(names, getattr(op, operand).detach().split(list(parts.values())), strict=True):
+                self.register_parameter(name, torch.nn.Parameter(rows))
+            op.__dict__.update(_parameter_names=names, _joins=(len(names),))
+            op._join({operand: names})  # type: ignore[attr-defined]
+        self._join(joined)
+        self.__dict__["parameters_split"] = parts
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._bring_together()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bring_together()
 
     def _own_around(self, parts: Sequence[BasicOperation], before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
         self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, *parts, *after)])
@@ -241,8 +283,11 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()
+        self._bring_together()  # of what was on the meta device
 
     def _transformer_engine_names(self) -> dict[str, str]:
+        if self.__dict__.get("_joined"):  # there is no such thing there
+            return {}
         return {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 
     def _transformer_engine_states(self) -> list[str]:
@@ -257,7 +302,8 @@ class Linear(CompositeOperation, torch.nn.Linear):  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         parallel = f", tensor_parallel_mode={self.tensor_parallel_mode}" if self.tensor_parallel_mode else ""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{parallel}"
+        parts = f", parameters_split={self.__dict__['parameters_split']}" if self.__dict__.get("_joined") else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{parallel}{parts}"
 
 
 def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:

@@ -266,6 +266,7 @@ class Prepared:
                     label=label,
                     options=json.dumps(options),
                     params=self._params[index] + self._buffers[index] if buffers else self._params[index],
+                    joins=list(op._joins),
                     buffers=[main_grads[at] for at in absorbed],
                     extra_inputs=inputs,
                     extra_outputs=outputs,

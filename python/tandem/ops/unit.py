@@ -197,6 +197,7 @@ class BasicUnit(ChannelsMixin, Unit):
     _option_names: ClassVar[tuple[str, ...]] = ()
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
+    _joins: tuple[int, ...] = ()  # how many of these each operand is; empty: one each
     _depends_on_training: ClassVar[bool] = False
     _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # other attributes that plans depend on
 

@@ -1,0 +1,117 @@
+"""Parameters that are several tensors under names of their own, one behind the other along the first dimension, and one operand of a product.
+
+They lie so in one memory, so that joining them copies nothing. What moves them apart (a parameter that is replaced, a wrapper that keeps
+parameters elsewhere) costs a copy per call and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Split = Mapping[str, int] | Sequence[str]
+
+
+def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1) -> dict[str, int]:
+    """The sizes of the named parts, of this rank of `ranks`.
+
+    Args:
+        op: the name of the op, for errors.
+        size_name: what the parts are parts of, for errors.
+        parts: sizes by name, or names of parts of equal size. Underscores at the end of a name do not count.
+        size: of all parts on all ranks.
+        ranks: that have an equal share of each part.
+    """
+    if not parts or isinstance(parts, str) or not isinstance(parts, (Mapping, Sequence)):
+        raise ValueError(f"{op}: expected parameters_split to be names, or sizes by name, got {parts!r}. Name the parts in their order.")
+    given = list(parts)
+    if wrong := [name for name in given if not isinstance(name, str) or not name.rstrip("_").isidentifier()]:
+        raise ValueError(f"{op}: expected names in parameters_split that can be those of attributes, got {wrong[0]!r}. Use letters, digits and _.")
+    names = [name.rstrip("_") for name in given]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{op}: expected names in parameters_split that differ, got {', '.join(names)}. Rename one.")
+    if isinstance(parts, Mapping):
+        sizes = [parts[name] for name in given]
+    elif size % len(names):
+        raise ValueError(f"{op}: expected {size_name} that {len(names)} parts share evenly, got {size}. Give parameters_split as sizes by name.")
+    else:
+        sizes = [size // len(names)] * len(names)
+    if any(isinstance(each, bool) or not isinstance(each, int) or each <= 0 for each in sizes) or sum(sizes) != size:
+        raise ValueError(f"{op}: expected sizes in parameters_split > 0 that sum up to {size_name}, {size}, got {sizes}. Give those of the rows.")
+    if any(each % ranks for each in sizes):
+        raise ValueError(f"{op}: expected sizes in parameters_split that {ranks} ranks share evenly, got {sizes}. Use multiples of {ranks}.")
+    return {name: each // ranks for name, each in zip(names, sizes, strict=True)}
+
+
+def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether the parts lie one behind the other in one memory."""
+    first = parts[0]
+    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or not part.is_contiguous() or part.dtype != first.dtype for part in parts):
+        return False
+    memory, end = first.untyped_storage()._cdata, first.storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != memory or part.storage_offset() != end:
+            return False
+        end += part.numel()
+    return True
+
+
+class _Together(torch.autograd.Function):
+    """The memory of adjacent parts as one tensor, with a gradient for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [part.shape[0] for part in parts]
+        return parts[0].data.as_strided((sum(ctx.rows), *parts[0].shape[1:]), parts[0].stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads[0].split(ctx.rows)
+
+
+def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts as one tensor: their memory where they are adjacent, else a copy."""
+    if torch.compiler.is_compiling() or not are_adjacent(parts):
+        return torch.cat(list(parts))
+    joined: torch.Tensor = _Together.apply(*parts)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
+    """Gives plain parameters one memory, the parts one behind the other. They stay the same objects."""
+    present = [part for part in parts if part is not None and type(part) is torch.nn.Parameter]
+    first = present[0] if present else None
+    if first is None or len(present) != len(parts) or first.is_meta or are_adjacent(present):
+        return
+    if any(part.dtype != first.dtype or part.device != first.device or part.shape[1:] != first.shape[1:] for part in present):
+        return
+    with torch.no_grad():
+        memory = torch.cat([part.detach() for part in present])
+        for part, rows in zip(present, memory.split([part.shape[0] for part in present]), strict=True):
+            part.data = rows
+
+
+class JoinedMixin:
+    """For modules some of whose parameters are several tensors: `_joined` names these by the operand that they are."""
+
+    def _join(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        self.__dict__["_joined"] = dict(names)
+
+    def _parts_of(self, operand: str) -> list[torch.nn.Parameter | None]:
+        """The parameters that an operand is made of."""
+        return [getattr(self, name) for name in self.__dict__.get("_joined", {}).get(operand, (operand,))]
+
+    def _bring_together(self) -> None:
+        for operand in self.__dict__.get("_joined", {}):
+            bring_together(self._parts_of(operand))
+
+    def __getattr__(self, name: str) -> Any:
+        joined = self.__dict__.get("_joined")
+        if joined and name in joined:
+            return together([getattr(self, each) for each in joined[name]])
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+__all__ = ["JoinedMixin", "Split", "bring_together", "split_sizes", "together"]

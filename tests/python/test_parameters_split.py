@@ -1,0 +1,244 @@
+"""A Linear of several named weights: separate parameters and keys, one product, the numbers of the undivided one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support import randomize
+
+import tandem
+import tandem.ops as ops
+from tandem.ops.joined import are_adjacent, split_sizes
+
+RECIPES = [None, tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()]
+
+
+def pair(bias=True, split=("gate", "up"), **kwargs):
+    """A divided and an undivided Linear of the same numbers."""
+    whole = randomize(ops.Linear(64, 96, bias=bias, **kwargs))
+    parts = ops.Linear(64, 96, bias=bias, parameters_split=split, **kwargs)
+    with torch.no_grad():
+        parts.weight.copy_(whole.weight)
+        if bias:
+            parts.bias.copy_(whole.bias)
+    return whole, parts
+
+
+def grads_of(linear, operand):
+    named = dict(linear.named_parameters())
+    names = [operand] if operand in named else [name for name in named if name.endswith(f"_{operand}")]
+    return torch.cat([named[name].grad for name in names])
+
+
+def step(linear, x, grad, recipe=None):
+    x = x.detach().requires_grad_()
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = linear(x)
+    y.backward(grad)
+    return y, x.grad
+
+
+def test_parameters_and_keys_are_those_of_the_parts():
+    linear = ops.Linear(8, 12, parameters_split={"query_": 6, "key": 3, "value": 3})
+    names = ["query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"]
+    assert [name for name, _ in linear.named_parameters()] == list(linear.state_dict()) == names
+    assert linear.query_weight.shape == (6, 8) and linear.value_bias.shape == (3,)
+    assert linear.weight.shape == (12, 8) and linear.bias.shape == (12,)
+    assert "parameters_split={'query': 6, 'key': 3, 'value': 3}" in repr(linear)
+    assert isinstance(linear, torch.nn.Linear)
+    assert list(ops.Linear(8, 12, bias=False, parameters_split=["a", "b", "c"]).state_dict()) == ["a_weight", "b_weight", "c_weight"]
+
+
+def test_one_memory_and_one_product():
+    _, linear = pair()
+    assert are_adjacent([linear.gate_weight, linear.up_weight]) and are_adjacent([linear.gate_bias, linear.up_bias])
+    pipeline = ops.Sequential(linear)
+    pipeline(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    steps = [line.split()[0] for line in pipeline.explain().splitlines() if line.startswith("  ")]
+    assert steps.count("linear_bias:") == 1 and steps.count("basic_linear.grad_weight:") == 1
+    assert steps.count("join:") == 3, "weight and bias in forward, weight in backward"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("bias", [True, False])
+def test_numbers_are_those_of_the_undivided_one(recipe, bias):
+    whole, parts = pair(bias)
+    x, grad = torch.randn(32, 64), torch.randn(32, 96)
+    for _ in range(2):
+        expected, actual = step(whole, x, grad, recipe), step(parts, x, grad, recipe)
+        for a, b in zip(actual, expected, strict=True):
+            assert torch.equal(a, b)
+    for operand in ("weight", "bias")[: 1 + bias]:
+        assert torch.equal(grads_of(parts, operand), grads_of(whole, operand))
+
+
+def test_a_gated_unit_fuses_behind_it():
+    linear = ops.Linear(64, 96, bias=False, parameters_split=("gate", "up"))
+    mlp = ops.Sequential(ops.RMSNorm(64), linear, ops.SwiGLU(), ops.Linear(48, 64, bias=False))
+    x = torch.randn(16, 64, requires_grad=True)
+    y = mlp(x)
+    assert "linear_glu" in mlp.explain()
+    normed = torch.nn.functional.rms_norm(x, (64,), mlp[0].weight, 1e-5)
+    hidden = torch.nn.functional.silu(normed @ linear.gate_weight.t()) * (normed @ linear.up_weight.t())
+    torch.testing.assert_close(y, hidden @ mlp[3].weight.t(), atol=2e-5, rtol=1e-4)
+    mlp.verify(x)
+
+
+@pytest.mark.parametrize("moved", ["apart", "deepcopy", "pickle", "assigned", "float64", "to_empty"])
+def test_where_the_parts_lie_changes_no_number(moved):
+    whole, parts = pair()
+    if moved == "apart":
+        parts.gate_weight = torch.nn.Parameter(parts.gate_weight.detach().clone())
+    elif moved == "deepcopy":
+        parts = copy.deepcopy(parts)
+    elif moved == "pickle":
+        parts = pickle.loads(pickle.dumps(parts))
+    elif moved == "assigned":
+        parts.load_state_dict({name: value.clone() for name, value in parts.state_dict().items()}, assign=True)
+    elif moved == "float64":
+        whole, parts = whole.double(), parts.double()
+    else:
+        state = parts.state_dict()
+        parts = ops.Linear(64, 96, parameters_split=("gate", "up"), device="meta")
+        assert parts.weight.is_meta
+        parts.to_empty(device="cpu").load_state_dict(state)
+    assert are_adjacent([parts.gate_weight, parts.up_weight]) == (moved not in ("apart", "assigned"))
+    x, grad = torch.randn(8, 64, dtype=whole.weight.dtype), torch.randn(8, 96, dtype=whole.weight.dtype)
+    for a, b in zip(step(parts, x, grad), step(whole, x, grad), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(grads_of(parts, "weight"), grads_of(whole, "weight"))
+
+
+def test_made_on_the_meta_device_it_is_drawn_at_the_first_call():
+    linear = ops.Linear(64, 96, parameters_split=("gate", "up"), device="meta")
+    linear(torch.randn(4, 64)).sum().backward()
+    assert are_adjacent([linear.gate_weight, linear.up_weight])
+    assert 0 < linear.up_weight.abs().max() <= 1 / 8 and not linear.up_bias.any()
+
+
+def test_frozen_parts_get_no_gradient():
+    _, parts = pair()
+    parts.gate_weight.requires_grad_(False)
+    parts.up_bias.requires_grad_(False)
+    parts(torch.randn(4, 64)).sum().backward()
+    assert parts.gate_weight.grad is None and parts.up_bias.grad is None
+    assert parts.up_weight.grad is not None and parts.gate_bias.grad is not None
+
+
+def test_a_part_written_between_forward_and_backward_is_noticed():
+    _, parts = pair()
+    y = parts(torch.randn(4, 64, requires_grad=True))
+    with torch.no_grad():
+        parts.up_weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda recipe: type(recipe).__name__)
+def test_compiled_code_computes_the_same(recipe):
+    _, parts = pair()
+
+    def call(x):
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            return parts(x)
+
+    compiled = torch.compile(call, fullgraph=True)
+    x, grad = torch.randn(8, 64, requires_grad=True), torch.randn(8, 96)
+    y = compiled(x)
+    y.backward(grad)
+    grads = [grads_of(parts, "weight"), grads_of(parts, "bias"), x.grad]
+    parts.zero_grad()
+    x.grad = None
+    expected = call(x)
+    expected.backward(grad)
+    torch.testing.assert_close(y, expected)
+    for actual, eager in zip(grads, [grads_of(parts, "weight"), grads_of(parts, "bias"), x.grad], strict=True):
+        torch.testing.assert_close(actual, eager)
+
+
+def test_derivatives():
+    linear = ops.Linear(3, 4, parameters_split=("a", "b"), dtype=torch.float64)
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def function(x, *params):
+        names = [name for name, _ in linear.named_parameters()]
+        return torch.func.functional_call(linear, dict(zip(names, params, strict=True)), x)
+
+    assert torch.autograd.gradcheck(function, (x, *linear.parameters()))
+    hessian = torch.func.hessian(lambda x: function(x, *linear.parameters()).square().sum())(x.detach())
+    weight = linear.weight.detach()
+    torch.testing.assert_close(hessian[0, :, 0, :], 2 * weight.t() @ weight)
+
+
+def test_autocast_of_torch():
+    whole, parts = pair()
+    x, grad = torch.randn(8, 64), torch.randn(8, 96)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = step(parts, x, grad.bfloat16()), step(whole, x, grad.bfloat16())
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(grads_of(parts, "weight"), grads_of(whole, "weight"))
+
+
+def test_weight_and_bias_are_the_parts_as_one():
+    _, parts = pair()
+    torch.nn.init.constant_(parts.weight, 0.5)
+    parts.bias.data.fill_(0.25)
+    assert (parts.gate_weight == 0.5).all() and (parts.up_weight == 0.5).all() and (parts.up_bias == 0.25).all()
+    parts.weight.square().sum().backward()
+    assert torch.equal(parts.gate_weight.grad, 2 * parts.gate_weight) and torch.equal(parts.up_weight.grad, 2 * parts.up_weight)
+    (product, bias) = parts.basic_ops
+    assert torch.equal(product.weight, parts.weight) and torch.equal(bias.bias, parts.bias)
+    parts.reset_parameters()
+    assert parts.up_weight.std() > 0 and not parts.bias.any()
+
+
+def test_training_moves_the_parts_as_the_whole():
+    whole, parts = pair()
+    optimizers = [torch.optim.AdamW(linear.parameters(), lr=0.01) for linear in (whole, parts)]
+    x, grad = torch.randn(8, 64), torch.randn(8, 96)
+    for _ in range(3):
+        for linear, optimizer in zip((whole, parts), optimizers, strict=True):
+            step(linear, x, grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(parts.weight, whole.weight)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ((), r"Linear: expected parameters_split to be names, or sizes by name, got \(\)\. Name the parts in their order\."),
+        ("qkv", "Linear: expected parameters_split to be names, or sizes by name, got 'qkv'"),
+        (("a", ""), "Linear: expected names in parameters_split that can be those of attributes, got ''. Use letters, digits and _."),
+        (("a", "a_"), "Linear: expected names in parameters_split that differ, got a, a. Rename one."),
+        (("a", "b", "c", "d", "e"), "Linear: expected out_features that 5 parts share evenly, got 12. Give parameters_split as sizes by name."),
+        ({"a": 5, "b": 6}, r"Linear: expected sizes in parameters_split > 0 that sum up to out_features, 12, got \[5, 6\]. Give those of the rows."),
+        ({"a": 12, "b": 0}, "Linear: expected sizes in parameters_split > 0"),
+    ],
+)
+def test_splits_that_are_none(split, message):
+    with pytest.raises(ValueError, match=message):
+        ops.Linear(8, 12, parameters_split=split)
+
+
+def test_ranks_share_each_part():
+    assert split_sizes("Linear", "out_features", {"q": 8, "k": 4}, 12, ranks=2) == {"q": 4, "k": 2}
+    with pytest.raises(ValueError, match=r"Linear: expected sizes in parameters_split that 2 ranks share evenly, got \[7, 5\]. Use multiples of 2."):
+        split_sizes("Linear", "out_features", {"q": 7, "k": 5}, 12, ranks=2)
+
+
+def test_no_main_grad():
+    with pytest.raises(ValueError, match="Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad"):
+        ops.Linear(8, 12, parameters_split=("a", "b"), accumulate_into_main_grad=True)
+
+
+def test_parts_that_do_not_fit():
+    linear = ops.Linear(8, 12, parameters_split=("a", "b"))
+    linear.a_weight = torch.nn.Parameter(torch.randn(6, 7))
+    with pytest.raises(ValueError, match=r"join: expected parts of one parameter that differ in their first size at most, got \[6, 7\] and \[6, 8\]"):
+        linear(torch.randn(2, 8))
+    linear.a_weight = torch.nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
+    with pytest.raises(TypeError, match="0.basic_linear: expected the parts of a parameter in one dtype, got float64 and float32"):
+        linear(torch.randn(2, 8))
