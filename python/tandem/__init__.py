@@ -33,7 +33,18 @@ from tandem._quantize import (  # noqa: E402
 )
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
-from tandem.modules import LayerNormLinear, LayerNormMLP  # noqa: E402
+from tandem.modules import (  # noqa: E402
+    InferenceParams,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+)
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
@@ -43,8 +54,16 @@ __all__ = [
     "MXFP8Quantizer",
     "QuantizedTensor",
     "Quantizer",
+    "InferenceParams",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "Verification",
     "__version__",
     "autocast",

@@ -202,10 +202,15 @@ def test_what_is_drawn() -> None:
 
 
 REFUSED = [
-    (tandem.LayerNormLinear, {"parameters_split": ("q", "k")}, r"LayerNormLinear: expected parameters_split=None, got \('q', 'k'\)\. This version"),
+    (tandem.LayerNormLinear, {"parameters_split": ("q", "k", "v")}, r"LayerNormLinear: expected out_features that 3 parts share evenly, got 4"),
+    (
+        tandem.Linear,
+        {"parameters_split": ("q", "k"), "fuse_wgrad_accumulation": True},
+        r"Linear: expected fuse_wgrad_accumulation=False with parameters_split, as a product adds to one main_grad, got True\. Build one module",
+    ),
     *[
         (cls, {name: value}, rf"{cls.__name__}: expected {name}=(None|False), got .*\. This version knows the default only")
-        for cls in (tandem.LayerNormLinear, tandem.LayerNormMLP)
+        for cls in (tandem.Linear, tandem.LayerNormLinear, tandem.LayerNormMLP)
         for name, value in {
             "get_rng_state_tracker": print,
             "symmetric_ar_type": "one_shot",

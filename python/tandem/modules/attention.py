@@ -1,0 +1,441 @@
+"""`MultiheadAttention`: a norm and the projection to queries, keys and values as one pipeline, torch's attention, the projection behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tandem import ops
+from tandem.modules.base import Init
+from tandem.modules.layer_norm_linear import LayerNormLinear
+from tandem.modules.linear import Linear
+from tandem.modules.norm import LayerNorm, RMSNorm
+from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.linear import share
+
+Window = tuple[int, int]
+
+_FORMATS = ("sbhd", "bshd")
+_MASKS = ("no_mask", "causal", "padding", "padding_causal", "causal_bottom_right", "arbitrary")
+_QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of rotary position embedding: position p and pair i of `dim` / 2 give p / rotary_base^(2 i / dim).
+
+    >>> import tandem
+    >>> tandem.RotaryPositionEmbedding(64)(128).shape
+    torch.Size([128, 1, 1, 64])
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        """Makes the frequencies.
+
+        Args:
+            dim: features of a head.
+            rotary_percent: the share of these that is rotated, the first ones.
+            seq_len_interpolation_factor: positions are divided by it, once there are more than the model was trained with; None: 1.
+            pretrained_max_position_embeddings: how many positions the model was trained with; None: positions are divided always.
+            rotary_base: the base of the frequencies.
+            interleaved: whether features 2 i and 2 i + 1 are a pair, rather than i and i + `dim` / 2.
+        """
+        super().__init__()
+        rotated = int(positive("RotaryPositionEmbedding", "dim", dim) * rotary_percent)
+        if rotated % 2 or not 0 < rotated <= dim:
+            raise ValueError(f"RotaryPositionEmbedding: expected an even number of features to rotate, up to dim, got {rotated}. Change rotary_percent.")
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = flag("RotaryPositionEmbedding", "interleaved", interleaved)
+        self.register_buffer("inv_freq", rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """The angles of positions `offset` to `offset + max_seq_len`, float32 [max_seq_len, 1, 1, features that are rotated]."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
+        trained = self.pretrained_max_position_embeddings
+        if self.seq_len_interpolation_factor is not None and (trained is None or max_seq_len > trained):
+            positions = positions / self.seq_len_interpolation_factor
+        angles = torch.outer(positions, self.inv_freq)
+        both = torch.stack((angles, angles), -1).flatten(-2) if self.interleaved else torch.cat((angles, angles), -1)
+        return both[:, None, None, :]
+
+
+def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd", interleaved: bool = False) -> torch.Tensor:
+    """Rotates pairs of features of `t` by `freqs`, in float32; the result has the dtype of `t`.
+
+    Args:
+        t: [sequence, batch, heads, features], or with "bshd" [batch, sequence, heads, features].
+        freqs: [at least sequence, 1, 1, features that are rotated], as `RotaryPositionEmbedding` gives it.
+        tensor_format: "sbhd" or "bshd".
+        interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
+    """
+    _check_format("apply_rotary_pos_emb", "tensor_format", tensor_format)
+    length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+    if freqs.shape[0] < length or freqs.shape[-1] > t.shape[-1]:
+        raise ValueError(
+            f"apply_rotary_pos_emb: expected freqs of at least {length} positions and at most {t.shape[-1]} features, got {tuple(freqs.shape)}. "
+            "Make them for the sequence."
+        )
+    angles = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
+    turned, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
+    if interleaved:
+        pairs = turned.unflatten(-1, (-1, 2))
+        partner = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        partner = torch.cat((-second, first), -1)
+    result = (turned * angles.cos() + partner * angles.sin()).to(t.dtype)
+    return torch.cat((result, rest), -1) if rest.shape[-1] else result
+
+
+class InferenceParams:
+    """Keys and values of a sequence that is generated, by layer.
+
+    >>> import torch, tandem
+    >>> layer = tandem.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, layer_number=1).eval()
+    >>> x, cache = torch.randn(6, 1, 32), tandem.InferenceParams(1, 8)
+    >>> with torch.no_grad():
+    ...     pieces = []
+    ...     for piece in x.split([4, 1, 1]):
+    ...         pieces.append(layer(piece, inference_params=cache))
+    ...         cache.sequence_len_offset += len(piece)
+    ...     torch.allclose(torch.cat(pieces), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        """Makes room for nothing yet: each layer does at its first call.
+
+        Args:
+            max_batch_size: how many sequences there may be.
+            max_sequence_length: how long they may become.
+        """
+        self.max_batch_size = positive("InferenceParams", "max_batch_size", max_batch_size)
+        self.max_sequence_length = positive("InferenceParams", "max_sequence_length", max_sequence_length)
+        self.sequence_len_offset = 0  # positions that are there already; who generates moves it on, once per step
+        self.batch_size_offset = 0
+        self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def swap_key_value_dict(self, batch_indices: torch.Tensor) -> None:
+        """Reorders the sequences, as a beam search does."""
+        for layer, (key, value) in self.key_value_memory_dict.items():
+            self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
+
+    def step(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far."""
+        begin, end = self.sequence_len_offset, self.sequence_len_offset + key.shape[0]
+        first, last = self.batch_size_offset, self.batch_size_offset + key.shape[1]
+        if end > self.max_sequence_length or last > self.max_batch_size:
+            raise ValueError(
+                f"InferenceParams: expected at most {self.max_sequence_length} positions of {self.max_batch_size} sequences, got {end} of {last}. "
+                "Make it larger."
+            )
+        if layer not in self.key_value_memory_dict:
+            sizes = self.max_sequence_length, self.max_batch_size
+            self.key_value_memory_dict[layer] = key.new_zeros(*sizes, *key.shape[2:]), value.new_zeros(*sizes, *value.shape[2:])
+        memory = self.key_value_memory_dict[layer]
+        for kept, new in zip(memory, (key, value), strict=True):
+            kept[begin:end, first:last] = new.detach()
+        return memory[0][:end, first:last], memory[1][:end, first:last]
+
+
+class MultiheadAttention(torch.nn.Module):
+    """y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, the attention torch's `scaled_dot_product_attention`.
+
+    Names of parameters are TransformerEngine's: `layernorm_qkv` (or `qkv`, without a norm), with `query_weight`, `key_weight` and
+    `value_weight` or, with `fuse_qkv_params`, one `weight`; `proj`; `q_norm` and `k_norm`.
+
+    >>> import torch, tandem
+    >>> attention = tandem.MultiheadAttention(32, 4, num_gqa_groups=2, attention_dropout=0, bias=False)
+    >>> attention(torch.randn(5, 2, 32)).shape, [*attention.state_dict()]
+    (torch.Size([5, 2, 32]), ['qkv.query_weight', 'qkv.key_weight', 'qkv.value_weight', 'proj.weight'])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Any = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        rotary_pos_interleaved: bool = False,
+    ) -> None:
+        """Makes the projections.
+
+        Args:
+            hidden_size: features of x and y.
+            num_attention_heads: heads of queries, over all ranks.
+            kv_channels: features of a head; None: hidden_size / num_attention_heads.
+            attention_dropout: probability with which, in training, a weight of the attention becomes zero.
+            layernorm_epsilon, normalization, zero_centered_gamma: of the norm, as for `LayerNormLinear`.
+            init_method, output_layer_init_method: draw the weights before and behind the attention; None: as for `Linear`.
+            layer_number: under which `InferenceParams` keeps keys and values.
+            attn_mask_type: "causal": a position sees none behind it; "causal_bottom_right": the same, the last of each at one place; "padding" and
+                "arbitrary": those that `attention_mask` leaves; "padding_causal": both; "no_mask": all.
+            window_size: None or (-1, -1), with a causal mask (-1, 0): no other value is known yet.
+            tp_group, tp_size, sequence_parallel: with `set_parallel_mode`, as for `Linear`: ranks share the heads.
+            num_gqa_groups: heads of keys and values; None: as many as of queries.
+            fuse_wgrad_accumulation: as for `Linear`, with `fuse_qkv_params`.
+            params_dtype, device: of the parameters.
+            return_bias: whether the bias of the projection behind the attention is not added but returned.
+            return_layernorm_output: with `input_layernorm`, whether its output is returned too, as the last.
+            input_layernorm: whether a norm comes first.
+            attention_type: "self"; no other value is known yet.
+            set_parallel_mode: whether the ranks of `tp_group` compute together.
+            fuse_qkv_params: whether queries, keys and values have one weight.
+            qkv_weight_interleaved: whether that weight has the heads of each group of keys together, and not all queries first.
+            bias: whether the projections have biases.
+            qkv_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
+            qk_norm_type: what goes over the features of each head of queries and keys: "RMSNorm", "LayerNorm", "L2Normalization" or None.
+            qk_norm_eps: of these.
+            qk_norm_before_rope: whether they come before rotary position embedding.
+            rotary_pos_interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
+            name, seq_length, micro_batch_size: not used.
+            get_rng_state_tracker: None; no other value is known yet.
+        """
+        super().__init__()
+        op = self._get_name()
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, "self", attention_type=attention_type)
+        heads = positive(op, "num_attention_heads", num_attention_heads)
+        groups = heads if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
+        if heads % groups:
+            raise ValueError(f"{op}: expected num_gqa_groups that divides the {heads} attention heads, got {groups}. Use a divisor.")
+        if kv_channels is None and hidden_size % heads:
+            raise ValueError(f"{op}: expected hidden_size that {heads} heads share evenly, got {hidden_size}. Give kv_channels.")
+        self.channels = positive(op, "hidden_size", hidden_size) // heads if kv_channels is None else positive(op, "kv_channels", kv_channels)
+        _check_format(op, "qkv_format", qkv_format)
+        _check_mask(op, attn_mask_type)
+        check_window(op, window_size, attn_mask_type)
+        together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
+        ranks = tp_group.size() if together else 1
+        self.num_heads = share(op, "num_attention_heads", heads, ranks)
+        self.num_groups = share(op, "num_gqa_groups", groups, ranks)
+        self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
+        self.attention_dropout = float(attention_dropout)
+        self.return_bias, self.input_layernorm = flag(op, "return_bias", return_bias), flag(op, "input_layernorm", input_layernorm)
+        self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output) and self.input_layernorm
+        self.is_interleaved = flag(op, "fuse_qkv_params", fuse_qkv_params) and flag(op, "qkv_weight_interleaved", qkv_weight_interleaved)
+        self.qk_norm_before_rope = flag(op, "qk_norm_before_rope", qk_norm_before_rope)
+        self.rotary_pos_interleaved = flag(op, "rotary_pos_interleaved", rotary_pos_interleaved)
+        shared: dict[str, Any] = {
+            "tp_group": tp_group if together else None,
+            "tp_size": ranks,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        query, key = heads * self.channels, groups * self.channels
+        first: dict[str, Any] = {
+            **shared,
+            "init_method": init_method,
+            "parallel_mode": "column" if together else None,
+            "parameters_split": None if fuse_qkv_params else {"query": query, "key": key, "value": key},
+        }
+        if self.input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                query + 2 * key,
+                eps=layernorm_epsilon,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                return_layernorm_output=return_layernorm_output,
+                **first,
+            )
+        else:
+            self.qkv = Linear(hidden_size, query + 2 * key, **first)
+        self.q_norm, self.k_norm = self._qk_norms(op, qk_norm_type, qk_norm_eps, params_dtype, device)
+        self.proj = Linear(
+            query,
+            hidden_size,
+            init_method=output_layer_init_method,
+            parallel_mode="row" if together else None,
+            return_bias=return_bias,
+            **shared,
+        )
+
+    def _qk_norms(
+        self, op: str, kind: str | None, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            return ops.L2Normalization(eps=eps), ops.L2Normalization(eps=eps)
+        if kind not in _QK_NORMS:
+            raise ValueError(f'{op}: expected qk_norm_type None, "RMSNorm", "LayerNorm" or "L2Normalization", got {kind!r}. Name one of them.')
+        made = [_QK_NORMS[kind](self.channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2)]
+        return made[0], made[1]
+
+    def _heads(self, mixed: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values, each [.., .., heads, features]."""
+        per_group = self.num_heads // self.num_groups
+        if self.is_interleaved:
+            parts = mixed.unflatten(-1, (self.num_groups, per_group + 2, self.channels)).split([per_group, 1, 1], -2)
+            return [part.flatten(-3, -2) for part in parts]
+        query, key = self.num_heads * self.channels, self.num_groups * self.channels
+        return [part.unflatten(-1, (-1, self.channels)) for part in mixed.split([query, key, key], -1)]
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+    def _rotated(self, query: torch.Tensor, key: torch.Tensor, rotary_pos_emb: Any, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if rotary_pos_emb is None:
+            return query, key
+        of_both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        turn = lambda t, freqs: apply_rotary_pos_emb(t, freqs[offset:], self.qkv_format, self.rotary_pos_interleaved)  # noqa: E731
+        return turn(query, of_both[0]), turn(key, of_both[1])
+
+    def context(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        rotary_pos_emb: Any = None,
+        inference_params: InferenceParams | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the projection behind the attention reads, and the output of the norm if it is returned."""
+        outputs = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states)
+        mixed, normed = outputs if isinstance(outputs, tuple) else (outputs, None)
+        query, key, value = self._heads(mixed)
+        offset = 0 if inference_params is None else inference_params.sequence_len_offset
+        if self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        query, key = self._rotated(query, key, rotary_pos_emb, offset)
+        if not self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        is_sbhd = self.qkv_format == "sbhd"
+        if inference_params is not None:
+            key, value = self._cached(key, value, inference_params)
+        by_head = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (query, key, value)]
+        y = self._attend(by_head, attention_mask, attn_mask_type or self.attn_mask_type, offset)
+        return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
+
+    def _cached(self, key: torch.Tensor, value: torch.Tensor, params: InferenceParams) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.layer_number is None:
+            raise ValueError(f"{self._get_name()}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
+        if self.qkv_format == "sbhd":
+            return params.step(self.layer_number, key, value)
+        key, value = params.step(self.layer_number, key.transpose(0, 1), value.transpose(0, 1))
+        return key.transpose(0, 1), value.transpose(0, 1)
+
+    def _attend(self, by_head: list[torch.Tensor], masked: torch.Tensor | None, mask_type: str, offset: int) -> torch.Tensor:
+        _check_mask(self._get_name(), mask_type)
+        query, key, value = by_head
+        rows, columns = query.shape[-2], key.shape[-2]
+        is_causal = "causal" in mask_type
+        if (mask_type.startswith("padding") or mask_type == "arbitrary") != (masked is not None):
+            got = "none" if masked is None else "one"
+            raise ValueError(
+                f'{self._get_name()}: expected an attention_mask with the mask types "padding", "padding_causal" and "arbitrary" and with no other, '
+                f"got {got} with {mask_type!r}. True in it leaves a position out."
+            )
+        seen = None if masked is None else ~masked
+        # torch's own causal mask has the first positions at one place.
+        diagonal = offset or (columns - rows if mask_type == "causal_bottom_right" else 0)
+        if is_causal and (seen is not None or diagonal):
+            causal = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(diagonal)
+            seen = causal if seen is None else seen & causal
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=seen,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=is_causal and seen is None,
+            enable_gqa=self.num_heads != self.num_groups,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        rotary_pos_emb: Any = None,
+        inference_params: InferenceParams | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """y, then the bias if it is not added, then the output of the norm if it was asked for.
+
+        Args:
+            hidden_states: x, as `qkv_format` says.
+            attention_mask: of booleans that broadcast to [batch, heads, positions, positions of keys]: True leaves one out.
+            attn_mask_type: instead of that of the constructor.
+            window_size: as for the constructor.
+            rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
+            inference_params: keys and values of earlier positions.
+            is_first_microbatch: not used: whether codes of a weight are stale is seen.
+        """
+        check_window(self._get_name(), window_size, attn_mask_type or self.attn_mask_type)
+        context, normed = self.context(hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params)
+        outputs = self.proj(context)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if normed is not None:
+            outputs = (*outputs, normed)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _check_format(op: str, name: str, value: str) -> None:
+    if value not in _FORMATS:
+        raise ValueError(f'{op}: expected {name} "sbhd" or "bshd", got {value!r}. Say which dimension comes first.')
+
+
+def _check_mask(op: str, mask_type: str) -> None:
+    if mask_type not in _MASKS:
+        raise ValueError(f"{op}: expected attn_mask_type to be one of {', '.join(_MASKS)}, got {mask_type!r}. Name one of them.")
+
+
+def check_window(op: str, window: Window | None, mask_type: str) -> None:
+    """Raises where a window is asked for that leaves more out than the mask does."""
+    allowed = (None, (-1, -1), (-1, 0)) if "causal" in mask_type else (None, (-1, -1))
+    if (None if window is None else tuple(window)) not in allowed:
+        raise NotImplementedError(f"{op}: expected window_size {allowed[-1]} or None, got {window}. Leave positions out with attention_mask.")
+
+
+__all__ = ["InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_window"]

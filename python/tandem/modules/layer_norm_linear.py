@@ -1,0 +1,133 @@
+"""`LayerNormLinear`: a norm and a product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem.modules.base import Init, NormedModule
+from tandem.modules.linear import Sizes, sharded_dimensions, split_repr
+from tandem.ops.arguments import Fixed, at_default
+
+class LayerNormLinear(NormedModule):
+    """y = norm(x) weight^T + bias, as one pipeline.
+
+    The parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`; state dicts of TransformerEngine are read as they are.
+
+    >>> import torch, tandem
+    >>> layer = tandem.LayerNormLinear(8, 4, normalization="RMSNorm")
+    >>> layer(torch.randn(2, 8)).shape, [*layer.state_dict()]
+    (torch.Size([2, 4]), ['layer_norm_weight', 'weight', 'bias'])
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    parallel_mode = Fixed()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Makes a norm that neither scales nor shifts, a product whose weight is drawn, and a bias of zeros.
+
+        Args:
+            in_features: size of the last dimension of x, over all ranks.
+            out_features: size of the last dimension of y, over all ranks.
+            eps: of the norm, as for `ops.RMSNorm`.
+            sequence_parallel: with a `parallel_mode`: the ranks share the first dimension outside.
+            fuse_wgrad_accumulation: whether the gradient of `weight` is added to `weight.main_grad`, as `ops.BasicLinear` says.
+            tp_group: the ranks that share the weight; None: no rank knows of another.
+            tp_size: 1, or with `tp_group`, whose size counts.
+            init_method: draws the weight, in place; None: from the normal distribution with a deviation of 0.023.
+            bias: whether there is one; False: `bias` is None.
+            normalization: "LayerNorm" or "RMSNorm".
+            return_bias: whether the bias is not added but returned, behind y.
+            params_dtype: of the parameters; None: `torch.get_default_dtype()`.
+            parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
+                features, and the bias is added behind the sum over ranks.
+            return_layernorm_output: whether the output of the norm is returned too, as the last.
+            return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output is the rows of all ranks.
+            zero_centered_gamma: whether the norm's factor is 1 + weight rather than weight.
+            device: where the parameters are made; None: torch's default device.
+            ub_name, name: not used.
+            parameters_split: as for `Linear`.
+            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
+        """
+        op = self._get_name()
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
+        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad, delay_wgrad_compute=delay_wgrad_compute)
+        sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
+        torch.nn.Module.__init__(self)
+        sizes.give(self)
+        self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
+        behind = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, params_dtype)
+        self._build(
+            self._norm_and(sizes.columns, eps, zero_centered_gamma, params_dtype, sizes.before, behind),
+            bias=bias,
+            return_bias=return_bias,
+            inits=sizes.inits(init_method),
+            result_bias=("bias", sizes.bias_rows()),
+            device=device,
+            dtype=params_dtype,
+        )
+
+    def _sharded_dimensions(self) -> dict[str, int]:
+        return sharded_dimensions(self)
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        _run: Any = None,
+    ) -> Any:
+        """y, then the bias if it is not added, then the output of the norm if it was asked for.
+
+        Args:
+            inp: x.
+            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            fp8_output, fp8_grad: False; no other value is known yet.
+        """
+        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return self._outputs(inp, _run)
+
+    def extra_repr(self) -> str:
+        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}, normalization={self.normalization}{parallel}{split_repr(self)}"
+
+
+LayerNormLinear._library_forward = LayerNormLinear.forward  # so that containers take the parts into their pipelines
+
+__all__ = ["LayerNormLinear"]

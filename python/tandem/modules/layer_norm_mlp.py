@@ -1,0 +1,152 @@
+"""`LayerNormMLP`: a norm, and two products with an activation between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem import _C
+from tandem.modules.base import Init, NormedModule, Parts, check_group
+from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.library import class_of
+from tandem.ops.linear import BasicLinear, Bias, collectives, share
+from tandem.ops.signature import signature_of
+
+class LayerNormMLP(NormedModule):
+    """y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias, as one pipeline.
+
+    The parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`; state dicts of
+    TransformerEngine are read as they are.
+
+    >>> import torch, tandem
+    >>> mlp = tandem.LayerNormMLP(8, 16, activation="swiglu", normalization="RMSNorm", bias=False)
+    >>> mlp(torch.randn(2, 8)).shape, {name: tuple(value.shape) for name, value in mlp.state_dict().items()}
+    (torch.Size([2, 8]), {'layer_norm_weight': (8,), 'fc1_weight': (32, 8), 'fc2_weight': (8, 16)})
+    """
+
+    fc1_weight: torch.nn.Parameter
+    fc1_bias: torch.nn.Parameter | None
+    fc2_weight: torch.nn.Parameter
+    fc2_bias: torch.nn.Parameter | None
+    activation, set_parallel_mode = Fixed(), Fixed()
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: Init | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        """Makes a norm that neither scales nor shifts, two products whose weights are drawn, and biases of zeros.
+
+        Args:
+            hidden_size: size of the last dimension of x and y.
+            ffn_hidden_size: size of the last dimension behind the activation, over all ranks.
+            eps, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, normalization, params_dtype, device: as for `LayerNormLinear`.
+            zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: likewise.
+            return_bias: whether `fc2_bias` is not added but returned, behind y.
+            init_method, output_layer_init_method: draw the first and the second weight; None: as for `LayerNormLinear`.
+            bias: whether there are biases.
+            activation: an activation or gated unit of docs/ops.md; before a gated unit there are twice as many features.
+            set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel
+                with its bias behind the sum over ranks. False: a rank computes with its part alone.
+            seq_length, micro_batch_size, name: not used.
+            activation_params: arguments of the class of the activation, such as {"limit": 5.0} for "clamped_swiglu".
+            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            checkpoint, delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
+        """
+        op = self._get_name()
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
+        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
+        at_default(op, False, delay_wgrad_compute=delay_wgrad_compute, checkpoint=checkpoint)
+        families = {kind: signature_of(kind).family for kind in _C.op_names()}
+        if families.get(activation) not in ("activation", "glu"):
+            known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
+            raise ValueError(f"{op}: expected activation to be one of {known}, got {activation!r}. Name one of them.")
+        check_group(op, tp_group, tp_size)
+        sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
+        together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
+        before, _, size = collectives(op, "column" if together else None, tp_group, sequence_parallel)
+        _, after, _ = collectives(op, "row" if together else None, tp_group, sequence_parallel)
+        size = tp_group.size() if tp_group is not None else size
+        hidden = positive(op, "hidden_size", hidden_size)
+        inner = share(op, "ffn_hidden_size", positive(op, "ffn_hidden_size", ffn_hidden_size), size)
+        wide = 2 * inner if families[activation] == "glu" else inner
+
+        made: dict[str, Any] = {"device": "meta", "dtype": params_dtype}
+        into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        first = BasicLinear(hidden, wide, accumulate_into_main_grad=into_main_grad, **made)
+        second = BasicLinear(inner, hidden, accumulate_into_main_grad=into_main_grad, **made)
+        first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
+        second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
+        behind: Parts = [
+            *[(first, {"weight": "fc1_weight"}), *first_bias, (class_of(activation)(**(activation_params or {})), {})],
+            *[(second, {"weight": "fc2_weight"}), *[(part, {}) for part in after], *second_bias],
+        ]
+
+        torch.nn.Module.__init__(self)
+        self.hidden_size, self.size_per_partition, self.activation = hidden, inner, activation
+        self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, size, sequence_parallel and size > 1
+        self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
+        self._build(
+            self._norm_and(hidden, eps, zero_centered_gamma, params_dtype, before, behind),
+            bias=bias,
+            return_bias=return_bias,
+            inits={"fc1_weight": init_method, "fc2_weight": output_layer_init_method},
+            result_bias=("fc2_bias", {"fc2_bias": hidden}),
+            device=device,
+            dtype=params_dtype,
+        )
+
+    def _sharded_dimensions(self) -> dict[str, int]:
+        return {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1} if self.tp_size > 1 else {}
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _run: Any = None) -> Any:  # type: ignore[override]
+        """y, then `fc2_bias` if it is not added, then the output of the norm if it was asked for.
+
+        Args:
+            inp: x.
+            is_first_microbatch: as for `LayerNormLinear`.
+        """
+        self._check_call(is_first_microbatch)
+        return self._outputs(inp, _run)
+
+    def extra_repr(self) -> str:
+        parallel = f", tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        sizes = f"{self.hidden_size}, {self.size_per_partition * self.tp_size}"
+        return f"{sizes}, bias={self.use_bias}, normalization={self.normalization}, activation={self.activation}{parallel}"
+
+
+LayerNormMLP._library_forward = LayerNormMLP.forward  # so that containers take the parts into their pipelines
+
+__all__ = ["LayerNormMLP"]

@@ -1,0 +1,211 @@
+"""`Linear`: a product with TransformerEngine's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tandem.modules.base import Init, Module, Parts, Rows, check_group, linear_parts, names_of, refuse_main_grad
+from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.joined import Split, split_sizes
+from tandem.ops.linear import collectives, share
+
+
+class Sizes:
+    """What a rank has of a product, and what stands around it."""
+
+    def __init__(
+        self,
+        op: str,
+        in_features: int,
+        out_features: int,
+        parallel_mode: str | None,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        parameters_split: Split | None,
+    ) -> None:
+        """Checks the arguments of a module named `op`, which are those of `Linear`."""
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
+        check_group(op, tp_group, tp_size)
+        sequence_parallel = flag(op, "sequence_parallel", sequence_parallel)
+        mode = parallel_mode if tp_group is not None else None
+        self.before, self.after, self.ranks = collectives(op, mode, tp_group, sequence_parallel)
+        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.ranks > 1
+        self.columns, self.rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
+        self.split: Rows | None = None
+        if parameters_split is not None:
+            self.split = split_sizes(op, "out_features", parameters_split, self.rows, self.ranks if parallel_mode == "column" else 1)
+        if parallel_mode == "column":
+            self.rows = share(op, "out_features", self.rows, self.ranks)
+        elif parallel_mode == "row":
+            self.columns = share(op, "in_features", self.columns, self.ranks)
+
+    def give(self, module: Any) -> None:
+        """Makes them attributes of the module, as TransformerEngine has them."""
+        module.in_features, module.out_features = self.columns, self.rows  # of this rank
+        module.parallel_mode, module.tp_size, module.sequence_parallel = self.parallel_mode, self.ranks, self.sequence_parallel
+        module.parameters_split = self.split
+
+    def parts(self, op: str, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool, dtype: torch.dtype | None) -> Parts:
+        """The product and what is behind it."""
+        into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        if into_main_grad and self.split is not None:
+            refuse_main_grad(op)
+        return linear_parts(
+            self.rows,
+            self.columns,
+            split=self.split,
+            has_bias=bool(bias) and not return_bias,
+            into_main_grad=into_main_grad,
+            before_bias=self.after,
+            dtype=dtype,
+        )
+
+    def inits(self, init_method: Init | None) -> dict[str, Init | None]:
+        """What draws each weight."""
+        return dict.fromkeys(self._rows_of("weight"), init_method)
+
+    def bias_rows(self) -> Rows:
+        """The parts of the bias."""
+        return self._rows_of("bias")
+
+    def _rows_of(self, operand: str) -> Rows:
+        names = names_of(operand, self.split)
+        return names if isinstance(names, Mapping) else {names: self.rows}
+
+
+def sharded_dimensions(module: Any) -> dict[str, int]:
+    """The dimension of each parameter of a product of which a rank holds a part."""
+    if module.tp_size == 1:
+        return {}
+    names = {operand: names_of(operand, module.parameters_split) for operand in ("weight", "bias")}
+    each = {operand: [ours] if isinstance(ours, str) else [*ours] for operand, ours in names.items()}
+    if module.parallel_mode == "column":
+        return dict.fromkeys([*each["weight"], *each["bias"]], 0)
+    return dict.fromkeys(each["weight"], 1)
+
+
+def split_repr(module: Any) -> str:
+    """What `extra_repr` says of the parts."""
+    return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
+
+
+class Linear(Module):
+    """y = x weight^T + bias, as one pipeline.
+
+    The parameters are `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part; state dicts of TransformerEngine are read as
+    they are. `ops.Linear` is the same with the arguments of `transformer_engine.pytorch.ops`.
+
+    >>> import torch, tandem
+    >>> qkv = tandem.Linear(8, 12, parameters_split={"query": 8, "key": 2, "value": 2}, bias=False)
+    >>> qkv(torch.randn(2, 8)).shape, [*qkv.state_dict()]
+    (torch.Size([2, 12]), ['query_weight', 'key_weight', 'value_weight'])
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    parallel_mode, parameters_split = Fixed(), Fixed()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Split | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Makes a product whose weight is drawn, and a bias of zeros.
+
+        Args:
+            in_features: size of the last dimension of x, over all ranks.
+            out_features: size of the last dimension of y, over all ranks.
+            sequence_parallel: with a `parallel_mode`: the ranks share the first dimension outside.
+            fuse_wgrad_accumulation: whether the gradient of `weight` is added to `weight.main_grad`, as `ops.BasicLinear` says.
+            tp_group: the ranks that share the weight; None: no rank knows of another.
+            tp_size: 1, or with `tp_group`, whose size counts.
+            init_method: draws the weight, in place, each part by itself; None: from the normal distribution with a deviation of 0.023.
+            bias: whether there is one; False: `bias` is None.
+            return_bias: whether the bias is not added but returned, behind y.
+            params_dtype: of the parameters; None: `torch.get_default_dtype()`.
+            parallel_mode: "column": each rank holds a part of the output features, and gives these; "row": each holds a part of the input
+                features, and the bias is added behind the sum over ranks.
+            parameters_split: the output features as parts, in order: their sizes over all ranks by name, or names of parts of equal size. Each
+                has parameters of its own, in one memory behind each other: they run as one product, without a copy.
+            device: where the parameters are made; None: torch's default device.
+            save_original_input: not used: an input is kept as it is, and its codes are made again where that gives the same bits.
+            rng_tracker_name, ub_name, name: not used.
+            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
+        """
+        op = self._get_name()
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
+        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad, delay_wgrad_compute=delay_wgrad_compute)
+        flag(op, "save_original_input", save_original_input)
+        sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
+        torch.nn.Module.__init__(self)
+        sizes.give(self)
+        self._build(
+            [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, params_dtype)],
+            bias=bias,
+            return_bias=return_bias,
+            inits=sizes.inits(init_method),
+            result_bias=("bias", sizes.bias_rows()),
+            device=device,
+            dtype=params_dtype,
+        )
+
+    def _sharded_dimensions(self) -> dict[str, int]:
+        return sharded_dimensions(self)
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        _run: Any = None,
+    ) -> Any:
+        """y, then the bias if it is not added.
+
+        Args:
+            inp: x.
+            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            fp8_output, fp8_grad: False; no other value is known yet.
+        """
+        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return self._outputs(inp, _run)
+
+    def extra_repr(self) -> str:
+        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}{split_repr(self)}"
+
+
+Linear._library_forward = Linear.forward  # so that containers take the parts into their pipelines
+
+__all__ = ["Linear", "Sizes", "sharded_dimensions", "split_repr"]

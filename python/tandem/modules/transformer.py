@@ -1,0 +1,197 @@
+"""`TransformerLayer`: attention and MLP with their residuals. From the attention's result on it is one pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from tandem import ops
+from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_window
+from tandem.modules.base import Init
+from tandem.modules.layer_norm_mlp import LayerNormMLP
+from tandem.modules.norm import LayerNorm, RMSNorm
+from tandem.ops.arguments import at_default
+
+
+class TransformerLayer(torch.nn.Module):
+    """h = x + dropout(attention(norm(x))), y = h + dropout(mlp(norm(h))).
+
+    Two pipelines with torch's attention between: the norm and the projection to queries, keys and values; and the projection behind the
+    attention, dropout, residual, norm, MLP, dropout and residual. Names of parameters are TransformerEngine's.
+
+    >>> import torch, tandem
+    >>> layer = tandem.TransformerLayer(32, 64, 4, normalization="RMSNorm", activation="swiglu", bias=False, num_gqa_groups=2)
+    >>> layer(torch.randn(5, 2, 32)).shape
+    torch.Size([5, 2, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: Window | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Any = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+    ) -> None:
+        """Makes the attention and the MLP.
+
+        Args:
+            hidden_size: features of x and y.
+            ffn_hidden_size: features behind the activation of the MLP, over all ranks.
+            num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number: as for `MultiheadAttention`.
+            layernorm_epsilon, normalization, zero_centered_gamma: of both norms, as for `LayerNormLinear`.
+            hidden_dropout: probability with which, in training, an element becomes zero before it is added to the residual.
+            init_method, output_layer_init_method: draw the weights before and behind the attention and the activation.
+            self_attn_mask_type, window_size: as `attn_mask_type` and `window_size` for `MultiheadAttention`.
+            tp_group, tp_size, set_parallel_mode, sequence_parallel: as for `LayerNormMLP`.
+            params_dtype, device: of the parameters.
+            fuse_wgrad_accumulation, fuse_qkv_params, qkv_weight_interleaved: as for `MultiheadAttention`.
+            rotary_pos_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope: likewise.
+            output_layernorm: whether a norm comes last, and none before the attention.
+            bias: whether the projections have biases.
+            activation, activation_params: as for `LayerNormMLP`.
+            attn_input_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
+            seq_length, micro_batch_size, name, enc_dec_attn_mask_type, enc_dec_window_size: not used.
+            layer_type: "encoder"; no other value is known yet.
+            get_rng_state_tracker: None, likewise.
+            apply_residual_connection_post_layernorm: False, likewise.
+            drop_path_rate: 0, likewise.
+        """
+        super().__init__()
+        op = self._get_name()
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, False, apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm)
+        at_default(op, "encoder", layer_type=layer_type)
+        at_default(op, 0.0, drop_path_rate=drop_path_rate)
+        shared: dict[str, Any] = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "set_parallel_mode": set_parallel_mode,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            kv_channels,
+            attention_dropout,
+            layernorm_epsilon,
+            layer_number=layer_number,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            num_gqa_groups=num_gqa_groups,
+            input_layernorm=not output_layernorm,
+            fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved,
+            qkv_format=attn_input_format,
+            qk_norm_type=qk_norm_type,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_before_rope=qk_norm_before_rope,
+            rotary_pos_interleaved=rotary_pos_interleaved,
+            **shared,
+        )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, activation_params=activation_params, **shared
+        )
+        last: list[torch.nn.Module] = []
+        if output_layernorm:
+            norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+            self.layernorm = norm(
+                hidden_size, layernorm_epsilon, sequence_parallel, params_dtype, zero_centered_gamma=zero_centered_gamma, device=device
+            )
+            last.append(self.layernorm)
+        self.hidden_dropout = float(hidden_dropout)
+        self._make_tail(last)
+
+    def _make_tail(self, last: list[torch.nn.Module]) -> None:
+        """From the result of the attention on. No child: what it consists of has its place already."""
+        dropped = [[ops.Dropout(self.hidden_dropout)] if self.hidden_dropout else [] for _ in range(2)]
+        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
+        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+        join.set_extra_input_channel(0, "residual")
+        middle = [self.self_attention.proj, *dropped[0], ops.AddExtraInput(), fork, self.layernorm_mlp, *dropped[1], join]
+        self.__dict__["_tail"] = ops.Sequential(*middle, *last)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training flag."""
+        super().train(mode)
+        self._tail.train(mode)
+        return self
+
+    def explain(self, format: str = "text") -> str:
+        """The plans of what follows the attention, as `tandem.explain` gives them; those before it are `self_attention.layernorm_qkv`'s."""
+        text: str = self._tail.explain(format)
+        return text
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        self_attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Any = None,
+        inference_params: InferenceParams | None = None,
+    ) -> torch.Tensor:
+        """y, of the shape of x.
+
+        Args:
+            hidden_states: x, as `attn_input_format` says.
+            attention_mask, rotary_pos_emb, inference_params, is_first_microbatch: as for `MultiheadAttention`.
+            self_attn_mask_type, window_size: instead of those of the constructor.
+        """
+        attention = self.self_attention
+        check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
+        context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
+        y: torch.Tensor = self._tail(context, hidden_states)
+        return y
+
+
+__all__ = ["TransformerLayer"]

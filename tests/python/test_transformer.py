@@ -1,0 +1,286 @@
+"""`TransformerLayer` and `MultiheadAttention` against their formulas in float64: heads, rotary embedding, norms of heads, masks, a cache."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+import tandem
+
+HIDDEN, WIDE, HEADS, LENGTH, BATCH = 32, 48, 4, 7, 2
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": 2}
+OPTIONS = {
+    "gpt": {},
+    "llama": LLAMA,
+    "channels": {"kv_channels": 6},
+    "qk RMSNorm": {**LLAMA, "qk_norm_type": "RMSNorm"},
+    "qk L2 before": {"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True},
+    "interleaved": {"rotary_pos_interleaved": True, "zero_centered_gamma": True},
+    "fused qkv": {"fuse_qkv_params": True, "num_gqa_groups": 2},
+    "fused qkv not interleaved": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "post norm": {"output_layernorm": True},
+}
+
+
+def layer(dtype=torch.float64, **options):
+    torch.manual_seed(3)
+    options = {"hidden_dropout": 0, "attention_dropout": 0, "params_dtype": dtype, **options}
+    made = tandem.TransformerLayer(HIDDEN, WIDE, HEADS, **options)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_(std=0.3)
+    return made
+
+
+def norm(x, weight, bias, kind, zero_centered, eps=1e-5):
+    weight = weight + 1 if zero_centered else weight
+    if kind == "RMSNorm":
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rotated(x, angles, interleaved):
+    """Each pair of features is a complex number, times e^(i angle)."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    result = torch.view_as_real(turned)
+    return (result if interleaved else result.transpose(-1, -2)).flatten(-2)
+
+
+def attention(q, k, v, seen):
+    """Heads one by one, [sequence, batch, heads, features]."""
+    share = q.shape[2] // k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(q.shape[1]):
+        for h in range(q.shape[2]):
+            scores = q[:, b, h] @ k[:, b, h // share].t() / math.sqrt(q.shape[-1])
+            out[:, b, h] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[:, b, h // share]
+    return out.flatten(-2)
+
+
+def expected(x, p, *, angles=None, seen=None, num_gqa_groups=HEADS, kv_channels=HIDDEN // HEADS, normalization="LayerNorm", activation="gelu",
+             zero_centered_gamma=False, qk_norm_type=None, qk_norm_before_rope=False, rotary_pos_interleaved=False, fuse_qkv_params=False,
+             qkv_weight_interleaved=True, output_layernorm=False, bias=True):  # fmt: skip
+    get = lambda name: p.get(name, torch.zeros((), dtype=x.dtype))  # noqa: E731
+    normed = lambda x, at: norm(x, get(f"{at}layer_norm_weight"), p.get(f"{at}layer_norm_bias"), normalization, zero_centered_gamma)  # noqa: E731
+    at = "self_attention.qkv." if output_layernorm else "self_attention.layernorm_qkv."
+    inside = x if output_layernorm else normed(x, at)
+    if fuse_qkv_params:
+        weight, own_bias = p[f"{at}weight"], p[f"{at}bias"]
+        mixed = inside @ weight.t() + own_bias
+        if qkv_weight_interleaved:
+            groups = mixed.unflatten(-1, (num_gqa_groups, HEADS // num_gqa_groups + 2, kv_channels))
+            q, k, v = groups[..., :-2, :].flatten(-3), groups[..., -2, :].flatten(-2), groups[..., -1, :].flatten(-2)
+        else:
+            q, k, v = mixed.split([HEADS * kv_channels, num_gqa_groups * kv_channels, num_gqa_groups * kv_channels], -1)
+    else:
+        q, k, v = (inside @ p[f"{at}{name}_weight"].t() + get(f"{at}{name}_bias") for name in ("query", "key", "value"))
+    q, k, v = (t.unflatten(-1, (-1, kv_channels)) for t in (q, k, v))
+
+    def per_head(q, k):
+        if qk_norm_type == "RMSNorm":
+            return [norm(t, p[f"self_attention.{n}_norm.weight"], None, "RMSNorm", False, 1e-6) for t, n in ((q, "q"), (k, "k"))]
+        if qk_norm_type == "L2Normalization":
+            return [t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k)]
+        return [q, k]
+
+    if qk_norm_before_rope:
+        q, k = per_head(q, k)
+    if angles is not None:
+        q, k = rotated(q, angles, rotary_pos_interleaved), rotated(k, angles, rotary_pos_interleaved)
+    if not qk_norm_before_rope:
+        q, k = per_head(q, k)
+    seen = torch.ones(len(x), len(x), dtype=torch.bool).tril() if seen is None else seen
+    h = x + attention(q, k, v, seen) @ p["self_attention.proj.weight"].t() + get("self_attention.proj.bias")
+    z = normed(h, "layernorm_mlp.") @ p["layernorm_mlp.fc1_weight"].t() + get("layernorm_mlp.fc1_bias")
+    a, b = z.chunk(2, -1)
+    act = F.silu(a) * b if activation == "swiglu" else F.gelu(z, approximate="tanh")
+    y = h + act @ p["layernorm_mlp.fc2_weight"].t() + get("layernorm_mlp.fc2_bias")
+    return norm(y, p["layernorm.weight"], p["layernorm.bias"], normalization, zero_centered_gamma) if output_layernorm else y
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_layer_is_its_formula(options, rotary):
+    made = layer(**options)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    channels = options.get("kv_channels", HIDDEN // HEADS)
+    freqs, angles = None, None
+    if rotary:
+        freqs = tandem.RotaryPositionEmbedding(channels, interleaved=options.get("rotary_pos_interleaved", False))(LENGTH)
+        angles = torch.outer(torch.arange(LENGTH).double(), 10000.0 ** -(torch.arange(0, channels, 2).double() / channels))
+    named = dict(made.named_parameters())
+    grad = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    actual = made(x, rotary_pos_emb=freqs)
+    reference = expected(x, named, angles=angles, **options)
+    tolerance = {"atol": 2e-5, "rtol": 2e-5} if rotary else {"atol": 1e-10, "rtol": 1e-9}  # angles are float32
+    assert_close(actual, reference, **tolerance)
+    operands = [x, *named.values()]
+    for name, a, b in zip(["x", *named], torch.autograd.grad(actual, operands, grad), torch.autograd.grad(reference, operands, grad), strict=True):
+        assert_close(a, b, atol=1e-3 if rotary else 1e-9, rtol=1e-3 if rotary else 1e-8, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_from_the_attention_on_it_is_one_pipeline():
+    made = layer(torch.float32, hidden_dropout=0.1, **LLAMA)
+    made(torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)).sum().backward()
+    text = made.explain()
+    for fusion in ("made    dropout_add", "made    linear_glu"):
+        assert fusion in text
+    assert "add_rms_norm" in text
+    made.eval()
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(made(x), made(x)), "no dropout in evaluation"
+        made.train()
+        assert not torch.equal(made(x), made(x))
+
+
+def test_names_are_those_of_transformer_engine():
+    assert [*layer(**LLAMA, qk_norm_type="RMSNorm").state_dict()] == [
+        "self_attention.layernorm_qkv.layer_norm_weight",
+        "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.key_weight",
+        "self_attention.layernorm_qkv.value_weight",
+        "self_attention.q_norm.weight",
+        "self_attention.k_norm.weight",
+        "self_attention.proj.weight",
+        "layernorm_mlp.layer_norm_weight",
+        "layernorm_mlp.fc1_weight",
+        "layernorm_mlp.fc2_weight",
+    ]
+
+
+def test_which_dimension_comes_first():
+    first, second = layer(), layer(attn_input_format="bshd")
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    freqs = tandem.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    assert_close(second(x.transpose(0, 1), rotary_pos_emb=freqs), first(x, rotary_pos_emb=freqs).transpose(0, 1))
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_a_cache_gives_what_the_whole_sequence_gives(form):
+    made = layer(layer_number=3, attn_input_format=form, **LLAMA).eval()
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    freqs = tandem.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    turn = (lambda t: t) if form == "sbhd" else (lambda t: t.transpose(0, 1))
+    cache = tandem.InferenceParams(BATCH, LENGTH)
+    pieces = []
+    with torch.no_grad():
+        whole = turn(made(turn(x), rotary_pos_emb=freqs))
+        for piece in x.split([3, 1, 2, 1]):
+            pieces.append(turn(made(turn(piece), rotary_pos_emb=freqs, inference_params=cache)))
+            cache.sequence_len_offset += len(piece)
+    assert_close(torch.cat(pieces), whole)
+    cache.swap_key_value_dict(torch.tensor([1, 0]))
+    assert cache.key_value_memory_dict[3][0].shape == (LENGTH, BATCH, 2, HIDDEN // HEADS)
+    with pytest.raises(ValueError, match="InferenceParams: expected at most 7 positions of 2 sequences, got 8 of 2. Make it larger."), torch.no_grad():
+        made(turn(x[:1]), inference_params=cache)
+
+
+def test_masks():
+    x = torch.randn(LENGTH, 1, HIDDEN, dtype=torch.float64)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    padding = torch.zeros(1, 1, 1, LENGTH, dtype=torch.bool)
+    padding[..., 5:] = True
+    made = layer()
+    named = dict(made.named_parameters())
+    for mask_type, mask, seen in [
+        ("causal", None, causal),
+        ("no_mask", None, torch.ones_like(causal)),
+        ("causal_bottom_right", None, causal),
+        ("padding", padding, ~padding[0, 0].expand(LENGTH, -1)),
+        ("padding_causal", padding, causal & ~padding[0, 0]),
+        ("arbitrary", ~causal[None, None], causal),
+    ]:
+        assert_close(made(x, mask, self_attn_mask_type=mask_type), expected(x, named, seen=seen), atol=1e-10, rtol=1e-9, msg=mask_type)
+
+
+@pytest.mark.parametrize("options", [{}, LLAMA], ids=["gpt", "llama"])
+def test_compiled(options):
+    made = layer(torch.float32, **options)
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    freqs = tandem.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    assert_close(torch.compile(made, fullgraph=True)(x, rotary_pos_emb=freqs), made(x, rotary_pos_emb=freqs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()])
+def test_under_recipes(recipe):
+    made = layer(torch.float32, **LLAMA)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
+    for _ in range(2):
+        with tandem.autocast(recipe=recipe):
+            y = made(x)
+        y.square().mean().backward()
+    plain = made(x)
+    assert 0 < (y - plain).norm() / plain.norm() < 0.2
+    assert all(param.grad.isfinite().all() for param in made.parameters())
+
+
+def test_copies_and_moves():
+    made = layer(torch.float32)
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    before = made(x)
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(copied(x), before)
+        with torch.no_grad():
+            copied.self_attention.proj.weight.zero_()
+        assert not torch.equal(copied(x), before) and torch.equal(made(x), before)
+    assert made.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_attention_alone():
+    torch.manual_seed(0)
+    made = tandem.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0, input_layernorm=True, return_layernorm_output=True, return_bias=True)
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    y, bias, normed = made(x)
+    assert_close(normed, F.layer_norm(x, (HIDDEN,)), atol=1e-5, rtol=1e-5)
+    assert torch.equal(bias, made.proj.bias)
+    q, k, v = (linear(normed) for linear in (lambda t, n=n: t @ getattr(made.layernorm_qkv, f"{n}_weight").t() for n in ("query", "key", "value")))
+    heads = [t.unflatten(-1, (HEADS, -1)).double() for t in (q, k, v)]
+    core = attention(*heads, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    assert_close(y.double(), core @ made.proj.weight.double().t(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: layer(num_gqa_groups=3), ValueError, "expected num_gqa_groups that divides the 4 attention heads, got 3. Use a divisor."),
+        (lambda: tandem.TransformerLayer(30, 8, 4), ValueError, "expected hidden_size that 4 heads share evenly, got 30. Give kv_channels."),
+        (lambda: layer(self_attn_mask_type="diagonal"), ValueError, "expected attn_mask_type to be one of no_mask, causal, .* got 'diagonal'."),
+        (lambda: layer(window_size=(4, 0)), NotImplementedError, r"expected window_size \(-1, 0\) or None, got \(4, 0\). Leave positions out"),
+        (lambda: layer(attn_input_format="thd"), ValueError, "expected qkv_format \"sbhd\" or \"bshd\", got 'thd'."),
+        (lambda: layer(qk_norm_type="Batch"), ValueError, 'expected qk_norm_type None, "RMSNorm", "LayerNorm" or "L2Normalization", got \'Batch\'.'),
+        (lambda: layer(layer_type="decoder"), NotImplementedError, "expected layer_type='encoder', got 'decoder'"),
+        (lambda: tandem.RotaryPositionEmbedding(7), ValueError, "expected an even number of features to rotate, up to dim, got 7."),
+        (
+            lambda: layer()(torch.randn(2, 1, HIDDEN, dtype=torch.float64), inference_params=tandem.InferenceParams(1, 4)),
+            ValueError,
+            "expected layer_number where inference_params are given, got None. Build each layer with its own.",
+        ),
+        (
+            lambda: layer()(torch.randn(2, 1, HIDDEN, dtype=torch.float64), torch.zeros(1, 1, 1, 2, dtype=torch.bool)),
+            ValueError,
+            "expected an attention_mask with the mask types .* and with no other, got one with 'causal'",
+        ),
+        (
+            lambda: tandem.apply_rotary_pos_emb(torch.randn(5, 1, 1, 4), torch.randn(3, 1, 1, 4)),
+            ValueError,
+            r"expected freqs of at least 5 positions and at most 4 features, got \(3, 1, 1, 4\). Make them for the sequence.",
+        ),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_freqs_are_interpolated():
+    rotary = tandem.RotaryPositionEmbedding(8, rotary_percent=0.5, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=4)
+    assert rotary(4)[3, 0, 0, 0] == 3 and rotary(5)[4, 0, 0, 0] == 2 and rotary(4, offset=2)[0, 0, 0, 0] == 2
+    assert rotary(4).shape == (4, 1, 1, 4)
+    x = torch.randn(4, 1, 2, 8)
+    assert torch.equal(tandem.apply_rotary_pos_emb(x, rotary(4))[..., 4:], x[..., 4:])
