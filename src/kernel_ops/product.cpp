@@ -10,8 +10,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "kernel_ops/kernel_op.h"
+#include "kernel_ops/memory.h"
+#include "kernels/bfloat16.h"
 #include "kernels/parallel.h"
 
 namespace at::native {
@@ -24,6 +27,15 @@ __attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const
 /// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the
 /// process.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
+/// c = alpha a b + beta c of bfloat16 numbers, in float32: of MKL too, with cblas's numbers for the
+/// layout and whether an operand is transposed.
+extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int layout, int a_transposed,
+                                                             int b_transposed, int m, int n, int k,
+                                                             float alpha, const uint16_t* a,
+                                                             int a_stride, const uint16_t* b,
+                                                             int b_stride, float beta, float* c,
+                                                             int c_stride);
 
 namespace tandem::kernel_ops {
 
@@ -73,21 +85,97 @@ struct OneMklThread {
   const int before;
 };
 
-/// result = a b in tiles of a fixed size, each by one thread: what a tile holds depends on its
-/// operands alone.
-void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+/// Where in a result [rows, cols] a tile lies.
+struct Tile {
+  int64_t row, col, height, width;
+};
+
+/// Calls `multiply` for tiles of a fixed size, each by one thread: what a tile holds then depends
+/// on its operands alone.
+template <typename Multiply>
+void for_each_tile(int64_t rows, int64_t cols, const Multiply& multiply) {
   constexpr int64_t kTile = 256;
-  const int64_t rows = a.size(0), cols = b.size(1);
   const int64_t down = (rows + kTile - 1) / kTile, across = (cols + kTile - 1) / kTile;
-  const auto multiply_tile = [&](int64_t tile) {
-    const int64_t row = tile / across * kTile, col = tile % across * kTile;
-    const int64_t height = std::min(kTile, rows - row), width = std::min(kTile, cols - col);
-    at::Tensor target = part_of(part_of(result, 0, row, height), 1, col, width);
-    at::cpu::mm_out(target, part_of(a, 0, row, height), part_of(b, 1, col, width));
-  };
   kernels::parallel_for(0, down * across, 1, [&](int64_t first, int64_t last) {
     const OneMklThread one;
-    for (int64_t tile = first; tile < last; ++tile) multiply_tile(tile);
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t row = tile / across * kTile, col = tile % across * kTile;
+      multiply(Tile{row, col, std::min(kTile, rows - row), std::min(kTile, cols - col)});
+    }
+  });
+}
+
+/// Whether the processor multiplies bfloat16, and MKL knows how: on those of other makers than
+/// Intel it computes in float32.
+bool multiplies_bfloat16() {
+#if defined(__x86_64__)
+  static const bool does = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
+                           __builtin_cpu_supports("avx512bf16");
+  return does;
+#else
+  return false;
+#endif
+}
+
+/// A float32 matrix in bfloat16, where that is exact.
+class Narrowed {
+ public:
+  explicit Narrowed(const at::Tensor& matrix) : matrix_(matrix) {
+    is_transposed_ = matrix.stride(1) != 1;
+    stride_ = matrix.stride(is_transposed_ ? 1 : 0);
+    if (matrix.stride(is_transposed_ ? 0 : 1) != 1 ||
+        stride_ != matrix.size(is_transposed_ ? 0 : 1))
+      return;
+    numbers_ = empty_cpu({matrix.numel()}, at::kBFloat16);
+    fits_ = kernels::cpu::to_bfloat16_if_exact(matrix.const_data_ptr<float>(),
+                                               static_cast<size_t>(matrix.numel()), data());
+  }
+  bool fits() const { return fits_; }
+  /// What cblas calls it.
+  int form() const { return is_transposed_ ? 112 : 111; }
+  int stride() const { return static_cast<int>(stride_); }
+  const uint16_t* at(int64_t row, int64_t col) const {
+    return data() + row * (is_transposed_ ? 1 : stride_) + col * (is_transposed_ ? stride_ : 1);
+  }
+
+ private:
+  uint16_t* data() const { return static_cast<uint16_t*>(numbers_.data_ptr()); }
+
+  const at::Tensor& matrix_;
+  at::Tensor numbers_;
+  int64_t stride_ = 0;
+  bool is_transposed_ = false, fits_ = false;
+};
+
+/// result = a b, in the products of bfloat16 that are summed in float32, if all numbers are
+/// bfloat16 ones: decoded codes are. Returns whether it has.
+bool multiply_in_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  const auto most = static_cast<int64_t>(std::numeric_limits<int>::max());
+  if (!multiplies_bfloat16() || result.scalar_type() != at::kFloat || result.numel() == 0 ||
+      a.numel() == 0 || a.numel() > most || b.numel() > most)
+    return false;
+  const Narrowed left(a);
+  if (!left.fits()) return false;
+  const Narrowed right(b);
+  if (!right.fits()) return false;
+  constexpr int kRowMajor = 101;
+  for_each_tile(a.size(0), b.size(1), [&](const Tile& tile) {
+    cblas_gemm_bf16bf16f32(
+        kRowMajor, left.form(), right.form(), static_cast<int>(tile.height),
+        static_cast<int>(tile.width), static_cast<int>(a.size(1)), 1.0f, left.at(tile.row, 0),
+        left.stride(), right.at(0, tile.col), right.stride(), 0.0f,
+        result.data_ptr<float>() + tile.row * b.size(1) + tile.col, static_cast<int>(b.size(1)));
+  });
+  return true;
+}
+
+/// result = a b in tiles, in bfloat16 where the numbers are such.
+void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  if (multiply_in_bfloat16(a, b, result)) return;
+  for_each_tile(a.size(0), b.size(1), [&](const Tile& tile) {
+    at::Tensor target = part_of(part_of(result, 0, tile.row, tile.height), 1, tile.col, tile.width);
+    at::cpu::mm_out(target, part_of(a, 0, tile.row, tile.height),
+                    part_of(b, 1, tile.col, tile.width));
   });
 }
 

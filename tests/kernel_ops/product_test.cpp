@@ -2,10 +2,13 @@
 // alone.
 #include "kernel_ops/product.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
+
+#include <array>
 
 #include "support/tensors.h"
 
@@ -66,6 +69,63 @@ TEST(ProductInPieces, OfStridedOperands) {
   if (!kernel_ops::has_onednn()) GTEST_SKIP() << "oneDNN's product is not there or slow here";
   const at::Tensor x = random({512, 333}).t(), weight = random({512, 600}).slice(1, 0, 300);
   EXPECT_TRUE(near(multiplied(x, weight, kernel_ops::Rows::of_the_result), at::mm(x, weight), 512));
+}
+
+/// What products of decoded codes are made of: numbers with few significant bits.
+at::Tensor codes_like(at::IntArrayRef sizes, uint64_t seed) {
+  return (random(sizes, at::kFloat, seed) * 8).round().clamp(-15, 15) * 0x1p-20;
+}
+
+at::Tensor independent_of_threads(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor result = at::full({a.size(0), b.size(1)}, NAN, a.options());
+  kernel_ops::multiply({{a},
+                        {b},
+                        at::kFloat,
+                        kernel_ops::Rows::of_the_result,
+                        kernel_ops::Sums::independent_of_threads},
+                       result);
+  return result;
+}
+
+TEST(ProductInTiles, OfFewBitsIsExactWhereItsSumsAre) {
+  for (const auto& [m, k, n] :
+       {std::array{1, 1, 1}, std::array{3, 300, 5}, std::array{257, 64, 513},
+        std::array{600, 33, 1}, std::array{2, 0, 3}}) {
+    SCOPED_TRACE(::testing::Message() << m << " " << k << " " << n);
+    const at::Tensor a = codes_like({m, k}, 1), b = codes_like({k, n}, 2);
+    const at::Tensor expected = at::mm(a.to(at::kDouble), b.to(at::kDouble)).to(at::kFloat);
+    const at::Tensor at_columns = a.t().contiguous().t(), bt_columns = b.t().contiguous().t();
+    for (const at::Tensor& left : {a, at_columns})
+      for (const at::Tensor& right : {b, bt_columns})
+        EXPECT_TRUE(same(independent_of_threads(left, right), expected));
+  }
+}
+
+TEST(ProductInTiles, NumbersThatAreNoBfloat16AreNotRounded) {
+  const at::Tensor a = codes_like({40, 70}, 1), b = codes_like({70, 30}, 2);
+  for (const double other : {1 + 0x1p-12, 0x1p-130}) {
+    const at::Tensor changed = a.clone();
+    changed[39][69] = other;
+    const at::Tensor expected = at::mm(changed.to(at::kDouble), b.to(at::kDouble)).to(at::kFloat);
+    EXPECT_TRUE(near(independent_of_threads(changed, b), expected, /*magnitude=*/8)) << other;
+    const at::Tensor tiny = at::full({1, 1}, other), one = at::full({1, 1}, 1.0);
+    EXPECT_TRUE(same(independent_of_threads(tiny, one), tiny)) << other;
+  }
+}
+
+TEST(ProductInTiles, HasTheSameBitsOnAnyNumberOfThreads) {
+  const at::Tensor a = random({300, 500}).to(at::kBFloat16).to(at::kFloat),
+                   b = random({500, 700}, at::kFloat, 2).to(at::kBFloat16).to(at::kFloat);
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  const at::Tensor one = independent_of_threads(a, b);
+  for (const int threads : {2, 3}) {
+    at::set_num_threads(threads);
+    EXPECT_TRUE(same(independent_of_threads(a, b), one)) << threads;
+  }
+  at::set_num_threads(before);
+  EXPECT_TRUE(near(one, at::mm(a.to(at::kDouble), b.to(at::kDouble)).to(at::kFloat),
+                   /*magnitude=*/512));
 }
 
 }  // namespace
