@@ -60,6 +60,15 @@ struct GroupedLinearOptions {
   bool bias = true;
   /// One tensor [num_groups, ...] for all groups.
   bool packed_weight = false, packed_bias = false;
+  /// The bias of each row is multiplied by its number among the extra input `scales`.
+  bool scale_bias = false;
+  /// As of basic_linear, of all weights.
+  bool accumulate_into_main_grad = false, overwrite_main_grad = false;
+  BasicLinearOptions::Dummy dummy = BasicLinearOptions::Dummy::none;
+  /// The gradients of weights are left to the caller, who is given their operands.
+  bool delay_wgrad = false;
+  /// y, and the gradient of x, are written into tensors of the caller.
+  bool writes_output = false, writes_grad_input = false;
 };
 /// Under a recipe.
 struct QuantizeOptions {

@@ -190,6 +190,10 @@ class Versions {
 /// What an in-place step writes must be writable, and no second such step may write the same
 /// memory: a kept result would change.
 void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
+  TORCH_CHECK_VALUE(!plan.mutates_buffers_in_forward || !is_recompute(),
+                    "pipeline: expected no tensor of the caller for an output while backward ",
+                    "recomputes a forward that has written it already, got one under a ",
+                    "checkpoint. Leave \"output\" out of op_kwargs.");
   if (plan.overwritten.empty()) return;
   TORCH_CHECK_VALUE(!is_recompute(),
                     "pipeline: expected no write into a caller's tensor while backward recomputes ",

@@ -115,11 +115,12 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
                 std::vector<Member> modules, bool is_container,
                 std::vector<std::string> required_fusions, std::vector<size_t> buffer_params,
-                std::vector<StateOwner> state_owners)
+                std::vector<py::object> buffer_makers, std::vector<StateOwner> state_owners)
       : pipeline_(std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions))),
         modules_(std::move(modules)),
         is_container_(is_container),
         buffer_params_(std::move(buffer_params)),
+        buffer_makers_(std::move(buffer_makers)),
         state_owners_(std::move(state_owners)) {
     for (const auto& [parameters, attributes, name] : slots)
       slots_.push_back({parameters, attributes, name});
@@ -145,10 +146,12 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return run(inputs, *params, training);
   }
 
-  /// The same with `arguments`: of forwards that are written in Python, by op. None also where the
-  /// call must go through the dispatcher, whose ops know no arguments but those in a description.
+  /// The same with `arguments`: of forwards that are written in Python, by op; and with tensors of
+  /// the caller that steps write. None also where the call must go through the dispatcher, whose
+  /// ops know no arguments but those in a description.
   py::object call_with_arguments(const py::handle& x, const py::list& extra, bool training,
-                                 const py::dict& arguments) const {
+                                 const py::dict& arguments,
+                                 const std::vector<at::Tensor>& written) const {
     const auto params = is_tensor(x) ? unwatched_params() : std::nullopt;
     if (!params) return py::none();
     c10::SmallVector<at::Tensor, 8> inputs{THPVariable_Unpack(x.ptr())};
@@ -161,7 +164,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
                     .workspaces = {},
                     .quantized = quantized_params(*params)}))
       return py::none();
-    return run(inputs, *params, training, arguments.ptr());
+    return run(inputs, *params, training, arguments.ptr(), written);
   }
 
   /// Before the dispatcher op; what is no tensor is a proxy of torch.fx, which records.
@@ -223,6 +226,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     }
     for (const auto& [module, is_called] : modules_) Py_VISIT(module.ptr());
     for (const auto& [fields, forward, backward] : state_owners_) Py_VISIT(fields.ptr());
+    for (const py::object& maker : buffer_makers_) Py_VISIT(maker.ptr());
     return 0;
   }
 
@@ -230,15 +234,16 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     std::exchange(slots_, {});  // moved away first: what is destroyed may look here
     std::exchange(modules_, {});
     std::exchange(state_owners_, {});
+    std::exchange(buffer_makers_, {});
   }
 
  private:
   py::object run(at::TensorList inputs, at::TensorList params, bool training,
-                 const void* given = nullptr) const {
+                 const void* given = nullptr, const std::vector<at::Tensor>& written = {}) const {
     const ContextRegion region;
     Outputs outputs;
     {
-      Buffers buffers = buffer_params_.empty() ? Buffers() : main_grads();
+      Buffers buffers = buffers_of(written);
       const py::gil_scoped_release
           no_gil;  // a collective would deadlock otherwise; steps of user code take it back
       outputs = (*pipeline_)(
@@ -266,17 +271,22 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     return tensors;
   }
 
-  /// The main_grad of each parameter that has one for its gradient, as it will be when backward
-  /// writes it.
-  Buffers main_grads() const {
+  /// The main_grad of each parameter that has one for its gradient, and what the makers make, as
+  /// these will be when backward writes them; then the tensors that come with the call.
+  Buffers buffers_of(const std::vector<at::Tensor>& written) const {
+    const size_t params = buffer_params_.size(), made = params + buffer_makers_.size();
+    if (made + written.size() == 0) return {};
     auto owners = std::make_shared<std::vector<std::shared_ptr<void>>>();
     for (const size_t place : buffer_params_)
       owners->push_back(hold(py::reinterpret_borrow<py::object>(slots_[place].find())));
-    return {owners->size(), [owners](size_t i) {
+    for (const py::object& maker : buffer_makers_) owners->push_back(hold(maker));
+    return {made + written.size(), [owners, params, made, written](size_t i) {
+              if (i >= made) return written[i - made];
               const py::gil_scoped_acquire gil;
               const py::handle owner(static_cast<PyObject*>((*owners)[i].get()));
               const py::object tensor =
-                  py::module_::import("tandem.ops.main_grad").attr("take")(owner);
+                  i < params ? py::module_::import("tandem.ops.main_grad").attr("take")(owner)
+                             : owner();
               return THPVariable_Unpack(tensor.ptr());
             }};
   }
@@ -304,6 +314,8 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
   bool is_container_;
   /// By buffer: the slot of the parameter whose main_grad it is.
   std::vector<size_t> buffer_params_;
+  /// Of the buffers behind these: what returns one.
+  std::vector<py::object> buffer_makers_;
   /// As the ops' "state" numbers them.
   std::vector<StateOwner> state_owners_;
 };
@@ -373,9 +385,10 @@ PYBIND11_MODULE(_C, module) {
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
                     std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>,
-                    std::vector<StateOwner>>(),
+                    std::vector<py::object>, std::vector<StateOwner>>(),
            py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),
-           py::arg("required_fusions"), py::arg("buffer_params"), py::arg("state_owners"))
+           py::arg("required_fusions"), py::arg("buffer_params"), py::arg("buffer_makers"),
+           py::arg("state_owners"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("call_with_arguments", &EagerPipeline::call_with_arguments)

@@ -55,13 +55,17 @@ std::string signature_of(const std::string& name) {
   json sizes = json::array(), params = json::array();
   for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
+  Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
+  if (def.has_last_input != nullptr)  // else options may be required
+    extra_inputs.resize(
+        extra_input_count(def, def.signature.parse(name, json::object()).get()));
   return json{{"name", def.name},
               {"formula", def.formula},
               {"family", def.family},
               {"sizes", sizes},
               {"options", options_json(def.signature)},
               {"parameters", params},
-              {"extra_inputs", Names(def.inputs.begin() + 1, def.inputs.end())},
+              {"extra_inputs", extra_inputs},
               {"extra_outputs", def.extra_outputs},
               {"context", def.context},
               {"depends_on_training", def.training_only}}

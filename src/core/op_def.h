@@ -71,6 +71,9 @@ enum class Phase : uint8_t { start, compute, wait };
 struct Contract {
   std::string_view operand;
   Direction along;
+  /// Whether a step of an op with these options is given plain numbers, and quantizes them itself
+  /// in groups, which have scales of their own; nullptr: never.
+  bool (*by_group)(const void* options) = nullptr;
 };
 
 /// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if
@@ -120,6 +123,8 @@ struct OpDef {
   std::vector<SizeDef> sizes = {};
   /// The main input, then the extra ones.
   Names inputs = {"x"};
+  /// Whether an op with these options has the last of them; nullptr: always.
+  bool (*has_last_input)(const void* options) = nullptr;
   /// Extra inputs that count or point: integers, never cast, without a gradient.
   Names indices = {};
   std::vector<ParamDef> params = {};
@@ -158,8 +163,8 @@ struct OpDef {
   bool training_only = false;
   /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
   bool is_quantize_point = false;
-  /// a product that has no quantized form: a recipe is refused.
-  bool is_unquantized = false;
+  /// A recipe that keeps a state is refused: it has no slots for groups.
+  bool refuses_recipe_state = false;
   /// The forward is made of differentiable operations.
   bool has_composite = true;
   /// The length of a list operand. Needed where there are lists.
@@ -194,6 +199,7 @@ struct OpStep {
     OperandRef operand;
     Direction along;
     Role role;
+    bool (*by_group)(const void* options) = nullptr;
   };
   std::vector<ContractOf> contracts;
   /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step
@@ -236,6 +242,9 @@ struct TANDEM_API OpKind {
 TANDEM_API const OpKind& op_kind(std::string_view name);
 /// Its definition.
 inline const OpDef& op_def(std::string_view name) { return op_kind(name).def; }
+
+/// How many extra inputs an op with these options has.
+TANDEM_API size_t extra_input_count(const OpDef& definition, const void* options);
 
 /// How many tensors a recipe quantizes for an op: a recipe with a state keeps so many amaxes.
 struct SlotCount {

@@ -58,7 +58,8 @@ void resolve_contracts(const OpKind& op, const StepDef& def, OpStep& step) {
                       ": expected contracts of step \"", def.name, "\" to name reads that have a ",
                       "role, got \"", contract.operand,
                       "\". Declare it in its reads and in roles.");
-    step.contracts.push_back({step.reads[read], contract.along, role->role});
+    step.contracts.push_back(
+        {step.reads[read], contract.along, role->role, contract.by_group});
   }
 }
 
@@ -246,7 +247,14 @@ std::optional<OperandRef> OpKind::write(std::string_view name, bool backward) co
   return OperandRef{operand, /*is_gradient=*/true};
 }
 
+size_t extra_input_count(const OpDef& definition, const void* options) {
+  const bool lacks_last =
+      definition.has_last_input != nullptr && !definition.has_last_input(options);
+  return definition.inputs.size() - 1 - (lacks_last ? 1 : 0);
+}
+
 SlotCount quantize_slots(const OpDef& definition) {
+  if (definition.refuses_recipe_state) return {};
   if (definition.is_quantize_point) return {1, 1};
   SlotCount count;
   for (const RoleOf& each : definition.roles)

@@ -99,6 +99,9 @@ struct Step {
   size_t asked_by = npos;
   /// One per op that the step covers, in op order; one for a quantize step.
   std::vector<Options> options;
+  /// Under a recipe, of an op's step that quantizes in groups: by its contracts, null for what it
+  /// reads in codes.
+  std::vector<const Quantizer*> quantizers;
   bool runs_user_code = false;
   /// Values whose last reader this step is.
   Values dead;

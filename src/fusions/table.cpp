@@ -8,6 +8,7 @@
 
 #include "fusions/activation.h"
 #include "fusions/dropout.h"
+#include "fusions/grouped_mlp.h"
 #include "fusions/linear.h"
 #include "fusions/norm.h"
 
@@ -26,7 +27,13 @@ std::vector<Fusion> longest_first(std::vector<Fusion> fusions) {
 
 std::span<const Fusion> built_in_fusions(Pass pass) {
   using namespace fusions;
+  static const auto joint = longest_first(
+      {kGroupedMlpActivation, kGroupedMlpGlu, kGroupedMlpScaledActivation, kGroupedMlpScaledGlu});
   static const auto forward = longest_first({kLinearBiasScaleAdd,
+                                             kGroupedMlpActivationForward,
+                                             kGroupedMlpGluForward,
+                                             kGroupedMlpScaledActivationForward,
+                                             kGroupedMlpScaledGluForward,
                                              kLinearBiasActivation,
                                              kLinearBiasGlu,
                                              kLinearBiasAdd,
@@ -56,7 +63,7 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
     case Pass::backward:
       return backward;
     case Pass::joint:
-      return {};
+      return joint;
   }
   return {};
 }

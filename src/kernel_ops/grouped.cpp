@@ -4,31 +4,255 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/mv.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include "kernel_ops/elementwise.h"
 #include "kernel_ops/memory.h"
+#include "kernel_ops/product.h"
+#include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 
 namespace tandem::kernel_ops {
 
 using at::Tensor;
 
+namespace {
+
+/// Runs K below the dispatcher, into `spare` where that is given.
+template <typename K, typename... Args>
+ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Args&... args) {
+  const Choice<K> choice = choose<K>(args...);
+  took |= name_of<K>(choice);
+  return run_choice<K>(
+      choice,
+      [&](size_t i, const ResultSpec& spec) {
+        if (spare[i].defined()) return spare[i];
+        return empty_beside(detail::first_tensor(args...), C10_AS_INTARRAYREF_SLOW(spec.sizes),
+                            spec.dtype);
+      },
+      args...);
+}
+
+/// A matrix as a product reads it: numbers, or codes and their scale.
+struct Operand {
+  Tensor matrix;
+  const Quantizer* quantizer = nullptr;
+  Direction direction = Direction::row;
+  Tensor scale = {};
+
+  Factor factor(const Tensor& as_read) const {
+    return {as_read, quantizer, direction, quantizer == nullptr ? nullptr : &scale};
+  }
+};
+
+/// Numbers in the codes of a quantizer, if there is one.
+Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantizer* quantizer,
+                Direction direction) {
+  if (quantizer == nullptr) return {numbers};
+  const bool is_row =
+      direction == Direction::row || quantizer->format->layout.serves_both_directions;
+  Group group = run<Quantize>(took, {}, numbers.contiguous(), std::optional<Tensor>(), *quantizer,
+                              GroupMask{is_row, !is_row, false});
+  return {std::move(group[is_row ? row_codes : column_codes]), quantizer, direction,
+          std::move(group[is_row ? row_scale : column_scale])};
+}
+
+/// The numbers of codes in float32, but for a scale that the product gets at its end.
+Operand decoded(ImplementationNames& took, const Operand& codes) {
+  Operand numbers{run<Decode>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
+                              codes.direction == Direction::column)[0]};
+  if (codes.quantizer->format->layout.applies_at_end) numbers.scale = codes.scale;
+  return numbers;
+}
+
+std::optional<Tensor> end_scale(const Operand& operand) {
+  return operand.scale.defined() ? std::optional(operand.scale) : std::nullopt;
+}
+
+Tensor turned(const Operand& operand, bool is_transposed) {
+  return is_transposed ? operand.matrix.t() : operand.matrix;
+}
+
+/// target = a b of codes, each transposed or not.
+void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transposed,
+                    const Operand& b, bool b_transposed, Rows rows, const Tensor& target) {
+  const Tensor left = turned(a, a_transposed), right = turned(b, b_transposed);
+  const Product product(a.factor(left), b.factor(right), target.scalar_type(), rows,
+                        Sums::independent_of_threads);
+  if (choose(product) != nullptr) {
+    took |= multiply(product, target);
+    return;
+  }
+  const Operand first = decoded(took, a), second = decoded(took, b);
+  const bool finishes = first.scale.defined() || second.scale.defined() ||
+                        target.scalar_type() != first.matrix.scalar_type();
+  const Tensor sums =
+      finishes ? empty_beside(target, target.sizes(), first.matrix.scalar_type()) : target;
+  const Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
+  took |= multiply(Product({numbers}, {others}, sums.scalar_type(), rows,
+                           Sums::independent_of_threads),
+                   sums);
+  if (finishes)
+    run<ScaleProduct>(took, {target}, sums, end_scale(first), end_scale(second),
+                      target.scalar_type());
+}
+
+/// target += column row: a product of one term.
+void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
+               const Tensor& target) {
+  const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
+  took |= multiply(Product({left}, {right}, target.scalar_type(), Rows::of_the_result, Sums::any,
+                           /*accumulate=*/true),
+                   target);
+}
+
+void add_bias(ImplementationNames& took, const GroupBiases& biases, size_t group,
+              const std::optional<Tensor>& scales, const Tensor& y) {
+  if (biases.biases.empty()) return;
+  if (scales) return add_outer(took, *scales, biases.biases[group], y);
+  const Tensor sum = run<AddBias>(took, {y}, y, std::optional(biases.biases[group]),
+                                  std::optional<Tensor>())[0];
+  if (!sum.is_same(y)) y.copy_(sum);
+}
+
+}  // namespace
+
+Tensor rows_between(const Tensor& matrix, int64_t first, int64_t last) {
+  c10::DimVector sizes(matrix.sizes().begin(), matrix.sizes().end());
+  sizes[0] = last - first;
+  return at::native::as_strided_tensorimpl(matrix, sizes, matrix.strides(),
+                                           matrix.storage_offset() + first * matrix.stride(0));
+}
+
+ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matrices,
+                                     const GroupBiases& biases, size_t group, bool transposed,
+                                     const Quantizer* quantizer, const Tensor& y) {
+  ImplementationNames took = 0;
+  const Tensor& matrix = matrices.matrices[group];
+  const Direction along = transposed ? Direction::row : Direction::column;
+  if (quantizer == nullptr) {
+    const Tensor right = transposed ? matrix.t() : matrix;
+    took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
+  } else {
+    const Operand weight = matrices.scales.empty()
+                               ? operand(took, matrix, matrices.quantizer, along)
+                               : Operand{matrix, matrices.quantizer, along, matrices.scales[group]};
+    multiply_codes(took, operand(took, x, quantizer, Direction::row), false, weight, transposed,
+                   Rows::of_the_result, y);
+  }
+  add_bias(took, biases, group, biases.scales, y);
+  return took;
+}
+
+ImplementationNames product_of_groups(const Tensor& x, const std::vector<int64_t>& offsets,
+                                      const GroupMatrices& matrices, const GroupBiases& biases,
+                                      bool transposed, const Quantizer* quantizer,
+                                      const Tensor& y) {
+  ImplementationNames took = 0;
+  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+    const int64_t first = offsets[g], last = offsets[g + 1];
+    if (first == last) continue;
+    GroupBiases of_rows{biases.biases};
+    if (biases.scales) of_rows.scales = rows_between(*biases.scales, first, last);
+    took |= product_of_group(rows_between(x, first, last), matrices, of_rows, g, transposed,
+                             quantizer, rows_between(y, first, last));
+  }
+  if (offsets.back() != y.size(0)) rows_between(y, offsets.back(), y.size(0)).zero_();
+  return took;
+}
+
+ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
+                                         const GradQuantizers& quantizers, const Tensor& target,
+                                         bool accumulate) {
+  ImplementationNames took = 0;
+  if (x.size(0) == 0) {
+    if (!accumulate) target.zero_();
+    return took;
+  }
+  const bool is_quantized = quantizers.x != nullptr;
+  const bool is_writable =
+      target.is_contiguous() && is_plain(target) && target.device() == x.device();
+  if (is_quantized || !is_writable) {
+    const bool is_spare = is_writable && !accumulate;
+    const at::ScalarType wide =
+        is_quantized ? at::kFloat : c10::promoteTypes(x.scalar_type(), target.scalar_type());
+    const Tensor sums = is_spare ? target : empty_beside(x, target.sizes(), wide);
+    if (is_quantized) {
+      multiply_codes(took, operand(took, grad_y, quantizers.grad_y, Direction::column), true,
+                     operand(took, x, quantizers.x, Direction::column), false, Rows::contracted,
+                     sums);
+    } else {
+      took |= grad_weight_of_group(grad_y, x, quantizers, sums, /*accumulate=*/false);
+    }
+    if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
+    return took;
+  }
+  // Exact in the wider dtype, and so is the sum's only rounding.
+  const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), target.scalar_type());
+  const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
+  if (wide == target.scalar_type()) {
+    took |= multiply(Product({left}, {right}, wide, Rows::contracted, Sums::any, accumulate),
+                     target);
+    return took;
+  }
+  const Tensor sums = empty_beside(x, target.sizes(), wide);
+  took |= multiply(Product({left}, {right}, wide, Rows::contracted), sums);
+  accumulate ? target.add_(sums) : target.copy_(sums);
+  return took;
+}
+
+ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional<Tensor>& scales,
+                                       const Tensor& target) {
+  ImplementationNames took = 0;
+  if (grad_y.size(0) == 0) {
+    target.zero_();
+  } else if (scales) {
+    const Tensor left = scales->unsqueeze(0);
+    took |= multiply(Product({left}, {grad_y}, target.scalar_type(), Rows::contracted),
+                     target.unsqueeze(0));
+  } else {
+    const Tensor sums = run<SumRows>(took, {target}, grad_y, target.scalar_type())[0];
+    if (!sums.is_same(target)) target.copy_(sums);
+  }
+  return took;
+}
+
+ImplementationNames grad_scales_of_group(const Tensor& grad_y, const Tensor& bias,
+                                         const Tensor& target) {
+  const Tensor right = bias.unsqueeze(1);
+  return multiply(Product({grad_y}, {right}, target.scalar_type(), Rows::of_the_result),
+                  target.unsqueeze(1));
+}
+
 namespace composite {
 
 Tensor grouped_product(const Tensor& x, const Tensor& splits, at::TensorList matrices,
-                       at::TensorList biases, bool transposed) {
+                       at::TensorList biases, const std::optional<Tensor>& scales,
+                       bool transposed) {
   const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
   std::vector<Tensor> parts;
   for (size_t g = 0; g < matrices.size(); ++g) {
-    const Tensor rows = x.narrow(0, offsets[g], offsets[g + 1] - offsets[g]);
+    const int64_t first = offsets[g], count = offsets[g + 1] - first;
+    const Tensor rows = x.narrow(0, first, count);
     const Tensor matrix = transposed ? matrices[g].t() : matrices[g];
-    parts.push_back(biases.empty() ? at::mm(rows, matrix) : at::addmm(biases[g], rows, matrix));
+    if (biases.empty()) {
+      parts.push_back(at::mm(rows, matrix));
+    } else if (scales) {
+      const Tensor own = scales->narrow(0, first, count).unsqueeze(1);
+      parts.push_back(at::addmm(own * biases[g], rows, matrix));
+    } else {
+      parts.push_back(at::addmm(biases[g], rows, matrix));
+    }
   }
   parts.push_back(
       at::zeros({x.size(0) - offsets.back(), matrices[0].size(transposed ? 0 : 1)}, x.options()));
@@ -37,24 +261,42 @@ Tensor grouped_product(const Tensor& x, const Tensor& splits, at::TensorList mat
 
 namespace {
 
-Tensor grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups) {
-  const auto offsets = group_offsets(splits, groups, x.size(0));
-  std::vector<Tensor> parts;
-  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
-    const int64_t first = offsets[g], rows = offsets[g + 1] - first;
-    parts.push_back(at::mm(grad_y.narrow(0, first, rows).t(), x.narrow(0, first, rows)));
-  }
-  return at::stack(parts);
-}
-
-Tensor sum_rows(const Tensor& grad_y, const Tensor& splits, int64_t groups) {
-  const auto offsets = group_offsets(splits, groups, grad_y.size(0));
+template <typename Part>
+std::vector<Tensor> by_group(const Tensor& splits, int64_t groups, int64_t rows, Part&& part) {
+  const auto offsets = group_offsets(splits, groups, rows);
   std::vector<Tensor> parts;
   for (size_t g = 0; g + 1 < offsets.size(); ++g)
-    parts.push_back(grad_y.narrow(0, offsets[g], offsets[g + 1] - offsets[g])
-                        .sum(0, /*keepdim=*/false, wide(grad_y.scalar_type()))
-                        .to(grad_y.scalar_type()));
-  return at::stack(parts);
+    parts.push_back(part(g, offsets[g], offsets[g + 1] - offsets[g]));
+  return parts;
+}
+
+Tensor grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups) {
+  return at::stack(
+      by_group(splits, groups, x.size(0), [&](size_t, int64_t first, int64_t rows) {
+        return at::mm(grad_y.narrow(0, first, rows).t(), x.narrow(0, first, rows));
+      }));
+}
+
+Tensor grad_bias(const Tensor& grad_y, const Tensor& splits, const std::optional<Tensor>& scales,
+                 int64_t groups) {
+  const Tensor terms = scales ? at::mul(grad_y, scales->unsqueeze(1)) : grad_y;
+  return at::stack(
+      by_group(splits, groups, grad_y.size(0), [&](size_t, int64_t first, int64_t rows) {
+        return terms.narrow(0, first, rows)
+            .sum(0, /*keepdim=*/false, wide(grad_y.scalar_type()))
+            .to(grad_y.scalar_type());
+      }));
+}
+
+Tensor grad_scales(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
+  auto parts = by_group(splits, static_cast<int64_t>(biases.size()), grad_y.size(0),
+                        [&](size_t g, int64_t first, int64_t rows) {
+                          return at::mv(grad_y.narrow(0, first, rows), biases[g]);
+                        });
+  int64_t rows = grad_y.size(0);
+  for (const Tensor& part : parts) rows -= part.size(0);
+  parts.push_back(at::zeros({rows}, grad_y.options()));
+  return at::cat(parts);
 }
 
 }  // namespace
@@ -62,37 +304,15 @@ Tensor sum_rows(const Tensor& grad_y, const Tensor& splits, int64_t groups) {
 
 namespace {
 
-namespace shapes {
-
-Tensor product(const Tensor& x, const Tensor& /*splits*/, at::TensorList matrices,
-               at::TensorList /*biases*/, bool transposed) {
-  return at::empty_symint({x.sym_size(0), matrices[0].sym_size(transposed ? 0 : 1)}, x.options());
+const Quantizer* quantizer_or_null(std::string_view text) {
+  return text.empty() ? nullptr : &quantizer(text);
 }
-Tensor grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& /*splits*/,
-                   int64_t groups) {
-  return at::empty_symint({groups, grad_y.sym_size(1), x.sym_size(1)}, x.options());
+std::string_view text_of(const Quantizer* quantizer) {
+  return quantizer == nullptr ? std::string_view() : std::string_view(quantizer->text);
 }
-Tensor sum_rows(const Tensor& grad_y, const Tensor& /*splits*/, int64_t groups) {
-  return at::empty_symint({groups, grad_y.sym_size(1)}, grad_y.options());
-}
-
-}  // namespace shapes
-
-template <typename Function>
-struct Op;
-template <typename... Args>
-struct Op<Tensor(Args...)> {
-  /// Through the dispatcher, which is what lets tracing, modes and subclasses see it.
-  template <typename... Given>
-  static Tensor call(const char* name, const Given&... given) {
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow(name, "")
-        .template typed<Tensor(Args...)>()
-        .call(given...);
-  }
-};
 
 bool needs_grad(const Tensor& tensor) { return tensor.requires_grad(); }
+bool needs_grad(const std::optional<Tensor>& tensor) { return tensor && tensor->requires_grad(); }
 bool needs_grad(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
                      [](const Tensor& tensor) { return tensor.requires_grad(); });
@@ -102,25 +322,152 @@ bool needs_grad(const T&) {
   return false;
 }
 
-/// Called by itself an op is differentiated as its composite form is.
-template <auto kComposite, typename Function>
-struct Autograd;
-template <auto kComposite, typename... Args>
-struct Autograd<kComposite, Tensor (*)(Args...)> {
-  static Tensor run(c10::DispatchKeySet /*keys*/, Args... args) {
-    if (c10::GradMode::is_enabled() && (needs_grad(args) || ...)) return kComposite(args...);
-    at::AutoDispatchBelowADInplaceOrView below;
-    if constexpr (std::is_same_v<Tensor (*)(Args...), decltype(&grouped_product)>)
-      return grouped_product(args...);
-    else if constexpr (std::is_same_v<Tensor (*)(Args...), decltype(&grouped_grad_weight)>)
-      return grouped_grad_weight(args...);
-    else
-      return grouped_sum_rows(args...);
+void check_no_gradient(std::initializer_list<std::string_view> quantizers) {
+  for (const std::string_view text : quantizers)
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        text.empty(), "grouped_linear: expected tensors that need no gradient for quantized ",
+        "products, got one that requires it. Call them inside a pipeline, or detach it.");
+}
+
+/// Each op of the dispatcher: `run` computes, `shapes` tells what, `composite` is differentiated
+/// where the op is called by itself.
+struct ProductOp {
+  static constexpr const char* kName = "tandem::grouped_product";
+  static constexpr const char* kSchema =
+      "grouped_product(Tensor x, Tensor splits, Tensor[] matrices, Tensor[] biases, Tensor? "
+      "scales, bool transposed, str quantizer, Tensor[] matrix_scales, str "
+      "matrix_quantizer) -> Tensor";
+  static Tensor run(const Tensor& x, const Tensor& splits, at::TensorList matrices,
+                    at::TensorList biases, const std::optional<Tensor>& scales, bool transposed,
+                    std::string_view quantizer, at::TensorList matrix_scales,
+                    std::string_view matrix_quantizer) {
+    const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
+    const Tensor y =
+        empty_beside(x, {x.size(0), matrices[0].size(transposed ? 0 : 1)}, x.scalar_type());
+    product_of_groups(x, offsets,
+                      {matrices.vec(), matrix_scales.vec(), quantizer_or_null(matrix_quantizer)},
+                      {biases.vec(), scales}, transposed, quantizer_or_null(quantizer), y);
+    return y;
+  }
+  static Tensor shapes(const Tensor& x, const Tensor& /*splits*/, at::TensorList matrices,
+                       at::TensorList /*biases*/, const std::optional<Tensor>& /*scales*/,
+                       bool transposed, std::string_view /*quantizer*/,
+                       at::TensorList /*matrix_scales*/, std::string_view /*matrix_quantizer*/) {
+    return at::empty_symint({x.sym_size(0), matrices[0].sym_size(transposed ? 0 : 1)},
+                            x.options());
+  }
+  static Tensor composite(const Tensor& x, const Tensor& splits, at::TensorList matrices,
+                          at::TensorList biases, const std::optional<Tensor>& scales,
+                          bool transposed, std::string_view quantizer,
+                          at::TensorList /*matrix_scales*/, std::string_view matrix_quantizer) {
+    check_no_gradient({quantizer, matrix_quantizer});
+    return composite::grouped_product(x, splits, matrices, biases, scales, transposed);
   }
 };
 
-template <auto kComposite>
-constexpr auto autograd = &Autograd<kComposite, decltype(kComposite)>::run;
+struct GradWeightOp {
+  static constexpr const char* kName = "tandem::grouped_grad_weight";
+  static constexpr const char* kSchema =
+      "grouped_grad_weight(Tensor grad_y, Tensor x, Tensor splits, int groups, str "
+      "grad_quantizer='', str quantizer='') -> Tensor";
+  static Tensor run(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups,
+                    std::string_view grad_quantizer, std::string_view quantizer) {
+    const auto offsets = group_offsets(splits, groups, x.size(0));
+    const Tensor all = empty_beside(x, {groups, grad_y.size(1), x.size(1)}, x.scalar_type());
+    for (size_t g = 0; g + 1 < offsets.size(); ++g)
+      grad_weight_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]),
+                           rows_between(x, offsets[g], offsets[g + 1]),
+                           {quantizer_or_null(grad_quantizer), quantizer_or_null(quantizer)},
+                           all.select(0, static_cast<int64_t>(g)), /*accumulate=*/false);
+    return all;
+  }
+  static Tensor shapes(const Tensor& grad_y, const Tensor& x, const Tensor& /*splits*/,
+                       int64_t groups, std::string_view /*grad_quantizer*/,
+                       std::string_view /*quantizer*/) {
+    return at::empty_symint({groups, grad_y.sym_size(1), x.sym_size(1)}, x.options());
+  }
+  static Tensor composite(const Tensor& grad_y, const Tensor& x, const Tensor& splits,
+                          int64_t groups, std::string_view grad_quantizer,
+                          std::string_view quantizer) {
+    check_no_gradient({grad_quantizer, quantizer});
+    return composite::grad_weight(grad_y, x, splits, groups);
+  }
+};
+
+struct GradBiasOp {
+  static constexpr const char* kName = "tandem::grouped_grad_bias";
+  static constexpr const char* kSchema =
+      "grouped_grad_bias(Tensor grad_y, Tensor splits, Tensor? scales, int groups) -> Tensor";
+  static Tensor run(const Tensor& grad_y, const Tensor& splits, const std::optional<Tensor>& scales,
+                    int64_t groups) {
+    const auto offsets = group_offsets(splits, groups, grad_y.size(0));
+    const Tensor all = empty_beside(grad_y, {groups, grad_y.size(1)}, grad_y.scalar_type());
+    for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+      std::optional<Tensor> own;
+      if (scales) own = rows_between(*scales, offsets[g], offsets[g + 1]);
+      grad_bias_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]), own,
+                         all.select(0, static_cast<int64_t>(g)));
+    }
+    return all;
+  }
+  static Tensor shapes(const Tensor& grad_y, const Tensor& /*splits*/,
+                       const std::optional<Tensor>& /*scales*/, int64_t groups) {
+    return at::empty_symint({groups, grad_y.sym_size(1)}, grad_y.options());
+  }
+  static constexpr auto composite = &composite::grad_bias;
+};
+
+struct GradScalesOp {
+  static constexpr const char* kName = "tandem::grouped_grad_scales";
+  static constexpr const char* kSchema =
+      "grouped_grad_scales(Tensor grad_y, Tensor splits, Tensor[] biases) -> Tensor";
+  static Tensor run(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
+    const auto offsets =
+        group_offsets(splits, static_cast<int64_t>(biases.size()), grad_y.size(0));
+    const Tensor all = empty_beside(grad_y, {grad_y.size(0)}, grad_y.scalar_type());
+    for (size_t g = 0; g + 1 < offsets.size(); ++g)
+      if (offsets[g] != offsets[g + 1])
+        grad_scales_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]), biases[g],
+                             rows_between(all, offsets[g], offsets[g + 1]));
+    rows_between(all, offsets.back(), all.size(0)).zero_();
+    return all;
+  }
+  static Tensor shapes(const Tensor& grad_y, const Tensor& /*splits*/, at::TensorList /*biases*/) {
+    return at::empty_symint({grad_y.sym_size(0)}, grad_y.options());
+  }
+  static constexpr auto composite = &composite::grad_scales;
+};
+
+template <typename Op, typename... Given>
+Tensor call(const Given&... given) {
+  using Function = std::remove_pointer_t<decltype(&Op::run)>;
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(Op::kName, "").template typed<Function>();
+  return handle.call(given...);
+}
+
+/// Called by itself an op is differentiated as its composite form is.
+template <typename Op, typename Function>
+struct Autograd;
+template <typename Op, typename... Args>
+struct Autograd<Op, Tensor (*)(Args...)> {
+  static Tensor run(c10::DispatchKeySet /*keys*/, Args... args) {
+    if (c10::GradMode::is_enabled() && (needs_grad(args) || ...)) return Op::composite(args...);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call<Op>(args...);
+  }
+};
+
+template <typename Op>
+void add_op(torch::Library& library) {
+  const std::string_view name = Op::kName;
+  const char* unqualified = Op::kName + name.rfind(':') + 1;
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  library.def(Op::kSchema, tags);
+  library.impl(unqualified, c10::DispatchKey::CompositeExplicitAutograd, &Op::run);
+  library.impl(unqualified, c10::DispatchKey::Meta, &Op::shapes);
+  library.impl(unqualified, c10::DispatchKey::Autograd, &Autograd<Op, decltype(&Op::run)>::run);
+}
 
 }  // namespace
 
@@ -131,9 +478,10 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
   TORCH_CHECK_VALUE(splits.numel() == groups, "grouped_linear: expected splits of shape [", groups,
                     "], one number per group, got ", splits.sizes(),
                     ". Pass the number of rows of each group.");
-  const bool is_readable =
-      is_on_host(splits) && is_plain(splits) && splits.scalar_type() == at::kLong;
-  const Tensor counts = is_readable ? splits : splits.to(at::kCPU, at::kLong);
+  const bool is_readable = is_on_host(splits) && is_plain(splits) && splits.dim() == 1 &&
+                           splits.scalar_type() == at::kLong;
+  const Tensor counts =
+      is_readable ? splits : splits.to(at::kCPU, at::kLong).reshape({-1});
   std::vector<int64_t> offsets{0};
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t count =
@@ -148,40 +496,31 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
   return offsets;
 }
 
-Tensor grouped_product(const Tensor& x, const Tensor& splits, at::TensorList matrices,
-                       at::TensorList biases, bool transposed) {
-  return Op<decltype(composite::grouped_product)>::call("tandem::grouped_product", x, splits,
-                                                        matrices, biases, transposed);
+Tensor grouped_product(const Tensor& x, const Tensor& splits, const GroupMatrices& matrices,
+                       const GroupBiases& biases, bool transposed, const Quantizer* quantizer) {
+  return call<ProductOp>(x, splits, at::TensorList(matrices.matrices),
+                         at::TensorList(biases.biases), biases.scales, transposed,
+                         text_of(quantizer), at::TensorList(matrices.scales),
+                         text_of(matrices.quantizer));
 }
 Tensor grouped_grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits,
-                           int64_t groups) {
-  return Op<decltype(composite::grad_weight)>::call("tandem::grouped_grad_weight", grad_y, x,
-                                                    splits, groups);
+                           int64_t groups, const GradQuantizers& quantizers) {
+  return call<GradWeightOp>(grad_y, x, splits, groups, text_of(quantizers.grad_y),
+                            text_of(quantizers.x));
 }
-Tensor grouped_sum_rows(const Tensor& grad_y, const Tensor& splits, int64_t groups) {
-  return Op<decltype(composite::sum_rows)>::call("tandem::grouped_sum_rows", grad_y, splits,
-                                                 groups);
+Tensor grouped_grad_bias(const Tensor& grad_y, const Tensor& splits,
+                         const std::optional<Tensor>& scales, int64_t groups) {
+  return call<GradBiasOp>(grad_y, splits, scales, groups);
+}
+Tensor grouped_grad_scales(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
+  return call<GradScalesOp>(grad_y, splits, biases);
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  library.def(
-      "grouped_product(Tensor x, Tensor splits, Tensor[] matrices, Tensor[] biases, bool "
-      "transposed) -> Tensor",
-      tags);
-  library.def("grouped_grad_weight(Tensor grad_y, Tensor x, Tensor splits, int groups) -> Tensor",
-              tags);
-  library.def("grouped_sum_rows(Tensor grad_y, Tensor splits, int groups) -> Tensor", tags);
-  const auto add = [&](const char* name, auto* composite, auto* shape, auto* autograd) {
-    library.impl(name, c10::DispatchKey::CompositeExplicitAutograd, composite);
-    library.impl(name, c10::DispatchKey::Meta, shape);
-    library.impl(name, c10::DispatchKey::Autograd, autograd);
-  };
-  add("grouped_product", &composite::grouped_product, &shapes::product,
-      autograd<&composite::grouped_product>);
-  add("grouped_grad_weight", &composite::grad_weight, &shapes::grad_weight,
-      autograd<&composite::grad_weight>);
-  add("grouped_sum_rows", &composite::sum_rows, &shapes::sum_rows, autograd<&composite::sum_rows>);
+  add_op<ProductOp>(library);
+  add_op<GradWeightOp>(library);
+  add_op<GradBiasOp>(library);
+  add_op<GradScalesOp>(library);
 }
 
 }  // namespace tandem::kernel_ops

@@ -3,7 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <optional>
 #include <vector>
+
+#include "kernel_ops/implementations.h"
+#include "kernel_ops/quantizer.h"
 
 namespace tandem::kernel_ops {
 
@@ -15,29 +20,88 @@ namespace tandem::kernel_ops {
 ///         where they are no integers.
 std::vector<int64_t> group_offsets(const at::Tensor& splits, int64_t groups, int64_t rows);
 
-/// y_g = x_g M_g^T + bias_g, or x_g M_g where not `transposed`, for the rows x_g of group g; zeros
-/// for rows of no group.
-///
-/// Shapes: x [rows, k], matrices [n, k] each (or [k, n]), biases [n] each or none -> y [rows, n],
-///         in the dtype of x.
-at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits, at::TensorList matrices,
-                           at::TensorList biases, bool transposed);
+/// Rows of a plain matrix, without a dispatch.
+at::Tensor rows_between(const at::Tensor& matrix, int64_t first, int64_t last);
 
-/// The same in differentiable ATen operations, which every device and dtype has.
+/// The matrices of groups: numbers, which each product quantizes where there is a quantizer and no
+/// scale, or codes.
+struct GroupMatrices {
+  std::vector<at::Tensor> matrices;
+  /// Of codes: one for each.
+  std::vector<at::Tensor> scales = {};
+  const Quantizer* quantizer = nullptr;
+};
+
+/// The biases of groups, times a number per row where there are `scales` [rows].
+struct GroupBiases {
+  std::vector<at::Tensor> biases = {};
+  std::optional<at::Tensor> scales = std::nullopt;
+};
+
+/// y_g = x_g M_g^T + bias_g (* scale of the row), or x_g M_g where not `transposed`, for one group.
+/// Rows of x are quantized by `quantizer`, if there is one, as a tensor of their own. Returns who
+/// computed it.
+///
+/// Shapes: x [rows, k], matrix [n, k] (or [k, n]), bias [n] -> y [rows, n], contiguous, written.
+/// Error:  that of a sum in float32 or wider, one rounding to the dtype of y, and one for the bias.
+ImplementationNames product_of_group(const at::Tensor& x, const GroupMatrices& matrices,
+                                     const GroupBiases& biases, size_t group, bool transposed,
+                                     const Quantizer* quantizer, const at::Tensor& y);
+
+/// The same for all groups, one after the other; zeros for rows of none.
+ImplementationNames product_of_groups(const at::Tensor& x, const std::vector<int64_t>& offsets,
+                                      const GroupMatrices& matrices, const GroupBiases& biases,
+                                      bool transposed, const Quantizer* quantizer,
+                                      const at::Tensor& y);
+
+/// How the operands of the gradient of a weight are quantized; null: not at all.
+struct GradQuantizers {
+  const Quantizer* grad_y = nullptr;
+  const Quantizer* x = nullptr;
+};
+
+/// target = grad_y^T x, or target += where `accumulate`: zeros, or nothing, for a group without
+/// rows. A target of another dtype gets the sum of the operands in the wider one.
+///
+/// Shapes: grad_y [rows, n], x [rows, k] -> target [n, k].
+ImplementationNames grad_weight_of_group(const at::Tensor& grad_y, const at::Tensor& x,
+                                         const GradQuantizers& quantizers, const at::Tensor& target,
+                                         bool accumulate);
+
+/// target = sum over the rows of grad_y (times their scales), in float32 or wider, rounded once.
+///
+/// Shapes: grad_y [rows, n], scales [rows] -> target [n], contiguous.
+ImplementationNames grad_bias_of_group(const at::Tensor& grad_y,
+                                       const std::optional<at::Tensor>& scales,
+                                       const at::Tensor& target);
+
+/// target = grad_y bias, a number per row: the gradient of what multiplies the bias.
+///
+/// Shapes: grad_y [rows, n], bias [n] -> target [rows], contiguous.
+ImplementationNames grad_scales_of_group(const at::Tensor& grad_y, const at::Tensor& bias,
+                                         const at::Tensor& target);
+
+// The same through the dispatcher, where one call does all groups.
+
+at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits,
+                           const GroupMatrices& matrices, const GroupBiases& biases,
+                           bool transposed, const Quantizer* quantizer);
+/// -> [groups, n, k].
+at::Tensor grouped_grad_weight(const at::Tensor& grad_y, const at::Tensor& x,
+                               const at::Tensor& splits, int64_t groups,
+                               const GradQuantizers& quantizers);
+/// -> [groups, n].
+at::Tensor grouped_grad_bias(const at::Tensor& grad_y, const at::Tensor& splits,
+                             const std::optional<at::Tensor>& scales, int64_t groups);
+/// -> [rows], zeros for rows of no group.
+at::Tensor grouped_grad_scales(const at::Tensor& grad_y, const at::Tensor& splits,
+                               at::TensorList biases);
+
+/// In differentiable ATen operations, which every device and dtype has.
 namespace composite {
 at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits, at::TensorList matrices,
-                           at::TensorList biases, bool transposed);
+                           at::TensorList biases, const std::optional<at::Tensor>& scales,
+                           bool transposed);
 }
-
-/// grad_g = grad_y_g^T x_g, zeros for a group without rows.
-///
-/// Shapes: grad_y [rows, n], x [rows, k] -> [groups, n, k].
-at::Tensor grouped_grad_weight(const at::Tensor& grad_y, const at::Tensor& x,
-                               const at::Tensor& splits, int64_t groups);
-
-/// sums_g = sum over the rows of grad_y_g, in float32, rounded once.
-///
-/// Shapes: grad_y [rows, n] -> [groups, n].
-at::Tensor grouped_sum_rows(const at::Tensor& grad_y, const at::Tensor& splits, int64_t groups);
 
 }  // namespace tandem::kernel_ops

@@ -1,16 +1,15 @@
 #include "ops/grouped_linear.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include "core/call.h"
+#include <cstring>
+
 #include "core/json_fields.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/grouped.h"
-#include "kernel_ops/product.h"
 #include "kernel_ops/shapes.h"
+#include "ops/groups.h"
 #include "ops/product.h"
-#include "tandem/op_options.h"
 
 namespace tandem::ops {
 
@@ -18,121 +17,92 @@ namespace {
 
 using at::Tensor;
 using kernel_ops::group_offsets;
+using kernel_ops::rows_between;
 
 const GroupedLinearOptions& options_of(const Call& call) {
   return call.options<GroupedLinearOptions>();
 }
 
-/// The elements of a list operand by group, those of a packed one too.
-std::vector<Tensor> by_group(Call& call, size_t list, bool is_packed) {
-  const ListRange& range = call.read_list(list);
-  if (is_packed) return call.in(range.first).unbind(0);
-  std::vector<Tensor> tensors;
-  for (size_t i = range.first; i < range.first + range.count; ++i) tensors.push_back(call.in(i));
-  return tensors;
+/// What the step writes: fresh, or the memory of a tensor that the caller gave for it.
+Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tensor& like) {
+  if (call.step().mutates.empty())
+    return call.frame().allocate(sizes, like.scalar_type(), like);
+  const Tensor& given = call.mutated(0);
+  TORCH_CHECK_VALUE(given.sizes() == sizes && given.scalar_type() == like.scalar_type() &&
+                        given.device() == like.device() && given.is_contiguous() &&
+                        !given.requires_grad(),
+                    "grouped_linear: expected a contiguous tensor without a gradient as ", name,
+                    ", of shape ", sizes, ", ", like.scalar_type(), ", on ", like.device(),
+                    ", got one of shape ", given.sizes(), ", ", given.scalar_type(), ", on ",
+                    given.device(), given.is_contiguous() ? "" : ", not contiguous",
+                    given.requires_grad() ? ", that requires grad" : "",
+                    ". Allocate it with torch.empty.");
+  at::TensorImpl* impl = given.unsafeGetTensorImpl();
+  impl->bump_version();  // below autograd nobody else does
+  // One memory, one counter of versions: whoever writes it later is found out.
+  return at::Tensor(
+      impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-Tensor as_matrix(const Tensor& x) {
-  return x.dim() == 2 ? x : x.reshape_symint({kernel_ops::rows_of(x), x.sym_size(-1)});
+/// Of a tensor with the sizes of `like` but for the last one.
+c10::DimVector sizes_like(const Tensor& like, int64_t features) {
+  c10::DimVector sizes(like.sizes().begin(), like.sizes().end());
+  sizes.back() = features;
+  return sizes;
 }
 
-/// Whether implementations write the products of x with these into tensors of the frame.
-bool is_direct(Call& call, const Tensor& x, const std::vector<Tensor>& others) {
-  const auto is_taken = [&](const Tensor& other) {
-    return kernel_ops::choose({{x}, {other}, x.scalar_type()}) != nullptr;
+/// All products of the rows of the step's first read, as `grouped_product` says.
+Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
+                       const kernel_ops::GroupMatrices& weights,
+                       const kernel_ops::GroupBiases& biases, bool transposed,
+                       const char* target) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      call.path() == Path::direct || call.step().mutates.empty(), "grouped_linear: expected no \"",
+      target, "\" where the call goes through torch's dispatcher, got one. Leave it out of ",
+      "op_kwargs under modes, transforms and tensor subclasses.");
+  const Tensor rows = as_matrix(x);
+  const auto reshaped = [&](const Tensor& y) {
+    if (x.dim() == 2) return y;
+    c10::SymDimVector sizes = kernel_ops::sizes_of(x);
+    sizes.back() = weights.matrices[0].sym_size(transposed ? 0 : 1);
+    return y.reshape_symint(sizes);
   };
-  return call.path() == Path::direct && std::ranges::all_of(others, is_taken);
-}
-
-void multiply_into(Call& call, const Tensor& a, const Tensor& b, const Tensor& result,
-                   kernel_ops::Rows rows) {
-  call.took(kernel_ops::multiply({{a}, {b}, result.scalar_type(), rows}, result));
-}
-
-Tensor rows_of_group(const Tensor& matrix, const std::vector<int64_t>& offsets, size_t group) {
-  return matrix.narrow(0, offsets[group], offsets[group + 1] - offsets[group]);
-}
-
-void clear_rows_behind(const Tensor& result, const std::vector<int64_t>& offsets) {
-  result.narrow(0, offsets.back(), result.size(0) - offsets.back()).zero_();
-}
-
-/// y_g = x_g M_g^T + bias_g, or x_g M_g.
-Tensor product_of_groups(Call& call, const Tensor& x, const Tensor& splits,
-                         const std::vector<Tensor>& matrices, const std::vector<Tensor>& biases,
-                         bool transposed) {
   if (call.path() == Path::composite)
-    return kernel_ops::composite::grouped_product(x, splits, matrices, biases, transposed);
-  if (!is_direct(call, x, matrices)) {
+    return reshaped(kernel_ops::composite::grouped_product(rows, splits, weights.matrices,
+                                                           biases.biases, biases.scales,
+                                                           transposed));
+  if (call.path() == Path::dispatch) {
     call.took(kernel_ops::kDispatcher);
-    return kernel_ops::grouped_product(x, splits, matrices, biases, transposed);
+    return reshaped(kernel_ops::grouped_product(rows, splits, weights, biases, transposed,
+                                                quantizer_at(call, 0)));
   }
-  const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
-  const int64_t sizes[] = {x.size(0), matrices[0].size(transposed ? 0 : 1)};
-  const Tensor y = call.frame().allocate(sizes, x.scalar_type(), x);
-  for (size_t g = 0; g < matrices.size(); ++g) {
-    const Tensor target = rows_of_group(y, offsets, g);
-    if (target.size(0) == 0) continue;
-    multiply_into(call, rows_of_group(x, offsets, g), transposed ? matrices[g].t() : matrices[g],
-                  target, kernel_ops::Rows::of_the_result);
-    if (biases.empty()) continue;
-    const Tensor sum = call.run_into<kernel_ops::AddBias>(
-        {target}, target, std::optional(biases[g]), std::optional<Tensor>())[0];
-    if (!sum.is_same(target)) target.copy_(sum);
-  }
-  clear_rows_behind(y, offsets);
+  const auto offsets =
+      group_offsets(splits, static_cast<int64_t>(weights.matrices.size()), rows.size(0));
+  const int64_t features = weights.matrices[0].size(transposed ? 0 : 1);
+  const Tensor y = target_of(call, target, sizes_like(x, features), x);
+  call.took(kernel_ops::product_of_groups(rows, offsets, weights, biases, transposed,
+                                          quantizer_at(call, 0),
+                                          y.dim() == 2 ? y : y.view({rows.size(0), features})));
   return y;
 }
 
-void check_shapes(const Tensor& x, const std::vector<Tensor>& weights, size_t groups) {
-  TORCH_CHECK_VALUE(weights.size() == groups, "grouped_linear: expected a weight of shape [",
-                    groups, ", out_features, in_features], got ", weights.size(),
-                    " groups. Pack one matrix per group.");
-  for (const Tensor& weight : weights) {
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_sizes() == weights[0].sym_sizes(),
-                      "grouped_linear: expected weights of one shape [out_features, in_features], ",
-                      "got ", weights[0].sym_sizes(), " and ", weight.sym_sizes(),
-                      ". Pass matrices of one shape.");
-  }
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == weights[0].sym_size(1),
-                    "grouped_linear: expected x with ", weights[0].sym_size(1),
-                    " features in its last dimension, as the weights ", weights[0].sym_sizes(),
-                    " have, got x of shape ", x.sym_sizes(),
-                    ". Build the op with these in_features, or reshape x.");
-}
-
 void forward(Call& call) {
-  enum Read { x, splits };
+  enum Read { x, splits, scales };
   enum List { weight, bias };
   const GroupedLinearOptions& options = options_of(call);
-  const auto weights = by_group(call, weight, options.packed_weight);
-  const auto biases =
-      options.bias ? by_group(call, bias, options.packed_bias) : std::vector<Tensor>();
-  check_shapes(call.in(x), weights, options.num_groups);
-  const Tensor y =
-      product_of_groups(call, as_matrix(call.in(x)), call.in(splits), weights, biases, true);
-  call.out(0, call.in(x).dim() == 2 ? y : y.reshape_symint(output_sizes(call.in(x), weights[0])));
+  const auto weights = matrices_of(call, weight, options.packed_weight, quantizer_at(call, 1));
+  check_features(call.in(x).sym_sizes(), weights.matrices, options.num_groups);
+  call.out(0, multiply_groups(call, call.in(x), call.in(splits), weights,
+                              biases_of(call, bias, scales, options), /*transposed=*/true,
+                              "output"));
 }
 
 void grad_x(Call& call) {
   enum Read { grad_y, splits };
-  const auto weights = by_group(call, 0, options_of(call).packed_weight);
-  const Tensor& gradient = call.in(grad_y);
-  const Tensor result =
-      product_of_groups(call, as_matrix(gradient), call.in(splits), weights, {}, false);
-  if (gradient.dim() == 2) return call.out(0, result);
-  c10::SymDimVector sizes(gradient.sym_sizes().begin(), gradient.sym_sizes().end());
-  sizes.back() = weights[0].sym_size(1);
-  call.out(0, result.reshape_symint(sizes));
-}
-
-/// Gives each wanted write of the list its group's part, or the whole where it is packed.
-template <typename Part, typename Whole>
-void write_groups(Call& call, bool is_packed, Part&& part, Whole&& whole) {
-  const ListRange& list = call.write_list(0);
-  if (is_packed) return call.out(list.first, whole());
-  for (size_t g = 0; g < list.count; ++g)
-    if (call.wants(list.first + g)) call.out(list.first + g, part(g));
+  const auto weights =
+      matrices_of(call, 0, options_of(call).packed_weight, quantizer_at(call, 1));
+  call.out(0, multiply_groups(call, call.in(grad_y), call.in(splits), weights, {},
+                              /*transposed=*/false, "grad_input"));
 }
 
 void grad_weight(Call& call) {
@@ -140,101 +110,245 @@ void grad_weight(Call& call) {
   const GroupedLinearOptions& options = options_of(call);
   const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
   const auto groups = static_cast<int64_t>(options.num_groups);
-  if (!is_direct(call, input, {gradient})) {
+  const kernel_ops::GradQuantizers quantizers{quantizer_at(call, 0), quantizer_at(call, 1)};
+  if (call.path() != Path::direct) {
     call.took(kernel_ops::kDispatcher);
-    const Tensor all = kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups);
+    const Tensor all =
+        kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups, quantizers);
     const auto parts = all.unbind(0);
     return write_groups(
         call, options.packed_weight, [&](size_t g) { return parts[g].clone(); },
         [&] { return all; });
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
-  const int64_t out = gradient.size(1), in = input.size(1);
+  const int64_t sizes[] = {groups, gradient.size(1), input.size(1)};
   const auto write = [&](size_t g, const Tensor& target) {
-    if (offsets[g] == offsets[g + 1]) {
-      target.zero_();
-    } else {
-      multiply_into(call, rows_of_group(gradient, offsets, g).t(), rows_of_group(input, offsets, g),
-                    target, kernel_ops::Rows::contracted);
-    }
+    call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
+                                               rows_between(input, offsets[g], offsets[g + 1]),
+                                               quantizers, target, /*accumulate=*/false));
   };
-  write_groups(
-      call, options.packed_weight,
-      [&](size_t g) {
-        const int64_t sizes[] = {out, in};
-        const Tensor target = call.frame().allocate(sizes, input.scalar_type(), input);
-        write(g, target);
-        return target;
-      },
-      [&] {
-        const int64_t sizes[] = {groups, out, in};
-        const Tensor target = call.frame().allocate(sizes, input.scalar_type(), input);
-        for (size_t g = 0; g < options.num_groups; ++g)
-          write(g, target.select(0, static_cast<int64_t>(g)));
-        return target;
-      });
+  allocate_groups(call, options.packed_weight, sizes, input, write);
+}
+
+/// The gradients are added to buffers of the caller, in the products where these can write there.
+void accumulate(Call& call) {
+  enum Read { grad_y, x, splits };
+  const GroupedLinearOptions& options = options_of(call);
+  const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
+  const auto groups = static_cast<int64_t>(options.num_groups);
+  check_main_grads(call, options, gradient.sym_size(1), input.sym_size(1));
+  if (call.path() != Path::direct) {
+    call.took(kernel_ops::kDispatcher);
+    const Tensor all =
+        kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups,
+                                        {quantizer_at(call, 0), quantizer_at(call, 1)});
+    for (size_t g = 0; g < options.num_groups; ++g) {
+      const Tensor target = main_grad_of_group(call, options, g),
+                   part = all.select(0, static_cast<int64_t>(g));
+      options.overwrite_main_grad ? target.copy_(part) : target.add_(part);
+    }
+    return finish_main_grads(call, options, input);
+  }
+  const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
+  for (size_t g = 0; g < options.num_groups; ++g)
+    call.took(kernel_ops::grad_weight_of_group(
+        rows_between(gradient, offsets[g], offsets[g + 1]),
+        rows_between(input, offsets[g], offsets[g + 1]),
+        {quantizer_at(call, 0), quantizer_at(call, 1)}, main_grad_of_group(call, options, g),
+        !options.overwrite_main_grad));
+  finish_main_grads(call, options, input);
+}
+
+/// What the gradients of weights are computed from is put into tensors of the caller.
+void defer(Call& call) {
+  enum Read { grad_y, x, splits };
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      call.path() == Path::direct,
+      "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
+      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
+  std::string quantizers;
+  for (const Quantizer* quantizer : call.step().quantizers)
+    quantizers += (quantizers.empty() ? "" : "\n") + quantizer->text;
+  Tensor text = at::empty({static_cast<int64_t>(quantizers.size())}, at::kByte);
+  std::memcpy(text.mutable_data_ptr(), quantizers.data(), quantizers.size());
+  const Tensor kept[] = {as_matrix(call.in(grad_y)), as_matrix(call.in(x)), call.in(splits), text};
+  for (size_t i = 0; i < std::size(kept); ++i)
+    call.mutated(i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
 }
 
 void grad_bias(Call& call) {
-  enum Read { grad_y, splits };
+  enum Read { grad_y, splits, scales };
   const GroupedLinearOptions& options = options_of(call);
-  call.took(kernel_ops::kDispatcher);
-  const Tensor all = kernel_ops::grouped_sum_rows(as_matrix(call.in(grad_y)), call.in(splits),
-                                                  static_cast<int64_t>(options.num_groups));
-  const auto parts = all.unbind(0);
-  write_groups(
-      call, options.packed_bias, [&](size_t g) { return parts[g].clone(); }, [&] { return all; });
+  const Tensor gradient = as_matrix(call.in(grad_y));
+  const auto groups = static_cast<int64_t>(options.num_groups);
+  const auto factors = flat(call, scales);
+  if (call.path() != Path::direct) {
+    call.took(kernel_ops::kDispatcher);
+    const Tensor all =
+        kernel_ops::grouped_grad_bias(gradient, call.in(splits), factors, groups);
+    const auto parts = all.unbind(0);
+    return write_groups(
+        call, options.packed_bias, [&](size_t g) { return parts[g].clone(); }, [&] { return all; });
+  }
+  const auto offsets = group_offsets(call.in(splits), groups, gradient.size(0));
+  const int64_t sizes[] = {groups, gradient.size(1)};
+  allocate_groups(call, options.packed_bias, sizes, gradient, [&](size_t g, const Tensor& target) {
+    std::optional<Tensor> own;
+    if (factors) own = rows_between(*factors, offsets[g], offsets[g + 1]);
+    call.took(kernel_ops::grad_bias_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
+                                             own, target));
+  });
+}
+
+void grad_scales(Call& call) {
+  enum Read { grad_y, splits, scales };
+  const GroupedLinearOptions& options = options_of(call);
+  const Tensor gradient = as_matrix(call.in(grad_y));
+  const auto biases = by_group(call, 0, options.packed_bias);
+  const Tensor& like = call.in(scales);
+  if (call.path() != Path::direct) {
+    call.took(kernel_ops::kDispatcher);
+    return call.out(0, kernel_ops::grouped_grad_scales(gradient, call.in(splits), biases)
+                           .reshape_symint(like.sym_sizes()));
+  }
+  const auto offsets = group_offsets(call.in(splits), static_cast<int64_t>(options.num_groups),
+                                     gradient.size(0));
+  const Tensor result = call.frame().allocate(like.sizes(), gradient.scalar_type(), gradient),
+               all = result.view(-1);
+  for (size_t g = 0; g < options.num_groups; ++g)
+    if (offsets[g] != offsets[g + 1])
+      call.took(kernel_ops::grad_scales_of_group(
+          rows_between(gradient, offsets[g], offsets[g + 1]), biases[g],
+          rows_between(all, offsets[g], offsets[g + 1])));
+  rows_between(all, offsets.back(), all.size(0)).zero_();
+  call.out(0, result);
 }
 
 size_t list_length(const void* options, std::string_view operand) {
   const auto& grouped = *static_cast<const GroupedLinearOptions*>(options);
-  if (operand == "weight[]") return grouped.packed_weight ? 1 : grouped.num_groups;
+  const size_t weights = grouped.packed_weight ? 1 : grouped.num_groups;
+  if (operand == "weight[]") return weights;
+  if (operand == "main_grad[]") return grouped.accumulate_into_main_grad ? weights : 0;
+  if (operand == "deferred[]") return grouped.delay_wgrad ? kDeferred : 0;
+  if (operand == "output[]") return grouped.writes_output ? 1 : 0;
+  if (operand == "grad_input[]") return grouped.writes_grad_input ? 1 : 0;
   return !grouped.bias ? 0 : grouped.packed_bias ? 1 : grouped.num_groups;
 }
 
-bool has_bias(const void* options) {
-  return static_cast<const GroupedLinearOptions*>(options)->bias;
+const GroupedLinearOptions& grouped(const void* options) {
+  return *static_cast<const GroupedLinearOptions*>(options);
 }
+bool has_bias(const void* options) { return grouped(options).bias; }
+bool has_scales(const void* options) { return grouped(options).bias && grouped(options).scale_bias; }
+bool has_packed_weight(const void* options) { return grouped(options).packed_weight; }
+bool always(const void*) { return true; }
+bool returns_gradient(const void* options) {
+  return !grouped(options).accumulate_into_main_grad && !grouped(options).delay_wgrad;
+}
+bool delays(const void* options) { return grouped(options).delay_wgrad; }
+template <bool kDummy>
+bool accumulates(const void* options) {
+  return grouped(options).accumulate_into_main_grad && !grouped(options).delay_wgrad &&
+         (grouped(options).dummy != BasicLinearOptions::Dummy::none) == kDummy;
+}
+
+const std::vector<Contract> kGradWeightContracts{{"grad_y", Direction::column, always},
+                                                 {"x", Direction::column, always}};
 
 }  // namespace
 
 const OpDef kGroupedLinear{
     .name = "grouped_linear",
     .formula = "y_g = x_g weight_g^T + bias_g",
-    .signature = {GroupedLinearOptions{},
-                  {{"num_groups", &GroupedLinearOptions::num_groups,
-                    between(1, limits::kParams / 2), "the number of weights"},
-                   {"bias", &GroupedLinearOptions::bias, "there is a bias"},
-                   {"packed_weight", &GroupedLinearOptions::packed_weight,
-                    "the weights are one tensor [num_groups, ...]"},
-                   {"packed_bias", &GroupedLinearOptions::packed_bias,
-                    "the biases are one tensor [num_groups, ...]"}}},
+    .signature =
+        {GroupedLinearOptions{},
+         {{"num_groups", &GroupedLinearOptions::num_groups, between(1, limits::kParams / 2),
+           "the number of weights"},
+          {"bias", &GroupedLinearOptions::bias, "there is a bias"},
+          {"packed_weight", &GroupedLinearOptions::packed_weight,
+           "the weights are one tensor [num_groups, ...]"},
+          {"packed_bias", &GroupedLinearOptions::packed_bias,
+           "the biases are one tensor [num_groups, ...]"},
+          {"scale_bias", &GroupedLinearOptions::scale_bias,
+           "the bias of each row is multiplied by its number among scales, an extra input"},
+          {"accumulate_into_main_grad", &GroupedLinearOptions::accumulate_into_main_grad,
+           "the gradients of weights are added to main_grad, not returned"},
+          {"overwrite_main_grad", &GroupedLinearOptions::overwrite_main_grad,
+           "they take the place of what main_grad holds"},
+          {"dummy_gradient", &GroupedLinearOptions::dummy, one_of({"none", "empty", "zeros"}),
+           "what is returned beside main_grad"},
+          {"delay_wgrad", &GroupedLinearOptions::delay_wgrad,
+           "the gradients of weights are left to the caller, who is given their operands"},
+          {"writes_output", &GroupedLinearOptions::writes_output,
+           "y is written into a tensor of the caller"},
+          {"writes_grad_input", &GroupedLinearOptions::writes_grad_input,
+           "so is the gradient of x"}}},
     .sizes = {{"in_features", "size of the last dimension of x"},
               {"out_features", "size of the last dimension of y"}},
-    .inputs = {"x", "splits"},
+    .inputs = {"x", "splits", "scales"},
+    .has_last_input = has_scales,
     .indices = {"splits"},
     .params = {{"weight[]", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform},
                {"bias[]", {"out_features"}}},
+    .buffers = {"main_grad[]", "deferred[]", "output[]", "grad_input[]"},
     .dtype = DtypeRule::weight,
+    .roles = {{"x", Role::input}, {"weight[]", Role::weight}, {"grad_y", Role::grad_output}},
     .forward = {{.name = "forward",
-                 .reads = {"x", "splits", "weight[]", "bias[]"},
+                 .reads = {"x", "splits", "scales", "weight[]", "bias[]"},
                  .writes = {"y"},
+                 .mutates = {"output[]"},
+                 .contracts = {{"x", Direction::row, always},
+                               {"weight[]", Direction::row, has_packed_weight}},
                  .run = forward}},
     .backward = {{.name = "grad_x",
                   .reads = {"grad_y", "splits", "weight[]"},
                   .writes = {"grad_x"},
+                  .mutates = {"grad_input[]"},
+                  .contracts = {{"grad_y", Direction::row, always},
+                                {"weight[]", Direction::column, has_packed_weight}},
                   .run = grad_x},
                  {.name = "grad_weight",
                   .reads = {"grad_y", "x", "splits"},
                   .writes = {"grad_weight[]"},
-                  .run = grad_weight},
+                  .contracts = kGradWeightContracts,
+                  .run = grad_weight,
+                  .applies = returns_gradient},
+                 {.name = "accumulate",
+                  .reads = {"grad_y", "x", "splits"},
+                  .writes = {},
+                  .mutates = {"main_grad[]"},
+                  .absorbs = {"grad_weight[]"},
+                  .contracts = kGradWeightContracts,
+                  .run = accumulate,
+                  .applies = accumulates</*kDummy=*/false>},
+                 {.name = "accumulate",
+                  .reads = {"grad_y", "x", "splits"},
+                  .writes = {"grad_weight[]"},
+                  .mutates = {"main_grad[]"},
+                  .absorbs = {"grad_weight[]"},
+                  .contracts = kGradWeightContracts,
+                  .run = accumulate,
+                  .applies = accumulates</*kDummy=*/true>},
+                 {.name = "defer",
+                  .reads = {"grad_y", "x", "splits"},
+                  .writes = {},
+                  .mutates = {"deferred[]"},
+                  .absorbs = {"grad_weight[]"},
+                  .contracts = kGradWeightContracts,
+                  .run = defer,
+                  .applies = delays},
                  {.name = "grad_bias",
-                  .reads = {"grad_y", "splits"},
+                  .reads = {"grad_y", "splits", "scales"},
                   .writes = {"grad_bias[]"},
                   .run = grad_bias,
-                  .applies = has_bias}},
+                  .applies = has_bias},
+                 {.name = "grad_scales",
+                  .reads = {"grad_y", "splits", "scales", "bias[]"},
+                  .writes = {"grad_scales"},
+                  .run = grad_scales,
+                  .applies = has_scales}},
     .context = {"x", "splits"},
-    .is_unquantized = true,
+    .refuses_recipe_state = true,
     .list_length = list_length,
 };
 

@@ -5,14 +5,20 @@
 
 namespace tandem::ops {
 
-/// y_g = x_g weight_g^T (+ bias_g) for the rows x_g of group g, which follow each other; zeros for
-/// rows behind the last group.
+/// y_g = x_g weight_g^T (+ bias_g, times a number per row with `scale_bias`) for the rows x_g of
+/// group g, which follow each other; zeros for rows behind the last group.
 ///
-/// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; weight
+/// Under a recipe the rows of each group, and each weight, are quantized as tensors of their own.
+/// Gradients of weights go to the caller, into main_grad, or are left to be computed later from
+/// grad_y, x, splits and the texts of their quantizers, one per line, which are put into `deferred`.
+///
+/// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; scales [...]; weight
 ///          [out_features, in_features] and bias [out_features] each, or packed [groups, ...] -> y
 ///          [..., out_features].
 /// Dtypes:  that of autocast, else of the weights.
-/// Throws:  c10::ValueError where features or splits do not fit.
+/// Error:   as a linear layer's; one more rounding where a bias is added (test_grouped_linear.py).
+/// Throws:  c10::ValueError where features, splits, scales or tensors of the caller do not fit,
+///          c10::NotImplementedError under a recipe that keeps a state.
 extern const OpDef kGroupedLinear;
 
 }  // namespace tandem::ops

@@ -171,10 +171,14 @@ class ForwardLowering {
       return y;
     }
     const bool quantizes = description_.recipe && !is_calibrating(*description_.recipe);
-    TORCH_CHECK_NOT_IMPLEMENTED(!def.is_unquantized || !quantizes, node.label,
-                                ": expected no recipe, as this op has no quantized form, got one. ",
-                                "Call it outside of the tandem.autocast region.");
-    if (!def.has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;
+    const bool keeps_state = quantizes && history_length(*description_.recipe) != 0;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !def.refuses_recipe_state || !keeps_state, node.label,
+        ": expected a recipe whose scales follow from the numbers, as each group of rows has its ",
+        "own, got one that keeps amaxes of past steps. Use Float8CurrentScaling or ",
+        "MXFP8BlockScaling, or call the op outside of the tandem.autocast region.");
+    const bool has_composite = def.has_composite && !(def.refuses_recipe_state && quantizes);
+    if (!has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;
     draft_.runs_user_code |= def.runs_user_code;
     at::ScalarType dtype = compute_dtype(node, x.value);
     const bool casts = def.dtype == DtypeRule::weight || def.dtype == DtypeRule::input;

@@ -111,10 +111,8 @@ class QuantizePoints {
     for (Step& step : before) {
       switch (step.kind) {
         case StepKind::op:
-          for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
-            step.reads[read] =
-                codes_of(step.reads[read], contract, step.covers[0].op, slot, steps, codes);
-          });
+          if (!is_stateful_ || !description_.ops[step.covers[0].op].kind->def.refuses_recipe_state)
+            quantize_reads(step, steps, codes);
           steps.push_back(std::move(step));
           break;
         case StepKind::round:
@@ -128,6 +126,38 @@ class QuantizePoints {
           steps.push_back(std::move(step));
       }
     }
+  }
+
+  /// What the step multiplies becomes codes, or the step is told how to make them by itself.
+  void quantize_reads(Step& step, Steps& steps, Codes& codes) {
+    const Part part = step.covers[0];
+    const OpNode& op = description_.ops[part.op];
+    const auto& contracts =
+        (part.is_backward ? op.kind->backward : op.kind->forward)[part.nth].contracts;
+    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
+      Value& value = step.reads[read];
+      if (!is_by_group(contract, part.op)) {
+        value = codes_of(value, contract, part.op, slot, steps, codes);
+        return;
+      }
+      check_dtype(value, part.op);
+      if (contract.role == Role::weight) value = uncast(value);
+      step.quantizers.resize(contracts.size());
+      step.quantizers[static_cast<size_t>(&contract - contracts.data())] =
+          &quantizer_of(*description_.recipe, {contract.role, part.op, slot});
+    });
+  }
+
+  bool is_by_group(const OpStep::ContractOf& contract, size_t op) const {
+    return contract.by_group != nullptr && contract.by_group(description_.ops[op].options.get());
+  }
+
+  void check_dtype(Value plain, size_t op) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(kernel_ops::kArithmetic.has(draft_.dtype(plain)),
+                                description_.ops[op].label,
+                                ": expected float32, bfloat16 or float16 under a recipe, got ",
+                                dtype_name(draft_.dtype(plain)),
+                                ". Leave the autocast region or convert the module.");
   }
 
   /// Visits the reads that a step of an op multiplies: place among the reads, contract, place in a
@@ -154,6 +184,7 @@ class QuantizePoints {
         if (step.kind == StepKind::op)
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
             if (contract.role == Role::weight && is_param(uncast(step.reads[read])) &&
+                !is_by_group(contract, step.covers[0].op) &&
                 !draft_.codes_of_params.contains(uncast(step.reads[read])))
               weight_parts_.try_emplace(uncast(step.reads[read]), GroupMask{false, false, true})
                   .first->second[static_cast<size_t>(contract.along)] = true;
@@ -175,12 +206,8 @@ class QuantizePoints {
   /// What a product reads instead of plain numbers: these themselves where calibrating.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op, size_t slot,
                  Steps& steps, Codes& codes) {
-    const bool is_known = kernel_ops::kArithmetic.has(draft_.dtype(plain));
-    if (is_calibrating_ && !is_known) return plain;
-    TORCH_CHECK_NOT_IMPLEMENTED(is_known, description_.ops[op].label,
-                                ": expected float32, bfloat16 or float16 under a recipe, got ",
-                                dtype_name(draft_.dtype(plain)),
-                                ". Leave the autocast region or convert the module.");
+    if (is_calibrating_ && !kernel_ops::kArithmetic.has(draft_.dtype(plain))) return plain;
+    check_dtype(plain, op);
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {contract.role, op, slot});
     const Value itself = plain;
     if (contract.role == Role::weight) {

@@ -54,7 +54,7 @@ def test_weights_count_that_are_in_codes_of_another_format():
     assert error_of_the_next_step(module, x) < 0.1
 
 
-def test_what_has_no_quantized_form_runs_as_without_a_recipe():
+def test_what_has_no_slots_runs_as_without_a_recipe():
     x = torch.randn(6, 8)
     grouped, splits = ops.GroupedLinear(2, 8, 4), torch.tensor([4, 2])
     assert torch.equal(calibrated(grouped, x, splits), grouped(x, splits))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import TOLERANCE, grad_of, product, wide
 from torch.testing import assert_close
 
 import tandem
@@ -14,26 +15,10 @@ SPLITS = ([3, 0, 5, 1], [0, 0, 0, 0], [9, 0, 0, 0], [2, 1, 3, 0])  # the last le
 
 def reference(module: ops.GroupedLinear, x: torch.Tensor, splits: list[int], grad: torch.Tensor):
     """y, and the gradients of x and of all parameters, in float64."""
-    params = {name: param.detach().double().requires_grad_() for name, param in module.named_parameters()}
-    rows = x.detach().double().requires_grad_()
-    weights = params["weight"].unbind(0) if "weight" in params else [params[f"weight{g}"] for g in range(module.num_groups)]
-    biases = None
-    if module.has_bias:
-        biases = params["bias"].unbind(0) if "bias" in params else [params[f"bias{g}"] for g in range(module.num_groups)]
-    parts, first = [], 0
-    flat = rows.reshape(-1, rows.shape[-1])
-    for g, count in enumerate(splits):
-        part = flat[first : first + count] @ weights[g].t()
-        parts.append(part + biases[g] if biases is not None else part)
-        first += count
-    parts.append(flat.new_zeros(flat.shape[0] - first, module.out_features))
-    y = torch.cat(parts).reshape(*x.shape[:-1], module.out_features)
+    params, rows = wide(module), x.detach().double().requires_grad_()
+    y = product(rows.reshape(-1, rows.shape[-1]), splits, params).reshape(*x.shape[:-1], module.out_features)
     y.backward(grad.double())
-    zeros = {name: param.grad if param.grad is not None else torch.zeros_like(param) for name, param in params.items()}
-    return y.detach(), rows.grad, zeros
-
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+    return y.detach(), rows.grad, {name: grad_of(param) for name, param in params.items()}
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -153,5 +138,3 @@ def test_other_errors():
     packed.weight = torch.nn.Parameter(torch.randn(3, 3, 4))
     with pytest.raises(ValueError, match=r"expected a weight of shape \[2, out_features, in_features\], got 3 groups"):
         packed(torch.randn(5, 4), torch.tensor([2, 3]))
-    with tandem.autocast(), pytest.raises(NotImplementedError, match="expected no recipe, as this op has no quantized form, got one"):
-        ops.GroupedLinear(2, 4, 3)(torch.randn(5, 4), torch.tensor([2, 3]))

@@ -26,13 +26,15 @@ NAMES = {
     ("basic_linear", "accumulate_into_main_grad"): "accumulate_into_main_grad",
     ("bias", "features"): "size",
     ("constant_scale", "factor"): "scale",
+    ("grouped_linear", "delay_wgrad"): "delay_wgrad_compute",
     ("grouped_linear", "packed_weight"): "single_grouped_weight",
     ("grouped_linear", "packed_bias"): "single_grouped_bias",
     ("layer_norm", "hidden"): "normalized_shape",
     ("rms_norm", "hidden"): "normalized_shape",
 }
 # What no argument says: attributes of the weight, and what is to be known of a process group.
-NOT_ARGUMENTS = {("basic_linear", "overwrite_main_grad"), ("basic_linear", "dummy_gradient")}
+NOT_ARGUMENTS = {(op, option) for op in ("basic_linear", "grouped_linear") for option in ("overwrite_main_grad", "dummy_gradient")}
+NOT_ARGUMENTS |= {("grouped_linear", "writes_output"), ("grouped_linear", "writes_grad_input")}  # of a call
 GROUP_OF = {"group", "size"}
 NONE_INSTEAD = {"glu_interleave_size": None}  # of 0
 WITHOUT_DEFAULT = {("constant_scale", "factor"), ("dropout", "p"), ("reshape", "shape"), ("grouped_linear", "num_groups")}

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops import main_grad
+from tandem.ops.arguments import Fixed, flag, positive
+from tandem.ops.buffers import Delayed
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
+
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 class GroupedLinear(DeferredMixin, BasicOperation):
     """y_g = x_g weight_g^T + bias_g for the rows x_g of group g, which follow each other; zeros for rows behind the last group.
 
-    The extra input holds the number of rows of each group: integers [num_groups], whose sum is at most the rows of x.
+    The extra input holds the number of rows of each group: integers [num_groups], whose sum is at most the rows of x. With `scale_bias` there
+    is another one behind it, `scales`: what the bias of each row is multiplied by. A call may name tensors to write into:
+    `experts(x, splits, output=y, grad_input=grad_x)`, in a `Sequential` `op_kwargs={experts: {"output": y}}`.
 
     >>> import torch
     >>> from tandem import ops
@@ -25,8 +34,12 @@ class GroupedLinear(DeferredMixin, BasicOperation):
     """
 
     num_extra_inputs = 1
+    num_groups, single_grouped_weight, single_grouped_bias, scale_bias = Fixed(), Fixed(), Fixed(), Fixed()
+    wgrad_store: Delayed
 
     _kind = "grouped_linear"
+    _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
+    _call_buffers: ClassVar[dict[str, str]] = {OUTPUT_BUFFER_KEY: "writes_output", GRAD_INPUT_BUFFER_KEY: "writes_grad_input"}
 
     def __init__(
         self,
@@ -37,7 +50,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        rng_state_tracker_function: Any = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
@@ -53,44 +66,61 @@ class GroupedLinear(DeferredMixin, BasicOperation):
             bias: whether there are biases `bias0`, `bias1`, ...
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
+            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weights are drawn; None: the global
+                generator draws.
+            accumulate_into_main_grad: as for `BasicLinear`, of all weights: these must be alike in what they say of their `main_grad`.
             single_grouped_weight: whether there is one parameter `weight` [num_groups, out_features, in_features] instead.
             single_grouped_bias: whether there is one parameter `bias` [num_groups, out_features] instead.
-            rng_state_tracker_function: None; no other value is known yet.
-            accumulate_into_main_grad, delay_wgrad_compute, scale_bias: False; no other value is known yet.
+            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`.
+            scale_bias: whether the bias of each row is multiplied by its number in another extra input.
         """
+        self.has_bias = flag("GroupedLinear", "bias", bias)
+        self.scale_bias = flag("GroupedLinear", "scale_bias", scale_bias)
+        self.__dict__["num_extra_inputs"] = 2 if self.has_bias and self.scale_bias else 1
         super().__init__()
-        at_default("GroupedLinear", rng_state_tracker_function=rng_state_tracker_function)
-        at_default("GroupedLinear", False, accumulate_into_main_grad=accumulate_into_main_grad, scale_bias=scale_bias)
-        at_default("GroupedLinear", False, delay_wgrad_compute=delay_wgrad_compute)
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
         self.num_groups = positive("GroupedLinear", "num_groups", num_groups)
         self.in_features = positive("GroupedLinear", "in_features", in_features)
         self.out_features = positive("GroupedLinear", "out_features", out_features)
-        self.has_bias = flag("GroupedLinear", "bias", bias)
         self.single_grouped_weight = flag("GroupedLinear", "single_grouped_weight", single_grouped_weight)
         self.single_grouped_bias = flag("GroupedLinear", "single_grouped_bias", single_grouped_bias)
+        self._wgrad_accumulation_and_reduce_hooks: list[Callable[[], Any]] = []
         names: list[str] = []
 
         def make(name: str, is_single: bool, *shape: int) -> None:
-            for own in [name] if is_single else [f"{name}{group}" for group in range(num_groups)]:
-                sizes = (num_groups, *shape) if is_single else shape
+            for own in [name] if is_single else [f"{name}{group}" for group in range(self.num_groups)]:
+                sizes = (self.num_groups, *shape) if is_single else shape
                 self.register_parameter(own, torch.nn.Parameter(torch.empty(sizes, device=device, dtype=dtype)))
                 names.append(own)
 
-        make("weight", self.single_grouped_weight, out_features, in_features)
+        make("weight", self.single_grouped_weight, self.out_features, self.in_features)
+        self._main_grad_names = tuple(names)
         if self.has_bias:
-            make("bias", self.single_grouped_bias, out_features)
+            make("bias", self.single_grouped_bias, self.out_features)
         self._parameter_names = tuple(names)
+        if self.delay_wgrad_compute:  # what reduces gradients as they come is to wait for `backward_dw`
+            for name in self._main_grad_names:
+                getattr(self, name).skip_backward_post_hook = True
         self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Draws the weights from U(-1/sqrt(in_features), 1/sqrt(in_features)), those of the first group first, and sets biases to zero."""
         bound = 1 / math.sqrt(self.in_features)
-        for name in self._parameter_names:
-            param = getattr(self, name)
-            if name.startswith("weight"):
-                torch.nn.init.uniform_(param, -bound, bound)
-            else:
-                torch.nn.init.zeros_(param)
+        drawing = self._rng_state_tracker_function().fork() if self._rng_state_tracker_function is not None else contextlib.nullcontext()
+        with drawing:
+            for name in self._main_grad_names:
+                torch.nn.init.uniform_(getattr(self, name), -bound, bound)
+        for name in self._parameter_names[len(self._main_grad_names) :]:
+            torch.nn.init.zeros_(getattr(self, name))
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        value = flag("GroupedLinear", name, value)
+        if name == "delay_wgrad_compute":
+            store = self.__dict__.setdefault("wgrad_store", Delayed())
+            store.enabled = value
+        return value
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -98,7 +128,63 @@ class GroupedLinear(DeferredMixin, BasicOperation):
             "bias": self.has_bias,
             "packed_weight": self.single_grouped_weight,
             "packed_bias": self.single_grouped_bias,
+            "scale_bias": self.scale_bias,
         }
+
+    # Gradients of weights that are computed later.
+
+    def need_backward_dw(self) -> bool:
+        """Whether backward leaves the gradients of the weights to `backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`. Does nothing
+        where backward leaves none. RuntimeError where there was no backward."""
+        if not self.need_backward_dw():
+            return
+        grad_y, x, splits, quantizers = self.wgrad_store.pop()
+        texts = bytes(quantizers.tolist()).decode().split("\n") if quantizers.numel() else []
+        with torch.no_grad():
+            gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts)
+            parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
+            for name, part in zip(self._main_grad_names, parts, strict=True):
+                self._add_gradient(getattr(self, name), part)
+        for hook in self._wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _add_gradient(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        if not weight.requires_grad:
+            return
+        if self.accumulate_into_main_grad:
+            target = main_grad.take(weight)
+            if getattr(weight, "overwrite_main_grad", False):
+                target.copy_(gradient)
+            else:
+                target.add_(gradient)
+        elif weight.grad is None:
+            weight.grad = gradient.to(weight.dtype)
+        else:
+            weight.grad.add_(gradient)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
+        """Has `backward_dw` call a hook at its end."""
+        self._wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    # State dicts.
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        self._pack("weight", self.single_grouped_weight, state_dict, prefix)
+        if self.has_bias:
+            self._pack("bias", self.single_grouped_bias, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _pack(self, name: str, is_single: bool, state_dict: dict[str, Any], prefix: str) -> None:
+        """One tensor for all groups in a state dict becomes one for each, and the other way round, where the module has it otherwise."""
+        whole, parts = prefix + name, [f"{prefix}{name}{group}" for group in range(self.num_groups)]
+        if is_single and whole not in state_dict and all(part in state_dict for part in parts):
+            state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
+        elif not is_single and whole in state_dict and len(state_dict[whole]) == self.num_groups:
+            state_dict.update(zip(parts, state_dict.pop(whole).unbind(0), strict=True))
 
     def extra_repr(self) -> str:
         return f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"

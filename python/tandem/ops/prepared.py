@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
 from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
+from tandem.ops.buffers import Modes
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
 from tandem._tracing import constant_while_traced
@@ -48,6 +49,8 @@ def wrong_count(expected: int, got: int) -> str:
     )
 
 
+_NO_MODES = Modes()
+_DELAYED = 4  # tensors of an entry of a store
 _MOST_KEPT = 64  # of the texts and pipelines of one run: its ops' flags, fusions, recipes and arguments may be ever new ones
 
 
@@ -127,9 +130,11 @@ class Prepared:
         self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
         self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
         self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
+        self._delaying = tuple(index for index, op in enumerate(self.basic_ops) if getattr(op, "delay_wgrad_compute", False))
+        self.has_modes = bool(self.main_grad_places or self._delaying)
 
     def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
-        if not getattr(op, "accumulate_into_main_grad", False):
+        if not getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
             return []
         return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
 
@@ -161,9 +166,22 @@ class Prepared:
         for owner, forward, backward in self.state_owners:
             recipe_state.of(vars(owner), (forward, backward), length)
 
-    def main_grad_modes(self) -> tuple[main_grad.Mode, ...]:
-        """How a call gives back the gradients that go into a main_grad."""
-        return main_grad.modes("Linear", self.main_grad_places)
+    def modes(self) -> Modes:
+        """How a call gives back the gradients that go into a main_grad, and which it leaves for later."""
+        found = main_grad.modes("Linear", self.main_grad_places) if self.main_grad_places else ()
+        for index, own in self._main_grads.items():
+            alike = {found[self.main_grad_params.index(at)] for at in own}
+            if len(alike) > 1:
+                raise RuntimeError(
+                    f"{self.basic_ops[index]._get_name()}: expected weights that are alike in requires_grad, overwrite_main_grad, "
+                    f"grad_added_to_main_grad and zero_out_wgrad, as accumulate_into_main_grad=True asks, got {len(alike)} kinds. Set them for all."
+                )
+        delayed = [index for index in self._delaying if any(self._delayed_params(index))] if torch.is_grad_enabled() else ()
+        return Modes(found, tuple(delayed))
+
+    def _delayed_params(self, index: int) -> Iterator[bool]:
+        op = self.basic_ops[index]
+        return (getattr(op._holder, name).requires_grad for name in op._main_grad_names)
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
@@ -204,9 +222,9 @@ class Prepared:
             ]
         )
 
-    def pipeline(self, flags: tuple[bool, ...], modes: tuple[main_grad.Mode, ...] = ()) -> _C.EagerPipeline:
+    def pipeline(self, flags: tuple[bool, ...], modes: Modes = _NO_MODES) -> _C.EagerPipeline:
         """The eager pipeline for these training flags of `training_ops`, and these modes. Arguments of Python ops come with each call."""
-        key = (flags, modes) if modes else flags
+        key = (flags, modes) if any(modes) else flags
         found = self.pipelines.get(key)
         if found is not None:
             return found
@@ -217,7 +235,8 @@ class Prepared:
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
             self.required,
-            [at for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None],
+            [at for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None],
+            [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers()],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
         return _keep(self.pipelines, key, made)
@@ -226,7 +245,7 @@ class Prepared:
         self,
         flags: tuple[bool, ...],
         kwargs: Kwargs | None,
-        modes: tuple[main_grad.Mode, ...] = (),
+        modes: Modes = _NO_MODES,
         *,
         buffers: bool,
         shared: bool,
@@ -234,7 +253,8 @@ class Prepared:
     ) -> tuple[str, list[Any]]:
         """The "ops" of a description, with `buffers` among the operands, and what must live as long as the text. Ops whose training flag
         differs from that of the others stand as what they are in evaluation."""
-        by_param = {at: mode for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None}
+        by_param = {at: mode for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None}
+        given, behind = dict(modes.given), len(by_param) + _DELAYED * len(modes.delayed)
         main_grads = {at: position for position, at in enumerate(by_param)}
         first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
@@ -258,6 +278,15 @@ class Prepared:
                 dummy, overwrite = by_param[absorbed[0]]
                 overwrite = overwrite and first_in_backward[absorbed[0]] == index  # the others add
                 options |= {"accumulate_into_main_grad": True, "dummy_gradient": dummy, "overwrite_main_grad": overwrite}
+            written = [main_grads[at] for at in absorbed]
+            if index in modes.delayed:
+                options |= {"delay_wgrad": True}
+                first = len(by_param) + _DELAYED * modes.delayed.index(index)
+                written += range(first, first + _DELAYED)
+            for option in given.get(index, ()):
+                options |= {option: True}
+                written.append(behind)
+                behind += 1
             inputs, outputs = self.bindings[index]
             is_bound = any(channel is not None for channel in op._extra_input_channels)  # and so written nowhere, cut or not
             entries.append(
@@ -267,7 +296,7 @@ class Prepared:
                     options=json.dumps(options),
                     params=self._params[index] + self._buffers[index] if buffers else self._params[index],
                     joins=list(op._joins),
-                    buffers=[main_grads[at] for at in absorbed],
+                    buffers=written,
                     extra_inputs=inputs,
                     extra_outputs=outputs,
                     in_place=getattr(op, "in_place", False) and not op.is_python_op and not is_bound,
@@ -285,15 +314,32 @@ class Prepared:
         recipe = _C.in_force.recipe
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
-        modes = self.main_grad_modes() if self.main_grad_places else ()
-        text = self.text(described, flags, training, recipe, version, kwargs, modes)
+        modes = self.modes() if self.has_modes else None
+        self._check_traceable(modes, kwargs)
+        text = self.text(described, flags, training, recipe, version, kwargs, () if modes is None else tuple(modes))
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
-        buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, modes, strict=False) if mode is not None])
+        found = () if modes is None else modes.main_grads
+        buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, found, strict=False) if mode is not None])
         outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], self.state(recipe), buffers, text)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
+
+    def _check_traceable(self, modes: Modes | None, kwargs: Kwargs | None) -> None:
+        """Raises where a call writes what only a direct one can."""
+        for index in () if modes is None else modes.delayed:
+            raise NotImplementedError(
+                f"{self.basic_ops[index]._get_name()}: expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. "
+                "Build the op without for compiled code."
+            )
+        for index in kwargs or ():
+            op = self.basic_ops[index]
+            if not op.is_python_op and op._call_buffers:
+                raise NotImplementedError(
+                    f"{op._get_name()}: expected no {' or '.join(op._call_buffers)} where the call goes through torch's dispatcher, got one. Leave "
+                    "it out in compiled code."
+                )
 
     def _describe(self) -> str:
         """All that a description depends on, but the arguments of `text`. Dynamo guards it: equal texts share compiled code."""
@@ -330,7 +376,7 @@ class Prepared:
         recipe: str,
         fusions_version: str | None,
         kwargs: Kwargs | None,
-        modes: tuple[main_grad.Mode, ...] = (),
+        modes: tuple[Any, ...] = (),
     ) -> str:
         """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
         but its arguments, all of which Dynamo guards."""
@@ -340,7 +386,7 @@ class Prepared:
         known = self.descriptions.get(key)
         if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
             made = self._made_by_fusions(recipe)
-            ops, held = self.ops_text(flags, kwargs, modes, buffers=True, shared=shared, name_instances=bool(made))
+            ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=shared, name_instances=bool(made))
             description = _C.write_description(
                 ops,
                 recipe,

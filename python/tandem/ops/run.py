@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import python_op
+from tandem.ops import buffers, python_op
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
@@ -93,16 +93,21 @@ class OpRun:
             if now.has_own_calls:
                 return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
         flags = tuple([op.training for op in now.training_ops])
-        if now.main_grad_places:
-            pipeline = now.pipeline(flags, now.main_grad_modes())
+        written: list[torch.Tensor] = []
+        arguments: Any = kwargs
+        if kwargs is not None:
+            arguments, modes, written = buffers.given(now.basic_ops, kwargs)
+            pipeline = now.pipeline(flags, now.modes()._replace(given=modes.given))
+        elif now.has_modes:
+            pipeline = now.pipeline(flags, now.modes())
         else:
             pipeline = now.pipelines.get(flags)
             if pipeline is None:
                 pipeline = now.pipeline(flags)
         in_training = now.library_training(flags, training) if flags else training
         if kwargs is not None:
-            python_op.check_kwargs(kwargs)
-            outputs = pipeline.call_with_arguments(x, list(extra), in_training, dict(kwargs))
+            python_op.check_kwargs(arguments)
+            outputs = pipeline.call_with_arguments(x, list(extra), in_training, arguments, written)
         else:
             outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         if outputs is not None:
@@ -151,7 +156,7 @@ class OpRun:
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         now = self.prepare()
-        return None if now.training_ops or now.num_extra_inputs or not now.is_direct or now.main_grad_places else now.pipeline(())
+        return None if now.training_ops or now.num_extra_inputs or not now.is_direct or now.has_modes else now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
         """What the units with hooks, as they are now, cut this into."""

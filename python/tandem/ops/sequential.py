@@ -161,7 +161,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
         Args:
             input: x of the first module.
             extra_inputs: one per unbound extra input of the ops, in order.
-            op_kwargs: arguments for the forward of ops that are written in Python, by op or by position here.
+            op_kwargs: arguments for the forward of ops that are written in Python, and tensors that a `GroupedLinear` is to write ("output",
+                "grad_input"), by op or by position here.
         """
         if is_dynamo_compiling():
             runs = self._prepared_runs
@@ -220,7 +221,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
                 raise ValueError(f"op_kwargs: expected ops of this Sequential or their positions, got {_shown(key)}. Use one of its ops as key.")
             if not kwargs and isinstance(op, FusibleOperation) and not op.is_fused_op:
                 continue
-            if not isinstance(op, FusibleOperation) or op.is_fused_op or not op.is_python_op:
+            takes = isinstance(op, FusibleOperation) and not op.is_fused_op and (op.is_python_op or op._call_buffers)
+            if not takes:
                 raise ValueError(f"op_kwargs: expected basic ops written in Python, got {_shown(op)}. Other ops take no arguments per call.")
             wanted[id(op)] = kwargs
         found: dict[int, dict[int, Mapping[str, Any]]] = {}

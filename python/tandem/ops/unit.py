@@ -199,6 +199,7 @@ class BasicUnit(ChannelsMixin, Unit):
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _joins: tuple[int, ...] = ()  # how many of these each operand is; empty: one each
     _depends_on_training: ClassVar[bool] = False
+    _call_buffers: ClassVar[Mapping[str, str]] = {}  # tensors of the caller that a call may name, and the option that says that one is written
     _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # other attributes that plans depend on
 
     def __init__(self) -> None:

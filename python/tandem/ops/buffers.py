@@ -1,0 +1,86 @@
+"""Tensors of the caller that steps of a pipeline write: what a call gives of them, besides the main_grad of parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.ops import main_grad
+
+
+class Modes(NamedTuple):
+    """What is written of the caller's in a call."""
+
+    main_grads: tuple[main_grad.Mode, ...] = ()  # by place of a parameter whose gradient goes into its main_grad
+    delayed: tuple[int, ...] = ()  # ops that leave gradients of weights to be computed later
+    given: tuple[tuple[int, tuple[str, ...]], ...] = ()  # ops that write tensors that come with the call, and the options that say so
+
+
+class Delayed:
+    """What gradients of weights that are computed later are computed from: entries of grad_y, x, splits and the texts of their quantizers."""
+
+    def __init__(self, delay_wgrad_compute: bool = False) -> None:
+        """Makes a store without entries; `delay_wgrad_compute` says whether its op delays gradients."""
+        self.enabled = delay_wgrad_compute
+        self.context: deque[list[torch.Tensor]] = deque()
+        self._making = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"enabled": self.enabled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["enabled"])  # type: ignore[misc]
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the op delays gradients."""
+        return self.enabled
+
+    def pop(self) -> list[torch.Tensor]:
+        """Takes out the oldest entry. RuntimeError where there is none."""
+        while self.context:
+            entry = self.context.popleft()
+            if entry[0].dim() == 2:  # else backward failed before it wrote the entry
+                return entry
+        raise RuntimeError("backward_dw: expected a backward before it whose gradients of weights are delayed, got none. Call backward() first.")
+
+    def makers(self) -> list[Any]:
+        """What returns the tensors of an entry, one after the other, when backward is about to fill them."""
+        return [partial(self._tensor, place) for place in range(4)]
+
+    def _tensor(self, place: int) -> torch.Tensor:
+        if place == 0:
+            self._making.entry = []
+            self.context.append(self._making.entry)
+        made = torch.empty(0, device="cpu")
+        self._making.entry.append(made)
+        return made
+
+
+def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, Mapping[str, Any]], Modes, list[torch.Tensor]]:
+    """The arguments of a call: those of ops that are written in Python, and the tensors that ops of the library are to write."""
+    others: dict[int, Mapping[str, Any]] = {}
+    modes: list[tuple[int, tuple[str, ...]]] = []
+    tensors: list[torch.Tensor] = []
+    for index, own in sorted(kwargs.items()):
+        op = ops[index]
+        if op.is_python_op or not op._call_buffers:
+            others[index] = own
+            continue
+        for name, value in own.items():
+            if name not in op._call_buffers:
+                raise TypeError(f"{op._get_name()}: expected {' or '.join(op._call_buffers)} as arguments of a call, got {name}. Leave it out.")
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{op._get_name()}: expected a tensor as {name}, got {type(value).__name__}. Allocate it with torch.empty.")
+        written = [(option, own[name]) for name, option in op._call_buffers.items() if name in own]
+        if written:
+            modes.append((index, tuple([option for option, _ in written])))
+            tensors += [tensor for _, tensor in written]
+    return others, Modes(given=tuple(modes)), tensors
+
+
+__all__ = ["Delayed", "Modes", "given"]

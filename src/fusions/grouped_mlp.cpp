@@ -1,0 +1,457 @@
+#include "fusions/grouped_mlp.h"
+
+#include <array>
+#include <optional>
+
+#include "core/call.h"
+#include "kernel_ops/activation.h"
+#include "kernel_ops/scaled_activation.h"
+#include "kernel_ops/shapes.h"
+#include "ops/activation.h"
+#include "ops/groups.h"
+
+namespace tandem::fusions {
+
+namespace {
+
+using at::Tensor;
+using kernel_ops::GroupBiases;
+using kernel_ops::GroupMatrices;
+using kernel_ops::rows_between;
+using std::optional;
+
+/// What stands between the products.
+enum class Unit : uint8_t { activation, glu, scaled_activation, scaled_glu };
+constexpr bool is_scaled(Unit unit) { return unit >= Unit::scaled_activation; }
+constexpr bool is_gated(Unit unit) { return unit == Unit::glu || unit == Unit::scaled_glu; }
+
+/// Reads of forward; backward has them behind grad_y. The lists are weights and biases of the first
+/// product, then of the second.
+enum Read { x, splits, factors, next_splits, next_factors, unit_scales };
+
+/// One product of the two.
+struct Layer {
+  Layer(const Call& call, size_t number, size_t input, size_t splits, size_t factors)
+      : options(call.options<ops::GroupedLinearOptions>(2 * number)),
+        splits(call.in(splits)),
+        matrices(ops::matrices_of(call, 2 * number, options.packed_weight)),
+        biases(ops::biases_of(call, 2 * number + 1, factors, options, input)) {}
+
+  int64_t groups() const { return static_cast<int64_t>(options.num_groups); }
+  std::vector<int64_t> offsets(int64_t rows) const {
+    return kernel_ops::group_offsets(splits, groups(), rows);
+  }
+  GroupBiases biases_of_rows(int64_t first, int64_t last) const {
+    GroupBiases own{biases.biases};
+    if (biases.scales) own.scales = rows_between(*biases.scales, first, last);
+    return own;
+  }
+
+  const ops::GroupedLinearOptions& options;
+  const Tensor& splits;
+  GroupMatrices matrices;
+  GroupBiases biases;
+};
+
+/// The unit with what it reads besides z.
+template <Unit kUnit>
+struct Between {
+  Between(Call& call, size_t scales_read)
+      : call(call), function(call.options<ops::ActivationOptions>(1).function) {
+    if constexpr (is_scaled(kUnit)) scales = ops::flat(call, scales_read);
+  }
+
+  using Forward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward,
+                                     kernel_ops::ActivationForward>;
+  using Backward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluBackward,
+                                      kernel_ops::ActivationBackward>;
+
+  Tensor scales_between(int64_t first, int64_t last) const {
+    return rows_between(*scales, first, last);
+  }
+
+  /// unit(z + bias); the sum is written into z's place.
+  Tensor forward(const Tensor& z, const optional<Tensor>& bias, const optional<Tensor>& own) {
+    if constexpr (is_scaled(kUnit)) {
+      return call.run<kernel_ops::ScaledActivationForward>(z, *own, function, is_gated(kUnit))[0];
+    } else {
+      auto results =
+          call.run_into<Forward>({z, {}}, z, bias, function, std::array{bias.has_value(), true});
+      if (bias && !results[0].is_same(z)) z.copy_(results[0]);
+      return std::move(results[1]);
+    }
+  }
+
+  struct Gradients {
+    Tensor z, scales, bias, h;
+  };
+  struct Wanted {
+    bool z, scales, bias, h;
+  };
+  Gradients backward(const Tensor& grad_h, const Tensor& z, const optional<Tensor>& own,
+                     const Wanted& wanted) {
+    Gradients made;
+    if constexpr (is_scaled(kUnit)) {
+      auto results = call.run<kernel_ops::ScaledActivationBackward>(
+          grad_h, z, *own, function, is_gated(kUnit), std::array{wanted.z, wanted.scales, wanted.h});
+      made = {std::move(results[0]), std::move(results[1]), {}, std::move(results[2])};
+    } else {
+      auto results = call.run<Backward>(grad_h, z, function,
+                                        std::array{wanted.z, wanted.bias, wanted.h});
+      made = {std::move(results[0]), {}, std::move(results[1]), std::move(results[2])};
+    }
+    return made;
+  }
+
+  Call& call;
+  const std::string& function;
+  optional<Tensor> scales;
+};
+
+/// `y` with the leading dimensions of `like`.
+Tensor unflat(const Tensor& y, const Tensor& like) {
+  if (like.dim() == 2) return y;
+  c10::SymDimVector sizes = kernel_ops::sizes_of(like);
+  sizes.back() = y.sym_size(-1);
+  return y.reshape_symint(sizes);
+}
+
+/// All groups of one product, as calls that any path knows.
+Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBiases& biases,
+               bool transposed) {
+  call.took(call.path() == Path::composite ? kernel_ops::kReference : kernel_ops::kDispatcher);
+  return call.path() == Path::composite
+             ? kernel_ops::composite::grouped_product(rows, layer.splits, layer.matrices.matrices,
+                                                      biases.biases, biases.scales, transposed)
+             : kernel_ops::grouped_product(rows, layer.splits, layer.matrices, biases, transposed,
+                                           nullptr);
+}
+
+template <Unit kUnit>
+void forward_by_product(Call& call, const Tensor& rows, const Layer& first, const Layer& second) {
+  enum Write { z, y };
+  Between<kUnit> unit(call, unit_scales);
+  const Tensor sums = product(call, rows, first, first.biases, true);
+  const Tensor h = unit.forward(sums, std::nullopt, unit.scales);
+  if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
+  call.out(y, unflat(product(call, h, second, second.biases, true), call.in(x)));
+}
+
+template <Unit kUnit>
+void forward(Call& call) {
+  enum Write { z, y };
+  const Layer first(call, 0, x, splits, factors), second(call, 1, x, next_splits, next_factors);
+  ops::check_features(call.in(x).sym_sizes(), first.matrices.matrices, first.options.num_groups);
+  const Tensor rows = ops::as_matrix(call.in(x));
+  if (call.path() != Path::direct) return forward_by_product<kUnit>(call, rows, first, second);
+  const auto offsets = first.offsets(rows.size(0));
+  if (offsets != second.offsets(rows.size(0)))
+    return forward_by_product<kUnit>(call, rows, first, second);
+  Between<kUnit> unit(call, unit_scales);
+  const c10::SymInt between[] = {rows.size(0), first.matrices.matrices[0].size(0) /
+                                                   (is_gated(kUnit) ? 2 : 1)};
+  ops::check_features(between, second.matrices.matrices, second.options.num_groups);
+  const auto fresh = [&](const Layer& layer) {
+    const int64_t sizes[] = {rows.size(0), layer.matrices.matrices[0].size(0)};
+    return call.frame().allocate(sizes, rows.scalar_type(), rows);
+  };
+  const Tensor sums = call.wants(z) ? fresh(first) : Tensor(), result = fresh(second);
+  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+    const int64_t begin = offsets[g], end = offsets[g + 1];
+    if (begin == end) continue;
+    // The unit adds a bias that is the same for all rows.
+    const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales;
+    const optional<Tensor> bias = adds ? optional(first.biases.biases[g]) : std::nullopt;
+    const int64_t sizes[] = {end - begin, first.matrices.matrices[g].size(0)};
+    const Tensor z_g = sums.defined() ? rows_between(sums, begin, end)
+                                      : call.frame().allocate(sizes, rows.scalar_type(), rows);
+    call.took(kernel_ops::product_of_group(rows_between(rows, begin, end), first.matrices,
+                                           adds ? GroupBiases() : first.biases_of_rows(begin, end),
+                                           g, true, nullptr, z_g));
+    optional<Tensor> own;
+    if (unit.scales) own = unit.scales_between(begin, end);
+    const Tensor h = unit.forward(z_g, bias, own);
+    call.took(kernel_ops::product_of_group(h, second.matrices, second.biases_of_rows(begin, end), g,
+                                           true, nullptr, rows_between(result, begin, end)));
+  }
+  for (const Tensor& each : {sums, result})
+    if (each.defined() && offsets.back() != rows.size(0))
+      rows_between(each, offsets.back(), rows.size(0)).zero_();
+  if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
+  call.out(y, unflat(result, call.in(x)));
+}
+
+/// Reads of backward: grad_y, z, then those of forward.
+constexpr size_t kBehind = 2;
+/// Writes of backward, before the lists: gradients of the first product's weights and biases, then
+/// of the second one's.
+enum Gradient { grad_x, grad_factors, grad_next_factors, grad_unit_scales };
+enum List { weight, bias, next_weight, next_bias };
+
+bool wants_any(const Call& call, size_t list) {
+  const ListRange& range = call.write_list(list);
+  for (size_t i = range.first; i < range.first + range.count; ++i)
+    if (call.wants(i)) return true;
+  return false;
+}
+
+/// The gradients that the step writes, as tensors of all rows, or of all groups.
+template <Unit kUnit>
+struct Written {
+  explicit Written(const Call& call)
+      : x(call.wants(grad_x)),
+        factors(call.wants(grad_factors)),
+        next_factors(call.wants(grad_next_factors)),
+        unit_scales(is_scaled(kUnit) && call.wants(grad_unit_scales)),
+        weight(wants_any(call, List::weight)),
+        bias(wants_any(call, List::bias)),
+        next_weight(wants_any(call, List::next_weight)),
+        next_bias(wants_any(call, List::next_bias)) {}
+  /// The gradient of z.
+  bool z() const { return x || factors || weight || bias; }
+  /// What the unit's backward computes.
+  bool unit() const { return z() || unit_scales || next_weight; }
+
+  bool x, factors, next_factors, unit_scales, weight, bias, next_weight, next_bias;
+};
+
+void write_whole(Call& call, size_t list, bool is_packed, const Tensor& all) {
+  const auto parts = all.unbind(0);
+  ops::write_groups(
+      call, is_packed, [&](size_t g) { return parts[g].clone(); }, [&] { return all; }, list);
+}
+
+template <Unit kUnit>
+void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, const Tensor& rows,
+                         const Layer& first, const Layer& second) {
+  const Written<kUnit> wanted(call);
+  Between<kUnit> unit(call, kBehind + unit_scales);
+  const auto shaped = [&](const Tensor& all, size_t read) {
+    return all.reshape_symint(call.in(read).sym_sizes());
+  };
+  typename Between<kUnit>::Gradients made;
+  if (wanted.unit())
+    made = unit.backward(product(call, gradient, second, {}, false), z, unit.scales,
+                         {wanted.z(), wanted.unit_scales, false, wanted.next_weight});
+  if (wanted.x)
+    call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + x)));
+  if (wanted.unit_scales)
+    call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
+  const auto of_layer = [&](const Layer& layer, const Tensor& of_sums, const Tensor& input,
+                            size_t lists, bool weights, bool biases) {
+    if (weights)
+      write_whole(call, lists, layer.options.packed_weight,
+                  kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(),
+                                                  {}));
+    if (biases)
+      write_whole(call, lists + 1, layer.options.packed_bias,
+                  kernel_ops::grouped_grad_bias(of_sums, layer.splits, layer.biases.scales,
+                                                layer.groups()));
+  };
+  of_layer(first, made.z, rows, List::weight, wanted.weight, wanted.bias);
+  of_layer(second, gradient, made.h, List::next_weight, wanted.next_weight, wanted.next_bias);
+  if (wanted.factors)
+    call.out(grad_factors, shaped(kernel_ops::grouped_grad_scales(made.z, first.splits,
+                                                                  first.biases.biases),
+                                  kBehind + factors));
+  if (wanted.next_factors)
+    call.out(grad_next_factors, shaped(kernel_ops::grouped_grad_scales(gradient, second.splits,
+                                                                       second.biases.biases),
+                                       kBehind + next_factors));
+}
+
+/// Where the gradients of a list are written, by group; made at once, as groups are visited once.
+class Targets {
+ public:
+  Targets(Call& call, size_t list, bool is_wanted, bool is_packed, at::IntArrayRef sizes,
+          const Tensor& like)
+      : targets_(is_wanted ? static_cast<size_t>(sizes[0]) : 0) {
+    if (is_wanted)
+      ops::allocate_groups(
+          call, is_packed, sizes, like,
+          [&](size_t g, const Tensor& target) { targets_[g] = target; }, list);
+  }
+  /// Undefined where it is not wanted.
+  Tensor operator[](size_t group) const {
+    return group < targets_.size() ? targets_[group] : Tensor();
+  }
+
+ private:
+  std::vector<Tensor> targets_;
+};
+
+/// One number per row, written group by group.
+Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tensor& like,
+               int64_t used) {
+  if (!is_wanted) return {};
+  const Tensor made = call.frame().allocate(call.in(read).sizes(), like.scalar_type(), like);
+  call.out(write, made);
+  const Tensor all = made.view(-1);
+  rows_between(all, used, all.size(0)).zero_();
+  return all;
+}
+
+template <Unit kUnit>
+void backward(Call& call) {
+  enum BackwardRead { grad_y, sums };
+  const Layer first(call, 0, kBehind + x, kBehind + splits, kBehind + factors),
+      second(call, 1, kBehind + x, kBehind + next_splits, kBehind + next_factors);
+  const Tensor gradient = ops::as_matrix(call.in(grad_y)), z = ops::as_matrix(call.in(sums)),
+               rows = ops::as_matrix(call.in(kBehind + x));
+  if (call.path() != Path::direct)
+    return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
+  const auto offsets = first.offsets(rows.size(0));
+  if (offsets != second.offsets(rows.size(0)))
+    return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
+  const Written<kUnit> wanted(call);
+  Between<kUnit> unit(call, kBehind + unit_scales);
+  const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
+                inner = second.matrices.matrices[0].size(1);
+  const Targets weights(call, List::weight, wanted.weight, first.options.packed_weight,
+                        {first.groups(), wide, in}, rows),
+      biases(call, List::bias, wanted.bias, first.options.packed_bias, {first.groups(), wide},
+             rows),
+      next_weights(call, List::next_weight, wanted.next_weight, second.options.packed_weight,
+                   {second.groups(), out, inner}, rows),
+      next_biases(call, List::next_bias, wanted.next_bias, second.options.packed_bias,
+                  {second.groups(), out}, rows);
+  const int64_t used = offsets.back();
+  const Tensor of_factors = per_row(call, grad_factors, wanted.factors, kBehind + factors, rows,
+                                    used),
+               of_next = per_row(call, grad_next_factors, wanted.next_factors,
+                                 kBehind + next_factors, rows, used),
+               of_scales = per_row(call, grad_unit_scales, wanted.unit_scales,
+                                   kBehind + unit_scales, rows, used);
+  const int64_t sizes[] = {rows.size(0), in};
+  const Tensor of_x =
+      wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
+  if (wanted.x && used != rows.size(0)) rows_between(of_x, used, rows.size(0)).zero_();
+  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+    const int64_t begin = offsets[g], end = offsets[g + 1];
+    const auto group = [&](const Tensor& all) { return rows_between(all, begin, end); };
+    const auto weight_of = [&](const Tensor& of_sums, const Tensor& input, const Tensor& target) {
+      if (target.defined())
+        call.took(kernel_ops::grad_weight_of_group(of_sums, input, {}, target, false));
+    };
+    if (begin == end) {
+      for (const Targets* targets : {&weights, &biases, &next_weights, &next_biases})
+        if (const Tensor target = (*targets)[g]; target.defined()) target.zero_();
+      continue;
+    }
+    const Tensor gradient_g = group(gradient), x_g = group(rows);
+    typename Between<kUnit>::Gradients made;
+    const GroupBiases own = first.biases_of_rows(begin, end);
+    const bool sums_bias = !is_scaled(kUnit) && wanted.bias && !own.scales;
+    if (wanted.unit()) {
+      const int64_t shape[] = {end - begin, inner};
+      const Tensor grad_h = call.frame().allocate(shape, rows.scalar_type(), rows);
+      call.took(kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr,
+                                             grad_h));
+      optional<Tensor> scales;
+      if (unit.scales) scales = unit.scales_between(begin, end);
+      made = unit.backward(grad_h, group(z), scales,
+                           {wanted.z(), wanted.unit_scales, sums_bias, wanted.next_weight});
+    }
+    if (wanted.unit_scales) group(of_scales).copy_(made.scales);
+    weight_of(gradient_g, made.h, next_weights[g]);
+    if (const Tensor target = next_biases[g]; target.defined())
+      call.took(kernel_ops::grad_bias_of_group(
+          gradient_g, second.biases_of_rows(begin, end).scales, target));
+    if (wanted.next_factors)
+      call.took(kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g],
+                                                 group(of_next)));
+    if (wanted.x)
+      call.took(kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr,
+                                             group(of_x)));
+    weight_of(made.z, x_g, weights[g]);
+    if (const Tensor target = biases[g]; target.defined()) {
+      if (sums_bias) {
+        target.copy_(made.bias);
+      } else {
+        call.took(kernel_ops::grad_bias_of_group(made.z, own.scales, target));
+      }
+    }
+    if (wanted.factors)
+      call.took(
+          kernel_ops::grad_scales_of_group(made.z, first.biases.biases[g], group(of_factors)));
+  }
+  if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + x)));
+}
+
+Refusal refuse(const Match& match) {
+  for (const uint32_t member : {0u, 2u}) {
+    const Step& step = *match.steps[member];
+    const auto& options = *static_cast<const ops::GroupedLinearOptions*>(step.options[0].get());
+    if (!step.quantizers.empty()) return "a recipe quantizes what the products read";
+    if (options.accumulate_into_main_grad)
+      return "gradients of weights go into main_grad, each where it is asked for";
+    if (options.delay_wgrad) return "gradients of weights are left to the caller";
+    if (options.writes_output || options.writes_grad_input)
+      return "a tensor of the caller is written";
+  }
+  const auto groups = [&](uint32_t member) {
+    return static_cast<const ops::GroupedLinearOptions*>(match.steps[member]->options[0].get())
+        ->num_groups;
+  };
+  if (groups(0) != groups(2))
+    return "the products have " + std::to_string(groups(0)) + " and " + std::to_string(groups(2)) +
+           " groups";
+  if (match.type({0, "x"}).dtype != match.type({2, "y"}).dtype)
+    return "the products have different dtypes";
+  return std::nullopt;
+}
+
+template <Unit kUnit>
+Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
+  Fusion fusion{.name = std::move(name), .pass = pass};
+  fusion.pattern = {"grouped_linear", unit, "grouped_linear"};
+  std::vector<MemberOperand> reads{
+      {0, "x"}, {0, "splits"}, {0, "scales"}, {2, "splits"}, {2, "scales"}};
+  if (is_scaled(kUnit)) reads.push_back({1, "scales"});
+  for (const uint32_t member : {0u, 2u})
+    for (const std::string_view list : {"weight[]", "bias[]"}) reads.push_back({member, list});
+  fusion.run = {.reads = reads, .writes = {{0, "y"}, {2, "y"}}, .run = forward<kUnit>};
+  fusion.refuse = refuse;
+  fusion.picture =
+      "x_g, weight_g -> product -> + bias_g -> z_g (if demanded) -> unit -> h_g, weight'_g -> "
+      "product -> + bias'_g -> y_g, group by group";
+  if (pass != Pass::joint) return fusion;
+  fusion.backward.reads = {{2, "grad_y"}, {0, "y"}};
+  fusion.backward.reads.insert(fusion.backward.reads.end(), reads.begin(), reads.end());
+  fusion.backward.writes = {{0, "grad_x"}, {0, "grad_scales"}, {2, "grad_scales"}};
+  if (is_scaled(kUnit)) fusion.backward.writes.push_back({1, "grad_scales"});
+  for (const uint32_t member : {0u, 2u})
+    for (const std::string_view list : {"grad_weight[]", "grad_bias[]"})
+      fusion.backward.writes.push_back({member, list});
+  fusion.backward.run = backward<kUnit>;
+  return fusion;
+}
+
+Fusion with_activation(Pass pass) {
+  return grouped_mlp<Unit::activation>("grouped_mlp_activation",
+                                       PatternStep::any_of("activation"), pass);
+}
+Fusion with_glu(Pass pass) {
+  return grouped_mlp<Unit::glu>("grouped_mlp_glu", PatternStep::any_of("glu"), pass);
+}
+Fusion with_scaled_activation(Pass pass) {
+  return grouped_mlp<Unit::scaled_activation>("grouped_mlp_scaled_activation", "scaled_srelu",
+                                              pass);
+}
+Fusion with_scaled_glu(Pass pass) {
+  return grouped_mlp<Unit::scaled_glu>(
+      "grouped_mlp_scaled_glu", "scaled_swiglu|scaled_situglu|scaled_clamped_qgeglu", pass);
+}
+
+}  // namespace
+
+const Fusion kGroupedMlpActivation = with_activation(Pass::joint);
+const Fusion kGroupedMlpGlu = with_glu(Pass::joint);
+const Fusion kGroupedMlpScaledActivation = with_scaled_activation(Pass::joint);
+const Fusion kGroupedMlpScaledGlu = with_scaled_glu(Pass::joint);
+const Fusion kGroupedMlpActivationForward = with_activation(Pass::forward);
+const Fusion kGroupedMlpGluForward = with_glu(Pass::forward);
+const Fusion kGroupedMlpScaledActivationForward = with_scaled_activation(Pass::forward);
+const Fusion kGroupedMlpScaledGluForward = with_scaled_glu(Pass::forward);
+
+}  // namespace tandem::fusions

@@ -1,0 +1,127 @@
+#include "ops/groups.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include "kernel_ops/shapes.h"
+
+namespace tandem::ops {
+
+using at::Tensor;
+
+namespace {
+
+size_t main_grad_count(const GroupedLinearOptions& options) {
+  return options.packed_weight ? 1 : options.num_groups;
+}
+
+}  // namespace
+
+Tensor as_matrix(const Tensor& x) {
+  return x.dim() == 2 ? x : x.reshape_symint({kernel_ops::rows_of(x), x.sym_size(-1)});
+}
+
+std::optional<Tensor> flat(const Call& call, size_t read) {
+  if (!call.has(read)) return std::nullopt;
+  const Tensor& vector = call.in(read);
+  return vector.dim() == 1 && vector.is_contiguous() ? vector : vector.reshape({-1});
+}
+
+const Quantizer* quantizer_at(const Call& call, size_t place) {
+  const auto& quantizers = call.step().quantizers;
+  return place < quantizers.size() ? quantizers[place] : nullptr;
+}
+
+std::vector<Tensor> by_group(const Call& call, size_t list, bool is_packed) {
+  const ListRange& range = call.read_list(list);
+  if (is_packed) return call.in(range.first).unbind(0);
+  std::vector<Tensor> tensors;
+  for (size_t i = range.first; i < range.first + range.count; ++i) tensors.push_back(call.in(i));
+  return tensors;
+}
+
+kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_packed,
+                                      const Quantizer* quantizer) {
+  kernel_ops::GroupMatrices made{by_group(call, list, is_packed), {}, quantizer};
+  const ListRange& range = call.read_list(list);
+  for (size_t i = range.first; !is_packed && i < range.first + range.count; ++i) {
+    if (call.format(i) != Format::codes) break;
+    made.quantizer = call.type(i).quantizer;
+    made.scales.push_back(call.in(i, 1));
+  }
+  return made;
+}
+
+kernel_ops::GroupBiases biases_of(const Call& call, size_t list, size_t scales,
+                                  const GroupedLinearOptions& options, size_t x) {
+  if (!options.bias) return {};
+  kernel_ops::GroupBiases made{by_group(call, list, options.packed_bias), flat(call, scales)};
+  if (made.scales) {
+    const c10::SymInt rows = kernel_ops::rows_of(call.in(x));
+    TORCH_CHECK_VALUE(made.scales->sym_numel() == rows, "grouped_linear: expected scales with ",
+                      rows, " elements, one per row of x ", call.in(x).sym_sizes(), ", got shape ",
+                      call.in(scales).sym_sizes(),
+                      ". Pass a tensor of the shape of x without its last dimension.");
+  }
+  return made;
+}
+
+void check_features(c10::SymIntArrayRef x, const std::vector<Tensor>& weights, size_t groups) {
+  TORCH_CHECK_VALUE(weights.size() == groups, "grouped_linear: expected a weight of shape [",
+                    groups, ", out_features, in_features], got ", weights.size(),
+                    " groups. Pack one matrix per group.");
+  for (const Tensor& weight : weights) {
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_sizes() == weights[0].sym_sizes(),
+                      "grouped_linear: expected weights of one shape [out_features, in_features], ",
+                      "got ", weights[0].sym_sizes(), " and ", weight.sym_sizes(),
+                      ". Pass matrices of one shape.");
+  }
+  TORCH_CHECK_VALUE(!x.empty() && x.back() == weights[0].sym_size(1),
+                    "grouped_linear: expected x with ", weights[0].sym_size(1),
+                    " features in its last dimension, as the weights ", weights[0].sym_sizes(),
+                    " have, got x of shape ", x, ". Build the op with these in_features, or ",
+                    "reshape x.");
+}
+
+void check_main_grads(const Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
+                      const c10::SymInt& in, size_t first) {
+  c10::SymDimVector sizes{out, in};
+  if (options.packed_weight) sizes.insert(sizes.begin(), static_cast<int64_t>(options.num_groups));
+  for (size_t i = first; i < first + main_grad_count(options); ++i) {
+    const Tensor& main_grad = call.mutated(i);
+    TORCH_CHECK_VALUE(main_grad.sym_sizes() == c10::SymIntArrayRef(sizes),
+                      "grouped_linear: expected main_grad of the weight's shape ",
+                      c10::SymIntArrayRef(sizes), ", got ", main_grad.sym_sizes(),
+                      ". Allocate it like the weight.");
+    TORCH_CHECK_VALUE(!main_grad.requires_grad() && main_grad.is_floating_point(),
+                      "grouped_linear: expected main_grad to hold floating-point numbers without "
+                      "a gradient of its own, got ",
+                      main_grad.toString(), " with requires_grad=", main_grad.requires_grad(),
+                      ". Allocate it with torch.zeros.");
+  }
+}
+
+Tensor main_grad_of_group(const Call& call, const GroupedLinearOptions& options, size_t group,
+                          size_t first) {
+  if (!options.packed_weight) return call.mutated(first + group);
+  return call.mutated(first).select(0, static_cast<int64_t>(group));
+}
+
+void finish_main_grads(Call& call, const GroupedLinearOptions& options, const Tensor& like,
+                       size_t first, size_t list) {
+  for (size_t i = first; call.path() == Path::direct && i < first + main_grad_count(options); ++i)
+    call.mutated(i).unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  if (options.dummy == BasicLinearOptions::Dummy::none) return;
+  const auto dummy = [&](const Tensor& main_grad) {
+    const auto traits = like.options();
+    return options.dummy == BasicLinearOptions::Dummy::zeros
+               ? at::zeros_symint(main_grad.sym_sizes(), traits)
+               : at::empty_symint(main_grad.sym_sizes(), traits);
+  };
+  write_groups(
+      call, options.packed_weight, [&](size_t g) { return dummy(call.mutated(first + g)); },
+      [&] { return dummy(call.mutated(first)); }, list);
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,83 @@
+// Operands of steps that multiply groups of rows, for the op and for fusions of it.
+#pragma once
+
+#include <vector>
+
+#include "core/call.h"
+#include "kernel_ops/grouped.h"
+#include "tandem/op_options.h"
+
+namespace tandem::ops {
+
+/// How many tensors hold what delayed gradients of weights are computed from: grad_y, x, splits and
+/// the texts of their quantizers.
+inline constexpr size_t kDeferred = 4;
+
+/// A tensor as a matrix over its last dimension.
+at::Tensor as_matrix(const at::Tensor& x);
+
+/// A read of one number per row as a vector; nullopt where it is absent.
+std::optional<at::Tensor> flat(const Call& call, size_t read);
+
+/// How a step quantizes what its contract at `place` names; null: not by itself.
+const Quantizer* quantizer_at(const Call& call, size_t place);
+
+/// The elements of a list operand by group, those of a packed one too.
+std::vector<at::Tensor> by_group(const Call& call, size_t list, bool is_packed);
+
+/// The same of weights, which are numbers or, in a list, codes; `quantizer`: of packed ones.
+kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_packed,
+                                      const Quantizer* quantizer = nullptr);
+
+/// Of an op with these options, and what multiplies its biases.
+/// Throws c10::ValueError unless there is a number for each row of the read `x`.
+kernel_ops::GroupBiases biases_of(const Call& call, size_t list, size_t scales,
+                                  const GroupedLinearOptions& options, size_t x = 0);
+
+/// Throws c10::ValueError unless there are as many weights as groups, of one shape [out, in], and x
+/// of these sizes has as many features.
+void check_features(c10::SymIntArrayRef x, const std::vector<at::Tensor>& weights, size_t groups);
+
+/// Gives each wanted write of the list its group's part, or the whole where it is packed.
+template <typename Part, typename Whole>
+void write_groups(Call& call, bool is_packed, Part&& part, Whole&& whole, size_t place = 0) {
+  const ListRange& list = call.write_list(place);
+  if (is_packed) {
+    if (call.wants(list.first)) call.out(list.first, whole());
+    return;
+  }
+  for (size_t g = 0; g < list.count; ++g)
+    if (call.wants(list.first + g)) call.out(list.first + g, part(g));
+}
+
+/// Makes the wanted writes of the list, of sizes [groups, ...] in all, and has `write` fill each.
+template <typename Write>
+void allocate_groups(Call& call, bool is_packed, at::IntArrayRef sizes, const at::Tensor& like,
+                     Write&& write, size_t place = 0) {
+  write_groups(
+      call, is_packed,
+      [&](size_t g) {
+        const at::Tensor target = call.frame().allocate(sizes.slice(1), like.scalar_type(), like);
+        write(g, target);
+        return target;
+      },
+      [&] {
+        const at::Tensor whole = call.frame().allocate(sizes, like.scalar_type(), like);
+        for (int64_t g = 0; g < sizes[0]; ++g) write(static_cast<size_t>(g), whole.select(0, g));
+        return whole;
+      },
+      place);
+}
+
+/// Of a step that mutates main_grad, from `first` on: throws c10::ValueError unless each has the
+/// shape of its weight [out, in].
+void check_main_grads(const Call& call, const GroupedLinearOptions& options, const c10::SymInt& out,
+                      const c10::SymInt& in, size_t first = 0);
+/// What the gradient of a group's weight goes into.
+at::Tensor main_grad_of_group(const Call& call, const GroupedLinearOptions& options, size_t group,
+                              size_t first = 0);
+/// Once they are written: tells autograd, and writes what is returned beside them.
+void finish_main_grads(Call& call, const GroupedLinearOptions& options, const at::Tensor& like,
+                       size_t first = 0, size_t list = 0);
+
+}  // namespace tandem::ops
