@@ -56,9 +56,12 @@ struct Layer {
 /// The unit with what it reads besides z.
 template <Unit kUnit>
 struct Between {
-  Between(Call& call, size_t scales_read)
+  Between(Call& call, size_t rows_read, size_t scales_read)
       : call(call), function(call.options<ops::ActivationOptions>(1).function) {
-    if constexpr (is_scaled(kUnit)) scales = ops::flat(call, scales_read);
+    if constexpr (is_scaled(kUnit)) {
+      kernel_ops::check_scales(call.in(rows_read), call.in(scales_read));
+      scales = ops::flat(call, scales_read);
+    }
   }
 
   using Forward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward,
@@ -130,7 +133,7 @@ Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBi
 template <Unit kUnit>
 void forward_by_product(Call& call, const Tensor& rows, const Layer& first, const Layer& second) {
   enum Write { z, y };
-  Between<kUnit> unit(call, unit_scales);
+  Between<kUnit> unit(call, x, unit_scales);
   const Tensor sums = product(call, rows, first, first.biases, true);
   const Tensor h = unit.forward(sums, std::nullopt, unit.scales);
   if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
@@ -147,7 +150,7 @@ void forward(Call& call) {
   const auto offsets = first.offsets(rows.size(0));
   if (offsets != second.offsets(rows.size(0)))
     return forward_by_product<kUnit>(call, rows, first, second);
-  Between<kUnit> unit(call, unit_scales);
+  Between<kUnit> unit(call, x, unit_scales);
   const c10::SymInt between[] = {rows.size(0), first.matrices.matrices[0].size(0) /
                                                    (is_gated(kUnit) ? 2 : 1)};
   ops::check_features(between, second.matrices.matrices, second.options.num_groups);
@@ -225,7 +228,7 @@ template <Unit kUnit>
 void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, const Tensor& rows,
                          const Layer& first, const Layer& second) {
   const Written<kUnit> wanted(call);
-  Between<kUnit> unit(call, kBehind + unit_scales);
+  Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const auto shaped = [&](const Tensor& all, size_t read) {
     return all.reshape_symint(call.in(read).sym_sizes());
   };
@@ -304,7 +307,7 @@ void backward(Call& call) {
   if (offsets != second.offsets(rows.size(0)))
     return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
   const Written<kUnit> wanted(call);
-  Between<kUnit> unit(call, kBehind + unit_scales);
+  Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
                 inner = second.matrices.matrices[0].size(1);
   const Targets weights(call, List::weight, wanted.weight, first.options.packed_weight,

@@ -15,15 +15,6 @@ namespace {
 
 constexpr const char* kOp = "scaled_activation";
 
-void check_scales(const Tensor& x, const Tensor& scales) {
-  TORCH_CHECK_VALUE(x.dim() >= 1, kOp, ": expected x with at least 1 dimension, got a scalar. ",
-                    "Pass x.reshape({1}) if one element is meant.");
-  TORCH_CHECK_VALUE(scales.sym_numel() == rows_of(x), kOp, ": expected scales with ", rows_of(x),
-                    " elements, one per row of x ", x.sym_sizes(), ", got shape ",
-                    scales.sym_sizes(), ". Pass a tensor of the shape of x without its last ",
-                    "dimension.");
-}
-
 /// One value per row, shaped to broadcast over x.
 Tensor per_row(const Tensor& scales, const Tensor& x) {
   c10::SymDimVector sizes = sizes_of(x);
@@ -35,6 +26,15 @@ at::ScalarType wide_dtype(const Tensor& x) { return wide(x.scalar_type()); }
 Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
 
 }  // namespace
+
+void check_scales(const Tensor& x, const Tensor& scales) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, kOp, ": expected x with at least 1 dimension, got a scalar. ",
+                    "Pass x.reshape({1}) if one element is meant.");
+  TORCH_CHECK_VALUE(scales.sym_numel() == rows_of(x), kOp, ": expected scales with ", rows_of(x),
+                    " elements, one per row of x ", x.sym_sizes(), ", got shape ",
+                    scales.sym_sizes(), ". Pass a tensor of the shape of x without its last ",
+                    "dimension.");
+}
 
 Specs<1> ScaledActivationForward::shapes(const Tensor& x, const Tensor& scales,
                                          std::string_view activation, bool is_gated) {

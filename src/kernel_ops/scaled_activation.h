@@ -5,6 +5,9 @@
 
 namespace tandem::kernel_ops {
 
+/// Throws c10::ValueError unless there is one scale per row of x.
+void check_scales(const Tensor& x, const Tensor& scales);
+
 /// y = act(x) * scales, of a gated unit its formula instead of act; one number per row of x.
 /// `activation` is what activation_function.h says.
 ///

@@ -180,7 +180,13 @@ Candidate::Candidate(const StepList& list, const Members& members)
 }
 
 Refusal check_names(const Fusion& fusion, const Match& match, const FusionScope& scope) {
-  const auto of_step = [&](const MemberOperand& operand, bool) { return match.has(operand); };
+  const auto of_step = [&](const MemberOperand& operand, bool is_read) {
+    const Step& step = *match.steps[operand.member];
+    if (match.has(operand) || !is_list(operand.name) || step.covers.empty())
+      return match.has(operand);
+    const OpKind& op = (*scope.operands)[step.covers[0].op].kind();  // of a list without elements
+    return (is_read ? op.read(operand.name, false) : op.write(operand.name, false)).has_value();
+  };
   if (auto refusal = check_run(fusion.run, match, of_step)) return refusal;
   return check_run(fusion.backward, match, [&](const MemberOperand& operand, bool is_read) {
     const Step& step = *match.steps[operand.member];
