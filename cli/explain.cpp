@@ -28,6 +28,7 @@ struct Arguments {
 std::string explained(const Workload& workload, const Arguments& arguments) {
   const Sequential& pipeline = workload.pipeline;
   if (arguments.format == "svg") return pipeline->explain(ExplainFormat::svg);
+  if (arguments.format == "dot") return pipeline->explain(ExplainFormat::dot);
   if (arguments.format == "html") {
     return html_page("tandem explain " + join(arguments.pipeline.words, " "), "",
                      pipeline->explain(ExplainFormat::html));
@@ -75,7 +76,7 @@ void add_explain(CLI::App& tandem, Action& action) {
                   "and backward, what is kept, and why what fused or not.",
                   op_list_help() + kExamples, action, [arguments] { return explain(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
-  add_option(app, "--format", arguments->format, Choice{{"text", "svg", "html", "json"}},
+  add_option(app, "--format", arguments->format, Choice{{"text", "svg", "html", "dot", "json"}},
              "of the plan");
   add_option(app, "--output", arguments->output, Text{"FILE"}, "file to write instead of printing");
   add_flag(

@@ -23,6 +23,7 @@ write_and_test() {
   mkdir -p "$site"
   cp -a python/tandem "$site/"
   cp build/release/src/_C.*.so .venv/lib/python3*/site-packages/tandem/_build.py "$site/tandem/"
+  PYTHONPATH=$site $python scripts/render_ops.py --pages
   PYTHONPATH=$site $python -m pytest -q tests/python/test_soft_clip.py tests/python/test_signatures.py
 }
 write_and_test_kernels() {

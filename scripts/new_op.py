@@ -107,7 +107,7 @@ def document(root: Path, op: dict) -> None:
     path = root / "docs" / "ops.md"
     text = path.read_text(encoding="utf-8")
     if op["family"]:
-        rows = re.findall(r"^\| `\w+` \| y = .*\n", text.split("\n## ")[1], re.M)
+        rows = re.findall(r"^\| \[`\w+`\]\(ops/\w+\.md\) \| y = .*\n", text.split("\n## ")[1], re.M)
         rest = text.replace("".join(rows), "\0", 1)
         path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)]))), encoding="utf-8")
         return

@@ -1,6 +1,6 @@
-"""Renders docs/ops.md from the definitions in the library.
+"""Renders docs/ops.md, and a page per op in docs/ops, from the definitions in the library and from calls of the ops.
 
-Usage: render_ops.py [--check]      With --check fails where the page is another one.
+Usage: render_ops.py [--pages] [--check]      --pages: those alone. With --check fails where a page is another one.
 
 An op is a dictionary as `tandem._C.op_signature` gives it as JSON, with its class in Python under "python" and the built-in fusions that it
 takes part in under "fusions".
@@ -10,13 +10,15 @@ import json
 import sys
 from pathlib import Path
 
+import op_pages
+
 PAGE = Path(__file__).parent.parent / "docs" / "ops.md"
 TABLED = {"activation": "activations", "glu": "gated units"}
 COMMON = {"glu_interleave_size"}
 
 HEAD = """# Ops
 
-Rendered from the definitions of the library by `scripts/render_ops.py`. In C++ an op is `tandem::ops::op("name", sizes, options)`, and most
+Rendered from the definitions of the library by `scripts/render_ops.py`; the page of an op tells its shapes, dtypes, what it keeps, its steps. In C++ an op is `tandem::ops::op("name", sizes, options)`, and most
 have a function of their own in `tandem/ops.h`, `grouped_linear` that alone. On the command line sizes and options follow behind colons, as `tandem explain --help` says. In
 Python a class takes the arguments of TransformerEngine's, where that has one; the classes of `tandem.ops.library` take sizes and options as
 they stand here.
@@ -35,7 +37,7 @@ many columns; 0: they are the halves of the last dimension.
 
 def row(op: dict) -> str:
     """The line of an activation or gated unit."""
-    return f"| `{op['name']}` | {op['formula'].replace('|', chr(92) + '|')} | `{op['python']}` |\n"
+    return f"| [`{op['name']}`](ops/{op['name']}.md) | {op['formula'].replace('|', chr(92) + '|')} | `{op['python']}` |\n"
 
 
 def lines_of(op: dict) -> list[str]:
@@ -58,7 +60,7 @@ def start_of(parameter: dict) -> str:
 
 def section(op: dict) -> str:
     """What is to be known of one op."""
-    text = f"## {op['name']}\n\n`{op['formula']}`, in Python `{op['python']}`.\n"
+    text = f"## {op['name']}\n\n`{op['formula']}`, in Python `{op['python']}`. [More](ops/{op['name']}.md).\n"
     lines = lines_of(op)
     if lines:
         text += "\n| | | |\n|---|---|---|\n" + "\n".join(lines) + "\n"
@@ -100,15 +102,29 @@ def library_ops() -> list[dict]:
     return ops
 
 
-def main(check: bool) -> int:
-    text = page(library_ops())
+def rendered(ops: list[dict], pages_only: bool) -> dict[Path, str]:
+    """What each file is to hold."""
+    texts = {} if pages_only else {PAGE: page(ops)}
+    return {**texts, **{PAGE.parent / "ops" / f"{op['name']}.md": op_pages.page(op, section(op)) for op in ops}}
+
+
+def main(check: bool, pages_only: bool = False) -> int:
+    texts = rendered(library_ops(), pages_only)
+    folder = PAGE.parent / "ops"
+    stale = sorted({*folder.glob("*.md")} - {*texts})
     if not check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print("render_ops: expected docs/ops.md to say what the definitions say, got another page. Run scripts/render_ops.py.", file=sys.stderr)
-        return 1
-    return 0
+        folder.mkdir(exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        for path in stale:
+            path.unlink()
+        return 0
+    wrong = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text] + stale
+    for path in wrong:
+        name = path.relative_to(PAGE.parent).as_posix()
+        print(f"render_ops: expected docs/{name} to say what the definitions say, got another page. Run scripts/render_ops.py.", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    sys.exit(main("--check" in sys.argv[1:], "--pages" in sys.argv[1:]))

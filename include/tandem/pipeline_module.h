@@ -28,7 +28,8 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
 
   /// The plans of the calls made so far: steps of both directions, what is kept, every fusion made
   /// or refused and why.
-  std::string explain(ExplainFormat format = ExplainFormat::text) const;
+  std::string explain(ExplainFormat format = ExplainFormat::text,
+                      const StepTimes& times = {}) const;
   /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const;
   /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random

@@ -2,12 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 
 namespace tandem {
 
-/// What `explain` shows.
-enum class ExplainFormat : uint8_t { text, svg, html, json };
+/// What `explain` shows. `dot` is a graph for Graphviz.
+enum class ExplainFormat : uint8_t { text, svg, html, json, dot };
+
+/// Microseconds of one run of a step, by its name as plans have it: a profiler's averages, which a
+/// picture then shows.
+using StepTimes = std::map<std::string, double>;
 
 /// The outcome of comparing fused with unfused.
 struct VerifyReport {

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tandem.ops import Sequential
 from tandem.ops.reporting import Verification
 
 
-def explain(pipeline: Sequential, format: str = "text") -> str:
+def explain(pipeline: Sequential, format: str = "text", profile: Any = None) -> str:
     """What was planned for a container, and why; see `tandem.ops.Sequential.explain`.
 
     Args:
         pipeline: the container, after a call.
-        format: "text", "svg", "html" or "json".
+        format: "text", "svg", "html", "dot" or "json".
+        profile: a torch.profiler.profile of calls, or microseconds by name of a step.
     """
-    return _container("explain", pipeline).explain(format)
+    return _container("explain", pipeline).explain(format, profile)
 
 
 def verify(pipeline: Sequential, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:

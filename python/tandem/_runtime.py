@@ -30,12 +30,31 @@ class Forward(NamedTuple):
     fields: _Fields | None  # what backward gets besides
 
 
+_Like = tuple[Sequence[int], torch.dtype, torch.device]  # what is needed for zeros
+
+
+def _like(tensor: Any) -> _Like | None:
+    return (tensor.shape, tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else None  # the library refuses what is no tensor
+
+
+def _zeros(like: _Like | None) -> torch.Tensor | None:
+    if like is None:
+        return None
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class Gradients(NamedTuple):
-    """What a backward gives to the library."""
+    """What a backward gives to the library. None stands for zeros, which it asks for where it needs them."""
 
     x: torch.Tensor | None
     params: list[Tensors]  # of each covered op
     extra_inputs: list[Tensors]  # of each covered op
+    likes: dict[str, list[list[_Like | None]]]  # by field
+
+    def zeros(self, field: str, op: int, place: int) -> torch.Tensor | None:
+        """None where nobody knows the sizes."""
+        return _zeros(self.likes[field][op][place])
 
 
 @dataclass
@@ -45,7 +64,9 @@ class _Fields:
     contexts: list[OperationContext]
     counts: list[int]  # tensors of each context
     ghost: Any
-    y_like: tuple[Sequence[int], torch.dtype, torch.device] | None
+    y_like: _Like | None
+    x_like: _Like | None
+    extra_likes: list[list[_Like | None]]  # of each covered op
     buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
     names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
@@ -133,12 +154,21 @@ def _fields(
     named: list[Names],
     ghost: Any,
     y: torch.Tensor,
+    x: torch.Tensor,
+    extras: Sequence[Tensors],
 ) -> _Fields:
     for context in contexts:
         context.to_save = None
-    y_like = (y.shape, y.dtype, y.device) if isinstance(y, torch.Tensor) else None  # the library refuses what is no tensor
+    extra_likes = [[_like(tensor) for tensor in own] for own in extras]
     buffers = [own[len(op_params) :] for own, op_params in zip(params, (names(op, "_parameters") for op in ops), strict=True)]
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers, named)
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, _like(y), _like(x), extra_likes, buffers, named)
+
+
+def _context_of(op: BasicUnit, saved: Tensors) -> OperationContext:
+    """That of an op of the library whose own forward has run."""
+    context = OperationContext.of(op._context, saved)
+    context.__dict__.update(op._context_fields(context, saved, None))
+    return context
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
@@ -191,7 +221,7 @@ class Runtime:
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
-        fields = _fields([op], params, [context], saved, named, ghost_of(op), y) if save else None
+        fields = _fields([op], params, [context], saved, named, ghost_of(op), y, x, extras) if save else None
         return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
 
     def _forward_fused(
@@ -213,7 +243,7 @@ class Runtime:
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
             flat = [tensor for tensors in saved for tensor in tensors]
-            fields = _fields(basics, params, contexts, saved, named, None, y) if save else None
+            fields = _fields(basics, params, contexts, saved, named, None, y, x, extras) if save else None
             return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
         if save:
             saved = [fusions.written_context(fused, basic, context) for basic, context in zip(basics, contexts, strict=True)]
@@ -236,17 +266,20 @@ class Runtime:
                 context.saved_tensors = tuple(next(tensors) for _ in range(count))
                 contexts.append(context)
             if grad_y is None:
-                shape, dtype, device = fields.y_like
-                grad_y = torch.zeros(shape, dtype=dtype, device=device)
+                grad_y = _zeros(fields.y_like)
+            likes = {"x": [[fields.x_like]], "extra_inputs": fields.extra_likes}
             params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
         else:
-            contexts = [OperationContext.of(basic._context, own) for basic, own in zip(basics, saved, strict=True)]
+            contexts = [_context_of(basic, own) for basic, own in zip(basics, saved, strict=True)]
+            first = dict(zip(basics[0]._context, saved[0], strict=True)).get("x")
+            likes = {"x": [[_like(first)]], "extra_inputs": [[None] * basic.num_extra_inputs for basic in basics]}
             if grad_y is None:
                 raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         named = fields.names if fields is not None else _names_of(basics, params)
         with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
             grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
-        return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs])
+        likes["params"] = [[_like(tensor) for tensor in own] for own in params]
+        return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs], likes)
 
     def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused]:
         return fusions.groups(pass_name, instances, recipe)

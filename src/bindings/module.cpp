@@ -15,6 +15,7 @@
 #include "bindings/autocast.h"
 #include "bindings/description.h"
 #include "bindings/hold.h"
+#include "bindings/op_call.h"
 #include "bindings/python_ops.h"
 #include "bindings/signature.h"
 #include "fusions/table.h"
@@ -356,9 +357,11 @@ ExplainFormat format_of(const std::string& name) {
   if (name == "text") return ExplainFormat::text;
   if (name == "svg") return ExplainFormat::svg;
   if (name == "html") return ExplainFormat::html;
-  TORCH_CHECK_VALUE(name == "json",
-                    "explain: expected format \"text\", \"svg\", \"html\" or \"json\", got \"",
-                    name, "\". Choose one of them.");
+  if (name == "dot") return ExplainFormat::dot;
+  TORCH_CHECK_VALUE(
+      name == "json",
+      "explain: expected format \"text\", \"svg\", \"html\", \"dot\" or \"json\", got \"", name,
+      "\". Choose one of them.");
   return ExplainFormat::json;
 }
 
@@ -398,10 +401,12 @@ PYBIND11_MODULE(_C, module) {
              const ContextRegion region;
              self.pipeline().note_recipe(training);
            })
-      .def("explain",
-           [](const EagerPipeline& self, const std::string& format) {
-             return self.pipeline().explain(format_of(format));
-           })
+      .def(
+          "explain",
+          [](const EagerPipeline& self, const std::string& format, const StepTimes& times) {
+            return self.pipeline().explain(format_of(format), times);
+          },
+          py::arg("format"), py::arg("times") = StepTimes())
       .def("description",
            [](const EagerPipeline& self, bool training) {
              const ContextRegion region;
@@ -444,18 +449,22 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("op_signature", &signature_of);
   module.def("recipe_signature", &recipe_signature_of);
-  module.def("explain_description", [](const std::string& text, const std::string& format) {
-    const auto program = program_of(text);
-    std::vector<ExplainedPlan> plans;
-    for (auto& plan : program->plans()) plans.push_back(explained(std::move(plan), *program));
-    return explain(plans, /*saved_bytes=*/std::nullopt, format_of(format));
-  });
+  module.def(
+      "explain_description",
+      [](const std::string& text, const std::string& format, const StepTimes& times) {
+        const auto program = program_of(text);
+        std::vector<ExplainedPlan> plans;
+        for (auto& plan : program->plans()) plans.push_back(explained(std::move(plan), *program));
+        return explain(plans, /*saved_bytes=*/std::nullopt, format_of(format), times);
+      },
+      py::arg("description"), py::arg("format"), py::arg("times") = StepTimes());
   module.def("fusions_of_description",
              [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
   set_quantized_param_reader(&read_quantized);
   bind_autocast(module);
   bind_description(module);
   bind_python_ops(module);
+  bind_op_call(module);
 }
 
 }  // namespace tandem::bindings

@@ -203,30 +203,40 @@ void python_backward(Call& call) {
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
   const py::object results =
       runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params);
-  const auto zero_for_none = [&](size_t write, const py::handle& result) {
+  // None means zero, where somebody knows the sizes.
+  const auto put = [&](size_t write, const py::handle& result, auto&& like) {
     if (!call.wants(write)) return;
     at::Tensor gradient = to_tensor(result, label, "a gradient");
+    if (!gradient.defined()) gradient = to_tensor(like(), label, "zeros");
     TORCH_CHECK_VALUE(gradient.defined(), label, ": expected a gradient for ",
                       call.out_type(write).name,
-                      ", which requires grad, got None. Return it from op_backward.");
+                      ", which requires grad, got None, and a fusion of backward alone knows no "
+                      "sizes. Return zeros from fuser_backward.");
     // As autograd does with what a torch.autograd.Function returns.
     call.out(write, without_history(call, gradient.to(call.out_type(write).dtype)));
   };
+  const auto zeros = [&](const char* which, auto... place) {
+    return [&, which, place...] { return results.attr("zeros")(which, place...); };
+  };
   size_t write = 0;
-  zero_for_none(write++, results.attr("x"));
+  put(write++, results.attr("x"), zeros("x", 0, 0));
   const auto param_groups =
       checked(results.attr("params"), options.ops.size(), label, "groups of parameter gradients");
-  for (size_t op = 0; op < options.ops.size(); ++op)
+  for (size_t op = 0; op < options.ops.size(); ++op) {
+    size_t place = 0;
     for (const auto& gradient :
          checked(param_groups[op], options.ops[op].params - options.ops[op].buffers, label,
                  "parameter gradients"))
-      zero_for_none(write++, gradient);
+      put(write++, gradient, zeros("params", op, place++));
+  }
   const auto extra_groups = checked(results.attr("extra_inputs"), options.ops.size(), label,
                                     "groups of extra input gradients");
-  for (size_t op = 0; op < options.ops.size(); ++op)
+  for (size_t op = 0; op < options.ops.size(); ++op) {
+    size_t place = 0;
     for (const auto& gradient :
          checked(extra_groups[op], options.ops[op].extra_inputs, label, "extra input gradients"))
-      zero_for_none(write++, gradient);
+      put(write++, gradient, zeros("extra_inputs", op, place++));
+  }
 }
 
 PythonOptions::Counts counts_of(const OpDef& def) {

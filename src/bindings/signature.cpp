@@ -48,6 +48,11 @@ json param_json(const ParamDef& param) {
           {"zeros_if", param.zeros_if}};
 }
 
+const char* dtype_rule(DtypeRule rule) {
+  static constexpr const char* kRules[] = {"weight", "input", "promote", "promote_number"};
+  return kRules[static_cast<size_t>(rule)];
+}
+
 }  // namespace
 
 std::string signature_of(const std::string& name) {
@@ -68,6 +73,7 @@ std::string signature_of(const std::string& name) {
               {"extra_inputs", extra_inputs},
               {"extra_outputs", def.extra_outputs},
               {"context", def.context},
+              {"dtype_rule", dtype_rule(def.dtype)},
               {"depends_on_training", def.training_only}}
       .dump();
 }

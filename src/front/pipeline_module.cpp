@@ -143,8 +143,8 @@ std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList 
   return {outputs.begin(), outputs.end()};
 }
 
-std::string PipelineModule::explain(ExplainFormat format) const {
-  return pipeline_->explain(format);
+std::string PipelineModule::explain(ExplainFormat format, const StepTimes& times) const {
+  return pipeline_->explain(format, times);
 }
 
 int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }

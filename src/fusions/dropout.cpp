@@ -3,6 +3,7 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise.h"
+#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -14,7 +15,8 @@ void dropout_add(Call& call) {
   enum Read { x, seed, extra, bias };
   call.write<kernel_ops::DropoutAdd>(
       call.in(x), kBias ? call.maybe(bias) : std::nullopt, call.in(seed),
-      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, call.maybe(extra));
+      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p,
+      std::optional(ops::extra_of(call, extra, call.in(x).sym_sizes())));
 }
 
 template <uint32_t kSum>

@@ -11,6 +11,7 @@
 #include "kernel_ops/shapes.h"
 #include "ops/activation.h"
 #include "ops/product.h"
+#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -78,6 +79,11 @@ void linear_sum(Call& call) {
     add_in_place(call, *extra, addend, alpha);
     call.out(0, *extra);
     return;
+  }
+  if (kParts.extra) {
+    ops::check_linear(call, x, weight);
+    const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
+    extra = ops::extra_of(call, kExtra, sizes);
   }
   if constexpr (kParts.bias && !kParts.scale && !kParts.extra)
     if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));

@@ -3,6 +3,7 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/norm.h"
+#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -34,8 +35,8 @@ void add_rms_norm(Call& call) {
   enum Write { sum, y, inv_rms };
   const auto& norm = call.options<ops::NormOptions>(1);
   auto results = call.run<kernel_ops::AddNormForward>(
-      call.in(x), call.in(extra), call.in(weight), std::optional<at::Tensor>(), norm.eps,
-      norm.zero_centered_gamma, std::array{call.wants(sum)});
+      call.in(x), ops::extra_of(call, extra, call.in(x).sym_sizes()), call.in(weight),
+      std::optional<at::Tensor>(), norm.eps, norm.zero_centered_gamma, std::array{call.wants(sum)});
   if (call.wants(sum)) call.out(sum, std::move(results[0]));
   if (call.wants(y)) call.out(y, std::move(results[1]));
   if (call.wants(inv_rms)) call.out(inv_rms, std::move(results[3]));
@@ -44,9 +45,9 @@ void add_rms_norm(Call& call) {
 void add_layer_norm(Call& call) {
   enum Read { x, extra, weight, bias };
   const auto& norm = call.options<ops::NormOptions>(1);
-  call.write<kernel_ops::AddNormForward>(call.in(x), call.in(extra), call.in(weight),
-                                         call.maybe(bias), norm.eps, norm.zero_centered_gamma,
-                                         call.output_mask<1>());
+  call.write<kernel_ops::AddNormForward>(
+      call.in(x), ops::extra_of(call, extra, call.in(x).sym_sizes()), call.in(weight),
+      call.maybe(bias), norm.eps, norm.zero_centered_gamma, call.output_mask<1>());
 }
 
 void rms_norm_backward_add(Call& call) {

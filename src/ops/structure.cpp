@@ -1,5 +1,6 @@
 #include "ops/structure.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/mul.h>
 
 #include "core/call.h"
@@ -51,7 +52,8 @@ void dropout(Call& call) {
 
 void add(Call& call) {
   enum Read { x, extra };
-  call.write<kernel_ops::AddBias>(call.in(x), std::optional<at::Tensor>(), call.maybe(extra));
+  call.write<kernel_ops::AddBias>(call.in(x), std::optional<at::Tensor>(),
+                                  std::optional(extra_of(call, extra, call.in(x).sym_sizes())));
 }
 
 void add_in_place(Call& call) {
@@ -63,7 +65,21 @@ void add_in_place(Call& call) {
   call.out(0, target);
 }
 
+/// The first value of every plan.
+constexpr Value kMainInput{0};
+
 }  // namespace
+
+at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
+  const at::Tensor& extra = call.in(read);
+  if (extra.sym_sizes() == sizes) return extra;
+  // The pipeline's x comes through a channel where it is an extra input, and its gradient is a sum
+  // inside of the pipeline.
+  const bool is_callers =
+      call.type(read).origin == Origin::input && call.step().reads[read] != kMainInput;
+  if (!is_callers || !at::is_expandable_to(extra.sym_sizes(), sizes)) return extra;
+  return extra.expand_symint(sizes).contiguous();
+}
 
 const OpDef kIdentity{
     .name = "identity",

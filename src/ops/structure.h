@@ -1,6 +1,9 @@
 // Ops that move values rather than compute them: most are renames and cost nothing once planned.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include "core/call.h"
 #include "core/op_def.h"
 
 namespace tandem::ops {
@@ -23,12 +26,17 @@ extern const OpDef kDropout;
 /// Without a recipe y is x.
 extern const OpDef kQuantize;
 
-/// y = x + extra, extra an extra input of the shape of x; dtypes promote. `in_place` writes the sum
-/// into the caller's tensor.
+/// y = x + extra; dtypes promote. `in_place` writes the sum into the caller's tensor.
 ///
+/// Shapes: extra like x. What the caller passes may broadcast to that, as in torch, but in place:
+///         autograd sums its gradient.
 /// Throws: c10::ValueError where the shapes differ, or where `in_place` would overwrite what
 ///         autograd needs.
 extern const OpDef kAddExtraInput;
+
+/// The extra input of a sum, a read of `call`, as large as x: a tensor of the caller's is expanded.
+/// Any other is what it is, for the kernel to check.
+at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes);
 
 /// y and the extra output are x; backward adds their gradients.
 extern const OpDef kMakeExtraOutput;

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "pipeline/picture.h"
 #include "pipeline/pipeline.h"
 #include "planner/planner.h"
 #include "quantization/recipe.h"
@@ -57,6 +58,16 @@ std::vector<std::string> covered(const ExplainedPlan& explained, const Step& ste
   return parts;
 }
 
+/// Their numbers, which are unique where names are not; null where a value is absent.
+json ids(const Values& values, bool with_absent = false) {
+  json result = json::array();
+  for (const Value value : values) {
+    if (exists(value)) result.push_back(index_of(value));
+    if (!exists(value) && with_absent) result.push_back(nullptr);
+  }
+  return result;
+}
+
 json step_json(const ExplainedPlan& explained, const Step& step) {
   const Plan& plan = *explained.plan;
   return {{"kind", step.name},
@@ -65,6 +76,9 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
           {"reads", names(plan, step.reads)},
           {"writes", names(plan, step.writes)},
           {"mutates", names(plan, step.mutates)},
+          {"read_ids", ids(step.reads)},
+          {"write_ids", ids(step.writes)},
+          {"mutated_ids", ids(step.mutates)},
           {"implementations", kernel_ops::names_in(step.taken.all())}};
 }
 
@@ -72,7 +86,17 @@ json plan_json(const ExplainedPlan& explained) {
   const Plan& plan = *explained.plan;
   json result{{"training", explained.training},
               {"recipe", explained.recipe},
-              {"records_gradients", plan.needs_backward}};
+              {"records_gradients", plan.needs_backward},
+              {"inputs", ids(plan.inputs)},
+              {"params", ids(plan.params)},
+              {"outputs", ids(plan.outputs)},
+              {"output_gradients", ids(plan.output_gradients, true)},
+              {"gradients", ids(plan.gradients, true)}};
+  for (size_t v = 0; v < plan.types.size(); ++v) {
+    const auto value = static_cast<Value>(v);
+    result["values"][std::to_string(v)] = {{"name", name_of(plan, value)},
+                                           {"type", type_of(plan, value)}};
+  }
   for (const Step& step : plan.forward) result["forward"].push_back(step_json(explained, step));
   for (size_t k = 0; k < plan.kept.size(); ++k) {
     const Value value = plan.kept[k];
@@ -81,6 +105,7 @@ json plan_json(const ExplainedPlan& explained) {
     const int64_t bytes = k < explained.kept_bytes.size() ? explained.kept_bytes[k] : 0;
     result["kept"].push_back(
         {{"value", name_of(plan, value)},
+         {"id", index_of(value)},
          {"type", type_of(plan, value)},
          {"bytes", bytes},
          {"costs_memory", type.origin != Origin::input && type.origin != Origin::param}});
@@ -157,98 +182,12 @@ std::string as_text(const json& document) {
   return text.str();
 }
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      case '&':
-        result += "&amp;";
-        break;
-      case '"':
-        result += "&quot;";
-        break;
-      default:  // what XML does not know
-        result += static_cast<unsigned char>(c) < ' ' && c != '\n' ? ' ' : c;
-    }
-  }
-  return result;
-}
-
 /// The plan that says most: the last one with backward, else the last.
 const json& plan_to_draw(const json& document) {
   const json* chosen = &document.at("plans").back();
   for (const json& plan : document.at("plans"))
     if (plan.contains("backward")) chosen = &plan;
   return *chosen;
-}
-
-/// Two columns of boxes: forward downwards, backward downwards beside it, kept values between them.
-std::string as_svg(const json& document) {
-  constexpr int kWidth = 320, kBox = 52, kGap = 22, kLeft = 20, kMiddle = 190, kTop = 60;
-  const json& plan = plan_to_draw(document);
-  const auto count = [&](const char* field) {
-    return plan.contains(field) ? static_cast<int>(plan.at(field).size()) : 0;
-  };
-  const int rows = std::max({count("forward"), count("backward"), (count("kept") + 2) / 3, 1});
-  const int height = kTop + rows * (kBox + kGap) + 20, right = kLeft + kWidth + kMiddle,
-            width = right + kWidth + 20;
-  std::ostringstream svg;
-  svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << width << ' ' << height
-      << "\" width=\"" << width << "\" height=\"" << height
-      << "\" font-family=\"sans-serif\" "
-         "font-size=\"12\"><style>.box{fill:#eef3fb;stroke:#4a6fa5}.fused{fill:#e3f4e4;stroke:#"
-         "3d8b40}"
-      << ".t{fill:#1b1b1b}.s{fill:#555;font-size:10px}.h{fill:#777;font-size:14px}.a{stroke:#888;"
-         "marker-end:url(#m)}</style>"
-      << "<defs><marker id=\"m\" viewBox=\"0 0 8 8\" refX=\"7\" refY=\"4\" markerWidth=\"7\" "
-         "markerHeight=\"7\" orient=\"auto\">"
-      << "<path d=\"M0 0L8 4L0 8z\" fill=\"#888\"/></marker></defs>";
-  const auto label = [&](int x, int y, const char* style, std::string text, size_t most) {
-    if (text.size() > most) {
-      size_t end = most - 3;
-      while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80)
-        --end;  // within a character of UTF-8
-      text = text.substr(0, end) + "...";
-    }
-    svg << "<text class=\"" << style << "\" x=\"" << x << "\" y=\"" << y << "\">" << escaped(text)
-        << "</text>";
-  };
-  label(kLeft, 30, "h", "forward", 40);
-  label(right, 30, "h", "backward", 40);
-  label(kLeft + kWidth + 20, 30, "h", "kept", 40);
-  const auto column = [&](const char* direction, int x) {
-    for (int i = 0; i < count(direction); ++i) {
-      const json& step = plan.at(direction)[static_cast<size_t>(i)];
-      const int y = kTop + i * (kBox + kGap);
-      svg << "<rect class=\"" << (step.at("fused").get<bool>() ? "fused" : "box") << "\" x=\"" << x
-          << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox << "\" rx=\"6\"/>";
-      const std::string taken = joined(step.at("implementations"));
-      label(x + 10, y + 18, "t",
-            step.at("kind").get<std::string>() + (taken.empty() ? "" : " by " + taken), 46);
-      label(x + 10, y + 32, "s", "reads " + joined(step.at("reads")), 52);
-      label(x + 10, y + 45, "s", "writes " + joined(step.at("writes")), 52);
-      if (i > 0)
-        svg << "<line class=\"a\" x1=\"" << x + kWidth / 2 << "\" y1=\"" << y - kGap << "\" x2=\""
-            << x + kWidth / 2 << "\" y2=\"" << y << "\"/>";
-    }
-  };
-  column("forward", kLeft);
-  column("backward", right);
-  for (int i = 0; i < count("kept"); ++i) {
-    const json& kept = plan.at("kept")[static_cast<size_t>(i)];
-    label(kLeft + kWidth + 12, kTop + 14 + i * 24, "s", kept.at("value"), 32);
-    label(kLeft + kWidth + 12, kTop + 25 + i * 24, "s",
-          kept.at("costs_memory").get<bool>() ? kept.at("type").get<std::string>() : "the argument",
-          32);
-  }
-  svg << "</svg>";
-  return svg.str();
 }
 
 }  // namespace
@@ -276,7 +215,7 @@ std::vector<std::string> fusions_in(const std::vector<std::shared_ptr<const Plan
 }
 
 std::string explain(const std::vector<ExplainedPlan>& plans, std::optional<int64_t> saved_bytes,
-                    ExplainFormat format) {
+                    ExplainFormat format, const StepTimes& times) {
   TORCH_CHECK_VALUE(!plans.empty(),
                     "explain: expected a pipeline that has run, got one without a call. Run it "
                     "once on the tensors that ",
@@ -288,9 +227,12 @@ std::string explain(const std::vector<ExplainedPlan>& plans, std::optional<int64
     case ExplainFormat::text:
       return as_text(document);
     case ExplainFormat::svg:
-      return as_svg(document);
+      return plan_svg(plan_to_draw(document), times);
+    case ExplainFormat::dot:
+      return plan_dot(plan_to_draw(document), times);
     case ExplainFormat::html:
-      return "<div>" + as_svg(document) + "<pre>" + escaped(as_text(document)) + "</pre></div>";
+      return "<div>" + plan_svg(plan_to_draw(document), times) + "<pre>" +
+             escaped(as_text(document)) + "</pre></div>";
     case ExplainFormat::json:
       return document.dump(2);
   }

@@ -28,9 +28,11 @@ struct ExplainedPlan {
 TANDEM_API ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program);
 
 /// `saved_bytes`: kept by the last call with grad; none where a compiler chooses. Throws
-/// c10::ValueError where no call has been made yet: a plan depends on its tensors.
+/// c10::ValueError where no call has been made yet: a plan depends on its tensors. `times`: for
+/// pictures.
 TANDEM_API std::string explain(const std::vector<ExplainedPlan>& plans,
-                               std::optional<int64_t> saved_bytes, ExplainFormat format);
+                               std::optional<int64_t> saved_bytes, ExplainFormat format,
+                               const StepTimes& times = {});
 
 /// Names of the fusions that any of these plans has made.
 TANDEM_API std::vector<std::string> fusions_in(

@@ -284,7 +284,7 @@ Outputs Pipeline::composite(at::TensorList inputs, at::TensorList params, bool t
       Path::composite);
 }
 
-std::string Pipeline::explain(ExplainFormat format) const {
+std::string Pipeline::explain(ExplainFormat format, const StepTimes& times) const {
   std::vector<ExplainedPlan> plans;
   const Visit visit(*this);
   {
@@ -297,7 +297,7 @@ std::string Pipeline::explain(ExplainFormat format) const {
                          state->recipe ? state->recipe->json : "none",
                          {served->kept_bytes.begin(), served->kept_bytes.end()}});
   }
-  return tandem::explain(plans, saved_bytes(), format);
+  return tandem::explain(plans, saved_bytes(), format, times);
 }
 
 bool Pipeline::has_run() const {

@@ -72,7 +72,7 @@ class TANDEM_API Pipeline {
   std::string description(bool training, bool fuse = true,
                           const std::vector<std::string>& skipped_fusions = {}) const;
 
-  std::string explain(ExplainFormat format) const;
+  std::string explain(ExplainFormat format, const StepTimes& times = {}) const;
   /// Bytes that the last call with grad kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const { return saved_bytes_.load(std::memory_order_relaxed); }
   /// Whether any call has been made directly, so that `explain` has a plan to tell of. Takes no

@@ -49,11 +49,14 @@ class PlanKey {
       words_.push_back(0);
       return;
     }
-    const at::Device device = tensor.device();
-    words_.push_back(1u | uint32_t{grad_mode && tensor.requires_grad()} << 1 |
-                     static_cast<uint32_t>(tensor.scalar_type()) << 8 |
-                     static_cast<uint32_t>(device.type()) << 16 |
-                     static_cast<uint32_t>(static_cast<uint8_t>(device.index())) << 24);
+    add({true, grad_mode && tensor.requires_grad(), tensor.scalar_type(), tensor.device()});
+  }
+  /// One that is there, by what a plan depends on.
+  void add(const TensorTraits& traits) {
+    words_.push_back(1u | uint32_t{traits.requires_grad} << 1 |
+                     static_cast<uint32_t>(traits.dtype) << 8 |
+                     static_cast<uint32_t>(traits.device.type()) << 16 |
+                     static_cast<uint32_t>(static_cast<uint8_t>(traits.device.index())) << 24);
   }
 
   Call call() const {

@@ -38,6 +38,17 @@ class TANDEM_API FusionHandle {
 /// one through what it does not have.
 TANDEM_API FusionHandle register_fusion(Fusion fusion, bool prepend = false);
 
+namespace detail {
+struct FusionRegistration {
+  explicit FusionRegistration(Fusion fusion) { register_fusion(std::move(fusion)).release(); }
+};
+}  // namespace detail
+
+/// Registers a tandem::Fusion, named by a variable, when its library is loaded, and for the life of
+/// the process. Ops that its pattern names must be there: those of the same file stand above it.
+#define TANDEM_REGISTER_FUSION(fusion) \
+  static const ::tandem::detail::FusionRegistration tandem_fusion_registration_##fusion { fusion }
+
 /// Changes with every registration and removal; part of every description.
 TANDEM_API uint64_t fusions_version();
 

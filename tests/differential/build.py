@@ -125,6 +125,7 @@ def _module(op: Case, generator: torch.Generator) -> Any:
         "s_situ": lambda: ops.ScaledSiTUGLU(**turns, **numbers),
         "s_clamped": lambda: ops.ScaledClampedQGeGLU(**turns, **numbers),
         "s_srelu": ops.ScaledSReLU,
+        "l2": lambda: ops.L2Normalization(eps=op.get("eps", 1e-6)),
         "identity": ops.Identity,
         "quantize": lambda: ops.Quantize(bool(op.get("fwd", 1)), bool(op.get("bwd", 0))),
         "scale": lambda: ops.ConstantScale(op.get("f", 2.0)),

@@ -24,7 +24,7 @@ DTYPES = {
     "u8": torch.uint8,
 }
 # Kinds of ops by what they do to the last dimension and to shapes; a kind of "py_..." is a class of python_ops.py.
-KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "make", "s_srelu"}
+KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "make", "s_srelu", "l2"}
 HALVES = {"swiglu", "geglu", "glu", "qgeglu", "reglu", "sreglu", "situ", "clamped", "s_swiglu", "s_situ", "s_clamped"}  # "il": columns of a block
 SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # times a number per row
 WITH_PARAMS = {"linear", "basic", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
@@ -73,6 +73,8 @@ def resolve(case: Case) -> list[Case]:
         elif kind in ("bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"):
             _need(len(shape) >= 1 and shape[-1] > 0)
             op["in"] = shape[-1]
+        elif kind == "l2":
+            _need(len(shape) >= 1 and shape[-1] > 0)
         elif kind == "nested":
             inner = {"x": {"s": shape}, "ops": op["ops"]}
             op["resolved"] = resolve(inner)

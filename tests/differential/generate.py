@@ -13,7 +13,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 4
 ROWS = ((), (0,), (1,), (2,), (3,), (3,), (5,), (7,), (8,), (17,), (2, 3), (3, 1), (1, 4), (2, 0), (2, 3, 2), (2, 1, 3))
 LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice")
 KINDS = (
-    ["linear"] * 6 + ["basic"] * 3 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
+    ["linear"] * 6 + ["basic"] * 3 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["l2"] * 2 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
     + ["swiglu"] * 4 + ["geglu"] * 2 + ["qgelu", "srelu", "glu", "qgeglu", "reglu", "sreglu"] + ["situ", "clamped"] * 2 + sorted(cases.SCALED) + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
     + ["add"] * 6 + ["make"] * 6
 )
@@ -30,15 +30,7 @@ def generate(seed: int, kind: str) -> Case:
     plain_between = r.random() < 0.1
     sharing = r.random() < 0.2
     wanted = 1 + min(int(r.expovariate(0.22)), 14)
-    while len(case["ops"]) < wanted:
-        op = _op(r, case, dtype, mixed, has_python, has_in_place, plain_between, sharing)
-        if op is None:
-            continue
-        case["ops"].append(op)
-        try:
-            cases.resolve(case)
-        except cases.Invalid:
-            case["ops"].pop()
+    _fill(r, case, wanted, dtype, mixed, has_python, has_in_place, plain_between, sharing)
     if r.random() < 0.04 and len(case["ops"]) > 1:
         r.choice([op for op in case["ops"] if op["k"] not in cases.PLAIN] or [{}])["hook"] = 1
     _limit_mode(r, case)
@@ -49,6 +41,24 @@ def generate(seed: int, kind: str) -> Case:
                 op["out"] = r.choice([128, 130, 256])
         return case if _fits(case) else generate(seed + 10**12, kind)
     return case
+
+
+def for_verify(r: random.Random, least: int, most: int) -> Case:
+    """A pipeline of `least` to `most` ops, for `verify`: none writes into an argument."""
+    dtype = r.choice(["f32"] * 4 + ["f64", "bf16", "bf16", "f16"])
+    mixed, has_python, sharing = r.random() < 0.2, r.random() < 0.15, r.random() < 0.2
+    case: Case = {"x": _given(r, (*r.choice(ROWS), r.choice(WIDTHS)), dtype, mixed, "x"), "ops": [], "mode": {"verify": 1}, "seed": r.randint(0, 999)}
+    _fill(r, case, r.randint(least, most), dtype, mixed, has_python, False, False, sharing)
+    return case
+
+
+def _fill(
+    r: random.Random, case: Case, wanted: int, dtype: str, mixed: bool, has_python: bool, has_in_place: bool, plain_between: bool, sharing: bool
+) -> None:
+    while len(case["ops"]) < wanted:
+        case["ops"].append(_op(r, case, dtype, mixed, has_python, has_in_place, plain_between, sharing))
+        if not _fits(case):
+            case["ops"].pop()
 
 
 def _fits(case: Case) -> bool:
@@ -102,6 +112,9 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
             op["eps"] = r.choice([1e-3, 1e-6, 0.1])
         if r.random() < 0.3:
             op["zc"] = 1
+    elif kind == "l2":
+        if r.random() < 0.5:
+            op["eps"] = r.choice([1e-3, 0.1])
     elif kind in cases.HALVES and shape and r.random() < 0.3:
         op["il"] = r.choice([size for size in (1, 2, 3, 4, 8, 16, 32) if shape[-1] % (2 * size) == 0] or [1])
     elif kind == "scale":

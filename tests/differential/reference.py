@@ -205,6 +205,8 @@ class Reference:
             return self._bias(module.bias, x), []
         if kind in ("rms", "ln"):
             return self._norm(op, module, x), []
+        if kind == "l2":
+            return self._l2_norm(op, x), []
         if kind in ("gelu", "silu", "relu", "qgelu", "srelu") or kind in HALVES or kind in SCALED:
             return self._activation(op, self.compute(x, None), extra), []
         if kind == "scale":
@@ -268,6 +270,12 @@ class Reference:
         inverse = self.noisy(torch.rsqrt((v * v).mean(-1, keepdim=True) + eps), statistics).value
         y = self.noisy(v * inverse, statistics).value * weight
         return self.noisy(y if op["k"] == "rms" else y + self.param(module.bias, x.dtype), x.dtype)
+
+    def _l2_norm(self, op: Case, x: Valued) -> Valued:
+        dtype, v = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype(), x.value.double()
+        statistics = dtype if dtype == torch.float64 else torch.float32
+        inverse = self.noisy(torch.rsqrt((v * v).sum(-1, keepdim=True) + op.get("eps", 1e-6)), statistics).value
+        return self.noisy(v * inverse, dtype)
 
     def _activation(self, op: Case, x: Valued, scales: Valued | None) -> Valued:
         kind, unit = op["k"].removeprefix("s_"), UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32]

@@ -108,6 +108,28 @@ TEST_F(Explain, SvgAndHtmlArePicturesOfIt) {
                           HasSubstr("-&gt; 2.gelu.y as Float"), Not(HasSubstr("-> 2.gelu.y"))));
 }
 
+TEST_F(Explain, PicturesShowWhatIsKeptWhatWasReplacedAndTimes) {
+  call();
+  const StepTimes times{{"linear_bias_activation", 12.5}, {"basic_linear.grad_weight", 3}};
+  const std::string svg = pipeline_.explain(ExplainFormat::svg, times);
+  EXPECT_THAT(
+      svg, AllOf(HasSubstr("replaces 0.basic_linear + 1.bias + 2.gelu"),
+                 HasSubstr("class=\"kept\""), HasSubstr(">BFloat16, 48 B<"), HasSubstr(">12.5 us<"),
+                 HasSubstr(">3.00 us<"), HasSubstr("with 0.basic_linear.weight BFloat16")));
+  EXPECT_THAT(pipeline_.explain(ExplainFormat::svg), Not(HasSubstr(" us<")));
+  const std::string dot = pipeline_.explain(ExplainFormat::dot, times);
+  EXPECT_THAT(dot,
+              AllOf(::testing::StartsWith("digraph plan {"), ::testing::EndsWith("}\n"),
+                    HasSubstr("subgraph cluster_forward"), HasSubstr("subgraph cluster_backward"),
+                    HasSubstr("replaces 0.basic_linear + 1.bias + 2.gelu"), HasSubstr("12.5 us"),
+                    HasSubstr("label=\"x as BFloat16\\nBFloat16\"")));
+  // Forward's linear_bias_activation is f1, the activation's backward b3: z is kept in between.
+  EXPECT_THAT(dot, HasSubstr("f1 -> b3 [constraint=false, style=dashed, color=\"#c98a1b\", "
+                             "penwidth=1.4, label=\"1.bias.y\\nBFloat16, 48 B\"]"));
+  EXPECT_THAT(dot, HasSubstr("p2 -> b0 [constraint=false, style=dashed, color=\"#c4c9d4\"]"));
+  EXPECT_THAT(dot, HasSubstr("b2 -> b0 [dir=back")) << "backward goes up";
+}
+
 TEST_F(Explain, APlanWithoutBackwardHasNone) {
   const Tensors inputs{random({2, 8})}, params{random({12, 8}), random({12}), random({3, 12})};
   pipeline_(inputs, params, false);
@@ -220,8 +242,8 @@ TEST(ExplainRename, OfNoStepsAtAll) {
   Pipeline pipeline(ops_json({"identity"}));
   const Tensors inputs{leaf({2})};
   pipeline(inputs, {}, true);
-  for (const auto format :
-       {ExplainFormat::text, ExplainFormat::svg, ExplainFormat::html, ExplainFormat::json})
+  for (const auto format : {ExplainFormat::text, ExplainFormat::svg, ExplainFormat::html,
+                            ExplainFormat::json, ExplainFormat::dot})
     EXPECT_FALSE(pipeline.explain(format).empty());
 }
 

@@ -137,10 +137,34 @@ def check_changes(rank: int, size: int, *_: Any) -> None:
     with pytest.raises(ValueError, match=f"Bias: expected size that {size} ranks share evenly, got {size + 1}"):
         ops.Bias(size + 1, tensor_parallel=True)
     assert pickle.loads(pickle.dumps(bias)).tensor_parallel_group is bias.tensor_parallel_group
-    with pytest.raises(NotImplementedError, match="BasicLinear: expected tensor_parallel_mode=None, got 'row'"):
-        ops.BasicLinear(8 * size, 4, tensor_parallel_mode="row")
     keys = [*tandem.transformer_engine_state_dict(block[3])]
     assert keys == ["basic_ops.0.weight", "basic_ops.1.bias", *[f"basic_ops.{index}._extra_state" for index in range(3)]]
+
+
+def check_products_alone(rank: int, size: int, *_: Any) -> None:
+    """A `BasicLinear` has the collectives of a `Linear` around it, alone and in containers."""
+    for mode in ("column", "row"):
+        for sequence_parallel in (False, True):
+            features = (HIDDEN, WIDE) if mode == "column" else (WIDE, HIDDEN)
+            parallel: dict[str, Any] = {"tensor_parallel_mode": mode, "sequence_parallel": sequence_parallel}
+            basic, linear = ops.BasicLinear(*features, **parallel), ops.Linear(*features, bias=False, **parallel)
+            assert basic.weight.shape == linear.weight.shape and basic.tensor_parallel_group is linear.tensor_parallel_group
+            assert (basic.tensor_parallel_mode, basic.tensor_parallel_size, basic.sequence_parallel) == (mode, size, sequence_parallel)
+            assert (basic.in_features, basic.out_features) == features
+            assert [*basic.state_dict()] == ["weight"] and (basic.local_in_features, basic.local_out_features) == basic.weight.shape[::-1]
+            basic.weight = linear.weight
+            x = torch.randn(ROWS, basic.local_in_features, requires_grad=True)
+            for run in (basic, ops.Sequential(ops.Identity(), basic), copy.deepcopy(basic), pickle.loads(pickle.dumps(basic)), torch.compile(basic, fullgraph=True)):
+                y, expected = run(x), linear(x)
+                assert_close(y, expected)
+                grad = torch.ones_like(y)
+                assert_close(torch.autograd.grad(y, x, grad), torch.autograd.grad(expected, x, grad))
+            basic.sequence_parallel = linear.sequence_parallel = not sequence_parallel
+            assert_close(basic(x), linear(x))
+            with pytest.raises(ValueError, match=f"BasicLinear: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of 1"):
+                basic.tensor_parallel_group = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match=f"BasicLinear: expected out_features that {size} ranks share evenly, got 7"):
+        ops.BasicLinear(8, 7, tensor_parallel_mode="column")
 
 
 def check_copies(rank: int, size: int, *_: Any) -> None:
@@ -248,7 +272,7 @@ def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> No
 
 
 def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_changes,), (check_copies,), (check_ops,), (check_ddp,))
+    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_changes,), (check_products_alone,), (check_copies,), (check_ops,), (check_ddp,))
 
 
 @pytest.mark.parametrize("size", [2, 3])

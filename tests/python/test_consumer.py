@@ -56,3 +56,36 @@ def test_an_exported_pipeline_runs_in_a_program_that_names_nothing_of_tandem(bui
 
     assert numbers(here).shape == (4, 8)
     torch.testing.assert_close(numbers(there), numbers(here + here[:3]), rtol=1e-6, atol=1e-7)
+
+
+LOADS_THE_LIBRARY = """
+import ctypes, json, sys
+import torch
+import tandem.ops as ops
+
+ctypes.CDLL(sys.argv[1])
+Leaky = ops.library.Leaky
+box = ops.Sequential(Leaky(slope=0.5), Leaky())
+x = torch.tensor([-8.0, 4.0], requires_grad=True)
+with torch.no_grad():
+    assert box(x).tolist() == [-1, 4]
+    assert "made    leaky_twice" in box.explain()
+box(x).sum().backward()
+assert x.grad.tolist() == [0.125, 1]
+assert box.verify(x), box.verify(x)
+assert "refused leaky_twice at 0.leaky, 1.leaky" in box.explain()  # what lies between is read by backward
+ctx = ops.OperationContext()
+assert Leaky().op_forward(ctx, x).tolist() == [-2, 4] and ctx.to_save[0] is x
+torch.testing.assert_close(torch.compile(box, fullgraph=True)(x), box(x))
+try:
+    Leaky(slope=2)
+except ValueError as error:
+    assert "slope: of y below 0" in str(error)
+else:
+    raise AssertionError("a slope of 2")
+print("loaded")
+"""
+
+
+def test_a_library_with_an_op_and_a_fusion_is_loaded_after_tandem(build):
+    assert run(sys.executable, "-c", LOADS_THE_LIBRARY, build / "libleaky.so") == "loaded\n"

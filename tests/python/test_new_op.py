@@ -61,7 +61,7 @@ def test_an_activation_is_four_edits(tree):
     assert edited == ["docs/ops.md", "include/tandem/activations.h", "src/kernel_ops/activation_reference.h", "src/kernels/cpu/activation_math-inl.h"]
     assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited and "0 new files, 4 edited." in result.stdout
     assert '  ROW(soft_sign, "x / (1 + |x|)")\n' in after["include/tandem/activations.h"]
-    assert "| `soft_sign` | y = x / (1 + \\|x\\|) | `tandem.ops.library.SoftSign` |\n" in after["docs/ops.md"]
+    assert "| [`soft_sign`](ops/soft_sign.md) | y = x / (1 + \\|x\\|) | `tandem.ops.library.SoftSign` |\n" in after["docs/ops.md"]
     again = new_op(tree, "--activation", "softer_sign")
     assert again.returncode == 0 and files_of(tree)["include/tandem/activations.h"].count("ROW(soft") == 2
 
@@ -119,3 +119,10 @@ def test_another_page_than_the_definitions_is_told(monkeypatch, tmp_path, capsys
     (tmp_path / "ops.md").write_text("# Ops\n")
     assert render_ops.main(check=True) == 1
     assert "render_ops: expected docs/ops.md to say what the definitions say, got another page." in capsys.readouterr().err
+    assert render_ops.main(check=False) == 0
+    (tmp_path / "ops" / "gelu.md").write_text("# gelu\n")
+    (tmp_path / "ops" / "gone.md").write_text("# gone\n")
+    assert render_ops.main(check=True) == 1
+    told = capsys.readouterr().err
+    assert "expected docs/ops/gelu.md to say" in told and "expected docs/ops/gone.md to say" in told and told.count("\n") == 2
+    assert render_ops.main(check=False) == 0 and not (tmp_path / "ops" / "gone.md").exists()

@@ -89,7 +89,7 @@ def test_explain_shows_steps_and_fusions_in_every_format():
     assert box.explain("svg").startswith("<svg")
     assert "<svg" in box._repr_html_()
     assert json.loads(box.explain("json"))
-    with pytest.raises(ValueError, match='explain: expected format "text", "svg", "html" or "json", got "pdf"'):
+    with pytest.raises(ValueError, match='explain: expected format "text", "svg", "html", "dot" or "json", got "pdf"'):
         box.explain("pdf")
     two = ops.Sequential(ops.GELU(), torch.nn.ReLU(), ops.SiLU())
     two(torch.randn(2))

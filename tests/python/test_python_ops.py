@@ -1,5 +1,6 @@
 """Ops written in Python: styles, contexts, extra inputs and outputs, lifetimes, errors."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from python_ops import SplitScale, SplitSwap, WholeSin, WholeSwap
+from support import AsksFunctions
 
+import tandem
 import tandem.ops as ops
 
 
@@ -73,10 +76,79 @@ def test_arguments_per_call():
     ]:
         with pytest.raises(ValueError, match=text):
             box(x, op_kwargs={key: {"shift": 1}})
-    with pytest.raises(TypeError, match="op_kwargs: expected plain values .* got shift of type Tensor. Pass tensors as extra inputs"):
-        box(x, op_kwargs={sin: {"shift": x}})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         box(x, op_kwargs={sin: {"other": 1}})
+
+
+class Applied(ops.BasicOperation):
+    """y = function(x) + shift, where both may be objects of the call."""
+
+    def op_forward_compute(self, input_, *, function=torch.neg, shift=0.0):
+        y = function(input_) + shift
+        return y, (None, torch.sign(y), tandem.quantize(y, tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)))
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, *, function=torch.neg, shift=0.0):
+        ctx.save_for_backward(*tensors_to_save)
+        ctx.scale = 2.0 if function is torch.neg else 3.0
+
+    def op_backward(self, ctx, grad_output):
+        none, sign, quantized = ctx.saved_tensors
+        assert none is None and type(quantized) is tandem.QuantizedTensor and torch.equal(torch.sign(quantized.dequantize()), sign)
+        return grad_output * ctx.scale, ()
+
+
+@pytest.mark.parametrize("through_dispatcher", [False, True])
+def test_tensors_and_functions_as_arguments_of_a_call(through_dispatcher):
+    op, x, shift = Applied(), torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    box = ops.Sequential(ops.ConstantScale(2.0), op)
+    watching = AsksFunctions() if through_dispatcher else contextlib.nullcontext()
+    with watching:
+        for function, factor in ((torch.neg, 2.0), (torch.abs, 3.0)):
+            y = box(x, op_kwargs={op: {"function": function, "shift": shift}})
+            assert torch.equal(y, function(2 * x) + shift)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), 2 * factor))
+        assert torch.equal(op(x, function=torch.exp), torch.exp(x))
+        assert torch.equal(box(x), -2 * x)
+    reference = weakref.ref(shift)
+    del shift, y
+    gc.collect()
+    assert reference() is None, "what a call was given lives no longer than the call"
+
+
+def test_compiled_code_takes_plain_arguments_only():
+    op, x = Applied(), torch.randn(3)
+    box = torch.compile(ops.Sequential(op), fullgraph=True)
+    for given in ({"shift": x}, {"function": torch.abs}):
+        with pytest.raises(Exception, match=r"op_kwargs: expected plain values \(numbers, texts, None, lists of them\) in compiled code, got"):
+            box(x, op_kwargs={op: given})
+
+
+def test_none_for_a_gradient_means_zero():
+    class Passes(SplitSwap):
+        """The gradients of the extra input, of the parameter, and on demand of x, are None."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 2))
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            return None, [(None,)], [(None,)]
+
+    class Stops(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return input_.sum(-1)
+
+        def op_backward(self, ctx, grad_output):
+            return None, ()
+
+    op, x, extra = Passes(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    for run in (op, torch.compile(op, fullgraph=True)):
+        y, other = run(x, extra)
+        grads = torch.autograd.grad(y.sum() + other.sum(), (x, extra, op.weight))
+        assert [tuple(grad.shape) for grad in grads] == [(3, 4), (3, 2), (2, 2)] and not any(grad.any() for grad in grads)
+    box = ops.Sequential(ops.Linear(4, 4), Stops())
+    box(x).sum().backward()
+    assert not x.grad.any() and not box[0].weight.grad.any()
 
 
 def define(**methods):
@@ -145,10 +217,15 @@ def test_a_subclass_replaces_the_style_of_its_base():
 
 def test_methods_that_are_missing_say_so():
     x = torch.ones(1, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="GELU: expected a forward written in Python, got none. Define op_forward"):
-        ops.GELU().op_forward(ops.OperationContext(), x)
-    with pytest.raises(NotImplementedError, match="GELU: expected a forward written in Python, got none. Define fuser_forward"):
-        ops.GELU().fuser_forward([], x, basic_op_extra_inputs=[], basic_op_kwargs=[])
+    empty, fused = define()(), type("Fused", (ops.FusedOperation,), {})([ops.GELU()])
+    with pytest.raises(NotImplementedError, match="Mine: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and"):
+        empty.op_forward(ops.OperationContext(), x)
+    with pytest.raises(NotImplementedError, match="Mine: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_c"):
+        empty.fuser_forward([ops.OperationContext()], x)
+    with pytest.raises(NotImplementedError, match="Fused: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_c"):
+        fused.fuser_forward([], x, basic_op_extra_inputs=[], basic_op_kwargs=[])
+    with pytest.raises(NotImplementedError, match="Fused: expected a backward written in Python, got none. Define fuser_backward"):
+        fused.fuser_backward([], x, basic_op_grad_extra_outputs=[])
     forward_only = define(op_forward=lambda self, ctx, input_, **_: input_ * 1)()
     with pytest.raises(NotImplementedError, match="Mine: expected a backward written in Python, got none. Define op_backward"):
         forward_only(x).sum().backward()
@@ -191,7 +268,6 @@ RESULTS = [
     (fine, lambda g: (g, [()], [()]), RuntimeError, "expected 1 parameter gradients, got 0"),
     (fine, lambda g: (g, [], [()]), RuntimeError, "expected 1 groups of parameter gradients, got 0"),
     (fine, lambda g: (g, [(g,)], []), RuntimeError, "expected 1 groups of extra input gradients, got 0"),
-    (fine, lambda g: (None, [(g,)], [()]), ValueError, "which requires grad, got None. Return it from op_backward."),
     (fine, lambda g: (3, [(g,)], [()]), TypeError, "expected a gradient to be a tensor or None, got int"),
 ]
 

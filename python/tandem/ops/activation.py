@@ -12,6 +12,8 @@ _INTERLEAVE = "glu_interleave_size"
 
 
 class _Activation(BasicOperation):
+    _context_quantizers = ("prev_op_grad_output_quantizer",)
+
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         """Makes the activation; it has no parameters.
 

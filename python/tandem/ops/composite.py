@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.directions import PartsMixin
 from tandem.ops.op import BasicOperation, FusedOperation
 
 
@@ -52,7 +53,7 @@ class Parts(torch.nn.ModuleList):
     __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse  # type: ignore[assignment]
 
 
-class CompositeOperation(DeferredMixin, FusedOperation):
+class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
     """Stands for basic ops that it made itself. The parameters are its own, in state dicts too; the parts are views of it that own nothing.
 
     `modules()`, `apply` and `train` reach the parts; `children()`, and with it all that moves, saves or replaces tensors, does not.

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
+from tandem.ops.activation import _Activation, _Interleaved
+from tandem.ops.directions import PartsMixin
+from tandem.ops.linear import BasicLinear, Bias
+from tandem.ops.norm import RMSNorm
 from tandem.ops.op import FusedOperation
 from tandem.ops.signature import signature_of
+from tandem.ops.structure import AddExtraInput, ConstantScale, MakeExtraOutput
 from tandem.ops.unit import BasicUnit, Unit
 
 
-class LibraryFusion(FusedOperation):
+class LibraryFusion(PartsMixin, FusedOperation):
     """A fused step of the library: `name` is the fusion's."""
 
     name = ""
+    _members: ClassVar[Mapping[str, type[BasicUnit] | tuple[type[BasicUnit], ...]]] = {}  # in the order in which they stand
+    _optional: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, basic_ops: Iterable[Unit] | None = None, **members: BasicUnit | None) -> None:
+        """Makes what stands for these ops.
+
+        Args:
+            basic_ops: all in order, or None.
+            members: the same by name, as in TransformerEngine: `linear`, `bias`, ...
+        """
+        super().__init__(self._named(members) if basic_ops is None else basic_ops)
+
+    def _named(self, members: Mapping[str, BasicUnit | None]) -> list[BasicUnit]:
+        own = type(self).__name__
+        unknown = [name for name in members if name not in self._members]
+        missing = [name for name in self._members if members.get(name) is None and name not in self._optional]
+        if unknown or missing:
+            raise TypeError(f"{own}: expected the ops {', '.join(self._members)} by name, got {', '.join(members) or 'none'}. Pass one op for each.")
+        found = [(name, kind, members.get(name)) for name, kind in self._members.items()]
+        for name, kind, op in found:
+            if op is not None and not isinstance(op, kind):
+                kinds = kind if isinstance(kind, tuple) else (kind,)
+                raise TypeError(f"{own}: expected {name} to be a {' or '.join(each.__name__.strip('_') for each in kinds)}, got {type(op).__name__}. Pass such an op.")
+        return [op for _, _, op in found if op is not None]
 
     def extra_repr(self) -> str:
         return self.name
@@ -21,29 +51,45 @@ class LibraryFusion(FusedOperation):
 class ForwardLinearBiasActivation(LibraryFusion):
     """A product, its bias, and an activation where one follows."""
 
+    _members = {"linear": BasicLinear, "bias": Bias, "activation": (_Activation, _Interleaved)}
+    _optional = ("bias", "activation")
+
 
 class ForwardLinearBiasAdd(LibraryFusion):
     """A product, its bias where there is one, and a sum with an extra input."""
+
+    _members = {"linear": BasicLinear, "bias": Bias, "add": AddExtraInput}
+    _optional = ("bias",)
 
 
 class ForwardLinearScaleAdd(LibraryFusion):
     """A product, a constant factor, and a sum with an extra input."""
 
+    _members = {"linear": BasicLinear, "scale": ConstantScale, "add": AddExtraInput}
+
 
 class BackwardActivationBias(LibraryFusion):
     """The gradients of a bias and of the activation behind it."""
+
+    _members = {"bias": Bias, "activation": (_Activation, _Interleaved)}
 
 
 class BackwardAddRMSNorm(LibraryFusion):
     """The gradient of an RMSNorm and the sum with that of the extra output before it."""
 
+    _members = {"add": MakeExtraOutput, "rmsnorm": RMSNorm}
+
 
 class BackwardLinearAdd(LibraryFusion):
     """The gradient of a product and the sum with that of the extra output before it."""
 
+    _members = {"backward_add": MakeExtraOutput, "linear": BasicLinear}
+
 
 class BackwardLinearScale(LibraryFusion):
     """The gradients of a product and of the constant factor behind it."""
+
+    _members = {"linear": BasicLinear, "scale": ConstantScale}
 
 
 _FORWARD: dict[tuple[str, ...], type[LibraryFusion]] = {

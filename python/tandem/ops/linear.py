@@ -10,9 +10,11 @@ import torch
 from typing_extensions import Self
 
 from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
 from tandem.ops.composite import CompositeOperation
+from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
@@ -28,7 +30,8 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
     _parameter_names = ("weight",)
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
     _watched_names = ("accumulate_into_main_grad",)
-    tensor_parallel_mode, tensor_parallel_group, tensor_parallel_size = Fixed(), Fixed(), Fixed()
+    _context_quantizers = ("input_quantizer", "weight_quantizer", "grad_output_quantizer", "grad_input_quantizer")
+    tensor_parallel_mode, tensor_parallel_size = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
             out_features: size of the last dimension of y.
             device: where the parameter is made; None: torch's default device.
             dtype: of the parameter; None: `torch.get_default_dtype()`.
-            tensor_parallel_mode: None, or a group of one rank; `Linear` puts the collectives of tensor parallelism around a product.
-            tensor_parallel_group, sequence_parallel: not used, as they say nothing without a mode.
+            tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for `Linear`. The collectives are ops of the pipeline before and
+                behind this one.
             rng_state_tracker_function: None; no other value is known yet.
             userbuffers_options: None or empty; no other value is known yet.
             accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
@@ -61,26 +64,78 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
         """
         super().__init__()
         at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options or None)
-        if collectives("BasicLinear", tensor_parallel_mode, tensor_parallel_group, False)[2] > 1:
-            at_default("BasicLinear", tensor_parallel_mode=tensor_parallel_mode)
-        self.tensor_parallel_mode, self.tensor_parallel_group, self.tensor_parallel_size = None, None, 1
-        flag("BasicLinear", "sequence_parallel", sequence_parallel)
-        self.sequence_parallel = False
+        before, after, size = collectives("BasicLinear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        self._put_around(before, after)
+        self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
+        self.tensor_parallel_size = size
+        self._sequence_parallel = flag("BasicLinear", "sequence_parallel", sequence_parallel) and size > 1
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.in_features = self.local_in_features = positive("BasicLinear", "in_features", in_features)
         self.out_features = self.local_out_features = positive("BasicLinear", "out_features", out_features)
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, device=device, dtype=dtype))
+        if size > 1 and tensor_parallel_mode == "column":
+            self.local_out_features = share("BasicLinear", "out_features", self.out_features, size)
+        elif size > 1:
+            self.local_in_features = share("BasicLinear", "in_features", self.in_features, size)
+        self.weight = torch.nn.Parameter(torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype))
         self._give_first_values()
 
     def reset_parameters(self) -> None:
-        """Draws `weight` from U(-1/sqrt(in_features), 1/sqrt(in_features))."""
+        """Draws `weight` from U(-1/sqrt(local_in_features), 1/sqrt(local_in_features))."""
         for weight in self._parts_of("weight"):
             torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
+        return next((part.process_group for part in self._collectives()), None)
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any) -> None:
+        _replacement("BasicLinear", group, self.tensor_parallel_size)
+        for part in self._collectives():
+            part.process_group = group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the ranks share the first dimension outside. False where one rank has the whole weight."""
+        return self._sequence_parallel
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        self._sequence_parallel = flag("BasicLinear", "sequence_parallel", value) and self.tensor_parallel_size > 1
+        before, after, _ = collectives("BasicLinear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
+        self._put_around(before, after)
+        self._tell()
+
+    def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
+        self.__dict__["_around"] = (tuple(before), tuple(after))  # no children: they have no state
+
+    def _collectives(self) -> list[_Collective]:
+        return [part for parts in self.__dict__.get("_around", ()) for part in parts]
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        before, after = self.__dict__.get("_around", ((), ()))
+        return (*before, self, *after)
+
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)
+        for part in self._collectives():
+            part._capture(changes)
 
     def _checked_option(self, name: str, value: Any) -> Any:
         if name == "accumulate_into_main_grad":
             return flag("BasicLinear", name, value)
         return super()._checked_option(name, value)
+
+    def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
+        call = getattr(ctx, "_call", None)
+        return {
+            **super()._context_fields(ctx, saved, x),
+            "with_quantized_compute": call is not None and call.recipe != "null",
+            "backward_override": None,
+            "input_requires_grad": ctx.requires_grad,
+            "weight_requires_grad": ctx.requires_grad and getattr(self.weight, "requires_grad", True),
+        }
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -93,6 +148,7 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
 
     _kind = "bias"
     _parameter_names = ("bias",)
+    _context_quantizers = ("grad_input_quantizer",)
     tensor_parallel, tensor_parallel_size = Fixed(), Fixed()
 
     def __init__(

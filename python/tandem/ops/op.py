@@ -24,6 +24,9 @@ class FusibleOperation(Unit):
         if cls.__module__ == __name__:
             return  # the base classes name all methods
         styles = {prefix: style for prefix in PREFIXES if (style := style_of(cls, prefix)) is not None}
+        written = {prefix for prefix in PREFIXES if f"{prefix}_backward" in vars(cls)}
+        if written and not styles and cls._forward_prefix is None and getattr(cls, "_kind", ""):
+            styles = {"fuser" if "fuser" in written else "op": "one-piece"}  # of an op of the library, whose forward stays
         cls._styles = {**cls._styles, **styles}
         if styles:
             cls._forward_prefix = "fuser" if "fuser" in styles else "op"
@@ -33,7 +36,7 @@ class FusibleOperation(Unit):
 
     def _run_alone(self) -> OpRun:
         """The pipeline of this alone, made once."""
-        run = self.__dict__.get("_alone") or OpRun(self.flat_ops() if self.is_fused_op else (self,), owner=self)
+        run = self.__dict__.get("_alone") or OpRun(self.flat_ops(), owner=self)
         run.prepare()
         run = self.__dict__.setdefault("_alone", run)
         self.__dict__.update(_alone_changes=run.changes, _alone_token=run.now.token)  # at once: other threads read them too

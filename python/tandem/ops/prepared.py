@@ -316,14 +316,24 @@ class Prepared:
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         modes = self.modes() if self.has_modes else None
         self._check_traceable(modes, kwargs)
-        text = self.text(described, flags, training, recipe, version, kwargs, () if modes is None else tuple(modes))
+        written = () if modes is None else tuple(modes)
+        objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
+        if objects:
+            text, held = self.described_now(described, flags, training, recipe, kwargs, written)
+        else:
+            python_op.check_plain(kwargs)
+            text = self.text(described, flags, training, recipe, version, kwargs, written)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
         found = () if modes is None else modes.main_grads
         buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, found, strict=False) if mode is not None])
-        outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], self.state(recipe), buffers, text)
+        try:
+            outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], self.state(recipe), buffers, text)
+        finally:
+            if objects:
+                python_op.let_go(self.python_ops, held)
         return tuple([outputs[i] for i in range(self.num_outputs)]) if self.num_outputs > 1 else outputs[0]
 
     def _check_traceable(self, modes: Modes | None, kwargs: Kwargs | None) -> None:
@@ -385,15 +395,21 @@ class Prepared:
         key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes)
         known = self.descriptions.get(key)
         if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
-            made = self._made_by_fusions(recipe)
-            ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=shared, name_instances=bool(made))
-            description = _C.write_description(
-                ops,
-                recipe,
-                training=self.library_training(flags, training),
-                required_fusions=self.required,
-                fusions_version=_C.fusions_version() if made else structure.native_fusions(),
-                process=fingerprint.process if made else "",
-            )
-            known = _keep(self.descriptions, key, (description, held))
+            known = _keep(self.descriptions, key, self.described_now(described, flags, training, recipe, kwargs, modes))
         return known[0]
+
+    def described_now(
+        self, described: str | None, flags: tuple[bool, ...], training: bool, recipe: str, kwargs: Kwargs | None, modes: tuple[Any, ...]
+    ) -> tuple[str, list[Any]]:
+        """The description, and what must live as long."""
+        made = self._made_by_fusions(recipe)
+        ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=described is not None, name_instances=bool(made))
+        description = _C.write_description(
+            ops,
+            recipe,
+            training=self.library_training(flags, training),
+            required_fusions=self.required,
+            fusions_version=_C.fusions_version() if made else structure.native_fusions(),
+            process=fingerprint.process if made else "",
+        )
+        return description, held

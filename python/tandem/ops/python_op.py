@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from tandem.ops import fingerprint as _fingerprint
 from tandem.ops.fingerprint import Fingerprint
@@ -34,6 +37,7 @@ _NONE = _Key({}, None)
 _instances: weakref.WeakValueDictionary[str, BasicUnit] = weakref.WeakValueDictionary()
 _naming = threading.RLock()  # while an op gets a key; another may die meanwhile
 _fusion_functions = 0  # how many are registered
+_objects = itertools.count(1)
 
 
 def any_fusions() -> bool:
@@ -96,23 +100,42 @@ def is_shared(key: str) -> bool:
     return (_live.get(key) or _NONE).code is not None
 
 
-def check_kwargs(kwargs: Mapping[int, _Kwargs]) -> None:
-    """Raises TypeError where an argument is no plain value: others cannot be told apart, or from what they were before."""
-    for op_kwargs in kwargs.values():
-        for name, value in op_kwargs.items():
-            if tell_plain(value, enums=True) is None:
+def has_objects(kwargs: Mapping[int, _Kwargs] | None) -> bool:
+    """Whether an argument is no plain value: a tensor, a function, which belong to one call."""
+    return any(tell_plain(value, enums=True) is None for given in (kwargs or {}).values() for value in given.values())
+
+
+def check_plain(kwargs: Mapping[int, _Kwargs] | None) -> None:
+    """Raises TypeError where an argument is an object: compiled code is found by its arguments, and objects cannot be told from what they were before."""
+    for given in (kwargs or {}).values():
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) or callable(value):
                 raise TypeError(
-                    f"op_kwargs: expected plain values (numbers, texts, None, lists of them), got {name} of type {type(value).__name__}. "
-                    "Pass tensors as extra inputs."
+                    f"op_kwargs: expected plain values (numbers, texts, None, lists of them) in compiled code, got {name} of type {type(value).__name__}. "
+                    "Pass tensors as extra inputs, and functions as attributes of the op."
                 )
 
 
 def kwargs_key(kwargs: Mapping[int, _Kwargs] | None) -> str | None:
-    """Arguments of a call as a text. Raises TypeError where one is no plain value."""
+    """Arguments of a call as a text; objects among them get a number, so that no other call has it."""
     if not kwargs:
         return None
-    check_kwargs(kwargs)
-    return json.dumps({str(i): {n: tell_plain(v, enums=True) for n, v in given.items()} for i, given in kwargs.items()}, sort_keys=True)
+
+    def told(value: Any) -> Any:
+        plain = tell_plain(value, enums=True)
+        return ["object", next(_objects)] if plain is None else plain
+
+    return json.dumps({str(i): {name: told(value) for name, value in given.items()} for i, given in kwargs.items()}, sort_keys=True)
+
+
+def let_go(ops: Iterable[BasicUnit], keys: Iterable[Any]) -> None:
+    """Forgets keys of a call that is over: the objects in their arguments are the caller's."""
+    gone = [id(key) for key in keys if has_objects({0: key.kwargs})]
+    for op in ops if gone else ():
+        own = op.__dict__.get("_keys", {})
+        with _naming:
+            for name in [name for name, key in own.items() if id(key) in gone]:
+                del own[name]
 
 
 def fingerprint(op: BasicUnit) -> str:

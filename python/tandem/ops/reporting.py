@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import json
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 from typing_extensions import Self
 
 from tandem import _C, recipe_state
+from tandem._picture import step_times, told
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
 
@@ -38,7 +40,7 @@ class Verification:
         return self.text
 
 
-_FORMATS = ("text", "svg", "html", "json")
+_FORMATS = ("text", "svg", "html", "dot", "json")
 
 
 class ReportingMixin:
@@ -47,16 +49,21 @@ class ReportingMixin:
     def _op_runs(self: Any) -> list[OpRun]:
         return [run for run in self._prepare() if isinstance(run, OpRun)]
 
-    def explain(self, format: str = "text") -> str:
+    def explain(self, format: str = "text", profile: Any = None) -> str:
         """What was planned: steps of both directions, what is kept, each fusion made and each refused, with the reason.
 
-        `format`: "text", "svg", "html" or "json" (a list with one entry per pipeline, where there are several). Call the container first:
-        plans depend on tensors. Where ops with hooks cut a pipeline, that is told, and each part has an entry. Plans of compiled code are
-        told as well.
+        Call the container first: plans depend on tensors. Where ops with hooks cut a pipeline, that is told, and each part has an entry. Plans of
+        compiled code are told as well.
+
+        Args:
+            format: "text", "svg", "html", "dot" (a graph for Graphviz) or "json" (a list with one entry per pipeline, where there are several).
+                Graphviz lays a picture out where its program `dot` is installed.
+            profile: a torch.profiler.profile of calls, or microseconds by name of a step: pictures show them.
         """
         if format not in _FORMATS:
-            raise ValueError(f'explain: expected format "text", "svg", "html" or "json", got "{format}". Name one of them.')
-        reports = [report for run in self._op_runs() for report in _reports(run, format)]
+            raise ValueError(f'explain: expected format "text", "svg", "html", "dot" or "json", got "{format}". Name one of them.')
+        times = step_times(profile)
+        reports = [report for run in self._op_runs() for report in _reports(run, format, times)]
         if not reports:
             raise ValueError("explain: expected a container that has been called, got one without calls. Call it once with an input.")
         if format == "json":
@@ -117,13 +124,13 @@ def _parts_now(run: OpRun) -> list[OpRun]:
     return [part.run for part in run.cut().parts] if run.now.hooked() else [run]
 
 
-def _reports(run: OpRun, format: str) -> list[str]:
-    reports = [pipeline.explain(format) for pipeline in run.called_pipelines()]
+def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
+    reports = [told(pipeline.explain, format, times) for pipeline in run.called_pipelines()]
     for description, _ in list(run.now.descriptions.values()):
         with contextlib.suppress(ValueError):  # one that no call has used
-            reports.append(_C.explain_description(description, format))
+            reports.append(told(functools.partial(_C.explain_description, description), format, times))
     for cut in list(run.now.cuts.values()):
-        parts = [report for part in cut.parts for report in _reports(part.run, format)]
+        parts = [report for part in cut.parts for report in _reports(part.run, format, times)]
         if parts:
             reports += [*_cut_report(cut, format), *parts]
     return reports

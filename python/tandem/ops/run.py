@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import buffers, python_op
+from tandem.ops import buffers
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
@@ -57,7 +57,7 @@ class OpRun:
                 unit._capture(self.changes)
         # Those of an owner are read again: its list may have changed, which a container's run follows by another run.
         units = self.units if self.owner is None else tuple(self.owner.flat_ops())
-        ops = tuple(op for unit in units for op in unit.flat_ops())
+        ops = tuple(op for unit in units for op in unit.flat_ops()) if self.owner is None else units
         if last is _NOTHING and (self.given_bindings is None or self.wiring is not None):  # and no part of a run that is cut
             for op in ops:
                 op.pre_first_fuser_forward()
@@ -106,8 +106,7 @@ class OpRun:
                 pipeline = now.pipeline(flags)
         in_training = now.library_training(flags, training) if flags else training
         if kwargs is not None:
-            python_op.check_kwargs(arguments)
-            outputs = pipeline.call_with_arguments(x, list(extra), in_training, arguments, written)
+            outputs = pipeline.call_with_arguments(x, list(extra), in_training, dict(arguments), written)
         else:
             outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         if outputs is not None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
 
 from tandem.ops.arguments import sizes
+from tandem.ops.context import OperationContext
 from tandem.ops.op import BasicOperation
+from tandem.ops.quantizers import check_mode
 
 
 class Identity(BasicOperation):
@@ -29,6 +33,10 @@ class Reshape(BasicOperation):
         """
         super().__init__()
         self.shape = sizes("Reshape", "shape", shape)
+
+    def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
+        shape = {} if x is None else {"input_shape": x.shape}
+        return {**super()._context_fields(ctx, saved, x), **shape}
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
@@ -101,12 +109,17 @@ class Quantize(BasicOperation):
         self.quantize_forward = forward
         self.quantize_backward = backward
 
+    def num_quantizers(self, mode: str) -> int:
+        """Whether x, or the gradient, is rounded, as a number."""
+        check_mode("Quantize", mode)
+        return int(self.quantize_forward if mode == "forward" else self.quantize_backward)
+
     def extra_repr(self) -> str:
         return f"forward={self.quantize_forward}, backward={self.quantize_backward}"
 
 
 class AddExtraInput(BasicOperation):
-    """y = x + extra. `in_place` writes the sum into the extra input."""
+    """y = x + extra, where the caller's extra input broadcasts to x as in torch. `in_place` writes the sum into the extra input."""
 
     _kind = "add_extra_input"
     num_extra_inputs = 1

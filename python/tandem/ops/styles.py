@@ -27,7 +27,7 @@ def style_of(cls: type, prefix: str) -> str | None:
         )
     if defined == [whole]:
         return "one-piece"
-    inherited = getattr(cls, "_styles", {}).get(prefix) == "split"
+    inherited = getattr(cls, "_styles", {}).get(prefix) == "split" or bool(getattr(cls, "_kind", ""))  # ops of the library have both halves
     missing = [name for name in (compute, save) if name not in defined and not inherited]
     if missing:
         raise TypeError(

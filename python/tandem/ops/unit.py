@@ -14,12 +14,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantize import load_parts, save_parts
+from tandem._quantize import Quantizer, load_parts, save_parts
 from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin
 from tandem.ops.checkpoint import warn_about_extra_state
 from tandem.ops.context import OperationContext
+from tandem.ops.directions import DirectionsMixin
+from tandem.ops.quantizers import check_mode, quantizer_of
 from tandem.ops.signature import signature_of
 from tandem.recipe_state import RecipeState, prepare_to_load
 
@@ -186,7 +188,7 @@ class Unit(torch.nn.Module):
                 shared[name] = param
 
 
-class BasicUnit(ChannelsMixin, Unit):
+class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     """One operation: an entry of a description."""
 
     num_extra_inputs: int = 0
@@ -275,29 +277,6 @@ class BasicUnit(ChannelsMixin, Unit):
             for module in self.modules():
                 capture(module, changes)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        *,
-        prev_op_grad_output_quantizer: None = None,
-        next_op_input_quantizer: None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """The one-piece forward: computes, and saves on `ctx` what `op_backward` reads."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__}: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and "
-            "op_forward_save_ctx; an op of the library is called as op(x)."
-        )
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
-        """The gradient of the input, and those of the parameters in the order of `parameters()`."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__}: expected a backward written in Python, got none. Define op_backward, or fuser_backward."
-        )
-
     def _checked_option(self, name: str, value: Any) -> Any:
         """An option as it is kept. Raises where the op cannot have it: later, the error would not name the assignment."""
         if not self._kind:
@@ -315,6 +294,36 @@ class BasicUnit(ChannelsMixin, Unit):
     def _quantize_slots(self) -> tuple[int, int]:
         return _slots_of(self._kind) if self._kind and not self.is_python_op else (0, 0)
 
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors a recipe quantizes for the op.
+
+        Args:
+            mode: "forward" or "backward".
+        """
+        check_mode(type(self).__name__, mode)
+        return self._quantize_slots()[mode == "backward"]
+
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """The quantizer of one of them under the recipe in force, None without a recipe. Of `DelayedScaling` it has the scale and the amax of the
+        op's state, outside of the region too.
+
+        Args:
+            mode: "forward": of x, then of the weight; "backward": of the gradient of y.
+            index: which, from 0.
+        """
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            raise IndexError(f"{type(self).__name__}: expected the index of one of its {count} {mode} quantizers, got {index}, which is out of range.")
+        return quantizer_of(self, mode, index)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """That of x, None where x is not quantized."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """That of the gradient of y, None where it is not quantized."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
     def _first_slots(self) -> tuple[int, int]:
         """Where this op's slots begin in the state of the module that it is a part of."""
         before = itertools.takewhile(lambda part: part is not self, self._holder.flat_ops())  # type: ignore[operator]
@@ -330,6 +339,14 @@ class BasicUnit(ChannelsMixin, Unit):
 
 class FusedUnit(Unit):
     """Several basic ops."""
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """That of the first op."""
+        return self.flat_ops()[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """That of the last op."""
+        return self.flat_ops()[-1].get_grad_output_quantizer()
 
     def __init__(self, basic_ops: Iterable[Unit]) -> None:
         """Makes an op that stands for others.

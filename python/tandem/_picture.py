@@ -1,0 +1,50 @@
+"""Pictures of plans, laid out by Graphviz where it is installed."""
+
+from __future__ import annotations
+
+import html
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+Explain = Callable[[str, dict[str, float]], str]  # a format of the library's, microseconds by step
+_SECONDS = 60  # of Graphviz, for one picture
+
+
+def step_times(profile: Any) -> dict[str, float]:
+    """Microseconds of one run of each step: those of a mapping, or the averages of a torch.profiler.profile, of the device where it has any."""
+    if profile is None:
+        return {}
+    if isinstance(profile, Mapping):
+        if all(isinstance(name, str) and isinstance(time, Real) and not isinstance(time, bool) and time >= 0 for name, time in profile.items()):
+            return {name: float(time) for name, time in profile.items()}
+    elif hasattr(profile, "key_averages"):
+        totals = {event.key: (getattr(event, "device_time_total", 0) or event.cpu_time_total, event.count) for event in profile.key_averages()}
+        return {name: total / count for name, (total, count) in totals.items() if count}
+    raise TypeError(
+        f"explain: expected profile to be a torch.profiler.profile that has ended, or a dict of microseconds by step, got {profile!r}. Run the "
+        "pipeline under `with torch.profiler.profile() as profile:` and pass that."
+    )
+
+
+def svg(explain: Explain, times: dict[str, float]) -> str:
+    """By Graphviz; where there is none, or it fails, in the library's own layout."""
+    program = shutil.which("dot")
+    if program is not None:
+        try:
+            drawn = subprocess.run([program, "-Tsvg"], input=explain("dot", times), capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
+            return drawn[drawn.index("<svg") :].rstrip()
+        except (OSError, ValueError, subprocess.SubprocessError):
+            pass
+    return explain("svg", times)
+
+
+def told(explain: Explain, format: str, times: dict[str, float]) -> str:
+    """A report of a pipeline."""
+    if format == "svg":
+        return svg(explain, times)
+    if format == "html":
+        return f"<div>{svg(explain, times)}<pre>{html.escape(explain('text', times))}</pre></div>"
+    return explain(format, times)

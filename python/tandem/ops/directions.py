@@ -1,0 +1,344 @@
+"""The two directions of an op of the library as methods: what an op that is written in Python calls as its base's, and a fusion as its ops'."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from tandem import _C
+from tandem.ops.context import OperationContext
+from tandem.ops.signature import signature_of
+from tandem.recipe_state import history_length
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class _Call(NamedTuple):
+    """How a forward was called; its context has it, as backward may run under another recipe and with other flags."""
+
+    recipe: str
+    training: bool
+    asked: tuple[bool, ...]  # of the parameters
+
+
+@functools.lru_cache(maxsize=256)
+def _description(kind: str, options: str, params: int, recipe: str, training: bool, in_place: bool, fusions_version: int) -> str:
+    signature = signature_of(kind)
+    entry = _C.OpEntry(
+        op=kind,
+        label="",
+        options=options,
+        params=list(range(params)),
+        buffers=[],
+        extra_inputs=[None] * len(signature.extra_inputs),
+        extra_outputs=[(None, True)] * len(signature.extra_outputs),
+        in_place=in_place,
+        state=None,
+        instance="",
+    )
+    return _C.write_description(
+        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process=""
+    )
+
+
+class DirectionsMixin:
+    """Forward and backward of an op of the library, each by itself: nothing is recorded for autograd, and nothing fuses."""
+
+    _context_quantizers: ClassVar[tuple[str, ...]] = ()  # fields of a context that TransformerEngine has for quantizers; here a recipe's are its own
+
+    def op_forward_compute(
+        self: Any,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Tensors]:
+        """The output, and what `op_backward` reads: for an op of the library the tensors that the documentation of fusions names.
+
+        Args:
+            input_: x.
+            prev_op_grad_output_quantizer, next_op_input_quantizer: None; a recipe quantizes where its products read.
+            kwargs: none for an op of the library.
+        """
+        self._check_is_written("op_forward", kwargs)
+        self._check_single("op_forward")
+        (y,), saved = self._library_forward_of(input_, ())
+        return y, saved
+
+    def op_forward_save_ctx(self: Any, ctx: OperationContext, input_: torch.Tensor, tensors_to_save: Sequence[torch.Tensor | None], **kwargs: Any) -> None:
+        """Leaves on `ctx` what `op_backward` reads.
+
+        Args:
+            ctx: that of the call.
+            input_: x.
+            tensors_to_save: what `op_forward_compute` has returned.
+            kwargs: those of the call.
+        """
+        self._check_is_written("op_forward", {})
+        names = self._context
+        if len(tensors_to_save) != len(names):
+            raise ValueError(
+                f"{self._get_name()}: expected {len(names)} tensors to save ({', '.join(names) or 'none'}), got {len(tensors_to_save)}. Pass what "
+                "op_forward_compute has returned."
+            )
+        ctx.save_for_backward(**dict(zip(names, tensors_to_save, strict=True)))
+        params = [getattr(self, name) for name in self._parameter_names]
+        ctx.__dict__["_call"] = _Call(_C.in_force.recipe, self.training, tuple(param.requires_grad for param in params))
+        ctx.__dict__.update(self._context_fields(ctx, tensors_to_save, input_))
+
+    def op_forward(
+        self: Any,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The one-piece forward: computes, and leaves on `ctx` what `op_backward` reads.
+
+        Args:
+            ctx: that of the call.
+            input_: x.
+            prev_op_grad_output_quantizer, next_op_input_quantizer: None.
+            kwargs: what the caller gives to the op, `op_kwargs` of a container.
+        """
+        self._check_is_written("op_forward", kwargs)
+        self._check_single("op_forward")
+        (y,), saved = self._library_forward_of(input_, ())
+        DirectionsMixin.op_forward_save_ctx(self, ctx, input_, saved)
+        return y
+
+    def op_backward(self: Any, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """The gradient of the input, and those of the parameters in the order of `parameters()`. None stands for zeros.
+
+        Args:
+            ctx: what forward has left: `saved_tensors` and fields.
+            grad_output: the gradient of the output.
+        """
+        self._check_is_written("op_backward", {})
+        self._check_single("op_backward")
+        grad_x, grad_params, _ = self._library_backward_of(ctx, (grad_output,))
+        return grad_x, grad_params
+
+    def fuser_forward_compute(
+        self: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Sequence[Tensors] = ((),), basic_op_kwargs: Sequence[dict[str, Any]] = ({},), **unused: Any
+    ) -> tuple[torch.Tensor, list[Tensors], list[Tensors]]:
+        """The output, the extra outputs, and what `fuser_backward` reads, each in a list of one entry.
+
+        Args:
+            input_: x.
+            basic_op_extra_inputs: the extra inputs, in a list of one entry.
+            basic_op_kwargs: none for an op of the library.
+            unused: quantizers, which are None.
+        """
+        self._check_is_written("fuser_forward", basic_op_kwargs[0])
+        (y, *extra_outputs), saved = self._library_forward_of(input_, basic_op_extra_inputs[0])
+        return y, [tuple(extra_outputs)], [saved]
+
+    def fuser_forward_save_ctx(
+        self: Any, basic_op_ctxs: Sequence[OperationContext], input_: torch.Tensor, tensors_to_save: Sequence[Sequence[torch.Tensor | None]], **unused: Any
+    ) -> None:
+        """Leaves on the context what `fuser_backward` reads.
+
+        Args:
+            basic_op_ctxs: that of the call.
+            input_: x.
+            tensors_to_save: what `fuser_forward_compute` has returned.
+            unused: the arguments of compute.
+        """
+        DirectionsMixin.op_forward_save_ctx(self, basic_op_ctxs[0], input_, tensors_to_save[0])
+
+    def fuser_forward(
+        self: Any,
+        basic_op_ctxs: Sequence[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Tensors] = ((),),
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]] = ({},),
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """The output, and the extra outputs in a list of one entry. Of an op that defines `op_forward`, that.
+
+        Args:
+            basic_op_ctxs: one context.
+            input_: x.
+            basic_op_extra_inputs: the extra inputs, in a list of one entry.
+            prev_op_grad_output_quantizer, next_op_input_quantizer: None.
+            basic_op_kwargs: what the caller gives to the op, in a list of one entry.
+        """
+        if self._forward_prefix == "op":
+            self._check_single("op_forward")
+            quantizers = {"prev_op_grad_output_quantizer": prev_op_grad_output_quantizer, "next_op_input_quantizer": next_op_input_quantizer}
+            return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
+        self._check_is_written("fuser_forward", basic_op_kwargs[0])
+        (y, *extra_outputs), saved = self._library_forward_of(input_, basic_op_extra_inputs[0])
+        DirectionsMixin.op_forward_save_ctx(self, basic_op_ctxs[0], input_, saved)
+        return y, [tuple(extra_outputs)]
+
+    def fuser_backward(
+        self: Any, basic_op_ctxs: Sequence[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Sequence[Tensors] = ((),)
+    ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
+        """The gradient of the input, those of the parameters and of the extra inputs, each in a list of one entry. Of an op that defines
+        `op_backward`, that.
+
+        Args:
+            basic_op_ctxs: one context, as forward has left it.
+            grad_output: the gradient of the output.
+            basic_op_grad_extra_outputs: those of the extra outputs, in a list of one entry.
+        """
+        if self._forward_prefix == "op" or type(self).op_backward is not DirectionsMixin.op_backward:
+            self._check_single("op_backward")
+            grad_x, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+            return grad_x, [grad_params], [()]
+        self._check_is_written("fuser_backward", {})
+        grad_x, grad_params, grad_inputs = self._library_backward_of(basic_op_ctxs[0], (grad_output, *basic_op_grad_extra_outputs[0]))
+        return grad_x, [grad_params], [grad_inputs]
+
+    def _check_is_written(self: Any, method: str, kwargs: Any) -> None:
+        """Only ops of the library have these methods without defining them, and no arguments."""
+        direction = "forward" if "forward" in method else "backward"
+        if not self._kind:
+            prefix = method.partition("_")[0]
+            pair = f"{method}, or {prefix}_forward_compute and {prefix}_forward_save_ctx" if direction == "forward" else method
+            instead = ", or fuser_backward" if method == "op_backward" else ""
+            raise NotImplementedError(
+                f"{type(self).__qualname__}: expected a {direction} written in Python, got none. Define {pair}{instead}."
+            )
+        if kwargs:
+            raise TypeError(f"{type(self).__qualname__}: expected no arguments for an op of the library, got {', '.join(kwargs)}. Define {method} to take them.")
+
+    def _check_single(self: Any, method: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{self._get_name()}: expected an op without extra tensor inputs and outputs, got one with {self.num_extra_inputs} extra tensor inputs "
+                f"and {self.num_extra_outputs} extra tensor outputs. It should override `{method.replace('op_', 'fuser_')}` instead of `{method}`; "
+                "call that."
+            )
+
+    def _described(self: Any, params: int, call: _Call) -> str:
+        if history_length(call.recipe):
+            raise NotImplementedError(
+                f"{self._get_name()}: expected a recipe without a state where an op of the library is called by its parts, got one that keeps amaxes. "
+                "Call the op in a pipeline, or use Float8CurrentScaling."
+            )
+        options = json.dumps(self._options(), sort_keys=True)
+        return _description(self._kind, options, params, call.recipe, call.training, getattr(self, "in_place", False), _C.fusions_version())
+
+    def _library_forward_of(self: Any, x: torch.Tensor, extra: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], Tensors]:
+        params = [getattr(self, name) for name in self._parameter_names]
+        described = self._described(len(params), _Call(_C.in_force.recipe, self.training, ()))
+        outputs, saved = _C.op_forward(described, [x, *extra], params)
+        return outputs, tuple(saved)
+
+    def _library_backward_of(self: Any, ctx: OperationContext, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+        names = self._context
+        saved = list(ctx.saved_tensors if ctx.saved_tensors is not None else ctx.to_save or ())
+        if ctx.saved_names and set(ctx.saved_names) == set(names):
+            saved = [saved[ctx.saved_names.index(name)] for name in names]
+        if len(saved) != len(names):
+            raise ValueError(
+                f"{self._get_name()}: expected {len(names)} saved tensors on its context ({', '.join(names) or 'none'}), got {len(saved)}. Save what "
+                "its own forward saves."
+            )
+        params = [getattr(self, name) for name in self._parameter_names]
+        call = getattr(ctx, "_call", None) or _Call(_C.in_force.recipe, self.training, (True,) * len(params))
+        if not getattr(ctx, "with_quantized_compute", True):
+            call = call._replace(recipe="null")
+        asked = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.asked, strict=True)]
+        extra = len(signature_of(self._kind).extra_inputs)
+        like = next((tensor for tensor in (*saved, *grads) if tensor is not None and tensor.is_floating_point()), None)
+        dtype = getattr(ctx, "dtype", None) or (like.dtype if like is not None else torch.get_default_dtype())
+        gradients = _C.op_backward(
+            self._described(len(params), call),
+            saved,
+            list(getattr(ctx, "input_shape", ())),
+            dtype,
+            [getattr(ctx, "input_requires_grad", True), *[True] * extra, *asked],
+            list(grads),
+            params,
+        )
+        return gradients[0], tuple(gradients[1 + extra :]), tuple(gradients[1 : 1 + extra])
+
+    def _context_fields(self: Any, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
+        """What a context has besides tensors, under TransformerEngine's names. `x` is None where only backward is the caller's."""
+        like = next((tensor for tensor in (*saved, x) if tensor is not None and tensor.is_floating_point()), None)
+        return {"dtype": like.dtype if like is not None else None, **dict.fromkeys(self._context_quantizers)}
+
+
+class PartsMixin:
+    """The two directions of what stands for ops of the library: theirs."""
+
+    def fuser_forward(
+        self: Any,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor | None, ...]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor | None, ...]]]:
+        """The parts one after the other."""
+        return _parts_forward(self.flat_ops(), basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+
+    def fuser_backward(
+        self: Any,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
+        """The parts from the last to the first."""
+        return _parts_backward(self.flat_ops(), basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+def _parts_forward(
+    parts: Sequence[Any],
+    contexts: Sequence[OperationContext],
+    x: torch.Tensor,
+    extra_inputs: Sequence[Tensors],
+    kwargs: Sequence[dict[str, Any]],
+) -> tuple[torch.Tensor, list[Tensors]]:
+    """`fuser_forward` of ops one after the other, with the channels between them."""
+    channels: dict[str, torch.Tensor | None] = {}
+    results: list[Tensors] = []
+    for part, context, given, own in zip(parts, contexts, extra_inputs, kwargs, strict=True):
+        extra = tuple(
+            [channels.get(channel, tensor) if tensor is None else tensor for channel, tensor in zip(part._extra_input_channels, given, strict=True)]
+        )
+        x, (outputs,) = part.fuser_forward([context], x, basic_op_extra_inputs=[extra], basic_op_kwargs=[own])
+        results.append(tuple(outputs))
+        channels.update({channel: output for channel, output in zip(part._extra_output_channels, results[-1], strict=True) if channel is not None})
+    return x, results
+
+
+def _parts_backward(
+    parts: Sequence[Any], contexts: Sequence[OperationContext], grad: torch.Tensor | None, grad_extra_outputs: Sequence[Tensors]
+) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
+    """`fuser_backward` of ops, from the last to the first."""
+    channels: dict[str, torch.Tensor] = {}
+    grad_params: list[Any] = []
+    grad_inputs: list[Any] = []
+    for part, context, given in reversed(list(zip(parts, contexts, grad_extra_outputs, strict=True))):
+        extra = [
+            channels[channel] if tensor is None and channel in channels else tensor
+            for channel, tensor in zip(part._extra_output_channels, given, strict=True)
+        ]
+        grad, (own_params,), (own_inputs,) = part.fuser_backward([context], grad, basic_op_grad_extra_outputs=[tuple(extra)])
+        own_inputs = tuple(own_inputs or ())
+        for channel, tensor in zip(part._extra_input_channels, own_inputs, strict=True):
+            if channel is not None and tensor is not None:
+                channels[channel] = channels[channel] + tensor if channel in channels else tensor
+        grad_params.insert(0, own_params)
+        grad_inputs.insert(0, own_inputs)
+    return grad, grad_params, grad_inputs
+
+
+__all__ = ["DirectionsMixin", "PartsMixin"]

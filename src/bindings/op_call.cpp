@@ -1,0 +1,73 @@
+#include "bindings/op_call.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/autocast.h"
+#include "pipeline/op_call.h"
+
+namespace py = pybind11;
+
+namespace tandem::bindings {
+
+namespace {
+
+using Maybe = std::optional<at::Tensor>;
+
+std::vector<at::Tensor> tensors_of(const std::vector<Maybe>& given) {
+  std::vector<at::Tensor> tensors;
+  for (const Maybe& tensor : given) tensors.push_back(tensor.value_or(at::Tensor()));
+  return tensors;
+}
+
+std::vector<Maybe> maybes_of(at::TensorList tensors) {
+  std::vector<Maybe> result;
+  for (const at::Tensor& tensor : tensors)
+    result.push_back(tensor.defined() ? Maybe(tensor) : std::nullopt);
+  return result;
+}
+
+}  // namespace
+
+void bind_op_call(py::module_& module) {
+  module.def(
+      "op_forward",
+      [](const std::string& description, const std::vector<at::Tensor>& inputs,
+         const std::vector<at::Tensor>& params) {
+        const ContextRegion region;
+        const py::gil_scoped_release no_gil;
+        const OpResults results = op_forward(description, inputs, params);
+        return std::pair(std::vector<at::Tensor>(results.outputs.begin(), results.outputs.end()),
+                         maybes_of(results.context));
+      },
+      py::arg("description"), py::arg("inputs"), py::arg("params"),
+      "Outputs of an op by itself, and what its backward reads.");
+  module.def(
+      "op_backward",
+      [](const std::string& description, const std::vector<Maybe>& saved,
+         std::vector<c10::SymInt> sizes, at::ScalarType dtype, std::vector<bool> asked,
+         const std::vector<Maybe>& gradients, const std::vector<Maybe>& params) {
+        const ContextRegion region;
+        const py::gil_scoped_release no_gil;
+        const OpContext context{tensors_of(saved), std::move(sizes), dtype, std::move(asked)};
+        return maybes_of(
+            op_backward(description, context, tensors_of(gradients), tensors_of(params)));
+      },
+      py::arg("description"), py::arg("saved"), py::arg("sizes"), py::arg("dtype"),
+      py::arg("asked"), py::arg("gradients"), py::arg("params"),
+      "Gradients of x, extra inputs and params, None where there is none.");
+  module.def(
+      "recipe_quantizer",
+      [](const std::string& recipe, const std::string& role) {
+        return quantizer_text(recipe, role == "input"    ? Role::input
+                                      : role == "weight" ? Role::weight
+                                                         : Role::grad_output);
+      },
+      py::arg("recipe"), py::arg("role"),
+      "The text of the quantizer that a recipe, as JSON, has for a role.");
+}
+
+}  // namespace tandem::bindings

@@ -1,0 +1,211 @@
+#include "pipeline/op_call.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "autograd/call.h"
+#include "autograd/direct.h"
+#include "executor/executor.h"
+#include "planner/planner.h"
+#include "planner/program.h"
+#include "planner/slice.h"
+#include "quantization/recipe.h"
+
+namespace tandem {
+
+namespace {
+
+/// Composite where somebody differentiates what a forward does, as in a pipeline.
+Path path_of(const Arguments& arguments) {
+  if (is_direct(arguments)) return Path::direct;
+  const auto& included = c10::impl::tls_local_dispatch_key_set().included_;
+  const bool is_transformed = included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+                              included.has(c10::DispatchKey::Tracer);
+  const auto differs = [](const at::Tensor& tensor) {
+    return tensor.defined() && has_tangent(tensor);
+  };
+  return is_transformed || std::ranges::any_of(arguments.inputs, differs) ||
+                 std::ranges::any_of(arguments.params, differs)
+             ? Path::composite
+             : Path::dispatch;
+}
+
+PlanKey::TensorTraits traits_of(const at::Tensor& tensor, bool asked) {
+  return {true, asked && tensor.is_floating_point(), tensor.scalar_type(), tensor.device()};
+}
+
+/// A parameter that is not there has the traits of `other`: what reads it raises.
+void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool>& asked,
+                const PlanKey::TensorTraits& other) {
+  for (size_t i = 0; i < arguments.params.size(); ++i) {
+    PlanKey::TensorTraits traits = other;
+    traits.requires_grad = asked[i];
+    if (const at::Tensor& param = arguments.params[i]; param.defined())
+      traits = traits_of(param, asked[i]);
+    key.add(traits);
+  }
+  for (const QuantizedParam& quantized : arguments.quantized)
+    key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
+                  quantized.has(Direction::row), quantized.has(Direction::column));
+}
+
+/// The steps of a plan, run as values are asked for. What is there is not made again.
+class OnDemand {
+ public:
+  OnDemand(const Plan& plan, const Arguments& arguments, Path path)
+      : plan_(plan),
+        frame_(path, plan.types, plan.slot_of, plan.tensor_slots),
+        is_sized_(plan.types.size()) {
+    fill(frame_, plan, arguments);
+  }
+
+  Frame& frame() { return frame_; }
+
+  void set(Value value, const at::Tensor& tensor) {
+    if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
+  }
+  void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
+    frame_.shape(value) = {sizes.begin(), sizes.end()};
+    is_sized_[index_of(value)] = true;
+  }
+
+  bool has(Value value) {
+    if (frame_.type(value).format == Format::shape) return is_sized_[index_of(value)];
+    return frame_.tensor(value).defined();
+  }
+
+  /// Runs a step behind those that write what it reads.
+  void run(const Step& step) {
+    for (const Value value : step.reads)
+      if (exists(value)) provide(value);
+    Step keeping = step;
+    keeping.dead.clear();
+    run_step(frame_, keeping);
+    for (const Value value : step.writes)
+      if (exists(value)) is_sized_[index_of(value)] = true;
+  }
+
+ private:
+  void provide(Value value) {
+    if (has(value)) return;
+    const auto step = std::ranges::find_if(plan_.forward,
+                                           [&](const Step& other) { return writes(other, value); });
+    TORCH_CHECK_VALUE(step != plan_.forward.end(), "op_backward: expected ",
+                      plan_.types[index_of(value)].name,
+                      " on the context, as backward reads it, got none. Save in forward what the "
+                      "op's own forward saves.");
+    run(*step);
+  }
+
+  const Plan& plan_;
+  Frame frame_;
+  std::vector<bool> is_sized_;
+};
+
+const OperandTable* operands_of(const Plan& plan) {
+  return plan.backward_fusions ? &plan.backward_fusions->operands[0] : nullptr;
+}
+
+/// The value behind a name of an operand or result.
+Value value_of(const OperandTable& operands, std::string_view name) {
+  return operands.value(position(operands.kind().operands, name));
+}
+
+}  // namespace
+
+OpResults op_forward(const std::string& description, at::TensorList inputs, at::TensorList params) {
+  const Arguments arguments{
+      .inputs = inputs, .params = params, .workspaces = {}, .quantized = quantized_params(params)};
+  PlanKey::Call call{.grad_mode = true};
+  if (const at::DeviceType device = inputs[0].device().type();
+      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
+    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  PlanKey key(call, inputs.size());
+  for (const at::Tensor& tensor : inputs) key.add(traits_of(tensor, true));
+  add_params(key, arguments, std::vector<bool>(params.size(), true), traits_of(inputs[0], true));
+  const auto program = program_of(description);
+  const auto plan = program->plan_for(key);
+  const NoAutocast no_autocast;
+  const Path path = path_of(arguments);
+  std::optional<c10::AutoGradMode> no_grad;
+  if (path != Path::composite) no_grad.emplace(false);
+  OnDemand values(*plan, arguments, path);
+  for (const Step& step : plan->forward) values.run(step);
+  OpResults results;
+  for (const Value output : plan->outputs) results.outputs.push_back(values.frame().tensor(output));
+  const OperandTable* operands = operands_of(*plan);
+  for (const std::string_view name : program->description().ops[0].kind->def.context) {
+    const Value value = operands == nullptr ? Value::none : value_of(*operands, name);
+    results.context.push_back(exists(value) ? values.frame().tensor(value) : at::Tensor());
+  }
+  return results;
+}
+
+std::vector<at::Tensor> op_backward(const std::string& description, const OpContext& context,
+                                    at::TensorList gradients, at::TensorList params) {
+  const auto program = program_of(description);
+  const OpKind& kind = *program->description().ops[0].kind;
+  const size_t inputs = kind.def.inputs.size();
+  const auto given =
+      std::ranges::find_if(gradients, [](const at::Tensor& tensor) { return tensor.defined(); });
+  std::vector<at::Tensor> results(inputs + params.size());
+  if (given == gradients.end()) return results;
+  const std::vector<at::Tensor> nothing(inputs);  // x and extra inputs are what the context has
+  const Arguments arguments{
+      .inputs = nothing, .params = params, .workspaces = {}, .quantized = quantized_params(params)};
+  PlanKey key({.grad_mode = true, .autocast_dtype = context.dtype}, inputs);
+  for (size_t i = 0; i < inputs; ++i) {
+    const bool is_index = std::ranges::find(kind.indices, i) != kind.indices.end();
+    key.add({true, context.asked[i] && !is_index, is_index ? at::kLong : context.dtype,
+             given->device()});
+  }
+  const std::vector<bool> of_params(context.asked.begin() + static_cast<int64_t>(inputs),
+                                    context.asked.end());
+  add_params(key, arguments, of_params, {true, false, context.dtype, given->device()});
+  const auto plan = program->plan_for(key);
+  const OperandTable* operands = operands_of(*plan);
+  if (operands == nullptr) return results;
+  std::vector<at::Tensor> tensors(gradients.begin(), gradients.end());
+  tensors.insert(tensors.end(), context.saved.begin(), context.saved.end());
+  const NoAutocast no_autocast;
+  const c10::AutoGradMode no_grad(false);
+  const Path path =
+      is_direct(
+          {.inputs = tensors, .params = params, .workspaces = {}, .quantized = arguments.quantized})
+          ? Path::direct
+          : Path::dispatch;
+  OnDemand values(*plan, arguments, path);
+  for (size_t i = 0; i < context.saved.size(); ++i)
+    values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
+  for (const ResultDef& result : kind.def.results)
+    if (const Value value = value_of(*operands, result.name);
+        result.kind == ResultDef::shape && exists(value))
+      values.set_sizes(value, context.sizes);
+  BackwardMask mask;
+  for (size_t i = 0; i < plan->output_gradients.size(); ++i) {
+    const Value value = plan->output_gradients[i];
+    const bool is_given = exists(value) && gradients[i].defined();
+    mask.given.push_back(is_given);
+    if (is_given) values.set(value, gradients[i].to(plan->types[index_of(value)].dtype));
+  }
+  for (const Value gradient : plan->gradients) mask.asked.push_back(exists(gradient));
+  const auto backward = backward_plan(*plan, mask);
+  for (const Step& step : backward->steps) values.run(step);
+  for (size_t i = 0; i < results.size(); ++i)
+    if (const Value gradient = backward->gradients[i]; exists(gradient))
+      results[i] = values.frame().tensor(gradient);
+  return results;
+}
+
+std::string quantizer_text(const std::string& recipe, Role role) {
+  const auto parsed = recipe_from_json(nlohmann::json::parse(recipe));
+  TORCH_INTERNAL_ASSERT(parsed.has_value());
+  return quantizer_of(*parsed, {.role = role}).text;
+}
+
+}  // namespace tandem
