@@ -34,6 +34,7 @@ from tandem._quantize import (  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
 from tandem.modules import (  # noqa: E402
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -54,6 +55,7 @@ __all__ = [
     "MXFP8Quantizer",
     "QuantizedTensor",
     "Quantizer",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

@@ -64,8 +64,8 @@ struct Between {
     }
   }
 
-  using Forward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward,
-                                     kernel_ops::ActivationForward>;
+  using Forward =
+      std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward, kernel_ops::ActivationForward>;
   using Backward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluBackward,
                                       kernel_ops::ActivationBackward>;
 
@@ -96,11 +96,12 @@ struct Between {
     Gradients made;
     if constexpr (is_scaled(kUnit)) {
       auto results = call.run<kernel_ops::ScaledActivationBackward>(
-          grad_h, z, *own, function, is_gated(kUnit), std::array{wanted.z, wanted.scales, wanted.h});
+          grad_h, z, *own, function, is_gated(kUnit),
+          std::array{wanted.z, wanted.scales, wanted.h});
       made = {std::move(results[0]), std::move(results[1]), {}, std::move(results[2])};
     } else {
-      auto results = call.run<Backward>(grad_h, z, function,
-                                        std::array{wanted.z, wanted.bias, wanted.h});
+      auto results =
+          call.run<Backward>(grad_h, z, function, std::array{wanted.z, wanted.bias, wanted.h});
       made = {std::move(results[0]), {}, std::move(results[1]), std::move(results[2])};
     }
     return made;
@@ -151,8 +152,8 @@ void forward(Call& call) {
   if (offsets != second.offsets(rows.size(0)))
     return forward_by_product<kUnit>(call, rows, first, second);
   Between<kUnit> unit(call, x, unit_scales);
-  const c10::SymInt between[] = {rows.size(0), first.matrices.matrices[0].size(0) /
-                                                   (is_gated(kUnit) ? 2 : 1)};
+  const c10::SymInt between[] = {rows.size(0),
+                                 first.matrices.matrices[0].size(0) / (is_gated(kUnit) ? 2 : 1)};
   ops::check_features(between, second.matrices.matrices, second.options.num_groups);
   const auto fresh = [&](const Layer& layer) {
     const int64_t sizes[] = {rows.size(0), layer.matrices.matrices[0].size(0)};
@@ -238,14 +239,13 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
                          {wanted.z(), wanted.unit_scales, false, wanted.next_weight});
   if (wanted.x)
     call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + x)));
-  if (wanted.unit_scales)
-    call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
+  if (wanted.unit_scales) call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
   const auto of_layer = [&](const Layer& layer, const Tensor& of_sums, const Tensor& input,
                             size_t lists, bool weights, bool biases) {
     if (weights)
-      write_whole(call, lists, layer.options.packed_weight,
-                  kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(),
-                                                  {}));
+      write_whole(
+          call, lists, layer.options.packed_weight,
+          kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(), {}));
     if (biases)
       write_whole(call, lists + 1, layer.options.packed_bias,
                   kernel_ops::grouped_grad_bias(of_sums, layer.splits, layer.biases.scales,
@@ -254,13 +254,13 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
   of_layer(first, made.z, rows, List::weight, wanted.weight, wanted.bias);
   of_layer(second, gradient, made.h, List::next_weight, wanted.next_weight, wanted.next_bias);
   if (wanted.factors)
-    call.out(grad_factors, shaped(kernel_ops::grouped_grad_scales(made.z, first.splits,
-                                                                  first.biases.biases),
-                                  kBehind + factors));
+    call.out(grad_factors,
+             shaped(kernel_ops::grouped_grad_scales(made.z, first.splits, first.biases.biases),
+                    kBehind + factors));
   if (wanted.next_factors)
-    call.out(grad_next_factors, shaped(kernel_ops::grouped_grad_scales(gradient, second.splits,
-                                                                       second.biases.biases),
-                                       kBehind + next_factors));
+    call.out(grad_next_factors,
+             shaped(kernel_ops::grouped_grad_scales(gradient, second.splits, second.biases.biases),
+                    kBehind + next_factors));
 }
 
 /// Where the gradients of a list are written, by group; made at once, as groups are visited once.
@@ -319,15 +319,14 @@ void backward(Call& call) {
       next_biases(call, List::next_bias, wanted.next_bias, second.options.packed_bias,
                   {second.groups(), out}, rows);
   const int64_t used = offsets.back();
-  const Tensor of_factors = per_row(call, grad_factors, wanted.factors, kBehind + factors, rows,
-                                    used),
+  const Tensor of_factors =
+                   per_row(call, grad_factors, wanted.factors, kBehind + factors, rows, used),
                of_next = per_row(call, grad_next_factors, wanted.next_factors,
                                  kBehind + next_factors, rows, used),
                of_scales = per_row(call, grad_unit_scales, wanted.unit_scales,
                                    kBehind + unit_scales, rows, used);
   const int64_t sizes[] = {rows.size(0), in};
-  const Tensor of_x =
-      wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
+  const Tensor of_x = wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
   if (wanted.x && used != rows.size(0)) rows_between(of_x, used, rows.size(0)).zero_();
   for (size_t g = 0; g + 1 < offsets.size(); ++g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
@@ -348,8 +347,8 @@ void backward(Call& call) {
     if (wanted.unit()) {
       const int64_t shape[] = {end - begin, inner};
       const Tensor grad_h = call.frame().allocate(shape, rows.scalar_type(), rows);
-      call.took(kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr,
-                                             grad_h));
+      call.took(
+          kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr, grad_h));
       optional<Tensor> scales;
       if (unit.scales) scales = unit.scales_between(begin, end);
       made = unit.backward(grad_h, group(z), scales,
@@ -358,14 +357,14 @@ void backward(Call& call) {
     if (wanted.unit_scales) group(of_scales).copy_(made.scales);
     weight_of(gradient_g, made.h, next_weights[g]);
     if (const Tensor target = next_biases[g]; target.defined())
-      call.took(kernel_ops::grad_bias_of_group(
-          gradient_g, second.biases_of_rows(begin, end).scales, target));
+      call.took(kernel_ops::grad_bias_of_group(gradient_g, second.biases_of_rows(begin, end).scales,
+                                               target));
     if (wanted.next_factors)
-      call.took(kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g],
-                                                 group(of_next)));
+      call.took(
+          kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g], group(of_next)));
     if (wanted.x)
-      call.took(kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr,
-                                             group(of_x)));
+      call.took(
+          kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr, group(of_x)));
     weight_of(made.z, x_g, weights[g]);
     if (const Tensor target = biases[g]; target.defined()) {
       if (sums_bias) {
@@ -431,8 +430,8 @@ Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
 }
 
 Fusion with_activation(Pass pass) {
-  return grouped_mlp<Unit::activation>("grouped_mlp_activation",
-                                       PatternStep::any_of("activation"), pass);
+  return grouped_mlp<Unit::activation>("grouped_mlp_activation", PatternStep::any_of("activation"),
+                                       pass);
 }
 Fusion with_glu(Pass pass) {
   return grouped_mlp<Unit::glu>("grouped_mlp_glu", PatternStep::any_of("glu"), pass);
@@ -442,8 +441,8 @@ Fusion with_scaled_activation(Pass pass) {
                                               pass);
 }
 Fusion with_scaled_glu(Pass pass) {
-  return grouped_mlp<Unit::scaled_glu>(
-      "grouped_mlp_scaled_glu", "scaled_swiglu|scaled_situglu|scaled_clamped_qgeglu", pass);
+  return grouped_mlp<Unit::scaled_glu>("grouped_mlp_scaled_glu",
+                                       "scaled_swiglu|scaled_situglu|scaled_clamped_qgeglu", pass);
 }
 
 }  // namespace

@@ -99,9 +99,8 @@ void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transpos
   const Tensor sums =
       finishes ? empty_beside(target, target.sizes(), first.matrix.scalar_type()) : target;
   const Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
-  took |= multiply(Product({numbers}, {others}, sums.scalar_type(), rows,
-                           Sums::independent_of_threads),
-                   sums);
+  took |= multiply(
+      Product({numbers}, {others}, sums.scalar_type(), rows, Sums::independent_of_threads), sums);
   if (finishes)
     run<ScaleProduct>(took, {target}, sums, end_scale(first), end_scale(second),
                       target.scalar_type());
@@ -120,8 +119,8 @@ void add_bias(ImplementationNames& took, const GroupBiases& biases, size_t group
               const std::optional<Tensor>& scales, const Tensor& y) {
   if (biases.biases.empty()) return;
   if (scales) return add_outer(took, *scales, biases.biases[group], y);
-  const Tensor sum = run<AddBias>(took, {y}, y, std::optional(biases.biases[group]),
-                                  std::optional<Tensor>())[0];
+  const Tensor sum =
+      run<AddBias>(took, {y}, y, std::optional(biases.biases[group]), std::optional<Tensor>())[0];
   if (!sum.is_same(y)) y.copy_(sum);
 }
 
@@ -201,8 +200,8 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
   const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), target.scalar_type());
   const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
   if (wide == target.scalar_type()) {
-    took |= multiply(Product({left}, {right}, wide, Rows::contracted, Sums::any, accumulate),
-                     target);
+    took |=
+        multiply(Product({left}, {right}, wide, Rows::contracted, Sums::any, accumulate), target);
     return took;
   }
   const Tensor sums = empty_beside(x, target.sizes(), wide);
@@ -271,10 +270,9 @@ std::vector<Tensor> by_group(const Tensor& splits, int64_t groups, int64_t rows,
 }
 
 Tensor grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups) {
-  return at::stack(
-      by_group(splits, groups, x.size(0), [&](size_t, int64_t first, int64_t rows) {
-        return at::mm(grad_y.narrow(0, first, rows).t(), x.narrow(0, first, rows));
-      }));
+  return at::stack(by_group(splits, groups, x.size(0), [&](size_t, int64_t first, int64_t rows) {
+    return at::mm(grad_y.narrow(0, first, rows).t(), x.narrow(0, first, rows));
+  }));
 }
 
 Tensor grad_bias(const Tensor& grad_y, const Tensor& splits, const std::optional<Tensor>& scales,
@@ -353,8 +351,7 @@ struct ProductOp {
                        at::TensorList /*biases*/, const std::optional<Tensor>& /*scales*/,
                        bool transposed, std::string_view /*quantizer*/,
                        at::TensorList /*matrix_scales*/, std::string_view /*matrix_quantizer*/) {
-    return at::empty_symint({x.sym_size(0), matrices[0].sym_size(transposed ? 0 : 1)},
-                            x.options());
+    return at::empty_symint({x.sym_size(0), matrices[0].sym_size(transposed ? 0 : 1)}, x.options());
   }
   static Tensor composite(const Tensor& x, const Tensor& splits, at::TensorList matrices,
                           at::TensorList biases, const std::optional<Tensor>& scales,
@@ -422,8 +419,7 @@ struct GradScalesOp {
   static constexpr const char* kSchema =
       "grouped_grad_scales(Tensor grad_y, Tensor splits, Tensor[] biases) -> Tensor";
   static Tensor run(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
-    const auto offsets =
-        group_offsets(splits, static_cast<int64_t>(biases.size()), grad_y.size(0));
+    const auto offsets = group_offsets(splits, static_cast<int64_t>(biases.size()), grad_y.size(0));
     const Tensor all = empty_beside(grad_y, {grad_y.size(0)}, grad_y.scalar_type());
     for (size_t g = 0; g + 1 < offsets.size(); ++g)
       if (offsets[g] != offsets[g + 1])
@@ -480,8 +476,7 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
                     ". Pass the number of rows of each group.");
   const bool is_readable = is_on_host(splits) && is_plain(splits) && splits.dim() == 1 &&
                            splits.scalar_type() == at::kLong;
-  const Tensor counts =
-      is_readable ? splits : splits.to(at::kCPU, at::kLong).reshape({-1});
+  const Tensor counts = is_readable ? splits : splits.to(at::kCPU, at::kLong).reshape({-1});
   std::vector<int64_t> offsets{0};
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t count =
@@ -498,10 +493,9 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
 
 Tensor grouped_product(const Tensor& x, const Tensor& splits, const GroupMatrices& matrices,
                        const GroupBiases& biases, bool transposed, const Quantizer* quantizer) {
-  return call<ProductOp>(x, splits, at::TensorList(matrices.matrices),
-                         at::TensorList(biases.biases), biases.scales, transposed,
-                         text_of(quantizer), at::TensorList(matrices.scales),
-                         text_of(matrices.quantizer));
+  return call<ProductOp>(
+      x, splits, at::TensorList(matrices.matrices), at::TensorList(biases.biases), biases.scales,
+      transposed, text_of(quantizer), at::TensorList(matrices.scales), text_of(matrices.quantizer));
 }
 Tensor grouped_grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits,
                            int64_t groups, const GradQuantizers& quantizers) {

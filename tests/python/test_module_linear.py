@@ -130,3 +130,79 @@ def check_over_ranks(rank: int, size: int) -> None:
 
 def test_over_ranks(tmp_path: Path) -> None:
     spawn(tmp_path, 2, (check_over_ranks,))
+
+
+def experts(x: torch.Tensor, splits: list[int], weights: Any, biases: Any) -> torch.Tensor:
+    parts = [F.linear(rows, w, b) for rows, w, b in zip(x[: sum(splits)].split(splits), weights, biases, strict=True)]
+    return torch.cat([*parts, x.new_zeros(len(x) - sum(splits), parts[0].shape[1])])
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("return_bias", [False, True])
+def test_grouped_linear_is_its_formula(return_bias: bool, single: bool) -> None:
+    module = randomized(tandem.GroupedLinear(3, 8, 6, return_bias=return_bias, single_grouped_weight=single, single_grouped_bias=single))
+    x, splits = torch.randn(10, 8, requires_grad=True), [4, 0, 5]
+    weights = [*module.weight] if single else [module.weight0, module.weight1, module.weight2]
+    biases = [*module.bias] if single else [module.bias0, module.bias1, module.bias2]
+    y = module(x, splits)
+    if return_bias:
+        y, returned = y
+        assert len(returned) == (1 if single else 3) and torch.equal(returned[0], module.bias if single else module.bias0)
+        expected = experts(x, splits, weights, [None] * 3)
+    else:
+        expected = experts(x, splits, weights, biases)
+    assert_close(y, expected)
+    y.sum().backward()
+    assert_close(x.grad[:9], torch.cat([w.detach().sum(0).expand(n, 8) for n, w in zip(splits, weights, strict=True)]))
+    assert torch.equal(module(x, torch.tensor(splits))[0] if return_bias else module(x, torch.tensor(splits)), y)
+
+
+def test_grouped_linear_writes_into_given_tensors_and_fuses() -> None:
+    module = tandem.GroupedLinear(2, 8, 6, bias=False)
+    x, out, dgrad = torch.randn(4, 8, requires_grad=True), torch.zeros(4, 6), torch.zeros(4, 8)
+    y = module(x, [1, 3], out=out, dgrad_out=dgrad)
+    assert y.data_ptr() == out.data_ptr()
+    y.sum().backward()
+    assert_close(dgrad, x.grad)
+    box = ops.Sequential(module, ops.SiLU(), tandem.GroupedLinear(2, 6, 8, bias=False))
+    splits = torch.tensor([1, 3])
+    assert_close(box(x, splits, splits), box[2](F.silu(module(x, splits)), splits))
+    assert len(box.explain().split("plan:")) >= 2
+    drawn = tandem.GroupedLinear(2, 64, 64, init_method=lambda weight: torch.nn.init.constant_(weight, 3.0), single_grouped_weight=True)
+    assert (drawn.weight == 3).all() and not drawn.bias0.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parallel_mode": "rows"}, r'GroupedLinear: expected parallel_mode None, "column" or "row", got \'rows\'. Name how ranks share the weight.'),
+        ({"tp_size": 2}, "GroupedLinear: expected the ranks as tp_group, as tp_size is 2, got None."),
+        ({"get_rng_state_tracker": print}, "GroupedLinear: expected get_rng_state_tracker=None"),
+        ({"ub_overlap_ag": True}, "GroupedLinear: expected ub_overlap_ag=False, got True"),
+    ],
+)
+def test_what_grouped_linear_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        tandem.GroupedLinear(2, 8, 6, **arguments)
+
+
+def test_what_a_call_of_grouped_linear_refuses() -> None:
+    with pytest.raises(NotImplementedError, match="GroupedLinear: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got False. Set"):
+        tandem.GroupedLinear(2, 8, 6, fuse_wgrad_accumulation=True)(torch.randn(2, 8), [1, 1], is_first_microbatch=False)
+    with pytest.raises(ValueError, match="GroupedLinear: expected a module whose output is what the next op takes, got one with return_bias=True"):
+        ops.Sequential(tandem.GroupedLinear(2, 8, 6, return_bias=True))(torch.randn(2, 8), torch.tensor([1, 1]))
+
+
+class Ranks:
+    """A process group as constructors look at it."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_grouped_linear_over_ranks_holds_its_share() -> None:
+    module = tandem.GroupedLinear(2, 8, 6, tp_group=Ranks(), tp_size=2, parallel_mode="column", bias=False)
+    assert module.weight1.shape == (3, 8) and module.weight1.partition_dim == 0
+    assert tandem.GroupedLinear(2, 8, 6, tp_group=Ranks(), tp_size=2, parallel_mode="row", bias=False).weight0.shape == (6, 4)
+    with pytest.raises(ValueError, match="GroupedLinear: expected bias=False where 2 ranks share the weights, got True. Add biases behind"):
+        tandem.GroupedLinear(2, 8, 6, tp_group=Ranks(), tp_size=2, parallel_mode="column")

@@ -24,8 +24,9 @@ Parts = list[tuple[BasicOperation, Mapping[str, str | Rows]]]  # with the module
 _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def _draw(weight: torch.Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)  # as TransformerEngine draws weights that nobody says more about
+def draw(weight: torch.Tensor) -> None:
+    """Gives a weight the first values that it has where nobody says more about it: TransformerEngine's."""
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 class Module(JoinedMixin, CompositeOperation):
@@ -139,7 +140,7 @@ class Module(JoinedMixin, CompositeOperation):
                 part.reset_parameters()
         for name, param in self.named_parameters(recurse=False):
             if name in self._inits:
-                (self._inits[name] or _draw)(param)
+                (self._inits[name] or draw)(param)
             elif not name.startswith("layer_norm"):
                 torch.nn.init.zeros_(param)
         for name, param in self.named_parameters(recurse=False):
@@ -267,4 +268,4 @@ def names_of(operand: str, split: Rows | None) -> str | Rows:
     return operand if split is None else {f"{part}_{operand}": rows for part, rows in split.items()}
 
 
-__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_group", "linear_parts", "names_of", "refuse_main_grad"]
+__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_group", "draw", "linear_parts", "names_of", "refuse_main_grad"]

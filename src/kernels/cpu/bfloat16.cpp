@@ -33,8 +33,13 @@ bool narrow_piece(const float* x, size_t count, uint16_t* out) {
   };
   size_t i = 0;
   for (; i + lanes <= count; i += lanes) hn::StoreU(look(hn::LoadU(d, bits + i)), d16, out + i);
-  if (i < count) hn::StoreN(look(hn::LoadN(d, bits + i, count - i)), d16, out + i, count - i);
-  return hn::AllTrue(d, hn::Eq(hn::Or(lost, denormal), hn::Zero(d)));
+  bool fits = hn::AllTrue(d, hn::Eq(hn::Or(lost, denormal), hn::Zero(d)));
+  for (; i < count; ++i) {
+    const uint32_t v = bits[i];
+    fits = fits && (v & 0xFFFFu) == 0 && ((v & 0x7F800000u) != 0 || (v & 0x7FFFFFFFu) == 0);
+    out[i] = static_cast<uint16_t>(v >> 16);
+  }
+  return fits;
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -47,14 +52,14 @@ HWY_EXPORT(narrow_piece);
 
 bool to_bfloat16_if_exact(const float* x, size_t count, uint16_t* out) {
   constexpr size_t kPiece = 1 << 14;
-  const auto narrow = HWY_DYNAMIC_POINTER(narrow_piece);
   std::atomic<bool> is_exact{true};
   const auto pieces = static_cast<int64_t>((count + kPiece - 1) / kPiece);
   parallel_for(0, pieces, 4, [&](int64_t first, int64_t last) {
     for (auto piece = static_cast<size_t>(first); piece < static_cast<size_t>(last); ++piece) {
       if (!is_exact.load(std::memory_order_relaxed)) return;
       const size_t begin = piece * kPiece, size = std::min(kPiece, count - begin);
-      if (!narrow(x + begin, size, out + begin)) is_exact.store(false, std::memory_order_relaxed);
+      if (!HWY_DYNAMIC_DISPATCH(narrow_piece)(x + begin, size, out + begin))
+        is_exact.store(false, std::memory_order_relaxed);
     }
   });
   return is_exact.load(std::memory_order_relaxed);

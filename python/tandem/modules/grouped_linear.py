@@ -1,0 +1,179 @@
+"""`GroupedLinear` with TransformerEngine's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tandem import ops
+from tandem.modules.base import Init, check_group, draw
+from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.linear import share
+
+
+class GroupedLinear(ops.GroupedLinear):
+    """y_g = x_g weight_g^T + bias_g for groups of rows that follow each other: `ops.GroupedLinear`.
+
+    >>> import torch, tandem
+    >>> experts = tandem.GroupedLinear(3, 4, 2)
+    >>> experts(torch.randn(5, 4), [2, 0, 3]).shape, [*experts.state_dict()]
+    (torch.Size([5, 2]), ['weight0', 'weight1', 'weight2', 'bias0', 'bias1', 'bias2'])
+    """
+
+    num_gemms, use_bias, return_bias, parallel_mode, tp_size = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        """Makes `num_gemms` products, each with a weight that is drawn and a bias of zeros.
+
+        Args:
+            num_gemms: how many groups there are.
+            in_features: size of the last dimension of x, over all ranks.
+            out_features: size of the last dimension of y, over all ranks.
+            fuse_wgrad_accumulation: whether gradients of weights are added to their main_grad, as `ops.GroupedLinear` says.
+            tp_group, tp_size: the ranks that share each weight; what they exchange is up to who calls, as in TransformerEngine.
+            init_method: draws each weight, in place; None: from the normal distribution with a deviation of 0.023.
+            bias: whether there are biases; False where ranks share the weights.
+            return_bias: whether biases are not added but returned, behind y, as a list.
+            params_dtype, device: of the parameters.
+            parallel_mode: "column": each rank holds a part of the output features; "row": of the input features; None: all.
+            delay_wgrad_compute, single_grouped_weight, single_grouped_bias: as for `ops.GroupedLinear`.
+            sequence_parallel, rng_tracker_name, ub_name, save_original_input, name, use_grouped_tensor: not used.
+            get_rng_state_tracker: None; no other value is known yet.
+            ub_overlap_rs, ub_overlap_ag: False, likewise.
+        """
+        op = type(self).__name__
+        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
+        check_group(op, tp_group, tp_size)
+        for known, value in {"sequence_parallel": sequence_parallel, "save_original_input": save_original_input}.items():
+            flag(op, known, value)
+        ranks = tp_group.size() if tp_group is not None and parallel_mode is not None else 1
+        has_bias, is_returned = flag(op, "bias", bias), flag(op, "return_bias", return_bias)
+        if has_bias and ranks > 1:
+            raise ValueError(f"{op}: expected bias=False where {ranks} ranks share the weights, got True. Add biases behind what ranks exchange.")
+        columns, rows = positive(op, "in_features", in_features), positive(op, "out_features", out_features)
+        if parallel_mode == "column":
+            rows = share(op, "out_features", rows, ranks)
+        elif parallel_mode == "row":
+            columns = share(op, "in_features", columns, ranks)
+        self.__dict__["_init_method"] = init_method or draw
+        super().__init__(
+            num_gemms,
+            columns,
+            rows,
+            bias=has_bias and not is_returned,
+            device=device,
+            dtype=params_dtype,
+            accumulate_into_main_grad=flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.num_gemms, self.use_bias, self.return_bias = self.num_groups, has_bias, is_returned
+        self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, ranks, tp_group
+        self._returned: tuple[str, ...] = ()
+        if has_bias and is_returned:
+            sizes = (self.num_groups, rows) if self.single_grouped_bias else (rows,)
+            self._returned = ("bias",) if self.single_grouped_bias else tuple(f"bias{group}" for group in range(self.num_groups))
+            for own in self._returned:
+                self.register_parameter(own, torch.nn.Parameter(torch.zeros(sizes, device=device, dtype=params_dtype)))
+        dimension = {"column": 0, "row": 1}.get(parallel_mode or "")
+        for own in self._main_grad_names if ranks > 1 else ():
+            weight: Any = getattr(self, own)
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dimension, 1
+
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Whether gradients of weights are added to their main_grad."""
+        return self.accumulate_into_main_grad
+
+    @fuse_wgrad_accumulation.setter
+    def fuse_wgrad_accumulation(self, value: bool) -> None:
+        self.accumulate_into_main_grad = flag(self._get_name(), "fuse_wgrad_accumulation", value)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights as init_method says and sets biases to zero."""
+        for name, param in self.named_parameters(recurse=False):
+            if name in self._main_grad_names:
+                for own in param if self.single_grouped_weight else [param]:
+                    with torch.no_grad():
+                        self._init_method(own)
+            else:
+                torch.nn.init.zeros_(param)
+
+    def _check_in_container(self) -> None:
+        if self.return_bias:
+            raise ValueError(
+                f"{self._get_name()}: expected a module whose output is what the next op takes, got one with return_bias=True. Call it outside "
+                "of the container, or build it with return_bias=False."
+            )
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        m_splits: torch.Tensor | Sequence[int],
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+        *,
+        _run: Any = None,
+    ) -> Any:
+        """y, then the list of biases if they are not added.
+
+        Args:
+            inp: x, whose rows follow each other by group.
+            m_splits: the rows of each group.
+            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            out: where y is written; None: a fresh tensor.
+            dgrad_out: where the gradient of x is written, likewise.
+        """
+        if is_first_microbatch is not None and self.fuse_wgrad_accumulation:
+            raise NotImplementedError(
+                f"{self._get_name()}: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got {is_first_microbatch}. Set "
+                "overwrite_main_grad of the weights where main_grad starts anew."
+            )
+        splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(list(m_splits), dtype=torch.int64)
+        buffers = {name: value for name, value in (("output", out), ("grad_input", dgrad_out)) if value is not None}
+        y = super().forward(inp, splits, _run=_run, **buffers)
+        if not self.return_bias:
+            return y
+        return y, [getattr(self, name).to(y.dtype) for name in self._returned]
+
+    def extra_repr(self) -> str:
+        parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        return f"num_gemms={self.num_gemms}, {self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}"
+
+
+GroupedLinear._library_forward = GroupedLinear.forward  # so that containers take it into their pipelines
+
+__all__ = ["GroupedLinear"]
