@@ -13,12 +13,16 @@ namespace tandem::testing {
 namespace {
 
 TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
-  std::set<std::string> names;
+  std::set<std::string> names, joint;
   for (const Pass pass : {Pass::joint, Pass::forward, Pass::backward}) {
     size_t longest = 100;
     for (const Fusion& fusion : built_in_fusions(pass)) {
       EXPECT_EQ(fusion.pass, pass) << fusion.name;
-      EXPECT_TRUE(names.insert(fusion.name).second) << fusion.name;
+      // A fusion of both directions may have the same of forward alone, for calls without a
+      // backward.
+      const bool is_half = pass == Pass::forward && joint.erase(fusion.name) != 0;
+      EXPECT_TRUE(names.insert(fusion.name).second || is_half) << fusion.name;
+      if (pass == Pass::joint) joint.insert(fusion.name);
       EXPECT_LE(fusion.pattern.size(), longest) << fusion.name;
       longest = fusion.pattern.size();
       EXPECT_NE(fusion.run.run, nullptr) << fusion.name;
