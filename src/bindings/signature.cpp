@@ -57,8 +57,7 @@ std::string signature_of(const std::string& name) {
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
   Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
   if (def.has_last_input != nullptr)  // else options may be required
-    extra_inputs.resize(
-        extra_input_count(def, def.signature.parse(name, json::object()).get()));
+    extra_inputs.resize(extra_input_count(def, def.signature.parse(name, json::object()).get()));
   return json{{"name", def.name},
               {"formula", def.formula},
               {"family", def.family},

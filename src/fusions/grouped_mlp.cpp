@@ -64,8 +64,8 @@ struct Between {
     }
   }
 
-  using Forward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward,
-                                     kernel_ops::ActivationForward>;
+  using Forward =
+      std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward, kernel_ops::ActivationForward>;
   using Backward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluBackward,
                                       kernel_ops::ActivationBackward>;
 
@@ -96,11 +96,12 @@ struct Between {
     Gradients made;
     if constexpr (is_scaled(kUnit)) {
       auto results = call.run<kernel_ops::ScaledActivationBackward>(
-          grad_h, z, *own, function, is_gated(kUnit), std::array{wanted.z, wanted.scales, wanted.h});
+          grad_h, z, *own, function, is_gated(kUnit),
+          std::array{wanted.z, wanted.scales, wanted.h});
       made = {std::move(results[0]), std::move(results[1]), {}, std::move(results[2])};
     } else {
-      auto results = call.run<Backward>(grad_h, z, function,
-                                        std::array{wanted.z, wanted.bias, wanted.h});
+      auto results =
+          call.run<Backward>(grad_h, z, function, std::array{wanted.z, wanted.bias, wanted.h});
       made = {std::move(results[0]), {}, std::move(results[1]), std::move(results[2])};
     }
     return made;
@@ -151,17 +152,16 @@ void forward(Call& call) {
   if (offsets != second.offsets(rows.size(0)))
     return forward_by_product<kUnit>(call, rows, first, second);
   Between<kUnit> unit(call, x, unit_scales);
-  const c10::SymInt between[] = {rows.size(0), first.matrices.matrices[0].size(0) /
-                                                   (is_gated(kUnit) ? 2 : 1)};
+  const c10::SymInt between[] = {rows.size(0),
+                                 first.matrices.matrices[0].size(0) / (is_gated(kUnit) ? 2 : 1)};
   ops::check_features(between, second.matrices.matrices, second.options.num_groups);
   const auto fresh = [&](const Layer& layer) {
     const int64_t sizes[] = {rows.size(0), layer.matrices.matrices[0].size(0)};
     return call.frame().allocate(sizes, rows.scalar_type(), rows);
   };
   const Tensor sums = call.wants(z) ? fresh(first) : Tensor(), result = fresh(second);
-  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
-    if (begin == end) continue;
     // The unit adds a bias that is the same for all rows.
     const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales;
     const optional<Tensor> bias = adds ? optional(first.biases.biases[g]) : std::nullopt;
@@ -176,7 +176,7 @@ void forward(Call& call) {
     const Tensor h = unit.forward(z_g, bias, own);
     call.took(kernel_ops::product_of_group(h, second.matrices, second.biases_of_rows(begin, end), g,
                                            true, nullptr, rows_between(result, begin, end)));
-  }
+  });
   for (const Tensor& each : {sums, result})
     if (each.defined() && offsets.back() != rows.size(0))
       rows_between(each, offsets.back(), rows.size(0)).zero_();
@@ -191,13 +191,6 @@ constexpr size_t kBehind = 2;
 enum Gradient { grad_x, grad_factors, grad_next_factors, grad_unit_scales };
 enum List { weight, bias, next_weight, next_bias };
 
-bool wants_any(const Call& call, size_t list) {
-  const ListRange& range = call.write_list(list);
-  for (size_t i = range.first; i < range.first + range.count; ++i)
-    if (call.wants(i)) return true;
-  return false;
-}
-
 /// The gradients that the step writes, as tensors of all rows, or of all groups.
 template <Unit kUnit>
 struct Written {
@@ -206,10 +199,10 @@ struct Written {
         factors(call.wants(grad_factors)),
         next_factors(call.wants(grad_next_factors)),
         unit_scales(is_scaled(kUnit) && call.wants(grad_unit_scales)),
-        weight(wants_any(call, List::weight)),
-        bias(wants_any(call, List::bias)),
-        next_weight(wants_any(call, List::next_weight)),
-        next_bias(wants_any(call, List::next_bias)) {}
+        weight(ops::wants_any(call, List::weight)),
+        bias(ops::wants_any(call, List::bias)),
+        next_weight(ops::wants_any(call, List::next_weight)),
+        next_bias(ops::wants_any(call, List::next_bias)) {}
   /// The gradient of z.
   bool z() const { return x || factors || weight || bias; }
   /// What the unit's backward computes.
@@ -238,14 +231,13 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
                          {wanted.z(), wanted.unit_scales, false, wanted.next_weight});
   if (wanted.x)
     call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + x)));
-  if (wanted.unit_scales)
-    call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
+  if (wanted.unit_scales) call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
   const auto of_layer = [&](const Layer& layer, const Tensor& of_sums, const Tensor& input,
                             size_t lists, bool weights, bool biases) {
     if (weights)
-      write_whole(call, lists, layer.options.packed_weight,
-                  kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(),
-                                                  {}));
+      write_whole(
+          call, lists, layer.options.packed_weight,
+          kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(), {}));
     if (biases)
       write_whole(call, lists + 1, layer.options.packed_bias,
                   kernel_ops::grouped_grad_bias(of_sums, layer.splits, layer.biases.scales,
@@ -254,34 +246,14 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
   of_layer(first, made.z, rows, List::weight, wanted.weight, wanted.bias);
   of_layer(second, gradient, made.h, List::next_weight, wanted.next_weight, wanted.next_bias);
   if (wanted.factors)
-    call.out(grad_factors, shaped(kernel_ops::grouped_grad_scales(made.z, first.splits,
-                                                                  first.biases.biases),
-                                  kBehind + factors));
+    call.out(grad_factors,
+             shaped(kernel_ops::grouped_grad_scales(made.z, first.splits, first.biases.biases),
+                    kBehind + factors));
   if (wanted.next_factors)
-    call.out(grad_next_factors, shaped(kernel_ops::grouped_grad_scales(gradient, second.splits,
-                                                                       second.biases.biases),
-                                       kBehind + next_factors));
+    call.out(grad_next_factors,
+             shaped(kernel_ops::grouped_grad_scales(gradient, second.splits, second.biases.biases),
+                    kBehind + next_factors));
 }
-
-/// Where the gradients of a list are written, by group; made at once, as groups are visited once.
-class Targets {
- public:
-  Targets(Call& call, size_t list, bool is_wanted, bool is_packed, at::IntArrayRef sizes,
-          const Tensor& like)
-      : targets_(is_wanted ? static_cast<size_t>(sizes[0]) : 0) {
-    if (is_wanted)
-      ops::allocate_groups(
-          call, is_packed, sizes, like,
-          [&](size_t g, const Tensor& target) { targets_[g] = target; }, list);
-  }
-  /// Undefined where it is not wanted.
-  Tensor operator[](size_t group) const {
-    return group < targets_.size() ? targets_[group] : Tensor();
-  }
-
- private:
-  std::vector<Tensor> targets_;
-};
 
 /// One number per row, written group by group.
 Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tensor& like,
@@ -310,37 +282,30 @@ void backward(Call& call) {
   Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
                 inner = second.matrices.matrices[0].size(1);
-  const Targets weights(call, List::weight, wanted.weight, first.options.packed_weight,
-                        {first.groups(), wide, in}, rows),
-      biases(call, List::bias, wanted.bias, first.options.packed_bias, {first.groups(), wide},
-             rows),
-      next_weights(call, List::next_weight, wanted.next_weight, second.options.packed_weight,
-                   {second.groups(), out, inner}, rows),
-      next_biases(call, List::next_bias, wanted.next_bias, second.options.packed_bias,
-                  {second.groups(), out}, rows);
+  const ops::Targets weights(call, first.options.packed_weight, {first.groups(), wide, in}, rows,
+                             offsets, List::weight),
+      biases(call, first.options.packed_bias, {first.groups(), wide}, rows, offsets, List::bias),
+      next_weights(call, second.options.packed_weight, {second.groups(), out, inner}, rows, offsets,
+                   List::next_weight),
+      next_biases(call, second.options.packed_bias, {second.groups(), out}, rows, offsets,
+                  List::next_bias);
   const int64_t used = offsets.back();
-  const Tensor of_factors = per_row(call, grad_factors, wanted.factors, kBehind + factors, rows,
-                                    used),
+  const Tensor of_factors =
+                   per_row(call, grad_factors, wanted.factors, kBehind + factors, rows, used),
                of_next = per_row(call, grad_next_factors, wanted.next_factors,
                                  kBehind + next_factors, rows, used),
                of_scales = per_row(call, grad_unit_scales, wanted.unit_scales,
                                    kBehind + unit_scales, rows, used);
   const int64_t sizes[] = {rows.size(0), in};
-  const Tensor of_x =
-      wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
+  const Tensor of_x = wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
   if (wanted.x && used != rows.size(0)) rows_between(of_x, used, rows.size(0)).zero_();
-  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
     const auto group = [&](const Tensor& all) { return rows_between(all, begin, end); };
     const auto weight_of = [&](const Tensor& of_sums, const Tensor& input, const Tensor& target) {
       if (target.defined())
         call.took(kernel_ops::grad_weight_of_group(of_sums, input, {}, target, false));
     };
-    if (begin == end) {
-      for (const Targets* targets : {&weights, &biases, &next_weights, &next_biases})
-        if (const Tensor target = (*targets)[g]; target.defined()) target.zero_();
-      continue;
-    }
     const Tensor gradient_g = group(gradient), x_g = group(rows);
     typename Between<kUnit>::Gradients made;
     const GroupBiases own = first.biases_of_rows(begin, end);
@@ -348,8 +313,8 @@ void backward(Call& call) {
     if (wanted.unit()) {
       const int64_t shape[] = {end - begin, inner};
       const Tensor grad_h = call.frame().allocate(shape, rows.scalar_type(), rows);
-      call.took(kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr,
-                                             grad_h));
+      call.took(
+          kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr, grad_h));
       optional<Tensor> scales;
       if (unit.scales) scales = unit.scales_between(begin, end);
       made = unit.backward(grad_h, group(z), scales,
@@ -358,14 +323,14 @@ void backward(Call& call) {
     if (wanted.unit_scales) group(of_scales).copy_(made.scales);
     weight_of(gradient_g, made.h, next_weights[g]);
     if (const Tensor target = next_biases[g]; target.defined())
-      call.took(kernel_ops::grad_bias_of_group(
-          gradient_g, second.biases_of_rows(begin, end).scales, target));
+      call.took(kernel_ops::grad_bias_of_group(gradient_g, second.biases_of_rows(begin, end).scales,
+                                               target));
     if (wanted.next_factors)
-      call.took(kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g],
-                                                 group(of_next)));
+      call.took(
+          kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g], group(of_next)));
     if (wanted.x)
-      call.took(kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr,
-                                             group(of_x)));
+      call.took(
+          kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr, group(of_x)));
     weight_of(made.z, x_g, weights[g]);
     if (const Tensor target = biases[g]; target.defined()) {
       if (sums_bias) {
@@ -377,7 +342,7 @@ void backward(Call& call) {
     if (wanted.factors)
       call.took(
           kernel_ops::grad_scales_of_group(made.z, first.biases.biases[g], group(of_factors)));
-  }
+  });
   if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + x)));
 }
 
@@ -431,8 +396,8 @@ Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
 }
 
 Fusion with_activation(Pass pass) {
-  return grouped_mlp<Unit::activation>("grouped_mlp_activation",
-                                       PatternStep::any_of("activation"), pass);
+  return grouped_mlp<Unit::activation>("grouped_mlp_activation", PatternStep::any_of("activation"),
+                                       pass);
 }
 Fusion with_glu(Pass pass) {
   return grouped_mlp<Unit::glu>("grouped_mlp_glu", PatternStep::any_of("glu"), pass);
@@ -442,8 +407,8 @@ Fusion with_scaled_activation(Pass pass) {
                                               pass);
 }
 Fusion with_scaled_glu(Pass pass) {
-  return grouped_mlp<Unit::scaled_glu>(
-      "grouped_mlp_scaled_glu", "scaled_swiglu|scaled_situglu|scaled_clamped_qgeglu", pass);
+  return grouped_mlp<Unit::scaled_glu>("grouped_mlp_scaled_glu",
+                                       "scaled_swiglu|scaled_situglu|scaled_clamped_qgeglu", pass);
 }
 
 }  // namespace

@@ -62,17 +62,6 @@ int64_t rounded_down(int64_t rows) {
   return rows >> dropped << dropped;
 }
 
-/// This thread's products in MKL run on it alone, inside a parallel region too.
-struct OneMklThread {
-  OneMklThread() : before(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
-  ~OneMklThread() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
-  }
-  OneMklThread(const OneMklThread&) = delete;
-  OneMklThread& operator=(const OneMklThread&) = delete;
-  const int before;
-};
-
 /// result = a b in tiles of a fixed size, each by one thread: what a tile holds depends on its
 /// operands alone.
 void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
@@ -205,6 +194,12 @@ ImplementationNames multiply(const Product& product, const at::Tensor& result) {
     at::mm_out(target, product.a.matrix, product.b.matrix);
   }
   return kReference;
+}
+
+OneMklThread::OneMklThread()
+    : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+OneMklThread::~OneMklThread() {
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
 }
 
 bool has_onednn() {

@@ -25,23 +25,21 @@ const GroupedLinearOptions& options_of(const Call& call) {
 
 /// What the step writes: fresh, or the memory of a tensor that the caller gave for it.
 Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tensor& like) {
-  if (call.step().mutates.empty())
-    return call.frame().allocate(sizes, like.scalar_type(), like);
+  if (call.step().mutates.empty()) return call.frame().allocate(sizes, like.scalar_type(), like);
   const Tensor& given = call.mutated(0);
-  TORCH_CHECK_VALUE(given.sizes() == sizes && given.scalar_type() == like.scalar_type() &&
-                        given.device() == like.device() && given.is_contiguous() &&
-                        !given.requires_grad(),
-                    "grouped_linear: expected a contiguous tensor without a gradient as ", name,
-                    ", of shape ", sizes, ", ", like.scalar_type(), ", on ", like.device(),
-                    ", got one of shape ", given.sizes(), ", ", given.scalar_type(), ", on ",
-                    given.device(), given.is_contiguous() ? "" : ", not contiguous",
-                    given.requires_grad() ? ", that requires grad" : "",
-                    ". Allocate it with torch.empty.");
+  TORCH_CHECK_VALUE(
+      given.sizes() == sizes && given.scalar_type() == like.scalar_type() &&
+          given.device() == like.device() && given.is_contiguous() && !given.requires_grad(),
+      "grouped_linear: expected a contiguous tensor without a gradient as ", name, ", of shape ",
+      sizes, ", ", like.scalar_type(), ", on ", like.device(), ", got one of shape ", given.sizes(),
+      ", ", given.scalar_type(), ", on ", given.device(),
+      given.is_contiguous() ? "" : ", not contiguous",
+      given.requires_grad() ? ", that requires grad" : "", ". Allocate it with torch.empty.");
   at::TensorImpl* impl = given.unsafeGetTensorImpl();
   impl->bump_version();  // below autograd nobody else does
   // One memory, one counter of versions: whoever writes it later is found out.
-  return at::Tensor(
-      impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(),
+                                                  /*allow_tensor_metadata_change=*/true));
 }
 
 /// Of a tensor with the sizes of `like` but for the last one.
@@ -54,8 +52,7 @@ c10::DimVector sizes_like(const Tensor& like, int64_t features) {
 /// All products of the rows of the step's first read, as `grouped_product` says.
 Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
                        const kernel_ops::GroupMatrices& weights,
-                       const kernel_ops::GroupBiases& biases, bool transposed,
-                       const char* target) {
+                       const kernel_ops::GroupBiases& biases, bool transposed, const char* target) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       call.path() == Path::direct || call.step().mutates.empty(), "grouped_linear: expected no \"",
       target, "\" where the call goes through torch's dispatcher, got one. Leave it out of ",
@@ -68,9 +65,8 @@ Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
     return y.reshape_symint(sizes);
   };
   if (call.path() == Path::composite)
-    return reshaped(kernel_ops::composite::grouped_product(rows, splits, weights.matrices,
-                                                           biases.biases, biases.scales,
-                                                           transposed));
+    return reshaped(kernel_ops::composite::grouped_product(
+        rows, splits, weights.matrices, biases.biases, biases.scales, transposed));
   if (call.path() == Path::dispatch) {
     call.took(kernel_ops::kDispatcher);
     return reshaped(kernel_ops::grouped_product(rows, splits, weights, biases, transposed,
@@ -92,15 +88,14 @@ void forward(Call& call) {
   const GroupedLinearOptions& options = options_of(call);
   const auto weights = matrices_of(call, weight, options.packed_weight, quantizer_at(call, 1));
   check_features(call.in(x).sym_sizes(), weights.matrices, options.num_groups);
-  call.out(0, multiply_groups(call, call.in(x), call.in(splits), weights,
-                              biases_of(call, bias, scales, options), /*transposed=*/true,
-                              "output"));
+  call.out(0,
+           multiply_groups(call, call.in(x), call.in(splits), weights,
+                           biases_of(call, bias, scales, options), /*transposed=*/true, "output"));
 }
 
 void grad_x(Call& call) {
   enum Read { grad_y, splits };
-  const auto weights =
-      matrices_of(call, 0, options_of(call).packed_weight, quantizer_at(call, 1));
+  const auto weights = matrices_of(call, 0, options_of(call).packed_weight, quantizer_at(call, 1));
   call.out(0, multiply_groups(call, call.in(grad_y), call.in(splits), weights, {},
                               /*transposed=*/false, "grad_input"));
 }
@@ -122,12 +117,13 @@ void grad_weight(Call& call) {
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
   const int64_t sizes[] = {groups, gradient.size(1), input.size(1)};
-  const auto write = [&](size_t g, const Tensor& target) {
+  const Targets targets(call, options.packed_weight, sizes, input, offsets);
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    if (!targets[g].defined()) return;
     call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
                                                rows_between(input, offsets[g], offsets[g + 1]),
-                                               quantizers, target, /*accumulate=*/false));
-  };
-  allocate_groups(call, options.packed_weight, sizes, input, write);
+                                               quantizers, targets[g], /*accumulate=*/false));
+  });
 }
 
 /// The gradients are added to buffers of the caller, in the products where these can write there.
@@ -139,9 +135,8 @@ void accumulate(Call& call) {
   check_main_grads(call, options, gradient.sym_size(1), input.sym_size(1));
   if (call.path() != Path::direct) {
     call.took(kernel_ops::kDispatcher);
-    const Tensor all =
-        kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups,
-                                        {quantizer_at(call, 0), quantizer_at(call, 1)});
+    const Tensor all = kernel_ops::grouped_grad_weight(
+        gradient, input, call.in(splits), groups, {quantizer_at(call, 0), quantizer_at(call, 1)});
     for (size_t g = 0; g < options.num_groups; ++g) {
       const Tensor target = main_grad_of_group(call, options, g),
                    part = all.select(0, static_cast<int64_t>(g));
@@ -150,12 +145,15 @@ void accumulate(Call& call) {
     return finish_main_grads(call, options, input);
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
-  for (size_t g = 0; g < options.num_groups; ++g)
-    call.took(kernel_ops::grad_weight_of_group(
-        rows_between(gradient, offsets[g], offsets[g + 1]),
-        rows_between(input, offsets[g], offsets[g + 1]),
-        {quantizer_at(call, 0), quantizer_at(call, 1)}, main_grad_of_group(call, options, g),
-        !options.overwrite_main_grad));
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
+                                               rows_between(input, offsets[g], offsets[g + 1]),
+                                               {quantizer_at(call, 0), quantizer_at(call, 1)},
+                                               main_grad_of_group(call, options, g),
+                                               !options.overwrite_main_grad));
+  });
+  for (size_t g = 0; options.overwrite_main_grad && g < options.num_groups; ++g)
+    if (offsets[g] == offsets[g + 1]) main_grad_of_group(call, options, g).zero_();
   finish_main_grads(call, options, input);
 }
 
@@ -184,19 +182,20 @@ void grad_bias(Call& call) {
   const auto factors = flat(call, scales);
   if (call.path() != Path::direct) {
     call.took(kernel_ops::kDispatcher);
-    const Tensor all =
-        kernel_ops::grouped_grad_bias(gradient, call.in(splits), factors, groups);
+    const Tensor all = kernel_ops::grouped_grad_bias(gradient, call.in(splits), factors, groups);
     const auto parts = all.unbind(0);
     return write_groups(
         call, options.packed_bias, [&](size_t g) { return parts[g].clone(); }, [&] { return all; });
   }
   const auto offsets = group_offsets(call.in(splits), groups, gradient.size(0));
   const int64_t sizes[] = {groups, gradient.size(1)};
-  allocate_groups(call, options.packed_bias, sizes, gradient, [&](size_t g, const Tensor& target) {
+  const Targets targets(call, options.packed_bias, sizes, gradient, offsets);
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    if (!targets[g].defined()) return;
     std::optional<Tensor> own;
     if (factors) own = rows_between(*factors, offsets[g], offsets[g + 1]);
     call.took(kernel_ops::grad_bias_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
-                                             own, target));
+                                             own, targets[g]));
   });
 }
 
@@ -211,15 +210,15 @@ void grad_scales(Call& call) {
     return call.out(0, kernel_ops::grouped_grad_scales(gradient, call.in(splits), biases)
                            .reshape_symint(like.sym_sizes()));
   }
-  const auto offsets = group_offsets(call.in(splits), static_cast<int64_t>(options.num_groups),
-                                     gradient.size(0));
+  const auto offsets =
+      group_offsets(call.in(splits), static_cast<int64_t>(options.num_groups), gradient.size(0));
   const Tensor result = call.frame().allocate(like.sizes(), gradient.scalar_type(), gradient),
                all = result.view(-1);
-  for (size_t g = 0; g < options.num_groups; ++g)
-    if (offsets[g] != offsets[g + 1])
-      call.took(kernel_ops::grad_scales_of_group(
-          rows_between(gradient, offsets[g], offsets[g + 1]), biases[g],
-          rows_between(all, offsets[g], offsets[g + 1])));
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    call.took(kernel_ops::grad_scales_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
+                                               biases[g],
+                                               rows_between(all, offsets[g], offsets[g + 1])));
+  });
   rows_between(all, offsets.back(), all.size(0)).zero_();
   call.out(0, result);
 }
@@ -239,7 +238,9 @@ const GroupedLinearOptions& grouped(const void* options) {
   return *static_cast<const GroupedLinearOptions*>(options);
 }
 bool has_bias(const void* options) { return grouped(options).bias; }
-bool has_scales(const void* options) { return grouped(options).bias && grouped(options).scale_bias; }
+bool has_scales(const void* options) {
+  return grouped(options).bias && grouped(options).scale_bias;
+}
 bool has_packed_weight(const void* options) { return grouped(options).packed_weight; }
 bool always(const void*) { return true; }
 bool returns_gradient(const void* options) {

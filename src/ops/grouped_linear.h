@@ -10,11 +10,11 @@ namespace tandem::ops {
 ///
 /// Under a recipe the rows of each group, and each weight, are quantized as tensors of their own.
 /// Gradients of weights go to the caller, into main_grad, or are left to be computed later from
-/// grad_y, x, splits and the texts of their quantizers, one per line, which are put into `deferred`.
+/// grad_y, x, splits and the texts of their quantizers, one per line, put into `deferred`.
 ///
-/// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; scales [...]; weight
-///          [out_features, in_features] and bias [out_features] each, or packed [groups, ...] -> y
-///          [..., out_features].
+/// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; scales [...];
+///          weight [out_features, in_features] and bias [out_features] each, or packed
+///          [groups, ...] -> y [..., out_features].
 /// Dtypes:  that of autocast, else of the weights.
 /// Error:   as a linear layer's; one more rounding where a bias is added (test_grouped_linear.py).
 /// Throws:  c10::ValueError where features, splits, scales or tensors of the caller do not fit,

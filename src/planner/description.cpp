@@ -95,8 +95,7 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
     fields.finish();
   }
   op.get("in_place", node.in_place).get("instance", node.instance);
-  node.extra_inputs =
-      bindings_of(op.find("extra_inputs"), "extra_inputs",
+  node.extra_inputs = bindings_of(op.find("extra_inputs"), "extra_inputs",
                                   extra_input_count(def, node.options.get()), node.label);
   node.extra_outputs =
       bindings_of(op.find("extra_outputs"), "extra_outputs", def.extra_outputs.size(), node.label);

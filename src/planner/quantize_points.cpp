@@ -153,11 +153,10 @@ class QuantizePoints {
   }
 
   void check_dtype(Value plain, size_t op) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(kernel_ops::kArithmetic.has(draft_.dtype(plain)),
-                                description_.ops[op].label,
-                                ": expected float32, bfloat16 or float16 under a recipe, got ",
-                                dtype_name(draft_.dtype(plain)),
-                                ". Leave the autocast region or convert the module.");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        kernel_ops::kArithmetic.has(draft_.dtype(plain)), description_.ops[op].label,
+        ": expected float32, bfloat16 or float16 under a recipe, got ",
+        dtype_name(draft_.dtype(plain)), ". Leave the autocast region or convert the module.");
   }
 
   /// Visits the reads that a step of an op multiplies: place among the reads, contract, place in a
