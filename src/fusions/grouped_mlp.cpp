@@ -160,9 +160,8 @@ void forward(Call& call) {
     return call.frame().allocate(sizes, rows.scalar_type(), rows);
   };
   const Tensor sums = call.wants(z) ? fresh(first) : Tensor(), result = fresh(second);
-  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
-    if (begin == end) continue;
     // The unit adds a bias that is the same for all rows.
     const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales;
     const optional<Tensor> bias = adds ? optional(first.biases.biases[g]) : std::nullopt;
@@ -177,7 +176,7 @@ void forward(Call& call) {
     const Tensor h = unit.forward(z_g, bias, own);
     call.took(kernel_ops::product_of_group(h, second.matrices, second.biases_of_rows(begin, end), g,
                                            true, nullptr, rows_between(result, begin, end)));
-  }
+  });
   for (const Tensor& each : {sums, result})
     if (each.defined() && offsets.back() != rows.size(0))
       rows_between(each, offsets.back(), rows.size(0)).zero_();
@@ -192,13 +191,6 @@ constexpr size_t kBehind = 2;
 enum Gradient { grad_x, grad_factors, grad_next_factors, grad_unit_scales };
 enum List { weight, bias, next_weight, next_bias };
 
-bool wants_any(const Call& call, size_t list) {
-  const ListRange& range = call.write_list(list);
-  for (size_t i = range.first; i < range.first + range.count; ++i)
-    if (call.wants(i)) return true;
-  return false;
-}
-
 /// The gradients that the step writes, as tensors of all rows, or of all groups.
 template <Unit kUnit>
 struct Written {
@@ -207,10 +199,10 @@ struct Written {
         factors(call.wants(grad_factors)),
         next_factors(call.wants(grad_next_factors)),
         unit_scales(is_scaled(kUnit) && call.wants(grad_unit_scales)),
-        weight(wants_any(call, List::weight)),
-        bias(wants_any(call, List::bias)),
-        next_weight(wants_any(call, List::next_weight)),
-        next_bias(wants_any(call, List::next_bias)) {}
+        weight(ops::wants_any(call, List::weight)),
+        bias(ops::wants_any(call, List::bias)),
+        next_weight(ops::wants_any(call, List::next_weight)),
+        next_bias(ops::wants_any(call, List::next_bias)) {}
   /// The gradient of z.
   bool z() const { return x || factors || weight || bias; }
   /// What the unit's backward computes.
@@ -263,26 +255,6 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
                     kBehind + next_factors));
 }
 
-/// Where the gradients of a list are written, by group; made at once, as groups are visited once.
-class Targets {
- public:
-  Targets(Call& call, size_t list, bool is_wanted, bool is_packed, at::IntArrayRef sizes,
-          const Tensor& like)
-      : targets_(is_wanted ? static_cast<size_t>(sizes[0]) : 0) {
-    if (is_wanted)
-      ops::allocate_groups(
-          call, is_packed, sizes, like,
-          [&](size_t g, const Tensor& target) { targets_[g] = target; }, list);
-  }
-  /// Undefined where it is not wanted.
-  Tensor operator[](size_t group) const {
-    return group < targets_.size() ? targets_[group] : Tensor();
-  }
-
- private:
-  std::vector<Tensor> targets_;
-};
-
 /// One number per row, written group by group.
 Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tensor& like,
                int64_t used) {
@@ -310,14 +282,13 @@ void backward(Call& call) {
   Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
                 inner = second.matrices.matrices[0].size(1);
-  const Targets weights(call, List::weight, wanted.weight, first.options.packed_weight,
-                        {first.groups(), wide, in}, rows),
-      biases(call, List::bias, wanted.bias, first.options.packed_bias, {first.groups(), wide},
-             rows),
-      next_weights(call, List::next_weight, wanted.next_weight, second.options.packed_weight,
-                   {second.groups(), out, inner}, rows),
-      next_biases(call, List::next_bias, wanted.next_bias, second.options.packed_bias,
-                  {second.groups(), out}, rows);
+  const ops::Targets weights(call, first.options.packed_weight, {first.groups(), wide, in}, rows,
+                             offsets, List::weight),
+      biases(call, first.options.packed_bias, {first.groups(), wide}, rows, offsets, List::bias),
+      next_weights(call, second.options.packed_weight, {second.groups(), out, inner}, rows, offsets,
+                   List::next_weight),
+      next_biases(call, second.options.packed_bias, {second.groups(), out}, rows, offsets,
+                  List::next_bias);
   const int64_t used = offsets.back();
   const Tensor of_factors =
                    per_row(call, grad_factors, wanted.factors, kBehind + factors, rows, used),
@@ -328,18 +299,13 @@ void backward(Call& call) {
   const int64_t sizes[] = {rows.size(0), in};
   const Tensor of_x = wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
   if (wanted.x && used != rows.size(0)) rows_between(of_x, used, rows.size(0)).zero_();
-  for (size_t g = 0; g + 1 < offsets.size(); ++g) {
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
     const auto group = [&](const Tensor& all) { return rows_between(all, begin, end); };
     const auto weight_of = [&](const Tensor& of_sums, const Tensor& input, const Tensor& target) {
       if (target.defined())
         call.took(kernel_ops::grad_weight_of_group(of_sums, input, {}, target, false));
     };
-    if (begin == end) {
-      for (const Targets* targets : {&weights, &biases, &next_weights, &next_biases})
-        if (const Tensor target = (*targets)[g]; target.defined()) target.zero_();
-      continue;
-    }
     const Tensor gradient_g = group(gradient), x_g = group(rows);
     typename Between<kUnit>::Gradients made;
     const GroupBiases own = first.biases_of_rows(begin, end);
@@ -376,7 +342,7 @@ void backward(Call& call) {
     if (wanted.factors)
       call.took(
           kernel_ops::grad_scales_of_group(made.z, first.biases.biases[g], group(of_factors)));
-  }
+  });
   if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + x)));
 }
 

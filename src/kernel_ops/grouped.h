@@ -23,6 +23,12 @@ std::vector<int64_t> group_offsets(const at::Tensor& splits, int64_t groups, int
 /// Rows of a plain matrix, without a dispatch.
 at::Tensor rows_between(const at::Tensor& matrix, int64_t first, int64_t last);
 
+/// Calls `work` for each group that has rows: several at a time, each on one thread, where that
+/// gives all threads about as much to do, else one after the other, for products on all threads.
+/// What it throws is thrown here.
+void for_each_group(const std::vector<int64_t>& offsets,
+                    const std::function<void(size_t group)>& work);
+
 /// The matrices of groups: numbers, which each product quantizes where there is a quantizer and no
 /// scale, or codes.
 struct GroupMatrices {

@@ -74,17 +74,6 @@ int64_t rounded_down(int64_t rows) {
   return rows >> dropped << dropped;
 }
 
-/// This thread's products in MKL run on it alone, inside a parallel region too.
-struct OneMklThread {
-  OneMklThread() : before(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
-  ~OneMklThread() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
-  }
-  OneMklThread(const OneMklThread&) = delete;
-  OneMklThread& operator=(const OneMklThread&) = delete;
-  const int before;
-};
-
 /// Where in a result [rows, cols] a tile lies.
 struct Tile {
   int64_t row, col, height, width;
@@ -293,6 +282,12 @@ ImplementationNames multiply(const Product& product, const at::Tensor& result) {
     at::mm_out(target, product.a.matrix, product.b.matrix);
   }
   return kReference;
+}
+
+OneMklThread::OneMklThread()
+    : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+OneMklThread::~OneMklThread() {
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
 }
 
 bool has_onednn() {

@@ -77,6 +77,18 @@ ProductChoice choose(const Product& product);
 /// Error:  that of a sum in float32 or wider, and one rounding to the result's dtype.
 ImplementationNames multiply(const Product& product, const at::Tensor& result);
 
+/// While it lives, this thread's products in MKL run on it alone, inside a parallel region too.
+class OneMklThread {
+ public:
+  OneMklThread();
+  ~OneMklThread();
+  OneMklThread(const OneMklThread&) = delete;
+  OneMklThread& operator=(const OneMklThread&) = delete;
+
+ private:
+  const int before_;
+};
+
 /// Whether libtorch's oneDNN product is there and fast here.
 bool has_onednn();
 

@@ -117,12 +117,13 @@ void grad_weight(Call& call) {
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
   const int64_t sizes[] = {groups, gradient.size(1), input.size(1)};
-  const auto write = [&](size_t g, const Tensor& target) {
+  const Targets targets(call, options.packed_weight, sizes, input, offsets);
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    if (!targets[g].defined()) return;
     call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
                                                rows_between(input, offsets[g], offsets[g + 1]),
-                                               quantizers, target, /*accumulate=*/false));
-  };
-  allocate_groups(call, options.packed_weight, sizes, input, write);
+                                               quantizers, targets[g], /*accumulate=*/false));
+  });
 }
 
 /// The gradients are added to buffers of the caller, in the products where these can write there.
@@ -144,12 +145,15 @@ void accumulate(Call& call) {
     return finish_main_grads(call, options, input);
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
-  for (size_t g = 0; g < options.num_groups; ++g)
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
     call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
                                                rows_between(input, offsets[g], offsets[g + 1]),
                                                {quantizer_at(call, 0), quantizer_at(call, 1)},
                                                main_grad_of_group(call, options, g),
                                                !options.overwrite_main_grad));
+  });
+  for (size_t g = 0; options.overwrite_main_grad && g < options.num_groups; ++g)
+    if (offsets[g] == offsets[g + 1]) main_grad_of_group(call, options, g).zero_();
   finish_main_grads(call, options, input);
 }
 
@@ -185,11 +189,13 @@ void grad_bias(Call& call) {
   }
   const auto offsets = group_offsets(call.in(splits), groups, gradient.size(0));
   const int64_t sizes[] = {groups, gradient.size(1)};
-  allocate_groups(call, options.packed_bias, sizes, gradient, [&](size_t g, const Tensor& target) {
+  const Targets targets(call, options.packed_bias, sizes, gradient, offsets);
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    if (!targets[g].defined()) return;
     std::optional<Tensor> own;
     if (factors) own = rows_between(*factors, offsets[g], offsets[g + 1]);
     call.took(kernel_ops::grad_bias_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
-                                             own, target));
+                                             own, targets[g]));
   });
 }
 
@@ -208,11 +214,11 @@ void grad_scales(Call& call) {
       group_offsets(call.in(splits), static_cast<int64_t>(options.num_groups), gradient.size(0));
   const Tensor result = call.frame().allocate(like.sizes(), gradient.scalar_type(), gradient),
                all = result.view(-1);
-  for (size_t g = 0; g < options.num_groups; ++g)
-    if (offsets[g] != offsets[g + 1])
-      call.took(kernel_ops::grad_scales_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
-                                                 biases[g],
-                                                 rows_between(all, offsets[g], offsets[g + 1])));
+  kernel_ops::for_each_group(offsets, [&](size_t g) {
+    call.took(kernel_ops::grad_scales_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
+                                               biases[g],
+                                               rows_between(all, offsets[g], offsets[g + 1])));
+  });
   rows_between(all, offsets.back(), all.size(0)).zero_();
   call.out(0, result);
 }

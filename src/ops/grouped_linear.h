@@ -10,7 +10,7 @@ namespace tandem::ops {
 ///
 /// Under a recipe the rows of each group, and each weight, are quantized as tensors of their own.
 /// Gradients of weights go to the caller, into main_grad, or are left to be computed later from
-/// grad_y, x, splits and the texts of their quantizers, one per line, in `deferred`.
+/// grad_y, x, splits and the texts of their quantizers, one per line, put into `deferred`.
 ///
 /// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; scales [...];
 ///          weight [out_features, in_features] and bias [out_features] each, or packed

@@ -67,6 +67,32 @@ kernel_ops::GroupBiases biases_of(const Call& call, size_t list, size_t scales,
   return made;
 }
 
+Targets::Targets(Call& call, bool is_packed, at::IntArrayRef sizes, const Tensor& like,
+                 const std::vector<int64_t>& offsets, size_t list)
+    : targets_(static_cast<size_t>(sizes[0])) {
+  const auto fresh = [&](at::IntArrayRef own) {
+    return call.frame().allocate(own, like.scalar_type(), like);
+  };
+  write_groups(
+      call, is_packed, [&](size_t g) { return targets_[g] = fresh(sizes.slice(1)); },
+      [&] {
+        const Tensor whole = fresh(sizes);
+        for (int64_t g = 0; g < sizes[0]; ++g)
+          targets_[static_cast<size_t>(g)] = whole.select(0, g);
+        return whole;
+      },
+      list);
+  for (size_t g = 0; g + 1 < offsets.size(); ++g)
+    if (offsets[g] == offsets[g + 1] && targets_[g].defined()) targets_[g].zero_();
+}
+
+bool wants_any(const Call& call, size_t list) {
+  const ListRange& range = call.write_list(list);
+  for (size_t i = range.first; i < range.first + range.count; ++i)
+    if (call.wants(i)) return true;
+  return false;
+}
+
 void check_features(c10::SymIntArrayRef x, const std::vector<Tensor>& weights, size_t groups) {
   TORCH_CHECK_VALUE(weights.size() == groups, "grouped_linear: expected a weight of shape [",
                     groups, ", out_features, in_features], got ", weights.size(),

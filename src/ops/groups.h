@@ -50,24 +50,22 @@ void write_groups(Call& call, bool is_packed, Part&& part, Whole&& whole, size_t
     if (call.wants(list.first + g)) call.out(list.first + g, part(g));
 }
 
-/// Makes the wanted writes of the list, of sizes [groups, ...] in all, and has `write` fill each.
-template <typename Write>
-void allocate_groups(Call& call, bool is_packed, at::IntArrayRef sizes, const at::Tensor& like,
-                     Write&& write, size_t place = 0) {
-  write_groups(
-      call, is_packed,
-      [&](size_t g) {
-        const at::Tensor target = call.frame().allocate(sizes.slice(1), like.scalar_type(), like);
-        write(g, target);
-        return target;
-      },
-      [&] {
-        const at::Tensor whole = call.frame().allocate(sizes, like.scalar_type(), like);
-        for (int64_t g = 0; g < sizes[0]; ++g) write(static_cast<size_t>(g), whole.select(0, g));
-        return whole;
-      },
-      place);
-}
+/// What the list of gradients by group is written into, made before the groups are visited; zeros
+/// for groups without rows.
+class Targets {
+ public:
+  /// `sizes`: [groups, ...] of all.
+  Targets(Call& call, bool is_packed, at::IntArrayRef sizes, const at::Tensor& like,
+          const std::vector<int64_t>& offsets, size_t list = 0);
+  /// Undefined where it is not wanted.
+  const at::Tensor& operator[](size_t group) const { return targets_[group]; }
+
+ private:
+  std::vector<at::Tensor> targets_;
+};
+
+/// Whether any write of the list is wanted.
+bool wants_any(const Call& call, size_t list);
 
 /// Of a step that mutates main_grad, from `first` on: throws c10::ValueError unless each has the
 /// shape of its weight [out, in].
