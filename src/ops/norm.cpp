@@ -37,8 +37,12 @@ void layer_norm_backward(Call& call) {
       call.options<NormOptions>().zero_centered_gamma, call.output_mask<4>());
 }
 
+/// Of whole numbers as of those of the default dtype, as torch promotes them.
 void l2_norm_forward(Call& call) {
-  call.write<kernel_ops::L2NormForward>(call.in(0), call.options<L2NormalizationOptions>().eps);
+  const at::Tensor& x = call.in(0);
+  const bool is_whole = at::isIntegralType(x.scalar_type(), /*includeBool=*/true);
+  call.write<kernel_ops::L2NormForward>(is_whole ? x.to(c10::get_default_dtype_as_scalartype()) : x,
+                                        call.options<L2NormalizationOptions>().eps);
 }
 
 void l2_norm_backward(Call& call) {

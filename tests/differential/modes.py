@@ -64,7 +64,8 @@ def regions(mode: Case):
 
 
 def _packed(t: torch.Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), t.dtype, t.shape
+    data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""  # empty ones have any stride
+    return data, t.dtype, t.shape
 
 
 def _unpacked(packed: tuple[bytes, torch.dtype, torch.Size]) -> torch.Tensor:

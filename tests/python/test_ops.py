@@ -294,7 +294,7 @@ BAD_ARGUMENTS = [
     (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSwiGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
     (lambda: ops.ScaledSiTUGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSiTUGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
     (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=True), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
-    (lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "GELU: expected cache_quantized_input=False, got True"),
+    (lambda: ops.GELU(cache_quantized_input=2), ValueError, "GELU: expected cache_quantized_input to be True or False, got 2"),
 ]
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, tensor_parallel_mode="rows"), ValueError, 'Linear: expected tensor_parallel_mode None, "column" or'))

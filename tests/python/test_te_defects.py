@@ -239,6 +239,17 @@ def test_22_an_output_that_nobody_uses_costs_nothing_in_backward():
     assert not {"aten::zeros", "aten::zero_", "aten::zeros_like", "aten::add", "aten::add_"} & {event.key for event in profile.key_averages()}
 
 
+def test_23_an_input_is_quantized_for_backward_alone():
+    op, x = ops.GELU(cache_quantized_input=True), torch.randn(64, 64)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, torch.profiler.profile() as profile:
+            op(x)
+        assert not [event.key for event in profile.key_averages() if "quantize" in event.key]
+    with torch.profiler.profile() as profile:
+        op(x.requires_grad_())
+    assert [event.key for event in profile.key_averages() if "quantize" in event.key]
+
+
 def test_24_no_message_has_braces_that_were_meant_to_be_filled():
     texts = [
         (path.name, node.value)

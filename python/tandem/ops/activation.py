@@ -3,25 +3,66 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from tandem.ops.arguments import at_default, flag
+import torch
+
+from tandem._quantize import Float8CurrentScalingQuantizer, QuantizedTensor
+from tandem.ops.arguments import flag
+from tandem.ops.context import OperationContext
 from tandem.ops.op import BasicOperation
 
 _INTERLEAVE = "glu_interleave_size"
 
 
-class _Activation(BasicOperation):
+class _CachedInput:
+    """An activation that may keep x in FP8 for its backward: then it runs as an op that is written in Python does, by itself."""
+
+    @property
+    def cache_quantized_input(self: Any) -> bool:
+        """Whether backward reads x from E4M3 codes with one scale, made where a gradient is needed: a byte for each number. What is computed of
+        x in backward is that of the rounded x, and the op fuses with no other."""
+        return "_forward_prefix" in self.__dict__
+
+    @cache_quantized_input.setter
+    def cache_quantized_input(self: Any, value: bool) -> None:
+        if flag(type(self).__name__, "cache_quantized_input", value):
+            self.__dict__.update(_forward_prefix="op", _styles={"op": "one-piece"})
+        else:
+            for name in ("_forward_prefix", "_styles"):
+                self.__dict__.pop(name, None)
+        self._tell()
+
+    def op_forward(self: Any, ctx: OperationContext, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        y: torch.Tensor = super().op_forward(ctx, input_, **kwargs)  # type: ignore[misc]
+        if self.cache_quantized_input and ctx.requires_grad:
+            quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=False)
+            (x,) = ctx.to_save or ()
+            codes = quantizer.quantize(x.detach())  # type: ignore[union-attr]
+            ctx.save_for_backward(codes.rowwise_data, codes.rowwise_scale_inv)
+            ctx.quantizer = quantizer  # type: ignore[attr-defined]
+        return y
+
+    def op_backward(self: Any, ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        quantizer = ctx.__dict__.pop("quantizer", None)
+        if quantizer is not None:
+            x = QuantizedTensor(*ctx.saved_tensors, None, None, quantizer, ctx.dtype).dequantize()
+            ctx.saved_tensors, ctx.saved_names = (x,), ("x",)
+        return super().op_backward(ctx, grad_output)  # type: ignore[misc, no-any-return]
+
+
+class _Activation(_CachedInput, BasicOperation):
     _context_quantizers = ("prev_op_grad_output_quantizer",)
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         """Makes the activation; it has no parameters.
 
         Args:
-            cache_quantized_input: False; no other value is known yet.
+            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
         """
         super().__init__()
-        at_default(type(self).__name__, False, cache_quantized_input=cache_quantized_input)
+        self.cache_quantized_input = cache_quantized_input
 
 
 class _Interleaved(BasicOperation):
@@ -57,7 +98,7 @@ class _GatedUnit(_Interleaved, _Activation):
         """Makes the gated unit; it has no parameters.
 
         Args:
-            cache_quantized_input: False; no other value is known yet.
+            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
         """
         super().__init__(cache_quantized_input=cache_quantized_input)
@@ -158,7 +199,7 @@ class SiTUGLU(_GatedUnit):
         Args:
             beta1: above 0; the gate stays below it.
             beta2: above 0; the other factor stays below it in size.
-            cache_quantized_input: False; no other value is known yet.
+            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
@@ -192,7 +233,7 @@ class ClampedSwiGLU(_GatedUnit):
             limit: what a is cut off at above, and b on both sides.
             alpha: what a is multiplied by in the sigmoid.
             glu_linear_offset: what is added to b.
-            cache_quantized_input: False; no other value is known yet.
+            cache_quantized_input: whether backward reads x from 8-bit codes; see the attribute.
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
         """
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)

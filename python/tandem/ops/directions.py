@@ -57,7 +57,7 @@ class DirectionsMixin:
         prev_op_grad_output_quantizer: Any = None,
         next_op_input_quantizer: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Tensors]:
+    ) -> tuple[torch.Tensor, Any]:
         """The output, and what `op_backward` reads: for an op of the library the tensors that the documentation of fusions names.
 
         Args:
@@ -70,7 +70,7 @@ class DirectionsMixin:
         (y,), saved = self._library_forward_of(input_, ())
         return y, saved
 
-    def op_forward_save_ctx(self: Any, ctx: OperationContext, input_: torch.Tensor, tensors_to_save: Sequence[torch.Tensor | None], **kwargs: Any) -> None:
+    def op_forward_save_ctx(self: Any, ctx: OperationContext, input_: torch.Tensor, tensors_to_save: Any, **kwargs: Any) -> None:
         """Leaves on `ctx` what `op_backward` reads.
 
         Args:
@@ -128,7 +128,7 @@ class DirectionsMixin:
 
     def fuser_forward_compute(
         self: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Sequence[Tensors] = ((),), basic_op_kwargs: Sequence[dict[str, Any]] = ({},), **unused: Any
-    ) -> tuple[torch.Tensor, list[Tensors], list[Tensors]]:
+    ) -> tuple[torch.Tensor, Any, Any]:
         """The output, the extra outputs, and what `fuser_backward` reads, each in a list of one entry.
 
         Args:
@@ -142,7 +142,7 @@ class DirectionsMixin:
         return y, [tuple(extra_outputs)], [saved]
 
     def fuser_forward_save_ctx(
-        self: Any, basic_op_ctxs: Sequence[OperationContext], input_: torch.Tensor, tensors_to_save: Sequence[Sequence[torch.Tensor | None]], **unused: Any
+        self: Any, basic_op_ctxs: Sequence[OperationContext], input_: torch.Tensor, tensors_to_save: Any, **unused: Any
     ) -> None:
         """Leaves on the context what `fuser_backward` reads.
 
