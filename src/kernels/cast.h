@@ -35,7 +35,7 @@ struct Cast {
 /// Stochastic: with a = |value| between the neighbours low <= a < high, high where u < (a - low) /
 /// (high - low), else low; u = (r >> 8) 2^-24, r the word `index` mod 4 of Philox4x32-10 of the
 /// counter (index / 4, offset, stream) and the key seed. What is no less than the largest number
-/// becomes that; where the cast does not saturate, the format goes on for one step, which overflows.
+/// becomes that; where the cast does not saturate, the format goes on for a step, which overflows.
 uint8_t cast_reference(float value, const Cast& cast, uint64_t index, uint32_t stream = 0);
 
 /// The value of a code; the bits above those of the format are not looked at.
