@@ -1,4 +1,4 @@
-// Norms and FP8 quantization on arrays that do not fit the last-level cache: bytes, GB/s and the
+// Norms and quantization on arrays that do not fit the last-level cache: bytes, GB/s and the
 // share of a loop that only moves them.
 //
 //   kernels_norm [rows hidden threads]        default 4096 1024 2
@@ -11,8 +11,10 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/fp8_block.h"
 #include "kernels/mxfp8.h"
 #include "kernels/norm.h"
+#include "kernels/nvfp4.h"
 #include "kernels/parallel.h"
 #include "support/thread_pool.h"
 
@@ -211,6 +213,43 @@ void run_all(const Bench& bench) {
                  cpu::mxfp8_quantize(in[0], {}, {codes, row_scales.data()},
                                      {codes + rows * hidden, column_scales.data()}, &amax);
                });
+  std::vector<float> block_scales(fp8_block_scales(Fp8BlockShape::row, rows, hidden).size() +
+                                  fp8_block_scales(Fp8BlockShape::column, rows, hidden).size());
+  float* const column_block_scales =
+      block_scales.data() + fp8_block_scales(Fp8BlockShape::row, rows, hidden).size();
+  bench.report("fp8_block_quantize, by row", 1, rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::fp8_block_quantize(
+                     in[0], {}, {static_cast<uint8_t*>(out), block_scales.data()}, {}, {}, &amax);
+               });
+  bench.report("fp8_block_quantize, both ways", 1, 2 * rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 auto* codes = static_cast<uint8_t*>(out);
+                 cpu::fp8_block_quantize(in[0], {}, {codes, block_scales.data()},
+                                         {codes + rows * hidden, column_block_scales}, {}, &amax);
+               });
+  bench.report("fp8_block_quantize, squares", 1, rows * hidden,
+               [&](const std::vector<ConstRows>& in, void* out) {
+                 cpu::fp8_block_quantize(in[0], {}, {}, {},
+                                         {static_cast<uint8_t*>(out), block_scales.data()}, &amax);
+               });
+  std::vector<uint8_t> fp4_scales(2 * rows * hidden);  // more than there are
+  float amaxes[2];
+  const auto nvfp4 = [&](const char* name, const Fp4Scaling& scaling, bool by_column) {
+    const size_t codes = fp4_code_shape(Fp4Direction::row, rows, hidden).size();
+    bench.report(
+        name, 1, (by_column ? 2 : 1) * codes, [&](const std::vector<ConstRows>& in, void* out) {
+          auto* to = static_cast<uint8_t*>(out);
+          Fp4Output column;
+          if (by_column) column = {to + codes, &fp4_scales[rows * hidden], &amaxes[1]};
+          cpu::nvfp4_quantize(in[0], scaling, {to, fp4_scales.data(), &amaxes[0]}, column, &amax);
+        });
+  };
+  nvfp4("nvfp4_quantize, by row", {}, false);
+  nvfp4("nvfp4_quantize, both ways", {}, true);
+  nvfp4("nvfp4_quantize, squares, both ways", {.square_blocks = true}, true);
+  nvfp4("nvfp4_quantize, rotated", {.rotates_columns = true}, true);
+  nvfp4("nvfp4_quantize, rotated, by chance", {.rotates_columns = true, .stochastic = true}, true);
   bench.report("rms_norm_quantize", 1, rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
                  cpu::rms_norm_quantize(in[0], weight, options, element, {}, {}, inv.data(),

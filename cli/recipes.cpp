@@ -6,7 +6,9 @@ std::span<const NamedRecipe> named_recipes() {
   static const NamedRecipe recipes[] = {
       {"fp8", "current scaling", Float8CurrentScaling{}},
       {"delayed", "scales from the amaxes of past steps", DelayedScaling{}},
+      {"block", "blocks of 128, of weights 128 by 128, with a scale each", Float8BlockScaling{}},
       {"mxfp8", "blocks of 32 with a scale each", MXFP8BlockScaling{}},
+      {"nvfp4", "four bits, blocks of 16 with a scale each", NVFP4BlockScaling{}},
   };
   return recipes;
 }

@@ -26,6 +26,19 @@ struct Float8CurrentScaling {
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
+/// FP8 with one scale per block of 128 numbers along the dimension that a product sums over, or of
+/// 128 by 128: scale = format max / amax, for every block, at every call.
+struct Float8BlockScaling {
+  /// Scales are any float32 numbers, not powers of two.
+  bool use_f32_scales = false;
+  RecipeFormat fp8_format = RecipeFormat::e4m3;
+  /// 1: blocks are 128 numbers of a line; 2: 128 by 128. No product takes two operands in squares.
+  int64_t x_block_scaling_dim = 1, w_block_scaling_dim = 2, grad_block_scaling_dim = 1;
+  /// Lower bounds of amax, finite and at least 0.
+  double amax_epsilon_input = 0, amax_epsilon_weight = 0, amax_epsilon_grad_output = 0;
+  bool operator==(const Float8BlockScaling&) const = default;
+};
+
 /// FP8 with one power of two as scale per block of 32 numbers along the dimension that a product
 /// sums over (OCP MX).
 struct MXFP8BlockScaling {
@@ -33,6 +46,18 @@ struct MXFP8BlockScaling {
   /// Blocks of weights are 32 by 32, so that both directions have the same codes.
   bool enable_2d_quantization = false;
   bool operator==(const MXFP8BlockScaling&) const = default;
+};
+
+/// E2M1, four bits, with one E4M3 scale per block of 16 numbers along the dimension that a product
+/// sums over and one float32 per tensor (NVFP4).
+struct NVFP4BlockScaling {
+  /// Operands of the gradients of weights are not rotated by a random Hadamard transform.
+  bool disable_rht = false;
+  /// Gradients are rounded to nearest, not by chance.
+  bool disable_stochastic_rounding = false;
+  /// Blocks of weights are lines, not 16 by 16.
+  bool disable_2d_quantization = false;
+  bool operator==(const NVFP4BlockScaling&) const = default;
 };
 
 /// Per-tensor scaling from the amaxes of past steps: scale = format max 2^-margin / amax of the
@@ -66,6 +91,7 @@ struct DelayedScaling {
 };
 
 /// A recipe, whichever it is.
-using Recipe = std::variant<Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling>;
+using Recipe = std::variant<Float8CurrentScaling, DelayedScaling, Float8BlockScaling,
+                            MXFP8BlockScaling, NVFP4BlockScaling>;
 
 }  // namespace tandem

@@ -23,12 +23,23 @@ from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem._checkpoint import checkpoint  # noqa: E402
+from tandem._names import (  # noqa: E402
+    fp8_autocast,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from tandem._quantize import (  # noqa: E402
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
+    cast,
+    cast_back,
     quantize,
 )
 from tandem import ops  # noqa: E402
@@ -50,9 +61,11 @@ from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
 __all__ = [
+    "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "MXFP8Quantizer",
+    "NVFP4Quantizer",
     "QuantizedTensor",
     "Quantizer",
     "GroupedLinear",
@@ -70,9 +83,16 @@ __all__ = [
     "__version__",
     "autocast",
     "cached_bytes",
+    "cast",
+    "cast_back",
     "checkpoint",
     "empty_cache",
     "explain",
+    "fp8_autocast",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "ops",
     "quantize",
     "recipe",

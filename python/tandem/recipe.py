@@ -16,14 +16,53 @@ import torch
 
 from tandem import _C
 
-__all__ = ["DelayedScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "Recipe"]
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]
+
+
+class _Largest(NamedTuple):
+    """The largest numbers of a format: of inputs and weights, and of gradients."""
+
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(enum.Enum):
-    """FP8 formats of the operands of a product: E4M3 everywhere, or, HYBRID, E5M2 for gradients."""
+    """Formats of the operands of a product: one for all of them, or, HYBRID, E4M3 for inputs and weights and E5M2 for gradients."""
 
-    E4M3 = "E4M3"
-    HYBRID = "HYBRID"
+    E2M1 = _Largest(max_fwd=6, max_bwd=6)
+    E4M3 = _Largest(max_fwd=448, max_bwd=448)
+    E5M2 = _Largest(max_fwd=57344, max_bwd=57344)
+    HYBRID = _Largest(max_fwd=448, max_bwd=57344)
+
+
+class MMParams(NamedTuple):
+    """How a product sums.
+
+    Args:
+        use_split_accumulator: of no meaning here: sums are float32 or wider.
+    """
+
+    use_split_accumulator: bool = True
+
+
+class QParams(NamedTuple):
+    """How an operand is quantized: what a recipe's `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` tell."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
 
 
 class _Row(NamedTuple):
@@ -40,7 +79,7 @@ class _Row(NamedTuple):
 
     def allows(self, value: Any) -> bool:
         if self.name == "fp8_format":
-            return isinstance(value, Format)
+            return isinstance(value, Format) and value.name in self.words
         if self.type == "flag":
             return type(value) is bool
         if self.type == "text":
@@ -54,7 +93,7 @@ class _Row(NamedTuple):
     def written(self, value: Any) -> str:
         """As JSON; by hand, as Dynamo traces it."""
         if self.type == "text":
-            text = f'"{value.value if isinstance(value, Format) else value}"'
+            text = f'"{value.name if isinstance(value, Format) else value}"'
         elif self.type == "flag":
             text = "true" if value else "false"
         else:
@@ -91,6 +130,24 @@ class Recipe:
             expected = "True or False" if row.type == "flag" else expected
             raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
 
+    def delayed(self) -> bool:
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self) -> bool:
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return isinstance(self, (DelayedScaling, Float8CurrentScaling))
+
+    def float8_block_scaling(self) -> bool:
+        return isinstance(self, Float8BlockScaling)
+
+    def mxfp8(self) -> bool:
+        return isinstance(self, MXFP8BlockScaling)
+
+    def nvfp4(self) -> bool:
+        return isinstance(self, NVFP4BlockScaling)
+
     def to_json(self) -> str:
         """The recipe as canonical JSON: what descriptions of pipelines hold."""
         return self._written({})
@@ -124,6 +181,18 @@ class Float8CurrentScaling(Recipe):
     backward_override: str | None = None
 
     _only_defaults = (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        return QParams(self.use_power_2_scales, self.amax_epsilon_input)
+
+    @property
+    def fp8_quant_fwd_weight(self) -> QParams:
+        return QParams(self.use_power_2_scales, self.amax_epsilon_weight)
+
+    @property
+    def fp8_quant_bwd_grad(self) -> QParams:
+        return QParams(self.use_power_2_scales, self.amax_epsilon_grad_output)
 
 
 _AmaxCompute = Callable[[torch.Tensor], torch.Tensor]
@@ -254,7 +323,120 @@ class MXFP8BlockScaling(Recipe):
     _only_defaults = (("margin", 0), ("backward_override", None))
 
 
-_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling)
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with one scale per block of 128 numbers along the dimension that a product sums over, or of 128 by 128.
+
+    scale = FP8 maximum / max(amax of the block, epsilon), rounded down to a power of two unless `use_f32_scales`.
+
+    Args:
+        use_f32_scales: whether scales are any float32 numbers, not powers of two.
+        fp8_format: formats of the operands.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of inputs, weights and gradients, 1: lines of 128 numbers, 2: squares
+            of 128 by 128, of which forward and backward see the same codes. No product takes two operands in squares.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of no meaning: products sum in float32 or wider; split accumulators are required.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
+        backward_override: None; no other value is known yet.
+        amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of blocks of inputs, weights and gradients, at least 0.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    amax_epsilon_input: float = 0.0
+    amax_epsilon_weight: float = 0.0
+    amax_epsilon_grad_output: float = 0.0
+
+    _only_defaults = (
+        *[(name, MMParams()) for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")],
+        *Float8CurrentScaling._only_defaults,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        if dims.count(2) > 1:
+            raise ValueError(
+                f"Float8BlockScaling: expected squares for one operand at most, got x_block_scaling_dim={dims[0]}, w_block_scaling_dim={dims[1]}, "
+                f"grad_block_scaling_dim={dims[2]}. No product takes two."
+            )
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        return QParams(not self.use_f32_scales, self.amax_epsilon_input)
+
+    @property
+    def fp8_quant_fwd_weight(self) -> QParams:
+        return QParams(not self.use_f32_scales, self.amax_epsilon_weight)
+
+    @property
+    def fp8_quant_bwd_grad(self) -> QParams:
+        return QParams(not self.use_f32_scales, self.amax_epsilon_grad_output)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """Four bits, E2M1, with one E4M3 scale per block of 16 numbers along the dimension that a product sums over, and one float32 per tensor.
+
+    The operands of the gradient of a weight are rotated by a random Hadamard transform, the same for both, which spreads outliers; gradients are rounded
+    by chance, right on average; blocks of weights are 16 by 16, so that forward and backward see the same codes.
+
+    Args:
+        disable_rht: whether nothing is rotated.
+        disable_stochastic_rounding: whether gradients are rounded to nearest.
+        disable_2d_quantization: whether blocks of weights are lines of 16.
+        row_scaled_activation: False; no other value is known yet.
+        nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: "none", "all" and "MAE"; no other values are known yet.
+        fp4_format, fp8_format: Format.E2M1 and Format.E4M3; there are no others.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
+        backward_override: None; no other value is known yet.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    _only_defaults = (
+        ("row_scaled_activation", False),
+        ("nvfp4_4over6", "none"),
+        ("nvfp4_4over6_e4m3_use_256", "all"),
+        ("nvfp4_4over6_err_mode", "MAE"),
+        ("fp4_format", Format.E2M1),
+        ("fp8_format", Format.E4M3),
+        *Float8CurrentScaling._only_defaults,
+    )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding)
+
+
+_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 
 
 def recipe_from_json(text: str) -> Recipe:
@@ -268,7 +450,7 @@ def recipe_from_json(text: str) -> Recipe:
     known = {recipe._name: recipe for recipe in _RECIPES}
     if name not in known:
         raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")
-    return known[name](**{field: Format(value) if field == "fp8_format" else value for field, value in values.items()})
+    return known[name](**{field: Format[value] if field == "fp8_format" else value for field, value in values.items()})
 
 
 def __dir__() -> list[str]:

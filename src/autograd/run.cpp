@@ -250,9 +250,14 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
     frame.tensor(plan.params[i]) = arguments.params[i];
   for (size_t i = 0; i < arguments.quantized.size(); ++i)
     for (size_t direction = 0; direction < 2; ++direction)
-      if (const Value codes = plan.param_codes[2 * i + direction]; exists(codes))
-        for (size_t part = 0; part < 2; ++part)
-          frame.tensor(codes, part) = arguments.quantized[i].parts[2 * direction + part];
+      if (const Value codes = plan.param_codes[2 * i + direction]; exists(codes)) {
+        const QuantizedParam& given = arguments.quantized[i];
+        const Type& type = frame.type(codes);
+        for (size_t part = 0; part < tensors_per_value(type); ++part)
+          frame.tensor(codes, part) = given.parts[part_of(static_cast<Direction>(direction), part)];
+        const auto sizes = arguments.params[given.param].sym_sizes();
+        if (is_packed(*type.quantizer)) frame.note_sizes(codes, {sizes.begin(), sizes.end()});
+      }
   TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",
                     plan.workspaces.size(), " workspace tensors, got ", arguments.workspaces.size(),
                     ". Allocate them for the weights of this pipeline.");

@@ -34,9 +34,7 @@ struct QuantizedParam {
   size_t param = 0;
   const Quantizer* quantizer = nullptr;
   std::array<at::Tensor, group_amax> parts = {};
-  bool has(Direction direction) const {
-    return parts[2 * static_cast<size_t>(direction)].defined();
-  }
+  bool has(Direction direction) const { return parts[part_of(direction, 0)].defined(); }
 };
 /// What a front knows such parameters by: the codes of a tensor, of which kernels can read nothing
 /// else; nullopt for any other.

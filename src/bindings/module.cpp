@@ -330,8 +330,9 @@ std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
   if (PyObject_IsInstance(object.ptr(), kType) != 1) return std::nullopt;
   QuantizedParam quantized;
   quantized.quantizer = &quantizer(object.attr("quantizer").attr("text").cast<std::string_view>());
-  const char* const names[] = {"rowwise_data", "rowwise_scale_inv", "columnwise_data",
-                               "columnwise_scale_inv"};
+  const char* const names[] = {"rowwise_data",    "rowwise_scale_inv",    "amax_rowwise",
+                               "columnwise_data", "columnwise_scale_inv", "amax_columnwise"};
+  static_assert(std::size(names) == group_amax);
   for (size_t part = 0; part < quantized.parts.size(); ++part)
     if (const py::object tensor = object.attr(names[part]); !tensor.is_none())
       quantized.parts[part] = THPVariable_Unpack(tensor.ptr());

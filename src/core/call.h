@@ -47,7 +47,16 @@ class TANDEM_API Frame {
   /// All tensors of a value: of an opaque one those that its op has saved.
   at::TensorList tensors(Value value) {
     if (type(value).format == Format::opaque) return opaque(value).tensors;
-    return {tensors_.data() + slot_of_[index_of(value)], tensors_per_value(type(value).format)};
+    return {tensors_.data() + slot_of_[index_of(value)], tensors_per_value(type(value))};
+  }
+  /// Of the numbers of packed codes, and what was noted; null where nothing was.
+  void note_sizes(Value codes, c10::SymDimVector sizes) {
+    noted_.emplace_back(codes, std::move(sizes));
+  }
+  const c10::SymDimVector* noted_sizes(Value codes) const {
+    for (const auto& [value, sizes] : noted_)
+      if (value == codes) return &sizes;
+    return nullptr;
   }
   Opaque& opaque(Value value) { return opaques_[slot_of_[index_of(value)]]; }
   c10::SymDimVector& shape(Value value) { return shapes_[slot_of_[index_of(value)]]; }
@@ -74,6 +83,7 @@ class TANDEM_API Frame {
   c10::SmallVector<at::Tensor, 48> tensors_;
   std::vector<Opaque> opaques_;
   std::vector<c10::SymDimVector> shapes_;
+  std::vector<std::pair<Value, c10::SymDimVector>> noted_;
 };
 
 /// A step at work: operands by position, results that are demanded, options.
@@ -97,6 +107,11 @@ class Call {
     return has(read) ? std::optional(in(read)) : std::nullopt;
   }
   const Type& type(size_t read) const { return frame_.type(step_.reads[read]); }
+  /// The amax behind the scales of codes, where their format has one.
+  std::optional<at::Tensor> amax_of_codes(size_t read) const {
+    constexpr size_t kAmax = kPartsOfCodes - 1;
+    return tensors_per_value(type(read)) > kAmax ? std::optional(in(read, kAmax)) : std::nullopt;
+  }
   Format format(size_t read) const { return type(read).format; }
 
   /// The reads and writes of a list operand, of which a step has the first, the second, ...
@@ -166,16 +181,40 @@ class Call {
   }
 
   /// The same for a K that writes codes: the step's last writes are row codes, column codes and
-  /// amax, K's last results their group.
-  template <typename K, typename... Args>
-  void write_codes(const Args&... args) {
+  /// amax, K's last results their group. `sizes()` are those of what the codes are of.
+  template <typename K, typename Sizes, typename... Args>
+  void write_codes(Sizes&& sizes, const Args&... args) {
     auto results = run<K>(args...);
     const size_t first = step_.writes.size() - std::tuple_size_v<GroupMask>;
     for (size_t i = 0; i < first; ++i)
       if (wants(i)) out(i, std::move(results[i]));
-    for (size_t part = 0; part < group_size; ++part)
-      if (wants(first + part / 2))
-        out(first + part / 2, std::move(results[first + part]), part % 2);
+    for (const Direction direction : {Direction::row, Direction::column})
+      if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
+        const Type& type = out_type(write);
+        for (size_t part = 0; part < tensors_per_value(type); ++part)
+          out(write, std::move(results[first + part_of(direction, part)]), part);
+        note_sizes(step_.writes[write], type, sizes);
+      }
+    if (const size_t write = step_.writes.size() - 1; wants(write))
+      out(write, std::move(results[first + group_amax]));
+  }
+
+  /// Packed codes do not tell how long the lines of their numbers are: it is written down for those
+  /// who read them in this run.
+  template <typename Sizes>
+  void note_sizes(Value codes, const Type& type, Sizes&& sizes) {
+    if (type.format == Format::codes && is_packed(*type.quantizer))
+      frame_.note_sizes(codes, sizes());
+  }
+  /// Sizes of the numbers of a read: its own, those that were written down, or else, of packed
+  /// codes, those with their padding.
+  c10::SymDimVector sizes_of_numbers(size_t read) const {
+    const Value value = step_.reads[read];
+    const Type& type = frame_.type(value);
+    const auto sizes = frame_.tensor(value).sym_sizes();
+    if (type.format != Format::codes) return {sizes.begin(), sizes.end()};
+    if (const c10::SymDimVector* noted = frame_.noted_sizes(value)) return *noted;
+    return tandem::sizes_of_numbers(*type.quantizer, sizes, type.direction);
   }
 
  private:

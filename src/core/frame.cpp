@@ -12,7 +12,7 @@ at::Tensor Frame::allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at
 
 void Frame::drop(Value value) {
   if (type(value).format == Format::opaque) opaque(value) = {};
-  for (size_t part = 0; part < tensors_per_value(type(value).format); ++part)
+  for (size_t part = 0; part < tensors_per_value(type(value)); ++part)
     tensor(value, part) = at::Tensor();
 }
 

@@ -23,7 +23,8 @@ using Values = std::vector<Value>;
 enum class Format : uint8_t {
   /// One tensor.
   plain,
-  /// Two: codes and dequant_scale of one direction, as the type's quantizer writes them.
+  /// Codes, their scales and, where the format has one, the amax behind these, of one direction, as
+  /// the type's quantizer writes them.
   codes,
   /// No tensor: the sizes of another value.
   shape,
@@ -68,8 +69,10 @@ struct Type {
   Direction direction = Direction::row;
 };
 
-constexpr size_t tensors_per_value(Format format) {
-  return format == Format::plain ? 1 : format == Format::codes ? 2 : 0;
+inline size_t tensors_per_value(const Type& type) {
+  return type.format == Format::plain   ? 1
+         : type.format == Format::codes ? tensors_of_codes(*type.quantizer)
+                                        : 0;
 }
 
 }  // namespace tandem

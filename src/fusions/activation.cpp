@@ -4,6 +4,7 @@
 #include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
 #include "kernel_ops/activation_quantize.h"
+#include "kernel_ops/shapes.h"
 #include "ops/activation.h"
 
 namespace tandem::fusions {
@@ -49,8 +50,13 @@ Fusion backward(std::string name, std::string_view family, Run run) {
 
 template <typename K>
 void quantize(Call& call) {
-  enum Read { z, scale };
-  call.write_codes<K>(call.in(z), call.maybe(scale),
+  enum Read { z, given };
+  const auto sizes_of_y = [&] {
+    c10::SymDimVector sizes = kernel_ops::sizes_of(call.in(z));
+    if (std::is_same_v<K, kernel_ops::GluQuantize>) sizes.back() = sizes.back() / 2;
+    return sizes;
+  };
+  call.write_codes<K>(sizes_of_y, call.in(z), call.maybe(given),
                       call.options<ops::ActivationOptions>(0).function, call.options<Quantizer>(1),
                       call.output_mask<4>());
 }
@@ -58,7 +64,7 @@ void quantize(Call& call) {
 Fusion quantized(std::string name, std::string_view family, Run run, std::string_view picture) {
   return {.name = std::move(name),
           .pattern = {PatternStep::any_of(family), StepKind::quantize},
-          .run = {.reads = {{0, "x"}, {1, "scale"}},
+          .run = {.reads = {{0, "x"}, {1, "given"}},
                   .writes = {{0, "y"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
                   .run = run},
           .refuse = refuse_without_codes,

@@ -3,6 +3,7 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/norm.h"
+#include "kernel_ops/shapes.h"
 #include "ops/structure.h"
 #include "tandem/op_options.h"
 
@@ -11,22 +12,22 @@ namespace tandem::fusions {
 namespace {
 
 void rms_norm_quantize(Call& call) {
-  enum Read { x, weight, scale };
+  enum Read { x, weight, given };
   enum Write { y, inv_rms, row, column, amax };
   const auto& norm = call.options<ops::NormOptions>(0);
   call.write_codes<kernel_ops::RmsNormQuantize>(
-      call.in(x), call.in(weight), call.maybe(scale), norm.eps, norm.zero_centered_gamma,
-      call.options<Quantizer>(1),
+      [&] { return kernel_ops::sizes_of(call.in(x)); }, call.in(x), call.in(weight),
+      call.maybe(given), norm.eps, norm.zero_centered_gamma, call.options<Quantizer>(1),
       std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
 void layer_norm_quantize(Call& call) {
-  enum Read { x, weight, bias, scale };
+  enum Read { x, weight, bias, given };
   enum Write { y, mean, inv_std, row, column, amax };
   const auto& norm = call.options<ops::NormOptions>(0);
   call.write_codes<kernel_ops::LayerNormQuantize>(
-      call.in(x), call.in(weight), call.in(bias), call.maybe(scale), norm.eps,
-      norm.zero_centered_gamma, call.options<Quantizer>(1),
+      [&] { return kernel_ops::sizes_of(call.in(x)); }, call.in(x), call.in(weight), call.in(bias),
+      call.maybe(given), norm.eps, norm.zero_centered_gamma, call.options<Quantizer>(1),
       std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
@@ -80,7 +81,7 @@ const Fusion kRmsNormQuantize{
     .name = "rms_norm_quantize",
     .pattern = {"rms_norm", StepKind::quantize},
     .run =
-        {.reads = {{0, "x"}, {0, "weight"}, {1, "scale"}},
+        {.reads = {{0, "x"}, {0, "weight"}, {1, "given"}},
          .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
          .run = rms_norm_quantize},
     .refuse = refuse_without_codes,
@@ -90,7 +91,7 @@ const Fusion kRmsNormQuantize{
 const Fusion kLayerNormQuantize{
     .name = "layer_norm_quantize",
     .pattern = {"layer_norm", StepKind::quantize},
-    .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}, {1, "scale"}},
+    .run = {.reads = {{0, "x"}, {0, "weight"}, {0, "bias"}, {1, "given"}},
             .writes = {{0, "y"},
                        {0, "mean"},
                        {0, "inv_std"},

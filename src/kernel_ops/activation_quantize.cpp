@@ -21,23 +21,24 @@ GroupMask group_mask(const std::array<bool, 4>& output_mask) {
 }  // namespace
 
 template <typename Forward>
-Specs<6> ThenQuantize<Forward>::shapes(const Tensor& z, const std::optional<Tensor>& scale,
-                                       std::string_view activation, const Quantizer& quantizer,
-                                       std::array<bool, 4> output_mask) {
+Specs<1 + group_size> ThenQuantize<Forward>::shapes(const Tensor& z,
+                                                    const std::optional<Tensor>& given,
+                                                    std::string_view activation,
+                                                    const Quantizer& quantizer,
+                                                    std::array<bool, 4> output_mask) {
   ResultSpec y = Forward::shapes(z, std::nullopt, activation, kOnlyY)[1];
   // A view of the sizes of y, where they are not those of z.
   const Tensor like_y = z.slice_symint(-1, 0, y.sizes.back());
   auto group =
-      group_specs("activation_quantize", like_y, scale, quantizer, group_mask(output_mask));
+      group_specs("activation_quantize", like_y, given, quantizer, group_mask(output_mask));
   if (!output_mask[0]) y = {{0}, y.dtype, false};
-  return {std::move(y),        std::move(group[0]), std::move(group[1]),
-          std::move(group[2]), std::move(group[3]), std::move(group[4])};
+  return joined(Specs<1>{std::move(y)}, std::move(group));
 }
 
 template <typename Forward>
-void ThenQuantize<Forward>::cpu(const Tensor& z, const std::optional<Tensor>& scale,
+void ThenQuantize<Forward>::cpu(const Tensor& z, const std::optional<Tensor>& given,
                                 std::string_view activation, const Quantizer& quantizer,
-                                std::array<bool, 4>, Results<6>& results) {
+                                std::array<bool, 4>, Results<1 + group_size>& results) {
   const ResultSpec spec = Forward::shapes(z, std::nullopt, activation, kOnlyY)[1];
   const Tensor y = results[0].defined()
                        ? results[0]
@@ -50,24 +51,21 @@ void ThenQuantize<Forward>::cpu(const Tensor& z, const std::optional<Tensor>& sc
     Results<2> made{Tensor(), to.narrow(0, start, length)};
     Forward::cpu(from.narrow(0, start, length), std::nullopt, activation, kOnlyY, made);
   };
-  if (quantize_made(y, make, scale, quantizer, group)) return;
+  if (quantize_made(y, make, given, quantizer, group)) return;
   Results<2> made{Tensor(), y};
   Forward::cpu(z, std::nullopt, activation, kOnlyY, made);
-  quantizer.scaling->quantize(y, scale, quantizer, group);
+  quantizer.scaling->quantize(y, given, quantizer, group);
 }
 
 template <typename Forward>
-Results<6> ThenQuantize<Forward>::reference(const Tensor& z, const std::optional<Tensor>& scale,
-                                            std::string_view activation, const Quantizer& quantizer,
-                                            std::array<bool, 4> output_mask) {
+Results<1 + group_size> ThenQuantize<Forward>::reference(const Tensor& z,
+                                                         const std::optional<Tensor>& given,
+                                                         std::string_view activation,
+                                                         const Quantizer& quantizer,
+                                                         std::array<bool, 4> output_mask) {
   const Tensor y = Forward::reference(z, std::nullopt, activation, kOnlyY)[1];
-  const auto group = Quantize::reference(y, scale, quantizer, group_mask(output_mask));
-  return {output_mask[0] ? y : at::empty({0}, y.options()),
-          group[0],
-          group[1],
-          group[2],
-          group[3],
-          group[4]};
+  return joined(Results<1>{output_mask[0] ? y : at::empty({0}, y.options())},
+                Quantize::reference(y, given, quantizer, group_mask(output_mask)));
 }
 
 template struct ThenQuantize<ActivationForward>;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_ops/activation.h"
+#include "kernel_ops/format.h"
 
 namespace tandem::kernel_ops {
 
@@ -11,32 +12,33 @@ namespace tandem::kernel_ops {
 /// output_mask: y, then as of Quantize.
 template <typename Forward>
 struct ThenQuantize {
-  static Specs<6> shapes(const Tensor& z, const std::optional<Tensor>& scale,
-                         std::string_view activation, const Quantizer& quantizer,
-                         std::array<bool, 4> output_mask);
-  static void cpu(const Tensor& z, const std::optional<Tensor>& scale, std::string_view activation,
-                  const Quantizer& quantizer, std::array<bool, 4> output_mask, Results<6>& results);
-  static Results<6> reference(const Tensor& z, const std::optional<Tensor>& scale,
-                              std::string_view activation, const Quantizer& quantizer,
-                              std::array<bool, 4> output_mask);
+  static Specs<1 + group_size> shapes(const Tensor& z, const std::optional<Tensor>& given,
+                                      std::string_view activation, const Quantizer& quantizer,
+                                      std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& z, const std::optional<Tensor>& given, std::string_view activation,
+                  const Quantizer& quantizer, std::array<bool, 4> output_mask,
+                  Results<1 + group_size>& results);
+  static Results<1 + group_size> reference(const Tensor& z, const std::optional<Tensor>& given,
+                                           std::string_view activation, const Quantizer& quantizer,
+                                           std::array<bool, 4> output_mask);
 };
 
 struct ActivationQuantize : ThenQuantize<ActivationForward> {
   static constexpr const char* kName = "activation_quantize";
   static constexpr const char* kQualifiedName = "tandem::activation_quantize";
   static constexpr const char* kSchema =
-      "activation_quantize(Tensor z, Tensor? scale, str activation, str quantizer, bool[4] "
-      "output_mask) -> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor "
-      "column_scale, Tensor amax)";
+      "activation_quantize(Tensor z, Tensor? given, str activation, str quantizer, bool[4] "
+      "output_mask) -> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor "
+      "column_codes, Tensor column_scale, Tensor column_amax, Tensor amax)";
 };
 
 struct GluQuantize : ThenQuantize<GluForward> {
   static constexpr const char* kName = "glu_quantize";
   static constexpr const char* kQualifiedName = "tandem::glu_quantize";
   static constexpr const char* kSchema =
-      "glu_quantize(Tensor z, Tensor? scale, str activation, str quantizer, bool[4] output_mask) "
-      "-> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, "
-      "Tensor amax)";
+      "glu_quantize(Tensor z, Tensor? given, str activation, str quantizer, bool[4] output_mask) "
+      "-> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, "
+      "Tensor column_scale, Tensor column_amax, Tensor amax)";
 };
 
 }  // namespace tandem::kernel_ops

@@ -1,14 +1,13 @@
 #include "kernel_ops/elementwise.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/result_type.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/operands.h"
+#include "kernel_ops/random.h"
 #include "kernel_ops/register.h"
 #include "kernel_ops/shapes.h"
 #include "kernels/elementwise.h"
@@ -19,26 +18,6 @@ namespace {
 
 at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
   return bias ? at::result_type(x, *bias) : x.scalar_type();
-}
-
-/// The words of Philox4x32-10 for linear indices 0..count-1, in int64 arithmetic, whose products
-/// wrap as unsigned ones do.
-Tensor philox_words(const Tensor& seed, const c10::SymInt& count) {
-  constexpr int64_t kLow = 0xFFFFFFFF;
-  const auto options = seed.options();
-  const Tensor counter = at::arange((count + 3) / 4, options);
-  const auto high = [](const Tensor& words) { return words.bitwise_right_shift(32) & kLow; };
-  std::array<Tensor, 4> c{counter & kLow, high(counter), at::zeros_like(counter),
-                          at::zeros_like(counter)};
-  Tensor k0 = seed & kLow, k1 = high(seed);
-  for (int round = 0; round < 10; ++round) {
-    const Tensor p0 = c[0] * int64_t{0xD2511F53}, p1 = c[2] * int64_t{0xCD9E8D57};
-    c = std::array<Tensor, 4>{high(p1).bitwise_xor(c[1]).bitwise_xor(k0), p1 & kLow,
-                              high(p0).bitwise_xor(c[3]).bitwise_xor(k1), p0 & kLow};
-    k0 = (k0 + int64_t{0x9E3779B9}) & kLow;
-    k1 = (k1 + int64_t{0xBB67AE85}) & kLow;
-  }
-  return at::stack({c[0], c[1], c[2], c[3]}, 1).flatten().slice_symint(0, 0, count);
 }
 
 }  // namespace

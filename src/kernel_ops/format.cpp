@@ -5,6 +5,7 @@
 #include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/floor.h>
 #include <ATen/ops/frexp.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/ldexp.h>
@@ -22,8 +23,11 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "kernel_ops/block_scaling.h"
 #include "kernel_ops/checks.h"
+#include "kernel_ops/fp4_scaling.h"
 #include "kernel_ops/mx_scaling.h"
+#include "kernel_ops/random.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/tensor_scaling.h"
 
@@ -34,13 +38,19 @@ namespace {
 using kernels::Fp8Format;
 
 constexpr const ScalingDef *kOfTensors[] = {&kCurrentScaling, &kDelayedScaling},
-                           *kOfMxBlocks[] = {&kMxScaling};
+                           *kOfFp8Blocks[] = {&kBlockScaling}, *kOfMxBlocks[] = {&kMxScaling},
+                           *kOfFp4Blocks[] = {&kFp4Scaling};
 
 const FormatDef kFormats[] = {
     {"fp8_e4m3", Fp8Format::e4m3, kTensorScale, kOfTensors},
     {"fp8_e5m2", Fp8Format::e5m2, kTensorScale, kOfTensors},
+    {"fp8_1x128_e4m3", Fp8Format::e4m3, kLineScale, kOfFp8Blocks},
+    {"fp8_1x128_e5m2", Fp8Format::e5m2, kLineScale, kOfFp8Blocks},
+    {"fp8_128x128_e4m3", Fp8Format::e4m3, kSquareScale, kOfFp8Blocks},
+    {"fp8_128x128_e5m2", Fp8Format::e5m2, kSquareScale, kOfFp8Blocks},
     {"mxfp8_e4m3", Fp8Format::e4m3, kMxScale, kOfMxBlocks},
     {"mxfp8_e5m2", Fp8Format::e5m2, kMxScale, kOfMxBlocks},
+    {"nvfp4", Fp8Format::e2m1, kFp4Scale, kOfFp4Blocks},
 };
 
 std::string joined(std::string text, std::string_view next) {
@@ -59,6 +69,8 @@ std::string option_names(const ScalingDef& scaling) {
   if (scaling.has_epsilon) names = joined(std::move(names), "eps");
   if (scaling.has_power_of_two) names = joined(std::move(names), "pow2");
   if (scaling.has_square_blocks) names = joined(std::move(names), "2d");
+  if (scaling.has_hadamard) names = joined(std::move(names), "rht");
+  if (scaling.has_stochastic_rounding) names = joined(std::move(names), "sr");
   return names.empty() ? "none" : names;
 }
 
@@ -73,6 +85,8 @@ std::string canonical(const Quantizer& of) {
   if (of.scaling->has_epsilon) text += ":eps=" + shortest(of.amax_epsilon);
   if (of.scaling->has_power_of_two) text += of.power_of_two ? ":pow2=1" : ":pow2=0";
   if (of.square_blocks) text += ":2d=1";
+  if (of.hadamard) text += ":rht=1";
+  if (of.stochastic_rounding) text += ":sr=1";
   return text;
 }
 
@@ -110,7 +124,10 @@ void parse_option(std::string_view piece, Quantizer& parsed) {
   const bool is_known =
       (name == "eps" && scaling.has_epsilon && parse_number(value, parsed.amax_epsilon)) ||
       (name == "pow2" && scaling.has_power_of_two && parse_flag(value, parsed.power_of_two)) ||
-      (name == "2d" && scaling.has_square_blocks && parse_flag(value, parsed.square_blocks));
+      (name == "2d" && scaling.has_square_blocks && parse_flag(value, parsed.square_blocks)) ||
+      (name == "rht" && scaling.has_hadamard && parse_flag(value, parsed.hadamard)) ||
+      (name == "sr" && scaling.has_stochastic_rounding &&
+       parse_flag(value, parsed.stochastic_rounding));
   TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
                     option_names(scaling), " with a number, 0 or 1, got \"", piece,
                     "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
@@ -196,63 +213,107 @@ bool serves_both_directions(const Quantizer& quantizer) {
   return quantizer.format->layout.serves_both_directions;
 }
 
+size_t tensors_of_codes(const Quantizer& quantizer) {
+  return quantizer.format->layout.has_amax ? kPartsOfCodes : kPartsOfCodes - 1;
+}
+
 std::string_view format_name(const Quantizer& quantizer) { return quantizer.format->name; }
+
+MatrixSize::MatrixSize(c10::SymIntArrayRef sizes)
+    : rows(1), cols(sizes.empty() ? c10::SymInt(1) : sizes.back()) {
+  for (size_t d = 0; d + 1 < sizes.size(); ++d) rows = rows * sizes[d];
+}
+
+c10::SymDimVector sizes_of_codes(const Quantizer& quantizer, c10::SymIntArrayRef numbers,
+                                 Direction direction) {
+  if (is_packed(quantizer)) return quantizer.format->layout.packed_sizes(numbers, direction);
+  return {numbers.begin(), numbers.end()};
+}
+
+c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayRef codes,
+                                   Direction direction) {
+  if (is_packed(quantizer)) return quantizer.format->layout.unpacked_sizes(codes, direction);
+  return {codes.begin(), codes.end()};
+}
 
 std::span<const FormatDef> formats() { return kFormats; }
 
 namespace kernel_ops {
 
 std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& scale,
+                                               const std::optional<Tensor>& given,
                                                const Quantizer& quantizer, GroupMask mask) {
-  TORCH_CHECK_VALUE(scale.has_value() == quantizer.scaling->takes_scale, op, ": expected ",
-                    quantizer.scaling->takes_scale ? "a" : "no", " scale for ", quantizer.text,
-                    ", got ", scale ? "one" : "none",
-                    ". Only scales that are kept from call to call are passed in.");
-  if (scale) check_one_element(op, *scale, "scale");
-  const ScaleLayout& layout = quantizer.format->layout;
+  const Given takes = given_to(quantizer);
+  TORCH_CHECK_VALUE(
+      given.has_value() == (takes != Given::nothing), op, ": expected ",
+      takes == Given::scale  ? "a scale"
+      : takes == Given::seed ? "a seed"
+                             : "no scale and no seed",
+      " for ", quantizer.text, ", got ", given ? "one" : "none",
+      ". Only scales that are kept from call to call are passed in, and seeds of rounding.");
+  if (takes == Given::scale) check_one_element(op, *given, "scale");
+  if (takes == Given::seed) check_seed(op, *given);
+  const CodeLayout& layout = quantizer.format->layout;
   const GroupMask written = written_of(quantizer, mask);
   std::array<ResultSpec, group_size> specs;
+  const auto spec = [&](size_t part, at::ScalarType dtype, c10::SymDimVector sizes) {
+    specs[part] = is_written(quantizer, written, part) ? ResultSpec{std::move(sizes), dtype, true}
+                                                       : ResultSpec{{0}, dtype, false};
+  };
   for (const Direction direction : {Direction::row, Direction::column}) {
-    const auto d = static_cast<size_t>(direction);
-    specs[2 * d] = like(x, at::kByte, written[d]);
-    specs[2 * d + 1] = written[d] ? ResultSpec{layout.sizes(x, direction), layout.dtype, true}
-                                  : ResultSpec{{0}, layout.dtype, false};
+    spec(part_of(direction, 0), at::kByte, sizes_of_codes(quantizer, x.sym_sizes(), direction));
+    spec(part_of(direction, 1), layout.dtype, layout.sizes(MatrixSize(x.sym_sizes()), direction));
+    spec(part_of(direction, 2), at::kFloat, {1});
   }
-  specs[group_amax] = mask[2] ? scalar(at::kFloat) : ResultSpec{{0}, at::kFloat, false};
+  spec(group_amax, at::kFloat, {});
   return specs;
 }
 
-Group group_reference(const Tensor& x, const std::optional<Tensor>& scale,
+Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask) {
   const GroupMask written = written_of(quantizer, mask);
-  Group group = quantizer.scaling->reference(x, scale, quantizer, written);
-  const at::ScalarType scale_dtype = quantizer.format->layout.dtype;
-  for (size_t part = 0; part < group_size; ++part)
-    if (!written[part / 2])
-      group[part] = at::empty({0}, x.options().dtype(part == group_amax ? at::kFloat
-                                                     : part % 2 == 0    ? at::kByte
-                                                                        : scale_dtype));
+  Group group = quantizer.scaling->reference(x, given, quantizer, written);
+  for (const auto& [part, dtype] : {std::pair(row_codes, at::kByte),
+                                    {row_scale, quantizer.format->layout.dtype},
+                                    {row_amax, at::kFloat},
+                                    {column_codes, at::kByte},
+                                    {column_scale, quantizer.format->layout.dtype},
+                                    {column_amax, at::kFloat},
+                                    {group_amax, at::kFloat}})
+    if (!is_written(quantizer, written, part))
+      group[part] = at::empty({0}, x.options().dtype(dtype));
   return group;
 }
 
 /// In float64, where no step of it rounds but the one that should.
-Tensor encode(const Tensor& scaled, kernels::Fp8Format format) {
+Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, const Tensor& words) {
   const kernels::Fp8Traits& f = kernels::traits_of(format);
-  const Tensor x = scaled.to(at::kDouble), magnitude = at::clamp(at::abs(x), 0, f.max);
+  const bool saturates = saturate || f.above == f.sign();
+  // Above its largest number a format goes on for a step at least.
+  const Tensor x = scaled.to(at::kDouble),
+               magnitude = at::clamp(at::abs(x), 0, saturates ? f.max : 2 * f.max);
   // frexp gives zero the exponent 0, as if it lay in [0.5, 1).
   const Tensor exponent =
       at::where(magnitude == 0, f.min_exponent(),
                 at::clamp(std::get<1>(at::frexp(magnitude)) - 1, f.min_exponent()));
   const Tensor quantum =
       at::ldexp(at::scalar_tensor(1.0, x.options()), (exponent - f.mantissa_bits).to(at::kDouble));
-  const Tensor steps =
-      at::round(magnitude / quantum).to(at::kLong);  // nearest even, as at::round is
+  const Tensor quotient = magnitude / quantum;
+  Tensor steps;
+  if (words.defined()) {
+    const Tensor low = at::floor(quotient);
+    const Tensor chance = words.bitwise_right_shift(8).to(at::kDouble) * 0x1p-24;
+    steps = low.to(at::kLong) + (chance < quotient - low).to(at::kLong);
+  } else {
+    steps = at::round(quotient).to(at::kLong);  // nearest even, as at::round is
+  }
   const Tensor code =
       ((exponent - f.min_exponent()).to(at::kLong) * (int64_t{1} << f.mantissa_bits) + steps);
+  const Tensor bounded =
+      at::where(code > int64_t{f.largest}, int64_t{saturates ? f.largest : f.above}, code);
   const Tensor with_sign =
-      at::bitwise_or(at::clamp(code, 0, int64_t{f.largest}), at::signbit(x).to(at::kLong) * 128);
-  return at::where(at::isnan(x), 0x7F, with_sign).to(at::kByte);
+      at::bitwise_or(bounded, at::signbit(x).to(at::kLong) * int64_t{f.sign()});
+  return at::where(at::isnan(x), int64_t{f.nan_code()}, with_sign).to(at::kByte);
 }
 
 Tensor decode_values(const Tensor& codes, kernels::Fp8Format format) {

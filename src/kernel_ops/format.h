@@ -12,37 +12,68 @@
 
 namespace tandem {
 
-/// What whoever writes codes returns, absent tensors empty: the fixed group of results.
+/// What whoever writes codes returns, absent tensors empty: the fixed group of results. A value in
+/// codes is the three tensors of a direction, of which formats with one level of scale have two.
 enum GroupPart : size_t {
   row_codes,
   row_scale,
+  row_amax,
   column_codes,
   column_scale,
+  column_amax,
   group_amax,
   group_size
 };
+/// Of a value in codes: codes, scales, and the amax behind these.
+inline constexpr size_t kPartsOfCodes = 3;
+/// Which tensor of a group a part of the codes of a direction is.
+constexpr size_t part_of(Direction direction, size_t part) {
+  return kPartsOfCodes * static_cast<size_t>(direction) + part;
+}
 using Group = std::array<at::Tensor, group_size>;
-/// Which of them are wanted: codes and scale of rows, codes and scale of columns, amax.
+/// Which of them are wanted: those of rows, those of columns, amax.
 using GroupMask = std::array<bool, 3>;
+/// Place in a mask.
+constexpr size_t place_in_mask(size_t group_part) { return group_part / kPartsOfCodes; }
 
-/// Where the scales of a format lie, and what they do to numbers. source ~= decode(codes) *
-/// dequant_scale.
-struct ScaleLayout {
+/// Rows and columns of a tensor as a matrix over its last dimension.
+struct MatrixSize {
+  explicit MatrixSize(c10::SymIntArrayRef sizes);
+  c10::SymInt rows, cols;
+};
+
+/// A value in codes, of one direction.
+struct Codes {
+  const at::Tensor &codes, &dequant_scale;
+  /// Where the format has one.
+  std::optional<at::Tensor> amax;
+  Direction direction;
+};
+
+/// Where the codes and scales of a format lie, and what these do to numbers. source ~=
+/// decode(codes) * dequant_scale.
+struct CodeLayout {
   /// Codes and scale of rows are those of columns too.
   bool serves_both_directions = false;
   /// To a product of decoded codes, as one number per tensor; else to numbers as they are decoded.
   bool applies_at_end = false;
+  /// A second level of scale: codes come with the amax of what they are of, [1], float32.
+  bool has_amax = false;
+  /// Of the scales.
   at::ScalarType dtype = at::kFloat;
-  /// Sizes of the scales of x or of its codes, which lie as x does, uint8.
-  c10::SymDimVector (*sizes)(const at::Tensor& x, Direction direction) = nullptr;
+  /// Sizes of the scales of a matrix of numbers.
+  c10::SymDimVector (*sizes)(const MatrixSize& numbers, Direction direction) = nullptr;
+  /// Of codes that are packed: sizes of the codes of numbers of these sizes, uint8, and of the
+  /// numbers, padded to whole blocks, of codes of these sizes. Null: codes lie as the numbers do.
+  c10::SymDimVector (*packed_sizes)(c10::SymIntArrayRef numbers, Direction direction) = nullptr;
+  c10::SymDimVector (*unpacked_sizes)(c10::SymIntArrayRef codes, Direction direction) = nullptr;
   /// y = decode(codes) * dequant_scale in float32, rounded once to y's dtype. On the CPU, into
-  /// contiguous y.
-  void (*dequantize)(const at::Tensor& codes, const at::Tensor& dequant_scale,
-                     kernels::Fp8Format element, Direction direction,
-                     const at::Tensor& y) = nullptr;
-  /// dequant_scale as float32 that broadcasts over the codes.
-  at::Tensor (*scales_of_elements)(const at::Tensor& codes, const at::Tensor& dequant_scale,
-                                   Direction direction) = nullptr;
+  /// contiguous y; of packed codes y may end before their padding does.
+  void (*dequantize)(const Codes& codes, kernels::Fp8Format element, const at::Tensor& y) = nullptr;
+  /// Codes one by one, in ATen operations. Null: they are not packed.
+  at::Tensor (*unpacked)(const at::Tensor& codes, Direction direction) = nullptr;
+  /// dequant_scale as float32 that broadcasts over the unpacked codes.
+  at::Tensor (*scales_of_elements)(const Codes& codes) = nullptr;
 };
 
 /// A row of the table of formats.
@@ -50,7 +81,7 @@ struct FormatDef {
   /// "fp8_e4m3".
   std::string_view name;
   kernels::Fp8Format element;
-  const ScaleLayout& layout;
+  const CodeLayout& layout;
   /// The kinds of scale that it may have, the one that is meant where none is named first.
   std::span<const ScalingDef* const> scalings;
 };
@@ -69,18 +100,28 @@ struct NormToQuantize {
   float* inv_norm = nullptr;
 };
 
+/// What a quantizer is given beside x.
+enum class Given : uint8_t {
+  nothing,
+  /// What x is multiplied by: one float32.
+  scale,
+  /// Of stochastic rounding: one int64, the seed, or two, the seed and an offset.
+  seed,
+};
+
 /// A kind of scale: how scales come about, and what computes codes with them.
 struct ScalingDef {
   /// "current"; empty where the format says it.
   std::string_view name;
-  bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false;
+  bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false,
+       has_hadamard = false, has_stochastic_rounding = false;
   /// a quantization scale is an operand, not computed from x.
   bool takes_scale = false;
   /// Writes the tensors of `group` that are defined, contiguous. On the CPU.
-  void (*quantize)(const at::Tensor& x, const std::optional<at::Tensor>& scale,
+  void (*quantize)(const at::Tensor& x, const std::optional<at::Tensor>& given,
                    const Quantizer& quantizer, Group& group) = nullptr;
   /// The same in ATen operations, for every device and dtype.
-  Group (*reference)(const at::Tensor& x, const std::optional<at::Tensor>& scale,
+  Group (*reference)(const at::Tensor& x, const std::optional<at::Tensor>& given,
                      const Quantizer& quantizer, GroupMask mask) = nullptr;
   /// Norm and quantize in one kernel with the same bits; nullptr: one after the other.
   void (*norm_quantize)(const NormToQuantize& norm, const Quantizer& quantizer,
@@ -90,25 +131,53 @@ struct ScalingDef {
 /// All formats.
 std::span<const FormatDef> formats();
 
+inline Given given_to(const Quantizer& quantizer) {
+  if (quantizer.scaling->takes_scale) return Given::scale;
+  return quantizer.stochastic_rounding ? Given::seed : Given::nothing;
+}
+
 /// What is written of what is wanted: a value that serves both directions is that of rows.
 inline GroupMask written_of(const Quantizer& quantizer, GroupMask mask) {
   if (!quantizer.format->layout.serves_both_directions) return mask;
   return {mask[0] || mask[1], false, mask[2]};
 }
 
+/// Whether a group has this tensor, where `written` is written.
+inline bool is_written(const Quantizer& quantizer, GroupMask written, size_t group_part) {
+  const bool is_amax_of_codes =
+      group_part != group_amax && group_part % kPartsOfCodes == kPartsOfCodes - 1;
+  return written[place_in_mask(group_part)] &&
+         (!is_amax_of_codes || quantizer.format->layout.has_amax);
+}
+
+/// Whether codes have other sizes than their numbers.
+inline bool is_packed(const Quantizer& quantizer) {
+  return quantizer.format->layout.packed_sizes != nullptr;
+}
+/// Sizes of the codes of numbers of these sizes; and of the numbers, with their padding, of codes.
+c10::SymDimVector sizes_of_codes(const Quantizer& quantizer, c10::SymIntArrayRef numbers,
+                                 Direction direction);
+c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayRef codes,
+                                   Direction direction);
+
 namespace kernel_ops {
 
-/// Sizes and dtypes of the group of x, after checking that the quantizer has the scale that it
+/// Dtypes of what quantizers are given.
+inline constexpr Dtypes kGiven(at::kFloat, at::kLong);
+
+/// Sizes and dtypes of the group of x, after checking that the quantizer has been given what it
 /// takes.
 std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& scale,
+                                               const std::optional<Tensor>& given,
                                                const Quantizer& quantizer, GroupMask mask);
 /// The composite reference, masked.
-Group group_reference(const Tensor& x, const std::optional<Tensor>& scale,
+Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask);
 
-/// The saturating cast and its inverse in ATen operations, exact for every dtype and device.
-Tensor encode(const Tensor& scaled, kernels::Fp8Format format);
+/// The cast and its inverse in ATen operations, exact for every dtype and device. With `words`,
+/// random ones in int64 for each element, it rounds up or down by chance.
+Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate = true,
+              const Tensor& words = {});
 Tensor decode_values(const Tensor& codes, kernels::Fp8Format format);
 
 }  // namespace kernel_ops

@@ -25,18 +25,10 @@ using at::Tensor;
 
 constexpr int64_t kBlock = kernels::kMxBlock;
 
-/// Rows and columns of x as a matrix over its last dimension.
-struct MatrixSize {
-  explicit MatrixSize(const Tensor& x)
-      : rows(kernel_ops::rows_of(x)), cols(x.dim() == 0 ? c10::SymInt(1) : x.sym_size(-1)) {}
-  c10::SymInt rows, cols;
-};
-
 c10::SymInt blocks_in(const c10::SymInt& size) { return (size + (kBlock - 1)) / kBlock; }
 c10::SymInt up(const c10::SymInt& size, int64_t to) { return (size + (to - 1)) / to * to; }
 
-c10::SymDimVector sizes_of_scales(const Tensor& x, Direction direction) {
-  const MatrixSize size(x);
+c10::SymDimVector sizes_of_scales(const MatrixSize& size, Direction direction) {
   if (direction == Direction::row) return {up(size.rows, 128), up(blocks_in(size.cols), 4)};
   return {up(blocks_in(size.rows), 4), up(size.cols, 128)};
 }
@@ -45,11 +37,10 @@ kernels::MxDirection kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::MxDirection::row : kernels::MxDirection::column;
 }
 
-void dequantize(const Tensor& codes, const Tensor& dequant_scale, kernels::Fp8Format element,
-                Direction direction, const Tensor& y) {
-  kernels::cpu::mxfp8_dequantize(codes.const_data_ptr<uint8_t>(),
-                                 dequant_scale.const_data_ptr<uint8_t>(), element,
-                                 kernel_direction(direction), kernel_ops::rows_out(y));
+void dequantize(const Codes& codes, kernels::Fp8Format element, const Tensor& y) {
+  kernels::cpu::mxfp8_dequantize(codes.codes.const_data_ptr<uint8_t>(),
+                                 codes.dequant_scale.const_data_ptr<uint8_t>(), element,
+                                 kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
 /// 2^exponent in float32, exactly.
@@ -63,7 +54,8 @@ Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
 
-Tensor scales_of_elements(const Tensor& codes, const Tensor& dequant_scale, Direction direction) {
+Tensor scales_of_elements(const Codes& of) {
+  const auto& [codes, dequant_scale, amax, direction] = of;
   const int64_t cols = codes.dim() == 0 ? 1 : codes.size(-1);
   const int64_t rows = kernel_ops::rows_of(codes).expect_int();
   const bool is_row = direction == Direction::row;
@@ -124,7 +116,7 @@ std::pair<Tensor, Tensor> quantized(const Tensor& source, const Tensor& magnitud
       is_row ? for_elements(codes_of_blocks, 1, cols) : for_elements(codes_of_blocks, 0, rows);
   const Tensor codes =
       kernel_ops::encode(source * power_of_two(127 - of_elements), quantizer.format->element);
-  const auto sizes = sizes_of_scales(source, direction);
+  const auto sizes = sizes_of_scales(MatrixSize(source.sym_sizes()), direction);
   const Tensor scales = at::constant_pad_nd(codes_of_blocks.to(at::kByte),
                                             {0, sizes[1].expect_int() - codes_of_blocks.size(1), 0,
                                              sizes[0].expect_int() - codes_of_blocks.size(0)});
@@ -133,17 +125,16 @@ std::pair<Tensor, Tensor> quantized(const Tensor& source, const Tensor& magnitud
 
 Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
                 GroupMask mask) {
-  const MatrixSize size(x);
+  const MatrixSize size(x.sym_sizes());
   const Tensor source = x.to(at::kFloat).reshape({size.rows.expect_int(), size.cols.expect_int()});
   const Tensor absolute = at::abs(source);
   const Tensor magnitude = at::where(at::isnan(absolute), 0.0f, absolute);
   Group group;
   for (const Direction direction : {Direction::row, Direction::column}) {
-    const auto d = static_cast<size_t>(direction);
-    if (!mask[d]) continue;
+    if (!mask[static_cast<size_t>(direction)]) continue;
     auto [codes, scales] = quantized(source, magnitude, quantizer, direction);
-    group[2 * d] = codes.view(x.sizes());
-    group[2 * d + 1] = scales;
+    group[part_of(direction, 0)] = codes.view(x.sizes());
+    group[part_of(direction, 1)] = scales;
   }
   group[group_amax] = at::cat({magnitude.flatten(), at::zeros({1}, magnitude.options())}).amax();
   return group;
@@ -151,7 +142,7 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
 
 }  // namespace
 
-const ScaleLayout kMxScale{
+const CodeLayout kMxScale{
     .dtype = at::kByte,
     .sizes = sizes_of_scales,
     .dequantize = dequantize,

@@ -7,7 +7,7 @@ namespace tandem {
 
 /// dequant_scale is E8M0 in uint8: of rows [up(rows, 128), up(blocks, 4)], of columns [up(blocks,
 /// 4), up(cols, 128)], zero where there is no block.
-extern const ScaleLayout kMxScale;
+extern const CodeLayout kMxScale;
 
 /// Per block: dequant_scale = the power of two at or above amax / format max, codes = cast(x /
 /// dequant_scale), saturating. Each direction is made from x; with square blocks, of 32 by 32, both

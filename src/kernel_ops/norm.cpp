@@ -88,7 +88,7 @@ Group group_of(const Results<N>& results) {
 /// quantizes.
 template <typename Norm>
 void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& weight,
-                   const std::optional<Tensor>& scale, const Quantizer& quantizer, Tensor y,
+                   const std::optional<Tensor>& given, const Quantizer& quantizer, Tensor y,
                    Group group, Norm&& norm) {
   // Codes of a column lie along the last dimension but one of y, which a row then goes beyond.
   if (quantizer.scaling->norm_quantize != nullptr && group[row_codes].defined() &&
@@ -98,7 +98,7 @@ void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& w
   }
   if (!y.defined()) y = empty_cpu(x.sizes(), weight.scalar_type());
   norm(y);
-  quantizer.scaling->quantize(y, scale, quantizer, group);
+  quantizer.scaling->quantize(y, given, quantizer, group);
 }
 
 /// The bias of a norm has the shape of its weight.
@@ -341,24 +341,18 @@ Results<4> AddNormForward::reference(const Tensor& x, const Tensor& extra, const
   return {kept, y, masked_out(inv_rms), inv_rms};
 }
 
-Specs<7> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
-                                 const std::optional<Tensor>& scale, double eps,
-                                 bool zero_centered_gamma, const Quantizer& quantizer,
-                                 std::array<bool, 4> output_mask) {
+Specs<2 + group_size> RmsNormQuantize::shapes(const Tensor& x, const Tensor& weight,
+                                              const std::optional<Tensor>& given, double eps,
+                                              bool zero_centered_gamma, const Quantizer& quantizer,
+                                              std::array<bool, 4> output_mask) {
   const auto [y, inv_rms] = RmsNormForward::shapes(x, weight, eps, zero_centered_gamma);
-  auto group = group_specs(kName, x, scale, quantizer, group_mask(output_mask));
-  return {like(x, y.dtype, output_mask[0]),
-          inv_rms,
-          std::move(group[0]),
-          std::move(group[1]),
-          std::move(group[2]),
-          std::move(group[3]),
-          std::move(group[4])};
+  return joined(Specs<2>{like(x, y.dtype, output_mask[0]), inv_rms},
+                group_specs(kName, x, given, quantizer, group_mask(output_mask)));
 }
 
-void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
+void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& given,
                           double eps, bool zero_centered_gamma, const Quantizer& quantizer,
-                          std::array<bool, 4>, Results<7>& results) {
+                          std::array<bool, 4>, Results<2 + group_size>& results) {
   const RowsIn rows(x, weight.dim());
   const VectorIn gamma(weight);
   const auto options = norm_options(eps, zero_centered_gamma);
@@ -370,48 +364,38 @@ void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::opti
                  .y_element = element_of(weight.scalar_type()),
                  .y = rows_out(results[0]),
                  .inv_norm = inv_rms},
-                x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
+                x, weight, given, quantizer, results[0], group_of(results), [&](const Tensor& y) {
                   kernels::cpu::rms_norm_forward(rows, gamma, options, rows_out(y, weight.dim()),
                                                  inv_rms);
                 });
 }
 
-Results<7> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight,
-                                      const std::optional<Tensor>& scale, double eps,
-                                      bool zero_centered_gamma, const Quantizer& quantizer,
-                                      std::array<bool, 4> output_mask) {
+Results<2 + group_size> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight,
+                                                   const std::optional<Tensor>& given, double eps,
+                                                   bool zero_centered_gamma,
+                                                   const Quantizer& quantizer,
+                                                   std::array<bool, 4> output_mask) {
   const auto [y, inv_rms] = RmsNormForward::reference(x, weight, eps, zero_centered_gamma);
-  const auto group = Quantize::reference(y, scale, quantizer, group_mask(output_mask));
-  return {output_mask[0] ? y : masked_out(weight),
-          inv_rms,
-          group[0],
-          group[1],
-          group[2],
-          group[3],
-          group[4]};
+  return joined(Results<2>{output_mask[0] ? y : masked_out(weight), inv_rms},
+                Quantize::reference(y, given, quantizer, group_mask(output_mask)));
 }
 
-Specs<8> LayerNormQuantize::shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                   const std::optional<Tensor>& scale, double eps,
-                                   bool zero_centered_gamma, const Quantizer& quantizer,
-                                   std::array<bool, 4> output_mask) {
+Specs<3 + group_size> LayerNormQuantize::shapes(const Tensor& x, const Tensor& weight,
+                                                const Tensor& bias,
+                                                const std::optional<Tensor>& given, double eps,
+                                                bool zero_centered_gamma,
+                                                const Quantizer& quantizer,
+                                                std::array<bool, 4> output_mask) {
   const auto [y, mean, inv_std] =
       LayerNormForward::shapes(x, weight, bias, eps, zero_centered_gamma);
-  auto group = group_specs(kName, x, scale, quantizer, group_mask(output_mask));
-  return {like(x, y.dtype, output_mask[0]),
-          mean,
-          inv_std,
-          std::move(group[0]),
-          std::move(group[1]),
-          std::move(group[2]),
-          std::move(group[3]),
-          std::move(group[4])};
+  return joined(Specs<3>{like(x, y.dtype, output_mask[0]), mean, inv_std},
+                group_specs(kName, x, given, quantizer, group_mask(output_mask)));
 }
 
 void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                            const std::optional<Tensor>& scale, double eps,
+                            const std::optional<Tensor>& given, double eps,
                             bool zero_centered_gamma, const Quantizer& quantizer,
-                            std::array<bool, 4>, Results<8>& results) {
+                            std::array<bool, 4>, Results<3 + group_size>& results) {
   const RowsIn rows(x, weight.dim());
   const VectorIn gamma(weight), beta(bias);
   const auto options = norm_options(eps, zero_centered_gamma);
@@ -425,27 +409,22 @@ void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor&
                  .is_centered = true,
                  .mean = mean,
                  .inv_norm = inv_std},
-                x, weight, scale, quantizer, results[0], group_of(results), [&](const Tensor& y) {
+                x, weight, given, quantizer, results[0], group_of(results), [&](const Tensor& y) {
                   kernels::cpu::layer_norm_forward(rows, gamma, beta, options,
                                                    rows_out(y, weight.dim()), mean, inv_std);
                 });
 }
 
-Results<8> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                        const std::optional<Tensor>& scale, double eps,
-                                        bool zero_centered_gamma, const Quantizer& quantizer,
-                                        std::array<bool, 4> output_mask) {
+Results<3 + group_size> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight,
+                                                     const Tensor& bias,
+                                                     const std::optional<Tensor>& given, double eps,
+                                                     bool zero_centered_gamma,
+                                                     const Quantizer& quantizer,
+                                                     std::array<bool, 4> output_mask) {
   const auto [y, mean, inv_std] =
       LayerNormForward::reference(x, weight, bias, eps, zero_centered_gamma);
-  const auto group = Quantize::reference(y, scale, quantizer, group_mask(output_mask));
-  return {output_mask[0] ? y : masked_out(weight),
-          mean,
-          inv_std,
-          group[0],
-          group[1],
-          group[2],
-          group[3],
-          group[4]};
+  return joined(Results<3>{output_mask[0] ? y : masked_out(weight), mean, inv_std},
+                Quantize::reference(y, given, quantizer, group_mask(output_mask)));
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

@@ -2,7 +2,7 @@
 // where weight is).
 #pragma once
 
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/format.h"
 
 namespace tandem::kernel_ops {
 
@@ -156,19 +156,21 @@ struct RmsNormQuantize {
   static constexpr const char* kName = "rms_norm_quantize";
   static constexpr const char* kQualifiedName = "tandem::rms_norm_quantize";
   static constexpr const char* kSchema =
-      "rms_norm_quantize(Tensor x, Tensor weight, Tensor? scale, float eps, bool "
+      "rms_norm_quantize(Tensor x, Tensor weight, Tensor? given, float eps, bool "
       "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor inv_rms, "
-      "Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, Tensor amax)";
-  static Specs<7> shapes(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
-                         double eps, bool zero_centered_gamma, const Quantizer& quantizer,
-                         std::array<bool, 4> output_mask);
-  static void cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scale,
+      "Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, Tensor "
+      "column_scale, Tensor column_amax, Tensor amax)";
+  static Specs<2 + group_size> shapes(const Tensor& x, const Tensor& weight,
+                                      const std::optional<Tensor>& given, double eps,
+                                      bool zero_centered_gamma, const Quantizer& quantizer,
+                                      std::array<bool, 4> output_mask);
+  static void cpu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& given,
                   double eps, bool zero_centered_gamma, const Quantizer& quantizer,
-                  std::array<bool, 4> output_mask, Results<7>& results);
-  static Results<7> reference(const Tensor& x, const Tensor& weight,
-                              const std::optional<Tensor>& scale, double eps,
-                              bool zero_centered_gamma, const Quantizer& quantizer,
-                              std::array<bool, 4> output_mask);
+                  std::array<bool, 4> output_mask, Results<2 + group_size>& results);
+  static Results<2 + group_size> reference(const Tensor& x, const Tensor& weight,
+                                           const std::optional<Tensor>& given, double eps,
+                                           bool zero_centered_gamma, const Quantizer& quantizer,
+                                           std::array<bool, 4> output_mask);
 };
 
 /// LayerNormForward and Quantize of its y in one, likewise.
@@ -176,20 +178,23 @@ struct LayerNormQuantize {
   static constexpr const char* kName = "layer_norm_quantize";
   static constexpr const char* kQualifiedName = "tandem::layer_norm_quantize";
   static constexpr const char* kSchema =
-      "layer_norm_quantize(Tensor x, Tensor weight, Tensor bias, Tensor? scale, float eps, bool "
+      "layer_norm_quantize(Tensor x, Tensor weight, Tensor bias, Tensor? given, float eps, bool "
       "zero_centered_gamma, str quantizer, bool[4] output_mask) -> (Tensor y, Tensor mean, Tensor "
-      "inv_std, Tensor row_codes, Tensor row_scale, Tensor column_codes, Tensor column_scale, "
-      "Tensor amax)";
-  static Specs<8> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                         const std::optional<Tensor>& scale, double eps, bool zero_centered_gamma,
-                         const Quantizer& quantizer, std::array<bool, 4> output_mask);
+      "inv_std, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, Tensor "
+      "column_scale, Tensor column_amax, Tensor amax)";
+  static Specs<3 + group_size> shapes(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                      const std::optional<Tensor>& given, double eps,
+                                      bool zero_centered_gamma, const Quantizer& quantizer,
+                                      std::array<bool, 4> output_mask);
   static void cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                  const std::optional<Tensor>& scale, double eps, bool zero_centered_gamma,
-                  const Quantizer& quantizer, std::array<bool, 4> output_mask, Results<8>& results);
-  static Results<8> reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                              const std::optional<Tensor>& scale, double eps,
-                              bool zero_centered_gamma, const Quantizer& quantizer,
-                              std::array<bool, 4> output_mask);
+                  const std::optional<Tensor>& given, double eps, bool zero_centered_gamma,
+                  const Quantizer& quantizer, std::array<bool, 4> output_mask,
+                  Results<3 + group_size>& results);
+  static Results<3 + group_size> reference(const Tensor& x, const Tensor& weight,
+                                           const Tensor& bias, const std::optional<Tensor>& given,
+                                           double eps, bool zero_centered_gamma,
+                                           const Quantizer& quantizer,
+                                           std::array<bool, 4> output_mask);
 };
 
 }  // namespace tandem::kernel_ops

@@ -244,8 +244,9 @@ ProductType::Operand operand(const Factor& factor) {
 
 bool is_plain_on(c10::Device device, const Factor& factor) {
   return factor.matrix.device() == device && is_plain(factor.matrix) &&
-         (factor.dequant_scale == nullptr ||
-          (factor.dequant_scale->device() == device && is_plain(*factor.dequant_scale)));
+         std::ranges::all_of(std::array{factor.dequant_scale, factor.amax}, [&](const auto* scale) {
+           return scale == nullptr || (scale->device() == device && is_plain(*scale));
+         });
 }
 
 }  // namespace

@@ -15,13 +15,16 @@ enum class Rows : uint8_t { of_the_result, contracted };
 /// that the last bits depend on their number; those of quantized products must not.
 enum class Sums : uint8_t { any, independent_of_threads };
 
-/// A matrix that a product reads: numbers, or the codes of a quantizer and their scales.
+/// A matrix that a product reads: numbers, or the codes of a quantizer, which may be packed, and
+/// their scales.
 struct Factor {
   const at::Tensor& matrix;
   /// Null: numbers.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
   const at::Tensor* dequant_scale = nullptr;
+  /// Where the format has one.
+  const at::Tensor* amax = nullptr;
 };
 
 /// What a product is to whoever chooses its implementation.

@@ -1,9 +1,9 @@
 #include "kernel_ops/quantize.h"
 
 #include <ATen/TensorOperators.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "kernel_ops/checks.h"
+#include "kernel_ops/gradient.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/register.h"
 #include "kernel_ops/shapes.h"
@@ -14,28 +14,27 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-void no_gradient(std::string_view op, const Tensor& x) {
-  // Below autograd whoever calls has the gradient in hand.
-  const bool is_recorded =
-      c10::GradMode::is_enabled() &&
-      !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
-  TORCH_CHECK_NOT_IMPLEMENTED(!(is_recorded && x.requires_grad()), op,
-                              ": expected a tensor that needs no gradient, got one that requires "
-                              "it. Rounding has no useful ",
-                              "derivative: quantize inside a pipeline, whose backward passes the "
-                              "gradient through, or detach x.");
-}
-
 Direction direction_of(bool column) { return column ? Direction::column : Direction::row; }
 
-void check_codes_and_scale(const char* op, const Tensor& codes, const Tensor& dequant_scale,
-                           const Quantizer& quantizer, bool column) {
+/// The sizes of the numbers of these codes, after checking that all of it belongs together.
+c10::SymDimVector checked_sizes(const char* op, const Tensor& codes, const Tensor& dequant_scale,
+                                const Quantizer& quantizer, bool column,
+                                const std::optional<Tensor>& amax) {
   check_codes(op, codes);
-  const ScaleLayout& layout = quantizer.format->layout;
-  const auto sizes = layout.sizes(codes, direction_of(column));
+  const CodeLayout& layout = quantizer.format->layout;
+  TORCH_CHECK_VALUE(amax.has_value() == layout.has_amax, op, ": expected ",
+                    layout.has_amax ? "an" : "no", " amax with codes of ", quantizer.text, ", got ",
+                    amax ? "one" : "none", ". Pass what quantize returned beside the codes.");
+  if (amax) check_one_element(op, *amax, "amax");
+  TORCH_CHECK_VALUE(!is_packed(quantizer) || codes.dim() >= 1, op,
+                    ": expected packed codes with at least 1 dimension, got a scalar. Pass what ",
+                    "quantize returned.");
+  const Direction direction = direction_of(column);
+  const c10::SymDimVector numbers = sizes_of_numbers(quantizer, codes.sym_sizes(), direction);
+  const auto sizes = layout.sizes(MatrixSize(numbers), direction);
   if (sizes.empty()) {
     check_one_element(op, dequant_scale, "dequant_scale");
-    return;
+    return numbers;
   }
   TORCH_CHECK_VALUE(dequant_scale.sym_sizes() == c10::SymIntArrayRef(sizes) &&
                         dequant_scale.scalar_type() == layout.dtype,
@@ -44,6 +43,7 @@ void check_codes_and_scale(const char* op, const Tensor& codes, const Tensor& de
                     codes.sym_sizes(), " of ", quantizer.text, ", got shape ",
                     dequant_scale.sym_sizes(), ", ", dtype_name(dequant_scale.scalar_type()),
                     ". Pass what quantize returned beside the codes.");
+  return numbers;
 }
 
 float number_of(const std::optional<Tensor>& scale) {
@@ -52,53 +52,75 @@ float number_of(const std::optional<Tensor>& scale) {
 
 }  // namespace
 
-Specs<5> Quantize::shapes(const Tensor& x, const std::optional<Tensor>& scale,
-                          const Quantizer& quantizer, std::array<bool, 3> output_mask) {
-  return group_specs("quantize", x, scale, quantizer, output_mask);
+Specs<group_size> Quantize::shapes(const Tensor& x, const std::optional<Tensor>& given,
+                                   const Quantizer& quantizer, std::array<bool, 3> output_mask) {
+  return group_specs("quantize", x, given, quantizer, output_mask);
 }
 
-void Quantize::cpu(const Tensor& x, const std::optional<Tensor>& scale, const Quantizer& quantizer,
-                   std::array<bool, 3>, Results<5>& results) {
-  quantizer.scaling->quantize(x, scale, quantizer, results);
+void Quantize::cpu(const Tensor& x, const std::optional<Tensor>& given, const Quantizer& quantizer,
+                   std::array<bool, 3>, Results<group_size>& results) {
+  quantizer.scaling->quantize(x, given, quantizer, results);
 }
 
-Results<5> Quantize::reference(const Tensor& x, const std::optional<Tensor>& scale,
-                               const Quantizer& quantizer, std::array<bool, 3> output_mask) {
-  no_gradient("quantize", x);
-  return group_reference(x, scale, quantizer, output_mask);
+Results<group_size> Quantize::reference(const Tensor& x, const std::optional<Tensor>& given,
+                                        const Quantizer& quantizer,
+                                        std::array<bool, 3> output_mask) {
+  check_no_gradient("quantize", x);
+  return group_reference(x, given, quantizer, output_mask);
 }
 
 Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
-                            const Quantizer& quantizer, bool column, at::ScalarType dtype) {
-  check_codes_and_scale("dequantize", codes, dequant_scale, quantizer, column);
-  return {like(codes, dtype)};
+                            const Quantizer& quantizer, bool column, at::ScalarType dtype,
+                            const std::optional<Tensor>& amax, at::OptionalSymIntArrayRef sizes) {
+  c10::SymDimVector numbers =
+      checked_sizes("dequantize", codes, dequant_scale, quantizer, column, amax);
+  if (!sizes) return {ResultSpec{std::move(numbers), dtype, true}};
+  const auto packed = sizes_of_codes(quantizer, *sizes, direction_of(column));
+  TORCH_CHECK_VALUE(codes.sym_sizes() == c10::SymIntArrayRef(packed),
+                    "dequantize: expected codes of shape ", c10::SymIntArrayRef(packed),
+                    " for numbers of shape ", *sizes, ", got ", codes.sym_sizes(),
+                    ". Pass the sizes of what was quantized.");
+  return {ResultSpec{{sizes->begin(), sizes->end()}, dtype, true}};
 }
 
 void Dequantize::cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
-                     bool column, at::ScalarType, Results<1>& results) {
+                     bool column, at::ScalarType, const std::optional<Tensor>& amax,
+                     at::OptionalSymIntArrayRef, Results<1>& results) {
   const FormatDef& format = *quantizer.format;
-  format.layout.dequantize(codes.contiguous(), dequant_scale.contiguous(), format.element,
-                           direction_of(column), results[0]);
+  const Tensor source = codes.contiguous(), scale = dequant_scale.contiguous();
+  format.layout.dequantize({source, scale, amax, direction_of(column)}, format.element, results[0]);
 }
 
 Results<1> Dequantize::reference(const Tensor& codes, const Tensor& dequant_scale,
-                                 const Quantizer& quantizer, bool column, at::ScalarType dtype) {
+                                 const Quantizer& quantizer, bool column, at::ScalarType dtype,
+                                 const std::optional<Tensor>& amax,
+                                 at::OptionalSymIntArrayRef sizes) {
   const FormatDef& format = *quantizer.format;
-  const Tensor scales =
-      format.layout.scales_of_elements(codes, dequant_scale, direction_of(column));
-  return {(decode_values(codes, format.element) * scales).to(dtype)};
+  const Direction direction = direction_of(column);
+  const Tensor scales = format.layout.scales_of_elements({codes, dequant_scale, amax, direction});
+  const Tensor each =
+      format.layout.unpacked == nullptr ? codes : format.layout.unpacked(codes, direction);
+  Tensor numbers = (decode_values(each, format.element) * scales).to(dtype);
+  if (is_packed(quantizer) && sizes) {
+    const MatrixSize size(*sizes);
+    numbers = numbers.flatten(0, -2).narrow_symint(0, 0, size.rows).narrow_symint(1, 0, size.cols);
+    numbers = numbers.reshape_symint(*sizes);
+  }
+  return {numbers};
 }
 
 Specs<1> Decode::shapes(const Tensor& codes, const Tensor& dequant_scale,
-                        const Quantizer& quantizer, bool column) {
-  check_codes_and_scale("decode", codes, dequant_scale, quantizer, column);
-  return {like(codes, at::kFloat)};
+                        const Quantizer& quantizer, bool column,
+                        const std::optional<Tensor>& amax) {
+  return {ResultSpec{checked_sizes("decode", codes, dequant_scale, quantizer, column, amax),
+                     at::kFloat, true}};
 }
 
 void Decode::cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
-                 bool column, Results<1>& results) {
+                 bool column, const std::optional<Tensor>& amax, Results<1>& results) {
   if (!quantizer.format->layout.applies_at_end) {
-    Dequantize::cpu(codes, dequant_scale, quantizer, column, at::kFloat, results);
+    Dequantize::cpu(codes, dequant_scale, quantizer, column, at::kFloat, amax, std::nullopt,
+                    results);
     return;
   }
   const Tensor source = codes.contiguous();
@@ -107,9 +129,11 @@ void Decode::cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantiz
 }
 
 Results<1> Decode::reference(const Tensor& codes, const Tensor& dequant_scale,
-                             const Quantizer& quantizer, bool column) {
+                             const Quantizer& quantizer, bool column,
+                             const std::optional<Tensor>& amax) {
   if (!quantizer.format->layout.applies_at_end)
-    return Dequantize::reference(codes, dequant_scale, quantizer, column, at::kFloat);
+    return Dequantize::reference(codes, dequant_scale, quantizer, column, at::kFloat, amax,
+                                 std::nullopt);
   return {decode_values(codes, quantizer.format->element)};
 }
 
@@ -136,11 +160,12 @@ Results<1> ScaleProduct::reference(const Tensor& product, const std::optional<Te
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<Quantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic>::these, Quantize::cpu}});
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, Quantize::cpu}});
   register_kernel_op<Dequantize>(
-      library, {{"cpu", at::kCPU, Takes<kCodes, kScale, kArithmetic>::these, Dequantize::cpu}});
-  register_kernel_op<Decode>(library,
-                             {{"cpu", at::kCPU, Takes<kCodes, kScale>::these, Decode::cpu}});
+      library,
+      {{"cpu", at::kCPU, Takes<kCodes, kScale, kArithmetic, kStatistic>::these, Dequantize::cpu}});
+  register_kernel_op<Decode>(
+      library, {{"cpu", at::kCPU, Takes<kCodes, kScale, kStatistic>::these, Decode::cpu}});
   register_kernel_op<ScaleProduct>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic, kStatistic, kArithmetic>::these,
                  ScaleProduct::cpu}});

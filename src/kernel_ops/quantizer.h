@@ -1,6 +1,7 @@
 // Quantizers: what is asked of whoever writes codes, as interned values with one canonical text.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -31,6 +32,11 @@ struct Quantizer {
   bool power_of_two = false;
   /// "2d": a block is as high as it is wide, and both directions have the same codes.
   bool square_blocks = false;
+  /// "rht": column codes are of groups that an orthogonal matrix has rotated, the same for both
+  /// operands of a product.
+  bool hadamard = false;
+  /// "sr": codes are rounded up or down by chance, right on average, by a seed that is passed in.
+  bool stochastic_rounding = false;
   /// Canonical: "fp8_e4m3:current:eps=0:pow2=0".
   std::string text;
 };
@@ -49,6 +55,9 @@ TANDEM_API const Quantizer& quantizer(Quantizer options);
 TANDEM_API double unit_of(const Quantizer& quantizer);
 /// Whether codes and scale of one direction are those of the other too.
 TANDEM_API bool serves_both_directions(const Quantizer& quantizer);
+/// Tensors that a value in codes consists of: codes, their scales and, in formats with a second
+/// level of scale, the amax that it comes from.
+TANDEM_API size_t tensors_of_codes(const Quantizer& quantizer);
 /// As `explain` prints the format: "fp8_e4m3".
 TANDEM_API std::string_view format_name(const Quantizer& quantizer);
 

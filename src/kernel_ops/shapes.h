@@ -2,6 +2,8 @@
 // tracing with dynamic shapes works.
 #pragma once
 
+#include <algorithm>
+
 #include "kernel_ops/kernel_op.h"
 
 namespace tandem::kernel_ops {
@@ -16,6 +18,14 @@ inline c10::SymInt rows_of(const Tensor& x, int64_t row_dims = 1) {
 
 inline c10::SymDimVector sizes_of(const Tensor& x) {
   return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
+}
+
+/// One array behind the other.
+template <typename T, size_t A, size_t B>
+std::array<T, A + B> joined(std::array<T, A> first, std::array<T, B> second) {
+  std::array<T, A + B> all;
+  std::move(second.begin(), second.end(), std::move(first.begin(), first.end(), all.begin()));
+  return all;
 }
 
 /// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so

@@ -3,17 +3,13 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/clamp.h>
-#include <ATen/ops/frexp.h>
-#include <ATen/ops/isinf.h>
 #include <ATen/ops/isnan.h>
-#include <ATen/ops/ldexp.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
 
+#include "kernel_ops/block_scaling.h"
 #include "kernel_ops/operands.h"
 #include "kernels/quantize.h"
 
@@ -25,18 +21,15 @@ using at::Tensor;
 
 constexpr float kFloatMax = std::numeric_limits<float>::max();
 
-c10::SymDimVector one_number(const Tensor&, Direction) { return {}; }
+c10::SymDimVector one_number(const MatrixSize&, Direction) { return {}; }
 
-void dequantize(const Tensor& codes, const Tensor& dequant_scale, kernels::Fp8Format element,
-                Direction, const Tensor& y) {
-  kernels::cpu::dequantize(codes.const_data_ptr<uint8_t>(), element,
-                           *dequant_scale.to(at::kFloat).const_data_ptr<float>(),
+void dequantize(const Codes& codes, kernels::Fp8Format element, const Tensor& y) {
+  kernels::cpu::dequantize(codes.codes.const_data_ptr<uint8_t>(), element,
+                           *codes.dequant_scale.to(at::kFloat).const_data_ptr<float>(),
                            kernel_ops::rows_out(y));
 }
 
-Tensor scales_of_elements(const Tensor&, const Tensor& dequant_scale, Direction) {
-  return dequant_scale;
-}
+Tensor scales_of_elements(const Codes& codes) { return codes.dequant_scale; }
 
 kernels::CurrentScaling options_of(const Quantizer& quantizer) {
   return {quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
@@ -81,15 +74,13 @@ Tensor amax_of(const Tensor& source) {
   return at::cat({finite, at::zeros({1}, finite.options())}).amax();
 }
 
-/// A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32
-/// quotient.
-Tensor inverse_of(const Tensor& scale) { return (1.0 / scale.to(at::kDouble)).to(at::kFloat); }
-
 Group delayed_reference(const Tensor& x, const std::optional<Tensor>& scale,
                         const Quantizer& quantizer, GroupMask) {
   const Tensor source = x.to(at::kFloat), number = scale->to(at::kFloat).squeeze();
   return {kernel_ops::encode(source * number, quantizer.format->element),
           inverse_of(number),
+          {},
+          {},
           {},
           {},
           amax_of(source)};
@@ -99,20 +90,8 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
                         GroupMask) {
   const auto format = quantizer.format->element;
   const Tensor source = x.to(at::kFloat), amax = amax_of(source);
-  const Tensor bounded = at::clamp(amax, static_cast<float>(quantizer.amax_epsilon));
-  const Tensor quotient =
-      (at::scalar_tensor(double{kernels::fp8_max(format)}, bounded.options().dtype(at::kDouble)) /
-       bounded.to(at::kDouble))
-          .to(at::kFloat);
-  Tensor scale = at::where(at::isinf(quotient), kFloatMax, quotient);
-  if (quantizer.power_of_two) {
-    const Tensor exponent = std::get<1>(at::frexp(scale)) - 1;
-    scale = at::ldexp(at::scalar_tensor(1.0, scale.options().dtype(at::kDouble)),
-                      exponent.to(at::kDouble))
-                .to(at::kFloat);
-  }
-  scale = at::where((bounded == 0).bitwise_or(at::isinf(bounded)), 1.0f, scale).to(at::kFloat);
-  return {kernel_ops::encode(source * scale, format), inverse_of(scale), {}, {}, amax};
+  const Tensor scale = scale_from_amax(amax, quantizer, kFloatMax);
+  return {kernel_ops::encode(source * scale, format), inverse_of(scale), {}, {}, {}, {}, amax};
 }
 
 void norm_quantize(const NormToQuantize& norm, const Quantizer& quantizer, Group& group) {
@@ -129,7 +108,7 @@ void norm_quantize(const NormToQuantize& norm, const Quantizer& quantizer, Group
 
 }  // namespace
 
-const ScaleLayout kTensorScale{
+const CodeLayout kTensorScale{
     .serves_both_directions = true,
     .applies_at_end = true,
     .dtype = at::kFloat,

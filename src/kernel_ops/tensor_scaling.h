@@ -8,7 +8,7 @@
 namespace tandem {
 
 /// dequant_scale is one float32 for both directions.
-extern const ScaleLayout kTensorScale;
+extern const CodeLayout kTensorScale;
 
 /// scale = format max / max(amax(x), epsilon), rounded down to a power of two where asked: codes =
 /// cast(x * scale), saturating.

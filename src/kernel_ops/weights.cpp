@@ -135,16 +135,24 @@ GroupMask mask_of(const Workspace& workspace) {
           workspace[group_amax].defined()};
 }
 
-void refresh_weight_plain(const at::Tensor& weight, const std::optional<at::Tensor>& row_codes,
-                          const std::optional<at::Tensor>& row_scale,
-                          const std::optional<at::Tensor>& column_codes,
-                          const std::optional<at::Tensor>& column_scale, at::Tensor& amax,
-                          at::Tensor& stamp, std::string_view text, bool backward) {
-  const auto given = [](const std::optional<at::Tensor>& part) {
-    return part.value_or(at::Tensor());
-  };
-  const Workspace workspace{
-      given(row_codes), given(row_scale), given(column_codes), given(column_scale), amax, stamp};
+using Part = std::optional<at::Tensor>;
+
+Workspace workspace_of(std::array<const Part*, group_amax> parts, const at::Tensor& amax,
+                       const at::Tensor& stamp) {
+  Workspace workspace;
+  for (size_t part = 0; part < parts.size(); ++part)
+    workspace[part] = parts[part]->value_or(at::Tensor());
+  workspace[group_amax] = amax;
+  workspace[stamp_part] = stamp;
+  return workspace;
+}
+
+void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const Part& row_scale,
+                          const Part& row_amax, const Part& column_codes, const Part& column_scale,
+                          const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
+                          std::string_view text, bool backward) {
+  const Workspace workspace = workspace_of(
+      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
   const Quantizer& quantizer = tandem::quantizer(text);
   check_workspace(weight, workspace, quantizer);
   const GroupMask mask = mask_of(workspace);
@@ -187,18 +195,13 @@ void refresh_weight_plain(const at::Tensor& weight, const std::optional<at::Tens
 }
 
 /// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
-void refresh_weight_shapes(const at::Tensor& weight, const std::optional<at::Tensor>& row_codes,
-                           const std::optional<at::Tensor>& row_scale,
-                           const std::optional<at::Tensor>& column_codes,
-                           const std::optional<at::Tensor>& column_scale, at::Tensor& amax,
-                           at::Tensor& stamp, std::string_view text, bool) {
-  const auto given = [](const std::optional<at::Tensor>& part) {
-    return part.value_or(at::Tensor());
-  };
-  check_workspace(
-      weight,
-      {given(row_codes), given(row_scale), given(column_codes), given(column_scale), amax, stamp},
-      quantizer(text));
+void refresh_weight_shapes(const at::Tensor& weight, const Part& row_codes, const Part& row_scale,
+                           const Part& row_amax, const Part& column_codes, const Part& column_scale,
+                           const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
+                           std::string_view text, bool) {
+  const Workspace workspace = workspace_of(
+      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
+  check_workspace(weight, workspace, quantizer(text));
 }
 
 }  // namespace
@@ -268,16 +271,15 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
 
 void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
                     const Quantizer& quantizer, bool backward) {
-  using Part = std::optional<at::Tensor>;
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::refresh_weight_", "")
-          .typed<void(const at::Tensor&, const Part&, const Part&, const Part&, const Part&,
-                      at::Tensor&, at::Tensor&, std::string_view, bool)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tandem::refresh_weight_", "")
+                             .typed<void(const at::Tensor&, const Part&, const Part&, const Part&,
+                                         const Part&, const Part&, const Part&, at::Tensor&,
+                                         at::Tensor&, std::string_view, bool)>();
   const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
   at::Tensor amax = workspace[group_amax], stamp = workspace[stamp_part];
-  op.call(weight, part(row_codes), part(row_scale), part(column_codes), part(column_scale), amax,
-          stamp, quantizer.text, backward);
+  op.call(weight, part(row_codes), part(row_scale), part(row_amax), part(column_codes),
+          part(column_scale), part(column_amax), amax, stamp, quantizer.text, backward);
 }
 
 void weights_changed() { ++optimizer_epoch; }
@@ -291,8 +293,8 @@ RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.def(
       "refresh_weight_(Tensor weight, Tensor(a!)? row_codes, Tensor(b!)? row_scale, Tensor(c!)? "
-      "column_codes, Tensor(d!)? column_scale, Tensor(e!) amax, Tensor(f!) stamp, str quantizer, "
-      "bool backward) -> ()",
+      "row_amax, Tensor(d!)? column_codes, Tensor(e!)? column_scale, Tensor(f!)? column_amax, "
+      "Tensor(g!) amax, Tensor(h!) stamp, str quantizer, bool backward) -> ()",
       {at::Tag::pt2_compliant_tag});
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);

@@ -20,7 +20,8 @@ inline constexpr int64_t kStampSize = 8;
 /// the stamp.
 enum WorkspacePart : size_t { stamp_part = group_size, workspace_size };
 inline constexpr const char* kWorkspaceNames[workspace_size] = {
-    "row_codes", "row_scale", "column_codes", "column_scale", "amax", "stamp"};
+    "row_codes",    "row_scale",   "row_amax", "column_codes",
+    "column_scale", "column_amax", "amax",     "stamp"};
 
 /// A workspace as it is passed around: undefined where the weight's readers need no codes of that
 /// direction.
@@ -29,7 +30,7 @@ using Workspace = std::array<at::Tensor, workspace_size>;
 /// Which tensors the workspace of a weight has whose codes are read in these directions: `mask` is
 /// that of a group.
 inline bool has_part(const Quantizer& quantizer, GroupMask mask, size_t part) {
-  return part == stamp_part || written_of(quantizer, mask)[part / 2];
+  return part == stamp_part || is_written(quantizer, written_of(quantizer, mask), part);
 }
 /// A fresh one, whose stamp says that it holds nothing.
 Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask);

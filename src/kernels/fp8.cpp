@@ -49,14 +49,15 @@ bool is_below(float amax, float eps) {
 uint8_t fp8_from_float(float value, Fp8Format format) {
   const Fp8Traits& traits = traits_of(format);
   const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFF, sign = (bits >> 24) & 0x80;
-  if (magnitude > kInfinity) return 0x7F;
+  const uint32_t magnitude = bits & 0x7FFFFFFF, sign = bits >> 31 != 0 ? traits.sign() : 0;
+  if (magnitude > kInfinity) return static_cast<uint8_t>(traits.nan_code());
   return static_cast<uint8_t>(sign | std::min(round_magnitude(magnitude, traits), traits.largest));
 }
 
 float float_from_fp8(uint8_t code, Fp8Format format) {
   const Fp8Traits& traits = traits_of(format);
-  const uint32_t magnitude = code & 0x7F, sign = (code & 0x80u) << 24;
+  const uint32_t magnitude = code & traits.nan_code(), sign = (code & traits.sign())
+                                                              << (32 - traits.bits);
   if (magnitude >= traits.first_nan) return std::numeric_limits<float>::quiet_NaN();
   if (magnitude > traits.largest) return std::bit_cast<float>(sign | kInfinity);
   const int mantissa_bits = traits.mantissa_bits;

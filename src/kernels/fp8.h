@@ -1,5 +1,5 @@
-// Number formats of quantized tensors: the FP8 formats of OCP OFP8 v1.0, and E8M0, the scale format
-// of OCP MX v1.0.
+// Number formats of quantized tensors: the FP8 formats of OCP OFP8 v1.0, and E2M1 and E8M0, the
+// element of four bits and the scale format of OCP MX v1.0.
 #pragma once
 
 #include <bit>
@@ -9,13 +9,15 @@
 
 namespace tandem::kernels {
 
-/// An element format of 8 bits: its place in kFp8Formats.
-enum class Fp8Format : uint8_t { e4m3, e5m2 };
+/// An element format of 8 bits, or of 4: its place in kFp8Formats.
+enum class Fp8Format : uint8_t { e4m3, e5m2, e2m1 };
 
 /// What defines a format of one sign, some exponent and the other mantissa bits; all else follows
 /// from these.
 struct Fp8Traits {
   const char* name;
+  /// Of a code.
+  int bits;
   int mantissa_bits;
   int bias;
   /// The largest finite value.
@@ -26,8 +28,14 @@ struct Fp8Traits {
   uint32_t largest;
   /// Code of what is larger: the first NaN, or infinity.
   uint32_t above;
-  /// The least code of a NaN; `above` is infinity where it is less.
+  /// The least code of a NaN; `above` is infinity where it is less. A format without either has
+  /// none of these codes: they are where its sign is.
   uint32_t first_nan;
+
+  /// Set in the codes of negative numbers.
+  constexpr uint32_t sign() const { return 1u << (bits - 1); }
+  /// What NaN of either sign is cast to: all bits below the sign.
+  constexpr uint32_t nan_code() const { return sign() - 1; }
 
   /// Of normal numbers.
   constexpr int min_exponent() const { return 1 - bias; }
@@ -42,8 +50,9 @@ struct Fp8Traits {
 
 /// The only list of formats, in the order of Fp8Format.
 inline constexpr Fp8Traits kFp8Formats[] = {
-    {"e4m3", 3, 7, 448.0f, 464.0f, 0x7E, 0x7F, 0x7F},
-    {"e5m2", 2, 15, 57344.0f, 61440.0f, 0x7B, 0x7C, 0x7D},
+    {"e4m3", 8, 3, 7, 448.0f, 464.0f, 0x7E, 0x7F, 0x7F},
+    {"e5m2", 8, 2, 15, 57344.0f, 61440.0f, 0x7B, 0x7C, 0x7D},
+    {"e2m1", 4, 1, 1, 6.0f, 7.0f, 0x7, 0x8, 0x8},
 };
 
 constexpr const Fp8Traits& traits_of(Fp8Format format) {
@@ -52,7 +61,7 @@ constexpr const Fp8Traits& traits_of(Fp8Format format) {
 constexpr float fp8_max(Fp8Format format) { return traits_of(format).max; }
 
 /// One rounding to nearest even in the format's own precision, saturating; NaN of either sign gives
-/// 0x7F. The scalar reference.
+/// all bits below the sign: 0x7F, and 0x7, which is 6, in E2M1. The scalar reference.
 uint8_t fp8_from_float(float value, Fp8Format format);
 
 /// The value of a code; all NaN codes give a quiet NaN.

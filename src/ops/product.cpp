@@ -96,7 +96,10 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                    right = matrix(call.in(b.read), b.transposed, call.path());
   const auto factor = [&](const at::Tensor& codes, size_t read) -> kernel_ops::Factor {
-    return {codes, call.type(read).quantizer, call.type(read).direction, &call.in(read, 1)};
+    const Type& type = call.type(read);
+    const bool has_amax = type.quantizer->format->layout.has_amax;
+    return {codes, type.quantizer, type.direction, &call.in(read, 1),
+            has_amax ? &call.in(read, kPartsOfCodes - 1) : nullptr};
   };
   const Product product(factor(left, a.read), factor(right, b.read), dtype, rows,
                         Sums::independent_of_threads);
@@ -112,7 +115,8 @@ struct Decoded {
   Decoded(Call& call, size_t read)
       : quantizer(*call.type(read).quantizer),
         values(call.run<kernel_ops::Decode>(call.in(read), call.in(read, 1), quantizer,
-                                            call.type(read).direction == Direction::column)[0]) {
+                                            call.type(read).direction == Direction::column,
+                                            call.amax_of_codes(read))[0]) {
     if (quantizer.format->layout.applies_at_end) scale = call.in(read, 1);
   }
   const Quantizer& quantizer;
@@ -205,15 +209,15 @@ c10::SymDimVector output_sizes(const at::Tensor& x, const at::Tensor& weight) {
 }
 
 void check_linear(const Call& call, size_t x, size_t weight) {
-  const at::Tensor &input = call.in(x), &matrix = call.in(weight);
-  TORCH_CHECK_VALUE(matrix.dim() == 2,
+  const c10::SymDimVector input = call.sizes_of_numbers(x), matrix = call.sizes_of_numbers(weight);
+  TORCH_CHECK_VALUE(matrix.size() == 2,
                     "linear: expected weight of shape [out_features, in_features], got ",
-                    matrix.sym_sizes(), ". Pass a matrix.");
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) == matrix.sym_size(1),
-                    "linear: expected x with ", matrix.sym_size(1),
-                    " features in its last dimension, as weight ", matrix.sym_sizes(),
-                    " has, got x of shape ", input.sym_sizes(), ". Build the op with in_features=",
-                    input.dim() ? input.sym_size(-1) : c10::SymInt(1), " or reshape x.");
+                    c10::SymIntArrayRef(matrix), ". Pass a matrix.");
+  TORCH_CHECK_VALUE(!input.empty() && input.back() == matrix[1], "linear: expected x with ",
+                    matrix[1], " features in its last dimension, as weight ",
+                    c10::SymIntArrayRef(matrix), " has, got x of shape ",
+                    c10::SymIntArrayRef(input), ". Build the op with in_features=",
+                    input.empty() ? c10::SymInt(1) : input.back(), " or reshape x.");
 }
 
 at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype,

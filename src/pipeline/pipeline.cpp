@@ -122,13 +122,16 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     });
     if (held == state.workspaces.end())
       held = state.workspaces.insert(held, HeldWorkspace{w, quantizer, mask, {}, {}});
-    const at::Tensor& codes = held->parts[mask[0] ? row_codes : column_codes];
+    const Direction direction =
+        held->parts[row_codes].defined() ? Direction::row : Direction::column;
+    const at::Tensor& codes = held->parts[part_of(direction, 0)];
     // A call on another thread, or a graph, may still read the codes of another weight: those stay
     // as they are.
     CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
     const bool is_free = codes.use_count() <= 1 || held->coded == coded;
     held->coded = std::move(coded);
-    if (!is_free || !codes.defined() || codes.sizes() != weight.sizes() ||
+    if (!is_free || !codes.defined() ||
+        codes.sym_sizes() != sizes_of_codes(*quantizer, weight.sym_sizes(), direction) ||
         codes.device() != weight.device()) {
       c10::InferenceMode no_inference(false);  // a workspace must serve in every mode
       held->parts = kernel_ops::make_workspace(weight, *quantizer, mask);

@@ -49,7 +49,7 @@ double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Fr
       for (const Value value : *list) {
         if (!exists(value) || index_of(value) >= plan.types.size()) continue;
         const Type& type = plan.types[index_of(value)];
-        if (tensors_per_value(type.format) == 0) continue;
+        if (tensors_per_value(type) == 0) continue;
         if (list == &member.writes) unit = std::max(unit, unit_of(type.dtype));
         const at::Tensor& tensor = values.tensor(value);
         if (!tensor.defined()) continue;
@@ -80,9 +80,11 @@ bool has_rows_of(const at::Tensor& tensor, const at::Tensor& result) {
 
 at::Tensor decoded(Frame& frame, Value codes) {
   const Type& type = frame.type(codes);
+  std::optional<at::Tensor> amax;
+  if (tensors_per_value(type) == kPartsOfCodes) amax = frame.tensor(codes, kPartsOfCodes - 1);
   return kernel_ops::dispatch<kernel_ops::Dequantize>(
       frame.tensor(codes, 0), frame.tensor(codes, 1), *type.quantizer,
-      type.direction == Direction::column, type.dtype)[0];
+      type.direction == Direction::column, type.dtype, amax, at::OptionalSymIntArrayRef())[0];
 }
 
 at::Tensor state_of(at::Generator& generator) {
@@ -136,7 +138,7 @@ bool StepCheck::provide(Value value, Replay& reference) {
       frame_.opaque(value) = reference.frame().opaque(value);
       break;
     default:
-      for (size_t part = 0; part < tensors_per_value(format); ++part)
+      for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
         frame_.tensor(value, part) = reference.frame().tensor(value, part);
   }
   return true;
@@ -146,11 +148,11 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
                                Replay& reference, bool& is_same) {
   const Value value = step.writes[write];
   const Format format = frame_.type(value).format;
-  if (!reference.has(value) || tensors_per_value(format) == 0) return "";
+  if (!reference.has(value) || tensors_per_value(frame_.type(value)) == 0) return "";
   Frame& expected = reference.frame();
   ++comparisons_;
   bool equal = true;
-  for (size_t part = 0; part < tensors_per_value(format); ++part)
+  for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
     equal &= difference(frame_.tensor(value, part), expected.tensor(value, part), 0, 0).empty();
   if (equal) return "";
   is_same = false;
@@ -218,7 +220,7 @@ at::Tensor StepCheck::scale_of(const Step& step, Value value, const Steps& membe
 
 bool StepCheck::holds_tensor(Value value) {
   return exists(value) && index_of(value) < bounds_.size() &&
-         tensors_per_value(frame_.type(value).format) != 0;
+         tensors_per_value(frame_.type(value)) != 0;
 }
 
 void StepCheck::carry_bounds(const Step& step, bool is_same, double tolerance) {

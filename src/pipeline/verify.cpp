@@ -234,7 +234,7 @@ class Verification {
       if (!forward.has(value))
         continue;  // private to a joint fusion, whose other half was compared
       if (steps.bound(value).in_norm && type.format == Format::codes) continue;
-      for (size_t part = 0; part < tensors_per_value(type.format) && found.empty(); ++part)
+      for (size_t part = 0; part < tensors_per_value(type) && found.empty(); ++part)
         found = whole("kept " + type.name, kept[k][part], value, part, forward);
     }
     for (size_t i = 0; i < gradients.size() && found.empty(); ++i)

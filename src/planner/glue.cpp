@@ -10,6 +10,7 @@
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/quantize.h"
+#include "kernel_ops/shapes.h"
 #include "kernel_ops/weights.h"
 
 namespace tandem {
@@ -100,15 +101,18 @@ void run_draw_seed(Call& call) {
 }
 
 void run_quantize(Call& call) {
-  enum Read { x, scale };
-  call.write_codes<kernel_ops::Quantize>(call.in(x), call.maybe(scale), call.options<Quantizer>(),
+  enum Read { x, given };
+  call.write_codes<kernel_ops::Quantize>([&] { return kernel_ops::sizes_of(call.in(x)); },
+                                         call.in(x), call.maybe(given), call.options<Quantizer>(),
                                          call.output_mask<3>());
 }
 
 void run_dequantize(Call& call) {
   const Type& type = call.type(0);
+  const auto sizes = call.sizes_of_numbers(0);
   call.write<kernel_ops::Dequantize>(call.in(0), call.in(0, 1), *type.quantizer,
-                                     type.direction == Direction::column, call.out_type(0).dtype);
+                                     type.direction == Direction::column, call.out_type(0).dtype,
+                                     call.amax_of_codes(0), at::OptionalSymIntArrayRef(sizes));
 }
 
 struct SlotOptions {
@@ -155,8 +159,14 @@ void run_refresh_weight(Call& call) {
     if (call.has(first_part + part)) workspace[part] = call.in(first_part + part);
   call.took(kernel_ops::kDispatcher);
   kernel_ops::refresh_weight(call.in(weight), workspace, call.options<Quantizer>(), kBackward);
-  for (size_t part = row_codes; part <= column_scale; ++part)
-    if (call.wants(part / 2)) call.out(part / 2, workspace[part], part % 2);
+  for (const Direction direction : {Direction::row, Direction::column})
+    if (const auto write = static_cast<size_t>(direction); call.wants(write)) {
+      const Type& type = call.out_type(write);
+      for (size_t part = 0; part < tensors_per_value(type); ++part)
+        call.out(write, workspace[part_of(direction, part)], part);
+      call.note_sizes(call.step().writes[write], type,
+                      [&] { return kernel_ops::sizes_of(call.in(weight)); });
+    }
 }
 
 }  // namespace
@@ -196,8 +206,8 @@ Step seed_step(Value x, Value seed) {
   return step_of(StepKind::seed, "draw_seed", run_draw_seed, {"x"}, {x}, {"seed"}, {seed});
 }
 
-Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantizer& quantizer) {
-  Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x", "scale"}, {x, scale},
+Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer) {
+  Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x", "given"}, {x, given},
                       {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
   step.options = {options_of(quantizer)};
   return step;

@@ -28,8 +28,8 @@ Step round_step(Value x, Value y, size_t op);
 Step seed_step(Value x, Value seed);
 /// What a step that quantizes writes: row codes, column codes, amax.
 using GroupValues = std::array<Value, 3>;
-/// codes and amax of x; `scale` where the quantizer takes one.
-Step quantize_step(Value x, Value scale, const GroupValues& group, const Quantizer& quantizer);
+/// codes and amax of x; `given`, a scale or a seed, where the quantizer takes one.
+Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer);
 /// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
 /// number.
 struct StateSlot {

@@ -90,6 +90,9 @@ class ForwardLowering {
     draft_.param_codes.push_back(codes.codes[1] == codes.codes[0] ? Value::none : codes.codes[1]);
     const Flow plain = new_flow(draft_.add(result_type(dtype, name + " decoded")));
     draft_.requires_grad[index_of(plain.value)] = draft_.needs_grad(from.value);
+    TORCH_CHECK_VALUE(traits.row || !traits.quantizer->hadamard, name,
+                      ": expected a parameter with codes of rows, got rotated codes of columns ",
+                      "alone, which do not tell its numbers. Quantize it with rowwise=True.");
     draft_.forward.push_back(dequantize_step(codes.codes[traits.row ? 0 : 1], plain.value));
     flow_.events.push_back({Event::cast, npos, from, plain});
     bound_params_[param] = plain;

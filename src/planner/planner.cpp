@@ -52,7 +52,7 @@ void assign_slots(Plan& plan) {
       plan.slot_of.push_back(static_cast<uint32_t>(plan.shapes++));
     } else {
       plan.slot_of.push_back(static_cast<uint32_t>(plan.tensor_slots));
-      plan.tensor_slots += tensors_per_value(type.format);
+      plan.tensor_slots += tensors_per_value(type);
     }
   }
   plan.kept_at.assign(plan.types.size(), -1);

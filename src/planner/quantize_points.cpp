@@ -215,8 +215,10 @@ class QuantizePoints {
           known != draft_.codes_of_params.end()) {
         const Value given = known->second.codes[static_cast<size_t>(contract.along)];
         // It is in the recipe's format: what its owner has made of it counts, whatever kind of
-        // scale the recipe would choose.
-        if (exists(given) && known->second.quantizer->format == quantizer.format)
+        // scale the recipe would choose. Columns that are rotated have products with such alone.
+        const Quantizer& own = *known->second.quantizer;
+        const bool is_rotated = contract.along == Direction::column && own.hadamard;
+        if (exists(given) && own.format == quantizer.format && !is_rotated)
           return is_calibrating_ ? itself : given;
       } else if (caches_weights() && is_param(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
@@ -242,6 +244,21 @@ class QuantizePoints {
     return {{row, add(Direction::column, " by columns")}};
   }
 
+  /// What a quantizer that rounds by chance is given. Seeds of gradients are drawn in forward too,
+  /// in the order of the ops: a graph that is retained has the same gradients twice.
+  Value seed_of(Value plain, const Quantizer& quantizer, Steps& steps) {
+    if (given_to(quantizer) != Given::seed) return Value::none;
+    const Value seed = draft_.add(
+        {at::kLong, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".seed"});
+    const Step draw = seed_step(draft_.inputs[0], seed);
+    if (is_backward_) {
+      draft_.forward.insert(draft_.forward.begin(), draw);
+    } else {
+      steps.push_back(draw);
+    }
+    return seed;
+  }
+
   Representations quantized(const Key& key, Steps& steps, Codes& codes) {
     for (const Codes* known : {&forward_, &codes})
       for (const Slot& slot : {key.slot, Slot()})
@@ -257,7 +274,7 @@ class QuantizePoints {
     const GroupValues group{is_calibrating_ ? Value::none : row,
                             column == row ? Value::none : column, amax};
     if (key.slot.op == npos) {
-      steps.push_back(quantize_step(plain, Value::none, group, quantizer));
+      steps.push_back(quantize_step(plain, seed_of(plain, quantizer, steps), group, quantizer));
     } else {
       const StateSlot slot = state_of(key.slot);
       const Value scale = draft_.add(
@@ -290,8 +307,8 @@ class QuantizePoints {
   Values add_workspace(const CachedWeight& cached) {
     Values workspace;
     const at::ScalarType scale = cached.quantizer->format->layout.dtype;
-    const at::ScalarType dtypes[kernel_ops::workspace_size] = {at::kByte, scale,      at::kByte,
-                                                               scale,     at::kFloat, at::kLong};
+    const at::ScalarType dtypes[kernel_ops::workspace_size] = {
+        at::kByte, scale, at::kFloat, at::kByte, scale, at::kFloat, at::kFloat, at::kLong};
     for (size_t part = 0; part < kernel_ops::workspace_size; ++part) {
       const bool is_there = kernel_ops::has_part(*cached.quantizer, cached.parts, part);
       workspace.push_back(

@@ -90,6 +90,77 @@ struct Rules<DelayedScaling> {
 };
 
 template <>
+struct Rules<Float8BlockScaling> {
+  using Recipe = Float8BlockScaling;
+  static constexpr std::string_view kName = "Float8BlockScaling";
+
+  static Signature signature() {
+    return {
+        Recipe(),
+        {{"use_f32_scales", &Recipe::use_f32_scales, "whether scales are no powers of two"},
+         format_option<Recipe>(),
+         {"x_block_scaling_dim", &Recipe::x_block_scaling_dim, between(1, 2),
+          "blocks of inputs: 1, lines of 128, or 2, squares"},
+         {"w_block_scaling_dim", &Recipe::w_block_scaling_dim, between(1, 2), "blocks of weights"},
+         {"grad_block_scaling_dim", &Recipe::grad_block_scaling_dim, between(1, 2),
+          "blocks of gradients"},
+         {"amax_epsilon_input", &Recipe::amax_epsilon_input, at_least(0),
+          "the least amax of inputs"},
+         {"amax_epsilon_weight", &Recipe::amax_epsilon_weight, at_least(0),
+          "the least amax of weights"},
+         {"amax_epsilon_grad_output", &Recipe::amax_epsilon_grad_output, at_least(0),
+          "the least amax of gradients"}}};
+  }
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    const int squares = (recipe.x_block_scaling_dim == 2) + (recipe.w_block_scaling_dim == 2) +
+                        (recipe.grad_block_scaling_dim == 2);
+    TORCH_CHECK_VALUE(squares <= 1, kName, ": expected squares for one operand at most, got ",
+                      squares, " block scaling dims of 2. No product takes two.");
+    struct Of {
+      double epsilon;
+      int64_t dim;
+    };
+    const bool is_gradient = slot.role == Role::grad_output;
+    const Of of = is_gradient ? Of{recipe.amax_epsilon_grad_output, recipe.grad_block_scaling_dim}
+                  : slot.role == Role::weight
+                      ? Of{recipe.amax_epsilon_weight, recipe.w_block_scaling_dim}
+                      : Of{recipe.amax_epsilon_input, recipe.x_block_scaling_dim};
+    const std::string element = is_wide(recipe.fp8_format, is_gradient) ? "e5m2" : "e4m3";
+    Quantizer options = quantizer((of.dim == 2 ? "fp8_128x128_" : "fp8_1x128_") + element);
+    options.amax_epsilon = of.epsilon;
+    options.power_of_two = !recipe.use_f32_scales;
+    return quantizer(std::move(options));
+  }
+};
+
+template <>
+struct Rules<NVFP4BlockScaling> {
+  using Recipe = NVFP4BlockScaling;
+  static constexpr std::string_view kName = "NVFP4BlockScaling";
+
+  static Signature signature() {
+    return {Recipe(),
+            {{"disable_rht", &Recipe::disable_rht,
+              "whether operands of the gradients of weights are left unrotated"},
+             {"disable_stochastic_rounding", &Recipe::disable_stochastic_rounding,
+              "whether gradients are rounded to nearest"},
+             {"disable_2d_quantization", &Recipe::disable_2d_quantization,
+              "whether blocks of weights are lines, not 16 by 16"}}};
+  }
+
+  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    Quantizer options = quantizer("nvfp4");
+    const bool is_weight = slot.role == Role::weight;
+    options.square_blocks = is_weight && !recipe.disable_2d_quantization;
+    options.hadamard = !is_weight && !recipe.disable_rht;
+    options.stochastic_rounding =
+        slot.role == Role::grad_output && !recipe.disable_stochastic_rounding;
+    return quantizer(std::move(options));
+  }
+};
+
+template <>
 struct Rules<MXFP8BlockScaling> {
   using Recipe = MXFP8BlockScaling;
   static constexpr std::string_view kName = "MXFP8BlockScaling";

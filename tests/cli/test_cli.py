@@ -220,7 +220,7 @@ def test_explain_formats(tmp_path):
     assert "<svg" in output.read_text()
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["none", "fp8", "delayed", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_passes(recipe, dtype):
     arguments = ["verify", *MLP, "--recipe", recipe, "--dtype", dtype, "--rows", 32]

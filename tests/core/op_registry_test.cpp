@@ -294,9 +294,15 @@ TEST(OpRegistryErrors, ContractsWithoutARoleAndRolesWithoutAContract) {
 }
 
 TEST(Values, PartsOfFormats) {
-  EXPECT_EQ(tensors_per_value(Format::plain), 1u);
-  EXPECT_EQ(tensors_per_value(Format::codes), 2u);
-  EXPECT_EQ(tensors_per_value(Format::shape), 0u);
+  const auto type = [](Format format, const char* quantizer) {
+    Type result{.format = format};
+    if (quantizer != nullptr) result.quantizer = &tandem::quantizer(quantizer);
+    return result;
+  };
+  EXPECT_EQ(tensors_per_value(type(Format::plain, nullptr)), 1u);
+  EXPECT_EQ(tensors_per_value(type(Format::codes, "fp8_e4m3")), 2u);
+  EXPECT_EQ(tensors_per_value(type(Format::codes, "nvfp4")), 3u);
+  EXPECT_EQ(tensors_per_value(type(Format::shape, nullptr)), 0u);
   EXPECT_FALSE(exists(Value::none));
 }
 

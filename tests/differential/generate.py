@@ -222,6 +222,13 @@ def _mode(r: random.Random, kind: str) -> Case:
 
 def _recipe(r: random.Random) -> Case:
     recipe: Case = {}
+    if r.random() < 0.4:
+        recipe["kind"] = r.choice(["block", "mxfp8", "nvfp4"])
+        if r.random() < 0.5 and recipe["kind"] != "nvfp4":
+            recipe["format"] = "E4M3"
+        if r.random() < 0.3 and recipe["kind"] == "block":
+            recipe["f32"] = 1
+        return recipe
     if r.random() < 0.3:
         recipe["pow2"] = 1
     if r.random() < 0.3:

@@ -30,8 +30,15 @@ class Outcome:
     aliases: list[bool] = field(default_factory=list)  # of the output that was written in place, by output
 
 
-def recipe_of(options: Case) -> tandem.recipe.Float8CurrentScaling:
+def recipe_of(options: Case) -> tandem.recipe.Recipe:
     formats = tandem.recipe.Format
+    format_of_blocks = formats.E4M3 if options.get("format") == "E4M3" else formats.HYBRID
+    if options.get("kind") == "block":
+        return tandem.recipe.Float8BlockScaling(use_f32_scales=bool(options.get("f32", 0)), fp8_format=format_of_blocks)
+    if options.get("kind") == "mxfp8":
+        return tandem.recipe.MXFP8BlockScaling(fp8_format=format_of_blocks)
+    if options.get("kind") == "nvfp4":
+        return tandem.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)
     return tandem.recipe.Float8CurrentScaling(
         use_power_2_scales=bool(options.get("pow2", 0)),
         fp8_format=formats.E4M3 if options.get("format") == "E4M3" else formats.HYBRID,
@@ -240,7 +247,8 @@ def _backward(outcome: Outcome, built: Built, mode: Case, outputs: list[torch.Te
         found = torch.autograd.grad(outputs, asked, stacked, is_grads_batched=True, allow_unused=True)
         for f in found:
             dtypes = {leaf.dtype for leaf in built.leaves} | ({torch.float16} if mode.get("ac") == "f16" else set())
-            is_linear = not (mode.get("recipe") or {}).get("eps_grad_output")  # which sets a scale that does not follow the gradient
+            recipe = mode.get("recipe") or {}
+            is_linear = not recipe.get("eps_grad_output") and "kind" not in recipe  # scales that do not follow the gradient, or only by powers of two
             if f is not None and is_linear and not _are_multiples(f, dtypes):
                 outcome.notes.append("rows of a batched gradient do not agree")
         found = tuple(None if f is None else f[0] for f in found)

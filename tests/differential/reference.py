@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+import tandem
 from differential.build import Built
 from differential.case import HALVES, SCALED, Case
 
@@ -80,32 +81,53 @@ def quantized(x: torch.Tensor, name: str, recipe: Case, role: str) -> torch.Tens
     return (x * scale.double()).clamp(-largest, largest).float().to(dtype).double() * inverse
 
 
+def in_directions(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in the recipe's format and back, in the shape of x with blocks along its last dimension, and as a matrix with blocks along the other."""
+    rows = x.reshape(-1, x.shape[-1])
+    if "kind" not in recipe:
+        gradient = "e4m3" if recipe.get("format") == "E4M3" else "e5m2"
+        q = quantized(x, gradient if role == "grad_output" else "e4m3", recipe, role)
+        return q, q.reshape(rows.shape)
+    made = tandem.quantize(rows.detach().float(), quantizer_of(recipe, role))  # which has golden vectors of its own
+    return made.dequantize().double().reshape(x.shape), made.dequantize(columnwise=True).double()
+
+
+def quantizer_of(recipe: Case, role: str) -> tandem.Quantizer:
+    wide = role == "grad_output" and recipe.get("format") != "E4M3"
+    element, is_weight = torch.float8_e5m2 if wide else torch.float8_e4m3fn, role == "weight"
+    if recipe["kind"] == "block":
+        pow2 = not recipe.get("f32")
+        return tandem.Float8BlockQuantizer(element, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=1 + is_weight)
+    if recipe["kind"] == "mxfp8":
+        return tandem.MXFP8Quantizer(element)
+    rotates = not is_weight
+    return tandem.NVFP4Quantizer(with_rht=rotates, with_post_rht_amax=rotates, with_2d_quantization=is_weight)
+
+
 class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, recipe):
-        gradient = "e4m3" if recipe.get("format") == "E4M3" else "e5m2"
-        qx, qw = quantized(x, "e4m3", recipe, "input"), quantized(weight, "e4m3", recipe, "weight")
-        ctx.save_for_backward(qx, qw)
-        ctx.gradient, ctx.recipe = gradient, recipe
-        return qx @ qw.t()
+        (x_row, x_col), (w_row, w_col) = in_directions(x, recipe, "input"), in_directions(weight, recipe, "weight")
+        ctx.save_for_backward(x_col, w_col)
+        ctx.recipe = recipe
+        return x_row @ w_row.t()
 
     @staticmethod
     def backward(ctx, grad):
-        qx, qw = ctx.saved_tensors
-        g = quantized(grad, ctx.gradient, ctx.recipe, "grad_output")
-        return g @ qw, g.reshape(-1, g.shape[-1]).t() @ qx.reshape(-1, qx.shape[-1]), None
+        x_col, w_col = ctx.saved_tensors
+        g_row, g_col = in_directions(grad, ctx.recipe, "grad_output")
+        return g_row @ w_col, g_col.t() @ x_col, None
 
 
 class _QuantizedPoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, recipe, forward, backward):
         ctx.recipe, ctx.backward_too = recipe, backward
-        return quantized(x, "e4m3", recipe, "input") if forward else x.clone()
+        return in_directions(x, recipe, "input")[0] if forward else x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        gradient = "e4m3" if ctx.recipe.get("format") == "E4M3" else "e5m2"
-        return (quantized(grad, gradient, ctx.recipe, "grad_output") if ctx.backward_too else grad), None, None, None
+        return (in_directions(grad, ctx.recipe, "grad_output")[0] if ctx.backward_too else grad), None, None, None
 
 
 class Reference:

@@ -171,7 +171,8 @@ TEST(ActivationQuantize, FiresAndEqualsBitwise) {
     const bool is_glu = op.find("glu") != std::string::npos;
     const std::string fusion = is_glu ? "glu_quantize" : "activation_quantize";
     const Ops ops = {"basic_linear", op, "basic_linear"};
-    for (const std::string recipe : {"Float8CurrentScaling", "MXFP8BlockScaling"}) {
+    for (const std::string recipe :
+         {"Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"}) {
       const std::string fields = R"({"recipe": {"name": ")" + recipe + R"("}})",
                         unfused = R"({"fuse": false, "recipe": {"name": ")" + recipe + R"("}})";
       const auto params = [&](at::ScalarType dtype) {

@@ -24,21 +24,21 @@ std::vector<const Quantizer*> with_delayed() {
 template <typename Fused, typename Forward>
 void expect_the_bits_of_both(int64_t width_step) {
   for (const Quantizer* quantizer : with_delayed()) {
-    const Optional scale =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : Optional();
+    const Optional given =
+        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
     for_every_case(width_step, [&](const at::Tensor& z) {
       const at::Tensor y =
           dispatch<Forward>(z, Optional(), std::string_view("gelu"), array{false, true})[1];
       for (const auto& mask : {array{true, true, true, true}, array{false, true, false, true},
                                array{false, true, true, false}, array{true, false, false, true}}) {
         const array<bool, 3> group{mask[1], mask[2], mask[3]};
-        const auto codes = dispatch<Quantize>(y, scale, *quantizer, group);
-        const auto fused = dispatch<Fused>(z, scale, std::string_view("gelu"), *quantizer, mask);
+        const auto codes = dispatch<Quantize>(y, given, *quantizer, group);
+        const auto fused = dispatch<Fused>(z, given, std::string_view("gelu"), *quantizer, mask);
         EXPECT_TRUE(same(fused[0], mask[0] ? y : y.new_empty({0})));
         for (size_t part = 0; part < group_size; ++part)
           EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << " part " << part;
         const auto reference =
-            Fused::reference(z, scale, std::string_view("gelu"), *quantizer, mask);
+            Fused::reference(z, given, std::string_view("gelu"), *quantizer, mask);
         for (size_t i = 0; i < reference.size(); ++i)
           EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << quantizer->text << " result " << i;
       }
@@ -53,16 +53,16 @@ TEST(ActivationQuantizeOp, OfGatedUnitsToo) { expect_the_bits_of_both<GluQuantiz
 
 TEST(ActivationQuantizeOp, OfManyBlocksWithNanAndInfinity) {
   for (const Quantizer* quantizer : with_delayed()) {
-    const Optional scale =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(0.5f)) : Optional();
+    const Optional given =
+        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(0.5f)) : given_for(*quantizer);
     for (const auto dtype : kKernelDtypes) {
       at::Tensor z = random({600, 256}, dtype);
       z[17][3] = NAN;
       z[599][200] = INFINITY;
       const at::Tensor y =
           dispatch<GluForward>(z, Optional(), std::string_view("silu"), array{false, true})[1];
-      const auto codes = dispatch<Quantize>(y, scale, *quantizer, array{true, false, true});
-      const auto fused = dispatch<GluQuantize>(z, scale, std::string_view("silu"), *quantizer,
+      const auto codes = dispatch<Quantize>(y, given, *quantizer, array{true, false, true});
+      const auto fused = dispatch<GluQuantize>(z, given, std::string_view("silu"), *quantizer,
                                                array{false, true, false, true});
       for (size_t part = 0; part < group_size; ++part)
         EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << dtype << part;

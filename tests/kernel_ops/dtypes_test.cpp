@@ -139,7 +139,7 @@ TEST(KernelErrors, DtypesThatAnOpIsNotDefinedFor) {
   EXPECT_THAT(
       [] {
         dispatch<Decode>(filled({2, 4}, at::kFloat), at::ones({}), tandem::quantizer("fp8_e4m3"),
-                         false);
+                         false, std::optional<at::Tensor>());
       },
       ThrowsText<c10::TypeError>("decode: expected uint8 codes, got ", "float32",
                                  "Pass what a quantize op returned"));

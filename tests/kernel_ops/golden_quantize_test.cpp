@@ -2,9 +2,11 @@
 // reference, byte by byte.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 
 #include <cstring>
 
+#include "kernel_ops/block_scaling.h"
 #include "kernel_ops/quantize.h"
 #include "support/safetensors.h"
 #include "support/tensors.h"
@@ -35,17 +37,29 @@ at::Tensor raw(const Safetensors& file, const std::string& name, at::ScalarType 
 }
 
 const Quantizer& quantizer_of(const std::string& prefix, const nlohmann::json& options) {
-  Quantizer parsed = quantizer(prefix + options.at("fmt").get<std::string>());
+  std::string format = prefix + options.value("fmt", "");
+  if (options.value("dim", 1) == 2) format.replace(format.find("1x128"), 5, "128x128");
+  Quantizer parsed = quantizer(format);
   parsed.amax_epsilon = options.value("eps", 0.0);
   parsed.power_of_two = options.value("pow2", false);
   parsed.square_blocks = options.value("two_d", false);
+  parsed.hadamard = options.value("rht", false);
+  parsed.stochastic_rounding = options.value("sr", false);
   return quantizer(parsed);
+}
+
+/// The vectors of blocks of 128 and of NVFP4 have their columns transposed.
+bool is_transposed(const Quantizer& quantizer) {
+  return quantizer.format->layout.has_amax || quantizer.scaling == &kBlockScaling;
 }
 
 class GoldenQuantize : public ::testing::TestWithParam<Family> {};
 INSTANTIATE_TEST_SUITE_P(Families, GoldenQuantize,
                          ::testing::Values(Family{"golden_fp8", "_current_", "fp8_", 12},
-                                           Family{"golden_formats", "_mxfp8_", "mxfp8_", 13}),
+                                           Family{"golden_blocks", "_block_e4m3_", "fp8_1x128_",
+                                                  10},
+                                           Family{"golden_formats", "_mxfp8_", "mxfp8_", 13},
+                                           Family{"golden_blocks", "_nvfp4_", "nvfp4", 19}),
                          [](const auto& info) { return std::string(info.param.format) + "all"; });
 
 TEST_P(GoldenQuantize, CodesScalesAndNumbers) {
@@ -62,26 +76,49 @@ TEST_P(GoldenQuantize, CodesScalesAndNumbers) {
                              ? raw<uint32_t>(file, name + "/x", at::kFloat)
                              : raw<uint16_t>(file, name + "/x", at::kBFloat16);
     constexpr std::array kAll{true, true, true};
-    for (const Group& group : {dispatch<Quantize>(x, Optional(), quantizer, kAll),
-                               Quantize::reference(x, Optional(), quantizer, kAll)}) {
+    Optional given;
+    if (quantizer.stochastic_rounding)
+      given = at::tensor({options.at("seed").get<int64_t>(), options.at("offset").get<int64_t>()},
+                         at::kLong);
+    const at::ScalarType scale_dtype = quantizer.format->layout.dtype;
+    for (const Group& group : {dispatch<Quantize>(x, given, quantizer, kAll),
+                               Quantize::reference(x, given, quantizer, kAll)}) {
       const bool both = serves_both_directions(quantizer);
-      for (const bool column : {false, true}) {
+      for (const Direction direction : {Direction::row, Direction::column}) {
+        const bool column = direction == Direction::column;
         if (both && column) continue;
         const std::string prefix = name + (column ? "/col_" : "/row_");
-        const at::Tensor& codes = group[column ? column_codes : row_codes];
-        const at::Tensor& scale = group[column ? column_scale : row_scale];
-        EXPECT_TRUE(same(codes, raw<uint8_t>(file, prefix + "data", at::kByte))) << prefix;
-        EXPECT_TRUE(both ? same(scale.view({1}),
-                                raw<uint32_t>(file, name + "/scale_inv", at::kFloat).view({1}))
-                         : same(scale, raw<uint8_t>(file, prefix + "scale", at::kByte)))
+        const auto part = [&](const char* field, at::ScalarType dtype) {
+          const at::Tensor vectors = dtype == at::kByte
+                                         ? raw<uint8_t>(file, prefix + field, dtype)
+                                         : raw<uint32_t>(file, prefix + field, dtype);
+          const bool is_line = !std::string(field).compare("scale") && dtype == at::kFloat;
+          return column && is_transposed(quantizer) && !is_line ? vectors.t().contiguous()
+                                                                : vectors;
+        };
+        const at::Tensor &codes = group[part_of(direction, 0)],
+                         &scale = group[part_of(direction, 1)];
+        EXPECT_TRUE(same(codes, part("data", at::kByte))) << prefix;
+        EXPECT_TRUE(quantizer.format->layout.applies_at_end
+                        ? same(scale.view({1}),
+                               raw<uint32_t>(file, name + "/scale_inv", at::kFloat).view({1}))
+                        : same(scale, part("scale", scale_dtype)))
             << prefix;
-        const at::Tensor numbers = raw<uint32_t>(file, prefix + "dequant", at::kFloat);
-        EXPECT_TRUE(
-            same(dispatch<Dequantize>(codes, scale, quantizer, column, at::kFloat)[0], numbers));
-        EXPECT_TRUE(
-            same(Dequantize::reference(codes, scale, quantizer, column, at::kFloat)[0], numbers));
-        if (!both) {
-          EXPECT_TRUE(same(dispatch<Decode>(codes, scale, quantizer, column)[0], numbers));
+        Optional amax;
+        if (quantizer.format->layout.has_amax) {
+          amax = group[part_of(direction, 2)];
+          EXPECT_TRUE(same(*amax, raw<uint32_t>(file, prefix + "amax", at::kFloat))) << prefix;
+        }
+        const at::Tensor numbers = part("dequant", at::kFloat);
+        const auto sizes = numbers.sym_sizes();
+        EXPECT_TRUE(same(dispatch<Dequantize>(codes, scale, quantizer, column, at::kFloat, amax,
+                                              at::OptionalSymIntArrayRef(sizes))[0],
+                         numbers));
+        EXPECT_TRUE(same(Dequantize::reference(codes, scale, quantizer, column, at::kFloat, amax,
+                                               at::OptionalSymIntArrayRef(sizes))[0],
+                         numbers));
+        if (!quantizer.format->layout.applies_at_end && !is_packed(quantizer)) {
+          EXPECT_TRUE(same(dispatch<Decode>(codes, scale, quantizer, column, amax)[0], numbers));
         }
       }
     }

@@ -121,6 +121,7 @@ TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
     for_every_case(1, [&](const at::Tensor& x) {
       const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
                        bias = random({x.size(-1)}, x.scalar_type(), 9);
+      const Optional given = given_for(*quantizer);
       for (const auto& mask : {array{true, true, true, true}, array{false, true, true, true},
                                array{false, true, false, false}, array{true, false, true, false},
                                array{true, false, false, true}}) {
@@ -132,15 +133,14 @@ TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
           }
           EXPECT_EQ(mask[0] ? x.numel() : 0, fused[0].numel());
           for (size_t i = 1; i < statistics; ++i) EXPECT_TRUE(same(fused[i], norm[i]));
-          const auto codes = dispatch<Quantize>(norm[0], Optional(), *quantizer, group);
+          const auto codes = dispatch<Quantize>(norm[0], given, *quantizer, group);
           for (size_t part = 0; part < codes.size(); ++part)
             EXPECT_TRUE(same(fused[statistics + part], codes[part]))
                 << quantizer->text << " " << part;
         };
-        expect(dispatch<RmsNormQuantize>(x, weight, Optional(), kEps, zero_centered(), *quantizer,
-                                         mask),
+        expect(dispatch<RmsNormQuantize>(x, weight, given, kEps, zero_centered(), *quantizer, mask),
                dispatch<RmsNormForward>(x, weight, kEps, zero_centered()));
-        expect(dispatch<LayerNormQuantize>(x, weight, bias, Optional(), kEps, zero_centered(),
+        expect(dispatch<LayerNormQuantize>(x, weight, bias, given, kEps, zero_centered(),
                                            *quantizer, mask),
                dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered()));
       }

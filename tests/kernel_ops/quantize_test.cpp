@@ -24,6 +24,7 @@ using namespace kernel_ops;
 using Optional = std::optional<at::Tensor>;
 
 constexpr std::array kRows{true, false, true};
+constexpr at::OptionalSymIntArrayRef kNoSizes;
 
 /// Numbers that make a cast go wrong: zeros, the smallest and largest, infinities, NaN, and one of
 /// every exponent.
@@ -42,11 +43,14 @@ class QuantizeOp : public ::testing::TestWithParam<std::string> {
   void expect_same_bits(const at::Tensor& x) {
     for (const std::array mask : {std::array{true, true, true}, std::array{true, false, false},
                                   std::array{false, true, false}, std::array{false, false, true}}) {
-      const auto got = dispatch<Quantize>(x, Optional(), quantizer(), mask),
-                 expected = Quantize::reference(x, Optional(), quantizer(), mask);
+      const Optional given = given_for(quantizer());
+      const auto got = dispatch<Quantize>(x, given, quantizer(), mask),
+                 expected = Quantize::reference(x, given, quantizer(), mask);
       for (size_t part = 0; part < got.size(); ++part) {
         EXPECT_TRUE(same(got[part], expected[part])) << part;
-        EXPECT_TRUE(written_of(quantizer(), mask)[part / 2] || got[part].numel() == 0) << part;
+        EXPECT_TRUE(is_written(quantizer(), written_of(quantizer(), mask), part) ||
+                    got[part].numel() == 0)
+            << part;
       }
     }
   }
@@ -78,18 +82,27 @@ TEST_P(QuantizeOp, OneNumberSetsTheScale) {
 }
 
 TEST_P(QuantizeOp, DequantizeGivesEveryCodeItsValue) {
-  const at::Tensor codes = at::arange(256, at::kByte).view({4, 64}).repeat({9, 1});
   const at::Tensor x = random({36, 64}, at::kFloat) * 1e-3;
-  const auto group = dispatch<Quantize>(x, Optional(), quantizer(), std::array{true, true, false});
-  const size_t column_part = serves_both_directions(quantizer()) ? row_scale : column_scale;
+  const auto group =
+      dispatch<Quantize>(x, given_for(quantizer()), quantizer(), std::array{true, true, false});
   for (const bool column : {false, true}) {
-    const at::Tensor& scale = group[column ? column_part : row_scale];
-    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
-      EXPECT_TRUE(same(dispatch<Dequantize>(codes, scale, quantizer(), column, dtype)[0],
-                       Dequantize::reference(codes, scale, quantizer(), column, dtype)[0]));
+    const Direction direction =
+        column && !serves_both_directions(quantizer()) ? Direction::column : Direction::row;
+    const at::Tensor& made = group[part_of(direction, 0)];
+    const at::Tensor codes =
+        at::arange(made.numel(), at::kLong).bitwise_and(255).to(at::kByte).view(made.sizes());
+    const at::Tensor& scale = group[part_of(direction, 1)];
+    Optional amax;
+    if (quantizer().format->layout.has_amax) amax = group[part_of(direction, 2)];
+    const c10::SymInt some[] = {column && is_packed(quantizer()) ? 35 : 36, 64};
+    for (const auto sizes : {at::OptionalSymIntArrayRef(), at::OptionalSymIntArrayRef(some)})
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+        EXPECT_TRUE(
+            same(dispatch<Dequantize>(codes, scale, quantizer(), column, dtype, amax, sizes)[0],
+                 Dequantize::reference(codes, scale, quantizer(), column, dtype, amax, sizes)[0]));
     const at::Tensor strided = codes.t().contiguous().t();
-    EXPECT_TRUE(same(dispatch<Decode>(strided, scale, quantizer(), column)[0],
-                     Decode::reference(codes, scale, quantizer(), column)[0]));
+    EXPECT_TRUE(same(dispatch<Decode>(strided, scale, quantizer(), column, amax)[0],
+                     Decode::reference(codes, scale, quantizer(), column, amax)[0]));
   }
 }
 
@@ -146,15 +159,51 @@ TEST(QuantizerErrors, FormatScaleAndOptions) {
   EXPECT_THAT(
       [] { dispatch<Quantize>(random({2}), Optional(at::ones({})), quantizer("fp8_e4m3"), kRows); },
       ThrowsText<c10::ValueError>(
-          "quantize: expected no scale for fp8_e4m3:current:eps=0:pow2=0, got one",
-          ". Only scales that are kept from call to call are passed in."));
+          "quantize: expected no scale and no seed for fp8_e4m3:current:eps=0:pow2=0, got one",
+          ". Only scales that are kept from call to call are passed in, and seeds of rounding."));
+  const Quantizer& by_chance = quantizer("nvfp4:sr=1");
+  EXPECT_THAT([&] { dispatch<Quantize>(random({2}), Optional(), by_chance, kRows); },
+              ThrowsText<c10::ValueError>("quantize: expected a seed for nvfp4:sr=1, got none"));
+  for (const at::Tensor& seed : {random({1}), at::arange(3), at::arange(2).view({1, 2})})
+    EXPECT_THAT([&] { dispatch<Quantize>(random({2}), Optional(seed), by_chance, kRows); },
+                ThrowsText<c10::ValueError>(
+                    "quantize: expected a seed of one int64, or of two with an offset, got ",
+                    "Draw it with torch.randint."));
 }
 
 TEST(QuantizeOpErrors, ScalesHaveOneElement) {
   const at::Tensor codes = at::arange(4, at::kByte), one = random({1});
   EXPECT_THAT(
-      [&] { dispatch<Dequantize>(codes, random({0}), quantizer("fp8_e4m3"), false, at::kFloat); },
+      [&] {
+        dispatch<Dequantize>(codes, random({0}), quantizer("fp8_e4m3"), false, at::kFloat,
+                             Optional(), kNoSizes);
+      },
       ThrowsText<c10::ValueError>("dequantize: expected dequant_scale with one element"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<Decode>(codes, random({}), quantizer("fp8_e4m3"), false, Optional(random({})));
+      },
+      ThrowsText<c10::ValueError>("decode: expected no amax with codes of fp8_e4m3", "got one"));
+  EXPECT_THAT([&] { dispatch<Decode>(codes, random({}), quantizer("nvfp4"), false, Optional()); },
+              ThrowsText<c10::ValueError>("decode: expected an amax with codes of nvfp4, got none",
+                                          "Pass what quantize returned beside the codes."));
+  EXPECT_THAT(
+      [&] {
+        dispatch<Decode>(codes[0], random({}), quantizer("nvfp4"), false, Optional(random({1})));
+      },
+      ThrowsText<c10::ValueError>("decode: expected packed codes with at least 1 dimension, got a ",
+                                  "scalar", "Pass what quantize returned"));
+  const auto four = dispatch<Quantize>(random({3, 5}), Optional(), quantizer("nvfp4"), kRows);
+  const c10::SymInt other[] = {3, 17};
+  EXPECT_THAT(
+      [&] {
+        dispatch<Dequantize>(four[row_codes], four[row_scale], quantizer("nvfp4"), false,
+                             at::kFloat, Optional(four[row_amax]),
+                             at::OptionalSymIntArrayRef(other));
+      },
+      ThrowsText<c10::ValueError>(
+          "dequantize: expected codes of shape [3, 16] for numbers of shape [3, 17], got [3, 8]",
+          "Pass the sizes of what was quantized."));
   EXPECT_THAT(
       [&] {
         dispatch<ScaleProduct>(random({2, 2}), Optional(one), Optional(random({2})), at::kFloat);

@@ -123,9 +123,11 @@ bool is_of_codes(const ProductType& type) {
   return type.a.quantizer != nullptr && type.b.quantizer != nullptr;
 }
 Tensor numbers(const kernel_ops::Factor& factor) {
+  std::optional<Tensor> amax;
+  if (factor.amax != nullptr) amax = on_host(*factor.amax);
   return kernel_ops::Dequantize::reference(on_host(factor.matrix), on_host(*factor.dequant_scale),
                                            *factor.quantizer, factor.direction == Direction::column,
-                                           at::kDouble)[0];
+                                           at::kDouble, amax, std::nullopt)[0];
 }
 void multiply_codes(const Product& product, const Tensor& result) {
   ++products_of_codes;

@@ -215,6 +215,21 @@ TEST(Lowering, CodesMadeAgainInBackwardAreThoseThatItReads) {
                                                        "mxfp8_e4m3 by columns\n"));
 }
 
+TEST(Lowering, SeedsOfGradientsAreDrawnInForwardInTheOrderOfTheOps) {
+  const std::string recipe = R"({"fuse": false, "recipe": {"name": "NVFP4BlockScaling"}})";
+  const Planned planned({"basic_linear", "basic_linear"}, {leaf({2, 4})},
+                        {leaf({4, 4}), leaf({4, 4})}, recipe);
+  EXPECT_THAT(planned.forward(),
+              ::testing::StartsWith("draw_seed: x -> grad of 0.basic_linear.y.seed\n"
+                                    "draw_seed: x -> grad of 1.basic_linear.y.seed\n"));
+  EXPECT_THAT(planned.backward(),
+              ::testing::StartsWith("quantize: grad of 1.basic_linear.y, grad of 1.basic_linear.y."
+                                    "seed -> grad of 1.basic_linear.y in nvfp4 by rows, "));
+  EXPECT_THAT(planned.kept(), ::testing::Contains("grad of 0.basic_linear.y.seed"));
+  const Planned inference({"basic_linear"}, {random({2, 4})}, {random({4, 4})}, recipe);
+  EXPECT_THAT(inference.forward(), ::testing::Not(::testing::HasSubstr("seed")));
+}
+
 TEST(Lowering, AWorkspaceHoldsTheDirectionsThatAreRead) {
   const std::string recipe = R"({"fuse": false, "cache_weights": true,
                                  "recipe": {"name": "MXFP8BlockScaling"}})";
@@ -222,6 +237,9 @@ TEST(Lowering, AWorkspaceHoldsTheDirectionsThatAreRead) {
   EXPECT_EQ(both.plan().workspaces.size(), 6u);
   const Planned rows({"basic_linear"}, {random({2, 4})}, {leaf({4, 4})}, recipe);
   EXPECT_EQ(rows.plan().workspaces.size(), 4u) << "nobody asks for the gradient of x";
+  const Planned four({"basic_linear"}, {leaf({2, 4})}, {leaf({4, 4})},
+                     R"({"cache_weights": true, "recipe": {"name": "NVFP4BlockScaling"}})");
+  EXPECT_EQ(four.plan().workspaces.size(), 8u) << "with an amax behind the scales";
 }
 
 TEST(Lowering, TheOpQuantizeFeedsTheProductBehindIt) {

@@ -38,7 +38,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         codes = codes.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     scale = torch.tensor(0.5)
     matrix = torch.randn(4, 8).to(dtype)
-    row_codes, row_scale, _, _, amax = (t.clone() for t in quantized(matrix))
+    row_codes, row_scale, _, _, _, _, amax = (t.clone() for t in quantized(matrix))
     stamp = torch.zeros(STAMP, dtype=torch.int64)
     flat, flat_y = x.reshape(-1, 8), y.reshape(-1, 8)
     splits = torch.tensor([flat.shape[0] // 2, 0, flat.shape[0] // 4])
@@ -51,6 +51,8 @@ def cases(layout="contiguous", dtype=torch.float32):
         "activation_quantize": [x, None, "gelu", "fp8_e4m3", [True, True, True, True]],
         "add_bias": [x, bias, y],
         "add_norm_forward": [x, y, weight, bias, 1e-5, False, [True]],
+        "cast_from_codes": [codes, "e5m2", dtype],
+        "cast_to_codes": [x, "e4m3", False, SEED],
         "decode": [codes, scale, "fp8_e4m3", False],
         "dequantize": [codes, scale, "fp8_e4m3", False, dtype],
         "dropout": [x, SEED, 0.25],
@@ -70,7 +72,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
         "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True],
-        "refresh_weight_": [matrix, row_codes, row_scale, None, None, amax, stamp, "fp8_e4m3", False],
+        "refresh_weight_": [matrix, row_codes, row_scale, None, None, None, None, amax, stamp, "fp8_e4m3", False],
         "region_number": [x],
         "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
         "rms_norm_forward": [x, weight, 1e-5, True],

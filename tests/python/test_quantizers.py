@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_block_recipes import in_blocks, in_fp4
 from test_mxfp8 import E4M3, E5M2, rounded
 
 import tandem
@@ -20,6 +21,59 @@ def test_blocks_of_rows_and_columns(fp8_dtype, square, shape):
         expected = rounded(x, DTYPES[fp8_dtype], 0 if columnwise else 1, square)
         assert torch.equal(codes.dequantize(columnwise=columnwise).double(), expected)
     assert torch.equal(codes.rowwise_data, codes.columnwise_data) or not square
+
+
+@pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("shape", [(33, 70), (130, 257), (1, 5)])
+def test_blocks_of_128(fp8_dtype, dim, pow2, shape):
+    x = torch.randn(shape)
+    codes = tandem.quantize(x, tandem.Float8BlockQuantizer(fp8_dtype, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=dim))
+    rows, cols = shape
+    blocks = [-(-size // 128) for size in shape]
+    up = [-(-size // 4) * 4 for size in (rows, cols, blocks[1])]
+    assert codes.rowwise_data.shape == codes.columnwise_data.shape == x.shape
+    assert list(codes.rowwise_scale_inv.shape) == ([blocks[1], up[0]] if dim == 1 else [blocks[0], up[2]])
+    assert dim == 1 or codes.columnwise_data is codes.rowwise_data
+    for columnwise in (False, True):
+        expected = in_blocks(x, DTYPES[fp8_dtype], 0 if columnwise else 1, dim == 2, pow2)
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), expected)
+    assert list(codes.columnwise_scale_inv.shape) == ([blocks[0], up[1]] if dim == 1 else [blocks[0], up[2]])
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("shape", [(33, 70), (32, 64), (1, 5)])
+def test_four_bits(square, shape):
+    x = torch.randn(shape)
+    codes = tandem.quantize(x, tandem.NVFP4Quantizer(with_2d_quantization=square))
+    rows, cols = shape
+    padded = [-(-size // 16) * 16 for size in shape]
+    assert list(codes.rowwise_data.shape) == [rows, padded[1] // 2] and list(codes.columnwise_data.shape) == [padded[0] // 2, cols]
+    assert codes.amax_rowwise.item() == codes.amax_columnwise.item() == x.abs().max().item()
+    for columnwise in (False, True):
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_fp4(x, 0 if columnwise else 1, square))
+    assert not square or torch.equal(codes.dequantize(), codes.dequantize(columnwise=True))
+
+
+def test_rotated_columns_have_the_products_of_the_numbers():
+    a, b = torch.randn(64, 32), torch.randn(64, 24)
+    quantizer = tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    rotated = [tandem.quantize(x, quantizer).dequantize(columnwise=True) for x in (a, b)]
+    product, wanted = rotated[0].t() @ rotated[1], a.t() @ b
+    assert (product - wanted).norm() < 0.2 * wanted.norm()
+    assert (rotated[0] - a).norm() > 0.5 * a.norm()
+
+
+def test_rounding_by_chance_draws_from_the_generator():
+    x, quantizer = torch.randn(16, 64), tandem.NVFP4Quantizer(stochastic_rounding=True)
+    torch.manual_seed(0)
+    first, second = tandem.quantize(x, quantizer), tandem.quantize(x, quantizer)
+    torch.manual_seed(0)
+    assert torch.equal(tandem.quantize(x, quantizer).rowwise_data, first.rowwise_data)
+    assert not torch.equal(first.rowwise_data, second.rowwise_data)
+    mean = sum(tandem.quantize(x, quantizer).dequantize() for _ in range(300)) / 300
+    torch.testing.assert_close(mean, x, rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
@@ -57,6 +111,10 @@ ERRORS = [
         ValueError,
         "dequantize: expected columnwise codes, got a tensor quantized without. Build the quantizer with columnwise=True.",
     ),
+    (lambda: tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=3), ValueError, "Float8BlockQuantizer: expected block_scaling_dim to be 1 or 2, got 3. 1: lines, 2: squares."),
+    (lambda: tandem.NVFP4Quantizer(torch.float8_e4m3fn), ValueError, "NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got torch.float8_e4m3fn. There is no other."),
+    (lambda: tandem.NVFP4Quantizer(with_rht=True), NotImplementedError, "NVFP4Quantizer: expected with_post_rht_amax=True, got False. This version knows the default only."),
+    (lambda: tandem.NVFP4Quantizer(nvfp4_use_4over6=True), NotImplementedError, "NVFP4Quantizer: expected nvfp4_use_4over6=False, got True"),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0), ValueError, "expected amax_epsilon to be a finite number >= 0, got -1.0"),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, use_existing_amax=True), NotImplementedError, "expected use_existing_amax=False, got True. This version knows the default only."),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_reduction_group="0"), NotImplementedError, "expected amax_reduction_group=None, got '0'. This version knows the default only."),

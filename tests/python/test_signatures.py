@@ -70,7 +70,7 @@ def test_a_class_says_of_itself_what_the_signature_says(kind):
 @pytest.mark.parametrize("recipe", tandem.recipe._RECIPES, ids=lambda recipe: recipe.__name__)
 def test_a_recipe_takes_what_the_library_says(recipe):
     arguments = {field.name: field.default for field in dataclasses.fields(recipe)}
-    known = {row.name: tandem.recipe.Format(row.default) if row.name == "fp8_format" else row.default for row in recipe._rows}
+    known = {row.name: tandem.recipe.Format[row.default] if row.name == "fp8_format" else row.default for row in recipe._rows}
     given = [name for name in known if name not in ("amax_reduction_group", "calibrating", "scale_update")]  # of the region, and of the functions
     assert [name for name in arguments if name in known] == given
     for name in given:

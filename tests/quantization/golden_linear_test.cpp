@@ -49,6 +49,7 @@ at::Tensor expected(const std::string& name) {
 struct Family {
   const char *name, *recipe;
   int64_t features;
+  const char* options = "";
 };
 std::ostream& operator<<(std::ostream& out, const Family& family) { return out << family.name; }
 
@@ -57,7 +58,10 @@ class GoldenLinear
 INSTANTIATE_TEST_SUITE_P(
     Recipes, GoldenLinear,
     ::testing::Combine(::testing::Values(Family{"linear_current", "Float8CurrentScaling", 48},
-                                         Family{"linear_mxfp8", "MXFP8BlockScaling", 64}),
+                                         Family{"linear_block", "Float8BlockScaling", 48},
+                                         Family{"linear_mxfp8", "MXFP8BlockScaling", 64},
+                                         Family{"linear_nvfp4", "NVFP4BlockScaling", 64,
+                                                R"(, "disable_stochastic_rounding": true)"}),
                        ::testing::Values(at::kBFloat16, at::kFloat), ::testing::Bool(),
                        ::testing::Values(Path::direct, Path::dispatch)),
     [](const auto& info) {
@@ -73,8 +77,8 @@ TEST_P(GoldenLinear, OutputAndGradients) {
   const at::Tensor x = operand(prefix + "x").to(dtype).requires_grad_(true),
                    weight = operand(prefix + "w").to(dtype).requires_grad_(true);
   const Planned planned({"basic_linear"}, {x}, {weight},
-                        std::string(R"({"recipe": {"name": ")") + family.recipe +
-                            R"("}, "fuse": )" + (fuse ? "true" : "false") + "}");
+                        std::string(R"({"recipe": {"name": ")") + family.recipe + "\"" +
+                            family.options + R"(}, "fuse": )" + (fuse ? "true" : "false") + "}");
   const Tensors inputs{x}, params{weight};
   const Outputs outputs = run_pipeline(planned.shared_plan(), {inputs, params, {}}, path);
   EXPECT_EQ(outputs[0].scalar_type(), dtype);

@@ -55,6 +55,44 @@ TEST(Recipe, MxBlocksOfEachRole) {
   EXPECT_EQ(text(Role::grad_output), "mxfp8_e5m2");
 }
 
+TEST(Recipe, BlocksOf128OfEachRole) {
+  Float8BlockScaling recipe;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  EXPECT_EQ(text(Role::input), "fp8_1x128_e4m3:eps=0:pow2=1");
+  EXPECT_EQ(text(Role::weight), "fp8_128x128_e4m3:eps=0:pow2=1");
+  EXPECT_EQ(text(Role::grad_output), "fp8_1x128_e4m3:eps=0:pow2=1");
+  recipe.use_f32_scales = true;
+  recipe.fp8_format = RecipeFormat::hybrid;
+  recipe.w_block_scaling_dim = 1;
+  recipe.grad_block_scaling_dim = 2;
+  recipe.amax_epsilon_input = 1;
+  recipe.amax_epsilon_weight = 2;
+  recipe.amax_epsilon_grad_output = 3;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(text(Role::input), "fp8_1x128_e4m3:eps=1:pow2=0");
+  EXPECT_EQ(text(Role::weight), "fp8_1x128_e4m3:eps=2:pow2=0");
+  EXPECT_EQ(text(Role::grad_output), "fp8_128x128_e5m2:eps=3:pow2=0");
+  recipe.x_block_scaling_dim = 2;
+  EXPECT_THAT([&] { text(Role::input); },
+              ThrowsText<c10::ValueError>(
+                  "Float8BlockScaling: expected squares for one operand at most, got 2 block ",
+                  "scaling dims of 2. No product takes two."));
+}
+
+TEST(Recipe, FourBitsOfEachRole) {
+  NVFP4BlockScaling recipe;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  EXPECT_EQ(text(Role::input), "nvfp4:rht=1");
+  EXPECT_EQ(text(Role::weight), "nvfp4:2d=1");
+  EXPECT_EQ(text(Role::grad_output), "nvfp4:rht=1:sr=1");
+  recipe.disable_rht = recipe.disable_2d_quantization = recipe.disable_stochastic_rounding = true;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  for (const Role role : {Role::input, Role::weight, Role::grad_output})
+    EXPECT_EQ(text(role), "nvfp4");
+}
+
 TEST(Recipe, DelayedScalingOfEachDirection) {
   DelayedScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
@@ -97,11 +135,11 @@ TEST(RecipeErrors, DelayedScaling) {
 TEST(RecipeErrors, UnknownNameAndFormat) {
   EXPECT_THAT(
       [] {
-        recipe_from_json({{"name", "Float8BlockScaling"}});
+        recipe_from_json({{"name", "MXFP4BlockScaling"}});
       },
       ThrowsText<c10::ValueError>(
           "recipe: expected \"Float8CurrentScaling\" or \"DelayedScaling\" or ",
-          "got \"Float8BlockScaling\"", "the recipes that this version knows"));
+          "got \"MXFP4BlockScaling\"", "the recipes that this version knows"));
   EXPECT_THAT(
       [] {
         recipe_from_json({{"name", "Float8CurrentScaling"}, {"fp8_format", "E5M2"}});

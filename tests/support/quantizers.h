@@ -2,7 +2,10 @@
 // named.
 #pragma once
 
+#include <ATen/ops/tensor.h>
+
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +37,17 @@ inline std::vector<std::string> quantizer_texts() {
       if (scaling->has_square_blocks) {
         options.square_blocks = true;
         add();
+        options.square_blocks = false;
+      }
+      if (scaling->has_hadamard) {
+        options.hadamard = true;
+        add();
+      }
+      if (scaling->has_stochastic_rounding) {
+        options.stochastic_rounding = true;
+        add();
+        options.hadamard = false;
+        add();
       }
     }
   return texts;
@@ -43,6 +57,12 @@ inline std::vector<const Quantizer*> quantizers() {
   std::vector<const Quantizer*> all;
   for (const std::string& text : quantizer_texts()) all.push_back(&quantizer(text));
   return all;
+}
+
+/// What one of them is given beside x: a seed and an offset, or nothing.
+inline std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
+  if (given_to(quantizer) != Given::seed) return std::nullopt;
+  return at::tensor({int64_t{0x0123456789ABCDEF}, int64_t{3}}, at::kLong);
 }
 
 /// As the name of a test.

@@ -4,7 +4,6 @@
 
 #include "kernels/cpu/targets.h"
 #include "kernels/elementwise.h"
-#include "kernels/philox.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/elementwise_dropout.cpp"
@@ -12,63 +11,11 @@
 // Behind foreach_target.h, which includes this file once per target.
 #include "hwy/highway.h"
 #include "kernels/cpu/elementwise-inl.h"
+#include "kernels/cpu/philox-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-
-#if HWY_TARGET == HWY_SCALAR
-/// Random words of the blocks from `first` on, `count` words at least.
-inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words) {
-  for (size_t i = 0; i < count; i += 4) {
-    const auto block = philox4x32_10(first + i / 4, seed);
-    std::copy(block.begin(), block.end(), words + i);
-  }
-}
-#else
-/// Random words of the blocks from `first` on, `count` words at least and at most 2 * HWY_MAX_BYTES
-/// / 4 more.
-///
-/// One block per 64-bit lane. What is above 32 bits in a lane is rubbish until the end: the
-/// multiplication does not read it.
-inline void fill_words(uint64_t seed, uint64_t first, size_t count, uint32_t* words) {
-  const hn::ScalableTag<uint64_t> d;
-  const hn::Repartition<uint32_t, decltype(d)> d32;
-  const size_t lanes = hn::Lanes(d);
-  const auto wide_product = [&](auto lane, uint32_t factor) HWY_ATTR {
-    return hn::MulEven(hn::BitCast(d32, lane), hn::Set(d32, factor));
-  };
-  // Even lanes take the first half of a group of blocks, odd lanes the second: interleaving pairs
-  // then leaves them in order.
-  const auto number = hn::Iota(d, 0);
-  const auto is_odd = hn::Ne(hn::And(number, hn::Set(d, uint64_t{1})), hn::Zero(d));
-  const auto within = hn::Add(hn::ShiftRight<1>(number),
-                              hn::IfThenElseZero(is_odd, hn::Set(d, uint64_t{lanes / 2})));
-  const auto low_word = hn::Set(d, uint64_t{0xFFFFFFFFu});
-
-  for (size_t done = 0; done < count; done += 4 * lanes) {
-    const auto counter = hn::Add(hn::Set(d, uint64_t{first + done / 4}), within);
-    auto c0 = counter, c1 = hn::ShiftRight<32>(counter), c2 = hn::Zero(d), c3 = hn::Zero(d);
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      const auto p0 = wide_product(c0, kPhiloxMultipliers[0]),
-                 p1 = wide_product(c2, kPhiloxMultipliers[1]);
-      c0 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p1), c1), hn::Set(d, uint64_t{k0}));
-      c2 = hn::Xor(hn::Xor(hn::ShiftRight<32>(p0), c3), hn::Set(d, uint64_t{k1}));
-      c1 = p1;
-      c3 = p0;
-      k0 += kPhiloxKeySteps[0];
-      k1 += kPhiloxKeySteps[1];
-    }
-    const auto first_words = hn::Or(hn::And(c0, low_word), hn::ShiftLeft<32>(c1));
-    const auto last_words = hn::Or(hn::And(c2, low_word), hn::ShiftLeft<32>(c3));
-    hn::StoreU(hn::BitCast(d32, hn::InterleaveLower(d, first_words, last_words)), d32,
-               words + done);
-    hn::StoreU(hn::BitCast(d32, hn::InterleaveUpper(d, first_words, last_words)), d32,
-               words + done + 2 * lanes);
-  }
-}
-#endif
 
 /// `sums`: the element that the sum with the bias, and what is kept of it, are rounded to before
 /// more is added.

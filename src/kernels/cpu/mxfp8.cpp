@@ -12,44 +12,21 @@
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
-#if TANDEM_HAS_ELEMENT_PAIRS
 void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
               float* amax) {
-  const size_t bands = (x.rows + kMxBlock - 1) / kMxBlock;
-  const size_t chunks = (x.cols + kTileCols - 1) / kTileCols;
-  // Narrow tiles go to a thread in numbers.
-  const auto grain =
-      static_cast<int64_t>(std::max<size_t>(1, kTileCols / std::max<size_t>(1, x.cols)));
-  SharedExtremes shared;
+#if TANDEM_HAS_ELEMENT_PAIRS
   with_element(x.element, [&](auto element) HWY_ATTR {
     with_format(scaling.format, [&](auto format) HWY_ATTR {
-      parallel_for(0, static_cast<int64_t>(bands * chunks), grain,
-                   [&](int64_t first, int64_t last) HWY_ATTR {
-                     const ScopedFloatMode mode;
-                     Extremes extremes;
-                     TileWork<decltype(element)> work;
-                     const auto tile_at = [&](int64_t i) {
-                       const auto at = static_cast<size_t>(i);
-                       return Tile(x, at / chunks * kMxBlock, at % chunks * kTileCols);
-                     };
-                     for (int64_t i = first; i < last; ++i) {
-                       const Tile tile = tile_at(i), next = tile_at(std::min(i + 1, last - 1));
-                       quantize_tile<format()>(element, x, tile, i + 1 < last ? &next : nullptr,
-                                               scaling.square_blocks, row, column, work, extremes);
-                     }
-                     shared.add(extremes);
-                   });
+      const float largest =
+          quantize_tiles(element, x, MxTiles<format()>(x, scaling.square_blocks, row, column));
+      if (amax != nullptr) *amax = largest;
     });
-    if (amax != nullptr) *amax = value_of_bits(element, shared.get().amax_bits);
   });
-}
 #else
-// Pairs of vectors need more than one lane; without them the reference is as good.
-void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
-              float* amax) {
+  // Pairs of vectors need more than one lane; without them the reference is as good.
   mxfp8_quantize_reference(x, scaling, row, column, amax);
-}
 #endif
+}
 
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                        MxDirection direction, Rows y) {

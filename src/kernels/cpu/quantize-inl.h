@@ -145,7 +145,7 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> magnitude_codes(D d, hn::Vec<D> magn
   return hn::BitCast(du, hn::Add(sum, hn::ShiftRight<kTraits.dropped_bits()>(power)));
 }
 
-/// fp8_from_float of every lane, in the low byte.
+/// fp8_from_float of every lane.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
   constexpr Fp8Traits kTraits = traits_of(kFormat);
@@ -158,8 +158,10 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> fp8_codes(D d, hn::Vec<D> v) {
   // the largest value.
   const auto clamped = hn::Min(unsigned_bits, hn::Set(di, std::bit_cast<int32_t>(kTraits.max)));
   const auto codes = magnitude_codes<kFormat>(d, hn::BitCast(d, clamped));
-  const auto code = select_bits(hn::Set(du, 0x7Fu), codes, hn::ShiftRight<24>(bits));
-  return hn::IfThenElse(is_nan, hn::Set(du, 0x7Fu), hn::And(code, hn::Set(du, 0xFFu)));
+  const auto magnitude_bits = hn::Set(du, kTraits.nan_code());
+  const auto code = select_bits(magnitude_bits, codes, hn::ShiftRight<32 - kTraits.bits>(bits));
+  const auto code_bits = hn::Set(du, 2 * kTraits.sign() - 1);
+  return hn::IfThenElse(is_nan, magnitude_bits, hn::And(code, code_bits));
 }
 
 /// Whether every |x * quant_scale| rounds to a code below NaN and infinity without a clamp, no x is
@@ -264,7 +266,7 @@ HWY_INLINE void quantize_row(E element, const typename E::Stored* HWY_RESTRICT x
   }
 }
 
-/// float_from_fp8 of the code in the low byte of every lane.
+/// float_from_fp8 of the code in the low bits of every lane.
 template <Fp8Format kFormat, class D>
 HWY_INLINE hn::Vec<D> fp8_values(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
   constexpr Fp8Traits kTraits = traits_of(kFormat);
@@ -272,8 +274,8 @@ HWY_INLINE hn::Vec<D> fp8_values(D d, hn::Vec<hn::RebindToUnsigned<D>> code) {
   constexpr float kUnit = std::bit_cast<float>(kTraits.min_subnormal_bits());
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
-  const auto magnitude = hn::BitCast(di, hn::And(code, hn::Set(du, 0x7Fu)));
-  const auto sign = hn::ShiftLeft<24>(hn::And(code, hn::Set(du, 0x80u)));
+  const auto magnitude = hn::BitCast(di, hn::And(code, hn::Set(du, kTraits.nan_code())));
+  const auto sign = hn::ShiftLeft<32 - kTraits.bits>(hn::And(code, hn::Set(du, kTraits.sign())));
   const auto normal = hn::Add(hn::ShiftLeft<kTraits.dropped_bits()>(hn::BitCast(du, magnitude)),
                               hn::Set(du, kRebias));
   const auto subnormal = hn::Mul(hn::ConvertTo(d, magnitude), hn::Set(d, kUnit));

@@ -1,0 +1,408 @@
+// Tiles of a matrix to FP8 codes with a scale per block of a row, of a column, or of a square:
+// what formats of blocks have in common. Included once per Highway target; bitwise equal on all of
+// them.
+//
+// A tile is as high as a block by some whole blocks of columns. It is read twice: from memory for
+// the amaxes of its blocks in both directions, then from the second-level cache for the codes.
+
+#if defined(TANDEM_KERNELS_CPU_BLOCKS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TANDEM_KERNELS_CPU_BLOCKS_INL_H_
+#undef TANDEM_KERNELS_CPU_BLOCKS_INL_H_
+#else
+#define TANDEM_KERNELS_CPU_BLOCKS_INL_H_
+#endif
+
+#include "hwy/cache_control.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/quantize-inl.h"
+#include "kernels/parallel.h"
+
+// Whether a block is a whole number of vectors of more than one lane.
+#undef TANDEM_HAS_ELEMENT_PAIRS
+#if HWY_TARGET != HWY_SCALAR && HWY_MAX_BYTES <= 64
+#define TANDEM_HAS_ELEMENT_PAIRS 1
+#else
+#define TANDEM_HAS_ELEMENT_PAIRS 0
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace tandem::kernels::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <typename E>
+constexpr uint32_t infinity_bits() {
+  return E::kElement == Element::float32    ? 0x7F800000u
+         : E::kElement == Element::bfloat16 ? 0x7F80u
+                                            : 0x7C00u;
+}
+
+/// The value of every amax in `bits`, as in TileWork::block_amax.
+template <typename E, class D>
+HWY_INLINE hn::Vec<D> values_of_bits(E, D d, hn::Vec<hn::RebindToUnsigned<D>> bits) {
+  if constexpr (E::kElement == Element::float32) return hn::BitCast(d, bits);
+  if constexpr (E::kElement == Element::bfloat16) return hn::BitCast(d, hn::ShiftLeft<16>(bits));
+  if constexpr (E::kElement == Element::float16) return float32_from_float16_bits(d, bits);
+}
+
+#if TANDEM_HAS_ELEMENT_PAIRS
+
+/// Columns of a tile: 64 KiB of 16-bit elements, which the second-level cache keeps.
+template <size_t kBlock>
+inline constexpr size_t kTileCols = 32768 / kBlock;
+template <size_t kBlock>
+inline constexpr size_t kTileBlocks = kTileCols<kBlock> / kBlock;
+
+/// Where a tile lies.
+template <size_t kBlock>
+struct Tile {
+  Tile(ConstRows x, size_t first_row, size_t first_col)
+      : row(first_row),
+        col(first_col),
+        rows(std::min(kBlock, x.rows - first_row)),
+        cols(std::min(kTileCols<kBlock>, x.cols - first_col)) {}
+  size_t blocks() const { return (cols + kBlock - 1) / kBlock; }
+  /// Columns of whole blocks.
+  size_t whole() const { return cols / kBlock * kBlock; }
+
+  size_t row, col, rows, cols;
+};
+
+/// What a tile's scales are made from, and they: the working memory of a thread.
+template <typename E, size_t kBlock>
+struct TileWork {
+  using Signed = std::conditional_t<E::kElement == Element::float32, int32_t, int16_t>;
+  // Amaxes, as bits of the element without a sign.
+  HWY_ALIGN uint32_t block_amax[kBlock][kTileBlocks<kBlock>] = {};
+  HWY_ALIGN Signed column_amax[kTileCols<kBlock>] = {};
+  // What numbers are multiplied by: of each row's blocks, and of the columns in the order of
+  // ElementPair.
+  HWY_ALIGN float block_factor[kBlock][kTileBlocks<kBlock>] = {};
+  HWY_ALIGN float column_factor[kTileCols<kBlock>] = {};
+  // The part of a row behind the last whole block, zeros behind it.
+  HWY_ALIGN typename E::Stored rest[kBlock] = {};
+  HWY_ALIGN uint8_t codes[2 * kTileCols<kBlock>] = {};
+};
+
+/// The greatest lane; lanes are not negative.
+template <class D>
+HWY_INLINE uint32_t greatest_lane(D, hn::Vec<D> v) {
+  const hn::Repartition<int32_t, D> d32;
+  const auto wide = hn::BitCast(d32, v);
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    return static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(d32, wide)));
+  } else {
+    const auto larger = hn::Max(hn::And(wide, hn::Set(d32, 0xFFFF)), hn::ShiftRight<16>(wide));
+    return static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(d32, larger)));
+  }
+}
+
+/// The greatest lane at each place modulo 4.
+template <class D>
+HWY_INLINE void store_greatest_by_four(D d, hn::Vec<D> v, hn::TFromD<D>* HWY_RESTRICT to) {
+  if constexpr (hn::MaxLanes(D()) == 4) {
+    hn::StoreU(v, d, to);
+  } else {
+    const hn::Half<D> half;
+    store_greatest_by_four(half, hn::Max(hn::LowerHalf(half, v), hn::UpperHalf(half, v)), to);
+  }
+}
+
+/// to[k] = the greatest lane of v[k], with a third of the steps of four single searches.
+template <class D>
+HWY_INLINE void greatest_lanes_of_four(D d, const hn::Vec<D>* v, hn::TFromD<D>* HWY_RESTRICT to) {
+  const hn::Repartition<std::conditional_t<sizeof(*to) == 4, int64_t, int32_t>, D> wide;
+  const auto both = [&](auto a, auto b) TANDEM_INLINE_LAMBDA {
+    return hn::Max(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  };
+  const auto first = hn::BitCast(wide, both(v[0], v[1])),
+             second = hn::BitCast(wide, both(v[2], v[3]));
+  store_greatest_by_four(d,
+                         hn::Max(hn::BitCast(d, hn::InterleaveLower(wide, first, second)),
+                                 hn::BitCast(d, hn::InterleaveUpper(wide, first, second))),
+                         to);
+}
+
+/// The amaxes of `blocks` whole blocks in each of kRows rows that lie `distance` apart;
+/// block_amax[k] is where those of the k-th go, and column_amax grows by them. Several rows at a
+/// time are several streams: one alone waits for memory at each page.
+template <bool kSkipNan, size_t kBlock, size_t kRows, typename E>
+HWY_NOINLINE void look_at_rows(E, const typename E::Stored* HWY_RESTRICT x, size_t distance,
+                               size_t blocks, uint32_t* const* block_amax,
+                               typename TileWork<E, kBlock>::Signed* HWY_RESTRICT column_amax) {
+  using Signed = typename TileWork<E, kBlock>::Signed;
+  const hn::ScalableTag<Signed> d;
+  const auto infinity = hn::Set(d, static_cast<Signed>(infinity_bits<E>()));
+  const auto magnitude_bits = hn::Set(d, std::numeric_limits<Signed>::max());
+  const auto magnitude_at = [&](const typename E::Stored* p) TANDEM_INLINE_LAMBDA {
+    auto magnitude = hn::Zero(d);
+    if constexpr (E::kElement == Element::float32) {
+      magnitude = hn::BitCast(d, hn::LoadU(hn::ScalableTag<float>(), p));
+    } else {
+      magnitude = hn::LoadU(d, reinterpret_cast<const Signed*>(p));
+    }
+    magnitude = hn::And(magnitude, magnitude_bits);
+    if constexpr (kSkipNan) magnitude = hn::IfThenZeroElse(hn::Gt(magnitude, infinity), magnitude);
+    return magnitude;
+  };
+  for (size_t b = 0; b < blocks; ++b) {
+    hn::Vec<decltype(d)> of_row[kRows];
+    for (size_t k = 0; k < kRows; ++k) of_row[k] = hn::Zero(d);
+    for (size_t c = b * kBlock; c < (b + 1) * kBlock; c += hn::Lanes(d)) {
+      auto of_column = hn::Load(d, column_amax + c);
+      for (size_t k = 0; k < kRows; ++k) {
+        const auto magnitude = magnitude_at(x + k * distance + c);
+        of_row[k] = hn::Max(of_row[k], magnitude);
+        of_column = hn::Max(of_column, magnitude);
+      }
+      hn::Store(of_column, d, column_amax + c);
+    }
+    if constexpr (kRows == 4) {
+      Signed greatest[kRows];
+      greatest_lanes_of_four(d, of_row, greatest);
+      for (size_t k = 0; k < kRows; ++k) block_amax[k][b] = static_cast<uint32_t>(greatest[k]);
+    } else {
+      for (size_t k = 0; k < kRows; ++k) block_amax[k][b] = greatest_lane(d, of_row[k]);
+    }
+  }
+}
+
+/// All amaxes of a tile.
+template <bool kSkipNan, typename E, size_t kBlock>
+HWY_INLINE void look_at_tile(E element, ConstRows x, const Tile<kBlock>& tile,
+                             TileWork<E, kBlock>& work) {
+  constexpr size_t kStreams = 4, kApart = kBlock / kStreams;
+  std::fill_n(work.column_amax, tile.blocks() * kBlock, 0);
+  const auto* from = E::at(x.data, tile.row * x.stride + tile.col);
+  const size_t whole = tile.whole();
+  if (tile.rows == kBlock) {
+    for (size_t r = 0; r < kApart; ++r) {
+      uint32_t* amax[kStreams];
+      for (size_t k = 0; k < kStreams; ++k) amax[k] = work.block_amax[r + k * kApart];
+      look_at_rows<kSkipNan, kBlock, kStreams>(element, from + r * x.stride, kApart * x.stride,
+                                               whole / kBlock, amax, work.column_amax);
+    }
+  } else {
+    for (size_t r = 0; r < tile.rows; ++r) {
+      uint32_t* amax = work.block_amax[r];
+      look_at_rows<kSkipNan, kBlock, 1>(element, from + r * x.stride, 0, whole / kBlock, &amax,
+                                        work.column_amax);
+    }
+  }
+  if (whole == tile.cols) return;
+  for (size_t r = 0; r < tile.rows; ++r) {
+    uint32_t* amax = work.block_amax[r] + whole / kBlock;
+    std::memcpy(static_cast<void*>(work.rest), from + r * x.stride + whole,
+                (tile.cols - whole) * sizeof(work.rest[0]));
+    look_at_rows<kSkipNan, kBlock, 1>(element, work.rest, 0, 1, &amax, work.column_amax + whole);
+  }
+}
+
+/// Whether every element is finite; adds the tile's amaxes to `extremes`, and takes NaN out of
+/// them.
+template <typename E, size_t kBlock>
+HWY_INLINE bool take_extremes(E element, ConstRows x, const Tile<kBlock>& tile,
+                              TileWork<E, kBlock>& work, Extremes& extremes) {
+  const auto largest = [&] {
+    uint32_t bits = 0;
+    for (size_t r = 0; r < tile.rows; ++r)
+      bits =
+          std::max(bits, *std::max_element(work.block_amax[r], work.block_amax[r] + tile.blocks()));
+    return bits;
+  };
+  uint32_t bits = largest();
+  const bool is_finite = bits < infinity_bits<E>();
+  if (bits > infinity_bits<E>()) {
+    look_at_tile<true>(element, x, tile, work);
+    bits = largest();
+  }
+  extremes.amax_bits = std::max(extremes.amax_bits, bits);
+  return is_finite;
+}
+
+/// fp8_codes of a pair of any x times factors that are positive and not NaN.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void quantize_any_pair(E element, const ElementPair& x,
+                                  hn::Vec<hn::ScalableTag<float>> first_factor,
+                                  hn::Vec<hn::ScalableTag<float>> second_factor,
+                                  uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::ScalableTag<uint16_t> d16;
+  const auto largest = hn::Set(di, std::bit_cast<int32_t>(fp8_max(kFormat)));
+  const auto codes_of = [&](auto magnitude, auto factor) TANDEM_INLINE_LAMBDA {
+    const auto bits = hn::BitCast(di, hn::Mul(magnitude, factor));
+    return magnitude_codes<kFormat>(d, hn::BitCast(d, hn::Min(bits, largest)));
+  };
+  const auto nans_of = [&](auto magnitude) TANDEM_INLINE_LAMBDA {
+    const auto is_nan = hn::Gt(hn::BitCast(di, magnitude), hn::Set(di, 0x7F800000));
+    return hn::IfThenElseZero(is_nan, hn::Set(di, 0xFF));
+  };
+  const auto both =
+      join_pair(element, codes_of(x.first, first_factor), codes_of(x.second, second_factor));
+  const auto nans = join_pair(element, nans_of(x.first), nans_of(x.second));
+  const auto signed_codes =
+      select_bits(hn::Set(d16, uint16_t{0x7F}), both, hn::ShiftRight<8>(x.words));
+  store_bytes(select_bits(nans, hn::Set(d16, uint16_t{0x7F}), signed_codes), codes);
+}
+
+/// What some columns of a row are multiplied by, and where their codes go: by row, one factor per
+/// block; by column, one per column, in the order of ElementPair.
+struct RowFactors {
+  const float* by_row;
+  const float* by_column;
+};
+struct RowCodes {
+  uint8_t* by_row;
+  uint8_t* by_column;
+};
+
+/// Codes of whole blocks of a row, in one direction or both. `kIsFinite` says that no x is NaN or
+/// infinite: then x times its factor is below the format's overflow_from.
+template <Fp8Format kFormat, size_t kBlock, bool kByRow, bool kByColumn, bool kIsFinite, typename E>
+HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTRICT x,
+                                  size_t blocks, RowFactors factors, RowCodes codes) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto convert = [&](const ElementPair& pair, auto first, auto second, uint8_t* to)
+                           TANDEM_INLINE_LAMBDA {
+                             if constexpr (kIsFinite) {
+                               quantize_ordinary_pair<kFormat>(element, pair, first, second, to);
+                             } else {
+                               quantize_any_pair<kFormat>(element, pair, first, second, to);
+                             }
+                           };
+  for (size_t b = 0; b < blocks; ++b) {
+    auto of_block = hn::Zero(d);
+    if constexpr (kByRow) of_block = hn::Set(d, factors.by_row[b]);
+    for (size_t c = b * kBlock; c < (b + 1) * kBlock; c += 2 * lanes) {
+      const ElementPair pair = load_pair(element, x + c);
+      if constexpr (kByRow) convert(pair, of_block, of_block, codes.by_row + c);
+      if constexpr (kByColumn) {
+        convert(pair, hn::Load(d, factors.by_column + c),
+                hn::Load(d, factors.by_column + c + lanes), codes.by_column + c);
+      }
+    }
+  }
+}
+
+/// The codes of a row of a tile, to where those of its first column go.
+template <Fp8Format kFormat, bool kByRow, bool kByColumn, typename E, size_t kBlock>
+HWY_INLINE void quantize_tile_row(E element, const typename E::Stored* HWY_RESTRICT x,
+                                  const Tile<kBlock>& tile, bool is_finite, RowFactors factors,
+                                  TileWork<E, kBlock>& work, RowCodes codes) {
+  const auto run = is_finite ? &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, true, E>
+                             : &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, false, E>;
+  const size_t whole = tile.whole(), rest = tile.cols - whole;
+  run(element, x, whole / kBlock, factors, codes);
+  if (rest == 0) return;
+  std::memcpy(static_cast<void*>(work.rest), x + whole, rest * sizeof(work.rest[0]));
+  uint8_t *by_row = work.codes, *by_column = work.codes + kBlock;
+  run(element, work.rest, 1, {factors.by_row + whole / kBlock, factors.by_column + whole},
+      {by_row, by_column});
+  if constexpr (kByRow) std::memcpy(codes.by_row + whole, by_row, rest);
+  if constexpr (kByColumn) std::memcpy(codes.by_column + whole, by_column, rest);
+}
+
+/// The amaxes of square blocks, in place of those of the first row's blocks.
+template <typename E, size_t kBlock>
+HWY_INLINE void join_rows(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work) {
+  for (size_t r = 1; r < tile.rows; ++r)
+    for (size_t b = 0; b < tile.blocks(); ++b)
+      work.block_amax[0][b] = std::max(work.block_amax[0][b], work.block_amax[r][b]);
+}
+
+/// The factors of the first row's blocks for all rows.
+template <typename E, size_t kBlock>
+HWY_INLINE void share_factors(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work) {
+  for (size_t r = 1; r < tile.rows; ++r)
+    std::copy_n(work.block_factor[0], tile.blocks(), work.block_factor[r]);
+}
+
+/// Starts to bring row `r` of a tile into the cache.
+template <typename E, size_t kBlock>
+HWY_INLINE void fetch_row(E, ConstRows x, const Tile<kBlock>& tile, size_t r) {
+  if (r >= tile.rows) return;
+  constexpr size_t kLine = 64 / sizeof(typename E::Stored);
+  const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
+  for (size_t c = 0; c < tile.cols; c += kLine) hwy::Prefetch(from + c);
+}
+
+/// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: meanwhile
+/// `next`, if there is one, is fetched.
+///
+/// A Scaling has kFormat, kBlock, is_square, row_codes and column_codes (null where nobody wants
+/// them), and makes scales and factors of the amaxes in `work`: scale_rows, scale_columns, of
+/// square blocks scale_squares.
+template <class Scaling, typename E, size_t kBlock = Scaling::kBlock>
+HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile,
+                              const Tile<kBlock>* next, const Scaling& scaling,
+                              TileWork<E, kBlock>& work, Extremes& extremes) {
+  look_at_tile<false>(element, x, tile, work);
+  const bool is_finite = take_extremes(element, x, tile, work, extremes);
+  if (scaling.is_square) {
+    join_rows(element, tile, work);
+    scaling.scale_squares(element, tile, work);
+    share_factors(element, tile, work);
+  } else {
+    scaling.scale_rows(element, tile, work);
+    scaling.scale_columns(element, tile, work);
+  }
+  for (size_t r = 0; r < tile.rows; ++r) {
+    if (next != nullptr) fetch_row(element, x, *next, r);
+    const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
+    const size_t to = (tile.row + r) * x.cols + tile.col;
+    const auto convert = [&](auto by_row, auto by_column, RowCodes codes) HWY_ATTR {
+      quantize_tile_row<Scaling::kFormat, by_row(), by_column()>(
+          element, from, tile, is_finite, {work.block_factor[r], work.column_factor}, work, codes);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    uint8_t* const row_codes = scaling.row_codes == nullptr ? nullptr : scaling.row_codes + to;
+    uint8_t* const column_codes =
+        scaling.column_codes == nullptr ? nullptr : scaling.column_codes + to;
+    if (row_codes != nullptr && column_codes != nullptr && !scaling.is_square) {
+      convert(kYes, kYes, {row_codes, column_codes});
+      continue;
+    }
+    if (row_codes != nullptr) convert(kYes, kNo, {row_codes, nullptr});
+    if (column_codes == nullptr) continue;
+    if (scaling.is_square) {
+      convert(kYes, kNo, {column_codes, nullptr});
+    } else {
+      convert(kNo, kYes, {nullptr, column_codes});
+    }
+  }
+}
+
+/// quantize_tile over all of x; the amax of x.
+template <class Scaling, typename E>
+HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) {
+  constexpr size_t kBlock = Scaling::kBlock, kCols = kTileCols<kBlock>;
+  const size_t bands = (x.rows + kBlock - 1) / kBlock, chunks = (x.cols + kCols - 1) / kCols;
+  // Narrow tiles go to a thread in numbers.
+  const auto grain = static_cast<int64_t>(std::max<size_t>(1, kCols / std::max<size_t>(1, x.cols)));
+  SharedExtremes shared;
+  parallel_for(
+      0, static_cast<int64_t>(bands * chunks), grain, [&](int64_t first, int64_t last) HWY_ATTR {
+        const ScopedFloatMode mode;
+        Extremes extremes;
+        TileWork<E, kBlock> work;
+        const auto tile_at = [&](int64_t i) {
+          const auto at = static_cast<size_t>(i);
+          return Tile<kBlock>(x, at / chunks * kBlock, at % chunks * kCols);
+        };
+        for (int64_t i = first; i < last; ++i) {
+          const auto tile = tile_at(i), next = tile_at(std::min(i + 1, last - 1));
+          quantize_tile(element, x, tile, i + 1 < last ? &next : nullptr, scaling, work, extremes);
+        }
+        shared.add(extremes);
+      });
+  return value_of_bits(element, shared.get().amax_bits);
+}
+
+#endif  // TANDEM_HAS_ELEMENT_PAIRS
+
+}  // namespace tandem::kernels::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // TANDEM_KERNELS_CPU_BLOCKS_INL_H_

@@ -1,0 +1,124 @@
+// NVFP4: E2M1 codes with one E4M3 scale per block of 16 numbers, and one float32 per tensor.
+#pragma once
+
+#include <bit>
+
+#include "kernels/fp8.h"
+#include "kernels/views.h"
+
+namespace tandem::kernels {
+
+inline constexpr size_t kFp4Block = 16;
+
+/// Blocks are 16 adjacent elements of a row (1x16), or of a column (16x1); what is missing of the
+/// last one is zeros, which have codes.
+enum class Fp4Direction : uint8_t { row, column };
+
+struct Fp4Shape {
+  size_t rows = 0, cols = 0;
+  constexpr size_t size() const { return rows * cols; }
+};
+
+constexpr size_t fp4_blocks(size_t n) { return (n + kFp4Block - 1) / kFp4Block; }
+
+/// Codes of a [rows, cols] matrix in bytes, two codes each, the first in the low half: row [rows,
+/// up(cols, 16) / 2] with neighbours of a row, column [up(rows, 16) / 2, cols] with neighbours of a
+/// column, where up(n, m) is n rounded up to a multiple of m.
+constexpr Fp4Shape fp4_code_shape(Fp4Direction direction, size_t rows, size_t cols) {
+  constexpr size_t kBytes = kFp4Block / 2;
+  if (direction == Fp4Direction::row) return {rows, fp4_blocks(cols) * kBytes};
+  return {fp4_blocks(rows) * kBytes, cols};
+}
+
+/// Scales: row [up(rows, 128), up(blocks, 4)], column [up(blocks, 4), up(cols, 128)]; zero where
+/// there is no block.
+constexpr Fp4Shape fp4_scale_shape(Fp4Direction direction, size_t rows, size_t cols) {
+  const auto up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
+  if (direction == Fp4Direction::row) return {up(rows, 128), up(fp4_blocks(cols), 4)};
+  return {up(fp4_blocks(rows), 4), up(cols, 128)};
+}
+
+/// One direction to be written.
+struct Fp4Output {
+  /// fp4_code_shape, contiguous; null where the direction is not wanted.
+  uint8_t* codes = nullptr;
+  /// E4M3, fp4_scale_shape.
+  uint8_t* dequant_scale = nullptr;
+  /// The amax of what the codes are of, one element.
+  float* amax = nullptr;
+  explicit operator bool() const { return codes != nullptr; }
+};
+
+struct Fp4Scaling {
+  /// 16x16: both directions have the same codes, and each block's scale repeated.
+  bool square_blocks = false;
+  /// Column codes are of columns whose groups of 16 are rotated by `hadamard`; x is rounded to
+  /// bfloat16 before, and what comes out too.
+  bool rotates_columns = false;
+  /// Codes are rounded up or down by chance, right on average.
+  bool stochastic = false;
+  uint64_t seed = 0;
+  uint32_t offset = 0;
+};
+
+/// Negative signs of the random Hadamard transform, by index.
+inline constexpr uint32_t kHadamardSigns = 0xD7E8;
+/// Whether x[i] counts negatively in y[j].
+constexpr bool hadamard_is_negative(size_t i, size_t j) {
+  return (std::popcount(i & j) & 1) != static_cast<int>(kHadamardSigns >> i & 1);
+}
+/// y[j] = sum of +-x[i] / 4, in float64 by ascending i, rounded to float32 and then to bfloat16: an
+/// orthogonal matrix, so that two operands that are both rotated have the same product.
+void hadamard(const float* x, float* y);
+
+/// What is the same for all blocks of a tensor of this amax.
+struct Fp4TensorScale {
+  explicit Fp4TensorScale(float amax);
+  /// What block amaxes are multiplied by to give scales; and what scales are multiplied by to give
+  /// the inverse of what numbers are multiplied by.
+  float per_amax, inverse;
+};
+/// The scale of a block in E4M3; NaN of NaN.
+uint8_t fp4_block_scale(float block_amax, const Fp4TensorScale& tensor);
+/// What the numbers of a block are multiplied by; NaN of a NaN.
+float fp4_factor(uint8_t block_scale, const Fp4TensorScale& tensor);
+
+/// The definition of cpu::nvfp4_quantize, element by element.
+void nvfp4_quantize_reference(ConstRows x, const Fp4Scaling& scaling, Fp4Output row,
+                              Fp4Output column, float* amax);
+
+namespace cpu {
+
+/// With A the amax of the operand, NaN skipped:
+///   s = min(2688 / A, the largest float32), 1 where A is 0 or infinite
+///   dequant_scale = E4M3(min(block amax * (s * (1 / 6)), the largest float32))
+///   codes = E2M1(x * min(1 / (dequant_scale * (1 / s)), the largest float32))
+///   source ~= codes * (dequant_scale * A * (1 / 2688))
+/// each product and quotient rounded once, casts saturating.
+///
+///   x [16, cols] --+--> amax of each block of 16 of a row --> row.dequant_scale --> row.codes
+///                  +--> (rotate) --> amax of each column --> column.dequant_scale --> column.codes
+///                  +--> amax of x
+///
+/// A block with a NaN has the scale 0x7F and decodes to NaN, as its codes cannot say it. Stochastic
+/// rounding as of cast.h, with the index of an element in the padded operand, of columns the
+/// transposed one, and the direction as the counter's last word.
+///
+/// Shapes: x [rows, cols], either possibly 0; outputs as in Fp4Output; amax one element or null.
+/// Bytes:  reads x twice, for column codes that are rotated once more; writes half a byte per
+///         element and direction, and 1/8 of that in scales.
+/// Error:  none: bitwise equal to the reference on every target and thread count (tests Nvfp4,
+///         GoldenNvfp4).
+void nvfp4_quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
+                    float* amax);
+
+/// y = codes * (dequant_scale * A * (1 / 2688)) in float32, rounded once to y's element.
+///
+/// Shapes: y [rows, cols], where what the blocks lie along may be padded to 16 or not; codes
+///         [fp4_code_shape(direction, rows, cols)], dequant_scale [fp4_scale_shape(...)].
+/// Bytes:  reads half a byte per element and writes one element.
+void nvfp4_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, float amax,
+                      Fp4Direction direction, Rows y);
+
+}  // namespace cpu
+}  // namespace tandem::kernels
