@@ -50,15 +50,16 @@ ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Arg
       args...);
 }
 
-/// A matrix as a product reads it: numbers, or codes and their scale.
+/// A matrix as a product reads it: numbers, or codes, their scale and the amax behind that.
 struct Operand {
   Tensor matrix;
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
-  Tensor scale = {};
+  Tensor scale = {}, amax = {};
 
   Factor factor(const Tensor& as_read) const {
-    return {as_read, quantizer, direction, quantizer == nullptr ? nullptr : &scale};
+    return {as_read, quantizer, direction, quantizer == nullptr ? nullptr : &scale,
+            amax.defined() ? &amax : nullptr};
   }
 };
 
@@ -71,13 +72,15 @@ Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantize
   Group group = run<Quantize>(took, {}, numbers.contiguous(), std::optional<Tensor>(), *quantizer,
                               GroupMask{is_row, !is_row, false});
   return {std::move(group[is_row ? row_codes : column_codes]), quantizer, direction,
-          std::move(group[is_row ? row_scale : column_scale])};
+          std::move(group[is_row ? row_scale : column_scale]),
+          std::move(group[is_row ? row_amax : column_amax])};
 }
 
 /// The numbers of codes in float32, but for a scale that the product gets at its end.
 Operand decoded(ImplementationNames& took, const Operand& codes) {
+  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
   Operand numbers{run<Decode>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
-                              codes.direction == Direction::column)[0]};
+                              codes.direction == Direction::column, amax)[0]};
   if (codes.quantizer->format->layout.applies_at_end) numbers.scale = codes.scale;
   return numbers;
 }

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "kernel_ops/checks.h"
+#include "kernel_ops/format.h"
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/weights.h"
 #include "planner/glue.h"
@@ -143,8 +144,16 @@ class QuantizePoints {
       check_dtype(value, part.op);
       if (contract.role == Role::weight) value = uncast(value);
       step.quantizers.resize(contracts.size());
-      step.quantizers[static_cast<size_t>(&contract - contracts.data())] =
-          &quantizer_of(*description_.recipe, {contract.role, part.op, slot});
+      const Quantizer& quantizer =
+          quantizer_of(*description_.recipe, {contract.role, part.op, slot});
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          given_to(quantizer) == Given::nothing && !is_packed(quantizer),
+          description_.ops[part.op].label,
+          ": expected a recipe whose codes are bytes, as each group of rows is quantized by ",
+          "itself, got the quantizer ", quantizer.text,
+          ". Use Float8BlockScaling or MXFP8BlockScaling, or call the op outside of the "
+          "tandem.autocast region.");
+      step.quantizers[static_cast<size_t>(&contract - contracts.data())] = &quantizer;
     });
   }
 

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import tandem
 from tandem import ops
-from tandem.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
-RECIPES = [Float8CurrentScaling(), MXFP8BlockScaling()]
+RECIPES = [Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
 SPLITS = [33, 0, 5, 64]
 
 
@@ -128,6 +128,10 @@ def test_what_recipes_cannot_have_is_told():
     module, x, splits = made(4, 64, 48), torch.randn(sum(SPLITS), 64), torch.tensor(SPLITS)
     with tandem.autocast(recipe=DelayedScaling()), pytest.raises(
         NotImplementedError, match="expected a recipe whose scales follow from the numbers, as each group of rows has its own, got one that keeps amaxes"
+    ):
+        module(x, splits)
+    with tandem.autocast(recipe=NVFP4BlockScaling()), pytest.raises(
+        NotImplementedError, match="expected a recipe whose codes are bytes, as each group of rows is quantized by itself, got the quantizer nvfp4"
     ):
         module(x, splits)
     with tandem.autocast(recipe=RECIPES[0]), pytest.raises(NotImplementedError, match="expected float32, bfloat16 or float16 under a recipe, got "):
