@@ -57,6 +57,7 @@ from tandem.modules import (  # noqa: E402
     TransformerLayer,
     apply_rotary_pos_emb,
 )
+from tandem._inspect import Inspection, inspect  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
@@ -70,6 +71,7 @@ __all__ = [
     "Quantizer",
     "GroupedLinear",
     "InferenceParams",
+    "Inspection",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -88,6 +90,7 @@ __all__ = [
     "checkpoint",
     "empty_cache",
     "explain",
+    "inspect",
     "fp8_autocast",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -19,6 +19,7 @@
 #include "bindings/python_ops.h"
 #include "bindings/signature.h"
 #include "fusions/table.h"
+#include "kernel_ops/inspection.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
@@ -417,6 +418,9 @@ PYBIND11_MODULE(_C, module) {
                                 bool training) { self.pipeline().described_program(training); })
       .def("saved_bytes", [](const EagerPipeline& self) { return self.pipeline().saved_bytes(); })
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
+      .def("set_watched", [](const EagerPipeline& self, int64_t number) {
+        self.pipeline().set_watched(number);
+      })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
       .def("verify", [](const EagerPipeline& self, const std::vector<at::Tensor>& inputs,
                         bool training, int masks) { return self.verify(inputs, training, masks); });
@@ -436,6 +440,17 @@ PYBIND11_MODULE(_C, module) {
              "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
              "Returns the limit before.");
   module.def("refresh_counts", &kernel_ops::refresh_counts);
+  module.def("take_watched", [] {
+    py::list rows;
+    for (const WatchedQuantization& each : take_watched()) {
+      const QuantizationStatistics& found = each.statistics;
+      rows.append(py::make_tuple(each.pipeline, each.op, each.role, each.region, each.quantizer,
+                                 found.amax, found.least_scale, found.largest_scale,
+                                 found.underflow, found.saturation, found.signal_to_noise,
+                                 found.not_finite));
+    }
+    return rows;
+  });
   module.def("plans_made", &Program::plans_made);
   module.def("programs_alive", &Program::alive);
   module.def("fusions_version", &fusions_version);

@@ -30,6 +30,8 @@ enum class StepKind : uint8_t {
   rename,
   seed,
   quantize,
+  /// One that says what it does, and that nothing takes the place of.
+  watched_quantize,
   dequantize,
   /// Of a slot of the recipe's state, which it brings up to date.
   take_scale,

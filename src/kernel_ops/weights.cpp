@@ -287,6 +287,7 @@ void weights_changed() { ++optimizer_epoch; }
 int64_t current_region() { return region; }
 void set_region(int64_t number) { region = number; }
 int64_t new_region() { return ++regions; }
+int64_t last_region() { return regions; }
 
 RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 

@@ -66,6 +66,8 @@ int64_t current_region();
 TANDEM_API void set_region(int64_t number);
 /// A number that no other outermost region of the process has.
 TANDEM_API int64_t new_region();
+/// The last of these numbers.
+int64_t last_region();
 
 /// How often codes have been made and found valid, for tests and `explain`.
 struct RefreshCounts {

@@ -35,6 +35,10 @@ class TANDEM_API Pipeline {
   /// one of these is not made.
   explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {});
 
+  /// From the next call on each quantization says what it does, under this number
+  /// (kernel_ops/inspection.h); 0: none does. Other threads must not call it meanwhile.
+  void set_watched(int64_t number) { watched_ = number; }
+
   /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the
   /// thread's recipe.
   ///
@@ -109,6 +113,7 @@ class TANDEM_API Pipeline {
     ActiveRecipePtr recipe;
     bool training;
     uint64_t fusions_version;
+    int64_t watched;
     std::shared_ptr<Program> program;
     /// Of `recipe`.
     std::vector<HeldWorkspace> workspaces;
@@ -146,6 +151,7 @@ class TANDEM_API Pipeline {
 
   std::string ops_;
   std::vector<std::string> required_fusions_;
+  int64_t watched_ = 0;
   bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;

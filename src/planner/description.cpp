@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -227,7 +228,8 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
       .get("cache_weights", description->cache_weights)
       .get("skipped_fusions", description->skipped_fusions, limits::kFusionNames)
       .get("required_fusions", description->required_fusions, limits::kFusionNames)
-      .get("fusions_version", description->fusions_version);
+      .get("fusions_version", description->fusions_version)
+      .get("watched", description->watched, 0, std::numeric_limits<int64_t>::max());
   std::string process;  // only tells descriptions apart, for caches that must not outlive a process
   fields.get("process", process).finish();
   check_channels(description->ops);
@@ -264,6 +266,7 @@ std::string write_description(std::string_view ops, std::string_view recipe,
   description["recipe"] = parse_json(recipe, "recipe");
   if (!terms.fuse) description["fuse"] = false;
   if (terms.cache_weights) description["cache_weights"] = true;
+  if (terms.watched != 0) description["watched"] = terms.watched;
   if (!terms.skipped_fusions.empty()) description["skipped_fusions"] = terms.skipped_fusions;
   if (!terms.required_fusions.empty()) description["required_fusions"] = terms.required_fusions;
   if (!process.empty()) description["process"] = process;

@@ -76,6 +76,9 @@ struct PlanningTerms {
   std::vector<std::string> required_fusions = {};
   /// Of the registered user fusions.
   uint64_t fusions_version = 0;
+  /// Not 0: each quantization is a step of its own that says what it does (kernel_ops/inspection.h),
+  /// under this number.
+  int64_t watched = 0;
 };
 
 struct Description : PlanningTerms {

@@ -9,6 +9,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
+#include "kernel_ops/inspection.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/weights.h"
@@ -105,6 +106,42 @@ void run_quantize(Call& call) {
   call.write_codes<kernel_ops::Quantize>([&] { return kernel_ops::sizes_of(call.in(x)); },
                                          call.in(x), call.maybe(given), call.options<Quantizer>(),
                                          call.output_mask<3>());
+}
+
+struct WatchOptions {
+  const Quantizer* quantizer;
+  Watch watch;
+};
+
+std::string_view name_of(Role role) {
+  switch (role) {
+    case Role::input:
+      return "input";
+    case Role::weight:
+      return "weight";
+    case Role::grad_output:
+      return "grad_output";
+  }
+  return "";
+}
+
+void run_watched_quantize(Call& call) {
+  enum Read { x, given };
+  enum Write { rows, columns };
+  const auto& options = call.options<WatchOptions>();
+  const Quantizer& quantizer = *options.quantizer;
+  call.write_codes<kernel_ops::Quantize>([&] { return kernel_ops::sizes_of(call.in(x)); },
+                                         call.in(x), call.maybe(given), quantizer,
+                                         call.output_mask<3>());
+  // Codes of columns may be those of rotated numbers.
+  if (!call.wants(rows) && (quantizer.hadamard || !call.wants(columns))) return;
+  const size_t write = call.wants(rows) ? rows : columns;
+  const at::TensorList parts = call.frame().tensors(call.step().writes[write]);
+  const Codes codes{parts[0], parts[1], parts.size() > 2 ? std::optional(parts[2]) : std::nullopt,
+                    write == rows ? Direction::row : Direction::column};
+  keep_watched({options.watch.pipeline, options.watch.op, std::string(name_of(options.watch.role)),
+                kernel_ops::last_region(), quantizer.text,
+                statistics_of(call.in(x), codes, quantizer)});
 }
 
 void run_dequantize(Call& call) {
@@ -210,6 +247,15 @@ Step quantize_step(Value x, Value given, const GroupValues& group, const Quantiz
   Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x", "given"}, {x, given},
                       {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
   step.options = {options_of(quantizer)};
+  return step;
+}
+
+Step watched_quantize_step(Value x, Value given, const GroupValues& group,
+                           const Quantizer& quantizer, const Watch& watch) {
+  Step step = quantize_step(x, given, group, quantizer);
+  step.kind = StepKind::watched_quantize;
+  step.run = run_watched_quantize;
+  step.options = {std::make_shared<WatchOptions>(WatchOptions{&quantizer, watch})};
   return step;
 }
 

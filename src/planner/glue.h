@@ -30,6 +30,15 @@ Step seed_step(Value x, Value seed);
 using GroupValues = std::array<Value, 3>;
 /// codes and amax of x; `given`, a scale or a seed, where the quantizer takes one.
 Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer);
+/// Of whom a watched quantization tells: number of the pipeline, place of the op, role.
+struct Watch {
+  int64_t pipeline = 0;
+  size_t op = 0;
+  Role role = Role::input;
+};
+/// The same, which keeps what it has done for take_watched (kernel_ops/inspection.h).
+Step watched_quantize_step(Value x, Value given, const GroupValues& group,
+                           const Quantizer& quantizer, const Watch& watch);
 /// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
 /// number.
 struct StateSlot {

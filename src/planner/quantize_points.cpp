@@ -59,7 +59,11 @@ class QuantizePoints {
 
   /// Codes of weights depend on scales that the next step changes, while backward may still want
   /// these: they are kept, not cached.
-  bool caches_weights() const { return description_.cache_weights && !is_stateful_; }
+  bool caches_weights() const {
+    return description_.cache_weights && !is_stateful_ && !is_watched();
+  }
+  /// Each quantization tells of itself, those of weights in each call.
+  bool is_watched() const { return description_.watched != 0 && !is_calibrating_; }
 
   /// The tensors of all holders, those that no step uses included: who calls knows nothing of
   /// plans.
@@ -233,7 +237,7 @@ class QuantizePoints {
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
     const Representations numbers =
-        quantized({plain, &quantizer, slot_of(op, contract.role)}, steps, codes);
+        quantized({plain, &quantizer, slot_of(op, contract.role)}, op, contract.role, steps, codes);
     return is_calibrating_ ? itself : numbers.of(contract.along);
   }
 
@@ -268,7 +272,8 @@ class QuantizePoints {
     return seed;
   }
 
-  Representations quantized(const Key& key, Steps& steps, Codes& codes) {
+  /// `op` and `role`: of whom the codes are first asked for.
+  Representations quantized(const Key& key, size_t op, Role role, Steps& steps, Codes& codes) {
     for (const Codes* known : {&forward_, &codes})
       for (const Slot& slot : {key.slot, Slot()})
         if (const auto found = known->find({key.value, key.quantizer, slot}); found != known->end())
@@ -282,14 +287,19 @@ class QuantizePoints {
     const auto [row, column] = result.codes;
     const GroupValues group{is_calibrating_ ? Value::none : row,
                             column == row ? Value::none : column, amax};
+    const auto quantize = [&](Value given) {
+      steps.push_back(is_watched() ? watched_quantize_step(plain, given, group, quantizer,
+                                                           {description_.watched, op, role})
+                                   : quantize_step(plain, given, group, quantizer));
+    };
     if (key.slot.op == npos) {
-      steps.push_back(quantize_step(plain, seed_of(plain, quantizer, steps), group, quantizer));
+      quantize(seed_of(plain, quantizer, steps));
     } else {
       const StateSlot slot = state_of(key.slot);
       const Value scale = draft_.add(
           {at::kFloat, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".scale"});
       steps.push_back(take_scale_step(slot, scale));
-      steps.push_back(quantize_step(plain, scale, group, quantizer));
+      quantize(scale);
       steps.push_back(record_amax_step(slot, amax, draft_.grad_mode));
     }
     return codes[key] = result;
@@ -336,7 +346,8 @@ class QuantizePoints {
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
     const Quantizer& quantizer = quantizer_of(*description_.recipe, {role});
     const Slot slot = slot_of(step.asked_by, role);
-    const Representations numbers = quantized({step.reads[0], &quantizer, slot}, steps, codes);
+    const Representations numbers =
+        quantized({step.reads[0], &quantizer, slot}, step.asked_by, role, steps, codes);
     if (is_calibrating_) {
       steps.push_back(rename_step(step.reads[0], step.writes[0]));
       return;

@@ -26,15 +26,18 @@ class _Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _description(kind: str, options: str, params: int, recipe: str, training: bool, in_place: bool, fusions_version: int) -> str:
+def _description(
+    kind: str, options: str, extra: int, params: int, joins: tuple[int, ...], recipe: str, training: bool, in_place: bool, fusions_version: int
+) -> str:
     signature = signature_of(kind)
     entry = _C.OpEntry(
         op=kind,
         label="",
         options=options,
         params=list(range(params)),
+        joins=list(joins),
         buffers=[],
-        extra_inputs=[None] * len(signature.extra_inputs),
+        extra_inputs=[None] * extra,
         extra_outputs=[(None, True)] * len(signature.extra_outputs),
         in_place=in_place,
         state=None,
@@ -229,7 +232,9 @@ class DirectionsMixin:
                 "Call the op in a pipeline, or use Float8CurrentScaling."
             )
         options = json.dumps(self._options(), sort_keys=True)
-        return _description(self._kind, options, params, call.recipe, call.training, getattr(self, "in_place", False), _C.fusions_version())
+        in_place = getattr(self, "in_place", False)
+        inputs = (self.num_extra_inputs, params, self._joins)
+        return _description(self._kind, options, *inputs, call.recipe, call.training, in_place, _C.fusions_version())
 
     def _library_forward_of(self: Any, x: torch.Tensor, extra: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], Tensors]:
         params = [getattr(self, name) for name in self._parameter_names]
@@ -252,7 +257,7 @@ class DirectionsMixin:
         if not getattr(ctx, "with_quantized_compute", True):
             call = call._replace(recipe="null")
         asked = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.asked, strict=True)]
-        extra = len(signature_of(self._kind).extra_inputs)
+        extra = self.num_extra_inputs
         like = next((tensor for tensor in (*saved, *grads) if tensor is not None and tensor.is_floating_point()), None)
         dtype = getattr(ctx, "dtype", None) or (like.dtype if like is not None else torch.get_default_dtype())
         gradients = _C.op_backward(

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
-from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
+from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python_op
 from tandem.ops.buffers import Modes
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
@@ -239,6 +239,8 @@ class Prepared:
             [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers()],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
+        if number := inspected.number_of(self):
+            made.set_watched(number)
         return _keep(self.pipelines, key, made)
 
     def ops_text(

@@ -1,0 +1,176 @@
+"""What low precision does to each tensor, step by step: the first question when a training in FP8 goes wrong."""
+
+from __future__ import annotations
+
+import html
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem import _C
+from tandem.ops.inspected import close_for, open_for, watchers
+
+
+class Watched(NamedTuple):
+    """One quantization. Shares are of the finite elements of the tensor; scales are what codes are multiplied by."""
+
+    step: int  # counted from 0: an outermost autocast region is one
+    name: str  # of the module that multiplies by the tensor
+    role: str  # "input", "weight" or "grad_output"
+    quantizer: str
+    amax: float
+    least_scale: float
+    largest_scale: float
+    underflow: float  # not 0, but its code is
+    saturation: float  # beyond what is rounded to the largest number that a code can mean
+    signal_to_noise: float  # 10 log10(sum x^2 / sum (x - y)^2), dB
+    not_finite: int  # NaN and infinities
+
+
+class Inspection:
+    """What `tandem.inspect` gives."""
+
+    def __init__(self, model: torch.nn.Module | None, warn: bool) -> None:
+        """Makes one that watches nothing yet; see `tandem.inspect`."""
+        self._model, self._warn = model, warn
+        self.pipelines: dict[int, Any] = {}  # by number, weakly
+        self._steps: dict[int, int] = {}  # by region
+        self._rows: list[Watched] = []
+        self._warned: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Inspection:
+        if self in watchers:
+            raise RuntimeError("inspect: expected an inspection that is not open, got one that is. Leave it first, or make another.")
+        _collect()  # what was left over is nobody's
+        open_for(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collect()
+        close_for(self)
+
+    @property
+    def rows(self) -> list[Watched]:
+        """What was quantized, in order."""
+        _collect()
+        return list(self._rows)
+
+    def _take(self, found: list[tuple[Any, ...]]) -> None:
+        for pipeline, op, role, region, quantizer, *numbers in found:
+            if pipeline not in self.pipelines:
+                continue
+            step = self._steps.setdefault(region, len(self._steps))
+            row = Watched(step, self._name(pipeline, op), role, quantizer, *numbers)
+            self._rows.append(row)
+            self._tell(row)
+
+    def _tell(self, row: Watched) -> None:
+        key = (row.name, row.role)
+        if not self._warn or key in self._warned or not (row.saturation or row.not_finite):
+            return
+        self._warned.add(key)
+        what = f"{row.saturation:.2%} of its numbers beyond the format's range" if row.saturation else f"{row.not_finite} numbers that are not finite"
+        warnings.warn(
+            f"tandem: expected {row.role} of {row.name} in the range of {row.quantizer}, got {what} in step {row.step} (amax {row.amax:.3g}, scale "
+            f"{row.largest_scale:.3g}). Use a recipe whose scales follow the tensor, or look where it grows.",
+            stacklevel=2,
+        )
+
+    def _name(self, pipeline: int, op: int) -> str:
+        prepared = self.pipelines[pipeline]()
+        if prepared is None:
+            return f"op {op}"
+        basic = prepared.basic_ops[op]
+        holder = basic._holder
+        path = next((path for path, module in self._model.named_modules() if module is holder), None) if self._model is not None else None
+        path = path or type(holder).__name__
+        products = [part for part in holder.flat_ops() if any(part._quantize_slots())] if holder is not basic else [basic]
+        return path if len(products) == 1 else f"{path}, product {products.index(basic)}"
+
+    def table(self) -> str:
+        """One line for each tensor: what became of it in its worst step."""
+        header = ("tensor", "format", "steps", "amax", "scale", "underflow", "saturation", "SNR, dB", "not finite")
+        lines = [header]
+        for (name, role), rows in self._by_tensor().items():
+            worst = min(rows, key=lambda row: row.signal_to_noise)
+            scale = f"{worst.least_scale:.3g}" if worst.least_scale == worst.largest_scale else f"{worst.least_scale:.3g} to {worst.largest_scale:.3g}"
+            shares = (f"{max(row.underflow for row in rows):.2%}", f"{max(row.saturation for row in rows):.2%}")
+            steps = str(len({row.step for row in rows}))
+            noise = f"{worst.signal_to_noise:.1f}"
+            lines.append((f"{name}: {role}", worst.quantizer, steps, f"{worst.amax:.3g}", scale, *shares, noise, str(sum(row.not_finite for row in rows))))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+    def _by_tensor(self) -> dict[tuple[str, str], list[Watched]]:
+        tensors: dict[tuple[str, str], list[Watched]] = {}
+        for row in self.rows:
+            tensors.setdefault((row.name, row.role), []).append(row)
+        return tensors
+
+    def svg(self) -> str:
+        """A picture: for each tensor how many dB the signal is above the noise, step by step; red where numbers saturate."""
+        tensors = self._by_tensor()
+        steps = 1 + max((row.step for row in self._rows), default=0)
+        left, right, line, top = 330, 300, 30, 34
+        place = lambda step: left + right * (step + 0.5) / steps  # noqa: E731
+        height = lambda row: 22 * min(max(row.signal_to_noise, 0.0), 60.0) / 60 if math.isfinite(row.signal_to_noise) else 22.0  # noqa: E731
+        parts = [f'<text x="{left}" y="20" class="head">signal to noise, 0 to 60 dB, over {steps} steps</text>']
+        for index, ((name, role), rows) in enumerate(tensors.items()):
+            base = top + line * (index + 1) - 4
+            worst = min(rows, key=lambda row: row.signal_to_noise)
+            points = " ".join(f"{place(row.step):.1f},{base - height(row):.1f}" for row in rows)
+            parts.append(f'<text x="8" y="{base - 6}">{html.escape(name)}: {role}</text>')
+            parts.append(f'<line x1="{left}" x2="{left + right}" y1="{base}" y2="{base}" class="axis"/><polyline points="{points}"/>')
+            parts += [
+                f'<circle cx="{place(row.step):.1f}" cy="{base - height(row):.1f}" r="{4 if row.saturation else 2}" class="{"bad" if row.saturation else "good"}">'
+                f"<title>step {row.step}: {row.signal_to_noise:.1f} dB, saturation {row.saturation:.2%}, underflow {row.underflow:.2%}, amax {row.amax:.3g}"
+                "</title></circle>"
+                for row in rows
+            ]
+            parts.append(f'<text x="{left + right + 12}" y="{base - 6}">worst {worst.signal_to_noise:.1f} dB</text>')
+        style = (
+            "text{font:12px sans-serif;fill:#222}.head{font-weight:bold}.axis{stroke:#ccc}polyline{fill:none;stroke:#36c}.good{fill:#36c}.bad{fill:#c22}"
+        )
+        size = f'width="{left + right + 130}" height="{top + line * len(tensors) + 10}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(parts)}</svg>'
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _collect() -> None:
+    """Hands what was measured to those who watch."""
+    found = _C.take_watched()
+    for inspection in watchers:
+        inspection._take(found)
+
+
+def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspection:
+    """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
+    far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
+
+    >>> import torch, tandem
+    >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))
+    >>> with tandem.inspect(model) as seen:
+    ...     for step in range(2):
+    ...         with tandem.autocast(recipe=tandem.recipe.Float8CurrentScaling()):
+    ...             y = model(torch.randn(4, 32, requires_grad=True))
+    ...         y.sum().backward()
+    >>> seen.rows[0].name, seen.rows[0].role, seen.rows[0].step, seen.rows[0].signal_to_noise > 25
+    ('0', 'input', 0, True)
+    >>> print(seen.table().splitlines()[0].split()[:3])
+    ['tensor', 'format', 'steps']
+
+    Args:
+        model: whose modules give the names; None: types of modules do.
+        warn: whether the first step in which a tensor saturates, or is not finite, is told of as a warning.
+    """
+    return Inspection(model, warn)
+
+
+__all__ = ["Inspection", "Watched", "inspect"]

@@ -1,0 +1,113 @@
+"""`tandem.inspect`: what is measured, under which names, and that watching changes no number."""
+
+import math
+
+import pytest
+import torch
+from support import randomize
+
+import tandem
+from tandem import ops
+
+RECIPES = [
+    tandem.recipe.Float8CurrentScaling(),
+    tandem.recipe.DelayedScaling(),
+    tandem.recipe.MXFP8BlockScaling(),
+    tandem.recipe.Float8BlockScaling(),
+    tandem.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+]
+
+
+def block():
+    torch.manual_seed(0)
+    return randomize(ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.Linear(64, 64)))
+
+
+def step(model, x, recipe):
+    x = x.detach().requires_grad_()
+    with tandem.autocast(recipe=recipe):
+        y = model(x)
+    y.sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    return [y.detach(), x.grad, *grads]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_watching_changes_no_number(recipe):
+    x = torch.randn(32, 64)
+    plain, watched = block(), block()
+    for _ in range(2):
+        expected = step(plain, x, recipe)
+        with tandem.inspect(watched) as seen:
+            actual = step(watched, x, recipe)
+        for a, b in zip(actual, expected, strict=True):
+            assert torch.equal(a, b)
+        assert {(row.name, row.role) for row in seen.rows} == {(name, role) for name in "13" for role in ("input", "weight", "grad_output")}
+    assert all(torch.equal(a, b) for a, b in zip(step(watched, x, recipe), step(plain, x, recipe), strict=True))
+
+
+def test_rows_are_those_of_the_tensors():
+    model, x = tandem.ops.Sequential(ops.Linear(32, 32, bias=False)), torch.randn(16, 32)
+    with tandem.inspect(model) as seen:
+        for _ in range(3):
+            step(model, x, tandem.recipe.Float8CurrentScaling())
+    rows = seen.rows
+    assert [row.step for row in rows] == [0] * 3 + [1] * 3 + [2] * 3
+    assert sorted({row.role for row in rows}) == ["grad_output", "input", "weight"]
+    by_role = {row.role: row for row in rows}
+    row = by_role["input"]
+    assert row.amax == x.abs().max().item() and row.quantizer.startswith("fp8_e4m3") and row.not_finite == 0
+    assert row.least_scale == row.largest_scale == pytest.approx(row.amax / 448, rel=1e-6)
+    codes = tandem.quantize(x, tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)).dequantize().double()
+    wide = x.double()
+    assert row.signal_to_noise == pytest.approx(10 * math.log10((wide.square().sum() / (wide - codes).square().sum()).item()), rel=1e-6)
+    assert by_role["weight"].amax == model[0].weight.abs().max().item()
+    assert by_role["grad_output"].amax == 1 and by_role["grad_output"].quantizer.startswith("fp8_e5m2")
+
+
+def test_saturation_is_told_of_once():
+    model = tandem.ops.Sequential(ops.Linear(32, 32))
+    recipe = tandem.recipe.DelayedScaling(amax_history_len=4)
+    step(model, torch.randn(8, 32), recipe)
+    step(model, torch.randn(8, 32), recipe)
+    with pytest.warns(UserWarning, match=r"tandem: expected input of 0 in the range of fp8_e4m3.*, got .*% of its numbers beyond the format's range in") as told:
+        with tandem.inspect(model) as seen:
+            for _ in range(2):
+                step(model, 100 * torch.randn(8, 32), recipe)
+    assert len([warning for warning in told if "expected input of 0" in str(warning.message)]) == 1
+    assert any(row.saturation > 0.5 for row in seen.rows if row.role == "input")
+    with pytest.warns(UserWarning, match="tandem: expected input of 0 in the range of fp8_e4m3.*, got 1 numbers that are not finite in step 0"):
+        with tandem.inspect(model):
+            step(model, torch.full((1, 32), 1.0).index_fill(1, torch.tensor([3]), math.nan), tandem.recipe.Float8CurrentScaling())
+
+
+def test_names_of_products_in_one_module():
+    model = torch.nn.ModuleDict({"mlp": tandem.LayerNormMLP(32, 64)})
+    with tandem.inspect(model) as seen:
+        step(model["mlp"], torch.randn(16, 32), tandem.recipe.MXFP8BlockScaling())
+    assert {row.name for row in seen.rows} == {"mlp, product 0", "mlp, product 1"}
+    with tandem.inspect() as nameless:
+        step(model["mlp"], torch.randn(16, 32), tandem.recipe.MXFP8BlockScaling())
+    assert {row.name for row in nameless.rows} == {"LayerNormMLP, product 0", "LayerNormMLP, product 1"}
+
+
+def test_table_and_picture():
+    model = block()
+    with tandem.inspect(model, warn=False) as seen:
+        for _ in range(3):
+            step(model, torch.randn(16, 64), tandem.recipe.Float8CurrentScaling())
+    lines = str(seen).splitlines()
+    assert len(lines) == 7 and lines[0].split()[0] == "tensor" and "1: input" in lines[1] and " 3 " in lines[1]
+    picture = seen.svg()
+    assert picture.startswith("<svg") and picture.count("<polyline") == 6 and picture.count("<circle") == 18 and seen._repr_svg_() == picture
+
+
+def test_where_nobody_watches_nothing_is_kept():
+    model = block()
+    step(model, torch.randn(16, 64), tandem.recipe.Float8CurrentScaling())
+    with tandem.inspect(model) as seen:
+        pass
+    assert seen.rows == []
+    with seen, pytest.raises(RuntimeError, match="inspect: expected an inspection that is not open, got one that is. Leave it first, or make another."):
+        seen.__enter__()
