@@ -150,7 +150,7 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
                                     at::TensorList gradients, at::TensorList params) {
   const auto program = program_of(description);
   const OpKind& kind = *program->description().ops[0].kind;
-  const size_t inputs = kind.def.inputs.size();
+  const size_t inputs = 1 + program->description().extra_input_count();
   const auto given =
       std::ranges::find_if(gradients, [](const at::Tensor& tensor) { return tensor.defined(); });
   std::vector<at::Tensor> results(inputs + params.size());
