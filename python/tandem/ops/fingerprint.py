@@ -82,7 +82,7 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_token",
     "_watchers",
 }
-_OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.unit", "tandem.ops.channels")  # whose code reads no option of an op
+_OWN_BASES = ("torch.nn.modules.module", "tandem.ops.op", "tandem.ops.unit", "tandem.ops.channels", "tandem.ops.directions")  # whose code reads no option of an op
 
 
 def _renew() -> None:
