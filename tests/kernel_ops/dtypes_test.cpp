@@ -115,11 +115,13 @@ TEST(KernelDtypes, Norms) {
 
 TEST(KernelDtypes, Codes) {
   const Quantizer& quantizer = tandem::quantizer("fp8_e4m3");
+  const at::OptionalSymIntArrayRef no_sizes;
   for_every_pair([&](at::ScalarType a, at::ScalarType b) {
     const at::Tensor codes = filled({5, 19}, a), scale = at::ones({}, b);
-    EXPECT_TRUE(agrees<Decode>(codes, scale, quantizer, false));
-    EXPECT_TRUE(agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat));
-    EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), quantizer, false, b));
+    EXPECT_TRUE(agrees<Decode>(codes, scale, quantizer, false, Optional()));
+    EXPECT_TRUE(agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat, Optional(), no_sizes));
+    EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), quantizer, false, b,
+                                   Optional(), no_sizes));
     EXPECT_TRUE(
         agrees<ScaleProduct>(codes, Optional(scale), Optional(at::ones({})), at::kBFloat16));
     EXPECT_TRUE(c10::isComplexType(a) ||
