@@ -418,9 +418,8 @@ PYBIND11_MODULE(_C, module) {
                                 bool training) { self.pipeline().described_program(training); })
       .def("saved_bytes", [](const EagerPipeline& self) { return self.pipeline().saved_bytes(); })
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
-      .def("set_watched", [](const EagerPipeline& self, int64_t number) {
-        self.pipeline().set_watched(number);
-      })
+      .def("set_watched",
+           [](const EagerPipeline& self, int64_t number) { self.pipeline().set_watched(number); })
       .def("fusions_made", [](const EagerPipeline& self) { return self.pipeline().fusions_made(); })
       .def("verify", [](const EagerPipeline& self, const std::vector<at::Tensor>& inputs,
                         bool training, int masks) { return self.verify(inputs, training, masks); });

@@ -39,11 +39,11 @@ struct WatchedQuantization {
   int64_t pipeline = 0;
   size_t op = 0;
   /// "input", "weight" or "grad_output".
-  std::string role;
+  std::string role = {};
   /// The recipe's region in which it happened, which grows from step to step.
   int64_t region = 0;
-  std::string quantizer;
-  QuantizationStatistics statistics;
+  std::string quantizer = {};
+  QuantizationStatistics statistics = {};
 };
 
 /// Keeps one for whoever takes them. Any thread may.

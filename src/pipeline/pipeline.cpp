@@ -54,13 +54,13 @@ Pipeline::State& Pipeline::state(bool training) {
     if (state->recipe.get() == recipe && state->training == training &&
         state->fusions_version == version && state->watched == watched_)
       return *state;
-  auto program = program_of(text_of(
-      recipe,
-      {.training = training, .cache_weights = recipe != nullptr, .fusions_version = version,
-       .watched = watched_}));
+  auto program = program_of(text_of(recipe, {.training = training,
+                                             .cache_weights = recipe != nullptr,
+                                             .fusions_version = version,
+                                             .watched = watched_}));
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.push_back(std::unique_ptr<State>(
-      new State{kept_active_recipe(), training, version, watched_, std::move(program), {}, newest_.load()}));
+  states_.push_back(std::unique_ptr<State>(new State{
+      kept_active_recipe(), training, version, watched_, std::move(program), {}, newest_.load()}));
   newest_ = states_.back().get();
   State& made = *states_.back();
   retire_states(version);

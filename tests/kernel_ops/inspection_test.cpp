@@ -23,10 +23,10 @@ QuantizationStatistics statistics(const at::Tensor& x, const std::string& text,
   const Quantizer& quantizer = tandem::quantizer(text);
   if (!given) given = given_for(quantizer);
   const Group group = kernel_ops::Quantize::reference(x, given, quantizer, {true, false, false});
-  const Codes codes{group[row_codes], group[row_scale],
-                    quantizer.format->layout.has_amax ? std::optional(group[row_amax])
-                                                      : std::nullopt,
-                    Direction::row};
+  const Codes codes{
+      group[row_codes], group[row_scale],
+      quantizer.format->layout.has_amax ? std::optional(group[row_amax]) : std::nullopt,
+      Direction::row};
   return statistics_of(x, codes, quantizer);
 }
 
@@ -43,24 +43,27 @@ TEST(QuantizationStatistics, OfNumbersThatAreCodes) {
 
 TEST(QuantizationStatistics, WhatIsLost) {
   // Of amax 448 the least number that is not rounded to 0 is above 2^-10.
-  const auto small = statistics(at::tensor({448.0f, 0x1p-11f, -0x1p-12f, 0.0f}), "fp8_e4m3:current");
+  const auto small =
+      statistics(at::tensor({448.0f, 0x1p-11f, -0x1p-12f, 0.0f}), "fp8_e4m3:current");
   EXPECT_EQ(small.underflow, 0.5);
   EXPECT_EQ(small.saturation, 0);
-  EXPECT_NEAR(small.signal_to_noise,
-              10 * std::log10((448.0 * 448 + 5 * 0x1p-24) / (5 * 0x1p-24)), 1e-9);
+  EXPECT_NEAR(small.signal_to_noise, 10 * std::log10((448.0 * 448 + 5 * 0x1p-24) / (5 * 0x1p-24)),
+              1e-9);
 
   // A scale of the past, 1: what is beyond 448 stays there.
   const auto large = statistics(at::tensor({448.0f, 500.0f, -1000.0f, 460.0f}), "fp8_e4m3:delayed",
                                 at::full({1}, 1.0f));
   EXPECT_EQ(large.saturation, 0.5);
   EXPECT_EQ(large.amax, 1000);
-  EXPECT_NEAR(large.signal_to_noise,
-              10 * std::log10((448.0 * 448 + 500 * 500 + 1e6 + 460 * 460) / (52.0 * 52 + 552 * 552 + 144)), 1e-9);
+  EXPECT_NEAR(
+      large.signal_to_noise,
+      10 * std::log10((448.0 * 448 + 500 * 500 + 1e6 + 460 * 460) / (52.0 * 52 + 552 * 552 + 144)),
+      1e-9);
 }
 
 TEST(QuantizationStatistics, OfNumbersThatAreNotFinite) {
-  const auto found = statistics(
-      at::tensor({NAN, INFINITY, 1.0f, 2.0f}), "fp8_e4m3:delayed", at::full({1}, 1.0f));
+  const auto found =
+      statistics(at::tensor({NAN, INFINITY, 1.0f, 2.0f}), "fp8_e4m3:delayed", at::full({1}, 1.0f));
   EXPECT_EQ(found.not_finite, 2);
   EXPECT_EQ(found.amax, 2);
   EXPECT_EQ(found.saturation, 0);

@@ -320,9 +320,11 @@ TEST(Verify, AWrongFusionAtAQuantizePointIsNamed) {
            .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
            .run = [](Call& call) {
              const std::array mask{call.wants(0), call.wants(2), call.wants(3), call.wants(4)};
-             call.write_codes<kernel_ops::RmsNormQuantize>(call.in(0), call.in(1) * 1.1,
-                                                           std::optional<at::Tensor>(), 1e-5, false,
-                                                           call.options<Quantizer>(1), mask);
+             const auto sizes = call.in(0).sym_sizes();
+             call.write_codes<kernel_ops::RmsNormQuantize>(
+                 [&] { return c10::SymDimVector(sizes.begin(), sizes.end()); }, call.in(0),
+                 call.in(1) * 1.1, std::optional<at::Tensor>(), 1e-5, false,
+                 call.options<Quantizer>(1), mask);
            }}});
   const Autocast region;
   const VerifyReport report =
