@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "kernel_ops/decoded_product.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
@@ -66,8 +67,11 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
     call.took(kernel_ops::multiply(product, result.matrix));
     return std::move(result.tensor);
   }
-  call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
-  const at::Tensor result = at::mm(a, b);
+  const bool dispatches = call.path() == Path::dispatch;
+  call.took(dispatches ? kernel_ops::kDispatcher : kernel_ops::kReference);
+  const at::Tensor result = dispatches && sums == Sums::independent_of_threads
+                                ? kernel_ops::dispatch<kernel_ops::MultiplyDecoded>(a, b)[0]
+                                : at::mm(a, b);
   // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of
   // two batched matrices.
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
