@@ -23,7 +23,7 @@ class RefreshWeight : public ::testing::Test {
  protected:
   bool refresh(bool backward, const char* quantizer = "fp8_e4m3") {
     const int64_t before = refresh_counts().made;
-    refresh_weight(weight_, {codes_, dequant_scale_, {}, {}, amax_, stamp_},
+    refresh_weight(weight_, {codes_, dequant_scale_, {}, {}, {}, {}, amax_, stamp_},
                    tandem::quantizer(quantizer), backward);
     return refresh_counts().made != before;
   }
