@@ -39,15 +39,27 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """The same of `Float8BlockScaling`."""
+    """The same of `Float8BlockScaling`.
+
+    Args:
+        return_reason: as of `is_fp8_available`.
+    """
     return _always(return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """The same of `MXFP8BlockScaling`."""
+    """The same of `MXFP8BlockScaling`.
+
+    Args:
+        return_reason: as of `is_fp8_available`.
+    """
     return _always(return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """The same of `NVFP4BlockScaling`."""
+    """The same of `NVFP4BlockScaling`.
+
+    Args:
+        return_reason: as of `is_fp8_available`.
+    """
     return _always(return_reason)

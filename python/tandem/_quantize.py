@@ -41,7 +41,7 @@ class QuantizedTensor(torch.Tensor):
         rowwise_scale_inv, columnwise_scale_inv: their scales.
         amax_rowwise, amax_columnwise: of formats with a second level of scale the largest magnitudes that this comes from, else None.
         quantizer: what made it.
-        dtype: that of x.
+        dtype, shape: those of x.
         requires_grad: whether its gradient is wanted.
     """
 
@@ -508,5 +508,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True, seed: to
 
 
 def cast_back(codes: torch.Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of codes of a format, one each, rounded once to the dtype `to`."""
+    """The values of codes of a format.
+
+    Args:
+        codes: uint8, one code each, in its low bits.
+        dtype: the format, as of `cast`.
+        to: dtype of the values, to which they are rounded once.
+    """
     return torch.ops.tandem.cast_from_codes(codes, _cast_format("cast_back", dtype), to)

@@ -56,7 +56,15 @@ class MMParams(NamedTuple):
 
 
 class QParams(NamedTuple):
-    """How an operand is quantized: what a recipe's `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` tell."""
+    """How an operand is quantized: what a recipe's `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` tell.
+
+    Args:
+        power_2_scale: whether scales are powers of two.
+        amax_epsilon: the least amax.
+        random_hadamard_transform: whether codes of columns are of rotated ones.
+        stochastic_rounding: whether codes are rounded by chance.
+        fp4_2d_quantization: whether blocks are squares.
+    """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0

@@ -58,7 +58,7 @@ class Reference:
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize(("length", "margin"), [(1, 0), (4, 0), (5, 2), (1024, -1)])
-@pytest.mark.parametrize("fp8_format", list(Format))
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
 def test_linear_is_the_product_of_rounded_operands_over_steps(fp8_format, length, margin, algorithm):
     recipe = DelayedScaling(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algorithm)
     wide = E5M2 if fp8_format is Format.HYBRID else E4M3
