@@ -29,6 +29,21 @@ double largest_number_of(at::ScalarType dtype) {
   }
 }
 
+/// Below it numbers are no finer than there.
+double smallest_normal_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::min();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::min();
+    case at::kFloat:
+    case at::kComplexFloat:
+      return std::numeric_limits<float>::min();
+    default:
+      return std::numeric_limits<double>::min();
+  }
+}
+
 std::string described(const at::Tensor& tensor) {
   std::ostringstream text;
   if (!tensor.defined()) return "none";
@@ -113,7 +128,7 @@ std::string difference(const at::Tensor& got, const at::Tensor& expected, double
   if (!problem.empty() || !a.defined() || a.numel() == 0) return problem;
   // Divided first: the difference of two large numbers may overflow.
   const at::Tensor size = at::maximum(at::maximum(at::abs(a), at::abs(b)), scale.to(a.device()))
-                              .clamp_min(std::numeric_limits<double>::min());
+                              .clamp_min(smallest_normal_of(got.scalar_type()));
   const at::Tensor apart = at::abs(a / size - b / size).flatten();
   const int64_t worst = apart.argmax().item<int64_t>();
   if (apart[worst].item<double>() <= tolerance) return "";

@@ -1,6 +1,7 @@
 #include "pipeline/verify.h"
 
 #include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
@@ -212,10 +213,14 @@ class Verification {
                                 mask_text() + ". Correct or remove it."};
 
     const auto whole = [&](const std::string& what, const at::Tensor& got, Value value, size_t part,
-                           Replay& expected) -> std::string {
+                           Replay& expected, bool is_gradient = false) -> std::string {
       ++report_.comparisons;
       const StepCheck::Bound bound = exists(value) ? steps.bound(value) : StepCheck::Bound();
-      const at::Tensor want = exists(value) ? expected.frame().tensor(value, part) : at::Tensor();
+      at::Tensor want = exists(value) ? expected.frame().tensor(value, part) : at::Tensor();
+      // That of an argument which was expanded: autograd sums it.
+      if (is_gradient && want.defined() && got.defined() &&
+          at::is_expandable_to(got.sizes(), want.sizes()))
+        want = at::sum_to(want, got.sizes());
       const double allowed = std::min(kGrowth * bound.relative, kLargestBound);
       const std::string found =
           bound.in_norm ? difference_in_norm(got, want, allowed)
@@ -240,7 +245,8 @@ class Verification {
     for (size_t i = 0; i < gradients.size() && found.empty(); ++i)
       if (mask_.asked[i])
         found = whole("the gradient of " + plan.types[index_of(argument(plan, i))].name,
-                      gradients[i], unfused_backward->gradients[i], 0, reference);
+                      gradients[i], unfused_backward->gradients[i], 0, reference,
+                      /*is_gradient=*/true);
     return {"", found};
   }
 

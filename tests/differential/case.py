@@ -112,7 +112,7 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
         if channel in channels and channels[channel] == taken:
             op["read"] = channel
         else:
-            op["extras"].append({"s": taken, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
+            op["extras"].append({"s": _smaller(taken, op.get("bc", 0)) if kind == "add" and not op.get("ip") else taken, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
     if gives:
         channel = op.get("ch_out")
         if channel is not None and channel not in written:
@@ -127,6 +127,13 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
             op["outputs"].append("second")
     if kind == "dropout" and 0 < op.get("p", 0.5) < 1 and not op.get("eval"):
         op["outputs"].append("probe")
+
+
+def _smaller(shape: tuple[int, ...], how: int) -> tuple[int, ...]:
+    """A shape that broadcasts to `shape`: without its first dimensions (1), or with one of 1 in their place (2)."""
+    if how == 0 or not shape:
+        return shape
+    return shape[-1:] if how == 1 else (1, *shape[1:])
 
 
 def reshaped(shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ def generate(seed: int, kind: str) -> Case:
 def for_verify(r: random.Random, least: int, most: int) -> Case:
     """A pipeline of `least` to `most` ops, for `verify`: none writes into an argument."""
     dtype = r.choice(["f32"] * 4 + ["f64", "bf16", "bf16", "f16"])
-    mixed, has_python, sharing = r.random() < 0.2, r.random() < 0.15, r.random() < 0.2
+    has_python, sharing = r.random() < 0.15, r.random() < 0.2
+    mixed = r.random() < 0.2 and not has_python  # ops in Python have the dtype of their operands
     case: Case = {"x": _given(r, (*r.choice(ROWS), r.choice(WIDTHS)), dtype, mixed, "x"), "ops": [], "mode": {"verify": 1}, "seed": r.randint(0, 999)}
     _fill(r, case, r.randint(least, most), dtype, mixed, has_python, False, False, sharing)
     return case
@@ -133,6 +134,8 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
         op["n"] = r.choice([(0.5, 2.0), (10.0, 0.1)] if "situ" in kind else [(0.75, 1.0, 0.5), (1.5, -0.5, 0.0), (2.0, 0.0, -1.0)])
     if kind == "add" or kind in cases.SCALED or kind in ("py_swap", "py_swap_whole", "py_product"):
         op.update(_extra_of(r, case, resolved, shape, dtype, mixed))
+        if kind == "add" and r.random() < 0.15:
+            op["bc"] = r.choice([1, 2])
         if kind == "add" and has_in_place and r.random() < 0.6:
             op["ip"] = 1
             if r.random() < 0.15:

@@ -37,6 +37,7 @@ def test_an_extra_input_of_the_caller_broadcasts(name, shape, compiled):
     *found, of_extra = torch.autograd.grad(actual, [*asked, extra], grad)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(of_extra, of_whole.sum_to_size(shape))
+    assert compiled or box.verify(x, extra), box.verify(x, extra)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 9), (1, 2, 3, 8)])

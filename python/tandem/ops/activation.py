@@ -41,7 +41,7 @@ class _CachedInput:
             (x,) = ctx.to_save or ()
             codes = quantizer.quantize(x.detach())  # type: ignore[union-attr]
             ctx.save_for_backward(codes.rowwise_data, codes.rowwise_scale_inv)
-            ctx.quantizer = quantizer  # type: ignore[attr-defined]
+            ctx.quantizer = quantizer
         return y
 
     def op_backward(self: Any, ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:

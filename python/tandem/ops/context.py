@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self
@@ -24,6 +24,11 @@ class OperationContext:
     to_save: tuple[torch.Tensor | None, ...] | None = None
     requires_grad: bool = True
     saved_names: tuple[str, ...] = field(default=(), init=False)  # of what was saved by name
+
+    if TYPE_CHECKING:  # what ops hang on it
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: torch.Tensor | None, **named: torch.Tensor | None) -> None:
         """Saves tensors for backward, where they are `saved_tensors`, and with names `saved_tensor(name)`. The last call counts.
