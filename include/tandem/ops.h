@@ -85,6 +85,8 @@ struct TANDEM_API Op {
   /// The same op, whose gradient of a weight is added to `main_grad` in the product itself, and is
   /// not in `grad()`. Who trains sets `main_grad` to zero.
   ///
+  /// The weights of a grouped_linear have one each, or none of them has.
+  ///
   /// Throws: c10::ValueError where there is no such parameter, where it is not the weight of a
   ///         product, or where `main_grad` has another shape, is undefined or requires grad.
   Op with_main_grad(const std::string& parameter, at::Tensor main_grad) const;

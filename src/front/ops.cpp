@@ -68,6 +68,19 @@ Op Op::with_parameter(const std::string& parameter, at::Tensor tensor) const {
   return made;
 }
 
+namespace {
+
+/// How many of an op's first parameters are weights of a product: one, or a list.
+std::ptrdiff_t weights_of(const BasicOp& basic) {
+  const OpDef& def = op_def(basic.name);
+  if (def.params.empty() || !is_list(def.params[0].name)) return 1;
+  const auto options = parse_json(options_text(basic.name, basic.options), basic.name);
+  return static_cast<std::ptrdiff_t>(
+      def.list_length(def.signature.parse(def.name, options).get(), def.params[0].name));
+}
+
+}  // namespace
+
 Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const {
   Op made = *this;
   const size_t place = place_of_parameter(made, parameter);
@@ -76,7 +89,9 @@ Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const 
                     " got one with it. It is a buffer: detach it.");
   size_t count = 0;
   for (BasicOp& basic : made.basic_ops) {
-    if (std::ranges::find(basic.parameters, place) == basic.parameters.end()) continue;
+    const auto found = std::ranges::find(basic.parameters, place);
+    if (found == basic.parameters.end() || found - basic.parameters.begin() >= weights_of(basic))
+      continue;
     const auto options = op_def(basic.name).signature.options();
     if (std::ranges::find(options, kAccumulateIntoMainGrad, &OptionDef::name) == options.end())
       continue;

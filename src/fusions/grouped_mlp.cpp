@@ -371,6 +371,7 @@ Refusal refuse(const Match& match) {
 
 template <Unit kUnit>
 Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
+  if (pass == Pass::forward) name += "_forward";
   Fusion fusion{.name = std::move(name), .pass = pass};
   fusion.pattern = {"grouped_linear", unit, "grouped_linear"};
   std::vector<MemberOperand> reads{

@@ -111,9 +111,10 @@ void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transpos
   const Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
   took |= multiply(
       Product({numbers}, {others}, sums.scalar_type(), rows, Sums::independent_of_threads), sums);
-  if (finishes)
-    run<ScaleProduct>(took, {target}, sums, end_scale(first), end_scale(second),
-                      target.scalar_type());
+  if (!finishes) return;
+  const Tensor scaled = run<ScaleProduct>(took, {target}, sums, end_scale(first), end_scale(second),
+                                          target.scalar_type())[0];
+  if (!scaled.is_same(target)) target.copy_(scaled);  // of a dtype without a kernel
 }
 
 /// target += column row: a product of one term.

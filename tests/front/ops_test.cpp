@@ -316,6 +316,40 @@ TEST(OpsErrors, PartsOfALinear) {
                                   "that is several tensors, got one."));
 }
 
+TEST(Ops, GroupedLinearScalesItsBiases) {
+  const at::Tensor x = leaf({7, 4}), splits = at::tensor({3, 4}, at::kLong), scales = leaf({7});
+  Sequential model({ops::grouped_linear(4, 5, {.num_groups = 2, .scale_bias = true})});
+  auto p = model->named_parameters();
+  {
+    const c10::AutoGradMode no_grad(false);
+    for (const char* bias : {"0.bias0", "0.bias1"}) p[bias].normal_();
+  }
+  const at::Tensor y = model->forward(x, {splits, scales})[0];
+  const auto part = [&](int64_t first, int64_t rows, const char* weight, const char* bias) {
+    return at::linear(x.narrow(0, first, rows), p[weight]) +
+           scales.narrow(0, first, rows).unsqueeze(1) * p[bias];
+  };
+  const at::Tensor expected =
+      at::cat({part(0, 3, "0.weight0", "0.bias0"), part(3, 4, "0.weight1", "0.bias1")});
+  EXPECT_TRUE(near(y.detach(), expected.detach()));
+  const auto gradients = torch::autograd::grad({y.square().sum()}, {scales, p["0.bias1"]}),
+             wanted = torch::autograd::grad({expected.square().sum()}, {scales, p["0.bias1"]});
+  for (size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(near(gradients[i], wanted[i]));
+}
+
+TEST(Ops, GradientsOfGroupsGoIntoMainGrads) {
+  const at::Tensor x = random({7, 4}), splits = at::tensor({3, 4}, at::kLong);
+  const at::Tensor first = at::zeros({5, 4}), second = at::zeros({5, 4});
+  const Op experts = ops::grouped_linear(4, 5, {.num_groups = 2});
+  Sequential model({experts.with_main_grad("weight0", first).with_main_grad("weight1", second)});
+  model->forward(x, {splits})[0].sum().backward();
+  EXPECT_TRUE(near(first, at::linear(at::ones({5, 3}), x.narrow(0, 0, 3).t())));
+  EXPECT_TRUE(near(second, at::linear(at::ones({5, 4}), x.narrow(0, 3, 4).t())));
+  EXPECT_THAT([&] { (void)experts.with_main_grad("bias0", at::zeros({5})); },
+              ThrowsText<c10::ValueError>("grouped_linear: expected the weight of a product, got "
+                                          "bias0"));
+}
+
 TEST(Ops, LinearOverRanks) {
   using Mode = TensorParallel::Mode;
   const auto made = [](Mode mode, bool sequence_parallel) {

@@ -32,7 +32,12 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
           EXPECT_LT(operand.member, fusion.pattern.size()) << fusion.name;
     }
   }
-  EXPECT_THAT(names, ::testing::IsSupersetOf({"linear_bias",
+  EXPECT_THAT(names, ::testing::IsSupersetOf({"grouped_mlp_activation",
+                                              "grouped_mlp_glu",
+                                              "grouped_mlp_scaled_activation",
+                                              "grouped_mlp_scaled_glu",
+                                              "grouped_mlp_glu_forward",
+                                              "linear_bias",
                                               "linear_bias_add",
                                               "linear_bias_glu",
                                               "linear_bias_activation",

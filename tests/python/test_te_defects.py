@@ -186,6 +186,29 @@ def test_14_weights_of_experts_may_be_frozen():
     assert box[0].weight0.grad is None and box[0].bias0.grad is not None
 
 
+@pytest.mark.parametrize("unit", [ops.ScaledSwiGLU, ops.ScaledSReLU])
+def test_15_every_number_that_multiplies_a_bias_counts_in_a_fused_mlp(unit):
+    wide = 16 if unit is ops.ScaledSwiGLU else 8
+    box = randomize(ops.Sequential(ops.GroupedLinear(2, 8, wide, scale_bias=True), unit(), ops.GroupedLinear(2, 8, 8, scale_bias=True)))
+    x, splits = torch.randn(7, 8), torch.tensor([3, 4])
+    scales = [torch.rand(7, requires_grad=True) for _ in range(3)]  # of the first bias, of the unit, of the last bias: three tensors
+    y = box(x, splits, scales[0], scales[1], splits, scales[2])
+    y.square().sum().backward()
+    assert f"made    grouped_mlp_scaled_{'glu' if unit is ops.ScaledSwiGLU else 'activation'}" in box.explain()
+    factors = [scale.detach().requires_grad_() for scale in scales]
+    parts = []
+    for i, rows in enumerate(x.split([3, 4])):
+        first, between, last = (factor.split([3, 4])[i][:, None] for factor in factors)
+        z = F.linear(rows, getattr(box[0], f"weight{i}")) + first * getattr(box[0], f"bias{i}")
+        h = (F.silu(z[:, :8]) * z[:, 8:] if unit is ops.ScaledSwiGLU else F.relu(z) ** 2) * between
+        parts.append(F.linear(h, getattr(box[2], f"weight{i}")) + last * getattr(box[2], f"bias{i}"))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(y, expected)
+    wanted = [*factors, box[0].bias1, box[2].bias0]
+    for tensor, gradient in zip([*scales, box[0].bias1, box[2].bias0], torch.autograd.grad(expected.square().sum(), wanted), strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-4, atol=1e-4)
+
+
 def test_16_another_recipe_of_the_same_kind_counts():
     box, x = ops.Sequential(ops.Linear(64, 64)), torch.randn(32, 64)
     first, second = (tandem.recipe.Float8CurrentScaling(fp8_format=format) for format in (tandem.recipe.Format.HYBRID, tandem.recipe.Format.E4M3))
