@@ -23,6 +23,7 @@ from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem._checkpoint import checkpoint  # noqa: E402
+from tandem._memory_budget import memory_budget  # noqa: E402
 from tandem._quantize import (  # noqa: E402
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -52,6 +53,7 @@ __all__ = [
     "checkpoint",
     "empty_cache",
     "explain",
+    "memory_budget",
     "ops",
     "quantize",
     "recipe",

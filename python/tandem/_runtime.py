@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     y: torch.Tensor
     extra_outputs: list[Tensors]  # of each covered op
     saved: Sequence[Any]  # tensors; of a fusion of one direction those of each covered op
-    fields: _Fields | None  # what backward gets besides
+    fields: Any  # what backward gets besides, a _Fields or None; of a fusion of one direction one of each covered op
 
 
 class Gradients(NamedTuple):
@@ -45,8 +45,9 @@ class _Fields:
     contexts: list[OperationContext]
     counts: list[int]  # tensors of each context
     ghost: Any
-    y_like: tuple[Sequence[int], torch.dtype, torch.device] | None
+    y_like: tuple[Sequence[int], torch.dtype, torch.device] | None  # None where nobody but the op could tell
     buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
+    written_by: str  # the fusion whose forward has run in place of the op's own, or empty
     names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
 
@@ -132,13 +133,25 @@ def _fields(
     saved: Sequence[Tensors],
     named: list[Names],
     ghost: Any,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
+    written_by: str = "",
 ) -> _Fields:
     for context in contexts:
         context.to_save = None
     y_like = (y.shape, y.dtype, y.device) if isinstance(y, torch.Tensor) else None  # the library refuses what is no tensor
     buffers = [own[len(op_params) :] for own, op_params in zip(params, (names(op, "_parameters") for op in ops), strict=True)]
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers, named)
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, y_like, buffers, written_by, named)
+
+
+def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[OperationContext]:
+    """As backward gets them."""
+    contexts, tensors = [], iter(saved)
+    for kept, count in zip(fields.contexts, fields.counts, strict=True):
+        context = OperationContext()
+        context.__dict__.update(kept.__dict__)
+        context.saved_tensors = tuple([next(tensors) for _ in range(count)])
+        contexts.append(context)
+    return contexts
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
@@ -191,6 +204,8 @@ class Runtime:
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
+        if save and python_op.any_fusions():
+            fusions.note_saved(op, context)
         fields = _fields([op], params, [context], saved, named, ghost_of(op), y) if save else None
         return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
 
@@ -215,12 +230,20 @@ class Runtime:
             flat = [tensor for tensors in saved for tensor in tensors]
             fields = _fields(basics, params, contexts, saved, named, None, y) if save else None
             return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
+        fields_of: list[_Fields | None] = [None] * len(basics)
         if save:
-            saved = [fusions.written_context(fused, basic, context) for basic, context in zip(basics, contexts, strict=True)]
-        return Forward(y, [tuple(group) for group in extra_outputs], saved, None)
+            for index, (basic, context) in enumerate(zip(basics, contexts, strict=True)):
+                if basic.is_python_op:
+                    fusions.check_saved(fused, basic, context)
+                    own_y = y if index == len(basics) - 1 else None
+                    own = ([basic], params[index : index + 1], [context], saved[index : index + 1], named[index : index + 1])
+                    fields_of[index] = _fields(*own, ghost_of(basic), own_y, fused.name)
+                else:
+                    saved[index] = fusions.written_context(fused, basic, context)
+        return Forward(y, [tuple(group) for group in extra_outputs], saved, fields_of)
 
     def backward(
-        self, target: str | fusions.Fused, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
+        self, target: str | fusions.Fused, saved: Any, fields: Any, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
     ) -> Gradients:
         if isinstance(target, fusions.Fused):
             op, basics = target.get()
@@ -228,27 +251,33 @@ class Runtime:
             op, _ = python_op.live_op(target)
             op = op if op is not None else fields.ghost
             basics = (op,)
-        if fields is not None:
-            contexts, tensors = [], iter(saved)
-            for kept, count in zip(fields.contexts, fields.counts, strict=True):
-                context = OperationContext()
-                context.__dict__.update(kept.__dict__)
-                context.saved_tensors = tuple(next(tensors) for _ in range(count))
-                contexts.append(context)
-            if grad_y is None:
+        reader = target.name if isinstance(target, fusions.Fused) and target.pass_name == "backward" else ""
+        if isinstance(fields, _Fields):
+            contexts = _contexts(fields, saved)
+            if grad_y is None and fields.y_like is not None:
                 shape, dtype, device = fields.y_like
                 grad_y = torch.zeros(shape, dtype=dtype, device=device)
             params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
+            named, reader = fields.names, fields.written_by
         else:
-            contexts = [OperationContext.of(basic._context, own) for basic, own in zip(basics, saved, strict=True)]
-            if grad_y is None:
-                raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        named = fields.names if fields is not None else _names_of(basics, params)
+            contexts, of_params, named = [], [], []
+            for basic, tensors, own, own_params in zip(basics, saved, fields, params, strict=True):
+                contexts += [OperationContext.of(basic._context, tensors)] if own is None else _contexts(own, tensors)
+                of_params.append([*own_params, *(own.buffers[0] if own is not None else ())])
+                named += _names_of((basic,), of_params[-1:]) if own is None else own.names
+            params = of_params
+        if grad_y is None:
+            raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
-            grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+            try:
+                grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+            except (ValueError, AttributeError, TypeError, IndexError) as error:
+                if not reader or not any(basic.is_python_op for basic in basics):
+                    raise
+                raise fusions.unread(reader, op, contexts, error) from error
         return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs])
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused]:
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
         return fusions.groups(pass_name, instances, recipe)
 
 

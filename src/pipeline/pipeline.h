@@ -33,7 +33,14 @@ class TANDEM_API Pipeline {
  public:
   /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where
   /// one of these is not made.
-  explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {});
+  /// `memory_budget`: bytes per row that it keeps for backward; nullopt: that of the region.
+  explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {},
+                    std::optional<double> memory_budget = std::nullopt);
+
+  /// From the next call on. Other threads must not call it meanwhile. Throws c10::ValueError where
+  /// it is negative or not finite.
+  void set_memory_budget(std::optional<double> bytes_per_row);
+  std::optional<double> memory_budget() const { return memory_budget_; }
 
   /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the
   /// thread's recipe.
@@ -109,6 +116,7 @@ class TANDEM_API Pipeline {
     ActiveRecipePtr recipe;
     bool training;
     uint64_t fusions_version;
+    std::optional<double> memory_budget;
     std::shared_ptr<Program> program;
     /// Of `recipe`.
     std::vector<HeldWorkspace> workspaces;
@@ -134,6 +142,10 @@ class TANDEM_API Pipeline {
   };
 
   State& state(bool training);
+  /// Of calls in this thread.
+  std::optional<double> budget_now() const {
+    return memory_budget_ ? memory_budget_ : active_memory_budget();
+  }
   const std::string& text_for_op(State& state);
   void retire_states(uint64_t fusions_version);
   void free_retired() const;
@@ -146,6 +158,7 @@ class TANDEM_API Pipeline {
 
   std::string ops_;
   std::vector<std::string> required_fusions_;
+  std::optional<double> memory_budget_;
   bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;

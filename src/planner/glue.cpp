@@ -93,6 +93,19 @@ Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& 
   return step;
 }
 
+/// Only who traces could take what follows for what forward has done.
+void run_behind(Call& call) {
+  size_t gradient = 1;
+  while (!call.has(gradient)) ++gradient;
+  const size_t parts = tensors_per_value(call.format(0));
+  for (size_t part = 0; part < parts; ++part)
+    call.out(0,
+             call.path() == Path::dispatch
+                 ? kernel_ops::dispatch<kernel_ops::Behind>(call.in(0, part), call.in(gradient))[0]
+                 : call.in(0, part),
+             part);
+}
+
 template <bool kBackward>
 void run_refresh_weight(Call& call) {
   enum Read { weight, first_part };
@@ -148,6 +161,23 @@ Step record_amax_step(const StateSlot& slot, Value amax, bool counts) {
   Step step = state_step(StepKind::record_amax, "record_amax",
                          counts ? run_record_amax<true> : run_record_amax<false>, slot, {amax});
   step.mutates = {slot.state[1], slot.state[2]};
+  return step;
+}
+
+Step again_step(const Step& forward, Values writes) {
+  Step step = forward;
+  step.kind = StepKind::again;
+  step.repeats = std::exchange(step.covers, {});
+  step.dead.clear();
+  step.writes = std::move(writes);
+  if (forward.kind == StepKind::refresh) step.run = run_refresh_weight<true>;
+  return step;
+}
+
+Step behind_step(Value x, const Values& gradients, Value y) {
+  Step step = step_of(StepKind::behind, "behind", run_behind, {"x"}, {x}, {"y"}, {y});
+  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
+  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
   return step;
 }
 

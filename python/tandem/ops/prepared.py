@@ -14,6 +14,7 @@ from tandem import _C, recipe_state
 from tandem.ops import fingerprint, fusions, hooks, main_grad, python_op
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
+from tandem.ops.terms import Terms
 from tandem._tracing import constant_while_traced
 from tandem.ops.unit import BasicUnit, Unit
 from tandem.recipe_state import history_length, traced_region
@@ -69,12 +70,12 @@ class Prepared:
         basic_ops: tuple[BasicUnit, ...],
         owner: Unit | None,
         bindings: Bindings | None,
-        required: Sequence[str],
+        terms: Terms,
         own_calls: tuple[str | None, ...],
         captured: Any,
         changes: Changes,
     ) -> None:
-        self.units, self.basic_ops, self.owner, self.required = units, basic_ops, owner, required
+        self.units, self.basic_ops, self.owner, self.terms = units, basic_ops, owner, terms
         self.changes = changes
         self.captured = captured  # what the ops were like before anything here was read
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
@@ -216,7 +217,8 @@ class Prepared:
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
-            self.required,
+            list(self.terms.required),
+            float(self.terms.memory_budget) if self.terms.memory_budget else None,
             [at for at, mode in zip(self.main_grad_params, modes, strict=False) if mode is not None],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
@@ -285,7 +287,8 @@ class Prepared:
         # Inside a region that is entered in a compiled function, `described` knows nothing of what fusions make under its recipe.
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         modes = self.main_grad_modes() if self.main_grad_places else ()
-        text = self.text(described, flags, training, recipe, version, kwargs, modes)
+        budget = self.terms.memory_budget or _C.in_force.memory_budget
+        text = self.text(described, flags, training, recipe, version, kwargs, modes, budget)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
@@ -303,7 +306,7 @@ class Prepared:
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
             ops, _ = self.ops_text(flags, None, buffers=True, shared=True, name_instances=bool(made))
-            text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.required, *key])))
+            text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.terms, *key])))
         else:
             text = self.texts[key]
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
@@ -330,12 +333,13 @@ class Prepared:
         fusions_version: str | None,
         kwargs: Kwargs | None,
         modes: tuple[main_grad.Mode, ...] = (),
+        budget: str = "",
     ) -> str:
         """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
         but its arguments, all of which Dynamo guards."""
         shared = described is not None
         ours = described if shared else (structure.native_fusions(), structure.fusions)
-        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes)
+        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes, budget)
         known = self.descriptions.get(key)
         if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
             made = self._made_by_fusions(recipe)
@@ -344,9 +348,10 @@ class Prepared:
                 ops,
                 recipe,
                 training=self.library_training(flags, training),
-                required_fusions=self.required,
+                required_fusions=list(self.terms.required),
                 fusions_version=_C.fusions_version() if made else structure.native_fusions(),
                 process=fingerprint.process if made else "",
+                memory_budget=float(budget) if budget else None,
             )
             known = _keep(self.descriptions, key, (description, held))
         return known[0]
