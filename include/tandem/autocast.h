@@ -1,7 +1,8 @@
-// Regions in which a recipe is in force.
+// Regions in which a recipe, or a memory budget, is in force.
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "tandem/export.h"
 #include "tandem/recipe.h"
@@ -22,6 +23,25 @@ class TANDEM_API Autocast {
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  std::shared_ptr<Region> region_;
+};
+
+/// While one of these lives, pipelines of this thread that have no budget of their own
+/// (PipelineModule::set_memory_budget) keep at most so many bytes for backward per row of their
+/// main input; nullopt: no limit inside. Nests with Autocast regions, and ends like them.
+///
+///   { tandem::MemoryBudget budget(2048); loss = model->forward(x).sum(); }
+///
+/// Throws: c10::ValueError where it is negative or not finite; a call inside, where its pipeline
+///         cannot do with so little: with the least that it needs.
+class TANDEM_API MemoryBudget {
+ public:
+  explicit MemoryBudget(std::optional<double> bytes_per_row);
+  ~MemoryBudget();
+  MemoryBudget(const MemoryBudget&) = delete;
+  MemoryBudget& operator=(const MemoryBudget&) = delete;
 
  private:
   std::shared_ptr<Region> region_;

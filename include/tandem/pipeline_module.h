@@ -6,6 +6,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,15 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
                       const StepTimes& times = {}) const;
   /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const;
+  /// Keeps at most so many bytes for backward per row of the main input (numel(x) / size(-1) rows),
+  /// from the next call on; nullopt, as at first: what the MemoryBudget in force allows. Numbers do
+  /// not depend on it. `explain` shows what is kept, and what backward does instead of keeping the
+  /// rest. No other thread may call the module meanwhile.
+  ///
+  /// Throws: c10::ValueError where it is negative or not finite; the next call, where the pipeline
+  ///         cannot do with so little: with the least that it needs.
+  void set_memory_budget(std::optional<double> bytes_per_row);
+  std::optional<double> memory_budget() const;
   /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
   /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go
   /// into a main_grad are returned here, and no main_grad is written.

@@ -13,6 +13,7 @@ class EagerPipeline:
         modules: Sequence[tuple[dict[str, Any], bool]],
         is_container: bool,
         required_fusions: Sequence[str],
+        memory_budget: float | None,
         buffer_params: Sequence[int],
         buffer_makers: Sequence[Callable[[], torch.Tensor]],
         state_owners: Sequence[tuple[dict[str, Any], int, int]],
@@ -72,13 +73,21 @@ class OpEntry:
 
 def write_ops(ops: Sequence[OpEntry]) -> str: ...
 def write_description(
-    ops: str, recipe: str, *, training: bool, required_fusions: Sequence[str], fusions_version: int, process: str
+    ops: str,
+    recipe: str,
+    *,
+    training: bool,
+    required_fusions: Sequence[str],
+    fusions_version: int,
+    process: str,
+    memory_budget: float | None,
 ) -> str: ...
 
 DESCRIPTION_VERSION: int
 
 class InForce:
     recipe: str
+    memory_budget: str
     @property
     def outside_compiled_code(self) -> str: ...
 
@@ -89,6 +98,8 @@ def native_getter(
 ) -> Callable[[Any], Any]: ...
 def enter_autocast(recipe: str, owner: object) -> None: ...
 def exit_autocast(owner: object) -> None: ...
+def enter_memory_budget(bytes_per_row: float | None, owner: object) -> None: ...
+def exit_memory_budget(owner: object) -> None: ...
 def active_recipe() -> str | None: ...
 def region_now() -> object: ...
 def enter_recompute(region: object, owner: object) -> None: ...

@@ -23,6 +23,7 @@ from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem._checkpoint import checkpoint  # noqa: E402
+from tandem._memory_budget import memory_budget  # noqa: E402
 from tandem._names import (  # noqa: E402
     fp8_autocast,
     is_fp8_available,
@@ -96,6 +97,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "memory_budget",
     "ops",
     "quantize",
     "recipe",

@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     y: torch.Tensor
     extra_outputs: list[Tensors]  # of each covered op
     saved: Sequence[Any]  # tensors; of a fusion of one direction those of each covered op
-    fields: _Fields | None  # what backward gets besides
+    fields: Any  # what backward gets besides, a _Fields or None; of a fusion of one direction one of each covered op
 
 
 _Like = tuple[Sequence[int], torch.dtype, torch.device]  # what is needed for zeros
@@ -64,10 +64,11 @@ class _Fields:
     contexts: list[OperationContext]
     counts: list[int]  # tensors of each context
     ghost: Any
-    y_like: _Like | None
-    x_like: _Like | None
+    y_like: _Like | None  # None where nobody but the op could tell
+    x_like: _Like | None  # the same
     extra_likes: list[list[_Like | None]]  # of each covered op
     buffers: list[Tensors]  # of each covered op, where others stood in for its own: while tracing
+    written_by: str  # the fusion whose forward has run in place of the op's own, or empty
     names: list[Names]  # of the parameters and buffers of each covered op in forward: by now they may be others, and a ghost has none
 
 
@@ -153,15 +154,28 @@ def _fields(
     saved: Sequence[Tensors],
     named: list[Names],
     ghost: Any,
-    y: torch.Tensor,
-    x: torch.Tensor,
+    y: torch.Tensor | None,
+    x: torch.Tensor | None,
     extras: Sequence[Tensors],
+    written_by: str = "",
 ) -> _Fields:
     for context in contexts:
         context.to_save = None
     extra_likes = [[_like(tensor) for tensor in own] for own in extras]
     buffers = [own[len(op_params) :] for own, op_params in zip(params, (names(op, "_parameters") for op in ops), strict=True)]
-    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, _like(y), _like(x), extra_likes, buffers, named)
+    likes = (_like(y), _like(x), extra_likes)
+    return _Fields(contexts, [len(tensors) for tensors in saved], ghost, *likes, buffers, written_by, named)
+
+
+def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[OperationContext]:
+    """As backward gets them."""
+    contexts, tensors = [], iter(saved)
+    for kept, count in zip(fields.contexts, fields.counts, strict=True):
+        context = OperationContext()
+        context.__dict__.update(kept.__dict__)
+        context.saved_tensors = tuple([next(tensors) for _ in range(count)])
+        contexts.append(context)
+    return contexts
 
 
 def _context_of(op: BasicUnit, saved: Tensors) -> OperationContext:
@@ -221,6 +235,8 @@ class Runtime:
         with _telling_of_constants(op), _standing_in((op,), params, named), python_op.own_code((op,) if python_op.is_shared(key) else ()):
             y, extra_outputs = _run_forward(op, [context], x, extras, [dict(given[0] or kwargs)])
         saved = _saved_of([context]) if save else [()]
+        if save and python_op.any_fusions():
+            fusions.note_saved(op, context)
         fields = _fields([op], params, [context], saved, named, ghost_of(op), y, x, extras) if save else None
         return Forward(y, [tuple(group) for group in extra_outputs], list(saved[0]), fields)
 
@@ -245,12 +261,21 @@ class Runtime:
             flat = [tensor for tensors in saved for tensor in tensors]
             fields = _fields(basics, params, contexts, saved, named, None, y, x, extras) if save else None
             return Forward(y, [tuple(group) for group in extra_outputs], flat, fields)
+        fields_of: list[_Fields | None] = [None] * len(basics)
         if save:
-            saved = [fusions.written_context(fused, basic, context) for basic, context in zip(basics, contexts, strict=True)]
-        return Forward(y, [tuple(group) for group in extra_outputs], saved, None)
+            for index, (basic, context) in enumerate(zip(basics, contexts, strict=True)):
+                if basic.is_python_op:
+                    fusions.check_saved(fused, basic, context)
+                    own_x, own_y = x if index == 0 else None, y if index == len(basics) - 1 else None
+                    here = slice(index, index + 1)
+                    own = ([basic], params[here], [context], saved[here], named[here])
+                    fields_of[index] = _fields(*own, ghost_of(basic), own_y, own_x, extras[here], fused.name)
+                else:
+                    saved[index] = fusions.written_context(fused, basic, context)
+        return Forward(y, [tuple(group) for group in extra_outputs], saved, fields_of)
 
     def backward(
-        self, target: str | fusions.Fused, saved: Any, fields: _Fields | None, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
+        self, target: str | fusions.Fused, saved: Any, fields: Any, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
     ) -> Gradients:
         if isinstance(target, fusions.Fused):
             op, basics = target.get()
@@ -258,30 +283,37 @@ class Runtime:
             op, _ = python_op.live_op(target)
             op = op if op is not None else fields.ghost
             basics = (op,)
-        if fields is not None:
-            contexts, tensors = [], iter(saved)
-            for kept, count in zip(fields.contexts, fields.counts, strict=True):
-                context = OperationContext()
-                context.__dict__.update(kept.__dict__)
-                context.saved_tensors = tuple(next(tensors) for _ in range(count))
-                contexts.append(context)
+        reader = target.name if isinstance(target, fusions.Fused) and target.pass_name == "backward" else ""
+        if isinstance(fields, _Fields):
+            contexts = _contexts(fields, saved)
             if grad_y is None:
                 grad_y = _zeros(fields.y_like)
             likes = {"x": [[fields.x_like]], "extra_inputs": fields.extra_likes}
             params = [[*own, *buffers] for own, buffers in zip(params, fields.buffers, strict=True)]
+            named, reader = fields.names, fields.written_by
         else:
-            contexts = [_context_of(basic, own) for basic, own in zip(basics, saved, strict=True)]
-            first = dict(zip(basics[0]._context, saved[0], strict=True)).get("x")
-            likes = {"x": [[_like(first)]], "extra_inputs": [[None] * basic.num_extra_inputs for basic in basics]}
-            if grad_y is None:
-                raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
-        named = fields.names if fields is not None else _names_of(basics, params)
+            contexts, of_params, named, extra_likes = [], [], [], []
+            for basic, tensors, own, own_params in zip(basics, saved, fields, params, strict=True):
+                contexts += [_context_of(basic, tensors)] if own is None else _contexts(own, tensors)
+                of_params.append([*own_params, *(own.buffers[0] if own is not None else ())])
+                named += _names_of((basic,), of_params[-1:]) if own is None else own.names
+                extra_likes += [[None] * basic.num_extra_inputs] if own is None else own.extra_likes
+            params = of_params
+            first = fields[0].x_like if fields[0] is not None else _like(dict(zip(basics[0]._context, saved[0], strict=True)).get("x"))
+            likes = {"x": [[first]], "extra_inputs": extra_likes}
+        if grad_y is None:
+            raise RuntimeError(f"{op._get_name()}: expected a gradient of the output, got none. Use all outputs of the pipeline.")
         with _standing_in(basics, params, named), python_op.own_code(basics if isinstance(target, fusions.Fused) or python_op.is_shared(target) else ()):
-            grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+            try:
+                grad_x, grad_params, grad_inputs = _run_backward(op, contexts, grad_y, grad_extras, len(params))
+            except (ValueError, AttributeError, TypeError, IndexError) as error:
+                if not reader or not any(basic.is_python_op for basic in basics):
+                    raise
+                raise fusions.unread(reader, op, contexts, error) from error
         likes["params"] = [[_like(tensor) for tensor in own] for own in params]
         return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs], likes)
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused]:
+    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
         return fusions.groups(pass_name, instances, recipe)
 
 

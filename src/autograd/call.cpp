@@ -55,8 +55,8 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
       "forward-mode differentiation, got op ",
       plan->no_composite, ". Write its forward in differentiable torch operations.");
   if (plan->is_quantized && c10::GradMode::is_enabled()) {
-    const auto differentiated =
-        program->plan_for(key_of(arguments, /*grad_mode=*/true, /*traced=*/true));
+    const auto differentiated = program->plan_for(key_of(
+        arguments, /*grad_mode=*/true, /*traced=*/true, program->description().sizes_in_key));
     const bool rounds =
         std::any_of(differentiated->backward.begin(), differentiated->backward.end(),
                     [](const Step& step) { return step.kind == StepKind::quantize; });
@@ -76,8 +76,8 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
   const Arguments arguments{
       inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
-  const auto plan = program_of(description)
-                        ->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/true));
+  const auto program = program_of(description);
+  const auto plan = program->plan_for(key_for(*program, arguments, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
 }
 
@@ -122,7 +122,34 @@ bool is_direct(const Arguments& arguments) {
                  [](const Tensor& tensor) { return !is_plain(tensor) || has_tangent(tensor); });
 }
 
-PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
+namespace {
+
+/// What grows with the rows of x stands as -1 where it is to be left out: the first dimension of x,
+/// and of extra inputs that have as many of it.
+void add_sizes(const Arguments& arguments, SizesInKey which, PlanKey& key) {
+  const Tensor& x = arguments.inputs[0];
+  const bool has_rows = which == SizesInKey::but_rows && x.defined() && x.dim() >= 2;
+  c10::SmallVector<int64_t, 8> sizes;
+  for (const at::TensorList list : {arguments.inputs, arguments.params})
+    for (const Tensor& tensor : list) {
+      sizes.clear();
+      for (int64_t d = 0; tensor.defined() && d < tensor.dim(); ++d) {
+        const c10::SymInt size = tensor.sym_size(d);
+        const bool grows = has_rows && d == 0 && list.data() == arguments.inputs.data() &&
+                           (tensor.is_same(x) || size == x.sym_size(0));
+        sizes.push_back(grows ? -1 : size.guard_int(__FILE__, __LINE__));
+      }
+      key.add_sizes(sizes);
+    }
+}
+
+}  // namespace
+
+PlanKey key_for(const Program& program, const Arguments& arguments, bool traced) {
+  return key_of(arguments, c10::GradMode::is_enabled(), traced, program.description().sizes_in_key);
+}
+
+PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced, SizesInKey sizes) {
   PlanKey::Call call{grad_mode, traced};
   TORCH_CHECK_VALUE(!arguments.inputs.empty(),
                     "pipeline: expected the main input, got no tensor. Pass it first.");
@@ -143,6 +170,7 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced) {
   for (const QuantizedParam& quantized : arguments.quantized)
     key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
                   quantized.has(Direction::row), quantized.has(Direction::column));
+  if (grad_mode && sizes != SizesInKey::none) add_sizes(arguments, sizes, key);
   return key;
 }
 

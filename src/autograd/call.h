@@ -12,8 +12,12 @@ namespace tandem {
 /// and it goes through the dispatcher op.
 TANDEM_API bool is_direct(const Arguments& arguments);
 
-/// The key of a call, for `Program::plan_for`.
-PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced);
+/// The key of a call, for `Program::plan_for`. `sizes`: those that the program's description asks
+/// for, where gradients are recorded.
+PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced,
+               SizesInKey sizes = SizesInKey::none);
+/// That of a call of this program in the grad mode of this thread.
+PlanKey key_for(const Program& program, const Arguments& arguments, bool traced);
 
 /// Through the dispatcher op tandem::pipeline: what everything that is not direct takes.
 Outputs call_op(const Arguments& arguments, const std::string& description);

@@ -116,6 +116,9 @@ void PipelineBackward::save(Frame& frame, const Arguments& arguments, const Outp
     if (format == Format::shape)
       slots_.push_back({.sizes = std::make_shared<c10::SymDimVector>(frame.shape(value))});
     if (format == Format::opaque) slots_.push_back({.fields = frame.opaque(value).fields});
+    if (format == Format::codes)
+      if (const c10::SymDimVector* sizes = frame.noted_sizes(value))
+        numbers_.emplace_back(value, *sizes);
     for (const at::Tensor& tensor : frame.tensors(value))
       slots_.push_back(format != Format::opaque ? save_value(value, tensor, saving)
                        : tensor.defined()
@@ -163,6 +166,7 @@ void PipelineBackward::release_variables() {
   saved_.clear();
   slots_.clear();
   first_slot_.clear();
+  numbers_.clear();
   workspaces_.clear();
   buffers_ = {};
   state_.clear();
@@ -270,6 +274,7 @@ variable_list PipelineBackward::run(const variable_list& gradients, const std::v
   for (size_t i = 0; i < workspaces_.size(); ++i) frame.tensor(plan.workspaces[i]) = workspaces_[i];
   for (size_t i = 0; i < state_.size(); ++i) frame.tensor(plan.state[i]) = state_[i];
   if (plan.mutates_buffers_in_backward) take_buffers(buffers_, plan, backward->steps, frame);
+  for (const auto& [codes, sizes] : numbers_) frame.note_sizes(codes, sizes);
   SharedTensors shared;
   // A traced node has slots only, and nothing to let go.
   const auto users_of = [&](size_t saved) {

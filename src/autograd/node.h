@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "autograd/run.h"
@@ -81,6 +82,8 @@ class PipelineBackward : public torch::autograd::Node {
   Path path_;
   std::vector<SavedTensor> saved_;
   std::vector<Slot> slots_;
+  /// Of kept codes that are packed: the sizes of their numbers.
+  std::vector<std::pair<Value, c10::SymDimVector>> numbers_;
   /// By kept value, and where the last one's end.
   c10::SmallVector<uint32_t, 24> first_slot_;
   std::vector<at::Tensor> workspaces_;

@@ -1,5 +1,7 @@
 #include "bindings/autocast.h"
 
+#include <pybind11/stl.h>
+
 #include <atomic>
 #include <optional>
 
@@ -60,6 +62,16 @@ void enter(const std::string& json, py::object owner) {
   put_in_force(make_region(json, context_region(), hold(std::move(owner))));
 }
 
+std::optional<double> context_budget() {
+  if (open_regions.load(std::memory_order_relaxed) == 0) return active_memory_budget();
+  const RegionPtr region = context_region();
+  return region ? region->memory_budget : std::nullopt;
+}
+
+void enter_budget(std::optional<double> bytes_per_row, py::object owner) {
+  put_in_force(make_budget_region(bytes_per_row, context_region(), hold(std::move(owner))));
+}
+
 /// The region around the caller, for `enter_recompute`; None where there is none.
 py::object region_now() {
   RegionPtr region = context_region();
@@ -81,12 +93,12 @@ int64_t context_number() {
   return number_of(context_region());
 }
 
-void leave(const py::object& owner) {
+void leave(const py::object& owner, const char* what) {
   const RegionPtr innermost = context_region();
   RegionPtr region = innermost;
   while (region && region->owner.get() != owner.ptr()) region = innermost_open(region->outer);
-  TORCH_CHECK(region != nullptr,
-              "autocast: expected a region that was entered in this thread and async context, got "
+  TORCH_CHECK(region != nullptr, what,
+              ": expected a region that was entered in this thread and async context, got "
               "one that was not. Leave it where it was entered.");
   region->is_open.store(false, std::memory_order_relaxed);
   --open_regions;
@@ -96,8 +108,8 @@ void leave(const py::object& owner) {
     const py::gil_scoped_release no_gil;  // processes may have to wait for each other
     close_region(region);
   }
-  TORCH_CHECK(region == innermost,
-              "autocast: expected the innermost region to be left first, got one that others were "
+  TORCH_CHECK(region == innermost, what,
+              ": expected the innermost region to be left first, got one that others were "
               "entered in since. It has ended and they are in force until they are left. Nest the "
               "blocks, and yield from none in a generator whose caller enters regions.");
 }
@@ -128,8 +140,31 @@ int set_recipe(PyObject* self, PyObject* value, void*) {
   return -1;
 }
 
+PyObject* get_budget(PyObject*, void*) {
+  try {
+    const std::optional<double> budget = context_budget();
+    return budget ? py::repr(py::float_(*budget)).release().ptr() : PyUnicode_InternFromString("");
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+int set_budget(PyObject* self, PyObject* value, void*) {
+  const auto before = py::reinterpret_steal<py::object>(get_budget(self, nullptr));
+  if (!before) return -1;
+  if (value != nullptr && PyUnicode_Check(value) && PyUnicode_Compare(value, before.ptr()) == 0)
+    return 0;
+  PyErr_SetString(PyExc_RuntimeError,
+                  "memory_budget: expected a compiled function to leave the regions that it "
+                  "enters, innermost first, got one that did not. Use with blocks in it.");
+  return -1;
+}
+
 py::object in_force() {
   static PyGetSetDef attributes[] = {
+      {"memory_budget", get_budget, set_budget,
+       "The memory budget in force as text, empty where there is none.", nullptr},
       {"recipe", get_recipe, set_recipe, "The recipe in force as JSON.", nullptr},
       {"outside_compiled_code", get_recipe, nullptr, "The same, never set while tracing.", nullptr},
       {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -156,7 +191,9 @@ ContextRegion::~ContextRegion() {
 
 void bind_autocast(py::module_& module) {
   module.def("enter_autocast", &enter, py::arg("recipe"), py::arg("owner"));
-  module.def("exit_autocast", &leave, py::arg("owner"));
+  module.def("enter_memory_budget", &enter_budget, py::arg("bytes_per_row"), py::arg("owner"));
+  module.def("exit_autocast", [](const py::object& owner) { leave(owner, "autocast"); });
+  module.def("exit_memory_budget", [](const py::object& owner) { leave(owner, "memory_budget"); });
   module.def("region_now", &region_now);
   module.def("enter_recompute", &enter_recompute, py::arg("region"), py::arg("owner"));
   module.def("recipe_history_length", &recipe_history_length);

@@ -116,9 +116,11 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
  public:
   EagerPipeline(std::string ops, const std::vector<std::tuple<py::dict, py::dict, py::str>>& slots,
                 std::vector<Member> modules, bool is_container,
-                std::vector<std::string> required_fusions, std::vector<size_t> buffer_params,
-                std::vector<py::object> buffer_makers, std::vector<StateOwner> state_owners)
-      : pipeline_(std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions))),
+                std::vector<std::string> required_fusions, std::optional<double> memory_budget,
+                std::vector<size_t> buffer_params, std::vector<py::object> buffer_makers,
+                std::vector<StateOwner> state_owners)
+      : pipeline_(
+            std::make_unique<Pipeline>(std::move(ops), std::move(required_fusions), memory_budget)),
         modules_(std::move(modules)),
         is_container_(is_container),
         buffer_params_(std::move(buffer_params)),
@@ -389,11 +391,11 @@ PYBIND11_MODULE(_C, module) {
       });
   py::class_<EagerPipeline>(module, "EagerPipeline", py::custom_type_setup(collect_cycles))
       .def(py::init<std::string, const std::vector<std::tuple<py::dict, py::dict, py::str>>&,
-                    std::vector<Member>, bool, std::vector<std::string>, std::vector<size_t>,
-                    std::vector<py::object>, std::vector<StateOwner>>(),
+                    std::vector<Member>, bool, std::vector<std::string>, std::optional<double>,
+                    std::vector<size_t>, std::vector<py::object>, std::vector<StateOwner>>(),
            py::arg("ops"), py::arg("slots"), py::arg("modules"), py::arg("is_container"),
-           py::arg("required_fusions"), py::arg("buffer_params"), py::arg("buffer_makers"),
-           py::arg("state_owners"))
+           py::arg("required_fusions"), py::arg("memory_budget"), py::arg("buffer_params"),
+           py::arg("buffer_makers"), py::arg("state_owners"))
       .def("__call__", &EagerPipeline::call)
       .def("call_with_extra", &EagerPipeline::call_with_extra)
       .def("call_with_arguments", &EagerPipeline::call_with_arguments)

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <deque>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "bindings/hold.h"
 #include "core/call.h"
@@ -43,9 +44,13 @@ struct PythonOptions {
     size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
     /// The last of `params`: backward neither reads them nor returns gradients.
     size_t buffers = 0;
+    /// Written in Python: its context is one value, that only it knows.
+    bool is_opaque = false;
   };
   std::string key;
   std::vector<Counts> ops;
+  /// Of a fusion of one direction: each covered op has a context of its own.
+  bool has_contexts = false;
   /// Of a fusion: what the runtime knows it by; null of an op, which it finds by its key.
   std::shared_ptr<void> fused;
   /// The same: whose texts the steps refer to.
@@ -144,7 +149,8 @@ void python_forward(Call& call) {
   for (const auto& counts : options.ops) extras.append(list_of(call, next, counts.extra_inputs));
   for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
   const size_t last = call.step().writes.size() - 1;
-  const bool is_opaque = call.wants(last) && call.out_type(last).format == Format::opaque;
+  const bool is_opaque =
+      !options.has_contexts && call.wants(last) && call.out_type(last).format == Format::opaque;
   bool save = is_opaque;
   size_t outputs = 1;
   for (const auto& counts : options.ops) outputs += counts.extra_outputs;
@@ -162,18 +168,28 @@ void python_forward(Call& call) {
               checked(extra_outputs[op], options.ops[op].extra_outputs, label, "extra outputs"),
               label, "an extra output");
   if (!save) return;
-  if (!is_opaque) {
-    const auto saved = checked(results.attr("saved"), options.ops.size(), label, "contexts");
-    for (size_t op = 0; op < options.ops.size(); ++op)
-      write_all(call, write,
-                checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
-                label, "a saved tensor");
+  const auto write_opaque = [&](size_t at, const py::handle& saved, py::object fields) {
+    if (!call.wants(at)) return;
+    Opaque& opaque = call.frame().opaque(call.step().writes[at]);
+    for (const auto& tensor : saved)
+      opaque.tensors.push_back(without_history(call, to_tensor(tensor, label, "a saved tensor")));
+    opaque.fields = hold(std::move(fields));
+  };
+  if (is_opaque) {
+    write_opaque(last, results.attr("saved"), results.attr("fields"));
     return;
   }
-  Opaque& opaque = call.frame().opaque(call.step().writes[last]);
-  for (const auto& tensor : results.attr("saved"))
-    opaque.tensors.push_back(without_history(call, to_tensor(tensor, label, "a saved tensor")));
-  opaque.fields = hold(results.attr("fields"));
+  const auto saved = checked(results.attr("saved"), options.ops.size(), label, "contexts");
+  const auto fields = checked(results.attr("fields"), options.ops.size(), label, "contexts");
+  for (size_t op = 0; op < options.ops.size(); ++op) {
+    if (options.ops[op].is_opaque) {
+      write_opaque(write++, saved[op], fields[op]);
+      continue;
+    }
+    write_all(call, write,
+              checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
+              label, "a saved tensor");
+  }
 }
 
 /// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params
@@ -189,16 +205,30 @@ void python_backward(Call& call) {
   for (const auto& counts : options.ops)
     params.append(list_of(call, next, counts.params - counts.buffers));
   py::object saved = py::none(), fields = py::none();
-  if (const Value last = call.step().reads.back();
-      exists(last) && call.frame().type(last).format == Format::opaque) {
-    const Opaque& opaque = call.frame().opaque(call.step().reads.back());
+  const auto of_opaque = [&](Value value) {
+    const Opaque& opaque = call.frame().opaque(value);
     py::list tensors;
     for (const at::Tensor& tensor : opaque.tensors) tensors.append(to_python(tensor));
-    saved = tensors;
-    fields = held(opaque.fields);
+    return std::pair(std::move(tensors), held(opaque.fields));
+  };
+  if (const Value last = call.step().reads.back();
+      !options.has_contexts && exists(last) && call.frame().type(last).format == Format::opaque) {
+    std::tie(saved, fields) = of_opaque(last);
   } else {
-    for (const auto& counts : options.ops) contexts.append(list_of(call, next, counts.context));
+    py::list of_ops;
+    for (const auto& counts : options.ops) {
+      if (counts.is_opaque && call.has(next)) {
+        auto [tensors, own] = of_opaque(call.step().reads[next]);
+        contexts.append(tensors);
+        of_ops.append(own);
+      } else {
+        contexts.append(counts.is_opaque ? py::list() : list_of(call, next, counts.context));
+        of_ops.append(py::none());
+      }
+      next += counts.is_opaque ? 1 : 0;
+    }
     saved = contexts;
+    fields = of_ops;
   }
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
   const py::object results =
@@ -239,9 +269,11 @@ void python_backward(Call& call) {
   }
 }
 
+Options parse_python(const OpDef& def, const nlohmann::json& options);
+
 PythonOptions::Counts counts_of(const OpDef& def) {
-  return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(), def.context.size(),
-          def.fixed_params};
+  return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(),
+          def.context.size(),    def.fixed_params,  def.parse == parse_python};
 }
 
 /// How many operands the op has is the definition's to say.
@@ -379,12 +411,14 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   each([&](uint32_t member, const OpDef& def) {
     for (size_t i = 1; i < def.inputs.size(); ++i)
       back.writes.push_back({member, owner->text("grad_" + std::string(def.inputs[i]))});
-    for (const auto& name : def.context) {
+    const auto keep = [&](std::string_view name) {
       if (pass == Pass::backward) back.reads.push_back({member, name});
-      if (pass == Pass::forward)
-        ahead.writes.push_back({member, name});  // operands: see fuse_groups
-    }
+      if (pass == Pass::forward) ahead.writes.push_back({member, name});
+    };
+    if (def.parse == parse_python) return keep("saved");
+    for (const auto& name : def.context) keep(name);
   });
+  options->has_contexts = pass != Pass::joint;
   fusion.run = pass == Pass::backward ? back : ahead;
   if (pass == Pass::joint) {
     fusion.backward = back;
@@ -405,12 +439,19 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
   if (description.recipe) recipe = py::str(to_json(*description.recipe).dump());
   for (const auto& item : runtime().attr("groups")(pass_name(pass), ops, recipe)) {
     const auto first = item.attr("first").cast<size_t>(), last = item.attr("last").cast<size_t>();
+    if (!item.attr("refusal").is_none()) {
+      auto refused = std::make_shared<Fusion>();
+      refused->name = item.attr("name").cast<std::string>();
+      groups.push_back(
+          {first, last, std::move(refused), {}, item.attr("refusal").cast<std::string>()});
+      continue;
+    }
     auto options = std::make_shared<PythonOptions>();
     options->key = item.attr("key").cast<std::string>();
     options->fused = hold(py::reinterpret_borrow<py::object>(item));
     auto fusion = group_fusion(pass, item.attr("name").cast<std::string>(), description, first,
                                last, options);
-    groups.push_back({first, last, std::move(fusion), std::move(options)});
+    groups.push_back({first, last, std::move(fusion), std::move(options), std::nullopt});
   }
   return groups;
 }

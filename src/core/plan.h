@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,34 @@ struct StateHolder {
   Direction forward, backward;
 };
 
+/// What a memory budget has made of a value that backward reads.
+struct KeptChoice {
+  enum Kind : uint8_t {
+    kept,
+    /// By a backward step that reads what it needs for it anyway.
+    written_again,
+    /// By a step of forward that backward runs again.
+    run_again,
+  };
+  Value value = Value::none;
+  Kind kind = kept;
+  /// The name of the step that makes it in backward; empty where it is kept.
+  std::string by = {};
+  /// Per row of the main input, all of them: what it takes where it is kept, and saves where it is
+  /// not.
+  double bytes = 0;
+  /// What backward moves and computes more. Of a step that makes several values again, the first
+  /// has what the step costs by itself.
+  double added_bytes = 0, added_flops = 0;
+};
+
+/// How a plan keeps within a memory budget.
+struct KeptWithin {
+  /// Per row of the main input: the budget, and what is kept.
+  double budget = 0, kept = 0;
+  std::vector<KeptChoice> choices;
+};
+
 struct Plan {
   /// No other plan ever has it.
   const uint64_t number = next_number();
@@ -122,6 +151,8 @@ struct Plan {
   /// By gradient: whether it goes into a buffer, and nowhere else.
   std::vector<bool> absorbed;
   std::vector<Decision> decisions;
+  /// Where there is a memory budget and anything to keep.
+  std::optional<KeptWithin> within;
 
   bool is_quantized = false;
   bool mutates_buffers_in_forward = false, mutates_buffers_in_backward = false;

@@ -39,6 +39,11 @@ enum class StepKind : uint8_t {
   record_amax,
   /// Brings the codes of a weight up to date in its workspace.
   refresh,
+  /// A step of forward that backward runs again instead of having what it writes kept.
+  again,
+  /// What such a step reads, as a value that comes after the gradients that backward is given:
+  /// compilers would take the step for that of forward otherwise, and keep its results.
+  behind,
 };
 
 /// A part of an op: its nth step of a direction. Every part is covered exactly once.
@@ -97,6 +102,8 @@ struct Step {
   /// where one of them is asked for.
   std::vector<uint32_t> absorbs;
   std::vector<Part> covers;
+  /// Of one that runs again: what it covers in forward.
+  std::vector<Part> repeats;
   /// Of a round step: the op that wants its numbers rounded.
   size_t asked_by = npos;
   /// One per op that the step covers, in op order; one for a quantize step.

@@ -13,18 +13,28 @@ namespace tandem {
 Autocast::Autocast(bool enabled, const Recipe& recipe)
     : region_(enter_autocast(enabled ? to_json(recipe).dump() : "null")) {}
 
-Autocast::~Autocast() {
-  const bool in_order = exit_autocast(region_);
-  try {  // a destructor may not throw
-    close_region(region_);
+namespace {
+/// Of a destructor, which may not throw.
+void leave(const RegionPtr& region, const char* what) {
+  const bool in_order = exit_autocast(region);
+  try {
+    close_region(region);
   } catch (const std::exception& error) {
-    TORCH_WARN("Autocast: expected to update the state of the recipe, got: ", error.what());
+    TORCH_WARN(what, ": expected to update the state of the recipe, got: ", error.what());
   }
   if (!in_order)
-    TORCH_WARN(
-        "Autocast: expected the innermost region of this thread to end first, got one that others "
-        "were entered in since, or of another thread. Let regions end in reverse order.");
+    TORCH_WARN(what,
+               ": expected the innermost region of this thread to end first, got one that others "
+               "were entered in since, or of another thread. Let regions end in reverse order.");
 }
+}  // namespace
+
+Autocast::~Autocast() { leave(region_, "Autocast"); }
+
+MemoryBudget::MemoryBudget(std::optional<double> bytes_per_row)
+    : region_(enter_memory_budget(bytes_per_row)) {}
+
+MemoryBudget::~MemoryBudget() { leave(region_, "MemoryBudget"); }
 
 void weights_changed() { kernel_ops::weights_changed(); }
 

@@ -147,6 +147,12 @@ std::string PipelineModule::explain(ExplainFormat format, const StepTimes& times
   return pipeline_->explain(format, times);
 }
 
+void PipelineModule::set_memory_budget(std::optional<double> bytes_per_row) {
+  pipeline_->set_memory_budget(bytes_per_row);
+}
+
+std::optional<double> PipelineModule::memory_budget() const { return pipeline_->memory_budget(); }
+
 int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }
 
 VerifyReport PipelineModule::verify(const at::Tensor& x, at::TensorList extra_inputs) {

@@ -3,7 +3,6 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise.h"
-#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -13,19 +12,23 @@ namespace {
 template <bool kBias>
 void dropout_add(Call& call) {
   enum Read { x, seed, extra, bias };
-  call.write<kernel_ops::DropoutAdd>(
-      call.in(x), kBias ? call.maybe(bias) : std::nullopt, call.in(seed),
-      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p,
-      std::optional(ops::extra_of(call, extra, call.in(x).sym_sizes())));
+  const at::Tensor added = added_by(call, extra, call.in(x).sym_sizes());
+  auto results = call.run_into<kernel_ops::DropoutAdd>(
+      {memory_for_sum(call, added)}, call.in(x), kBias ? call.maybe(bias) : std::nullopt,
+      call.in(seed), call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, std::optional(added));
+  write_sum(call, 0, std::move(results[0]), call.in(extra));
 }
 
 template <uint32_t kSum>
 Refusal refuse(const Match& match) {
   if (is_own_extra(match, kSum)) return "what is kept is the extra input of the sum";
+  if (auto refusal = refuse_in_place(match, kSum)) return refusal;
   return refuse_foreign_extra(match, kSum, {kSum - 1, "y"});
 }
 
-PatternStep add() { return PatternStep("add_extra_input").through("y", kAnyRead); }
+PatternStep add() {
+  return PatternStep("add_extra_input|add_extra_input.in_place").through("y", kAnyRead);
+}
 
 }  // namespace
 
@@ -34,7 +37,8 @@ const Fusion kBiasDropoutAdd{
     .pattern = {"bias", "dropout", add()},
     .run = {.reads = {{0, "x"}, {1, "seed"}, {2, "extra"}, {0, "bias"}},
             .writes = {{2, "y"}},
-            .run = dropout_add<true>},
+            .run = dropout_add<true>,
+            .mutates = {2}},
     .refuse = refuse<2>,
     .picture = "x -> + bias -> dropout -> + extra -> y",
 };
@@ -44,7 +48,8 @@ const Fusion kDropoutAdd{
     .pattern = {"dropout", add()},
     .run = {.reads = {{0, "x"}, {0, "seed"}, {1, "extra"}},
             .writes = {{1, "y"}},
-            .run = dropout_add<false>},
+            .run = dropout_add<false>,
+            .mutates = {1}},
     .refuse = refuse<1>,
     .picture = "x -> dropout -> + extra -> y",
 };

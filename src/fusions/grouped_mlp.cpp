@@ -73,13 +73,15 @@ struct Between {
     return rows_between(*scales, first, last);
   }
 
-  /// unit(z + bias); the sum is written into z's place.
-  Tensor forward(const Tensor& z, const optional<Tensor>& bias, const optional<Tensor>& own) {
+  /// unit(z + bias), where it is wanted; the sum is written into z's place.
+  Tensor forward(const Tensor& z, const optional<Tensor>& bias, const optional<Tensor>& own,
+                 bool wanted) {
+    if (!wanted && !bias) return {};
     if constexpr (is_scaled(kUnit)) {
       return call.run<kernel_ops::ScaledActivationForward>(z, *own, function, is_gated(kUnit))[0];
     } else {
       auto results =
-          call.run_into<Forward>({z, {}}, z, bias, function, std::array{bias.has_value(), true});
+          call.run_into<Forward>({z, {}}, z, bias, function, std::array{bias.has_value(), wanted});
       if (bias && !results[0].is_same(z)) z.copy_(results[0]);
       return std::move(results[1]);
     }
@@ -136,8 +138,9 @@ void forward_by_product(Call& call, const Tensor& rows, const Layer& first, cons
   enum Write { z, y };
   Between<kUnit> unit(call, x, unit_scales);
   const Tensor sums = product(call, rows, first, first.biases, true);
-  const Tensor h = unit.forward(sums, std::nullopt, unit.scales);
   if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
+  if (!call.wants(y)) return;
+  const Tensor h = unit.forward(sums, std::nullopt, unit.scales, true);
   call.out(y, unflat(product(call, h, second, second.biases, true), call.in(x)));
 }
 
@@ -159,7 +162,8 @@ void forward(Call& call) {
     const int64_t sizes[] = {rows.size(0), layer.matrices.matrices[0].size(0)};
     return call.frame().allocate(sizes, rows.scalar_type(), rows);
   };
-  const Tensor sums = call.wants(z) ? fresh(first) : Tensor(), result = fresh(second);
+  const Tensor sums = call.wants(z) ? fresh(first) : Tensor(),
+               result = call.wants(y) ? fresh(second) : Tensor();
   kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
     // The unit adds a bias that is the same for all rows.
@@ -173,7 +177,8 @@ void forward(Call& call) {
                                            g, true, nullptr, z_g));
     optional<Tensor> own;
     if (unit.scales) own = unit.scales_between(begin, end);
-    const Tensor h = unit.forward(z_g, bias, own);
+    const Tensor h = unit.forward(z_g, bias, own, call.wants(y));
+    if (!call.wants(y)) return;
     call.took(kernel_ops::product_of_group(h, second.matrices, second.biases_of_rows(begin, end), g,
                                            true, nullptr, rows_between(result, begin, end)));
   });
@@ -181,7 +186,7 @@ void forward(Call& call) {
     if (each.defined() && offsets.back() != rows.size(0))
       rows_between(each, offsets.back(), rows.size(0)).zero_();
   if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
-  call.out(y, unflat(result, call.in(x)));
+  if (call.wants(y)) call.out(y, unflat(result, call.in(x)));
 }
 
 /// Reads of backward: grad_y, z, then those of forward.

@@ -1,7 +1,6 @@
 #include "fusions/linear.h"
 
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/mul.h>
 
 #include "core/call.h"
 #include "fusions/refusals.h"
@@ -45,23 +44,31 @@ at::Tensor addmm(Call& call) {
   return input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight)));
 }
 
+/// product + alpha * bias (+ extra), in the memory of the product.
+at::Tensor with_bias(Call& call, const at::Tensor& product, bool scaled, double alpha,
+                     const std::optional<at::Tensor>& extra) {
+  if (scaled)
+    return call.run_into<kernel_ops::AddScaledBias>({product}, product, call.in(bias), alpha,
+                                                    extra)[0];
+  return call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias), extra)[0];
+}
+
 /// Adds the product to a tensor of the caller, in the product where that can write there.
-void add_in_place(Call& call, const at::Tensor& target, const std::optional<at::Tensor>& addend,
-                  double alpha) {
+template <Parts kParts>
+void add_in_place(Call& call, const at::Tensor& target, double alpha) {
   ops::check_linear(call, x, weight);
   const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
   const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
                     target.scalar_type() == product_dtype(call);
   const bool is_apart = !target.is_alias_of(call.in(x)) && !target.is_alias_of(call.in(weight));
-  if (fits && is_apart && !addend && ops::multiplies_by(alpha)) {
+  if (fits && is_apart && !kParts.bias && ops::multiplies_by(alpha)) {
     ops::product_into(call, {x}, {weight, true},
                       target.view_symint({kernel_ops::rows_of(target), target.sym_size(-1)}),
                       /*accumulate=*/true, alpha);
   } else {
     at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
     check_same_shape("add_extra_input", target, "the extra input", sum, "x");
-    if (addend)
-      sum = call.run_into<kernel_ops::AddBias>({sum}, sum, addend, std::optional<at::Tensor>())[0];
+    if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
     target.add_(sum);
   }
   target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
@@ -72,11 +79,10 @@ void linear_sum(Call& call) {
   constexpr size_t kExtra = kParts.bias ? 3 : 2;
   const double alpha =
       kParts.scale ? call.options<ops::ScaleOptions>(kParts.bias ? 2 : 1).factor : 1;
-  std::optional<at::Tensor> addend, extra;
-  if (kParts.bias) addend = kParts.scale ? at::mul(call.in(bias), alpha) : call.in(bias);
+  std::optional<at::Tensor> extra;
   if (kParts.extra) extra = call.in(kExtra);
   if (kParts.extra && !call.step().mutates.empty()) {
-    add_in_place(call, *extra, addend, alpha);
+    add_in_place<kParts>(call, *extra, alpha);
     call.out(0, *extra);
     return;
   }
@@ -90,8 +96,7 @@ void linear_sum(Call& call) {
   const at::Tensor product =
       ops::linear_product(call, x, weight, product_dtype(call),
                           {alpha, !kParts.bias && kParts.extra ? &*extra : nullptr});
-  call.out(0, kParts.bias ? call.run_into<kernel_ops::AddBias>({product}, product, addend, extra)[0]
-                          : product);
+  call.out(0, kParts.bias ? with_bias(call, product, kParts.scale, alpha, extra) : product);
 }
 
 template <typename K, Parts kParts>
@@ -120,9 +125,6 @@ Refusal refuse_sum(const Match& match) {
   const auto last = static_cast<uint32_t>(match.steps.size() - 1);
   if (kParts.extra && is_own_extra(match, last)) return "the product is the extra input of the sum";
   if (!kParts.bias) return std::nullopt;
-  const at::ScalarType dtype = match.type({1, "bias"}).dtype;
-  if (kParts.scale && dtype != at::kFloat && dtype != at::kDouble)
-    return std::string("factor * bias would round the bias once more, to ") + c10::toString(dtype);
   return refuse_bias(match);
 }
 

@@ -4,7 +4,6 @@
 #include "fusions/refusals.h"
 #include "kernel_ops/norm.h"
 #include "kernel_ops/shapes.h"
-#include "ops/structure.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -31,24 +30,25 @@ void layer_norm_quantize(Call& call) {
       std::array{call.wants(y), call.wants(row), call.wants(column), call.wants(amax)});
 }
 
-void add_rms_norm(Call& call) {
-  enum Read { x, extra, weight };
-  enum Write { sum, y, inv_rms };
-  const auto& norm = call.options<ops::NormOptions>(1);
-  auto results = call.run<kernel_ops::AddNormForward>(
-      call.in(x), ops::extra_of(call, extra, call.in(x).sym_sizes()), call.in(weight),
-      std::optional<at::Tensor>(), norm.eps, norm.zero_centered_gamma, std::array{call.wants(sum)});
-  if (call.wants(sum)) call.out(sum, std::move(results[0]));
-  if (call.wants(y)) call.out(y, std::move(results[1]));
-  if (call.wants(inv_rms)) call.out(inv_rms, std::move(results[3]));
-}
-
-void add_layer_norm(Call& call) {
+/// kBias: a LayerNorm, which has one, and a mean. The sum is written where anything reads it, or
+/// where it belongs into the caller's tensor.
+template <bool kBias>
+void add_norm(Call& call) {
   enum Read { x, extra, weight, bias };
+  enum Write { sum, y, first_statistic };
   const auto& norm = call.options<ops::NormOptions>(1);
-  call.write<kernel_ops::AddNormForward>(
-      call.in(x), ops::extra_of(call, extra, call.in(x).sym_sizes()), call.in(weight),
-      call.maybe(bias), norm.eps, norm.zero_centered_gamma, call.output_mask<1>());
+  const at::Tensor added = added_by(call, extra, call.in(x).sym_sizes());
+  kernel_ops::ResultsOf<kernel_ops::AddNormForward> spare;
+  spare[0] = memory_for_sum(call, added);
+  const bool wants_sum = call.wants(sum) || !call.step().mutates.empty();
+  auto results = call.run_into<kernel_ops::AddNormForward>(
+      spare, call.in(x), added, call.in(weight), kBias ? call.maybe(bias) : std::nullopt, norm.eps,
+      norm.zero_centered_gamma, std::array{wants_sum});
+  if (wants_sum) write_sum(call, sum, std::move(results[0]), call.in(extra));
+  if (call.wants(y)) call.out(y, std::move(results[1]));
+  for (size_t statistic = kBias ? 2 : 3, write = first_statistic; statistic < 4;
+       ++statistic, ++write)
+    if (call.wants(write)) call.out(write, std::move(results[statistic]));
 }
 
 void rms_norm_backward_add(Call& call) {
@@ -72,6 +72,7 @@ Refusal refuse_same_gradient_twice(const Match& match) {
 }
 
 Refusal refuse_add_norm(const Match& match) {
+  if (auto refusal = refuse_in_place(match, 0)) return refusal;
   return refuse_foreign_extra(match, 0, {1, "weight"});
 }
 
@@ -105,20 +106,22 @@ const Fusion kLayerNormQuantize{
 
 const Fusion kAddRmsNorm{
     .name = "add_rms_norm",
-    .pattern = {"add_extra_input", "rms_norm"},
+    .pattern = {"add_extra_input|add_extra_input.in_place", "rms_norm"},
     .run = {.reads = {{0, "x"}, {0, "extra"}, {1, "weight"}},
             .writes = {{0, "y"}, {1, "y"}, {1, "inv_rms"}},
-            .run = add_rms_norm},
+            .run = add_norm<false>,
+            .mutates = {0}},
     .refuse = refuse_add_norm,
     .picture = "x + extra -> sum (if demanded) -> rms_norm -> y",
 };
 
 const Fusion kAddLayerNorm{
     .name = "add_layer_norm",
-    .pattern = {"add_extra_input", "layer_norm"},
+    .pattern = {"add_extra_input|add_extra_input.in_place", "layer_norm"},
     .run = {.reads = {{0, "x"}, {0, "extra"}, {1, "weight"}, {1, "bias"}},
             .writes = {{0, "y"}, {1, "y"}, {1, "mean"}, {1, "inv_std"}},
-            .run = add_layer_norm},
+            .run = add_norm<true>,
+            .mutates = {0}},
     .refuse = refuse_add_norm,
     .picture = "x + extra -> sum (if demanded) -> layer_norm -> y",
 };

@@ -3,8 +3,10 @@
 
 #include <string>
 
+#include "core/call.h"
 #include "core/fusion.h"
 #include "kernel_ops/kernel_op.h"
+#include "ops/structure.h"
 
 namespace tandem::fusions {
 
@@ -12,6 +14,36 @@ namespace tandem::fusions {
 inline bool is_own_extra(const Match& match, uint32_t sum) {
   const Value chained = match.written({sum - 1, "y"});
   return match[{sum, "x"}] != chained || match[{sum, "extra"}] == chained;
+}
+
+/// A sum in the caller's tensor has its dtype: a kernel that adds rounds elsewhere.
+inline Refusal refuse_in_place(const Match& match, uint32_t sum) {
+  const Step& step = *match.steps[sum];
+  if (step.mutates.empty() || match.type({sum, "x"}).dtype == match.type({sum, "extra"}).dtype)
+    return std::nullopt;
+  return std::string("the sum is written into a tensor of ") +
+         c10::toString(match.type({sum, "extra"}).dtype);
+}
+
+/// What a step of a sum adds: a sum in the caller's tensor takes no smaller one.
+inline at::Tensor added_by(const Call& call, size_t extra, c10::SymIntArrayRef sizes) {
+  return call.step().mutates.empty() ? ops::extra_of(call, extra, sizes) : call.in(extra);
+}
+
+/// Where a sum that may go into the caller's tensor is written: the result of a kernel that takes
+/// memory for it, if it fits.
+inline at::Tensor memory_for_sum(const Call& call, const at::Tensor& extra) {
+  return !call.step().mutates.empty() && extra.is_contiguous() ? extra : at::Tensor();
+}
+
+/// Hands out a sum, and writes it into the caller's tensor where that was asked.
+inline void write_sum(Call& call, size_t write, at::Tensor sum, const at::Tensor& extra) {
+  if (!call.step().mutates.empty()) {
+    if (!sum.is_same(extra)) extra.copy_(sum);
+    extra.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+    sum = extra;
+  }
+  if (call.wants(write)) call.out(write, std::move(sum));
 }
 
 /// A kernel that takes the main operand is not given up for an extra input that it does not take.

@@ -43,6 +43,25 @@ Results<1> AddBias::reference(const Tensor& x, const std::optional<Tensor>& bias
   return {y.is_same(x) ? x.clone() : y};
 }
 
+Specs<1> AddScaledBias::shapes(const Tensor& x, const Tensor& bias, double /*factor*/,
+                               const std::optional<Tensor>& extra) {
+  return AddBias::shapes(x, bias, extra);
+}
+
+void AddScaledBias::cpu(const Tensor& x, const Tensor& bias, double factor,
+                        const std::optional<Tensor>& extra, Results<1>& results) {
+  const std::optional<Tensor> scaled = bias.to(at::kFloat) * factor;
+  kernels::cpu::add_bias(RowsIn(x), VectorIn(scaled), element_of(x.scalar_type()), RowsIn(extra),
+                         rows_out(results[0]));
+}
+
+Results<1> AddScaledBias::reference(const Tensor& x, const Tensor& bias, double factor,
+                                    const std::optional<Tensor>& extra) {
+  const at::ScalarType own = sum_dtype(x, bias), dtype = wide(own);
+  const Tensor y = (x.to(dtype) + bias.to(dtype) * factor).to(own);
+  return {extra ? y + *extra : y};
+}
+
 Specs<1> SumRows::shapes(const Tensor& x, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "sum_rows: expected x with at least 1 dimension, got a scalar. ",
                     "Pass x.reshape({1}) if one element is meant.");
@@ -57,6 +76,12 @@ Results<1> SumRows::reference(const Tensor& x, at::ScalarType dtype) {
   return {x.reshape_symint({rows_of(x), x.sym_size(-1)})
               .sum(0, /*keepdim=*/false, wide(x.scalar_type()))
               .to(dtype)};
+}
+
+Specs<1> Behind::shapes(const Tensor& x, const Tensor& /*gradient*/) { return {like(x)}; }
+
+Results<1> Behind::reference(const Tensor& x, const Tensor& /*gradient*/) {
+  return {x.clone(at::MemoryFormat::Contiguous)};
 }
 
 Specs<1> Dropout::shapes(const Tensor& x, const Tensor& seed, double p) {
@@ -105,6 +130,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<AddBias>(
       library,
       {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these, AddBias::cpu}});
+  register_kernel_op<AddScaledBias>(
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these, AddScaledBias::cpu}});
   register_kernel_op<SumRows>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, SumRows::cpu}});
   register_kernel_op<Dropout>(library,
@@ -112,6 +140,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<DropoutAdd>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kSeed, kArithmetic>::these,
                  DropoutAdd::cpu}});
+  register_kernel_op<Behind>(library, {});
 }
 
 }  // namespace tandem::kernel_ops

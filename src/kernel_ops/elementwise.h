@@ -21,6 +21,23 @@ struct AddBias {
                               const std::optional<Tensor>& extra);
 };
 
+/// y = x + factor * bias (+ extra, added to the sum as rounded to the dtype of x): factor * bias is
+/// not rounded to the dtype of x by itself.
+///
+/// Shapes: as AddBias; x and bias of one dtype.
+struct AddScaledBias {
+  static constexpr const char* kName = "add_scaled_bias";
+  static constexpr const char* kQualifiedName = "tandem::add_scaled_bias";
+  static constexpr const char* kSchema =
+      "add_scaled_bias(Tensor x, Tensor bias, float factor, Tensor? extra) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, const Tensor& bias, double factor,
+                         const std::optional<Tensor>& extra);
+  static void cpu(const Tensor& x, const Tensor& bias, double factor,
+                  const std::optional<Tensor>& extra, Results<1>& results);
+  static Results<1> reference(const Tensor& x, const Tensor& bias, double factor,
+                              const std::optional<Tensor>& extra);
+};
+
 /// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a
 /// bias.
 struct SumRows {
@@ -61,6 +78,18 @@ struct DropoutAdd {
                   const std::optional<Tensor>& extra, Results<1>& results);
   static Results<1> reference(const Tensor& x, const std::optional<Tensor>& bias,
                               const Tensor& seed, double p, const std::optional<Tensor>& extra);
+};
+
+/// y = x, as numbers that are there no earlier than `gradient`: what backward computes again from
+/// them, no compiler takes for what forward has computed from x.
+///
+/// Shapes: x any, gradient any -> y like x.
+struct Behind {
+  static constexpr const char* kName = "behind";
+  static constexpr const char* kQualifiedName = "tandem::behind";
+  static constexpr const char* kSchema = "behind(Tensor x, Tensor gradient) -> Tensor";
+  static Specs<1> shapes(const Tensor& x, const Tensor& gradient);
+  static Results<1> reference(const Tensor& x, const Tensor& gradient);
 };
 
 }  // namespace tandem::kernel_ops

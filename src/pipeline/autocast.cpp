@@ -10,6 +10,7 @@
 
 #include "core/json_fields.h"
 #include "kernel_ops/weights.h"
+#include "planner/description.h"
 #include "quantization/recipe.h"
 
 namespace tandem {
@@ -104,6 +105,11 @@ const ActiveRecipe* active_recipe() {
   return region == nullptr ? nullptr : region->recipe.get();
 }
 
+std::optional<double> active_memory_budget() {
+  const Region* region = open_region();
+  return region == nullptr ? std::nullopt : region->memory_budget;
+}
+
 ActiveRecipePtr kept_active_recipe() {
   const Region* region = open_region();
   return region == nullptr ? nullptr : region->recipe;
@@ -123,16 +129,29 @@ RegionPtr make_region(const std::string& json, RegionPtr outer, std::shared_ptr<
     outermost = std::make_shared<RecipeRegion>(kernel_ops::new_region());
   const bool is_recompute = outer && outer->is_recompute;
   if (outermost != nullptr && !is_recompute) outermost->enter();
+  const auto memory_budget = outer ? outer->memory_budget : std::nullopt;
   return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
-                              std::move(outer), std::move(owner)});
+                              std::move(outer), std::move(owner), memory_budget});
+}
+
+RegionPtr make_budget_region(std::optional<double> bytes_per_row, RegionPtr outer,
+                             std::shared_ptr<void> owner) {
+  if (bytes_per_row) check_memory_budget(*bytes_per_row);
+  ActiveRecipePtr recipe = outer ? outer->recipe : nullptr;
+  std::shared_ptr<RecipeRegion> outermost = outer ? outer->outermost : nullptr;
+  const bool is_recompute = outer && outer->is_recompute;
+  if (outermost != nullptr && !is_recompute) outermost->enter();
+  return RegionPtr(new Region{std::move(recipe), std::move(outermost), is_recompute,
+                              std::move(outer), std::move(owner), bytes_per_row});
 }
 
 RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
                                 std::shared_ptr<void> owner) {
   if (then == nullptr)
-    return RegionPtr(new Region{nullptr, nullptr, true, std::move(outer), std::move(owner)});
-  return RegionPtr(
-      new Region{then->recipe, then->outermost, true, std::move(outer), std::move(owner)});
+    return RegionPtr(
+        new Region{nullptr, nullptr, true, std::move(outer), std::move(owner), std::nullopt});
+  return RegionPtr(new Region{then->recipe, then->outermost, true, std::move(outer),
+                              std::move(owner), then->memory_budget});
 }
 
 void close_region(const RegionPtr& region) {
@@ -158,6 +177,12 @@ RegionPtr exchange_thread_region(RegionPtr region) {
 
 RegionPtr enter_autocast(const std::string& json) {
   RegionPtr region = make_region(json, thread_region());
+  exchange_thread_region(region);
+  return region;
+}
+
+RegionPtr enter_memory_budget(std::optional<double> bytes_per_row) {
+  RegionPtr region = make_budget_region(bytes_per_row, thread_region());
   exchange_thread_region(region);
   return region;
 }

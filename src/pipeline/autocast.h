@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "quantization/region.h"
@@ -23,7 +24,8 @@ struct ActiveRecipe {
 };
 using ActiveRecipePtr = std::shared_ptr<const ActiveRecipe>;
 
-/// One entry into an autocast region. Only `is_open` ever changes, so threads may share chains.
+/// One entry into an autocast region, or into one of a memory budget, which leaves the recipe as it
+/// is. Only `is_open` ever changes, so threads may share chains.
 struct Region {
   /// Null: quantization is off inside.
   ActiveRecipePtr recipe;
@@ -36,6 +38,8 @@ struct Region {
   std::shared_ptr<Region> outer;
   /// What entered it; null for a tandem::Autocast.
   std::shared_ptr<void> owner;
+  /// Of pipelines inside that have none of their own, in bytes per row.
+  std::optional<double> memory_budget = std::nullopt;
   std::atomic<bool> is_open{true};
 };
 using RegionPtr = std::shared_ptr<Region>;
@@ -44,6 +48,8 @@ using RegionPtr = std::shared_ptr<Region>;
 TANDEM_API const ActiveRecipe* active_recipe();
 /// The same, to be kept.
 TANDEM_API ActiveRecipePtr kept_active_recipe();
+/// The memory budget of that region.
+TANDEM_API std::optional<double> active_memory_budget();
 /// The JSON of the recipe of a number, as an error shows it.
 TANDEM_API std::string recipe_text(int64_t number);
 
@@ -55,6 +61,10 @@ TANDEM_API int64_t recipe_history_length(const std::string& json);
 /// force nowhere yet. Throws c10::ValueError on an unknown recipe.
 TANDEM_API RegionPtr make_region(const std::string& json, RegionPtr outer,
                                  std::shared_ptr<void> owner = {});
+/// A region inside `outer` with its recipe, and another memory budget (nullopt: none). Throws
+/// c10::ValueError where that is negative or not finite.
+TANDEM_API RegionPtr make_budget_region(std::optional<double> bytes_per_row, RegionPtr outer,
+                                        std::shared_ptr<void> owner = {});
 /// A region inside `outer` in which backward recomputes what forward did in `then`; null: outside
 /// any.
 TANDEM_API RegionPtr make_recompute_region(const RegionPtr& then, RegionPtr outer,
@@ -71,6 +81,7 @@ TANDEM_API RegionPtr exchange_thread_region(RegionPtr region);
 
 /// Enters a region in this thread. Throws as make_region does.
 TANDEM_API RegionPtr enter_autocast(const std::string& json);
+TANDEM_API RegionPtr enter_memory_budget(std::optional<double> bytes_per_row);
 /// Leaves a region. False where it is not the innermost one of this thread: those entered since
 /// stay in force, and once they are left what surrounds this one is.
 TANDEM_API bool exit_autocast(const RegionPtr& region);

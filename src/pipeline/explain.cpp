@@ -48,7 +48,7 @@ std::string joined(const std::vector<std::string>& parts, const char* separator 
 
 std::vector<std::string> covered(const ExplainedPlan& explained, const Step& step) {
   std::vector<std::string> parts;
-  for (const Part& part : step.covers) {
+  for (const Part& part : step.kind == StepKind::again ? step.repeats : step.covers) {
     const OpNode& op = explained.program->description().ops[part.op];
     const StepDef& step_def =
         (part.is_backward ? op.kind->def.backward : op.kind->def.forward)[part.nth];
@@ -72,6 +72,7 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
   const Plan& plan = *explained.plan;
   return {{"kind", step.name},
           {"fused", step.kind == StepKind::fused},
+          {"again", step.kind == StepKind::again},
           {"covers", covered(explained, step)},
           {"reads", names(plan, step.reads)},
           {"writes", names(plan, step.writes)},
@@ -80,6 +81,23 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
           {"write_ids", ids(step.writes)},
           {"mutated_ids", ids(step.mutates)},
           {"implementations", kernel_ops::names_in(step.taken.all())}};
+}
+
+/// Per row of the main input, as all numbers here.
+json within_json(const Plan& plan) {
+  static constexpr const char* kKinds[] = {"kept", "written again", "run again"};
+  json result{{"bytes_per_row", plan.within->budget},
+              {"kept_bytes_per_row", plan.within->kept},
+              {"choices", json::array()}};
+  for (const KeptChoice& choice : plan.within->choices)
+    result["choices"].push_back({{"value", name_of(plan, choice.value)},
+                                 {"type", type_of(plan, choice.value)},
+                                 {"choice", kKinds[choice.kind]},
+                                 {"by", choice.by},
+                                 {"bytes", choice.bytes},
+                                 {"added_bytes", choice.added_bytes},
+                                 {"added_operations", choice.added_flops}});
+  return result;
 }
 
 json plan_json(const ExplainedPlan& explained) {
@@ -110,6 +128,7 @@ json plan_json(const ExplainedPlan& explained) {
          {"bytes", bytes},
          {"costs_memory", type.origin != Origin::input && type.origin != Origin::param}});
   }
+  if (plan.within) result["memory_budget"] = within_json(plan);
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {
     const auto backward = full_backward(plan);
@@ -140,8 +159,28 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
     if (!step.at("mutates").empty()) text << " (mutates " << joined(step.at("mutates")) << ")";
     if (step.at("fused").get<bool>())
       text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
+    if (step.at("again").get<bool>()) text << "   [run again]";
     if (!step.at("implementations").empty()) text << "   by " << joined(step.at("implementations"));
     text << "\n";
+  }
+}
+
+/// The trade of each choice.
+void print_budget(std::ostringstream& text, const json& within) {
+  text << "  memory budget: " << within.at("bytes_per_row").get<double>() << " bytes per row, "
+       << within.at("kept_bytes_per_row").get<double>() << " kept\n";
+  for (const json& choice : within.at("choices")) {
+    const auto kind = choice.at("choice").get<std::string>();
+    text << "    " << kind << " " << choice.at("value").get<std::string>() << " ("
+         << choice.at("type").get<std::string>() << ")";
+    if (kind == "kept") {
+      text << ", " << choice.at("bytes").get<double>() << " bytes\n";
+      continue;
+    }
+    text << " by " << choice.at("by").get<std::string>() << ": saves "
+         << choice.at("bytes").get<double>() << " bytes, moves "
+         << choice.at("added_bytes").get<double>() << " bytes more, adds "
+         << choice.at("added_operations").get<double>() << " operations\n";
   }
 }
 
@@ -161,6 +200,7 @@ std::string as_text(const json& document) {
                                                      : ", the argument itself")
              << "\n";
     }
+    if (plan.contains("memory_budget")) print_budget(text, plan.at("memory_budget"));
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";
     std::set<std::string> shown;  // the picture of each once

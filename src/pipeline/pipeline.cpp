@@ -24,14 +24,21 @@ constexpr int64_t kNeverCalled = -1, kSeveral = -2;
 constexpr size_t kMostStates = 16, kMostServed = 64;
 }  // namespace
 
-Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions)
+Pipeline::Pipeline(std::string ops, std::vector<std::string> required_fusions,
+                   std::optional<double> memory_budget)
     : ops_(std::move(ops)),
       required_fusions_(std::move(required_fusions)),
       calls_{Calls{kNeverCalled}, Calls{kNeverCalled}} {
+  set_memory_budget(memory_budget);
   const auto parsed =
       parse_description(text_of(nullptr, {}));  // errors come where the pipeline is made
   writes_arguments_ = std::any_of(parsed->ops.begin(), parsed->ops.end(),
                                   [](const OpNode& op) { return op.writes_caller(); });
+}
+
+void Pipeline::set_memory_budget(std::optional<double> bytes_per_row) {
+  if (bytes_per_row) check_memory_budget(*bytes_per_row);
+  memory_budget_ = bytes_per_row;
 }
 
 std::string Pipeline::text_of(const ActiveRecipe* recipe, PlanningTerms terms) const {
@@ -44,23 +51,33 @@ std::string Pipeline::description(bool training, bool fuse,
   return text_of(active_recipe(), {.training = training,
                                    .fuse = fuse,
                                    .skipped_fusions = skipped_fusions,
-                                   .fusions_version = tandem::fusions_version()});
+                                   .fusions_version = tandem::fusions_version(),
+                                   .memory_budget = fuse ? budget_now() : std::nullopt});
 }
 
 Pipeline::State& Pipeline::state(bool training) {
   const ActiveRecipe* recipe = active_recipe();
   const uint64_t version = tandem::fusions_version();
+  const std::optional<double> budget = budget_now();
   for (State* state = newest_; state != nullptr; state = state->older)
     if (state->recipe.get() == recipe && state->training == training &&
-        state->fusions_version == version && state->watched == watched_)
+        state->fusions_version == version && state->watched == watched_ &&
+        state->memory_budget == budget)
       return *state;
   auto program = program_of(text_of(recipe, {.training = training,
                                              .cache_weights = recipe != nullptr,
                                              .fusions_version = version,
-                                             .watched = watched_}));
+                                             .watched = watched_,
+                                             .memory_budget = budget}));
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.push_back(std::unique_ptr<State>(new State{
-      kept_active_recipe(), training, version, watched_, std::move(program), {}, newest_.load()}));
+  states_.push_back(std::unique_ptr<State>(new State{kept_active_recipe(),
+                                                     training,
+                                                     version,
+                                                     watched_,
+                                                     budget,
+                                                     std::move(program),
+                                                     {},
+                                                     newest_.load()}));
   newest_ = states_.back().get();
   State& made = *states_.back();
   retire_states(version);
@@ -69,8 +86,10 @@ Pipeline::State& Pipeline::state(bool training) {
 
 const std::string& Pipeline::text_for_op(State& state) {
   if (const std::string* text = state.text.load(std::memory_order_acquire)) return *text;
-  auto made = std::make_unique<const std::string>(text_of(
-      state.recipe.get(), {.training = state.training, .fusions_version = state.fusions_version}));
+  auto made = std::make_unique<const std::string>(
+      text_of(state.recipe.get(), {.training = state.training,
+                                   .fusions_version = state.fusions_version,
+                                   .memory_budget = state.memory_budget}));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (state.held_text == nullptr) {
     state.held_text = std::move(made);
@@ -262,7 +281,7 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
     return call_op(arguments, text_for_op(current));
   }
   const auto plan =
-      current.program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/false));
+      current.program->plan_for(key_for(*current.program, arguments, /*traced=*/false));
   std::vector<at::Tensor> workspaces;
   if (!plan->workspaces.empty()) {
     workspaces = workspaces_for(*plan, arguments, current);

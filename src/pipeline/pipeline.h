@@ -33,7 +33,14 @@ class TANDEM_API Pipeline {
  public:
   /// `ops`: the "ops" array of a description. `required_fusions`: an error with the reason where
   /// one of these is not made.
-  explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {});
+  /// `memory_budget`: bytes per row that it keeps for backward; nullopt: that of the region.
+  explicit Pipeline(std::string ops, std::vector<std::string> required_fusions = {},
+                    std::optional<double> memory_budget = std::nullopt);
+
+  /// From the next call on. Other threads must not call it meanwhile. Throws c10::ValueError where
+  /// it is negative or not finite.
+  void set_memory_budget(std::optional<double> bytes_per_row);
+  std::optional<double> memory_budget() const { return memory_budget_; }
 
   /// From the next call on each quantization says what it does, under this number
   /// (kernel_ops/inspection.h); 0: none does. Other threads must not call it meanwhile.
@@ -114,6 +121,7 @@ class TANDEM_API Pipeline {
     bool training;
     uint64_t fusions_version;
     int64_t watched;
+    std::optional<double> memory_budget;
     std::shared_ptr<Program> program;
     /// Of `recipe`.
     std::vector<HeldWorkspace> workspaces;
@@ -139,6 +147,10 @@ class TANDEM_API Pipeline {
   };
 
   State& state(bool training);
+  /// Of calls in this thread.
+  std::optional<double> budget_now() const {
+    return memory_budget_ ? memory_budget_ : active_memory_budget();
+  }
   const std::string& text_for_op(State& state);
   void retire_states(uint64_t fusions_version);
   void free_retired() const;
@@ -152,6 +164,7 @@ class TANDEM_API Pipeline {
   std::string ops_;
   std::vector<std::string> required_fusions_;
   int64_t watched_ = 0;
+  std::optional<double> memory_budget_;
   bool writes_arguments_;
   std::atomic<State*> newest_{nullptr};
   mutable std::mutex mutex_;

@@ -31,9 +31,10 @@ bool is_same_step(const Step& a, const Step& b) {
 /// The unfused steps that a fused one replaces.
 Steps members_of(const Step& fused, const Steps& unfused) {
   Steps members;
+  const std::vector<Part>& covers = fused.kind == StepKind::again ? fused.repeats : fused.covers;
   for (const Step& step : unfused)
-    if (!step.covers.empty() && std::includes(fused.covers.begin(), fused.covers.end(),
-                                              step.covers.begin(), step.covers.end()))
+    if (!step.covers.empty() &&
+        std::includes(covers.begin(), covers.end(), step.covers.begin(), step.covers.end()))
       members.push_back(step);
   return members;
 }

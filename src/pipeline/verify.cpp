@@ -141,8 +141,7 @@ class Verification {
 
   Planned plan_of(const std::string& description) {
     auto program = program_of(description);
-    auto plan =
-        program->plan_for(key_of(arguments(), c10::GradMode::is_enabled(), /*traced=*/true));
+    auto plan = program->plan_for(key_for(*program, arguments(), /*traced=*/true));
     return {std::move(program), std::move(plan)};
   }
 
@@ -203,7 +202,9 @@ class Verification {
       if (wrong.fusion.empty() && plan.needs_backward) {
         backward = backward_plan(plan, mask_);
         unfused_backward = backward_plan(*unfused_.plan, mask_);
-        wrong = steps.check(backward->steps, unfused_backward->steps, reference, generators_.own());
+        Steps unfused = unfused_backward->steps;  // a budget may run steps of forward again
+        unfused.insert(unfused.end(), unfused_.plan->forward.begin(), unfused_.plan->forward.end());
+        wrong = steps.check(backward->steps, unfused, reference, generators_.own());
       }
     }
     if (!wrong.fusion.empty())

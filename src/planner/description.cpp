@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -230,10 +231,29 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
       .get("required_fusions", description->required_fusions, limits::kFusionNames)
       .get("fusions_version", description->fusions_version)
       .get("watched", description->watched, 0, std::numeric_limits<int64_t>::max());
+  if (fields.find("memory_budget") != nullptr) {
+    double bytes_per_row = 0;
+    fields.get("memory_budget", bytes_per_row);
+    check_memory_budget(bytes_per_row);
+    description->memory_budget = bytes_per_row;
+  }
   std::string process;  // only tells descriptions apart, for caches that must not outlive a process
   fields.get("process", process).finish();
   check_channels(description->ops);
+  if (description->memory_budget)
+    description->sizes_in_key =
+        std::ranges::any_of(description->ops,
+                            [](const OpNode& op) { return op.kind->def.views_input; })
+            ? SizesInKey::all
+            : SizesInKey::but_rows;
   return description;
+}
+
+void check_memory_budget(double bytes_per_row) {
+  TORCH_CHECK_VALUE(std::isfinite(bytes_per_row) && bytes_per_row >= 0,
+                    "memory_budget: expected a finite number of bytes per row that is not "
+                    "negative, got ",
+                    bytes_per_row, ". Leave the budget out where there is no limit.");
 }
 
 std::string write_ops(const std::vector<OpEntry>& ops) {
@@ -269,6 +289,7 @@ std::string write_description(std::string_view ops, std::string_view recipe,
   if (terms.watched != 0) description["watched"] = terms.watched;
   if (!terms.skipped_fusions.empty()) description["skipped_fusions"] = terms.skipped_fusions;
   if (!terms.required_fusions.empty()) description["required_fusions"] = terms.required_fusions;
+  if (terms.memory_budget) description["memory_budget"] = *terms.memory_budget;
   if (!process.empty()) description["process"] = process;
   return description.dump();
 }

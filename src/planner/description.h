@@ -10,6 +10,7 @@
 
 #include "core/fusion.h"
 #include "core/op_def.h"
+#include "planner/key.h"
 #include "quantization/recipe.h"
 
 namespace tandem {
@@ -58,6 +59,8 @@ struct OpGroup {
   size_t first = 0, last = 0;
   std::shared_ptr<const Fusion> fusion;
   Options options;
+  /// Why its own rule has refused it: then it is told, and nothing else.
+  Refusal refusal = std::nullopt;
 };
 
 /// What a description must carry to be read by this library, where it carries a version at all.
@@ -76,9 +79,11 @@ struct PlanningTerms {
   std::vector<std::string> required_fusions = {};
   /// Of the registered user fusions.
   uint64_t fusions_version = 0;
-  /// Not 0: each quantization is a step of its own that says what it does (kernel_ops/inspection.h),
-  /// under this number.
+  /// Not 0: each quantization is a step of its own that says what it does, under this number
+  /// (kernel_ops/inspection.h).
   int64_t watched = 0;
+  /// Bytes that forward may keep for backward, per row of the main input: numel(x) / size(-1) rows.
+  std::optional<double> memory_budget = std::nullopt;
 };
 
 struct Description : PlanningTerms {
@@ -86,6 +91,7 @@ struct Description : PlanningTerms {
   /// Of ops whose front made them by name.
   std::vector<std::shared_ptr<const OpKind>> kinds;
   std::optional<Recipe> recipe;
+  SizesInKey sizes_in_key = SizesInKey::none;
 
   size_t param_count() const;
   size_t buffer_count() const;
@@ -114,6 +120,9 @@ struct OpEntry {
   std::optional<StateSlots> state = std::nullopt;
   std::string instance = {};
 };
+
+/// Throws c10::ValueError unless a budget is finite and not negative.
+TANDEM_API void check_memory_budget(double bytes_per_row);
 
 /// The ops of a description. Throws c10::ValueError where options are no JSON, and where a channel
 /// is not named in UTF-8, which JSON cannot hold.

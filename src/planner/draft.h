@@ -32,6 +32,20 @@ class OperandTable {
   void bind(size_t operand, Flow flow, size_t element = 0) { at(operand, element).flow = flow; }
   /// The gradient of a result, as backward gets it, and of an operand, as the op contributes it.
   void bind_given(size_t result, Value gradient) { at(result, 0).gradient = gradient; }
+  /// What a reader of a result contributes to its gradient; `op` is npos where that is the caller,
+  /// or a step that no op asked for.
+  struct Contribution {
+    Value gradient = Value::none;
+    size_t op = npos;
+  };
+  void bind_contributions(size_t result, std::vector<Contribution> contributions) {
+    contributions_[result] = std::move(contributions);
+  }
+  /// In the order in which they are summed up; nothing where no gradient is needed.
+  const std::vector<Contribution>* contributions(size_t result) const {
+    const auto known = contributions_.find(result);
+    return known == contributions_.end() ? nullptr : &known->second;
+  }
   void bind_written(size_t operand, size_t element, Value gradient) {
     at(operand, element).gradient = gradient;
   }
@@ -65,6 +79,7 @@ class OperandTable {
   const OpKind* kind_;
   std::vector<uint32_t> first_;  // by operand, and the end
   std::vector<Entry> entries_;
+  std::map<size_t, std::vector<Contribution>> contributions_;  // by result
 };
 
 /// The codes of a parameter that comes in them.

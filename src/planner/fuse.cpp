@@ -141,20 +141,15 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
                          FusionScope& scope, std::vector<Type>& types) {
   for (const OpGroup& group : groups) {
     if (scope.skips(*group.fusion)) continue;
-    const Members members = members_of(forward, group, scope),
-                  backward_members = members_of(backward, group, scope);
     Refusal refusal = refuse_group(forward, group, scope);
     if (!refusal) refusal = refuse_group(backward, group, scope);
-    if (!refusal && members.empty()) refusal = "none of these ops has a step here";
     if (!refusal) {
-      Step ahead = fused_step(*group.fusion, group.fusion->run, {group.options},
-                              reads_of(group, scope, false), writes_of(group, scope, false),
-                              forward, members);
-      Step back = fused_step(*group.fusion, group.fusion->backward, {group.options},
-                             reads_of(group, scope, true), writes_of(group, scope, true), backward,
-                             backward_members);
-      refusal = join(forward, backward, *group.fusion, {std::move(ahead), members},
-                     {std::move(back), backward_members}, scope, types);
+      GroupStep ahead = step_of_group(forward, group, scope, group.fusion->run, false),
+                back = step_of_group(backward, group, scope, group.fusion->backward, true);
+      refusal = ahead.refusal ? ahead.refusal : back.refusal;
+      if (!refusal)
+        refusal = join(forward, backward, *group.fusion, {std::move(ahead.step), ahead.members},
+                       {std::move(back.step), back.members}, scope, types);
     }
     scope.note(*group.fusion, place_of(group), refusal);
   }
@@ -164,7 +159,7 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
 
 void fuse_jointly(const Description& description, const UserFusions& user, FusionScope& scope,
                   Draft& draft) {
-  const auto groups = groups_of(Pass::joint, description, user);
+  const auto groups = groups_of(Pass::joint, description, user, scope);
   const auto fusions = fusions_of(Pass::joint, description, user);
   if (groups.empty() && fusions.empty()) return;
   ValueSet is_demanded(draft.types.size());

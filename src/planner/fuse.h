@@ -23,9 +23,10 @@ struct UserFusions {
 /// The fusions of a pass: those of users first, then the library's.
 std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
                                       const UserFusions& user);
-/// Throws c10::ValueError where the groups that a user's function returns do not cover the ops once
-/// and in order.
-std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user);
+/// Those that no rule of their own refused; the others are noted in `scope`. Throws c10::ValueError
+/// where the groups that a user's function returns do not cover the ops once and in order.
+std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
+                               FusionScope& scope);
 
 /// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes
 /// stay written.

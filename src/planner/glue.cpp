@@ -133,6 +133,7 @@ void run_watched_quantize(Call& call) {
   call.write_codes<kernel_ops::Quantize>([&] { return kernel_ops::sizes_of(call.in(x)); },
                                          call.in(x), call.maybe(given), quantizer,
                                          call.output_mask<3>());
+  if (call.in(x).is_meta()) return;  // it has no numbers
   // Codes of columns may be those of rotated numbers.
   if (!call.wants(rows) && (quantizer.hadamard || !call.wants(columns))) return;
   const size_t write = call.wants(rows) ? rows : columns;
@@ -186,6 +187,20 @@ Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& 
   Step step = step_of(kind, name, run, std::move(read_names), std::move(reads), {}, {});
   step.options = {std::make_shared<SlotOptions>(SlotOptions{slot.slot, slot.update})};
   return step;
+}
+
+/// Only who traces could take what follows for what forward has done.
+void run_behind(Call& call) {
+  size_t gradient = 1;
+  while (!call.has(gradient)) ++gradient;
+  const size_t parts = tensors_per_value(call.type(0));
+  for (size_t part = 0; part < parts; ++part)
+    call.out(0,
+             call.path() == Path::dispatch
+                 ? kernel_ops::dispatch<kernel_ops::Behind>(call.in(0, part), call.in(gradient))[0]
+                 : call.in(0, part),
+             part);
+  call.note_sizes(call.step().writes[0], call.type(0), [&] { return call.sizes_of_numbers(0); });
 }
 
 template <bool kBackward>
@@ -271,6 +286,28 @@ Step record_amax_step(const StateSlot& slot, Value amax, bool counts) {
   Step step = state_step(StepKind::record_amax, "record_amax",
                          counts ? run_record_amax<true> : run_record_amax<false>, slot, {amax});
   step.mutates = {slot.state[1], slot.state[2]};
+  return step;
+}
+
+Step again_step(const Step& forward, Values writes) {
+  Step step = forward;
+  step.kind = StepKind::again;
+  step.repeats = std::exchange(step.covers, {});
+  step.dead.clear();
+  step.writes = std::move(writes);
+  if (forward.kind == StepKind::refresh) step.run = run_refresh_weight<true>;
+  if (forward.kind == StepKind::watched_quantize) {  // it has told already
+    step.run = run_quantize;
+    step.options = {
+        options_of(*static_cast<const WatchOptions*>(forward.options[0].get())->quantizer)};
+  }
+  return step;
+}
+
+Step behind_step(Value x, const Values& gradients, Value y) {
+  Step step = step_of(StepKind::behind, "behind", run_behind, {"x"}, {x}, {"y"}, {y});
+  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
+  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
   return step;
 }
 

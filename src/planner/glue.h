@@ -51,6 +51,11 @@ struct StateSlot {
 Step take_scale_step(const StateSlot& slot, Value scale);
 /// The slot's amax so far becomes the larger one. `counts`: an update is due behind the region.
 Step record_amax_step(const StateSlot& slot, Value amax, bool counts);
+/// A step of forward in backward, which writes of its results those that `writes` has in their
+/// places.
+Step again_step(const Step& forward, Values writes);
+/// y = x behind any of these gradients, of which one at least is there.
+Step behind_step(Value x, const Values& gradients, Value y);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
 /// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again

@@ -7,9 +7,14 @@
 
 namespace tandem {
 
-std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user) {
+std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
+                               FusionScope& scope) {
   if (!description.fuse || !user.groups) return {};
   std::vector<OpGroup> groups = user.groups(pass, description);
+  std::erase_if(groups, [&](const OpGroup& group) {
+    if (group.refusal) scope.note(*group.fusion, place_of(group), group.refusal);
+    return group.refusal.has_value();
+  });
   size_t next = 0;
   for (const OpGroup& group : groups) {
     TORCH_CHECK_VALUE(
@@ -41,85 +46,163 @@ Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionSc
   return std::nullopt;
 }
 
-Members members_of(const StepList& steps, const OpGroup& group, const FusionScope& scope) {
+namespace {
+
+bool is_in(const OpGroup& group, size_t op) { return op >= group.first && op <= group.last; }
+
+/// Whether an extra input of one op of the group is an extra output of another.
+bool is_inside(const OpGroup& group, const FusionScope& scope, size_t op, size_t operand) {
+  const OpKind& kind = (*scope.operands)[op].kind();
+  if (operand == 0 || operand >= kind.first_param) return false;
+  const size_t edge = (*scope.operands)[op].flow(operand).edge;
+  for (size_t before = group.first; edge != npos && before < op; ++before) {
+    const OperandTable& table = (*scope.operands)[before];
+    for (const size_t output : table.kind().extra_outputs)
+      if (table.flow(output).edge == edge) return true;
+  }
+  return false;
+}
+
+/// Of the gradient of an extra output, what readers outside of the group contribute.
+Values given_from_outside(const OpGroup& group, const OperandTable& table, size_t result) {
+  const auto* contributions = table.contributions(result);
+  if (contributions == nullptr) return {};
+  Values outside;
+  for (const OperandTable::Contribution& each : *contributions)
+    if (!is_in(group, each.op)) outside.push_back(each.gradient);
+  if (outside.size() == contributions->size()) return {table.given(result)};
+  return outside;
+}
+
+/// What the fused step reads under a name.
+Values read_of_group(const OpGroup& group, const FusionScope& scope, bool backward,
+                     const MemberOperand& operand, Refusal& refusal) {
+  const size_t op = group.first + operand.member;
+  const OperandTable& table = (*scope.operands)[op];
+  const std::optional<OperandRef> ref = table.kind().read(operand.name, backward);
+  if (ref && !ref->is_gradient && is_inside(group, scope, op, ref->operand)) return {Value::none};
+  const bool is_extra_gradient = ref && ref->is_gradient &&
+                                 std::ranges::find(table.kind().extra_outputs, ref->operand) !=
+                                     table.kind().extra_outputs.end();
+  if (!is_extra_gradient) return table.read(operand.name, backward);
+  const Values outside = given_from_outside(group, table, ref->operand);
+  if (outside.size() > 1)
+    refusal = "several readers outside of these ops contribute to " + std::string(operand.name) +
+              " of op " + std::to_string(op) + ", and one of these ops too";
+  return {outside.empty() ? Value::none : outside[0]};
+}
+
+/// Steps of the group's ops.
+std::set<size_t> steps_of_ops(const StepList& steps, const OpGroup& group) {
   std::set<size_t> members;
   for (size_t op = group.first; op <= group.last; ++op)
     for (const size_t s : steps.of_op(op))
       if (steps[s].covers.front().op >= group.first && steps[s].covers.back().op <= group.last)
         members.insert(s);
-  const auto is_inside = [&](const Step& own) {
+  return members;
+}
+
+/// The planner's own steps that belong to them.
+class OwnSteps {
+ public:
+  OwnSteps(const StepList& steps, const FusionScope& scope, const Step& fused,
+           std::set<size_t>& members)
+      : steps_(steps), scope_(scope), fused_(fused), members_(members) {}
+
+  void add() {
+    for (const Value value : fused_.writes)
+      if (exists(value))
+        for (const size_t s : steps_.writers(value))
+          if (is_own(s) && steps_[s].kind == StepKind::add) members_.insert(s);
+    for (bool grown = true; grown;) {
+      grown = false;
+      for (const size_t m : Members(members_.begin(), members_.end())) {
+        for (const Value value : steps_[m].writes)
+          for (const size_t s : exists(value) ? steps_.readers(value) : Members())
+            if (is_own(s) && is_read_inside(steps_[s])) grown |= members_.insert(s).second;
+        for (const Value value : steps_[m].reads)
+          for (const size_t s : exists(value) ? steps_.writers(value) : Members())
+            if (is_own(s) && steps_[s].kind == StepKind::add && !reads(fused_, value) &&
+                is_read_inside(steps_[s]))
+              grown |= members_.insert(s).second;
+      }
+    }
+  }
+
+ private:
+  bool is_own(size_t s) const { return steps_[s].covers.empty() && steps_[s].mutates.empty(); }
+
+  bool is_read_inside(const Step& own) const {
     bool is_read = false;
     for (const Value value : own.writes) {
       if (!exists(value)) continue;
-      if (scope.is_demanded(value)) return false;
-      for (const size_t reader : steps.readers(value)) {
-        if (members.count(reader) == 0) return false;
+      if (scope_.is_demanded(value)) return false;
+      for (const size_t reader : steps_.readers(value)) {
+        if (members_.count(reader) == 0) return false;
         is_read = true;
       }
     }
     return is_read;
-  };
-  for (bool grown = true; grown;) {
-    grown = false;
-    for (const size_t m : Members(members.begin(), members.end()))
-      for (const Value value : steps[m].writes)
-        for (const size_t s : exists(value) ? steps.readers(value) : Members())
-          if (steps[s].covers.empty() && steps[s].mutates.empty() && members.count(s) == 0 &&
-              is_inside(steps[s]))
-            grown |= members.insert(s).second;
   }
-  return {members.begin(), members.end()};
-}
 
-namespace {
-
-Lookup lookup_of(const OpGroup& group, const FusionScope& scope, bool backward,
-                 Values (OperandTable::*find)(std::string_view, bool) const) {
-  return [&group, &scope, backward, find](const MemberOperand& operand) {
-    return ((*scope.operands)[group.first + operand.member].*find)(operand.name, backward);
-  };
-}
+  const StepList& steps_;
+  const FusionScope& scope_;
+  const Step& fused_;
+  std::set<size_t>& members_;
+};
 
 }  // namespace
 
-Lookup reads_of(const OpGroup& group, const FusionScope& scope, bool backward) {
-  return lookup_of(group, scope, backward, &OperandTable::read);
-}
-Lookup writes_of(const OpGroup& group, const FusionScope& scope, bool backward) {
-  return lookup_of(group, scope, backward, &OperandTable::written);
+GroupStep step_of_group(const StepList& steps, const OpGroup& group, const FusionScope& scope,
+                        const FusedRun& run, bool backward) {
+  GroupStep found;
+  const auto read = [&](const MemberOperand& operand) {
+    return read_of_group(group, scope, backward, operand, found.refusal);
+  };
+  const auto write = [&](const MemberOperand& operand) {
+    return (*scope.operands)[group.first + operand.member].written(operand.name, backward);
+  };
+  found.step = fused_step(*group.fusion, run, {group.options}, read, write, steps, {});
+  if (found.refusal) return found;
+  if (scope.resolved)
+    for (Values* list : {&found.step.reads, &found.step.writes})
+      for (Value& value : *list) value = scope.resolved(value);
+  std::set<size_t> members = steps_of_ops(steps, group);
+  if (members.empty()) {
+    found.refusal = "none of these ops has a step here";
+    return found;
+  }
+  OwnSteps(steps, scope, found.step, members).add();
+  found.members.assign(members.begin(), members.end());
+  if (scope.is_there)
+    for (Value& value : found.step.reads)  // of a context it gets what the plan keeps
+      if (exists(value) && !scope.is_there(value) && steps.writers(value).empty())
+        value = Value::none;
+  for (Value& value : found.step.writes)
+    if (exists(value) &&
+        std::ranges::none_of(found.members, [&](size_t m) { return writes(steps[m], value); }))
+      value = Value::none;
+  return found;
 }
 
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope) {
   for (const OpGroup& group : groups) {
     if (scope.skips(*group.fusion)) continue;
-    if (const Refusal reason = refuse_group(steps, group, scope)) {
-      scope.note(*group.fusion, place_of(group), reason);
-      continue;
+    Refusal refusal = refuse_group(steps, group, scope);
+    if (!refusal) {
+      GroupStep made =
+          step_of_group(steps, group, scope, group.fusion->run, scope.pass == Pass::backward);
+      refusal = made.refusal;
+      if (!refusal) {
+        Replacement replacement(steps, made.members, scope, scope.is_demanded);
+        refusal = replacement.check(made.step);
+        if (!refusal) {
+          replacement.drop_undemanded_writes(made.step);
+          replacement.apply(steps, std::move(made.step));
+        }
+      }
     }
-    const Members members = members_of(steps, group, scope);
-    if (members.empty()) {
-      scope.note(*group.fusion, place_of(group), "none of these ops has a step here");
-      continue;
-    }
-    const bool backward = scope.pass == Pass::backward;
-    Step step = fused_step(*group.fusion, group.fusion->run, {group.options},
-                           reads_of(group, scope, backward), writes_of(group, scope, backward),
-                           steps, members);
-    if (backward) {
-      for (Values* list : {&step.reads, &step.writes})
-        for (Value& value : *list) value = scope.resolved(value);
-      for (Value& value : step.reads)  // of a context it gets what the plan keeps
-        if (exists(value) && !scope.is_there(value) && steps.writers(value).empty())
-          value = Value::none;
-    }
-    for (Value& value : step.writes)  // of a context: what comes from outside is there already
-      if (exists(value) && reads(step, value)) value = Value::none;
-    Replacement replacement(steps, members, scope, scope.is_demanded);
-    const Refusal refusal = replacement.check(step);
     scope.note(*group.fusion, place_of(group), refusal);
-    if (refusal) continue;
-    replacement.drop_undemanded_writes(step);
-    replacement.apply(steps, std::move(step));
   }
 }
 

@@ -12,11 +12,19 @@ std::string place_of(const OpGroup& group);
 /// the ops as a whole; or an op has a list of operands, and the fusion is written in Python.
 Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionScope& scope);
 
-/// Steps that belong to the group's ops, with the planner's own steps whose results only they read.
-Members members_of(const StepList& steps, const OpGroup& group, const FusionScope& scope);
-
-/// What the group's fusion means by the names that it reads and writes in one direction.
-Lookup reads_of(const OpGroup& group, const FusionScope& scope, bool backward);
-Lookup writes_of(const OpGroup& group, const FusionScope& scope, bool backward);
+/// The fused step of a group in one direction, and the steps that it replaces: those of the group's
+/// ops, and the planner's own that only they read, or that sum up what it writes. What a channel
+/// brings from one op of the group to another is the fusion's own business: an extra input that an
+/// op of the group makes is absent, and so is what ops of the group contribute to the gradient of
+/// an extra output. What the fused step writes in name only, as a rename of what comes from
+/// outside, is absent as well.
+struct GroupStep {
+  Step step;
+  Members members;
+  /// Why there is none.
+  Refusal refusal;
+};
+GroupStep step_of_group(const StepList& steps, const OpGroup& group, const FusionScope& scope,
+                        const FusedRun& run, bool backward);
 
 }  // namespace tandem

@@ -8,39 +8,41 @@
 
 namespace tandem {
 
-namespace {
-
-/// Values that backward may read at no cost, or that it must not write again.
-ValueSet free_to_keep(const Description& description, const std::vector<OpGroup>& backward_groups,
-                      const Draft& draft) {
-  ValueSet is_free(draft.types.size(),
-                   {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs});
+ValueSet written_again_by(const Description& description, const std::vector<OpGroup>& groups,
+                          const Draft& draft) {
+  ValueSet values(draft.types.size());
   std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
-  for (const OpGroup& group : backward_groups)
+  for (const OpGroup& group : groups)
     std::fill(group_end.begin() + static_cast<std::ptrdiff_t>(group.first),
               group_end.begin() + static_cast<std::ptrdiff_t>(group.last) + 1, group.last + 1);
   for (const Step& step : draft.backward)
     if (!step.covers.empty() && step.covers.back().op < group_end[step.covers.front().op])
       for (const Value value : step.writes)
         if (exists(value) && draft.types[index_of(value)].origin != Origin::gradient)
-          is_free.add(value);
-  return is_free;
+          values.add(value);
+  return values;
 }
 
-}  // namespace
-
-void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
-                 Draft& draft, Plan& plan) {
-  const ValueSet is_free = free_to_keep(description, backward_groups, draft);
-  choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands);
+void settle_backward(Draft& draft, Plan& plan) {
   schedule(draft.backward);
   const ValueSet asked(draft.types.size(), {&draft.gradients});
   drop_dead_steps(draft.backward, draft.types, asked, [](size_t) { return true; });
+  plan.kept.clear();
   for (const Value value : values_from_forward(draft.backward, draft.output_gradients)) {
     const Origin origin = draft.types[index_of(value)].origin;
     if (origin != Origin::workspace && origin != Origin::buffer && origin != Origin::state)
       plan.kept.push_back(value);
   }
+}
+
+void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
+                 Draft& draft, Plan& plan) {
+  // What backward may read at no cost, or must not write again.
+  ValueSet is_free = written_again_by(description, backward_groups, draft);
+  for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs})
+    is_free.add(*list);
+  choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands);
+  settle_backward(draft, plan);
 }
 
 }  // namespace tandem

@@ -4,6 +4,7 @@
 #include "core/plan.h"
 #include "planner/draft.h"
 #include "planner/fuse.h"
+#include "planner/value_set.h"
 
 namespace tandem {
 
@@ -14,5 +15,12 @@ namespace tandem {
 /// write again is kept.
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan);
+
+/// What the ops of these groups would write again, and so what is kept, if backward reads it.
+ValueSet written_again_by(const Description& description, const std::vector<OpGroup>& groups,
+                          const Draft& draft);
+
+/// The end of every choice: orders backward, drops what nobody needs, and notes what is kept.
+void settle_backward(Draft& draft, Plan& plan);
 
 }  // namespace tandem

@@ -2,13 +2,20 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
+
+#include <vector>
 
 #include "kernel_ops/quantizer.h"
 
 namespace tandem {
 
-/// Words that decide which plan serves a call. Filled and compared without allocation for up to 29
+/// What a key says of sizes. Plans depend on none but under a memory budget, and there on no number
+/// of rows unless an op may name it.
+enum class SizesInKey : uint8_t { none, but_rows, all };
+
+/// Words that decide which plan serves a call. Filled and compared without allocation for up to 28
 /// tensors.
 class PlanKey {
  public:
@@ -29,6 +36,7 @@ class PlanKey {
   /// `inputs`: how many of the tensors to come are inputs; the others are parameters.
   explicit PlanKey(const Call& call, size_t inputs = 1) {
     words_.push_back(0);
+    words_.push_back(0);
     words_.push_back(static_cast<uint32_t>(call.autocast_dtype) << 8 | uint32_t{call.grad_mode} |
                      uint32_t{call.traced} << 1);
     words_.push_back(static_cast<uint32_t>(inputs));
@@ -42,6 +50,17 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(address));
     words_.push_back(static_cast<uint32_t>(uint64_t{address} >> 32));
     ++words_[0];
+  }
+
+  /// Of each tensor in order, after all codes: `sizes`, of which one that is -1 grows with the rows
+  /// of the main input.
+  void add_sizes(c10::ArrayRef<int64_t> sizes) {
+    words_.push_back(static_cast<uint32_t>(sizes.size()));
+    for (const int64_t size : sizes) {
+      words_.push_back(static_cast<uint32_t>(size));
+      words_.push_back(static_cast<uint32_t>(static_cast<uint64_t>(size) >> 32));
+    }
+    words_[kSizesLength] += static_cast<uint32_t>(1 + 2 * sizes.size());
   }
 
   void add(const at::Tensor& tensor, bool grad_mode) {
@@ -60,11 +79,25 @@ class PlanKey {
   }
 
   Call call() const {
-    const uint32_t word = words_[kCodesCount + 1];
+    const uint32_t word = words_[kCall];
     return {(word & 1u) != 0, (word & 2u) != 0, static_cast<at::ScalarType>(word >> 8 & 0xFF)};
   }
-  size_t input_count() const { return words_[2]; }
-  size_t tensor_count() const { return words_.size() - kHead - 3 * codes_count(); }
+  size_t input_count() const { return words_[kInputs]; }
+  size_t tensor_count() const {
+    return words_.size() - kHead - 3 * codes_count() - words_[kSizesLength];
+  }
+  /// By tensor; empty where no sizes were added.
+  std::vector<std::vector<int64_t>> sizes() const {
+    std::vector<std::vector<int64_t>> all;
+    for (size_t at = words_.size() - words_[kSizesLength]; at < words_.size();) {
+      auto& sizes = all.emplace_back(words_[at++]);
+      for (int64_t& size : sizes) {
+        size = static_cast<int64_t>(uint64_t{words_[at]} | uint64_t{words_[at + 1]} << 32);
+        at += 2;
+      }
+    }
+    return all;
+  }
   size_t codes_count() const { return words_[kCodesCount]; }
   struct CodesTraits {
     size_t tensor;
@@ -87,9 +120,8 @@ class PlanKey {
   bool operator==(const PlanKey& other) const { return words_ == other.words_; }
 
  private:
-  static constexpr size_t kCodesCount = 0,
-                          /// Codes, call, inputs; then tensors, then codes.
-      kHead = 3;
+  /// Then tensors, then codes, then sizes.
+  enum Head : size_t { kCodesCount, kSizesLength, kCall, kInputs, kHead };
   c10::SmallVector<uint32_t, 32> words_;
 };
 

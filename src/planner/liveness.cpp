@@ -35,6 +35,11 @@ void check_coverage(const std::vector<Part>& before, const Steps& after, const c
                         " and covers ", list_of(covered));
 }
 
+bool is_in_place(const Step& step, Value value, const std::vector<Type>& types) {
+  const Value owner = types[index_of(value)].view_of;
+  return exists(owner) && std::ranges::find(step.mutates, owner) != step.mutates.end();
+}
+
 void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
                      const std::function<bool(Value)>& is_demanded_outside,
                      const std::function<bool(size_t)>& is_asked) {
@@ -68,7 +73,8 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
     if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
     for (Value& value : step->writes) {
       if (!exists(value) || recorded(value)) continue;
-      if (!read(value) && !is_demanded_outside(value)) value = Value::none;
+      if (!read(value) && !is_demanded_outside(value) && !is_in_place(*step, value, types))
+        value = Value::none;
       needed |= exists(value);
     }
     if (!needed) continue;

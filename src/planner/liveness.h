@@ -15,6 +15,9 @@ std::vector<Part> parts_of(const Steps& steps);
 /// `pass`.
 void check_coverage(const std::vector<Part>& before, const Steps& after, const char* pass);
 
+/// Whether a result is what the step mutates: it is written whoever reads it.
+bool is_in_place(const Step& step, Value value, const std::vector<Type>& types);
+
 /// Removes steps whose writes nobody demands, from the end; other undemanded writes become absent.
 /// A step that mutates what is the caller's stays; of a gradient that goes into what it mutates
 /// `is_asked` says, by place among the plan's gradients.

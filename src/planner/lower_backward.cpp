@@ -85,13 +85,13 @@ class BackwardLowering {
       draft_.operands[event.index].bind_written(0, 0, gradient);
   }
 
-  void contribute(Flow to, Value gradient) {
+  void contribute(Flow to, Value gradient, size_t op = npos) {
     if (draft_.dtype(to.value) != draft_.dtype(gradient)) {
       const Value converted = draft_.add_gradient(to.value);
       draft_.backward.push_back(cast_step(gradient, converted));
       gradient = converted;
     }
-    contributions_[to.edge].push_back(gradient);
+    contributions_[to.edge].push_back({gradient, op});
   }
 
   /// The sum of gradients of `of`; `add` steps where there are several.
@@ -106,7 +106,11 @@ class BackwardLowering {
     return gradients.empty() ? Value::none : gradients[0];
   }
   Value gradient_of(Flow flow) {
-    return exists(flow.value) ? sum_of(contributions_[flow.edge], flow.value) : Value::none;
+    if (!exists(flow.value)) return Value::none;
+    Values gradients;
+    for (const OperandTable::Contribution& each : contributions_[flow.edge])
+      gradients.push_back(each.gradient);
+    return sum_of(gradients, flow.value);
   }
 
   /// Results of an op that are an operand.
@@ -131,6 +135,7 @@ class BackwardLowering {
       const Flow flow = operands.flow(result);
       const Value gradient = draft_.needs_grad(flow.value) ? gradient_of(flow) : Value::none;
       operands.bind_given(result, gradient);
+      if (exists(gradient)) operands.bind_contributions(result, contributions_[flow.edge]);
       any |= exists(gradient);
     }
     if (!any) return;
@@ -143,10 +148,11 @@ class BackwardLowering {
           written.push_back({same.name, 0, operands.given(same.operand)});
       for (uint16_t nth = 0; nth < op.backward.size(); ++nth) lower_step(index, nth, written);
     }
-    contribute_all(operands, written);
+    contribute_all(index, written);
   }
 
-  void contribute_all(OperandTable& operands, const std::vector<Written>& written) {
+  void contribute_all(size_t index, const std::vector<Written>& written) {
+    OperandTable& operands = draft_.operands[index];
     std::map<std::pair<size_t, size_t>, Values> sums;
     for (const auto& [operand, element, gradient] : written)
       if (exists(gradient) && draft_.needs_grad(operands.value(operand, element)))
@@ -157,7 +163,7 @@ class BackwardLowering {
       const Flow to = operands.flow(operand, element);
       const Value sum = sum_of(found->second, to.value);
       operands.bind_written(operand, element, sum);
-      contribute(to, sum);
+      contribute(to, sum, index);
       sums.erase(found);
     }
   }
@@ -220,7 +226,7 @@ class BackwardLowering {
   const Description& description_;
   const ForwardFlow& flow_;
   Draft& draft_;
-  std::vector<Values> contributions_;  // by edge
+  std::vector<std::vector<OperandTable::Contribution>> contributions_;  // by edge
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "planner/budget.h"
 #include "planner/keep.h"
 #include "planner/liveness.h"
 #include "planner/lower.h"
@@ -18,8 +19,9 @@ namespace {
 
 /// The forward pass: everything that is read later is demanded.
 void finish_forward(const Description& description, const UserFusions& user, FusionScope& scope,
-                    Draft& draft, Plan& plan) {
-  const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
+                    const Values& may_be_kept, Draft& draft, Plan& plan) {
+  ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
+  is_demanded.add(may_be_kept);
   drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
   if (std::ranges::any_of(draft.forward,
                           [](const Step& step) { return step.phase != Phase::compute; }))
@@ -28,11 +30,18 @@ void finish_forward(const Description& description, const UserFusions& user, Fus
   scope.pass = Pass::forward;
   scope.is_demanded = is_demanded;
   StepList forward(std::move(draft.forward), draft.types.size());
-  fuse_groups(forward, groups_of(Pass::forward, description, user), scope);
+  fuse_groups(forward, groups_of(Pass::forward, description, user, scope), scope);
   fuse(forward, fusions_of(Pass::forward, description, user), scope);
   draft.forward = forward.take();
   check_coverage(demanded_parts, draft.forward, "forward");
+}
 
+/// What `budget` leaves to be kept is demanded of the fused steps, and nothing else: they stay what
+/// they are without one, so that the same numbers come out.
+void settle_forward(Draft& draft, const Plan& plan) {
+  const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
+  if (plan.within)
+    drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
   const ValueSet is_there(draft.types.size(), {&draft.inputs, &draft.params, &draft.param_codes,
                                                &draft.workspaces, &draft.state, &draft.buffers});
   ValueSet stays = is_demanded;
@@ -173,9 +182,15 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
                     .decisions = &plan->decisions};
   fuse_jointly(description, user, scope, draft);
   std::vector<OpGroup> backward_groups;
-  if (!draft.backward.empty()) backward_groups = groups_of(Pass::backward, description, user);
+  if (!draft.backward.empty())
+    backward_groups = groups_of(Pass::backward, description, user, scope);
+  std::optional<BudgetFit> budget;
+  if (description.memory_budget && !draft.backward.empty())
+    budget.emplace(description, key, backward_groups, draft);
   choose_kept(description, backward_groups, draft, *plan);
-  finish_forward(description, user, scope, draft, *plan);
+  finish_forward(description, user, scope, budget ? budget->codes() : Values(), draft, *plan);
+  if (budget) budget->fit(draft, *plan);
+  settle_forward(draft, *plan);
   if (!draft.backward.empty() || std::ranges::any_of(draft.gradients, exists)) {
     plan->backward_fusions = backward_fusions(description, user, std::move(backward_groups), draft);
     plan->needs_backward = true;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "planner/liveness.h"
+
 namespace tandem {
 
 namespace {
@@ -81,7 +83,8 @@ Refusal Replacement::check(const Step& fused) {
 
 void Replacement::drop_undemanded_writes(Step& fused) const {
   for (Value& value : fused.writes)
-    if (exists(value) && !is_demanded_outside(value)) value = Value::none;
+    if (exists(value) && !is_demanded_outside(value) && !is_in_place(fused, value, types_))
+      value = Value::none;
 }
 
 void Replacement::apply(StepList& steps, Step fused) const {

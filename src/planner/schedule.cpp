@@ -130,15 +130,11 @@ void drop_needless(size_t count, Steps& backward) {
 
 }  // namespace
 
-namespace {
-
 bool only_writes_again(const Step& step, const std::vector<OperandTable>& operands) {
   if (step.kind != StepKind::op || step.covers[0].op >= operands.size()) return false;
   const Part part = step.covers[0];
   return operands[part.op].kind().backward[part.nth].def->writes_again;
 }
-
-}  // namespace
 
 bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
   if (!exists(value) || step.covers.empty()) return false;
@@ -202,16 +198,9 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
     writes_again[candidate->step] = true;
   }
   for (size_t s = 0; s < backward.size(); ++s) {
-    if (writes_again[s] || backward[s].kind != StepKind::op) continue;
-    const Part part = backward[s].covers[0];
-    if (part.op >= operands.size()) continue;
-    const OpKind& op = operands[part.op].kind();
-    for_each_read(op.backward[part.nth], operands[part.op],
-                  [&](size_t read, OperandRef ref, size_t) {
-                    if (!ref.is_gradient &&
-                        std::ranges::find(op.reemit_reads, ref.operand) != op.reemit_reads.end())
-                      backward[s].reads[read] = Value::none;
-                  });
+    if (!writes_again[s])
+      for_each_read_to_reemit(backward[s], operands,
+                              [&](size_t read) { backward[s].reads[read] = Value::none; });
   }
   drop_needless(quantized_again, backward);
 }

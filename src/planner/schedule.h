@@ -1,6 +1,7 @@
 // The order of steps, and what backward writes again instead of having it kept.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "core/plan.h"
@@ -11,6 +12,23 @@ namespace tandem {
 
 /// Whether a write of a backward step is no gradient, but a result of forward written again.
 bool is_again(const Step& step, Value value, const std::vector<Type>& types);
+
+/// Whether a step of backward does nothing else: `StepDef::writes_again`.
+bool only_writes_again(const Step& step, const std::vector<OperandTable>& operands);
+
+/// Visits the reads, by place, that a step of backward has only for what it writes again.
+template <typename Visit>
+void for_each_read_to_reemit(const Step& step, const std::vector<OperandTable>& operands,
+                             Visit&& visit) {
+  if (step.kind != StepKind::op || step.covers[0].op >= operands.size()) return;
+  const Part part = step.covers[0];
+  const OpKind& op = operands[part.op].kind();
+  for_each_read(op.backward[part.nth], operands[part.op], [&](size_t read, OperandRef ref, size_t) {
+    if (!ref.is_gradient &&
+        std::ranges::find(op.reemit_reads, ref.operand) != op.reemit_reads.end())
+      visit(read);
+  });
+}
 
 /// Decides for each forward value that a backward step could write again whether it does: exactly
 /// where some other step reads it and none of those is needed to get to the writer, whatever

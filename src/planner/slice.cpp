@@ -37,8 +37,10 @@ class Slicing {
         defined += is_defined_[index_of(value)];
         if (!is_defined_[index_of(value)]) value = Value::none;
       }
+      const bool is_of_forward = step.kind == StepKind::again || step.kind == StepKind::behind;
       for (const Value value : step.writes)
-        if (exists(value) && gradients != 0 && !is_again(step, value, plan_.types)) {
+        if (exists(value) && gradients != 0 && !is_of_forward &&
+            !is_again(step, value, plan_.types)) {
           from_gradient_[index_of(value)] = true;
           is_defined_[index_of(value)] = defined != 0;
         }

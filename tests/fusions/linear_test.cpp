@@ -228,18 +228,31 @@ TEST(LinearAdd, RefusesWhereTheProductIsTheExtraInput) {
   EXPECT_TRUE(fused_equals_unfused(ops, inputs(), {leaf({12, 8})}));
 }
 
-TEST(LinearScale, RefusesToRoundTheBiasTwice) {
-  for (const Ops& ops : {Ops{"basic_linear", "bias", kScaled},
-                         Ops{"basic_linear", "bias", kScaled, "add_extra_input"}}) {
-    Tensors mixed = inputs(at::kBFloat16);
-    if (ops.size() == 4) mixed.push_back(leaf({3, 2, 12}, at::kBFloat16, 4));
-    const Planned planned(ops, mixed, params(at::kBFloat16));
-    EXPECT_THAT(planned.decisions(),
-                Contains(HasSubstr("constant_scale" +
-                                   std::string(ops.size() == 4 ? " + 3.add_extra_input" : "") +
-                                   ": factor * bias would round the bias once more, to "
-                                   "BFloat16")));
-  }
+TEST(LinearScale, RoundsNoMoreThanTheUnfusedOpsDo) {
+  // Against float64: of three roundings to 16 bits two are left.
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf})
+    for (const bool adds : {false, true}) {
+      Ops ops{"basic_linear", "bias", kScaled};
+      Tensors tensors{random({33, 64}, dtype)};
+      const at::Tensor weight = random({48, 64}, dtype, 2), bias = random({48}, dtype, 3) * 50,
+                       extra = random({33, 48}, dtype, 4);
+      if (adds) {
+        ops.push_back("add_extra_input");
+        tensors.push_back(extra);
+      }
+      const Planned planned(ops, tensors, {weight, bias});
+      EXPECT_THAT(planned.forward(),
+                  HasSubstr(adds ? "linear_bias_scale_add: " : "linear_bias_scale: "));
+      at::Tensor exact =
+          (tensors[0].to(at::kDouble).matmul(weight.to(at::kDouble).t()) + bias.to(at::kDouble)) *
+          -0.75;
+      if (adds) exact = exact + extra.to(at::kDouble);
+      const auto error = [&](const std::string& fields) {
+        const at::Tensor y = run(ops, tensors, {weight, bias}, fields).outputs[0];
+        return (y.to(at::kDouble) - exact).square().mean().sqrt().item<double>();
+      };
+      EXPECT_LE(error("{}"), error(R"({"fuse": false})") * 1.01) << dtype << " " << adds;
+    }
 }
 
 TEST(LinearScale, RefusesMixedDtypesOfTheBias) {

@@ -59,6 +59,36 @@ TEST_P(DropoutAdd, EqualsThroughTheDispatcher) {
   EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
 }
 
+TEST_P(DropoutAdd, WritesTheSumIntoTheCallersTensor) {
+  const Ops in_place = ops(R"(add_extra_input {"in_place": true})");
+  const std::string unfused = R"({"training": true, "fuse": false})";
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble})
+    for (const bool is_strided : {false, true}) {
+      const at::Tensor x = random({7, 40}, dtype), residual = random({40, 7}, dtype, 4);
+      const auto target = [&] {
+        return is_strided ? residual.clone().t() : residual.t().contiguous();
+      };
+      const at::Tensor fused = target(), expected = target();
+      const int64_t version = fused._version();
+      EXPECT_THAT(Planned(in_place, {x, fused}, params(dtype), kTraining).forward(),
+                  HasSubstr(fusion() + ": "));
+      const RunResult result = run(in_place, {x, fused}, params(dtype), kTraining);
+      run(in_place, {x, expected}, params(dtype), unfused);
+      EXPECT_TRUE(same(fused, expected)) << dtype << is_strided;
+      EXPECT_TRUE(same(result.outputs[0], expected));
+      EXPECT_GT(fused._version(), version);
+    }
+}
+
+TEST_P(DropoutAdd, RefusesATargetOfAnotherDtype) {
+  const Ops in_place = ops(R"(add_extra_input {"in_place": true})");
+  const Tensors both{leaf({7, 40}), random({7, 40}, at::kBFloat16, 4)};
+  EXPECT_THAT(
+      Planned(in_place, both, params(), kTraining).decisions(),
+      Contains(::testing::AllOf(::testing::StartsWith(fusion()),
+                                HasSubstr(": the sum is written into a tensor of BFloat16"))));
+}
+
 TEST_P(DropoutAdd, RefusesWhereWhatIsKeptIsTheExtraInput) {
   Ops list = ops(kIn);
   list.insert(list.end() - 1, kOut);
@@ -124,6 +154,30 @@ TEST_P(AddNorm, WritesTheSumOnlyWhereItIsDemanded) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
     expect_the_same_bits(ops, {both[0].to(dtype), both[1]}, frozen, "{}", R"({"fuse": false})");
   EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40}), leaf({7, 40}, at::kFloat, 4)}, params()));
+}
+
+TEST_P(AddNorm, WritesTheSumIntoTheCallersTensor) {
+  for (const bool reads_sum : {false, true})
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble})
+      for (const bool is_strided : {false, true}) {
+        Ops ops{R"(add_extra_input {"in_place": true})", norm()};
+        if (reads_sum) ops.insert(ops.begin() + 1, "make_extra_output");
+        const at::Tensor x = random({7, 40}, dtype), residual = random({40, 7}, dtype, 4);
+        const auto target = [&] {
+          return is_strided ? residual.clone().t() : residual.t().contiguous();
+        };
+        const at::Tensor fused = target(), expected = target();
+        EXPECT_THAT(Planned(ops, {x, fused}, params(dtype)).forward(), HasSubstr(fusion() + ": "));
+        const RunResult result = run(ops, {x, fused}, params(dtype)),
+                        unfused = run(ops, {x, expected}, params(dtype), R"({"fuse": false})");
+        EXPECT_TRUE(same(fused, expected)) << dtype << is_strided;
+        for (size_t i = 0; i < result.outputs.size(); ++i)
+          EXPECT_TRUE(same(result.outputs[i], unfused.outputs[i])) << i;
+        for (size_t i = 0; i < result.gradients.size(); ++i) {
+          if (!result.gradients[i].defined()) continue;
+          EXPECT_TRUE(near(Tensors{result.gradients[i]}, Tensors{unfused.gradients[i]})) << i;
+        }
+      }
 }
 
 TEST_P(AddNorm, EqualsThroughTheDispatcher) {

@@ -144,8 +144,8 @@ void run(const std::string& text, Bytes choices) {
   const Operands operands(program.description(), choices);
   const tandem::Arguments arguments{operands.inputs, operands.params, operands.workspaces};
   const bool direct = (mode & 1) == 0 && tandem::is_direct(arguments);
-  const auto& plan = program.plan_for(tandem::key_of(arguments, c10::GradMode::is_enabled(),
-                                                     /*traced=*/(mode & 2) != 0 || !direct));
+  const auto& plan =
+      program.plan_for(tandem::key_for(program, arguments, /*traced=*/(mode & 2) != 0 || !direct));
   // Through the dispatcher only now and then: it parses the description once more.
   const bool by_op = std::hash<std::string>()(text) % 16 == 0;
   const tandem::Outputs outputs =

@@ -226,17 +226,6 @@ def test_wrong_functions_are_reported_by_name(register, function, kind, text):
     assert text in str(error.value)
 
 
-def test_python_ops_need_joint_fusions():
-    from python_ops import WholeSin
-
-    def covers_python(found, *, recipe=None):
-        return [ForwardLinearGelu(found)]
-
-    with ops.register_forward_fusion(covers_python), pytest.raises(TypeError) as error:
-        WholeSin()(torch.ones(1))
-    assert "expected ops of the library in ForwardLinearGelu, got WholeSin, written in Python" in str(error.value)
-
-
 def test_a_forward_fusion_must_save_what_the_ops_save():
     class Forgets(ForwardLinearGelu):
         def fuser_forward(self, basic_op_ctxs, input_, **kwargs):

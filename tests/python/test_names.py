@@ -69,21 +69,6 @@ def test_a_fused_op_gets_the_gradient_of_each_of_its_outputs():
             torch.testing.assert_close(torch.autograd.grad(sum(terms), x, retain_graph=True)[0], 2 * sum(weights) * x)
 
 
-class ForwardAddsItself(ops.FusedOperation):
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
-        raise AssertionError("an extra input that only the fused ops make is not there")
-
-
-def test_a_fused_op_whose_extra_input_is_its_own_is_refused():
-    split, add = ops.MakeExtraOutput(), ops.AddExtraInput()
-    split.set_extra_output_channel(0, "r", output_to_caller=False)
-    add.set_extra_input_channel(0, "r")
-    box, x = ops.Sequential(ops.SiLU(), split, add), torch.randn(4)
-    with ops.register_forward_fusion(replacing([ops.SiLU, ops.MakeExtraOutput, ops.AddExtraInput], ForwardAddsItself)):
-        torch.testing.assert_close(box(x), 2 * torch.nn.functional.silu(x))
-        assert "refused fuse_into_ForwardAddsItself at ops 0 to 2: 0.silu.y is read by the fused step" in box.explain()
-
-
 def test_seventy_outputs_differentiated_on_a_subset():
     box = ops.Sequential(*[op for _ in range(70) for op in (ops.MakeExtraOutput(), ops.ConstantScale(0.98))])
     x = torch.randn(3, requires_grad=True)

@@ -102,8 +102,8 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
   seed_torch(5);
   const Arguments arguments{inputs, params, {}};
   const auto program = program_of(description_of(ops, fields));
-  const auto& plan = program->plan_for(
-      key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/path != Path::direct));
+  const auto& plan =
+      program->plan_for(key_for(*program, arguments, /*traced=*/path != Path::direct));
   const Outputs outputs = run_pipeline(plan, arguments, path);
   RunResult result;
   result.saved_bytes = note_kept_bytes(outputs, {});
@@ -148,8 +148,7 @@ std::function<Tensors(const Tensors&)> function_of(const Ops& ops, size_t inputs
   return [=, program = program_of(description_of(ops, fields))](const Tensors& tensors) {
     const at::TensorList all(tensors);
     const Arguments arguments{all.slice(0, inputs), all.slice(inputs), {}};
-    const auto& plan =
-        program->plan_for(key_of(arguments, c10::GradMode::is_enabled(), /*traced=*/false));
+    const auto& plan = program->plan_for(key_for(*program, arguments, /*traced=*/false));
     seed_torch(5);
     const Outputs outputs = run_pipeline(plan, arguments, Path::direct);
     return Tensors(outputs.begin(), outputs.end());

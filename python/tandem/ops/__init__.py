@@ -23,6 +23,7 @@ from tandem.ops.activation import (
 )
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
+from tandem.ops.declared import register_fusion
 from tandem.ops.fusions import (
     FusionHandle,
     register_backward_fusion,
@@ -85,6 +86,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_fusion",
 ]
 
 

@@ -44,7 +44,7 @@ def _description(
         instance="",
     )
     return _C.write_description(
-        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process=""
+        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process="", memory_budget=None
     )
 
 

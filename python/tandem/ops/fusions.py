@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -62,7 +63,17 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> Fusi
     """Registers a fusion of forward.
 
     `func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
-    list with `FusedOperation` objects in place of the runs that they replace.
+    list with `FusedOperation` objects in place of the runs that they replace. It may not call the pipeline that is planned, and what it
+    returns depends on nothing but the ops and the recipe.
+
+    The contract of a fused op here: interchangeable with the forward of the ops it covers, each of which keeps its own backward.
+
+    - It computes the same output, and the extra outputs that anything outside of it wants.
+    - It saves on the context of each covered op what the op's own backward reads: for ops of the library the tensors listed in "Adding an op or
+      a fusion" (docs/extending.md), by name or in that order; for ops written in Python what their own forward saves, tensors by the same names
+      or in the same order, and fields. What does not fit is an error that says which.
+    - `basic_op_extra_inputs` holds None where a channel comes from another covered op: what flows inside is the fused op's own business.
+    - Where no gradient is wanted (`ctx.requires_grad` is False) it saves nothing.
 
     Args:
         func: the function.
@@ -72,7 +83,16 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> Fusi
 
 
 def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of backward. As `register_forward_fusion`.
+    """Registers a fusion of backward. `func` is called as that of `register_forward_fusion` is.
+
+    The contract of a fused op here: interchangeable with the backward of the ops it covers, whose forwards ran by themselves.
+
+    - `fuser_backward` finds on the context of each covered op what the op's own forward saved, and may read `ctx.saved_tensors` or
+      `ctx.saved_tensor(name)`; an error says which context has something else.
+    - It returns the gradient of the input, those of the parameters of each op, and those of its extra inputs, all that require grad.
+    - `basic_op_grad_extra_outputs` holds what readers outside of it contribute, None where there are none. What a covered op contributes to the
+      extra output of another is the fused op's own business, and what it returns for such an extra input is not used.
+    - It does not run, and the ops' own backward does, where some of these gradients are not asked for and others cannot be had without.
 
     Args:
         func: the function.
@@ -82,7 +102,13 @@ def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> Fus
 
 
 def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of both directions, which may save what it likes in between. As `register_forward_fusion`.
+    """Registers a fusion of both directions. `func` is called as that of `register_forward_fusion` is.
+
+    The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
+
+    - What `fuser_forward` saves on the contexts, tensors and fields, is what `fuser_backward` finds there. No op of its own reads it.
+    - Inputs, outputs, channels and gradients are as for fusions of one direction.
+    - It comes first: ops that it covers are left to no other fusion.
 
     Args:
         func: the function.
@@ -92,6 +118,8 @@ def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False
 
 
 def name_of(function: FusionFunction) -> str:
+    if isinstance(function, RuledFusion):
+        return function.name
     return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
 
 
@@ -121,11 +149,42 @@ class _Returned(NamedTuple):
     function: FusionFunction
 
 
+class Refused(NamedTuple):
+    """What a fusion's own rule has refused."""
+
+    first: int
+    last: int
+    name: str
+    refusal: str
+
+
+class RuledFusion:
+    """A fusion function with a name and a rule that may refuse."""
+
+    name: str
+
+    def __call__(self, ops: Sequence[Unit], *, recipe: Any = None) -> list[Unit]:
+        raise NotImplementedError
+
+    def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
+        """What the rule refuses in this list."""
+        raise NotImplementedError
+
+
+def register_ruled(pass_name: str, fusion: RuledFusion, prepend: bool) -> FusionHandle:
+    """Registers it. Raises ValueError where one of its name is registered."""
+    if any(isinstance(known, RuledFusion) and known.name == fusion.name for functions in _functions.values() for known in functions):
+        raise ValueError(f"register_fusion: expected a new name, got {fusion.name!r}, which is registered. Remove its handle first.")
+    return _register(pass_name, fusion, prepend)
+
+
 class Fused:
     """A fused op of a plan, which holds this. The basic ops hold the op as long; where they are gone, a copy without parameters stands in.
 
     It stands for the ops `first` to `last` of the pipeline; `name` is that of the function which returned it.
     """
+
+    refusal = None
 
     def __init__(self, returned: _Returned, pass_name: str) -> None:
         op = returned.op
@@ -159,14 +218,74 @@ def written_context(fused: Fused, basic: BasicUnit, context: OperationContext) -
     return [by_name[name] for name in basic._context]
 
 
-def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[Fused]:
+class _Saved(NamedTuple):
+    """What a forward leaves on the context of an op that is written in Python."""
+
+    tensors: tuple[tuple[torch.dtype, int] | None, ...]  # dtype and number of dimensions
+    names: tuple[str, ...]  # of tensors, where they were saved by name
+    fields: tuple[str, ...]
+
+    @classmethod
+    def on(cls, context: OperationContext) -> Self:
+        tensors = tuple([None if tensor is None else (tensor.dtype, tensor.dim()) for tensor in context.to_save or ()])
+        fields = tuple(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))
+        return cls(tensors, context.saved_names, fields)
+
+    def fits(self, own: Self) -> bool:
+        """Whether a backward that reads `own` finds it here."""
+        if not set(own.fields) <= set(self.fields) or len(self.tensors) != len(own.tensors):
+            return False
+        if not own.names:  # read by position
+            return self.tensors == own.tensors
+        return sorted(zip(self.names, self.tensors, strict=False), key=str) == sorted(zip(own.names, own.tensors, strict=True), key=str)
+
+    def __str__(self) -> str:
+        names = self.names or ("",) * len(self.tensors)
+        shown = [
+            f"{name} {'None' if tensor is None else f'{tensor[0]} of {tensor[1]} dimensions'}".strip()
+            for name, tensor in zip(names, self.tensors, strict=True)
+        ]
+        return f"tensors ({', '.join(shown)}) and fields ({', '.join(self.fields)})"
+
+
+def note_saved(basic: BasicUnit, context: OperationContext) -> None:
+    """What an op's own forward has saved is what its backward reads."""
+    basic.__dict__["_saved"] = _Saved.on(context)
+
+
+def check_saved(fused: Fused, basic: BasicUnit, context: OperationContext) -> None:
+    """What a fused forward has saved for an op that is written in Python must be what the op's own forward saves. Where that has not run,
+    its backward finds out."""
+    own: _Saved | None = basic.__dict__.get("_saved")
+    written = _Saved.on(context)
+    if own is not None and not written.fits(own):
+        raise ValueError(
+            f"{fused.name}: expected on the context of {basic._get_name()} what its own forward leaves there, {own}, got {written}. Save the same."
+        )
+
+
+def unread(name: str, op: BasicUnit | FusedUnit, contexts: Sequence[OperationContext], error: Exception) -> RuntimeError:
+    """The error of a backward that reads contexts which another forward has written."""
+    written = "; ".join(
+        f"tensors ({', '.join(context.saved_names) or len(context.saved_tensors or ())}) and fields "
+        f"({', '.join(sorted(set(vars(context)) - {field.name for field in dataclasses.fields(OperationContext)}))})"
+        for context in contexts
+    )
+    return RuntimeError(
+        f"{name}: expected contexts with what the backward of {op._get_name()} reads, got {written}, and {type(error).__name__}: {error}. "
+        "Forward and backward must agree on what is saved, or register both as one fusion of forward and backward."
+    )
+
+
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[Fused | Refused]:
     """Asks the functions of a pass for fused ops."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
-    return [Fused(returned, pass_name) for returned in _returned(pass_name, ops, recipe)]
+    found, refused = _returned(pass_name, ops, recipe)
+    return [*refused, *[Fused(returned, pass_name) for returned in found]]
 
 
 def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
@@ -175,14 +294,17 @@ def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int,
     return tuple(
         (pass_name, returned.first, returned.last, _registered[id(returned.function)])
         for pass_name in _PASSES
-        for returned in _returned(pass_name, ops, quantized)
+        for returned in _returned(pass_name, ops, quantized)[0]
     )
 
 
-def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> list[_Returned]:
+def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> tuple[list[_Returned], list[Refused]]:
     current: list[Any] = list(ops)
     made_by: dict[int, FusionFunction] = {}
+    refused: list[Refused] = []
     for function in _functions[pass_name]:
+        if isinstance(function, RuledFusion):
+            refused += function.refusals(current)
         current = _call(function, pass_name, current, ops, recipe)
         for op in current:
             if op.is_fused_op:
@@ -193,7 +315,7 @@ def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> l
         if op.is_fused_op:
             found.append(_Returned(first, first + count - 1, op, made_by[id(op)]))
         first += count
-    return found
+    return found, refused
 
 
 def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Sequence[Any], recipe: str | None) -> list[Any]:
@@ -222,12 +344,6 @@ def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:
         raise TypeError(f"{name}: expected {op._get_name()} with a forward, got none. Define fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx.")
     if pass_name in ("joint", "backward") and type(op).fuser_backward is Unit.fuser_backward:
         raise TypeError(f"{name}: expected {op._get_name()} with a backward, got none. Define fuser_backward.")
-    for basic in op.flat_ops():
-        if pass_name != "joint" and basic.is_python_op:
-            raise TypeError(
-                f"{name}: expected ops of the library in {op._get_name()}, got {basic._get_name()}, written in Python, whose saved state only "
-                "it knows. Use register_forward_backward_fusion."
-            )
 
 
 __all__ = [

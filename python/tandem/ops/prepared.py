@@ -15,6 +15,7 @@ from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python
 from tandem.ops.buffers import Modes
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
+from tandem.ops.terms import Terms
 from tandem._tracing import constant_while_traced
 from tandem.ops.unit import BasicUnit, Unit
 from tandem.recipe_state import history_length, traced_region
@@ -72,12 +73,12 @@ class Prepared:
         basic_ops: tuple[BasicUnit, ...],
         owner: Unit | None,
         bindings: Bindings | None,
-        required: Sequence[str],
+        terms: Terms,
         own_calls: tuple[str | None, ...],
         captured: Any,
         changes: Changes,
     ) -> None:
-        self.units, self.basic_ops, self.owner, self.required = units, basic_ops, owner, required
+        self.units, self.basic_ops, self.owner, self.terms = units, basic_ops, owner, terms
         self.changes = changes
         self.captured = captured  # what the ops were like before anything here was read
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
@@ -234,7 +235,8 @@ class Prepared:
             [(module._parameters, module.__dict__, name) for module, name in self.places],
             [(module.__dict__, module is not self.owner) for module in modules.values()],
             self.owner is None,
-            self.required,
+            list(self.terms.required),
+            float(self.terms.memory_budget) if self.terms.memory_budget else None,
             [at for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None],
             [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers()],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
@@ -319,12 +321,13 @@ class Prepared:
         modes = self.modes() if self.has_modes else None
         self._check_traceable(modes, kwargs)
         written = () if modes is None else tuple(modes)
+        budget = self.terms.memory_budget or _C.in_force.memory_budget
         objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
         if objects:
-            text, held = self.described_now(described, flags, training, recipe, kwargs, written)
+            text, held = self.described_now(described, flags, training, recipe, kwargs, written, budget)
         else:
             python_op.check_plain(kwargs)
-            text = self.text(described, flags, training, recipe, version, kwargs, written)
+            text = self.text(described, flags, training, recipe, version, kwargs, written, budget)
         params = [getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)]
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
@@ -362,7 +365,7 @@ class Prepared:
         if key not in self.texts:
             flags = tuple([True for _ in self.training_ops])
             ops, _ = self.ops_text(flags, None, buffers=True, shared=True, name_instances=bool(made))
-            text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.required, *key])))
+            text = _keep(self.texts, key, sys.intern(json.dumps([ops, self.terms, *key])))
         else:
             text = self.texts[key]
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
@@ -389,19 +392,27 @@ class Prepared:
         fusions_version: str | None,
         kwargs: Kwargs | None,
         modes: tuple[Any, ...] = (),
+        budget: str = "",
     ) -> str:
         """The description of a call, as one that may share compiled code (`described`), or of these very ops. While traced it depends on nothing
         but its arguments, all of which Dynamo guards."""
         shared = described is not None
         ours = described if shared else (structure.native_fusions(), structure.fusions)
-        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes)
+        key = (ours, flags, training, recipe, fusions_version, python_op.kwargs_key(kwargs), modes, budget)
         known = self.descriptions.get(key)
         if known is None or shared and self.python_ops:  # these ops are traced now, and no others of the same key
-            known = _keep(self.descriptions, key, self.described_now(described, flags, training, recipe, kwargs, modes))
+            known = _keep(self.descriptions, key, self.described_now(described, flags, training, recipe, kwargs, modes, budget))
         return known[0]
 
     def described_now(
-        self, described: str | None, flags: tuple[bool, ...], training: bool, recipe: str, kwargs: Kwargs | None, modes: tuple[Any, ...]
+        self,
+        described: str | None,
+        flags: tuple[bool, ...],
+        training: bool,
+        recipe: str,
+        kwargs: Kwargs | None,
+        modes: tuple[Any, ...],
+        budget: str,
     ) -> tuple[str, list[Any]]:
         """The description, and what must live as long."""
         made = self._made_by_fusions(recipe)
@@ -410,8 +421,9 @@ class Prepared:
             ops,
             recipe,
             training=self.library_training(flags, training),
-            required_fusions=self.required,
+            required_fusions=list(self.terms.required),
             fusions_version=_C.fusions_version() if made else structure.native_fusions(),
             process=fingerprint.process if made else "",
+            memory_budget=float(budget) if budget else None,
         )
         return description, held

@@ -99,7 +99,7 @@ class ReportingMixin:
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
         """Makes it an error, with the reason, if one of these fusions is not made."""
-        self._required = (names,) if isinstance(names, str) else tuple(names)
+        self._terms = self._terms._replace(required=(names,) if isinstance(names, str) else tuple(names))
         self._forget()
         return self
 

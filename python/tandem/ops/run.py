@@ -18,6 +18,7 @@ from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
 from tandem.ops.places import places
 from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
+from tandem.ops.terms import Terms
 from tandem.ops.unit import Unit
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,7 +32,7 @@ class OpRun:
         self,
         units: Sequence[Unit],
         bindings: Bindings | None = None,
-        required: Sequence[str] = (),
+        terms: Terms = Terms(),
         owner: Unit | None = None,
         changes: Changes | None = None,
         wiring: Wiring | None = None,
@@ -41,7 +42,7 @@ class OpRun:
         self.owner = owner  # whose forward this is: its hooks have run already
         self.given_bindings = bindings if wiring is None else wiring.bindings
         self.wiring = wiring  # of a run of a container which shares channels with others
-        self.required = list(required)
+        self.terms = terms
         self.now: Any = _NOTHING  # the last `Prepared`. Calls take it once
 
     def prepare(self) -> Prepared:
@@ -65,7 +66,7 @@ class OpRun:
         written = [[(id(at), name) for field in ("_parameters", "_buffers") for at, name in places(op, field)] for op in ops if op.is_python_op]
         captured = (structure.fusions, [id(op) for op in ops], [op.changes for op in ops], own_calls, written)
         is_same = captured == last.captured
-        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.required, own_calls, captured, self.changes)
+        now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
         now.deferred = deferred([op._holder for op in ops])
         now.token = object() if now.deferred else token  # then the next call looks again
         self.__dict__.update(now=now, token=now.token)  # at once: other threads read them too
@@ -198,15 +199,15 @@ class OpRun:
 class Part:
     """A piece of a run that is cut, as a run of its own."""
 
-    def __init__(self, piece: Piece, required: Sequence[str]) -> None:
+    def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece = piece
         self.inputs, self.outputs = piece.inputs, piece.outputs
         self.unit = piece.units[0] if piece.is_alone else None  # called as a module
         if self.unit is None:
-            self.run = OpRun(piece.units, piece.bindings, required)
+            self.run = OpRun(piece.units, piece.bindings, terms)
         elif any(inputs or outputs for inputs, outputs in piece.bindings):
             _check_passes_on(self.unit)
-            self.run = OpRun(self.unit.flat_ops(), piece.bindings, owner=self.unit)
+            self.run = OpRun(self.unit.flat_ops(), piece.bindings, Terms(memory_budget=terms.memory_budget), owner=self.unit)
         else:
             self.run = self.unit._run_alone()
 
@@ -230,7 +231,7 @@ class Cut:
 
     def __init__(self, now: Prepared, hooked: tuple[int, ...]) -> None:
         self.reasons = reasons(now, hooked)
-        self.parts = [Part(piece, now.required) for piece in pieces(now, hooked)]
+        self.parts = [Part(piece, now.terms) for piece in pieces(now, hooked)]
 
 
 def _check_passes_on(unit: Unit) -> None:

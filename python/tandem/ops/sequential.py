@@ -11,10 +11,12 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
+from tandem._memory_budget import budget_text
 from tandem.ops.arguments import whole
 from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
+from tandem.ops.terms import Terms
 from tandem.ops.run import OpRun
 from tandem._tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
@@ -44,21 +46,32 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
     _made: Any = _NOTHING_MADE["_made"]  # of a copy
 
-    def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module], memory_budget: float | None = None) -> None:
         """Makes a container.
 
         Args:
             args: modules in order, or one mapping of names to modules.
+            memory_budget: bytes that a pipeline of it keeps for backward per row of its main input; None: those of `tandem.memory_budget`.
         """
         super().__init__()
         watch(self)
-        self._required: tuple[str, ...] = ()
+        self._terms = Terms(memory_budget=budget_text(memory_budget))
         self._forget()
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
         else:
             self.extend(args)
+
+    @property
+    def memory_budget(self) -> float | None:
+        """Bytes that a pipeline of this container keeps for backward per row of its main input; None: those of `tandem.memory_budget`."""
+        return float(self._terms.memory_budget) if self._terms.memory_budget else None
+
+    @memory_budget.setter
+    def memory_budget(self, bytes_per_row: float | None) -> None:
+        self._terms = self._terms._replace(memory_budget=budget_text(bytes_per_row))
+        self._forget()
 
     # The list.
 
@@ -279,7 +292,7 @@ class Sequential(ReportingMixin, torch.nn.Module):
         of_ops = [group for group in groups if isinstance(group, list)]
         wired = iter(wirings(of_ops))
         return [
-            OpRun(group, None, self._required, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
+            OpRun(group, None, self._terms, changes=changes, wiring=next(wired)) if isinstance(group, list) else group for group in groups
         ]
 
     @property

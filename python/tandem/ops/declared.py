@@ -1,0 +1,229 @@
+"""Fusions that are declared: a pattern, a refusal, an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tandem.ops.context import OperationContext
+from tandem.ops.fusions import FusionHandle, Refused, RuledFusion, register_ruled
+from tandem.ops.op import FusedOperation
+from tandem.ops.styles import call_accepting
+from tandem.ops.unit import BasicUnit, Unit
+
+Kinds = type[BasicUnit] | tuple[type[BasicUnit], ...]
+ByOp = Mapping[BasicUnit, Any]
+
+
+class DeclaredFusion(RuledFusion):
+    """A function over lists of ops, made of what `register_fusion` was given."""
+
+    def __init__(
+        self,
+        name: str,
+        pattern: Sequence[Kinds],
+        forward: Callable[..., Any] | None,
+        backward: Callable[..., Any] | None,
+        refuse: Callable[..., str | None] | None,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"register_fusion: expected a name, got {name!r}. Pass the text that explain shall show.")
+        self.name = name
+        self.pattern = [kinds if isinstance(kinds, tuple) else (kinds,) for kinds in pattern]
+        for kinds in self.pattern:
+            for kind in kinds:
+                if not isinstance(kind, type) or not issubclass(kind, BasicUnit):
+                    shown = kind.__name__ if isinstance(kind, type) else repr(kind)
+                    raise TypeError(
+                        f"register_fusion: expected classes of basic ops in the pattern of {name!r}, got {shown}. A Linear is its BasicLinear and Bias."
+                    )
+        if not self.pattern or (forward is None and backward is None):
+            missing = "no pattern" if not self.pattern else "neither forward nor backward"
+            raise ValueError(f"register_fusion: expected a pattern and an implementation of {name!r}, got {missing}. Name the ops, and pass a function.")
+        for what, function in (("forward", forward), ("backward", backward), ("refuse", refuse)):
+            if function is not None and not callable(function):
+                raise TypeError(f"register_fusion: expected {what} of {name!r} to be a function, got {type(function).__name__}. Pass a function of the ops.")
+        self.refuse = refuse
+        self.pass_name = "joint" if forward and backward else "forward" if forward else "backward"
+        self.fused_class = _fused_class(name, self.pass_name, forward, backward)
+
+    def __call__(self, ops: Sequence[Unit], *, recipe: Any = None) -> list[Unit]:
+        found: list[Unit] = []
+        rest = list(ops)
+        while rest:
+            window = self._matched(rest)
+            if window and self._reason(window) is None:
+                found.append(self.fused_class(window))
+                rest = rest[len(window) :]
+            else:
+                found.append(rest.pop(0))
+        return found
+
+    def refusals(self, ops: Sequence[Unit]) -> list[Refused]:
+        """What the rule refuses in this list."""
+        found: list[Refused] = []
+        first, index = 0, 0
+        while index < len(ops):
+            window = self._matched(ops[index:])
+            reason = self._reason(window) if window else None
+            if window and reason is not None:
+                found.append(Refused(first, first + len(window) - 1, self.name, reason))
+            step = len(window) if window and reason is None else 1
+            first += sum(len(op.flat_ops()) for op in ops[index : index + step])
+            index += step
+        return found
+
+    def _matched(self, ops: Sequence[Unit]) -> list[BasicUnit]:
+        window = list(ops[: len(self.pattern)])
+        if len(window) == len(self.pattern) and all(isinstance(op, kinds) for op, kinds in zip(window, self.pattern, strict=True)):
+            return window  # type: ignore[return-value]
+        return []
+
+    def _reason(self, window: Sequence[BasicUnit]) -> str | None:
+        try:
+            reason = self.refuse(*window) if self.refuse is not None else None
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name}: expected a reason or None from refuse, got {type(error).__name__}: {error}. It is a registered fusion."
+            ) from error
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError(f"{self.name}: expected a reason or None from refuse, got {type(reason).__name__}. Return a text.")
+        return reason or None
+
+
+def _parts(returned: Any, count: int) -> list[Any]:
+    """What an implementation returned, None for what it left out."""
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    return [*parts, *[None] * (count - len(parts))]
+
+
+def _by_op(what: Any, ops: Sequence[BasicUnit], name: str, of: str) -> list[Any]:
+    """The entries of a mapping by op, None for an op without one."""
+    given: ByOp = what or {}
+    if not isinstance(given, Mapping) or any(not any(op is known for op in ops) for known in given):
+        raise TypeError(f"{name}: expected {of} by op of the pattern, got {type(what).__name__}. Return {{op: ...}} with the ops that it was given.")
+    return [next((entry for op, entry in given.items() if op is known), None) for known in ops]
+
+
+def _fused_class(
+    name: str, pass_name: str, forward: Callable[..., Any] | None, backward: Callable[..., Any] | None
+) -> type[FusedOperation]:
+    """The fused op that runs the implementations."""
+
+    def fuser_forward(
+        self: FusedOperation, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> tuple[torch.Tensor, list[Any]]:
+        ops = self.flat_ops()
+        assert forward is not None
+        y, saved, extra_outputs = _parts(_called(forward, input_, ops, {"extra_inputs": basic_op_extra_inputs}), 3)
+        if pass_name == "joint":
+            basic_op_ctxs[0].save_for_backward(*([saved] if isinstance(saved, torch.Tensor) else saved or ()))
+        else:
+            _save(basic_op_ctxs, ops, _by_op(saved, ops, name, "saved tensors"), input_)
+        outputs = _by_op(extra_outputs, ops, name, "extra outputs")
+        return y, [() if own is None else tuple(own) for own in outputs]
+
+    def fuser_backward(
+        self: FusedOperation, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> tuple[Any, list[Any], list[Any]]:
+        ops = self.flat_ops()
+        assert backward is not None
+        saved: Any = basic_op_ctxs[0].saved_tensors
+        if pass_name == "backward":
+            saved = {op: _named(context) for op, context in zip(ops, basic_op_ctxs, strict=True)}
+        optional = {"saved": saved, "grad_extra_outputs": basic_op_grad_extra_outputs}
+        grad_x, of_params, of_extras = _parts(_called(backward, grad_output, ops, optional), 3)
+        by_name = _by_op(of_params, ops, name, "gradients of parameters")
+        params = [[(own or {}).get(param) for param, _ in op.named_parameters()] for op, own in zip(ops, by_name, strict=True)]
+        extras = [
+            (None,) * op.num_extra_inputs if own is None else tuple(own)
+            for op, own in zip(ops, _by_op(of_extras, ops, name, "gradients of extra inputs"), strict=True)
+        ]
+        return grad_x, params, extras
+
+    body: dict[str, Any] = {"__module__": __name__}
+    if forward is not None:
+        body["fuser_forward"] = fuser_forward
+    if backward is not None:
+        body["fuser_backward"] = fuser_backward
+    return type(name, (FusedOperation,), body)
+
+
+class _Function:
+    """A function as `call_accepting` takes it, which looks at the function of a method."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__func__ = function
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.__func__(*arguments, **named)
+
+
+def _called(function: Callable[..., Any], first: Any, ops: Sequence[BasicUnit], optional: dict[str, Any]) -> Any:
+    return call_accepting(_Function(function), first, *ops, optional=optional)
+
+
+def _save(contexts: Sequence[OperationContext], ops: Sequence[BasicUnit], saved: Sequence[Any], x: torch.Tensor) -> None:
+    """By the names of each op; what an op saves that was not given is None, which is an error where its backward reads it."""
+    for context, op, own in zip(contexts, ops, saved, strict=True):
+        given = dict(own or {})
+        if not op.is_python_op:
+            given = {**dict.fromkeys(op._context), **given}
+            if op is ops[0] and "x" in given and given["x"] is None:
+                given["x"] = x  # which nobody has to say
+        context.save_for_backward(**given)
+
+
+def _named(context: OperationContext) -> dict[str, torch.Tensor | None]:
+    names = context.saved_names or tuple([str(place) for place in range(len(context.saved_tensors))])
+    return dict(zip(names, context.saved_tensors, strict=True))
+
+
+def register_fusion(
+    name: str,
+    pattern: Sequence[Kinds],
+    *,
+    forward: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    refuse: Callable[..., str | None] | None = None,
+    prepend: bool = False,
+) -> FusionHandle:
+    """Registers a fusion that is declared: a pattern, an implementation, and a rule that may refuse.
+
+    Wherever basic ops of the pattern's classes follow each other in a pipeline, and `refuse` gives no reason against it, the implementation runs
+    in their place. With `forward` alone it is a fusion of forward, with `backward` alone one of backward, with both one of both directions; the
+    contract of each is that of `register_forward_fusion`, `register_backward_fusion` and `register_forward_backward_fusion`.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> def relu_scale(x, relu, scale):
+    ...     return torch.relu(x) * scale.scale, {relu: {"x": x}}
+    >>> handle = ops.register_fusion(
+    ...     "relu_scale", [ops.ReLU, ops.ConstantScale], forward=relu_scale,
+    ...     refuse=lambda relu, scale: "the factor is negative" if scale.scale < 0 else None,
+    ... )
+    >>> with handle:
+    ...     box = ops.Sequential(ops.ReLU(), ops.ConstantScale(2.0))
+    ...     y = box(torch.ones(2, 2))
+    ...     box.fusions_made()
+    ['relu_scale']
+
+    Args:
+        name: what `explain`, `require_fusion` and messages call it. One that is registered is refused.
+        pattern: for each op in order its class, or a tuple of classes.
+        forward: `forward(x, *ops)` returns y, or y and what is saved: of a fusion of forward `{op: {name: tensor}}`, with the names under which
+            each op's own forward saves it, for those ops that save anything; of a fusion of both directions any tensors, which backward gets.
+            It may take `extra_inputs`, those of each op, and then returns y, what is saved, and the extra outputs of each op that has any
+            (`{op: (tensor, ...)}`).
+        backward: `backward(grad_y, *ops, saved=...)` returns the gradient of x, or that, those of parameters (`{op: {name: gradient}}`), and those
+            of extra inputs (`{op: (gradient, ...)}`). `saved` is what forward saved: of a fusion of backward `{op: {name: tensor}}`.
+        refuse: `refuse(*ops)` returns the reason why these ops are not fused, None where they are. `explain` shows it.
+        prepend: whether it is asked before the fusions registered so far.
+    """
+    declared = DeclaredFusion(name, pattern, forward, backward, refuse)
+    return register_ruled(declared.pass_name, declared, prepend)
+
+
+__all__ = ["register_fusion"]

@@ -1,0 +1,47 @@
+// A memory budget: what forward keeps is chosen so that it fits and backward has the least to do
+// for it.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "planner/draft.h"
+#include "planner/fuse.h"
+#include "planner/key.h"
+#include "planner/value_set.h"
+
+namespace tandem {
+
+/// Up to so many values that may or may not be kept, the choice is the cheapest one; above, it is
+/// good.
+inline constexpr size_t kMostFreeValues = 24;
+
+class BudgetFit {
+ public:
+  /// `draft`: as it is before anything is chosen.
+  BudgetFit(const Description& description, const PlanKey& key,
+            const std::vector<OpGroup>& backward_groups, const Draft& draft);
+
+  /// Codes that backward reads: forward makes them if they are kept.
+  const Values& codes() const { return codes_; }
+
+  /// Replaces backward by one that finds what it reads within description.memory_budget: kept,
+  /// written again by a step that could do so, or made by steps of forward, as they were fused,
+  /// that run again. Cost is bytes that are moved more, and operations that are computed more at
+  /// what the device computes meanwhile. Numbers stay what they are: the same steps make them.
+  ///
+  /// `draft.forward` is fused. Notes in `plan` what is kept, and the choices.
+  ///
+  /// Throws: c10::ValueError where the budget is less than the least that can be kept, which it
+  ///         states.
+  void fit(Draft& draft, Plan& plan);
+
+ private:
+  const Description& description_;
+  const PlanKey& key_;
+  ValueSet never_again_;
+  Steps whole_;
+  Values codes_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,221 @@
+#include "planner/sizes.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "core/call.h"
+#include "kernel_ops/format.h"
+#include "kernel_ops/quantize.h"
+#include "kernel_ops/shapes.h"
+
+namespace tandem {
+
+namespace {
+
+/// Two numbers of rows, which every block of a format divides: what differs grows with them.
+constexpr int64_t kFewRows = 1024, kManyRows = 2048;
+
+/// No mode, transform or tracer of this thread sees what runs meanwhile.
+class Unseen {
+ public:
+  Unseen()
+      : keys_(c10::default_included_set,
+              c10::default_excluded_set | c10::autograd_dispatch_keyset |
+                  c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView)) {}
+
+ private:
+  c10::impl::ForceDispatchKeyGuard keys_;
+  c10::InferenceMode no_inference_{false};
+  c10::NoGradGuard no_grad_;
+};
+
+class Measurement {
+ public:
+  /// `lower_grow`: whether extra inputs of fewer dimensions than x that have as many rows are rows,
+  /// and not broadcast features of that number.
+  Measurement(const Description& description, const Draft& draft, const PlanKey& key, int64_t rows,
+              bool lower_grow)
+      : description_(description),
+        draft_(draft),
+        slot_of_(slots_of(draft)),
+        frame_(Path::dispatch, draft.types, slot_of_, slots_) {
+    frame_.reserve_side_values(draft.types.size(), draft.types.size());
+    const auto sizes = key.sizes();
+    std::vector<at::Tensor> params;
+    for (size_t i = 0; i < draft.inputs.size() + draft.params.size(); ++i) {
+      const Value value =
+          i < draft.inputs.size() ? draft.inputs[i] : draft.params[i - draft.inputs.size()];
+      std::vector<int64_t> own = sizes[i];
+      if (!own.empty() && own[0] == -1)
+        own[0] = lower_grow || own.size() == sizes[0].size() ? rows : sizes[0].back();
+      frame_.tensor(value) = empty(own, draft.dtype(value));
+    }
+    for (size_t i = 0; i < key.codes_count(); ++i) {
+      const auto traits = key.codes(i);
+      const at::Tensor& param = frame_.tensor(draft.params[traits.tensor - draft.inputs.size()]);
+      put_codes(param, *traits.quantizer, draft.param_codes[2 * i], draft.param_codes[2 * i + 1]);
+    }
+    const at::Tensor& x = frame_.tensor(draft.inputs[0]);
+    rows_ = x.dim() == 0 || x.size(-1) == 0 ? 1 : x.numel() / x.size(-1);
+  }
+
+  void run() {
+    for (const Step& step : draft_.forward) {
+      run(Step(step));  // a copy: what a step was computed by is not known by this
+      flops_.push_back(flops_of(step));
+    }
+    for (size_t v = 0; v < draft_.types.size(); ++v) {
+      int64_t bytes = 0;
+      if (tensors_per_value(draft_.types[v]) != 0)
+        for (const at::Tensor& tensor : frame_.tensors(static_cast<Value>(v)))
+          if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+      bytes_.push_back(static_cast<double>(bytes));
+    }
+  }
+
+  int64_t rows() const { return rows_; }
+  const std::vector<double>& bytes() const { return bytes_; }
+  const std::vector<double>& flops() const { return flops_; }
+
+ private:
+  std::vector<uint32_t> slots_of(const Draft& draft) {
+    std::vector<uint32_t> slots;
+    for (size_t v = 0; v < draft.types.size(); ++v) {
+      const size_t count = tensors_per_value(draft.types[v]);
+      slots.push_back(
+          static_cast<uint32_t>(count == 0 ? v : slots_));  // others have places by value
+      slots_ += count;
+    }
+    return slots;
+  }
+
+  static at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+    return at::empty(sizes, at::TensorOptions(at::kMeta).dtype(dtype));
+  }
+
+  static std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
+    if (given_to(quantizer) != Given::seed) return std::nullopt;
+    return empty({}, at::kLong);
+  }
+
+  void put_codes(const at::Tensor& x, const Quantizer& quantizer, Value row, Value column) {
+    const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
+        x, given_for(quantizer), quantizer, std::array{exists(row), exists(column), false});
+    for (const Value value : {row, column}) {
+      if (!exists(value)) continue;
+      const Direction direction = value == row ? Direction::row : Direction::column;
+      for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
+        frame_.tensor(value, part) = group[part_of(direction, part)];
+      if (is_packed(quantizer)) frame_.note_sizes(value, kernel_ops::sizes_of(x));
+    }
+  }
+
+  void run(const Step& step) {
+    switch (step.kind) {
+      case StepKind::seed:
+        frame_.tensor(step.writes[0]) = empty({}, at::kLong);
+        return;
+      case StepKind::take_scale:
+        if (exists(step.writes[0])) frame_.tensor(step.writes[0]) = empty({}, at::kFloat);
+        return;
+      case StepKind::record_amax:
+        return;
+      case StepKind::refresh:
+        return put_codes(frame_.tensor(step.reads[0]),
+                         *static_cast<const Quantizer*>(step.options[0].get()), step.writes[0],
+                         step.writes[1]);
+      default:
+        break;
+    }
+    if (step.runs_user_code) return assume_width(step);
+    try {
+      Call call(frame_, step);
+      step.run(call);
+    } catch (const std::exception& error) {
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "memory_budget: expected steps that run on the meta ",
+                                  "device, where sizes come from, got ", step.name, ": ",
+                                  error.what(), ". Leave the budget out.");
+    }
+  }
+
+  void assume_width(const Step& step) {
+    const at::Tensor& x = frame_.tensor(step.reads[0]);
+    for (const Value value : step.writes)
+      if (exists(value) && draft_.types[index_of(value)].format == Format::plain)
+        frame_.tensor(value) = empty(x.sizes(), draft_.dtype(value));
+  }
+
+  /// Of the products that a step covers: two for each number of x and row of the weight.
+  double flops_of(const Step& step) {
+    double flops = 0;
+    for (const Part& part : step.covers) {
+      const OpKind& op = draft_.operands[part.op].kind();
+      const bool is_product =
+          part.nth < op.forward.size() && !op.forward[part.nth].contracts.empty();
+      const OpNode& node = description_.ops[part.op];
+      if (!is_product || node.params.empty() || !exists(step.reads[0])) continue;
+      const at::Tensor& x = frame_.tensor(step.reads[0]);
+      const size_t tensors = node.joins.empty() ? 1 : node.joins[0];
+      for (size_t i = 0; i < tensors; ++i) {
+        const at::Tensor& weight = frame_.tensor(draft_.params[node.params[i]]);
+        if (x.defined() && weight.dim() == 2)
+          flops += 2.0 * static_cast<double>(x.numel()) * static_cast<double>(weight.size(0));
+      }
+    }
+    return flops;
+  }
+
+  const Description& description_;
+  const Draft& draft_;
+  size_t slots_ = 0;
+  std::vector<uint32_t> slot_of_;
+  Frame frame_;
+  int64_t rows_ = 1;
+  std::vector<double> bytes_, flops_;
+};
+
+bool has_rows(const PlanKey& key) {
+  const auto sizes = key.sizes();
+  return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == -1;
+}
+
+PerRow measured(const Description& description, const PlanKey& key, const Draft& draft,
+                bool lower_grow) {
+  Measurement few(description, draft, key, kFewRows, lower_grow);
+  few.run();
+  PerRow result{few.bytes(), few.flops()};
+  double rows = static_cast<double>(few.rows());
+  if (has_rows(key)) {
+    Measurement many(description, draft, key, kManyRows, lower_grow);
+    many.run();
+    rows = static_cast<double>(many.rows() - few.rows());
+    for (size_t v = 0; v < result.bytes.size(); ++v)
+      result.bytes[v] = many.bytes()[v] - few.bytes()[v];
+    for (size_t s = 0; s < result.flops.size(); ++s)
+      result.flops[s] = many.flops()[s] - few.flops()[s];
+  }
+  for (auto* list : {&result.bytes, &result.flops})
+    for (double& number : *list) number /= rows;
+  return result;
+}
+
+}  // namespace
+
+PerRow measure(const Description& description, const PlanKey& key, const Draft& draft) {
+  const Unseen unseen;
+  TORCH_INTERNAL_ASSERT(key.sizes().size() == draft.inputs.size() + draft.params.size(),
+                        "a plan within a memory budget needs the sizes of all arguments");
+  try {
+    return measured(description, key, draft, /*lower_grow=*/true);
+  } catch (const c10::NotImplementedError&) {
+    if (!has_rows(key)) throw;
+    return measured(description, key, draft, /*lower_grow=*/false);
+  }
+}
+
+}  // namespace tandem
