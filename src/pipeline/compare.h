@@ -22,9 +22,9 @@ at::Tensor largest_of_rows(const at::Tensor& tensor);
 /// to it: a number within `tolerance` of the dtype's largest.
 ///
 /// `difference`: each element within `tolerance` of its own size, of `scale` or of the dtype's
-/// smallest normal number, whichever is largest; integers are equal. `scale` is one number for all, or float64 and broadcast over the
-/// tensor. `difference_in_norm`: the norm of the difference is at most `tolerance` times that of
-/// what was expected.
+/// smallest normal number, whichever is largest; integers are equal. `scale` is one number for all,
+/// or float64 and broadcast over the tensor. `difference_in_norm`: the norm of the difference is at
+/// most `tolerance` times that of what was expected.
 std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
                        double scale);
 std::string difference(const at::Tensor& got, const at::Tensor& expected, double tolerance,
