@@ -119,7 +119,8 @@ TEST(KernelDtypes, Codes) {
   for_every_pair([&](at::ScalarType a, at::ScalarType b) {
     const at::Tensor codes = filled({5, 19}, a), scale = at::ones({}, b);
     EXPECT_TRUE(agrees<Decode>(codes, scale, quantizer, false, Optional()));
-    EXPECT_TRUE(agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat, Optional(), no_sizes));
+    EXPECT_TRUE(
+        agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat, Optional(), no_sizes));
     EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), quantizer, false, b,
                                    Optional(), no_sizes));
     EXPECT_TRUE(
