@@ -73,9 +73,9 @@ template struct ThenQuantize<GluForward>;
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<ActivationQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic>::these, ActivationQuantize::cpu}});
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, ActivationQuantize::cpu}});
   register_kernel_op<GluQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kStatistic>::these, GluQuantize::cpu}});
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, GluQuantize::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

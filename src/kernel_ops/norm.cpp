@@ -451,10 +451,10 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic>::these,
                  AddNormForward::cpu}});
   register_kernel_op<RmsNormQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
-                 RmsNormQuantize::cpu}});
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these, RmsNormQuantize::cpu}});
   register_kernel_op<LayerNormQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kStatistic>::these,
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic, kGiven>::these,
                  LayerNormQuantize::cpu}});
 }
 

@@ -77,7 +77,8 @@ TEST(ActivationQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
                               std::string_view("silu"), *quantizers()[0],
                               array{true, true, false, false});
       },
-      ThrowsText<c10::ValueError>("activation_quantize: expected no scale for ", "got one"));
+      ThrowsText<c10::ValueError>("activation_quantize: expected no scale and no seed for ",
+                                  "got one"));
 }
 
 }  // namespace
