@@ -180,14 +180,26 @@ bool is_for_onednn(const ProductType& type) {
          type.sums == Sums::any && prefers_onednn(type.dtype);
 }
 
+/// The left operand of a bfloat16 product without memory between its rows that is not its own:
+/// where the processor has tiles for bfloat16, oneDNN reads behind the ends of rows that fill no
+/// tile and multiplies what is there by zeros, which leaves NaN where there is one. torch.mm too.
+at::Tensor without_gaps(const at::Tensor& matrix) {
+  constexpr int64_t kTileColumns = 32;
+  const bool has_gaps =
+      matrix.stride(1) == 1 && matrix.size(0) > 1 && matrix.stride(0) != matrix.size(1);
+  return matrix.scalar_type() == at::kBFloat16 && has_gaps && matrix.size(1) % kTileColumns != 0
+             ? matrix.contiguous()
+             : matrix;
+}
+
 constexpr ProductImplementation kOneDnn{
     .name = "onednn",
     .device = at::kCPU,
     .accepts = is_for_onednn,
     .run =
         [](const Product& product, const at::Tensor& result) {
-          multiply_by_onednn(product.a.matrix, product.b.matrix, result, product.type.rows,
-                             product.type.accumulate, product.type.alpha);
+          multiply_by_onednn(without_gaps(product.a.matrix), product.b.matrix, result,
+                             product.type.rows, product.type.accumulate, product.type.alpha);
         },
 };
 
@@ -195,9 +207,9 @@ constexpr ProductImplementation kOneDnn{
 void multiply_by_aten(const at::Tensor& a, const at::Tensor& b, at::Tensor result, bool accumulate,
                       double alpha) {
   if (accumulate || alpha != 1) {
-    at::cpu::addmm_out(result, result, a, b, /*beta=*/accumulate ? 1 : 0, alpha);
+    at::cpu::addmm_out(result, result, without_gaps(a), b, /*beta=*/accumulate ? 1 : 0, alpha);
   } else {
-    at::cpu::mm_out(result, a, b);
+    at::cpu::mm_out(result, without_gaps(a), b);
   }
 }
 

@@ -1,5 +1,6 @@
 #include "ops/grouped_linear.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -35,6 +36,16 @@ Tensor target_of(Call& call, const char* name, at::IntArrayRef sizes, const Tens
       ", ", given.scalar_type(), ", on ", given.device(),
       given.is_contiguous() ? "" : ", not contiguous",
       given.requires_grad() ? ", that requires grad" : "", ". Allocate it with torch.empty.");
+  for (const Value value : call.step().reads) {
+    if (!exists(value)) continue;
+    for (const Tensor& read : call.frame().tensors(value)) {
+      const bool shares = read.defined() && read.is_alias_of(given) &&
+                          at::get_overlap_status(read, given) != at::MemOverlapStatus::No;
+      TORCH_CHECK_VALUE(!shares, "grouped_linear: expected memory of its own for ", name,
+                        ", got that of ", call.frame().type(value).name,
+                        ", which is read while it is written. Allocate it with torch.empty.");
+    }
+  }
   at::TensorImpl* impl = given.unsafeGetTensorImpl();
   impl->bump_version();  // below autograd nobody else does
   // One memory, one counter of versions: whoever writes it later is found out.
@@ -157,21 +168,34 @@ void accumulate(Call& call) {
   finish_main_grads(call, options, input);
 }
 
-/// What the gradients of weights are computed from is put into tensors of the caller.
+/// Its version, which everybody sees who writes it in place.
+int64_t version_of(const Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
+
+/// What the gradients of weights are computed from is put into tensors of the caller. The gradient
+/// is copied, as it may become the `grad` of a leaf, which is added to; of x and splits the version
+/// is written down.
 void defer(Call& call) {
   enum Read { grad_y, x, splits };
   TORCH_CHECK_NOT_IMPLEMENTED(
       call.path() == Path::direct,
       "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
       "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
-  std::string quantizers;
-  for (const Quantizer* quantizer : call.step().quantizers)
-    quantizers += (quantizers.empty() ? "" : "\n") + quantizer->text;
-  Tensor text = at::empty({static_cast<int64_t>(quantizers.size())}, at::kByte);
-  std::memcpy(text.mutable_data_ptr(), quantizers.data(), quantizers.size());
-  const Tensor kept[] = {as_matrix(call.in(grad_y)), as_matrix(call.in(x)), call.in(splits), text};
+  std::string lines =
+      std::to_string(version_of(call.in(x))) + " " + std::to_string(version_of(call.in(splits)));
+  for (const Quantizer* quantizer : call.step().quantizers) lines += "\n" + quantizer->text;
+  Tensor text = at::empty({static_cast<int64_t>(lines.size())}, at::kByte);
+  std::memcpy(text.mutable_data_ptr(), lines.data(), lines.size());
+  const Tensor kept[] = {as_matrix(call.in(grad_y)).clone(), as_matrix(call.in(x)), call.in(splits),
+                         text};
   for (size_t i = 0; i < std::size(kept); ++i)
     call.mutated(i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
+  for (const auto& [read, place] : {std::pair(x, 1), std::pair(splits, 2)})
+    if (!call.in(read).is_inference())
+      call.mutated(static_cast<size_t>(place))
+          .unsafeGetTensorImpl()
+          ->set_version_counter(call.in(read).unsafeGetTensorImpl()->version_counter());
 }
 
 void grad_bias(Call& call) {

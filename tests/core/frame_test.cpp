@@ -1,5 +1,6 @@
 // Frames: dead values go, and their memory with them, whoever else holds them.
 #include "core/call.h"
+#include "kernel_ops/quantizer.h"
 #include "support/memory.h"
 #include "support/tensors.h"
 
@@ -37,6 +38,7 @@ TEST_F(FrameMemory, IsLikeTheTensorGiven) {
 
 TEST_F(FrameMemory, AllPartsOfAGroupDie) {
   types_[0].format = Format::codes;
+  types_[0].quantizer = &quantizer("fp8_e4m3");
   slots_ = {0, 2};
   Frame f(Path::direct, types_, slots_, 3);
   for (size_t part = 0; part < 2; ++part) f.tensor(Value{0}, part) = random({2});

@@ -334,3 +334,57 @@ def test_state_dicts_of_packed_weights_load_into_others_and_back():
     assert torch.equal(again.weight, packed.weight) and torch.equal(again.bias, packed.bias)
     with pytest.raises(RuntimeError, match="Missing key"):
         again.load_state_dict(ops.GroupedLinear(2, 6, 5).state_dict())
+
+
+def test_delayed_gradients_are_those_of_their_backward():
+    splits, x = torch.tensor([3, 2]), torch.randn(5, 4)
+    residual = torch.zeros(5, 4, requires_grad=True)
+    module = ops.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True)
+    box = ops.Sequential(module, ops.AddExtraInput())
+    for _ in range(2):  # the gradient of the residual, a leaf, is added to
+        box(x, splits, residual).sum().backward()
+    residual.grad.zero_()
+    for _ in range(2):
+        module.weight0.grad = None
+        module.backward_dw()
+        torch.testing.assert_close(module.weight0.grad, torch.ones(4, 3) @ x[:3])
+
+
+@pytest.mark.parametrize("name", ["x", "the numbers of rows"])
+def test_what_delayed_gradients_are_computed_from_stays(name):
+    splits, x = torch.tensor([3, 2]), torch.randn(5, 4)
+    module = ops.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True)
+    module(x, splits).sum().backward()
+    (x if name == "x" else splits).zero_()
+    with pytest.raises(RuntimeError, match=f"backward_dw: expected {name} unchanged since backward, as gradients of weights are computed from it, got an in-"):
+        module.backward_dw()
+
+
+def test_frozen_weights_delay_nothing():
+    module = ops.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True).requires_grad_(False)
+    module(torch.randn(5, 4, requires_grad=True), torch.tensor([3, 2])).sum().backward()
+    module.backward_dw()
+
+
+def test_tensors_that_are_written_share_no_memory_with_what_is_read():
+    module, splits = ops.GroupedLinear(2, 8, 8, bias=False), torch.tensor([3, 2])
+    memory = torch.randn(6, 8)
+    for x, output, what in ((memory[:5], memory[1:], "x"), (memory[:5], memory[:5], "x"), (torch.randn(5, 8), module.weight0.data[:5], "weight")):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"grouped_linear: expected memory of its own for output, got that of .*{what}.*, which is read"):
+            module(x, splits, output=output)
+    x = torch.randn(5, 8, requires_grad=True)
+    y = module(x, splits, grad_input=module.weight1.data[:5])
+    with pytest.raises(ValueError, match="grouped_linear: expected memory of its own for grad_input, got that of"):
+        y.sum().backward()
+
+
+def test_what_lies_between_rows_is_not_read():
+    torch.manual_seed(0)
+    memory = torch.full((70, 37), torch.nan, dtype=torch.bfloat16)
+    rows = memory[:, 1:35]
+    rows.copy_(torch.randn(70, 34))
+    linear = ops.Linear(34, 6, dtype=torch.bfloat16)
+    assert linear(rows).isfinite().all()
+    y = ops.Linear(6, 34, dtype=torch.bfloat16)(x := torch.randn(70, 6).bfloat16().requires_grad_())
+    y.backward(rows)
+    assert x.grad.isfinite().all()

@@ -103,7 +103,7 @@ def test_where_the_parts_lie_changes_no_number(moved):
         parts = ops.Linear(64, 96, parameters_split=("gate", "up"), device="meta")
         assert parts.weight.is_meta
         parts.to_empty(device="cpu").load_state_dict(state)
-    assert are_adjacent([parts.gate_weight, parts.up_weight]) == (moved not in ("apart", "assigned"))
+    assert are_adjacent([parts.gate_weight, parts.up_weight]) == (moved != "apart")
     x, grad = torch.randn(8, 64, dtype=whole.weight.dtype), torch.randn(8, 96, dtype=whole.weight.dtype)
     for a, b in zip(step(parts, x, grad), step(whole, x, grad), strict=True):
         assert torch.equal(a, b)
@@ -227,6 +227,19 @@ def test_ranks_share_each_part():
     assert split_sizes("Linear", "out_features", {"q": 8, "k": 4}, 12, ranks=2) == {"q": 4, "k": 2}
     with pytest.raises(ValueError, match=r"Linear: expected sizes in parameters_split that 2 ranks share evenly, got \[7, 5\]. Use multiples of 2."):
         split_sizes("Linear", "out_features", {"q": 7, "k": 5}, 12, ranks=2)
+
+
+def test_a_copy_is_told_of():
+    linear = ops.Linear(8, 12, parameters_split=("a", "b"))
+    linear.a_weight = torch.nn.Parameter(linear.a_weight.detach().clone())
+    with pytest.warns(UserWarning, match="tandem: expected Linear.weight to be read of parts that lie one behind the other, got parts that lie apart"):
+        copied = linear.weight
+    assert torch.equal(copied[:6], linear.a_weight)
+    with pytest.raises(AttributeError, match="Linear: expected a value for one of a_weight, b_weight, which weight consists of, got one for weight. Set"):
+        linear.weight = torch.nn.Parameter(torch.zeros(12, 8))
+    linear.load_state_dict({name: value.clone() for name, value in linear.state_dict().items()}, assign=True)
+    linear.weight.data.fill_(3.0)
+    assert (linear.b_weight == 3).all()
 
 
 def test_no_main_grad():

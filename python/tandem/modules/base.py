@@ -113,6 +113,10 @@ class Module(JoinedMixin, CompositeOperation):
         super().__setstate__(state)
         self._bring_together()
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._bring_together()  # of what was assigned
+
     @property
     def fuse_wgrad_accumulation(self) -> bool:
         """Whether gradients of weights are added to their main_grad."""

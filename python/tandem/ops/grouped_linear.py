@@ -142,8 +142,16 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         where backward leaves none. RuntimeError where there was no backward."""
         if not self.need_backward_dw():
             return
-        grad_y, x, splits, quantizers = self.wgrad_store.pop()
-        texts = bytes(quantizers.tolist()).decode().split("\n") if quantizers.numel() else []
+        if not self.wgrad_store.context and not any(getattr(self, name).requires_grad for name in self._main_grad_names):
+            return  # all frozen: backward has left nothing
+        grad_y, x, splits, lines = self.wgrad_store.pop()
+        versions, *texts = bytes(lines.tolist()).decode().split("\n")
+        for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
+            if not tensor.is_inference() and tensor._version != int(version):
+                raise RuntimeError(
+                    f"backward_dw: expected {name} unchanged since backward, as gradients of weights are computed from it, got an in-place write. "
+                    "Call backward_dw() before it, or write into a copy."
+                )
         with torch.no_grad():
             gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts)
             parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)

@@ -6,6 +6,7 @@ parameters elsewhere) costs a copy per call and changes nothing else.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,9 +72,17 @@ class _Together(torch.autograd.Function):
         return grads[0].split(ctx.rows)
 
 
-def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts as one tensor: their memory where they are adjacent, else a copy."""
-    if torch.compiler.is_compiling() or not are_adjacent(parts):
+def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
+    """The parts as one tensor: their memory where they are adjacent, else a copy, of which `what`, if it is given, is warned."""
+    if torch.compiler.is_compiling():
+        return torch.cat(list(parts))
+    if not are_adjacent(parts):
+        if what and not any(part.is_meta for part in parts):
+            warnings.warn(
+                f"tandem: expected {what} to be read of parts that lie one behind the other, got parts that lie apart: what is read is a copy, and "
+                "writing to it changes no part. Write to the parts.",
+                stacklevel=3,
+            )
         return torch.cat(list(parts))
     joined: torch.Tensor = _Together.apply(*parts)  # type: ignore[no-untyped-call]
     return joined
@@ -107,10 +116,19 @@ class JoinedMixin:
         for operand in self.__dict__.get("_joined", {}):
             bring_together(self._parts_of(operand))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        joined = self.__dict__.get("_joined")
+        if joined and name in joined and value is not None:
+            raise AttributeError(
+                f"{type(self).__name__}: expected a value for one of {', '.join(joined[name])}, which {name} consists of, got one for {name}. "
+                f"Set the parts, or copy into {name}."
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         joined = self.__dict__.get("_joined")
         if joined and name in joined:
-            return together([getattr(self, each) for each in joined[name]])
+            return together([getattr(self, each) for each in joined[name]], f"{type(self).__name__}.{name}")
         return super().__getattr__(name)  # type: ignore[misc]
 
 

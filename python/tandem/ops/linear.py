@@ -355,6 +355,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         for owner in self._transformer_engine_states():
             drop_extra_state(state_dict, f"{prefix}{owner}_extra_state")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._bring_together()  # of what was assigned
 
     def extra_repr(self) -> str:
         parallel = f", tensor_parallel_mode={self.tensor_parallel_mode}" if self.tensor_parallel_mode else ""
