@@ -171,11 +171,12 @@ TEST_P(AddNorm, WritesTheSumIntoTheCallersTensor) {
         const RunResult result = run(ops, {x, fused}, params(dtype)),
                         unfused = run(ops, {x, expected}, params(dtype), R"({"fuse": false})");
         EXPECT_TRUE(same(fused, expected)) << dtype << is_strided;
-        for (size_t i = 0; i < result.outputs.size(); ++i)
-          EXPECT_TRUE(same(result.outputs[i], unfused.outputs[i])) << i;
+        // The norm by itself reads the sum where it lies, and adds in another order.
+        EXPECT_TRUE(near(result.outputs, unfused.outputs)) << dtype << is_strided;
         for (size_t i = 0; i < result.gradients.size(); ++i)
-          if (result.gradients[i].defined())
+          if (result.gradients[i].defined()) {
             EXPECT_TRUE(near(Tensors{result.gradients[i]}, Tensors{unfused.gradients[i]})) << i;
+          }
       }
 }
 
