@@ -33,7 +33,12 @@ class Inspection:
     """What `tandem.inspect` gives."""
 
     def __init__(self, model: torch.nn.Module | None, warn: bool) -> None:
-        """Makes one that watches nothing yet; see `tandem.inspect`."""
+        """Makes one that watches nothing yet: `tandem.inspect` does.
+
+        Args:
+            model: whose modules give the names; None: types of modules do.
+            warn: whether the first step in which a tensor saturates, or is not finite, is told of as a warning.
+        """
         self._model, self._warn = model, warn
         self.pipelines: dict[int, Any] = {}  # by number, weakly
         self._steps: dict[int, int] = {}  # by region

@@ -73,7 +73,8 @@ Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantize
                               GroupMask{is_row, !is_row, false});
   return {std::move(group[is_row ? row_codes : column_codes]), quantizer, direction,
           std::move(group[is_row ? row_scale : column_scale]),
-          std::move(group[is_row ? row_amax : column_amax])};
+          quantizer->format->layout.has_amax ? std::move(group[is_row ? row_amax : column_amax])
+                                             : Tensor()};
 }
 
 /// The numbers of codes in float32, but for a scale that the product gets at its end.

@@ -9,6 +9,7 @@
 #include "pipeline/picture.h"
 #include "pipeline/pipeline.h"
 #include "planner/planner.h"
+#include "planner/value_set.h"
 #include "quantization/recipe.h"
 
 namespace tandem {
@@ -110,12 +111,15 @@ json plan_json(const ExplainedPlan& explained) {
               {"outputs", ids(plan.outputs)},
               {"output_gradients", ids(plan.output_gradients, true)},
               {"gradients", ids(plan.gradients, true)}};
-  for (size_t v = 0; v < plan.types.size(); ++v) {
-    const auto value = static_cast<Value>(v);
-    result["values"][std::to_string(v)] = {{"name", name_of(plan, value)},
-                                           {"type", type_of(plan, value)}};
-  }
-  for (const Step& step : plan.forward) result["forward"].push_back(step_json(explained, step));
+  ValueSet used(plan.types.size(), {&plan.inputs, &plan.params, &plan.outputs, &plan.kept,
+                                    &plan.output_gradients, &plan.gradients});
+  const auto add_steps = [&](const char* direction, const Steps& steps) {
+    for (const Step& step : steps) {
+      result[direction].push_back(step_json(explained, step));
+      for (const Values* values : {&step.reads, &step.writes, &step.mutates}) used.add(*values);
+    }
+  };
+  add_steps("forward", plan.forward);
   for (size_t k = 0; k < plan.kept.size(); ++k) {
     const Value value = plan.kept[k];
     const Type& type = plan.types[index_of(value)];
@@ -132,10 +136,13 @@ json plan_json(const ExplainedPlan& explained) {
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {
     const auto backward = full_backward(plan);
-    for (const Step& step : backward->steps)
-      result["backward"].push_back(step_json(explained, step));
+    add_steps("backward", backward->steps);
     decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
   }
+  for (size_t v = 0; v < plan.types.size(); ++v)
+    if (const auto value = static_cast<Value>(v); used(value))
+      result["values"][std::to_string(v)] = {{"name", name_of(plan, value)},
+                                             {"type", type_of(plan, value)}};
   result["fusions"] = json::array();
   for (const Decision& decision : decisions) {
     const json entry{{"fusion", decision.fusion},

@@ -5,6 +5,8 @@ import torch
 
 import tandem.ops as ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 PIPELINES = {
     "alone": lambda: [ops.AddExtraInput()],
     "linear_add": lambda: [ops.Linear(8, 8, bias=False), ops.AddExtraInput()],

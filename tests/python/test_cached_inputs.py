@@ -8,6 +8,8 @@ import torch
 import tandem
 import tandem.ops as ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 QUANTIZER = tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
 MADE = [ops.GELU, ops.ReLU, ops.SiLU, ops.SwiGLU, ops.SReGLU, ops.ClampedSwiGLU, ops.SiTUGLU]
 

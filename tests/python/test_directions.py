@@ -9,6 +9,8 @@ import tandem
 import tandem.ops as ops
 from tandem.ops import OperationContext
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 WITH_EXTRAS = {
     "AddExtraInput": (lambda: ops.AddExtraInput(), lambda x: [torch.randn_like(x)]),
     "MakeExtraOutput": (lambda: ops.MakeExtraOutput(), lambda x: []),

@@ -14,6 +14,8 @@ from torch.testing import assert_close
 import tandem
 from tandem import ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 SPLITS = ([3, 0, 5, 1], [2, 1, 3, 0])  # the second leaves rows behind
 
 

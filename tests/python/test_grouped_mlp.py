@@ -12,6 +12,8 @@ from torch.testing import assert_close
 import tandem
 from tandem import ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 SPLITS = ([3, 0, 5, 1], [0, 0, 9, 0], [2, 1, 3, 0], [0, 0, 0, 0])  # the last two leave rows behind
 
 # Op, what it computes in float64, and the fusion.

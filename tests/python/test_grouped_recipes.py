@@ -13,6 +13,8 @@ import tandem
 from tandem import ops
 from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 RECIPES = [Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
 SPLITS = [33, 0, 5, 64]
 

@@ -11,6 +11,8 @@ import tandem
 import tandem.ops as ops
 from tandem.ops.joined import are_adjacent, split_sizes
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 RECIPES = [None, tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()]
 
 

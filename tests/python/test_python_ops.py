@@ -16,6 +16,8 @@ from support import AsksFunctions
 import tandem
 import tandem.ops as ops
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 def test_both_styles_run_between_ops_of_the_library():
     scale, sin = SplitScale(), WholeSin()

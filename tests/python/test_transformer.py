@@ -11,6 +11,8 @@ from torch.testing import assert_close
 
 import tandem
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 HIDDEN, WIDE, HEADS, LENGTH, BATCH = 32, 48, 4, 7, 2
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": 2}
 OPTIONS = {
