@@ -103,7 +103,7 @@ def _by_op(what: Any, ops: Sequence[BasicUnit], name: str, of: str) -> list[Any]
     """The entries of a mapping by op, None for an op without one."""
     given: ByOp = what or {}
     if not isinstance(given, Mapping) or any(not any(op is known for op in ops) for known in given):
-        raise TypeError(f"{name}: expected {of} by op of the pattern, got {type(what).__name__}. Return {{op: ...}} with the ops that it was given.")
+        raise TypeError(f"{name}: expected {of} by op of the pattern, got {type(what).__name__}. Return a dictionary whose keys are the ops that it was given.")
     return [next((entry for op, entry in given.items() if op is known), None) for known in ops]
 
 
