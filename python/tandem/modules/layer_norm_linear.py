@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tandem.modules.base import Init, NormedModule
-from tandem.modules.linear import Sizes, sharded_dimensions, split_repr
-from tandem.ops.arguments import Fixed, at_default
+from tandem.modules.linear import OneProduct, Sizes, split_repr
+from tandem.ops.arguments import at_default
 
-class LayerNormLinear(NormedModule):
+class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
     """y = norm(x) weight^T + bias, as one pipeline.
 
     The parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`; state dicts of TransformerEngine are read as they are.
@@ -23,7 +23,6 @@ class LayerNormLinear(NormedModule):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    parallel_mode = Fixed()
 
     def __init__(
         self,
@@ -100,28 +99,6 @@ class LayerNormLinear(NormedModule):
             device=device,
             dtype=params_dtype,
         )
-
-    def _sharded_dimensions(self) -> dict[str, int]:
-        return sharded_dimensions(self)
-
-    def forward(  # type: ignore[override]
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        *,
-        _run: Any = None,
-    ) -> Any:
-        """y, then the bias if it is not added, then the output of the norm if it was asked for.
-
-        Args:
-            inp: x.
-            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
-            fp8_output, fp8_grad: False; no other value is known yet.
-        """
-        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return self._outputs(inp, _run)
 
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""

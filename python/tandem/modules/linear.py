@@ -78,15 +78,38 @@ class Sizes:
         return names if isinstance(names, Mapping) else {names: self.rows}
 
 
-def sharded_dimensions(module: Any) -> dict[str, int]:
-    """The dimension of each parameter of a product of which a rank holds a part."""
-    if module.tp_size == 1:
-        return {}
-    names = {operand: names_of(operand, module.parameters_split) for operand in ("weight", "bias")}
-    each = {operand: [ours] if isinstance(ours, str) else [*ours] for operand, ours in names.items()}
-    if module.parallel_mode == "column":
-        return dict.fromkeys([*each["weight"], *each["bias"]], 0)
-    return dict.fromkeys(each["weight"], 1)
+class OneProduct:
+    """What modules of one product share."""
+
+    parallel_mode, parameters_split = Fixed(), Fixed()
+
+    def _sharded_dimensions(self: Any) -> dict[str, int]:
+        if self.tp_size == 1:
+            return {}
+        names = {operand: names_of(operand, self.parameters_split) for operand in ("weight", "bias")}
+        each = {operand: [ours] if isinstance(ours, str) else [*ours] for operand, ours in names.items()}
+        if self.parallel_mode == "column":
+            return dict.fromkeys([*each["weight"], *each["bias"]], 0)
+        return dict.fromkeys(each["weight"], 1)
+
+    def forward(
+        self: Any,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        _run: Any = None,
+    ) -> Any:
+        """y, then the bias if it is not added, then the output of a norm if it was asked for.
+
+        Args:
+            inp: x.
+            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            fp8_output, fp8_grad: False; no other value is known yet.
+        """
+        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return self._outputs(inp, _run)
 
 
 def split_repr(module: Any) -> str:
@@ -94,7 +117,7 @@ def split_repr(module: Any) -> str:
     return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
 
 
-class Linear(Module):
+class Linear(OneProduct, Module):  # type: ignore[misc]
     """y = x weight^T + bias, as one pipeline.
 
     The parameters are `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part; state dicts of TransformerEngine are read as
@@ -108,7 +131,6 @@ class Linear(Module):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    parallel_mode, parameters_split = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -179,28 +201,6 @@ class Linear(Module):
             dtype=params_dtype,
         )
 
-    def _sharded_dimensions(self) -> dict[str, int]:
-        return sharded_dimensions(self)
-
-    def forward(  # type: ignore[override]
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        *,
-        _run: Any = None,
-    ) -> Any:
-        """y, then the bias if it is not added.
-
-        Args:
-            inp: x.
-            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
-            fp8_output, fp8_grad: False; no other value is known yet.
-        """
-        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return self._outputs(inp, _run)
-
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
         return f"{self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}{split_repr(self)}"
@@ -208,4 +208,4 @@ class Linear(Module):
 
 Linear._library_forward = Linear.forward  # so that containers take the parts into their pipelines
 
-__all__ = ["Linear", "Sizes", "sharded_dimensions", "split_repr"]
+__all__ = ["Linear", "OneProduct", "Sizes", "split_repr"]

@@ -16,15 +16,27 @@ class _Norm:
 
     sequence_parallel: bool
 
-    def _init_norm(
+    def __init__(
         self: Any,
-        normalized_shape: int | Sequence[int] | None,
-        eps: float,
-        sequence_parallel: bool | None,
-        params_dtype: torch.dtype | None,
-        hidden_size: int | None,
-        options: dict[str, Any],
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **options: Any,
     ) -> None:
+        """Makes a norm that neither scales nor shifts.
+
+        Args:
+            normalized_shape: sizes of the last dimensions of x, over which it goes.
+            eps: added to the variance, or to the mean square.
+            sequence_parallel: what `sequence_parallel` of the parameters says to who sums up gradients over ranks.
+            params_dtype: of the parameters: the older name of `dtype`.
+            zero_centered_gamma: whether the factor is 1 + weight rather than weight.
+            hidden_size: the older name of `normalized_shape`.
+            options: the other arguments of the op of this name.
+        """
         name = self._get_name()
         if (normalized_shape is None) == (hidden_size is None):
             raise TypeError(f"{name}: expected normalized_shape, or its older name hidden_size, got {'neither' if hidden_size is None else 'both'}.")
@@ -33,7 +45,7 @@ class _Norm:
         if params_dtype is not None:
             options["dtype"] = params_dtype
         shape = hidden_size if normalized_shape is None else normalized_shape
-        super().__init__(shape, eps=eps, **options)  # type: ignore[call-arg]
+        super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **options)  # type: ignore[call-arg]
         self.sequence_parallel = flag(name, "sequence_parallel", False if sequence_parallel is None else sequence_parallel)
         self._mark()
 
@@ -56,30 +68,6 @@ class LayerNorm(_Norm, ops.LayerNorm):
     True
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Makes a norm that neither scales nor shifts.
-
-        Args:
-            normalized_shape: sizes of the last dimensions of x, over which it goes.
-            eps: added to the variance.
-            sequence_parallel: what `sequence_parallel` of the parameters says to who sums up gradients over ranks.
-            params_dtype: of the parameters: the older name of `dtype`.
-            zero_centered_gamma: whether the factor is 1 + weight rather than weight.
-            hidden_size: the older name of `normalized_shape`.
-            options: the other arguments of `ops.LayerNorm`.
-        """
-        options["zero_centered_gamma"] = zero_centered_gamma
-        self._init_norm(normalized_shape, eps, sequence_parallel, params_dtype, hidden_size, options)
-
 
 class RMSNorm(_Norm, ops.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions: `ops.RMSNorm`.
@@ -88,27 +76,6 @@ class RMSNorm(_Norm, ops.RMSNorm):
     >>> tandem.RMSNorm(8)(torch.full((1, 8), 3.0)).allclose(torch.ones(1, 8))
     True
     """
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Makes a norm that does not scale.
-
-        Args:
-            normalized_shape: sizes of the last dimensions of x, over which it goes.
-            eps: added to the mean square.
-            sequence_parallel, params_dtype, zero_centered_gamma, hidden_size: as for `LayerNorm`.
-            options: the other arguments of `ops.RMSNorm`.
-        """
-        options["zero_centered_gamma"] = zero_centered_gamma
-        self._init_norm(normalized_shape, eps, sequence_parallel, params_dtype, hidden_size, options)
 
 
 __all__ = ["LayerNorm", "RMSNorm"]
