@@ -141,6 +141,8 @@ bool StepCheck::provide(Value value, Replay& reference) {
     default:
       for (size_t part = 0; part < tensors_per_value(frame_.type(value)); ++part)
         frame_.tensor(value, part) = reference.frame().tensor(value, part);
+      if (const c10::SymDimVector* sizes = reference.frame().noted_sizes(value))
+        frame_.note_sizes(value, *sizes);
   }
   return true;
 }

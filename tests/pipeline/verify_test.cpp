@@ -67,6 +67,16 @@ TEST(Verify, PassesUnderARecipe) {
   EXPECT_TRUE(report.passed) << report.text;
 }
 
+TEST(Verify, PassesWherePackedCodesEndInPadding) {
+  const Autocast region(true, NVFP4BlockScaling{});
+  for (const int64_t features : {1, 7, 17}) {
+    const VerifyReport report =
+        verified({"geglu", "basic_linear", "bias"}, {leaf({3, 2 * features})},
+                 {leaf({2, features}, at::kFloat, 2), leaf({2}, at::kFloat, 3)});
+    EXPECT_TRUE(report.passed) << features << ": " << report.text;
+  }
+}
+
 TEST(Verify, LeavesGeneratorAndTensorsAlone) {
   const Tensors inputs{leaf({5, 8})}, params = block_params();
   const at::Tensor x = inputs[0].detach().clone();
