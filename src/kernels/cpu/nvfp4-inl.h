@@ -294,7 +294,6 @@ HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scal
                                      uint8_t* scales) {
   const F32 d;
   const I32 di;
-  const U32 du;
   const hn::ScalableTag<uint64_t> d64;
   const hn::Rebind<uint8_t, F32> d8;
   const size_t lanes = hn::Lanes(d);
