@@ -109,7 +109,7 @@ bool multiplies_bfloat16() {
 /// A float32 matrix in bfloat16, where that is exact.
 class Narrowed {
  public:
-  explicit Narrowed(const at::Tensor& matrix) : matrix_(matrix) {
+  explicit Narrowed(const at::Tensor& matrix) {
     is_transposed_ = matrix.stride(1) != 1;
     stride_ = matrix.stride(is_transposed_ ? 1 : 0);
     if (matrix.stride(is_transposed_ ? 0 : 1) != 1 ||
@@ -130,7 +130,6 @@ class Narrowed {
  private:
   uint16_t* data() const { return static_cast<uint16_t*>(numbers_.data_ptr()); }
 
-  const at::Tensor& matrix_;
   at::Tensor numbers_;
   int64_t stride_ = 0;
   bool is_transposed_ = false, fits_ = false;
