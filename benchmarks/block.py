@@ -69,21 +69,26 @@ def run() -> str:
             a, b, c = (torch.randn(*shape, dtype=dtype) for shape in ((tokens, hidden), (2 * inner, hidden), (tokens, 2 * inner)))
             d, e = torch.randn(hidden, inner, dtype=dtype), torch.randn(tokens, inner, dtype=dtype)
 
-            def products(a=a, b=b, c=c, d=d, e=e) -> None:
+            # What no implementation does without: the products, and autograd's sums into the gradients of earlier steps.
+            gradients = [torch.zeros_like(leaf) for leaf in (x, *pipeline.parameters())]
+
+            def least(a=a, b=b, c=c, d=d, e=e, gradients=gradients) -> None:
                 for left, right in ((a, b.t()), (e, d.t()), (a, d), (a.t(), e), (c, b), (c.t(), a)):
                     torch.mm(left, right)
+                for gradient in gradients:
+                    gradient.add_(gradient)
 
             step = lambda model: model(x).backward(grad)  # noqa: E731
             times = interleaved({"tandem": lambda: step(pipeline), "eager": lambda: step(eager), "compile": lambda: step(compiled),
-                                 "products": products}, rounds=21, seconds=0.05)
+                                 "least": least}, rounds=21, seconds=0.05)
             best = min(times["eager"], times["compile"])
             bar = bars[tokens, dtype]
-            rows.append([f"{tokens}x{hidden} {dtype}".replace("torch.", ""), *(f"{times[k] * 1e6:.0f}" for k in ("tandem", "eager", "compile", "products")),
-                         f"{best / times['tandem']:.2f}", f"{best / times['products']:.2f}", f">= {bar}", verdict(best / times["tandem"] >= bar)])
+            rows.append([f"{tokens}x{hidden} {dtype}".replace("torch.", ""), *(f"{times[k] * 1e6:.0f}" for k in ("tandem", "eager", "compile", "least")),
+                         f"{best / times['tandem']:.2f}", f"{best / times['least']:.2f}", f">= {bar}", verdict(best / times["tandem"] >= bar)])
             if tokens == 1024:
                 reference, ours = kept_bytes(eager, x), kept_bytes(pipeline, x)
                 compiled_pipeline = kept_bytes(torch.compile(pipeline, dynamic=False), x)
                 for what, value, limit in (("eager", ours, 0.48 if dtype == torch.float32 else 0.42), ("compiled", compiled_pipeline, 0.55)):
                     kept.append([f"{dtype}".replace("torch.", ""), what, str(value), str(reference), f"{value / reference:.3f}", f"<= {limit}", verdict(value / reference <= limit)])
-    return (table("MLP block, forward+backward, us", ["size", "tandem", "eager", "compile", "products", "x best rival", "x products alone", "bar", ""], rows) + "\n\n" +
+    return (table("MLP block, forward+backward, us", ["size", "tandem", "eager", "compile", "products and sums", "x best rival", "x products and sums", "bar", ""], rows) + "\n\n" +
             table("bytes kept for backward, 1024x512, against eager torch.nn", ["dtype", "tandem", "bytes", "torch.nn", "ratio", "bar", ""], kept))

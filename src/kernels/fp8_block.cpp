@@ -13,7 +13,7 @@ namespace {
 void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockShape shape,
               Fp8BlockOutput out) {
   if (!out) return;
-  const Fp8BlockScales scales = fp8_block_scales(shape, x.rows, x.cols);
+  const MatrixShape scales = fp8_block_scales(shape, x.rows, x.cols);
   if (out.dequant_scale != nullptr) std::fill_n(out.dequant_scale, scales.size(), 0.0f);
   const size_t high = shape == Fp8BlockShape::row ? 1 : kFp8Block,
                wide = shape == Fp8BlockShape::column ? 1 : kFp8Block;

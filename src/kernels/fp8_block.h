@@ -12,16 +12,11 @@ inline constexpr size_t kFp8Block = 128;
 /// that exist.
 enum class Fp8BlockShape : uint8_t { row, column, square };
 
-/// The scales of one shape of blocks in memory: contiguous, zero where there is no block.
-struct Fp8BlockScales {
-  size_t rows = 0, cols = 0;
-  constexpr size_t size() const { return rows * cols; }
-};
-
+/// The scales of one shape of blocks in memory, zero where there is no block.
 /// Of a [rows, cols] matrix, with the blocks of a row below each other: row [blocks, up(rows, 4)],
 /// column [blocks, up(cols, 4)], square [blocks, up(blocks, 4)], where up(n, m) is n rounded up to
 /// a multiple of m.
-constexpr Fp8BlockScales fp8_block_scales(Fp8BlockShape shape, size_t rows, size_t cols) {
+constexpr MatrixShape fp8_block_scales(Fp8BlockShape shape, size_t rows, size_t cols) {
   const auto up = [](size_t n) { return (n + 3) / 4 * 4; };
   const auto blocks = [](size_t n) { return (n + kFp8Block - 1) / kFp8Block; };
   if (shape == Fp8BlockShape::row) return {blocks(cols), up(rows)};

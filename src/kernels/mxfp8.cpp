@@ -21,7 +21,7 @@ void quantize_block(ConstRows x, const Block& block, Fp8Format format, uint8_t d
 void quantize(ConstRows x, const Mxfp8Scaling& scaling, MxDirection direction, Mxfp8Output out) {
   if (!out) return;
   const bool by_row = direction == MxDirection::row, square = scaling.square_blocks;
-  const MxScaleShape shape = mx_scale_shape(direction, x.rows, x.cols);
+  const MatrixShape shape = mx_scale_shape(direction, x.rows, x.cols);
   if (out.dequant_scale != nullptr) std::fill_n(out.dequant_scale, shape.size(), uint8_t{0});
   const size_t high = by_row && !square ? 1 : kMxBlock, wide = by_row || square ? kMxBlock : 1;
   for (size_t r = 0; r < x.rows; r += high) {

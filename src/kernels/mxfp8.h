@@ -12,16 +12,10 @@ inline constexpr size_t kMxBlock = 32;
 /// the elements that exist.
 enum class MxDirection : uint8_t { row, column };
 
-/// The scales of one direction in memory: contiguous, in linear order, zero where there is no
-/// block.
-struct MxScaleShape {
-  size_t rows = 0, cols = 0;
-  constexpr size_t size() const { return rows * cols; }
-};
-
+/// The scales of one direction in memory, in linear order, zero where there is no block.
 /// Of a [rows, cols] matrix: row [up(rows, 128), up(blocks, 4)], column [up(blocks, 4), up(cols,
 /// 128)], where up(n, m) is n rounded up to a multiple of m.
-constexpr MxScaleShape mx_scale_shape(MxDirection direction, size_t rows, size_t cols) {
+constexpr MatrixShape mx_scale_shape(MxDirection direction, size_t rows, size_t cols) {
   const auto up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
   if (direction == MxDirection::row)
     return {up(rows, 128), up((cols + kMxBlock - 1) / kMxBlock, 4)};

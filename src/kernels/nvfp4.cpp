@@ -53,8 +53,8 @@ void write(const Operand& x, const Fp4Scaling& scaling, Fp4Output out, size_t ro
   if (out.amax != nullptr) *out.amax = amax;
   const Fp4TensorScale tensor(amax);
   const bool by_row = x.direction == Fp4Direction::row;
-  const Fp4Shape code_shape = fp4_code_shape(x.direction, rows, cols),
-                 scale_shape = fp4_scale_shape(x.direction, rows, cols);
+  const MatrixShape code_shape = fp4_code_shape(x.direction, rows, cols),
+                    scale_shape = fp4_scale_shape(x.direction, rows, cols);
   std::fill_n(out.dequant_scale, scale_shape.size(), uint8_t{0});
   std::fill_n(out.codes, code_shape.size(), uint8_t{0});
   for (size_t o = 0; o < x.outer; ++o) {

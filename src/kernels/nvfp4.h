@@ -14,17 +14,12 @@ inline constexpr size_t kFp4Block = 16;
 /// last one is zeros, which have codes.
 enum class Fp4Direction : uint8_t { row, column };
 
-struct Fp4Shape {
-  size_t rows = 0, cols = 0;
-  constexpr size_t size() const { return rows * cols; }
-};
-
 constexpr size_t fp4_blocks(size_t n) { return (n + kFp4Block - 1) / kFp4Block; }
 
 /// Codes of a [rows, cols] matrix in bytes, two codes each, the first in the low half: row [rows,
 /// up(cols, 16) / 2] with neighbours of a row, column [up(rows, 16) / 2, cols] with neighbours of a
 /// column, where up(n, m) is n rounded up to a multiple of m.
-constexpr Fp4Shape fp4_code_shape(Fp4Direction direction, size_t rows, size_t cols) {
+constexpr MatrixShape fp4_code_shape(Fp4Direction direction, size_t rows, size_t cols) {
   constexpr size_t kBytes = kFp4Block / 2;
   if (direction == Fp4Direction::row) return {rows, fp4_blocks(cols) * kBytes};
   return {fp4_blocks(rows) * kBytes, cols};
@@ -32,7 +27,7 @@ constexpr Fp4Shape fp4_code_shape(Fp4Direction direction, size_t rows, size_t co
 
 /// Scales: row [up(rows, 128), up(blocks, 4)], column [up(blocks, 4), up(cols, 128)]; zero where
 /// there is no block.
-constexpr Fp4Shape fp4_scale_shape(Fp4Direction direction, size_t rows, size_t cols) {
+constexpr MatrixShape fp4_scale_shape(Fp4Direction direction, size_t rows, size_t cols) {
   const auto up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
   if (direction == Fp4Direction::row) return {up(rows, 128), up(fp4_blocks(cols), 4)};
   return {up(fp4_blocks(rows), 4), up(cols, 128)};

@@ -34,6 +34,12 @@ struct Rows {
   operator ConstRows() const { return {data, element, rows, cols, stride}; }
 };
 
+/// Sizes of a contiguous matrix that a kernel lays out, padding and all.
+struct MatrixShape {
+  size_t rows = 0, cols = 0;
+  constexpr size_t size() const { return rows * cols; }
+};
+
 /// A contiguous vector, such as a parameter. `data` is null where an optional operand is absent.
 struct ConstVector {
   const void* data = nullptr;

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "kernels/quantize.h"
+#include "support/block_codes.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 #include "support/thread_pool.h"
@@ -30,16 +31,10 @@ using kernels::Fp8BlockScaling;
 using kernels::Fp8BlockShape;
 using kernels::Fp8Format;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr Fp8BlockShape kShapes[] = {Fp8BlockShape::row, Fp8BlockShape::column,
                                      Fp8BlockShape::square};
 
-struct Quantized {
-  std::vector<uint8_t> codes[3];
-  std::vector<float> scales[3];
-  float amax = -1.0f;
-};
+using Quantized = BlockCodes<float, 3>;
 
 /// Runs `quantize` for the shapes whose bits are set in `wanted`: of rows 1, of columns 2, of
 /// squares 4.
@@ -49,7 +44,7 @@ Quantized run(Function&& quantize, ConstRows x, const Fp8BlockScaling& scaling, 
   kernels::Fp8BlockOutput outputs[3];
   for (const int i : {0, 1, 2}) {
     if ((wanted & (1 << i)) == 0) continue;
-    result.codes[i].assign(x.rows * x.cols, 0xA5);
+    result.codes[i].assign(x.rows * x.cols, kUnwritten);
     result.scales[i].assign(kernels::fp8_block_scales(kShapes[i], x.rows, x.cols).size(), -1.0f);
     outputs[i] = {result.codes[i].data(), result.scales[i].data()};
   }
@@ -60,21 +55,7 @@ Quantized run(Function&& quantize, ConstRows x, const Fp8BlockScaling& scaling, 
 ::testing::AssertionResult is_right(ConstRows x, const Fp8BlockScaling& scaling, int wanted) {
   const Quantized got = run(kernels::cpu::fp8_block_quantize, x, scaling, wanted),
                   expected = run(kernels::fp8_block_quantize_reference, x, scaling, wanted);
-  if (std::bit_cast<uint32_t>(got.amax) != std::bit_cast<uint32_t>(expected.amax)) {
-    return ::testing::AssertionFailure()
-           << "amax: expected " << expected.amax << ", got " << got.amax;
-  }
-  for (const int i : {0, 1, 2}) {
-    auto scales = same_bits<float>(got.scales[i], expected.scales[i]);
-    if (!scales) return scales << " in the scales of shape " << i;
-    auto codes = same_bits<uint8_t>(got.codes[i], expected.codes[i]);
-    if (!codes) return codes << " in the codes of shape " << i;
-  }
-  return ::testing::AssertionSuccess();
-}
-
-ConstRows one_row(const std::vector<float>& x) {
-  return {x.data(), Element::float32, 1, x.size(), x.size()};
+  return same(got, expected);
 }
 
 TEST(Fp8BlockScales, ArePadded) {
@@ -220,18 +201,14 @@ TEST_P(Fp8Block, DequantizesEveryShape) {
 
 #if defined(__x86_64__)
 TEST_P(Fp8Block, IgnoresFlushToZeroOfTheCaller) {
-  std::vector<float> x;
-  for (int i = -600; i < 600; ++i) x.push_back(static_cast<float>(i) * 1e-41f);
+  const std::vector<float> x = denormals();
   const ConstRows view{x.data(), Element::float32, 40, 30, 30};
   const Quantized expected = run(kernels::fp8_block_quantize_reference, view, scaling(), 3);
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);
   const Quantized got = run(kernels::cpu::fp8_block_quantize, view, scaling(), 3);
   _mm_setcsr(before);
-  for (const int i : {0, 1}) {
-    EXPECT_TRUE(same_bits<float>(got.scales[i], expected.scales[i]));
-    EXPECT_TRUE(same_bits<uint8_t>(got.codes[i], expected.codes[i]));
-  }
+  EXPECT_TRUE(same(got, expected));
 }
 #endif
 

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <optional>
 
+#include "support/block_codes.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 #include "support/thread_pool.h"
@@ -29,14 +30,7 @@ using kernels::Fp8Format;
 using kernels::MxDirection;
 using kernels::Mxfp8Scaling;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr uint8_t kMark = 0xA5;
-
-struct Quantized {
-  std::vector<uint8_t> codes[2], scales[2];  // row, column
-  float amax = -1.0f;
-};
+using Quantized = BlockCodes<uint8_t, 2>;  // row, column
 
 /// Runs `quantize` with both outputs, the row's alone (1) or the column's alone (2).
 template <typename Function>
@@ -46,8 +40,8 @@ Quantized run(Function&& quantize, ConstRows x, const Mxfp8Scaling& scaling, int
   for (const int i : {0, 1}) {
     if ((wanted & (1 << i)) == 0) continue;
     const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
-    result.codes[i].assign(x.rows * x.cols, kMark);
-    result.scales[i].assign(shape.size(), kMark);
+    result.codes[i].assign(x.rows * x.cols, kUnwritten);
+    result.scales[i].assign(shape.size(), kUnwritten);
     outputs[i] = {result.codes[i].data(), result.scales[i].data()};
   }
   quantize(x, scaling, outputs[0], outputs[1], &result.amax);
@@ -60,25 +54,6 @@ Quantized quantize(ConstRows x, const Mxfp8Scaling& scaling, int wanted = 3) {
 
 Quantized reference(ConstRows x, const Mxfp8Scaling& scaling, int wanted = 3) {
   return run(kernels::mxfp8_quantize_reference, x, scaling, wanted);
-}
-
-::testing::AssertionResult same(const Quantized& got, const Quantized& expected) {
-  if (std::bit_cast<uint32_t>(got.amax) != std::bit_cast<uint32_t>(expected.amax)) {
-    return ::testing::AssertionFailure()
-           << "amax: expected " << expected.amax << ", got " << got.amax;
-  }
-  for (const int i : {0, 1}) {
-    const char* direction = i == 0 ? "row " : "column ";
-    auto scales = same_bits<uint8_t>(got.scales[i], expected.scales[i]);
-    if (!scales) return scales << " in the scales by " << direction;
-    auto codes = same_bits<uint8_t>(got.codes[i], expected.codes[i]);
-    if (!codes) return codes << " in the codes by " << direction;
-  }
-  return ::testing::AssertionSuccess();
-}
-
-ConstRows one_row(const std::vector<float>& x) {
-  return {x.data(), Element::float32, 1, x.size(), x.size()};
 }
 
 TEST(E8m0, EdgeCases) {
@@ -338,8 +313,7 @@ TEST_P(Mxfp8, DequantizesEveryShape) {
 
 #if defined(__x86_64__)
 TEST_P(Mxfp8, IgnoresFlushToZeroOfTheCaller) {
-  std::vector<float> x;
-  for (int i = -600; i < 600; ++i) x.push_back(static_cast<float>(i) * 1e-41f);
+  const std::vector<float> x = denormals();
   const ConstRows view{x.data(), Element::float32, 40, 30, 30};
   const Quantized expected = reference(view, {format()});
   std::vector<float> expected_y, y(x.size());

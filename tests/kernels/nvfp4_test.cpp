@@ -11,6 +11,7 @@
 #include <numeric>
 #include <optional>
 
+#include "support/block_codes.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 #include "support/thread_pool.h"
@@ -28,8 +29,6 @@ using kernels::Element;
 using kernels::Fp4Direction;
 using kernels::Fp4Scaling;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr Fp4Direction kDirections[] = {Fp4Direction::row, Fp4Direction::column};
 
 const Fp4Scaling kScalings[] = {
@@ -40,10 +39,7 @@ const Fp4Scaling kScalings[] = {
     {.rotates_columns = true, .stochastic = true, .seed = 5},
 };
 
-struct Quantized {
-  std::vector<uint8_t> codes[2], scales[2];
-  float amaxes[2] = {-1, -1}, amax = -1;
-};
+using Quantized = BlockCodes<uint8_t, 2>;
 
 /// Runs `quantize` for the directions whose bits are set in `wanted`: rows 1, columns 2.
 template <typename Function>
@@ -53,26 +49,13 @@ Quantized run(Function&& quantize, ConstRows x, const Fp4Scaling& scaling, int w
   for (const int i : {0, 1}) {
     if ((wanted & (1 << i)) == 0) continue;
     result.codes[i].assign(kernels::fp4_code_shape(kDirections[i], x.rows, x.cols).size() + 1,
-                           0xA5);
-    result.scales[i].assign(kernels::fp4_scale_shape(kDirections[i], x.rows, x.cols).size(), 0xA5);
+                           kUnwritten);
+    result.scales[i].assign(kernels::fp4_scale_shape(kDirections[i], x.rows, x.cols).size(),
+                            kUnwritten);
     outputs[i] = {result.codes[i].data(), result.scales[i].data(), &result.amaxes[i]};
   }
   quantize(x, scaling, outputs[0], outputs[1], &result.amax);
   return result;
-}
-
-::testing::AssertionResult same(const Quantized& got, const Quantized& expected) {
-  const float amaxes[] = {got.amax, got.amaxes[0], got.amaxes[1]},
-              wanted[] = {expected.amax, expected.amaxes[0], expected.amaxes[1]};
-  auto amax = same_bits<float>(amaxes, wanted);
-  if (!amax) return amax << " of the amaxes";
-  for (const int i : {0, 1}) {
-    auto scales = same_bits<uint8_t>(got.scales[i], expected.scales[i]);
-    if (!scales) return scales << " in the scales of direction " << i;
-    auto codes = same_bits<uint8_t>(got.codes[i], expected.codes[i]);
-    if (!codes) return codes << " in the codes of direction " << i;
-  }
-  return ::testing::AssertionSuccess();
 }
 
 ::testing::AssertionResult is_right(ConstRows x, const Fp4Scaling& scaling, int wanted = 3) {
@@ -284,8 +267,7 @@ TEST_P(Nvfp4, DequantizesEveryShape) {
 
 #if defined(__x86_64__)
 TEST_P(Nvfp4, IgnoresFlushToZeroOfTheCaller) {
-  std::vector<float> x;
-  for (int i = -600; i < 600; ++i) x.push_back(static_cast<float>(i) * 1e-41f);
+  const std::vector<float> x = denormals();
   const ConstRows view{x.data(), Element::float32, 40, 30, 30};
   for (const Fp4Scaling& scaling : kScalings) {
     const Quantized expected = run(kernels::nvfp4_quantize_reference, view, scaling);

@@ -1,5 +1,6 @@
 #include "kernels/fp8_block.h"
 
+#include "kernels/cpu/padding.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
 
@@ -188,24 +189,14 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
-namespace {
-
 HWY_EXPORT(quantize);
 HWY_EXPORT(dequantize_blocks);
-
-/// Zeros what lies behind the `cols` first scales of each row.
-void clear_padding(float* scales, const Fp8BlockScales& shape, size_t cols) {
-  if (scales == nullptr) return;
-  for (size_t r = 0; r < shape.rows; ++r)
-    std::fill_n(scales + r * shape.cols + cols, shape.cols - cols, 0.0f);
-}
-
-}  // namespace
 
 void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
                         Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
   const auto clear = [&](Fp8BlockShape shape, const Fp8BlockOutput& out, size_t cols) {
-    clear_padding(out.dequant_scale, fp8_block_scales(shape, x.rows, x.cols), cols);
+    const MatrixShape scales = fp8_block_scales(shape, x.rows, x.cols);
+    clear_padding(out.dequant_scale, scales, scales.rows, cols);
   };
   clear(Fp8BlockShape::row, row, x.rows);
   clear(Fp8BlockShape::column, column, x.cols);

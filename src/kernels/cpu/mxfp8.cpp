@@ -1,5 +1,6 @@
 #include "kernels/mxfp8.h"
 
+#include "kernels/cpu/padding.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
 
@@ -63,20 +64,8 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
-namespace {
-
 HWY_EXPORT(quantize);
 HWY_EXPORT(dequantize_blocks);
-
-/// Zeros what lies behind [rows, cols] of a scale tensor.
-void clear_padding(uint8_t* scales, const MxScaleShape& shape, size_t rows, size_t cols) {
-  if (scales == nullptr) return;
-  for (size_t r = 0; r < rows && cols < shape.cols; ++r)
-    std::fill_n(scales + r * shape.cols + cols, shape.cols - cols, uint8_t{0});
-  std::fill_n(scales + rows * shape.cols, (shape.rows - rows) * shape.cols, uint8_t{0});
-}
-
-}  // namespace
 
 void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
                     float* amax) {
