@@ -448,7 +448,11 @@ class NVFP4Quantizer(Quantizer):
         )
         options = {"2d": with_2d_quantization, "rht": with_rht, "sr": stochastic_rounding}
         super().__init__("nvfp4" + "".join([f":{name}=1" for name, value in options.items() if value]), rowwise, columnwise)
-        self.stochastic_rounding = stochastic_rounding
+
+    @property
+    def stochastic_rounding(self) -> bool:
+        """Whether codes are rounded up or down by chance."""
+        return ":sr=1" in self.text
 
     def quantize(self, x: torch.Tensor) -> QuantizedTensor:
         seed = torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None

@@ -239,6 +239,34 @@ def test_state_dict_keys_are_parameter_names():
     assert "1.weight" in missing
 
 
+def test_extra_state_of_a_class_of_the_users_own_goes_round():
+    class Counting(ops.GELU):
+        count = 0
+
+        def get_extra_state(self):
+            return torch.tensor([self.count])
+
+        def set_extra_state(self, state):
+            self.count = int(state)
+
+    first, second = ops.Sequential(Counting()), ops.Sequential(Counting())
+    first[0].count = 5
+    assert list(first.state_dict()) == ["0._extra_state"]
+    second.load_state_dict(first.state_dict())
+    assert second[0].count == 5
+
+
+def test_reset_parameters_of_a_class_of_the_users_own_draws_at_construction_too():
+    class Ones(ops.Linear):
+        def reset_parameters(self):
+            torch.nn.init.ones_(self.weight)
+
+    assert Ones(4, 3).weight.eq(1).all()
+    meta = Ones(4, 3, device="meta")
+    meta(torch.randn(2, 4))  # the first call makes its parameters
+    assert meta.weight.eq(1).all()
+
+
 def test_state_dicts_of_transformer_engine_load_and_extra_state_is_never_read(recwarn):
     state = {
         "0.weight": torch.full((4,), 2.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 
 import pytest
@@ -314,7 +315,10 @@ def test_other_arguments_and_paths_are_told():
 # Whatever else the constructor takes.
 
 
-def test_weights_are_drawn_under_the_tracker_that_is_given():
+@pytest.mark.parametrize(
+    "make", [functools.partial(ops.GroupedLinear, 2, 4, 3), functools.partial(ops.BasicLinear, 4, 3), functools.partial(ops.Linear, 4, 3)]
+)
+def test_weights_are_drawn_under_the_tracker_that_is_given(make):
     class Tracker:
         @contextlib.contextmanager
         def fork(self):
@@ -323,8 +327,12 @@ def test_weights_are_drawn_under_the_tracker_that_is_given():
                 yield
 
     state = torch.get_rng_state()
-    first, second = (ops.GroupedLinear(2, 4, 3, rng_state_tracker_function=Tracker) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), state) and torch.equal(first.weight1, second.weight1)
+    first, second = (make(rng_state_tracker_function=Tracker) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    meta = make(device="meta", rng_state_tracker_function=Tracker).to_empty(device="cpu")
+    meta.reset_parameters()
+    assert torch.equal(torch.get_rng_state(), state) and all(map(torch.equal, first.parameters(), meta.parameters()))
 
 
 def test_state_dicts_of_packed_weights_load_into_others_and_back():

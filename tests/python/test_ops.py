@@ -1,5 +1,6 @@
 """Every op against a float64 reference."""
 
+import functools
 import re
 
 import pytest
@@ -296,8 +297,16 @@ BAD_ARGUMENTS = [
     (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=True), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
     (lambda: ops.GELU(cache_quantized_input=2), ValueError, "GELU: expected cache_quantized_input to be True or False, got 2"),
 ]
-BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, rng_state_tracker_function=id), NotImplementedError, "Linear: expected rng_state_tracker_function="))
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, tensor_parallel_mode="rows"), ValueError, 'Linear: expected tensor_parallel_mode None, "column" or'))
+for name, make in {
+    "BasicLinear": lambda dtype: ops.BasicLinear(4, 4, dtype=dtype), "Bias": lambda dtype: ops.Bias(4, dtype=dtype),
+    "GroupedLinear": lambda dtype: ops.GroupedLinear(2, 4, 4, dtype=dtype), "RMSNorm": lambda dtype: ops.RMSNorm(4, dtype=dtype),
+}.items():  # fmt: skip
+    for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
+        text = f"{name}: expected dtype to be torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype}. Parameters have one of these"
+        BAD_ARGUMENTS.append((functools.partial(make, dtype), ValueError, text))
+BAD_ARGUMENTS.append((lambda: type("P", (ops.BasicOperation,), {})(), TypeError, "P: expected a forward, op_forward_compute and op_forward_save_ctx, or op_forward(ctx, ...), got"))
+BAD_ARGUMENTS.append((lambda: ops.GroupedLinear(0, 4, 4), ValueError, "GroupedLinear: expected num_groups to be a whole number > 0, got 0. Give the number of weights."))
 BAD_ARGUMENTS.append((lambda: ops.BasicLinear(0, 4), ValueError, "BasicLinear: expected in_features to be a whole number > 0, got 0"))
 BAD_ARGUMENTS.append(
     (
@@ -307,7 +316,6 @@ BAD_ARGUMENTS.append(
     )
 )
 for argument, value in [
-    ("rng_state_tracker_function", id),
     ("userbuffers_options", {"comm_name": "qkv"}),
 ]:
     BAD_ARGUMENTS.append(

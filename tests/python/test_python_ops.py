@@ -219,11 +219,9 @@ def test_a_subclass_replaces_the_style_of_its_base():
 
 def test_methods_that_are_missing_say_so():
     x = torch.ones(1, requires_grad=True)
-    empty, fused = define()(), type("Fused", (ops.FusedOperation,), {})([ops.GELU()])
-    with pytest.raises(NotImplementedError, match="Mine: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and"):
-        empty.op_forward(ops.OperationContext(), x)
-    with pytest.raises(NotImplementedError, match="Mine: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_c"):
-        empty.fuser_forward([ops.OperationContext()], x)
+    fused = type("Fused", (ops.FusedOperation,), {})([ops.GELU()])
+    with pytest.raises(TypeError, match=r"Mine: expected a forward, op_forward_compute and op_forward_save_ctx, or op_forward\(ctx, ...\), got a class without"):
+        define()()
     with pytest.raises(NotImplementedError, match="Fused: expected a forward written in Python, got none. Define fuser_forward, or fuser_forward_c"):
         fused.fuser_forward([], x, basic_op_extra_inputs=[], basic_op_kwargs=[])
     with pytest.raises(NotImplementedError, match="Fused: expected a backward written in Python, got none. Define fuser_backward"):
@@ -232,6 +230,8 @@ def test_methods_that_are_missing_say_so():
     with pytest.raises(NotImplementedError, match="Mine: expected a backward written in Python, got none. Define op_backward"):
         forward_only(x).sum().backward()
     fuser_only = define(fuser_forward=lambda self, ctxs, input_, **_: (input_ * 1, [()]))()
+    with pytest.raises(NotImplementedError, match="Mine: expected a forward written in Python, got none. Define op_forward, or op_forward_compute and"):
+        fuser_only.op_forward(ops.OperationContext(), x)
     with pytest.raises(NotImplementedError, match="Mine: expected a backward written in Python, got none. Define fuser_backward"):
         fuser_only(x).sum().backward()
 

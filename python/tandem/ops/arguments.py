@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +42,11 @@ def at_default(op: str, default: Any = None, /, **arguments: Any) -> None:
             raise NotImplementedError(f"{op}: expected {name}={default!r}, got {value!r}. This version knows the default only.")
 
 
+def drawing(rng_state_tracker_function: Callable[[], Any] | None) -> AbstractContextManager[Any]:
+    """In which weights are drawn: the `fork()` of what the function returns; without one the global generator draws."""
+    return contextlib.nullcontext() if rng_state_tracker_function is None else rng_state_tracker_function().fork()
+
+
 def whole(value: Any) -> int | None:
     """`value` as an int where it is a whole number, of numpy too; None where it is none. A bool is none."""
     if isinstance(value, bool):
@@ -50,11 +57,24 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def positive(op: str, name: str, value: int) -> int:
+_PARAMETER_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def parameter_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """`dtype` of parameters, which must be one that products and norms compute in; None: torch's default."""
+    if dtype is not None and dtype not in _PARAMETER_DTYPES:
+        raise ValueError(
+            f"{op}: expected dtype to be torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype!r}. Parameters have one of these; "
+            "recipes quantize them."
+        )
+    return dtype
+
+
+def positive(op: str, name: str, value: int, cure: str = "Give the size of the last dimension.") -> int:
     """`value`, which must be a positive whole number."""
     number = whole(value)
     if number is None or number <= 0:
-        raise ValueError(f"{op}: expected {name} to be a whole number > 0, got {value!r}. Give the size of the last dimension.")
+        raise ValueError(f"{op}: expected {name} to be a whole number > 0, got {value!r}. {cure}")
     return number
 
 

@@ -59,10 +59,10 @@ class FusionHandle:
         self.remove()
 
 
-def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
+def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a fusion of forward.
 
-    `func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
+    `op_fusion_func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
     list with `FusedOperation` objects in place of the runs that they replace. It may not call the pipeline that is planned, and what it
     returns depends on nothing but the ops and the recipe.
 
@@ -76,14 +76,14 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> Fusi
     - Where no gradient is wanted (`ctx.requires_grad` is False) it saves nothing.
 
     Args:
-        func: the function.
+        op_fusion_func: the function.
         prepend: whether it is asked before those registered so far.
     """
-    return _register("forward", func, prepend)
+    return _register("forward", op_fusion_func, prepend)
 
 
-def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of backward. `func` is called as that of `register_forward_fusion` is.
+def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
+    """Registers a fusion of backward. `op_fusion_func` is called as that of `register_forward_fusion` is.
 
     The contract of a fused op here: interchangeable with the backward of the ops it covers, whose forwards ran by themselves.
 
@@ -95,14 +95,14 @@ def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> Fus
     - It does not run, and the ops' own backward does, where some of these gradients are not asked for and others cannot be had without.
 
     Args:
-        func: the function.
+        op_fusion_func: the function.
         prepend: whether it is asked before those registered so far.
     """
-    return _register("backward", func, prepend)
+    return _register("backward", op_fusion_func, prepend)
 
 
-def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionHandle:
-    """Registers a fusion of both directions. `func` is called as that of `register_forward_fusion` is.
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
+    """Registers a fusion of both directions. `op_fusion_func` is called as that of `register_forward_fusion` is.
 
     The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
 
@@ -111,10 +111,10 @@ def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False
     - It comes first: ops that it covers are left to no other fusion.
 
     Args:
-        func: the function.
+        op_fusion_func: the function.
         prepend: whether it is asked before those registered so far.
     """
-    return _register("joint", func, prepend)
+    return _register("joint", op_fusion_func, prepend)
 
 
 def name_of(function: FusionFunction) -> str:
@@ -126,7 +126,7 @@ def name_of(function: FusionFunction) -> str:
 def _register(pass_name: str, function: FusionFunction, prepend: bool) -> FusionHandle:
     register = f"register_{_PASSES[pass_name]}_fusion"
     if not callable(function):
-        raise TypeError(f"{register}: expected a function over the op list, got {type(function).__name__}. Pass func(ops, *, recipe).")
+        raise TypeError(f"{register}: expected a function over the op list, got {type(function).__name__}. Pass op_fusion_func(ops, *, recipe).")
     if function in _functions[pass_name]:
         raise ValueError(f"{register}: expected a new function, got {name_of(function)}, which is registered. Remove its handle first.")
     _functions[pass_name].insert(0 if prepend else len(_functions[pass_name]), function)

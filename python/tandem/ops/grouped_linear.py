@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from tandem.ops import main_grad
-from tandem.ops.arguments import Fixed, flag, positive
+from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Delayed
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
@@ -81,13 +80,14 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        self.num_groups = positive("GroupedLinear", "num_groups", num_groups)
+        self.num_groups = positive("GroupedLinear", "num_groups", num_groups, "Give the number of weights.")
         self.in_features = positive("GroupedLinear", "in_features", in_features)
         self.out_features = positive("GroupedLinear", "out_features", out_features)
         self.single_grouped_weight = flag("GroupedLinear", "single_grouped_weight", single_grouped_weight)
         self.single_grouped_bias = flag("GroupedLinear", "single_grouped_bias", single_grouped_bias)
         self._wgrad_accumulation_and_reduce_hooks: list[Callable[[], Any]] = []
         names: list[str] = []
+        dtype = parameter_dtype("GroupedLinear", dtype)
 
         def make(name: str, is_single: bool, *shape: int) -> None:
             for own in [name] if is_single else [f"{name}{group}" for group in range(self.num_groups)]:
@@ -108,8 +108,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
     def reset_parameters(self) -> None:
         """Draws the weights from U(-1/sqrt(in_features), 1/sqrt(in_features)), those of the first group first, and sets biases to zero."""
         bound = 1 / math.sqrt(self.in_features)
-        drawing = self._rng_state_tracker_function().fork() if self._rng_state_tracker_function is not None else contextlib.nullcontext()
-        with drawing:
+        with drawing(self._rng_state_tracker_function):
             for name in self._main_grad_names:
                 torch.nn.init.uniform_(getattr(self, name), -bound, bound)
         for name in self._parameter_names[len(self._main_grad_names) :]:

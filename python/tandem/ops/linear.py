@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Self
 
-from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
@@ -43,7 +43,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: Any = None,
         sequence_parallel: bool = False,
-        rng_state_tracker_function: Any = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
@@ -56,14 +56,16 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
             dtype: of the parameter; None: `torch.get_default_dtype()`.
             tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for `Linear`. The collectives are ops of the pipeline before and
                 behind this one.
-            rng_state_tracker_function: None; no other value is known yet.
+            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weight is drawn; None: the global generator
+                draws.
             userbuffers_options: None or empty; no other value is known yet.
             accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
                 returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
                 gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
         """
         super().__init__()
-        at_default("BasicLinear", rng_state_tracker_function=rng_state_tracker_function, userbuffers_options=userbuffers_options or None)
+        at_default("BasicLinear", userbuffers_options=userbuffers_options or None)
+        self._rng_state_tracker_function = rng_state_tracker_function
         before, after, size = collectives("BasicLinear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self._put_around(before, after)
         self.tensor_parallel_mode = tensor_parallel_mode if size > 1 else None
@@ -76,13 +78,15 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
             self.local_out_features = share("BasicLinear", "out_features", self.out_features, size)
         elif size > 1:
             self.local_in_features = share("BasicLinear", "in_features", self.in_features, size)
-        self.weight = torch.nn.Parameter(torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype))
+        sizes = (self.local_out_features, self.local_in_features)
+        self.weight = torch.nn.Parameter(torch.empty(sizes, device=device, dtype=parameter_dtype("BasicLinear", dtype)))
         self._give_first_values()
 
     def reset_parameters(self) -> None:
         """Draws `weight` from U(-1/sqrt(local_in_features), 1/sqrt(local_in_features))."""
-        for weight in self._parts_of("weight"):
-            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        with drawing(self._rng_state_tracker_function):
+            for weight in self._parts_of("weight"):
+                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
     @property
     def tensor_parallel_group(self) -> Any:
@@ -175,7 +179,7 @@ class Bias(JoinedMixin, DeferredMixin, BasicOperation):
         self.tensor_parallel, self.tensor_parallel_size = ranks > 1, ranks
         self.size = positive("Bias", "size", size)
         self.local_size = share("Bias", "size", self.size, ranks)
-        self.bias = torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=parameter_dtype("Bias", dtype)))
         self._group_name = None if group is None else group.group_name  # by which copies find it
         self._give_first_values()
 
@@ -228,7 +232,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         tensor_parallel_mode: str | None = None,
         tensor_parallel_group: Any = None,
         sequence_parallel: bool = False,
-        rng_state_tracker_function: Any = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         parameters_split: Split | None = None,
     ) -> None:
@@ -245,12 +249,12 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
             tensor_parallel_group: the ranks; None: all processes.
             sequence_parallel: with a mode: the ranks share the first dimension outside: x is gathered before a column-parallel product, y
                 scattered behind a row-parallel one.
-            rng_state_tracker_function: None; no other value is known yet.
+            rng_state_tracker_function: what returns an object whose `fork()` is a context in which the weight is drawn; None: the global generator
+                draws.
             accumulate_into_main_grad: as for `BasicLinear`; False with `parameters_split`.
             parameters_split: the output features as parts, in order: their sizes by name, or names of parts of equal size. Each part has
                 parameters of its own, in one memory behind each other, so that they run as one product without a copy. None: one part without a name.
         """
-        at_default("Linear", rng_state_tracker_function=rng_state_tracker_function)
         before, after, size = collectives("Linear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         local_in, local_out = positive("Linear", "in_features", in_features), positive("Linear", "out_features", out_features)
         if size > 1 and tensor_parallel_mode == "column":
@@ -266,7 +270,14 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
                     "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
                     "Build one Linear for each part."
                 )
-        linear = BasicLinear(local_in, local_out, device=device, dtype=dtype, accumulate_into_main_grad=accumulate_into_main_grad)
+        linear = BasicLinear(
+            local_in,
+            local_out,
+            device=device,
+            dtype=dtype,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
         added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = int(in_features), int(out_features)
@@ -283,7 +294,9 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         if not added:
             self._lack("bias", "bias=False", "bias=True")
         self._own_around((linear, *added), before, after)
-        self.__dict__["_deferred"] = next(self.parameters()).is_meta  # else the parts have drawn
+        self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
+        if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
+            self.reset_parameters()  # where it is this class's, the parts have drawn
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
         """Makes the rows of each op's parameter parameters of their own."""

@@ -13,14 +13,14 @@ from tandem.ops.places import Place
 Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
 
 
-def modes(op: str, places: Sequence[Place]) -> tuple[Mode, ...]:
+def modes(places: Sequence[Place]) -> tuple[Mode, ...]:
     """How the gradients of these parameters are given back in a call. Raises RuntimeError where a parameter has no `main_grad`."""
     if not torch.is_grad_enabled():
         return (None,) * len(places)
     found: list[Mode] = []
     overwriting: list[Any] = []
     for module, name in places:
-        param = getattr(module, name)
+        param, op = getattr(module, name), type(module).__name__
         if not param.requires_grad:
             found.append(None)
             continue

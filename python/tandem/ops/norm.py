@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tandem.ops.arguments import check_margin, normalized_sizes
+from tandem.ops.arguments import check_margin, normalized_sizes, parameter_dtype
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
@@ -44,6 +44,7 @@ class _Norm(DeferredMixin, BasicOperation):
         check_margin(name, sm_margin)
         self.normalized_shape, self.elementwise_affine = normalized_sizes(name, normalized_shape), True
         self.eps = eps
+        dtype = parameter_dtype(name, dtype)
         self.zero_centered_gamma = zero_centered_gamma
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)))

@@ -169,7 +169,7 @@ class Prepared:
 
     def modes(self) -> Modes:
         """How a call gives back the gradients that go into a main_grad, and which it leaves for later."""
-        found = main_grad.modes("Linear", self.main_grad_places) if self.main_grad_places else ()
+        found = main_grad.modes(self.main_grad_places) if self.main_grad_places else ()
         for index, own in self._main_grads.items():
             alike = {found[self.main_grad_params.index(at)] for at in own}
             if len(alike) > 1:

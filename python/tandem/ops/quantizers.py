@@ -7,9 +7,25 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem._quantize import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, Quantizer
+from tandem._quantize import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
 _MODES = ("forward", "backward")
+# By how the name of a format begins.
+_KINDS: tuple[tuple[str, type[Quantizer]], ...] = (
+    ("fp8_1x128", Float8BlockQuantizer),
+    ("fp8_128x128", Float8BlockQuantizer),
+    ("mxfp8", MXFP8Quantizer),
+    ("nvfp4", NVFP4Quantizer),
+    ("fp8", Float8CurrentScalingQuantizer),
+    ("", Quantizer),
+)
 _DELAYED = {"forward": "fp8_e4m3:delayed", "backward": "fp8_e5m2:delayed"}  # of a state outside of the regions of its recipe
 
 
@@ -29,8 +45,7 @@ def quantizer_of(op: Any, mode: str, index: int) -> Quantizer | None:
         text = _DELAYED[mode]
     else:
         return None
-    kinds = {"fp8": Float8CurrentScalingQuantizer, "mxfp8": MXFP8Quantizer}
-    kind = Float8Quantizer if ":delayed" in text else kinds.get(text.partition("_")[0], Quantizer)
+    kind = Float8Quantizer if ":delayed" in text else next(kind for begin, kind in _KINDS if text.startswith(begin))
     made: Quantizer = kind.__new__(kind)
     made.text, made.rowwise, made.columnwise = text, True, True
     if isinstance(made, Float8Quantizer):

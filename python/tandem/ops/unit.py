@@ -152,7 +152,8 @@ class Unit(torch.nn.Module):
             save_parts(self._parameters, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        drop_extra_state(state_dict, prefix + _EXTRA_STATE)
+        if type(self).set_extra_state is torch.nn.Module.set_extra_state:  # else it is the class's own
+            drop_extra_state(state_dict, prefix + _EXTRA_STATE)
         prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
         with self._listing_parameters():
             load_parts(self._parameters, state_dict, prefix)
@@ -206,6 +207,11 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
     def __init__(self) -> None:
         """Makes an op whose extra inputs and outputs are arguments and results of its pipeline."""
+        if not self._kind and not self._styles:
+            raise TypeError(
+                f"{type(self).__name__}: expected a forward, op_forward_compute and op_forward_save_ctx, or op_forward(ctx, ...), got a class "
+                "without one. Define it, and op_backward."
+            )
         super().__init__()
         self._init_channels(self.num_extra_inputs, self.num_extra_outputs)
 
