@@ -55,7 +55,7 @@ def cases(dtype: torch.dtype) -> list[Case]:
     n = ROWS * HIDDEN
     new = lambda *shape: torch.randn(*shape, dtype=torch.float32).to(dtype)  # noqa: E731
     w, b, b2 = new(HIDDEN), new(HIDDEN), new(2 * HIDDEN)
-    seed = torch.tensor(1234)
+    seed, mask = torch.tensor(1234), torch.rand(ROWS, HIDDEN) >= 0.1
     x0 = new(ROWS, HIDDEN)
     inv_rms, mean, inv_std = norm_statistics(x0)
     torch_mean, torch_rstd = torch.native_layer_norm(x0, [HIDDEN], w, b, 1e-5)[1:]
@@ -84,6 +84,8 @@ def cases(dtype: torch.dtype) -> list[Case]:
              2 * n, n, n, True),
         Case("dropout+add", pair, lambda x, r: op.dropout_add(x, None, seed, 0.1, r), lambda x, r: F.dropout(x, 0.1) + r, 2 * n, n, n),
         Case("bias+dropout+add", pair, lambda x, r: op.dropout_add(x, b, seed, 0.1, r), lambda x, r: F.dropout(x + b, 0.1) + r, 2 * n, n, n),
+        Case("dropout backward + bias", lambda: (new(ROWS, HIDDEN),), lambda g: op.dropout_backward_bias(g, seed, 0.1, g.dtype, [True, True]),
+             lambda g: (lambda gx: (gx, gx.sum(0)))(torch.ops.aten.native_dropout_backward(g, mask, 1 / 0.9)), n, n, n),
         Case("add+rms_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, None, 1e-5, False, [True]),
              lambda x, r: (lambda s: (s, F.rms_norm(s, (HIDDEN,), w, 1e-5)))(x + r), 2 * n, 2 * n, n),
         Case("add+layer_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, b, 1e-5, False, [True]),

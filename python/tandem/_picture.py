@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -18,8 +19,14 @@ def step_times(profile: Any) -> dict[str, float]:
     if profile is None:
         return {}
     if isinstance(profile, Mapping):
-        if all(isinstance(name, str) and isinstance(time, Real) and not isinstance(time, bool) and time >= 0 for name, time in profile.items()):
-            return {name: float(time) for name, time in profile.items()}
+        if all(isinstance(name, str) and isinstance(time, Real) and not isinstance(time, bool) and not time < 0 for name, time in profile.items()):
+            times = {name: float(time) for name, time in profile.items()}
+            if endless := [name for name, time in times.items() if not math.isfinite(time)]:
+                raise ValueError(
+                    f"explain: expected profile to give {endless[0]} a finite number of microseconds, got {times[endless[0]]}. Leave out steps that "
+                    "were not measured."
+                )
+            return times
     elif hasattr(profile, "key_averages"):
         totals = {event.key: (getattr(event, "device_time_total", 0) or event.cpu_time_total, event.count) for event in profile.key_averages()}
         return {name: total / count for name, (total, count) in totals.items() if count}

@@ -119,6 +119,9 @@ class Call {
   const ListRange& write_list(size_t list) const { return step_.write_lists[list]; }
   /// What the step mutates.
   const at::Tensor& mutated(size_t place) const { return frame_.tensor(step_.mutates[place]); }
+  /// Places of what a fused step mutates for a member, by FusedRun::mutates: none where nobody asks
+  /// for it.
+  ListRange mutated_for(size_t effect) const { return step_.effects[effect].mutates; }
 
   bool wants(size_t write) const { return exists(step_.writes[write]); }
   /// The type that the plan gives to a write.

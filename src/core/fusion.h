@@ -18,6 +18,10 @@ namespace tandem {
 struct MemberOperand {
   uint32_t member;
   std::string_view name;
+  /// In backward of a joint fusion: as which steps of the op read it, alternatives separated by
+  /// '|'. Where none of them is there, and where none is named, it is what forward knows by the
+  /// name: numbers, where a step may read their codes.
+  std::string_view step = {};
 };
 
 /// As an operand's name, which no op can give: the one read of a member that no member writes, such
@@ -95,8 +99,11 @@ constexpr const char* pass_name(Pass pass) {
 struct FusedRun {
   std::vector<MemberOperand> reads, writes;
   Run run = nullptr;
-  /// Members all of whose mutations the fused step performs, in this order.
+  /// Members all of whose mutations the fused step performs, in this order: its `effects`. In
+  /// backward of a joint fusion they are those of all steps of the member's op.
   std::vector<uint32_t> mutates = {};
+  /// What steps that it replaces quantize by themselves, in groups: its `quantizers`.
+  std::vector<MemberOperand> quantizes = {};
 };
 
 /// A fusion is legal exactly when it writes every value that is demanded outside the run, performs

@@ -59,6 +59,12 @@ struct ListRange {
   uint32_t first = 0, count = 0;
 };
 
+/// What a fused step does to memory in the place of a member: ranges of its `mutates` and
+/// `absorbs`.
+struct Effect {
+  ListRange mutates, absorbs;
+};
+
 /// The implementations that a step has taken, in any call: for `explain`. Any thread may add to it;
 /// a copy is another step, which has taken none.
 class Taken {
@@ -101,6 +107,9 @@ struct Step {
   /// Of a step of backward: arguments of the plan whose gradients go into what it mutates. It runs
   /// where one of them is asked for.
   std::vector<uint32_t> absorbs;
+  /// Of a fused step, by FusedRun::mutates. One does nothing where nobody asks for what it
+  /// absorbs.
+  std::vector<Effect> effects;
   std::vector<Part> covers;
   /// Of one that runs again: what it covers in forward.
   std::vector<Part> repeats;
@@ -109,7 +118,7 @@ struct Step {
   /// One per op that the step covers, in op order; one for a quantize step.
   std::vector<Options> options;
   /// Under a recipe, of an op's step that quantizes in groups: by its contracts, null for what it
-  /// reads in codes.
+  /// reads in codes. Of a fused step by FusedRun::quantizes.
   std::vector<const Quantizer*> quantizers;
   bool runs_user_code = false;
   /// Values whose last reader this step is.

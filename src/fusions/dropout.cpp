@@ -19,6 +19,17 @@ void dropout_add(Call& call) {
   write_sum(call, 0, std::move(results[0]), call.in(extra));
 }
 
+void dropout_backward_bias(Call& call) {
+  enum Read { grad_y, seed };
+  enum Write { grad_x, grad_bias };
+  const at::Tensor& gradient = call.in(grad_y);
+  const at::ScalarType dtype =
+      call.wants(grad_bias) ? call.out_type(grad_bias).dtype : gradient.scalar_type();
+  call.write<kernel_ops::DropoutBackwardBias>(gradient, call.in(seed),
+                                              call.options<ops::DropoutOptions>(0).p, dtype,
+                                              call.output_mask<2>());
+}
+
 template <uint32_t kSum>
 Refusal refuse(const Match& match) {
   if (is_own_extra(match, kSum)) return "what is kept is the extra input of the sum";
@@ -52,6 +63,18 @@ const Fusion kDropoutAdd{
             .mutates = {1}},
     .refuse = refuse<1>,
     .picture = "x -> dropout -> + extra -> y",
+};
+
+const Fusion kDropoutBackwardBias{
+    .name = "dropout_backward_bias",
+    .pass = Pass::backward,
+    .pattern = {"dropout.backward", "bias.grad_bias"},
+    .run = {.reads = {{0, "grad_y"}, {0, "seed"}},
+            .writes = {{0, "grad_x"}, {1, "grad_bias"}},
+            .run = dropout_backward_bias},
+    .picture =
+        "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> "
+        "grad_bias",
 };
 
 }  // namespace tandem::fusions

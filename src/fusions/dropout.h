@@ -1,4 +1,5 @@
-// Dropout of a residual branch together with the sums before and behind it.
+// Dropout of a residual branch together with the sums before and behind it, and its backward with
+// the gradient of the bias.
 #pragma once
 
 #include "core/fusion.h"
@@ -11,5 +12,13 @@ namespace tandem::fusions {
 ///
 /// One pass; the mask is not written, backward makes it again from the seed.
 extern const Fusion kBiasDropoutAdd, kDropoutAdd;
+
+/// dropout.backward -> bias.grad_bias
+///
+///   grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> grad_bias
+///
+/// One pass: the gradient of x, which is that of the sum with the bias, is added up while it is
+/// written. Any bias before a dropout has it, that of a product too.
+extern const Fusion kDropoutBackwardBias;
 
 }  // namespace tandem::fusions

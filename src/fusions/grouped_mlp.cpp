@@ -29,13 +29,26 @@ constexpr bool is_gated(Unit unit) { return unit == Unit::glu || unit == Unit::s
 /// product, then of the second.
 enum Read { x, splits, factors, next_splits, next_factors, unit_scales };
 
+/// What each product of a direction quantizes by itself under a recipe, by place: of the steps that
+/// its half replaces.
+enum Quantized { rows_in, weight_in, gradient_of_weight, input_of_weight };
+constexpr size_t kQuantizedInForward = 2, kQuantizedInBackward = 4;
+
 /// One product of the two.
 struct Layer {
-  Layer(const Call& call, size_t number, size_t input, size_t splits, size_t factors)
+  /// `quantized`: how many operands each product of this direction may quantize.
+  Layer(const Call& call, size_t number, size_t quantized, size_t input, size_t splits,
+        size_t factors)
       : options(call.options<ops::GroupedLinearOptions>(2 * number)),
         splits(call.in(splits)),
-        matrices(ops::matrices_of(call, 2 * number, options.packed_weight)),
-        biases(ops::biases_of(call, 2 * number + 1, factors, options, input)) {}
+        matrices(ops::matrices_of(call, 2 * number, options.packed_weight,
+                                  ops::quantizer_at(call, number * quantized + weight_in))),
+        biases(ops::biases_of(call, 2 * number + 1, factors, options, input)),
+        rows_quantizer(ops::quantizer_at(call, number * quantized + rows_in)) {
+    if (quantized == kQuantizedInBackward)
+      of_weight = {ops::quantizer_at(call, number * quantized + gradient_of_weight),
+                   ops::quantizer_at(call, number * quantized + input_of_weight)};
+  }
 
   int64_t groups() const { return static_cast<int64_t>(options.num_groups); }
   std::vector<int64_t> offsets(int64_t rows) const {
@@ -51,6 +64,10 @@ struct Layer {
   const Tensor& splits;
   GroupMatrices matrices;
   GroupBiases biases;
+  /// Of what is multiplied by the weights; null: as it is.
+  const Quantizer* rows_quantizer;
+  /// Of the operands of the gradients of weights.
+  kernel_ops::GradQuantizers of_weight;
 };
 
 /// The unit with what it reads besides z.
@@ -93,19 +110,23 @@ struct Between {
   struct Wanted {
     bool z, scales, bias, h;
   };
+  /// `place`: memory that the gradient of z and h are written into, where it is defined.
   Gradients backward(const Tensor& grad_h, const Tensor& z, const optional<Tensor>& own,
-                     const Wanted& wanted) {
+                     const Wanted& wanted, const Gradients& place = {}) {
     Gradients made;
     if constexpr (is_scaled(kUnit)) {
-      auto results = call.run<kernel_ops::ScaledActivationBackward>(
-          grad_h, z, *own, function, is_gated(kUnit),
+      auto results = call.run_into<kernel_ops::ScaledActivationBackward>(
+          {place.z, {}, place.h}, grad_h, z, *own, function, is_gated(kUnit),
           std::array{wanted.z, wanted.scales, wanted.h});
       made = {std::move(results[0]), std::move(results[1]), {}, std::move(results[2])};
     } else {
-      auto results =
-          call.run<Backward>(grad_h, z, function, std::array{wanted.z, wanted.bias, wanted.h});
+      auto results = call.run_into<Backward>({place.z, {}, place.h}, grad_h, z, function,
+                                             std::array{wanted.z, wanted.bias, wanted.h});
       made = {std::move(results[0]), {}, std::move(results[1]), std::move(results[2])};
     }
+    for (Tensor Gradients::*part : {&Gradients::z, &Gradients::h})
+      if ((place.*part).defined() && !(made.*part).is_same(place.*part))
+        (place.*part).copy_(made.*part);
     return made;
   }
 
@@ -130,7 +151,7 @@ Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBi
              ? kernel_ops::composite::grouped_product(rows, layer.splits, layer.matrices.matrices,
                                                       biases.biases, biases.scales, transposed)
              : kernel_ops::grouped_product(rows, layer.splits, layer.matrices, biases, transposed,
-                                           nullptr);
+                                           layer.rows_quantizer);
 }
 
 template <Unit kUnit>
@@ -147,7 +168,8 @@ void forward_by_product(Call& call, const Tensor& rows, const Layer& first, cons
 template <Unit kUnit>
 void forward(Call& call) {
   enum Write { z, y };
-  const Layer first(call, 0, x, splits, factors), second(call, 1, x, next_splits, next_factors);
+  const Layer first(call, 0, kQuantizedInForward, x, splits, factors),
+      second(call, 1, kQuantizedInForward, x, next_splits, next_factors);
   ops::check_features(call.in(x).sym_sizes(), first.matrices.matrices, first.options.num_groups);
   const Tensor rows = ops::as_matrix(call.in(x));
   if (call.path() != Path::direct) return forward_by_product<kUnit>(call, rows, first, second);
@@ -174,13 +196,14 @@ void forward(Call& call) {
                                       : call.frame().allocate(sizes, rows.scalar_type(), rows);
     call.took(kernel_ops::product_of_group(rows_between(rows, begin, end), first.matrices,
                                            adds ? GroupBiases() : first.biases_of_rows(begin, end),
-                                           g, true, nullptr, z_g));
+                                           g, true, first.rows_quantizer, z_g));
     optional<Tensor> own;
     if (unit.scales) own = unit.scales_between(begin, end);
     const Tensor h = unit.forward(z_g, bias, own, call.wants(y));
     if (!call.wants(y)) return;
     call.took(kernel_ops::product_of_group(h, second.matrices, second.biases_of_rows(begin, end), g,
-                                           true, nullptr, rows_between(result, begin, end)));
+                                           true, second.rows_quantizer,
+                                           rows_between(result, begin, end)));
   });
   for (const Tensor& each : {sums, result})
     if (each.defined() && offsets.back() != rows.size(0))
@@ -196,24 +219,35 @@ constexpr size_t kBehind = 2;
 enum Gradient { grad_x, grad_factors, grad_next_factors, grad_unit_scales };
 enum List { weight, bias, next_weight, next_bias };
 
+/// Where the gradients of a product's weights go.
+enum class Goes : uint8_t { nowhere, to_its_writes, into_main_grad, to_the_caller };
+Goes way_of(const Call& call, const Layer& layer, size_t number, size_t list) {
+  const bool is_returned = !layer.options.accumulate_into_main_grad && !layer.options.delay_wgrad;
+  if (is_returned) return ops::wants_any(call, list) ? Goes::to_its_writes : Goes::nowhere;
+  if (call.mutated_for(number).count == 0) return Goes::nowhere;
+  return layer.options.delay_wgrad ? Goes::to_the_caller : Goes::into_main_grad;
+}
+
 /// The gradients that the step writes, as tensors of all rows, or of all groups.
 template <Unit kUnit>
 struct Written {
-  explicit Written(const Call& call)
+  Written(const Call& call, const Layer& first, const Layer& second)
       : x(call.wants(grad_x)),
         factors(call.wants(grad_factors)),
         next_factors(call.wants(grad_next_factors)),
         unit_scales(is_scaled(kUnit) && call.wants(grad_unit_scales)),
-        weight(ops::wants_any(call, List::weight)),
         bias(ops::wants_any(call, List::bias)),
-        next_weight(ops::wants_any(call, List::next_weight)),
-        next_bias(ops::wants_any(call, List::next_bias)) {}
+        next_bias(ops::wants_any(call, List::next_bias)),
+        weight(way_of(call, first, 0, List::weight)),
+        next_weight(way_of(call, second, 1, List::next_weight)) {}
   /// The gradient of z.
-  bool z() const { return x || factors || weight || bias; }
-  /// What the unit's backward computes.
-  bool unit() const { return z() || unit_scales || next_weight; }
+  bool z() const { return x || factors || weight != Goes::nowhere || bias; }
+  /// What the unit's backward alone computes; h forward does too.
+  bool unit() const { return z() || unit_scales; }
+  bool h() const { return next_weight != Goes::nowhere; }
 
-  bool x, factors, next_factors, unit_scales, weight, bias, next_weight, next_bias;
+  bool x, factors, next_factors, unit_scales, bias, next_bias;
+  Goes weight, next_weight;
 };
 
 void write_whole(Call& call, size_t list, bool is_packed, const Tensor& all) {
@@ -222,34 +256,108 @@ void write_whole(Call& call, size_t list, bool is_packed, const Tensor& all) {
       call, is_packed, [&](size_t g) { return parts[g].clone(); }, [&] { return all; }, list);
 }
 
+/// The gradients of the weights of one product, which go where its options say.
+class GradWeights {
+ public:
+  GradWeights(Call& call, const Layer& layer, size_t number, size_t list, Goes goes)
+      : call_(call),
+        layer_(layer),
+        list_(list),
+        goes_(goes),
+        first_(goes == Goes::into_main_grad || goes == Goes::to_the_caller
+                   ? call.mutated_for(number).first
+                   : 0) {}
+
+  bool is_deferred() const { return goes_ == Goes::to_the_caller; }
+
+  /// Of all groups at once, of the gradient of what the product wrote and of what it read.
+  /// `is_callers`: the first is not this step's own.
+  void write_all(const Tensor& of_sums, const Tensor& input, bool is_callers) {
+    if (goes_ == Goes::nowhere) return;
+    if (is_deferred()) return defer(of_sums, input, is_callers);
+    const Tensor all = kernel_ops::grouped_grad_weight(of_sums, input, layer_.splits,
+                                                       layer_.groups(), layer_.of_weight);
+    if (goes_ == Goes::to_its_writes)
+      return write_whole(call_, list_, layer_.options.packed_weight, all);
+    check(of_sums.sym_size(1), input.sym_size(1));
+    ops::accumulate_all(call_, layer_.options, all, first_);
+    ops::finish_main_grads(call_, layer_.options, input, first_, list_);
+  }
+
+  /// Before `write_group` is called: makes what is written.
+  void start(int64_t out, int64_t in, const Tensor& like, const std::vector<int64_t>& offsets) {
+    if (goes_ == Goes::into_main_grad) check(out, in);
+    if (goes_ != Goes::to_its_writes) return;
+    const int64_t sizes[] = {layer_.groups(), out, in};
+    targets_.emplace(call_, layer_.options.packed_weight, sizes, like, offsets, list_);
+  }
+  void write_group(size_t g, const Tensor& of_sums, const Tensor& input) const {
+    const bool is_added = goes_ == Goes::into_main_grad;
+    if (!is_added && !targets_) return;
+    const Tensor target =
+        is_added ? ops::main_grad_of_group(call_, layer_.options, g, first_) : (*targets_)[g];
+    if (!target.defined()) return;
+    call_.took(kernel_ops::grad_weight_of_group(of_sums, input, layer_.of_weight, target,
+                                                is_added && !layer_.options.overwrite_main_grad));
+  }
+  /// Behind all groups.
+  void finish(const Tensor& like, const std::vector<int64_t>& offsets) {
+    if (goes_ != Goes::into_main_grad) return;
+    for (size_t g = 0; layer_.options.overwrite_main_grad && g + 1 < offsets.size(); ++g)
+      if (offsets[g] == offsets[g + 1])
+        ops::main_grad_of_group(call_, layer_.options, g, first_).zero_();
+    ops::finish_main_grads(call_, layer_.options, like, first_, list_);
+  }
+  /// Leaves it to the caller, where that is asked for.
+  void defer(const Tensor& of_sums, const Tensor& input, bool is_callers) const {
+    if (is_deferred())
+      ops::defer(call_,
+                 {is_callers ? of_sums.clone() : of_sums, input, layer_.splits, layer_.of_weight},
+                 first_);
+  }
+
+ private:
+  void check(const c10::SymInt& out, const c10::SymInt& in) const {
+    ops::check_main_grads(call_, layer_.options, out, in, first_);
+  }
+
+  Call& call_;
+  const Layer& layer_;
+  const size_t list_;
+  const Goes goes_;
+  const size_t first_;
+  std::optional<ops::Targets> targets_;
+};
+
 template <Unit kUnit>
 void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, const Tensor& rows,
                          const Layer& first, const Layer& second) {
-  const Written<kUnit> wanted(call);
+  const Written<kUnit> wanted(call, first, second);
   Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const auto shaped = [&](const Tensor& all, size_t read) {
     return all.reshape_symint(call.in(read).sym_sizes());
   };
   typename Between<kUnit>::Gradients made;
-  if (wanted.unit())
+  if (wanted.unit()) {
     made = unit.backward(product(call, gradient, second, {}, false), z, unit.scales,
-                         {wanted.z(), wanted.unit_scales, false, wanted.next_weight});
+                         {wanted.z(), wanted.unit_scales, false, wanted.h()});
+  } else if (wanted.h()) {
+    made.h = unit.forward(z, std::nullopt, unit.scales, true);
+  }
   if (wanted.x)
     call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + x)));
   if (wanted.unit_scales) call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
-  const auto of_layer = [&](const Layer& layer, const Tensor& of_sums, const Tensor& input,
-                            size_t lists, bool weights, bool biases) {
-    if (weights)
-      write_whole(
-          call, lists, layer.options.packed_weight,
-          kernel_ops::grouped_grad_weight(of_sums, input, layer.splits, layer.groups(), {}));
-    if (biases)
-      write_whole(call, lists + 1, layer.options.packed_bias,
+  const auto bias_of = [&](const Layer& layer, const Tensor& of_sums, size_t list, bool is_wanted) {
+    if (is_wanted)
+      write_whole(call, list, layer.options.packed_bias,
                   kernel_ops::grouped_grad_bias(of_sums, layer.splits, layer.biases.scales,
                                                 layer.groups()));
   };
-  of_layer(first, made.z, rows, List::weight, wanted.weight, wanted.bias);
-  of_layer(second, gradient, made.h, List::next_weight, wanted.next_weight, wanted.next_bias);
+  GradWeights(call, first, 0, List::weight, wanted.weight).write_all(made.z, rows, false);
+  GradWeights(call, second, 1, List::next_weight, wanted.next_weight)
+      .write_all(gradient, made.h, true);
+  bias_of(first, made.z, List::bias, wanted.bias);
+  bias_of(second, gradient, List::next_bias, wanted.next_bias);
   if (wanted.factors)
     call.out(grad_factors,
              shaped(kernel_ops::grouped_grad_scales(made.z, first.splits, first.biases.biases),
@@ -274,8 +382,10 @@ Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tens
 template <Unit kUnit>
 void backward(Call& call) {
   enum BackwardRead { grad_y, sums };
-  const Layer first(call, 0, kBehind + x, kBehind + splits, kBehind + factors),
-      second(call, 1, kBehind + x, kBehind + next_splits, kBehind + next_factors);
+  const Layer first(call, 0, kQuantizedInBackward, kBehind + x, kBehind + splits,
+                    kBehind + factors),
+      second(call, 1, kQuantizedInBackward, kBehind + x, kBehind + next_splits,
+             kBehind + next_factors);
   const Tensor gradient = ops::as_matrix(call.in(grad_y)), z = ops::as_matrix(call.in(sums)),
                rows = ops::as_matrix(call.in(kBehind + x));
   if (call.path() != Path::direct)
@@ -283,50 +393,60 @@ void backward(Call& call) {
   const auto offsets = first.offsets(rows.size(0));
   if (offsets != second.offsets(rows.size(0)))
     return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
-  const Written<kUnit> wanted(call);
+  const Written<kUnit> wanted(call, first, second);
   Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
   const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
-                inner = second.matrices.matrices[0].size(1);
-  const ops::Targets weights(call, first.options.packed_weight, {first.groups(), wide, in}, rows,
-                             offsets, List::weight),
-      biases(call, first.options.packed_bias, {first.groups(), wide}, rows, offsets, List::bias),
-      next_weights(call, second.options.packed_weight, {second.groups(), out, inner}, rows, offsets,
-                   List::next_weight),
+                inner = is_gated(kUnit) ? wide / 2 : wide, used = offsets.back();
+  const auto all_rows = [&](bool is_wanted, int64_t features) {
+    if (!is_wanted) return Tensor();
+    const int64_t sizes[] = {rows.size(0), features};
+    Tensor all = call.frame().allocate(sizes, rows.scalar_type(), rows);
+    if (used != rows.size(0)) rows_between(all, used, rows.size(0)).zero_();
+    return all;
+  };
+  GradWeights weights(call, first, 0, List::weight, wanted.weight),
+      next_weights(call, second, 1, List::next_weight, wanted.next_weight);
+  // What is computed from later is there of all groups.
+  const Tensor whole_z = all_rows(weights.is_deferred(), wide),
+               whole_h = all_rows(next_weights.is_deferred(), inner);
+  weights.start(wide, in, rows, offsets);
+  next_weights.start(out, inner, rows, offsets);
+  const ops::Targets biases(call, first.options.packed_bias, {first.groups(), wide}, rows, offsets,
+                            List::bias),
       next_biases(call, second.options.packed_bias, {second.groups(), out}, rows, offsets,
                   List::next_bias);
-  const int64_t used = offsets.back();
   const Tensor of_factors =
                    per_row(call, grad_factors, wanted.factors, kBehind + factors, rows, used),
                of_next = per_row(call, grad_next_factors, wanted.next_factors,
                                  kBehind + next_factors, rows, used),
                of_scales = per_row(call, grad_unit_scales, wanted.unit_scales,
                                    kBehind + unit_scales, rows, used);
-  const int64_t sizes[] = {rows.size(0), in};
-  const Tensor of_x = wanted.x ? call.frame().allocate(sizes, rows.scalar_type(), rows) : Tensor();
-  if (wanted.x && used != rows.size(0)) rows_between(of_x, used, rows.size(0)).zero_();
+  const Tensor of_x = all_rows(wanted.x, in);
   kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
-    const auto group = [&](const Tensor& all) { return rows_between(all, begin, end); };
-    const auto weight_of = [&](const Tensor& of_sums, const Tensor& input, const Tensor& target) {
-      if (target.defined())
-        call.took(kernel_ops::grad_weight_of_group(of_sums, input, {}, target, false));
+    const auto group = [&](const Tensor& all) {
+      return all.defined() ? rows_between(all, begin, end) : Tensor();
     };
     const Tensor gradient_g = group(gradient), x_g = group(rows);
     typename Between<kUnit>::Gradients made;
     const GroupBiases own = first.biases_of_rows(begin, end);
     const bool sums_bias = !is_scaled(kUnit) && wanted.bias && !own.scales;
+    optional<Tensor> scales;
+    if (unit.scales) scales = unit.scales_between(begin, end);
     if (wanted.unit()) {
       const int64_t shape[] = {end - begin, inner};
       const Tensor grad_h = call.frame().allocate(shape, rows.scalar_type(), rows);
-      call.took(
-          kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false, nullptr, grad_h));
-      optional<Tensor> scales;
-      if (unit.scales) scales = unit.scales_between(begin, end);
+      call.took(kernel_ops::product_of_group(gradient_g, second.matrices, {}, g, false,
+                                             second.rows_quantizer, grad_h));
       made = unit.backward(grad_h, group(z), scales,
-                           {wanted.z(), wanted.unit_scales, sums_bias, wanted.next_weight});
+                           {wanted.z(), wanted.unit_scales, sums_bias, wanted.h()},
+                           {group(whole_z), {}, {}, group(whole_h)});
+    } else if (wanted.h()) {
+      made.h = unit.forward(group(z), std::nullopt, scales, true);
+      if (whole_h.defined()) group(whole_h).copy_(made.h);
     }
     if (wanted.unit_scales) group(of_scales).copy_(made.scales);
-    weight_of(gradient_g, made.h, next_weights[g]);
+    next_weights.write_group(g, gradient_g, made.h);
     if (const Tensor target = next_biases[g]; target.defined())
       call.took(kernel_ops::grad_bias_of_group(gradient_g, second.biases_of_rows(begin, end).scales,
                                                target));
@@ -334,9 +454,9 @@ void backward(Call& call) {
       call.took(
           kernel_ops::grad_scales_of_group(gradient_g, second.biases.biases[g], group(of_next)));
     if (wanted.x)
-      call.took(
-          kernel_ops::product_of_group(made.z, first.matrices, {}, g, false, nullptr, group(of_x)));
-    weight_of(made.z, x_g, weights[g]);
+      call.took(kernel_ops::product_of_group(made.z, first.matrices, {}, g, false,
+                                             first.rows_quantizer, group(of_x)));
+    weights.write_group(g, made.z, x_g);
     if (const Tensor target = biases[g]; target.defined()) {
       if (sums_bias) {
         target.copy_(made.bias);
@@ -348,6 +468,10 @@ void backward(Call& call) {
       call.took(
           kernel_ops::grad_scales_of_group(made.z, first.biases.biases[g], group(of_factors)));
   });
+  weights.finish(rows, offsets);
+  next_weights.finish(rows, offsets);
+  weights.defer(whole_z, rows, /*is_callers=*/false);
+  next_weights.defer(gradient, whole_h, /*is_callers=*/true);
   if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + x)));
 }
 
@@ -355,10 +479,6 @@ Refusal refuse(const Match& match) {
   for (const uint32_t member : {0u, 2u}) {
     const Step& step = *match.steps[member];
     const auto& options = *static_cast<const ops::GroupedLinearOptions*>(step.options[0].get());
-    if (!step.quantizers.empty()) return "a recipe quantizes what the products read";
-    if (options.accumulate_into_main_grad)
-      return "gradients of weights go into main_grad, each where it is asked for";
-    if (options.delay_wgrad) return "gradients of weights are left to the caller";
     if (options.writes_output || options.writes_grad_input)
       return "a tensor of the caller is written";
   }
@@ -384,20 +504,33 @@ Fusion grouped_mlp(std::string name, const PatternStep& unit, Pass pass) {
   if (is_scaled(kUnit)) reads.push_back({1, "scales"});
   for (const uint32_t member : {0u, 2u})
     for (const std::string_view list : {"weight[]", "bias[]"}) reads.push_back({member, list});
-  fusion.run = {.reads = reads, .writes = {{0, "y"}, {2, "y"}}, .run = forward<kUnit>};
+  fusion.run = {.reads = reads,
+                .writes = {{0, "y"}, {2, "y"}},
+                .run = forward<kUnit>,
+                .quantizes = {{0, "x"}, {0, "weight[]"}, {2, "x"}, {2, "weight[]"}}};
   fusion.refuse = refuse;
   fusion.picture =
       "x_g, weight_g -> product -> + bias_g -> z_g (if demanded) -> unit -> h_g, weight'_g -> "
       "product -> + bias'_g -> y_g, group by group";
   if (pass != Pass::joint) return fusion;
   fusion.backward.reads = {{2, "grad_y"}, {0, "y"}};
-  fusion.backward.reads.insert(fusion.backward.reads.end(), reads.begin(), reads.end());
+  for (MemberOperand read : reads) {
+    if (read.name == "weight[]") read.step = "grad_x";  // under a recipe: the codes of columns
+    fusion.backward.reads.push_back(read);
+  }
   fusion.backward.writes = {{0, "grad_x"}, {0, "grad_scales"}, {2, "grad_scales"}};
   if (is_scaled(kUnit)) fusion.backward.writes.push_back({1, "grad_scales"});
   for (const uint32_t member : {0u, 2u})
     for (const std::string_view list : {"grad_weight[]", "grad_bias[]"})
       fusion.backward.writes.push_back({member, list});
   fusion.backward.run = backward<kUnit>;
+  fusion.backward.mutates = {0, 2};
+  constexpr std::string_view kGradWeight = "grad_weight|accumulate|defer";
+  for (const uint32_t member : {0u, 2u})
+    for (const MemberOperand& operand :
+         {MemberOperand{member, "grad_y", "grad_x"}, MemberOperand{member, "weight[]", "grad_x"},
+          MemberOperand{member, "grad_y", kGradWeight}, MemberOperand{member, "x", kGradWeight}})
+      fusion.backward.quantizes.push_back(operand);
   return fusion;
 }
 

@@ -18,6 +18,10 @@ namespace tandem::fusions {
 ///   grad_y_g, weight'_g -> product -> unit.backward(z_g) -> grad_z_g, h_g
 ///   grad_y_g^T h_g, grad_z_g weight_g, grad_z_g^T x_g, sums over rows -> gradients
 ///
+/// Gradients of weights go where the products would put them: to the caller, into main_grad, or,
+/// with what they are computed from, to be computed later. Under a recipe each product quantizes
+/// the rows of a group as it would by itself.
+///
 /// Both products need the same numbers of rows in each group; where they turn out to differ, the
 /// step computes all groups of one product before the next.
 extern const Fusion kGroupedMlpActivation, kGroupedMlpGlu, kGroupedMlpScaledActivation,

@@ -1,6 +1,7 @@
 #include "kernel_ops/elementwise.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -126,6 +127,33 @@ Results<1> DropoutAdd::reference(const Tensor& x, const std::optional<Tensor>& b
   return {extra ? kept + *extra : kept};
 }
 
+Specs<2> DropoutBackwardBias::shapes(const Tensor& grad_y, const Tensor& seed, double p,
+                                     at::ScalarType dtype, std::array<bool, 2> output_mask) {
+  Specs<2> specs{Dropout::shapes(grad_y, seed, p)[0], SumRows::shapes(grad_y, dtype)[0]};
+  if (!output_mask[0]) specs[0] = like(grad_y, grad_y.scalar_type(), false);
+  if (!output_mask[1]) specs[1] = like(grad_y, dtype, false);
+  return specs;
+}
+
+void DropoutBackwardBias::cpu(const Tensor& grad_y, const Tensor& seed, double p, at::ScalarType,
+                              std::array<bool, 2> output_mask, Results<2>& results) {
+  const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  if (output_mask[1]) {
+    kernels::cpu::dropout_backward_bias(RowsIn(grad_y), key, p, rows_out(results[0]),
+                                        vector_out(results[1]));
+  } else if (output_mask[0]) {
+    kernels::cpu::dropout(RowsIn(grad_y), key, p, rows_out(results[0]));
+  }
+}
+
+Results<2> DropoutBackwardBias::reference(const Tensor& grad_y, const Tensor& seed, double p,
+                                          at::ScalarType dtype, std::array<bool, 2> output_mask) {
+  const Tensor grad_x = Dropout::reference(grad_y, seed, p)[0];
+  return {output_mask[0] ? grad_x : at::empty({0}, grad_y.options()),
+          output_mask[1] ? SumRows::reference(grad_x, dtype)[0]
+                         : at::empty({0}, grad_y.options().dtype(dtype))};
+}
+
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<AddBias>(
       library,
@@ -140,6 +168,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<DropoutAdd>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kSeed, kArithmetic>::these,
                  DropoutAdd::cpu}});
+  register_kernel_op<DropoutBackwardBias>(
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kSeed, kArithmetic>::these, DropoutBackwardBias::cpu}});
   register_kernel_op<Behind>(library, {});
 }
 

@@ -80,6 +80,26 @@ struct DropoutAdd {
                               const Tensor& seed, double p, const std::optional<Tensor>& extra);
 };
 
+/// grad_x = dropout(grad_y), with the seed of forward; grad_bias = sum over rows of grad_x, in
+/// float32, rounded once to `dtype`.
+///
+/// Shapes:      grad_y [..., cols], seed int64 with one element -> grad_x like grad_y, grad_bias
+///              [cols].
+/// output_mask: grad_x, grad_bias.
+struct DropoutBackwardBias {
+  static constexpr const char* kName = "dropout_backward_bias";
+  static constexpr const char* kQualifiedName = "tandem::dropout_backward_bias";
+  static constexpr const char* kSchema =
+      "dropout_backward_bias(Tensor grad_y, Tensor seed, float p, ScalarType dtype, bool[2] "
+      "output_mask) -> (Tensor grad_x, Tensor grad_bias)";
+  static Specs<2> shapes(const Tensor& grad_y, const Tensor& seed, double p, at::ScalarType dtype,
+                         std::array<bool, 2> output_mask);
+  static void cpu(const Tensor& grad_y, const Tensor& seed, double p, at::ScalarType dtype,
+                  std::array<bool, 2> output_mask, Results<2>& results);
+  static Results<2> reference(const Tensor& grad_y, const Tensor& seed, double p,
+                              at::ScalarType dtype, std::array<bool, 2> output_mask);
+};
+
 /// y = x, as numbers that are there no earlier than `gradient`: what backward computes again from
 /// them, no compiler takes for what forward has computed from x.
 ///

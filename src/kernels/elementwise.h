@@ -26,4 +26,8 @@ void dropout(ConstRows x, uint64_t seed, double p, Rows out);
 void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
                  ConstRows extra, Rows out);
 
+/// grad_x = dropout(grad_y), sums[c] = sum over rows of grad_x[r, c], as rounded to the element of
+/// grad_y, in float32, rounded once: the bits of dropout and sum_rows. Optional: grad_x.
+void dropout_backward_bias(ConstRows grad_y, uint64_t seed, double p, Rows grad_x, Vector sums);
+
 }  // namespace tandem::kernels::cpu

@@ -1,11 +1,7 @@
 #include "ops/grouped_linear.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-
-#include <cstring>
 
 #include "core/json_fields.h"
 #include "kernel_ops/shapes.h"
@@ -148,11 +144,7 @@ void accumulate(Call& call) {
     call.took(kernel_ops::kDispatcher);
     const Tensor all = kernel_ops::grouped_grad_weight(
         gradient, input, call.in(splits), groups, {quantizer_at(call, 0), quantizer_at(call, 1)});
-    for (size_t g = 0; g < options.num_groups; ++g) {
-      const Tensor target = main_grad_of_group(call, options, g),
-                   part = all.select(0, static_cast<int64_t>(g));
-      options.overwrite_main_grad ? target.copy_(part) : target.add_(part);
-    }
+    accumulate_all(call, options, all);
     return finish_main_grads(call, options, input);
   }
   const auto offsets = group_offsets(call.in(splits), groups, input.size(0));
@@ -168,34 +160,13 @@ void accumulate(Call& call) {
   finish_main_grads(call, options, input);
 }
 
-/// Its version, which everybody sees who writes it in place.
-int64_t version_of(const Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
-/// What the gradients of weights are computed from is put into tensors of the caller. The gradient
-/// is copied, as it may become the `grad` of a leaf, which is added to; of x and splits the version
-/// is written down.
-void defer(Call& call) {
+/// The gradient is copied, as it may become the `grad` of a leaf, which is added to.
+void defer_gradients(Call& call) {
   enum Read { grad_y, x, splits };
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      call.path() == Path::direct,
-      "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
-      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
-  std::string lines =
-      std::to_string(version_of(call.in(x))) + " " + std::to_string(version_of(call.in(splits)));
-  for (const Quantizer* quantizer : call.step().quantizers) lines += "\n" + quantizer->text;
-  Tensor text = at::empty({static_cast<int64_t>(lines.size())}, at::kByte);
-  std::memcpy(text.mutable_data_ptr(), lines.data(), lines.size());
-  const Tensor kept[] = {as_matrix(call.in(grad_y)).clone(), as_matrix(call.in(x)), call.in(splits),
-                         text};
-  for (size_t i = 0; i < std::size(kept); ++i)
-    call.mutated(i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
-  for (const auto& [read, place] : {std::pair(x, 1), std::pair(splits, 2)})
-    if (!call.in(read).is_inference())
-      call.mutated(static_cast<size_t>(place))
-          .unsafeGetTensorImpl()
-          ->set_version_counter(call.in(read).unsafeGetTensorImpl()->version_counter());
+  defer(call, {as_matrix(call.in(grad_y)).clone(),
+               call.in(x),
+               call.in(splits),
+               {quantizer_at(call, 0), quantizer_at(call, 1)}});
 }
 
 void grad_bias(Call& call) {
@@ -360,7 +331,7 @@ const OpDef kGroupedLinear{
                   .mutates = {"deferred[]"},
                   .absorbs = {"grad_weight[]"},
                   .contracts = kGradWeightContracts,
-                  .run = defer,
+                  .run = defer_gradients,
                   .applies = delays},
                  {.name = "grad_bias",
                   .reads = {"grad_y", "splits", "scales"},

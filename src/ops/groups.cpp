@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <cstring>
+
 #include "kernel_ops/shapes.h"
 
 namespace tandem::ops {
@@ -11,6 +13,11 @@ namespace tandem::ops {
 using at::Tensor;
 
 namespace {
+
+/// Its version, which everybody sees who writes it in place.
+int64_t version_of(const Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
 
 size_t main_grad_count(const GroupedLinearOptions& options) {
   return options.packed_weight ? 1 : options.num_groups;
@@ -134,6 +141,15 @@ Tensor main_grad_of_group(const Call& call, const GroupedLinearOptions& options,
   return call.mutated(first).select(0, static_cast<int64_t>(group));
 }
 
+void accumulate_all(const Call& call, const GroupedLinearOptions& options, const Tensor& all,
+                    size_t first) {
+  for (size_t g = 0; g < options.num_groups; ++g) {
+    const Tensor target = main_grad_of_group(call, options, g, first),
+                 part = all.select(0, static_cast<int64_t>(g));
+    options.overwrite_main_grad ? target.copy_(part) : target.add_(part);
+  }
+}
+
 void finish_main_grads(Call& call, const GroupedLinearOptions& options, const Tensor& like,
                        size_t first, size_t list) {
   for (size_t i = first; call.path() == Path::direct && i < first + main_grad_count(options); ++i)
@@ -148,6 +164,27 @@ void finish_main_grads(Call& call, const GroupedLinearOptions& options, const Te
   write_groups(
       call, options.packed_weight, [&](size_t g) { return dummy(call.mutated(first + g)); },
       [&] { return dummy(call.mutated(first)); }, list);
+}
+
+void defer(const Call& call, const Deferred& deferred, size_t first) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      call.path() == Path::direct,
+      "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
+      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
+  std::string lines =
+      std::to_string(version_of(deferred.x)) + " " + std::to_string(version_of(deferred.splits));
+  for (const Quantizer* quantizer : {deferred.quantizers.grad_y, deferred.quantizers.x})
+    if (quantizer != nullptr) lines += "\n" + quantizer->text;
+  Tensor text = at::empty({static_cast<int64_t>(lines.size())}, at::kByte);
+  std::memcpy(text.mutable_data_ptr(), lines.data(), lines.size());
+  const Tensor kept[] = {deferred.grad_y, as_matrix(deferred.x), deferred.splits, text};
+  for (size_t i = 0; i < std::size(kept); ++i)
+    call.mutated(first + i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
+  for (const auto& [source, place] : {std::pair(&deferred.x, 1), std::pair(&deferred.splits, 2)})
+    if (!source->is_inference())
+      call.mutated(first + static_cast<size_t>(place))
+          .unsafeGetTensorImpl()
+          ->set_version_counter(source->unsafeGetTensorImpl()->version_counter());
 }
 
 }  // namespace tandem::ops

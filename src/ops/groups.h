@@ -74,8 +74,21 @@ void check_main_grads(const Call& call, const GroupedLinearOptions& options, con
 /// What the gradient of a group's weight goes into.
 at::Tensor main_grad_of_group(const Call& call, const GroupedLinearOptions& options, size_t group,
                               size_t first = 0);
+/// Adds the gradients of all groups, [groups, out, in], or puts them in their place.
+void accumulate_all(const Call& call, const GroupedLinearOptions& options, const at::Tensor& all,
+                    size_t first = 0);
 /// Once they are written: tells autograd, and writes what is returned beside them.
 void finish_main_grads(Call& call, const GroupedLinearOptions& options, const at::Tensor& like,
                        size_t first = 0, size_t list = 0);
+
+/// What gradients of weights that are computed later need.
+struct Deferred {
+  at::Tensor grad_y, x, splits;
+  kernel_ops::GradQuantizers quantizers;
+};
+/// Puts it into the tensors of the caller that the step mutates, from `first` on; of x and splits
+/// the version is written down.
+/// Throws c10::NotImplementedError where the call does not take the direct path.
+void defer(const Call& call, const Deferred& deferred, size_t first = 0);
 
 }  // namespace tandem::ops

@@ -20,6 +20,17 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
   return fusions;
 }
 
+namespace {
+
+/// What steps of a list that match a pattern call their operands.
+Lookup lookup_in(const Match& match) {
+  return {[&match](const MemberOperand& operand) { return match.all(operand); },
+          [&match](const MemberOperand& operand) { return match.all_written(operand); },
+          [&match](uint32_t member) { return std::vector<const Step*>{match.steps[member]}; }};
+}
+
+}  // namespace
+
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope) {
   for (const Fusion* fusion : fusions) {
     if (fusion->pass != scope.pass || scope.skips(*fusion)) continue;
@@ -28,10 +39,7 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
       if (members.empty()) continue;
       const Candidate candidate(steps, members);
       const Match match{candidate.steps, *scope.types};
-      Step step = fused_step(
-          *fusion, fusion->run, candidate.options,
-          [&](const MemberOperand& operand) { return match.all(operand); },
-          [&](const MemberOperand& operand) { return match.all_written(operand); }, steps, members);
+      Step step = fused_step(*fusion, fusion->run, candidate.options, lookup_in(match), scope);
       Replacement replacement(steps, members, scope, scope.is_demanded);
       Refusal refusal = fusion->refuse != nullptr ? fusion->refuse(match) : std::nullopt;
       if (!refusal) refusal = check_names(*fusion, match, scope);
@@ -93,13 +101,38 @@ Refusal join(StepList& forward, StepList& backward, const Fusion& fusion, Half f
   return std::nullopt;
 }
 
-/// What the backward half calls an operand of a matched op.
-Lookup joint_lookup(const Match& match, const FusionScope& scope,
-                    Values (OperandTable::*find)(std::string_view, bool) const) {
-  return [&match, &scope, find](const MemberOperand& operand) -> Values {
+/// The steps of backward of a matched op.
+std::vector<const Step*> backward_of(const Match& match, const StepList& backward,
+                                     uint32_t member) {
+  std::vector<const Step*> steps;
+  const Step& matched = *match.steps[member];
+  if (!matched.covers.empty())
+    for (const size_t s : backward.of_op(matched.covers[0].op)) steps.push_back(&backward[s]);
+  return steps;
+}
+
+/// What the backward half calls the operands of matched ops.
+Lookup joint_lookup(const Match& match, const StepList& backward, const FusionScope& scope) {
+  using Find = Values (OperandTable::*)(std::string_view, bool) const;
+  const auto find = [&match, &scope](const MemberOperand& operand, Find in_table) -> Values {
     const Step& step = *match.steps[operand.member];
     if (step.covers.empty()) return {Value::none};
-    return ((*scope.operands)[step.covers[0].op].*find)(operand.name, true);
+    return ((*scope.operands)[step.covers[0].op].*in_table)(operand.name, true);
+  };
+  const auto read = [&match, &backward, &scope, find](const MemberOperand& operand) -> Values {
+    Values as_read;
+    if (!operand.step.empty())
+      for (const Step* step : backward_of(match, backward, operand.member)) {
+        if (!as_read.empty() || !is_step_of(*step, operand.step, scope)) continue;
+        for (size_t i = 0; i < step->reads.size(); ++i)
+          if (step->read_names[i] == operand.name) as_read.push_back(step->reads[i]);
+      }
+    return as_read.empty() ? find(operand, &OperandTable::read) : as_read;
+  };
+  return {
+      read,
+      [find](const MemberOperand& operand) { return find(operand, &OperandTable::written); },
+      [&match, &backward](uint32_t member) { return backward_of(match, backward, member); },
   };
 }
 
@@ -120,15 +153,9 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
       Refusal refusal = fusion->refuse != nullptr ? fusion->refuse(match) : std::nullopt;
       if (!refusal) refusal = check_names(*fusion, match, scope);
       if (!refusal) {
-        Step ahead = fused_step(
-            *fusion, fusion->run, candidate.options,
-            [&](const MemberOperand& operand) { return match.all(operand); },
-            [&](const MemberOperand& operand) { return match.all_written(operand); }, forward,
-            members);
+        Step ahead = fused_step(*fusion, fusion->run, candidate.options, lookup_in(match), scope);
         Step back = fused_step(*fusion, fusion->backward, candidate.options,
-                               joint_lookup(match, scope, &OperandTable::read),
-                               joint_lookup(match, scope, &OperandTable::written), backward,
-                               backward_members);
+                               joint_lookup(match, backward, scope), scope);
         refusal = join(forward, backward, *fusion, {std::move(ahead), members},
                        {std::move(back), backward_members}, scope, types);
       }

@@ -162,7 +162,7 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
   const auto write = [&](const MemberOperand& operand) {
     return (*scope.operands)[group.first + operand.member].written(operand.name, backward);
   };
-  found.step = fused_step(*group.fusion, run, {group.options}, read, write, steps, {});
+  found.step = fused_step(*group.fusion, run, {group.options}, {read, write}, scope);
   if (found.refusal) return found;
   if (scope.resolved)
     for (Values* list : {&found.step.reads, &found.step.writes})

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <sstream>
+#include <utility>
 
 #include "planner/value_set.h"
 
@@ -40,6 +41,26 @@ bool is_in_place(const Step& step, Value value, const std::vector<Type>& types) 
   return exists(owner) && std::ranges::find(step.mutates, owner) != step.mutates.end();
 }
 
+namespace {
+
+/// What a fused step does for one of its members happens where a gradient that goes there is asked
+/// for.
+void drop_unasked_effects(Step& step, const std::function<bool(size_t)>& is_asked) {
+  uint32_t dropped = 0;
+  for (Effect& effect : step.effects) {
+    effect.mutates.first -= dropped;
+    const auto absorbed = step.absorbs.begin() + effect.absorbs.first;
+    if (effect.absorbs.count == 0 ||
+        std::any_of(absorbed, absorbed + effect.absorbs.count, is_asked))
+      continue;
+    const auto first = step.mutates.begin() + effect.mutates.first;
+    step.mutates.erase(first, first + effect.mutates.count);
+    dropped += std::exchange(effect.mutates.count, 0);
+  }
+}
+
+}  // namespace
+
 void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
                      const std::function<bool(Value)>& is_demanded_outside,
                      const std::function<bool(size_t)>& is_asked) {
@@ -64,6 +85,7 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
       live.push_back(std::move(*step));
       continue;
     }
+    drop_unasked_effects(*step, is_asked);
     bool needed = std::ranges::any_of(step->mutates, is_of_the_caller);
     // Of an amax without codes (calibrating) counts whether a product reads the numbers, themselves
     // or cast.

@@ -28,19 +28,53 @@ void FusionScope::note(const Fusion& fusion, const std::string& place, const Ref
     decisions->push_back({fusion.name, place, reason, std::string(fusion.picture)});
 }
 
+namespace {
+
+/// The definition of an op's step.
+const StepDef& definition_of(const Step& step, const FusionScope& scope) {
+  const Part part = step.covers[0];
+  const OpKind& op = (*scope.operands)[part.op].kind();
+  return *(part.is_backward ? op.backward : op.forward)[part.nth].def;
+}
+
+/// How one of the steps quantizes an operand by itself; null where none does.
+const Quantizer* quantizer_of(const MemberOperand& operand, const std::vector<const Step*>& steps,
+                              const FusionScope& scope) {
+  for (const Step* step : steps) {
+    if (step->quantizers.empty() || !is_step_of(*step, operand.step, scope)) continue;
+    const auto& contracts = definition_of(*step, scope).contracts;
+    for (size_t i = 0; i < contracts.size(); ++i)
+      if (contracts[i].operand == operand.name) return step->quantizers[i];
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool is_step_of(const Step& step, std::string_view names, const FusionScope& scope) {
+  if (names.empty()) return true;
+  if (step.kind != StepKind::op) return false;
+  const std::string_view own = definition_of(step, scope).name;
+  while (!names.empty()) {
+    const size_t end = std::min(names.find('|'), names.size());
+    if (names.substr(0, end) == own) return true;
+    names.remove_prefix(std::min(end + 1, names.size()));
+  }
+  return false;
+}
+
 Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,
-                const Lookup& read, const Lookup& write, const StepList& steps,
-                const Members& members) {
+                const Lookup& lookup, const FusionScope& scope) {
   Step step;
   step.kind = StepKind::fused;
   step.name = fusion.name;
   step.run = run.run;
   step.runs_user_code = fusion.runs_user_code;
   step.options = std::move(options);
-  const auto fill = [](const std::vector<MemberOperand>& operands, const Lookup& lookup,
-                       Names& names, Values& values, std::vector<ListRange>& lists) {
+  const auto fill = [](const std::vector<MemberOperand>& operands, const auto& find, Names& names,
+                       Values& values, std::vector<ListRange>& lists) {
     for (const auto& operand : operands) {
-      const Values found = lookup(operand);
+      const Values found = find(operand);
       if (is_list(operand.name))
         lists.push_back(
             {static_cast<uint32_t>(values.size()), static_cast<uint32_t>(found.size())});
@@ -48,14 +82,24 @@ Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> 
       values.insert(values.end(), found.begin(), found.end());
     }
   };
-  fill(run.reads, read, step.read_names, step.reads, step.read_lists);
-  fill(run.writes, write, step.write_names, step.writes, step.write_lists);
+  fill(run.reads, lookup.read, step.read_names, step.reads, step.read_lists);
+  fill(run.writes, lookup.write, step.write_names, step.writes, step.write_lists);
+  if (lookup.steps == nullptr) return step;
+  const auto append = [](auto& all, const auto& more, ListRange& range) {
+    all.insert(all.end(), more.begin(), more.end());
+    range.count += static_cast<uint32_t>(more.size());
+  };
   for (const uint32_t member : run.mutates) {
-    if (member >= members.size()) continue;
-    const Step& mutator = steps[members[member]];
-    step.mutates.insert(step.mutates.end(), mutator.mutates.begin(), mutator.mutates.end());
-    step.absorbs.insert(step.absorbs.end(), mutator.absorbs.begin(), mutator.absorbs.end());
+    Effect& effect = step.effects.emplace_back();
+    effect.mutates.first = static_cast<uint32_t>(step.mutates.size());
+    effect.absorbs.first = static_cast<uint32_t>(step.absorbs.size());
+    for (const Step* mutator : lookup.steps(member)) {
+      append(step.mutates, mutator->mutates, effect.mutates);
+      append(step.absorbs, mutator->absorbs, effect.absorbs);
+    }
   }
+  for (const MemberOperand& operand : run.quantizes)
+    step.quantizers.push_back(quantizer_of(operand, lookup.steps(operand.member), scope));
   return step;
 }
 

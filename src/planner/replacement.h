@@ -38,12 +38,18 @@ struct FusionScope {
   void note(const Fusion& fusion, const std::string& place, const Refusal& refusal);
 };
 
-/// The fused step of one direction: its operands as `read` and `write` say, its mutations those of
-/// the members that it names.
-using Lookup = std::function<Values(const MemberOperand&)>;
+/// How a fused step finds what it stands for.
+struct Lookup {
+  std::function<Values(const MemberOperand&)> read, write;
+  /// The steps of a member in the direction; nullptr where none of them mutates or quantizes.
+  std::function<std::vector<const Step*>(uint32_t member)> steps = nullptr;
+};
+/// The fused step of one direction: its operands, mutations and quantizers are those of the members
+/// that `run` names.
 Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> options,
-                const Lookup& read, const Lookup& write, const StepList& steps,
-                const Members& members);
+                const Lookup& lookup, const FusionScope& scope);
+/// Whether the step is one of an op's that the names, separated by '|', mean; any for no names.
+bool is_step_of(const Step& step, std::string_view names, const FusionScope& scope);
 
 /// One replacement under way: members of a list, and what the fused step reads, writes and mutates.
 class Replacement {

@@ -118,6 +118,50 @@ TEST(DropoutAddBehindAProduct, TakesItsBias) {
   EXPECT_TRUE(fused_equals_unfused(ops, both, params, kTraining));
 }
 
+class DropoutBackwardBias : public ::testing::TestWithParam<at::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(Dtypes, DropoutBackwardBias,
+                         ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble),
+                         [](const auto& info) { return c10::toString(info.param); });
+
+TEST_P(DropoutBackwardBias, FiresAndEqualsBitwise) {
+  const Ops ops = {"bias", kDropout};
+  for (const auto of_bias : {GetParam(), at::kFloat}) {
+    const Tensors x{leaf({70, 40}, GetParam())}, bias{leaf({40}, of_bias, 2)};
+    EXPECT_THAT(Planned(ops, x, bias, kTraining).backward(), HasSubstr("dropout_backward_bias: "));
+    const auto fused = run(ops, x, bias, kTraining),
+               unfused = run(ops, x, bias, R"({"training": true, "fuse": false})");
+    ASSERT_EQ(fused.gradients.size(), 2u);
+    for (size_t i = 0; i < 2; ++i)
+      EXPECT_TRUE(same(fused.gradients[i], unfused.gradients[i])) << of_bias << " " << i;
+    EXPECT_TRUE(fused_equals_unfused(ops, x, bias, kTraining));
+  }
+}
+
+TEST(DropoutBackwardBiasOf, AProductAndTheResidualStream) {
+  const Ops ops = {"basic_linear", "bias", kDropout, "add_extra_input"};
+  const Tensors both{leaf({7, 8}), leaf({7, 40}, at::kFloat, 4)},
+      params{leaf({40, 8}, at::kFloat, 2), leaf({40}, at::kFloat, 3)};
+  EXPECT_THAT(Planned(ops, both, params, kTraining).backward(),
+              HasSubstr("dropout_backward_bias: "));
+  EXPECT_TRUE(fused_equals_unfused(ops, both, params, kTraining));
+}
+
+TEST(DropoutBackwardBiasOf, XThatNeedsNoGradientWritesTheSumsAlone) {
+  const Ops ops = {"bias", kDropout};
+  const Tensors x{random({7, 40})}, bias{leaf({40}, at::kFloat, 2)};
+  EXPECT_THAT(Planned(ops, x, bias, kTraining).backward(),
+              HasSubstr("dropout_backward_bias: grad of 1.dropout.y, 1.dropout.seed -> grad of "
+                        "0.bias.bias\n"));
+  EXPECT_TRUE(fused_equals_unfused(ops, x, bias, kTraining));
+}
+
+TEST(DropoutBackwardBiasOf, NothingInEvaluation) {
+  const Ops ops = {"bias", kDropout};
+  EXPECT_THAT(Planned(ops, {leaf({7, 40})}, {leaf({40}, at::kFloat, 2)}, R"({"training": false})")
+                  .backward(),
+              ::testing::Not(HasSubstr("dropout")));
+}
+
 class AddNorm : public ::testing::TestWithParam<const char*> {
  protected:
   std::string norm() const { return GetParam(); }

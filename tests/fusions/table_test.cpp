@@ -63,6 +63,7 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                                               "linear_grad_x_scale",
                                               "linear_grad_weight_scale",
                                               "glu_backward_bias",
+                                              "dropout_backward_bias",
                                               "activation_backward_bias"}));
 }
 

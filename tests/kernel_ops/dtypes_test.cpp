@@ -76,6 +76,8 @@ TEST(KernelDtypes, Sums) {
 TEST(KernelDtypes, Dropout) {
   for_every_pair([](at::ScalarType a, at::ScalarType b) {
     EXPECT_TRUE(agrees<Dropout>(filled({5, 19}, a), at::ones({}, b), 0.5));
+    EXPECT_TRUE(agrees<DropoutBackwardBias>(filled({5, 19}, a), at::ones({}, at::kLong), 0.5, b,
+                                            std::array{true, true}));
   });
 }
 

@@ -108,6 +108,42 @@ TEST(DropoutAddOp, GradientOfTheOpByItself) {
       {leaf({5, 6}, at::kDouble), leaf({6}, at::kDouble, 2), leaf({5, 6}, at::kDouble, 3)}));
 }
 
+TEST(DropoutBackwardBiasOp, MatchesReference) {
+  const at::Tensor seed = seed_of(-77);
+  for_every_case(1, [&](const at::Tensor& x) {
+    for (const auto dtype : {x.scalar_type(), at::kFloat, at::kBFloat16})
+      for (const double p : {0.0, 0.3, 1.0}) {
+        const std::array<bool, 2> both{true, true};
+        const auto got = dispatch<DropoutBackwardBias>(x, seed, p, dtype, both);
+        EXPECT_TRUE(same(got[0], dispatch<Dropout>(x, seed, p)[0]));
+        EXPECT_TRUE(same(got[1], dispatch<SumRows>(got[0], dtype)[0]));
+        EXPECT_TRUE(matches_reference<DropoutBackwardBias>(x, seed, p, dtype, both));
+      }
+  });
+}
+
+TEST(DropoutBackwardBiasOp, WritesWhatIsWanted) {
+  const at::Tensor grad_y = random({7, 5}), seed = seed_of(3);
+  const auto of = [&](bool grad_x, bool grad_bias) {
+    return dispatch<DropoutBackwardBias>(grad_y, seed, 0.3, at::kFloat,
+                                         std::array{grad_x, grad_bias});
+  };
+  const auto both = of(true, true), grad_x = of(true, false), grad_bias = of(false, true);
+  EXPECT_TRUE(same(grad_x[0], both[0]));
+  EXPECT_TRUE(same(grad_bias[1], both[1]));
+  EXPECT_EQ(grad_x[1].numel() + grad_bias[0].numel() + of(false, false)[0].numel(), 0);
+}
+
+TEST(DropoutBackwardBiasOp, GradientOfTheOpByItself) {
+  EXPECT_TRUE(gradients_match(
+      [](const Tensors& t) {
+        const auto r = dispatch<DropoutBackwardBias>(t[0], seed_of(5), 0.4, at::kDouble,
+                                                     std::array{true, true});
+        return Tensors(r.begin(), r.end());
+      },
+      {leaf({5, 6}, at::kDouble)}));
+}
+
 TEST(DropoutOpErrors, ProbabilityAndSeed) {
   EXPECT_THAT([] { dispatch<Dropout>(random({2}), seed_of(1), 1.5); },
               ThrowsText<c10::ValueError>("dropout: expected a probability p in [0, 1], got ",

@@ -163,11 +163,14 @@ TEST_P(ElementwiseKernel, ThreadsDoNotMatter) {
     std::vector<std::vector<uint32_t>> results[3];
     for (int size = 1; size <= 3; ++size) {
       const ScopedThreadPool pool(size);
-      Matrix sum(element, 701, 83), dropped = sum, sums(Element::float32, 1, 83);
+      Matrix sum(element, 701, 83), dropped = sum, grad_x = sum, sums(Element::float32, 1, 83),
+                                    grad_bias = sums;
       kernels::cpu::add_bias(x.view(), vector_of(bias), element, x.view(), sum.view());
       kernels::cpu::dropout(x.view(), 12, 0.4, dropped.view());
       kernels::cpu::sum_rows(x.view(), sums.vector());
-      results[size - 1] = {sum.bits(), dropped.bits(), sums.bits()};
+      kernels::cpu::dropout_backward_bias(x.view(), 12, 0.4, grad_x.view(), grad_bias.vector());
+      results[size - 1] = {sum.bits(), dropped.bits(), sums.bits(), grad_x.bits(),
+                           grad_bias.bits()};
     }
     EXPECT_EQ(results[0], results[1]) << "two threads, " << name_of(element);
     EXPECT_EQ(results[0], results[2]) << "three threads, " << name_of(element);
@@ -217,6 +220,43 @@ TEST_P(ElementwiseKernel, DropoutAdd) {
       expect_exactly(out, [&](size_t i) { return kept(i, x.at(i)) + extra.at(i); });
     }
   });
+}
+
+TEST_P(ElementwiseKernel, DropoutBackwardBias) {
+  const double p = 0.3;
+  const uint64_t seed = 78;
+  for_each_case([&](size_t rows, size_t cols, size_t gap, Elements mix) {
+    const Matrix grad_y = Matrix::random(mix.a, rows, cols, gap, 16);
+    const auto kept = [&](size_t i) {
+      const float value = grad_y.at(i) * static_cast<float>(1 / (1 - p));
+      return is_kept(seed, i, p) ? rounded(value, mix.a) : 0.0f;
+    };
+    for (const bool is_written : {true, false}) {
+      Matrix grad_x(mix.a, rows, cols, gap), sums(mix.b, 1, cols);
+      kernels::cpu::dropout_backward_bias(
+          grad_y.view(), seed, p, is_written ? grad_x.view() : kernels::Rows(), sums.vector());
+      if (is_written) expect_exactly(grad_x, kept);
+      // Fewer than 32 rows are one block, summed in order.
+      expect_exactly(sums, [&](size_t c) {
+        float sum = 0;
+        for (size_t r = 0; r < rows; ++r) sum += kept(r * cols + c);
+        return sum;
+      });
+    }
+  });
+}
+
+TEST_P(ElementwiseKernel, DropoutBackwardBiasIsDropoutAndSumRows) {
+  for (const Element element : kElements) {
+    const Matrix grad_y = Matrix::random(element, 3001, 519, 3, 17);
+    Matrix grad_x(element, 3001, 519), expected = grad_x, sums(Element::float32, 1, 519),
+                                       expected_sums = sums;
+    kernels::cpu::dropout(grad_y.view(), 5, 0.25, expected.view());
+    kernels::cpu::sum_rows(expected.view(), expected_sums.vector());
+    kernels::cpu::dropout_backward_bias(grad_y.view(), 5, 0.25, grad_x.view(), sums.vector());
+    EXPECT_EQ(grad_x.bits(), expected.bits()) << name_of(element);
+    EXPECT_EQ(sums.bits(), expected_sums.bits()) << name_of(element);
+  }
 }
 
 TEST_P(ElementwiseKernel, DropoutExtremes) {

@@ -95,6 +95,21 @@ def test_scaled_srelu(dtype, needs):
             check(op, lambda x, scales: squared_relu(x) * scales[..., None], x, scales)
 
 
+@pytest.mark.parametrize("unit", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_what_a_scaled_unit_writes_is_not_kept_whatever_is_said_of_recomputing(unit, is_fused):
+    width, kept = (8 if unit is ops.ScaledSReLU else 16), set()
+    for recomputes in (False, True):
+        op = unit(activation_recompute_in_mlp=recomputes)
+        assert op.activation_recompute_in_mlp is recomputes
+        last = [ops.GroupedLinear(2, 8, 4, bias=False)] if is_fused else [ops.Linear(8, 4, bias=False)]
+        box = ops.Sequential(ops.GroupedLinear(2, 4, width, bias=False), op, *last)
+        splits = torch.tensor([3, 2])
+        box(torch.randn(5, 4, requires_grad=True), splits, torch.rand(5), *([splits] if is_fused else [])).sum().backward()
+        kept.add(box.saved_bytes())
+    assert kept == {5 * width * 4}, "what the first product writes"
+
+
 def test_scales_are_cast_to_the_dtype_of_x():
     x, scales = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(5, requires_grad=True)
     op = ops.ScaledSwiGLU()

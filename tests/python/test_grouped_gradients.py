@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import tandem
 from tandem import ops
+from tandem.ops.buffers import Delayed
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -237,12 +238,44 @@ def test_delayed_gradients_need_direct_calls():
     module, splits = made(delay_wgrad_compute=True), torch.tensor([3, 0, 5, 1])
     with torch.no_grad():
         module(rows_of(), splits)
-    with pytest.raises(NotImplementedError, match="expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. Build the op"):
-        torch.nn.utils.parametrizations.weight_norm(made(delay_wgrad_compute=True), "weight0")(rows_of(), splits)
+    module.accumulate_into_main_grad = True
+    text = "expected delay_wgrad_compute=False with accumulate_into_main_grad=True where the call goes through torch's dispatcher, got True. Build the op"
+    with pytest.raises(NotImplementedError, match=text):
+        torch.nn.utils.parametrizations.weight_norm(module, "weight0")(rows_of(), splits)
+    module = made(delay_wgrad_compute=True)
     y = module(rows_of(), splits)
     with pytest.raises(NotImplementedError, match="grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True"):
         with Nothing():
             y.backward(torch.ones(9, 5))
+
+
+def test_compiled_code_computes_delayed_gradients_in_its_backward(monkeypatch):
+    monkeypatch.setattr(Delayed, "has_graphs", False)
+    module, splits = made(delay_wgrad_compute=True), torch.tensor([3, 0, 5, 1])
+    x, grad, fired = rows_of(), torch.randn(9, 5), []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(module.weight0.grad is not None))
+    expected = expected_gradients(module, x, [3, 0, 5, 1], grad)
+    compiled = torch.compile(module, fullgraph=True)
+    for times in (1, 2):
+        compiled(x, splits).backward(grad)
+        module.backward_dw()
+        for name, gradient in expected.items():
+            if name in dict(module.named_parameters()):
+                assert_close(module.get_parameter(name).grad, times * gradient)
+    module(x, splits).backward(grad)  # not compiled: it waits
+    assert_close(module.weight0.grad, 2 * expected["weight0"])
+    module.backward_dw()
+    assert_close(module.weight0.grad, 3 * expected["weight0"])
+    assert fired == [True] * 3
+
+
+def test_a_weight_that_is_computed_gets_its_delayed_gradient_in_backward(monkeypatch):
+    monkeypatch.setattr(Delayed, "has_graphs", False)
+    module, splits = made(delay_wgrad_compute=True, bias=False), torch.tensor([3, 0, 5, 1])
+    torch.nn.utils.parametrizations.weight_norm(module, "weight0")
+    module(rows_of(), splits).square().sum().backward()
+    assert all(param.grad is not None for param in module.parameters())
+    module.backward_dw()
 
 
 # Tensors of the caller.

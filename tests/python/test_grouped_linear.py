@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts import TOLERANCE, grad_of, product, wide
+from experts import TOLERANCE, drawn, grad_of, product, wide
 from torch.testing import assert_close
 
 import tandem
@@ -123,6 +123,16 @@ def test_autocast_computes_in_its_dtype():
 def test_splits_that_do_not_fit(splits, error, text):
     with pytest.raises(error, match=text):
         ops.GroupedLinear(2, 4, 3)(torch.randn(5, 4), torch.tensor(splits))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_numbers_of_rows_count_whatever_their_shape(shape, dtype):
+    module, x = drawn(ops.GroupedLinear(2, 4, 3)), torch.randn(5, 4, requires_grad=True)
+    expected = torch.autograd.grad(module(x, torch.tensor([2, 3])).square().sum(), [x, *module.parameters()])
+    for call in (module, torch.compile(module, fullgraph=True)):
+        y = call(x, torch.tensor([2, 3], dtype=dtype).reshape(shape))
+        assert_close(torch.autograd.grad(y.square().sum(), [x, *module.parameters()]), expected)
 
 
 def test_other_errors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,21 +174,195 @@ def test_frozen_parameters_and_inputs_without_gradient():
                 assert_close(param.grad, expected[name])
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda box: setattr(box[0], "accumulate_into_main_grad", True), "gradients of weights go into main_grad, each where it is asked for"),
-        (lambda box: setattr(box[2], "delay_wgrad_compute", True), "gradients of weights are left to the caller"),
-    ],
-)
-def test_refusals_are_told(change, reason):
-    box = mlp()
-    change(box)
-    for g in range(4):
-        getattr(box[0], f"weight{g}").main_grad = torch.zeros(2 * INNER, IN)
+def weights_of(box):
+    return {name: param for name, param in box.named_parameters() if "weight" in name}
+
+
+def run(box, rows, extra, grad, recipe=None):
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = box(rows, *extra)
+    y.backward(grad)
+    return y
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("first", "last"), [("main_grad", "main_grad"), ("overwrite", None), (None, "dummy"), ("main_grad", "delayed")])
+def test_main_grad(unit, first, last, packed, splits):
+    box = mlp(unit, scale_bias=unit == "GELU", single_grouped_weight=packed)
+    for op, way in ((box[0], first), (box[2], last)):
+        op.accumulate_into_main_grad = way is not None
+        op.delay_wgrad_compute = way == "delayed"
+        for name in op._main_grad_names if way is not None else ():
+            weight = op.get_parameter(name)
+            weight.main_grad = torch.ones_like(weight)
+            if way == "overwrite":
+                weight.overwrite_main_grad = True
+            if way == "dummy":
+                weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    rows, extra = operands(box, splits)
+    grad = torch.randn(ROWS, OUT)
+    y = run(box, rows, extra, grad)
+    for op in (box[0], box[2]):
+        op.backward_dw()
+    assert box.fusions_made() == [UNITS[unit][2]]
+    expected, x, given, params = reference(box, unit, rows, extra)
+    expected.backward(grad.double())
+    assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(rows.grad.double(), x.grad, rtol=1e-4, atol=1e-4)
+    for tensor, wanted in zip(extra, given, strict=True):
+        if tensor.is_floating_point():
+            assert_close(tensor.grad.double(), grad_of(wanted), rtol=1e-4, atol=1e-4)
+    for name, param in box.named_parameters():
+        way = (first if name.startswith("0.") else last) if "weight" in name else None
+        wanted = grad_of(params[name])
+        if way is None:
+            assert_close(grad_of(param).double(), wanted, rtol=1e-4, atol=1e-4)
+            continue
+        assert_close(param.main_grad.double(), wanted + (way != "overwrite"), rtol=1e-4, atol=1e-4)
+        assert (param.grad is not None and not param.grad.any()) if way == "dummy" else param.grad is None
+        assert param.main_grad._version > 0
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "2.weight"])
+def test_main_grad_takes_what_is_asked_for_alone(frozen):
+    box = mlp("ScaledSwiGLU", accumulate_into_main_grad=True)
     rows, extra = operands(box, SPLITS[0])
-    box(rows, *extra).sum().backward()
-    assert reason in box.explain()
+    for weight in weights_of(box).values():
+        weight.main_grad = torch.zeros_like(weight)
+    torch.autograd.grad(box(rows, *extra).sum(), [rows, extra[1]])
+    assert not any(weight.main_grad.any() for weight in weights_of(box).values()), "no gradient of a weight was asked for"
+    y = box(rows, *extra)
+    wanted = [param for name, param in box.named_parameters() if name.startswith(frozen[0])]
+    torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+    for name, weight in weights_of(box).items():
+        assert weight.main_grad.any() == (name.startswith(frozen[0]) and int(name[-1]) != 1), name  # the second group has no rows
+    for name, weight in weights_of(box).items():
+        weight.main_grad.zero_()
+        weight.requires_grad_(not name.startswith(frozen))
+    box(rows.detach(), *extra).sum().backward()
+    assert box.fusions_made() == ["grouped_mlp_scaled_glu"]
+    for name, weight in weights_of(box).items():
+        assert weight.main_grad.any() == (not name.startswith(frozen) and int(name[-1]) != 1), name
+
+
+def test_main_grad_of_another_shape_is_told():
+    box = mlp("SwiGLU", accumulate_into_main_grad=True)
+    rows, extra = operands(box, SPLITS[0])
+    for weight in weights_of(box).values():
+        weight.main_grad = torch.zeros_like(weight)
+    box[2].weight3.main_grad = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"grouped_linear: expected main_grad of the weight's shape \[5, 8\], got \[3, 4\]"):
+        box(rows, *extra).sum().backward()
+    for weight in weights_of(box).values():
+        assert not weight.main_grad.any(), "it is looked at before anything is written"
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("delayed", [(0,), (2,), (0, 2)])
+def test_delayed_gradients(unit, delayed, splits):
+    box = mlp(unit)
+    plain = copy.deepcopy(box)
+    for at in delayed:
+        box[at].delay_wgrad_compute = True
+    batches = [(*operands(box, splits), torch.randn(ROWS, OUT)) for _ in range(2)]
+    for each in (plain, box):
+        for rows, extra, grad in batches:
+            run(each, rows, extra, grad)
+    for name, weight in weights_of(box).items():
+        assert (weight.grad is None) == (int(name[0]) in delayed)
+    for _ in batches:
+        for at in reversed(delayed):
+            box[at].backward_dw()
+    assert box.fusions_made() == [UNITS[unit][2]]
+    for param, other in zip(box.parameters(), plain.parameters(), strict=True):
+        assert_close(grad_of(param), grad_of(other))
+
+
+def test_delayed_gradients_of_products_whose_groups_differ():
+    box = mlp("SwiGLU")
+    plain = copy.deepcopy(box)
+    box[0].delay_wgrad_compute = box[2].delay_wgrad_compute = True
+    rows, extra = operands(box, SPLITS[0], next_splits=[1, 4, 0, 3])
+    for each in (plain, box):
+        run(each, rows, extra, torch.ones(ROWS, OUT))
+    box[2].backward_dw()
+    box[0].backward_dw()
+    for param, other in zip(box.parameters(), plain.parameters(), strict=True):
+        assert_close(grad_of(param), grad_of(other))
+
+
+RECIPES = [tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.Float8BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("unit", UNITS)
+def test_under_a_recipe_the_bits_are_those_of_the_ops_one_by_one(unit, packed, recipe):
+    box = mlp(unit, scale_bias=unit == "ScaledSwiGLU", single_grouped_weight=packed)
+    for splits in SPLITS:
+        rows, extra = operands(box, splits)
+        grad, results = torch.randn(ROWS, OUT), []
+        for call in (box, one_by_one(box)):
+            tensors = [rows, *[tensor for tensor in extra if tensor.is_floating_point()], *box.parameters()]
+            for tensor in tensors:
+                tensor.grad = None
+            y = run(call, rows, extra, grad, recipe)
+            results.append([y.detach(), *[tensor.grad for tensor in tensors]])
+        for place, (fused, single) in enumerate(zip(*results, strict=True)):
+            assert torch.equal(fused, single), place
+    assert box.fusions_made() == [UNITS[unit][2]]
+    assert box.saved_bytes() <= (ROWS * INNER * (2 if "GLU" in unit else 1)) * 4 + sum(p.numel() for p in box.parameters()) * 4
+
+
+def one_by_one(box):
+    def call(rows, *extra):
+        left, x = list(extra), rows
+        for op in box:
+            x = op(x, *[left.pop(0) for _ in range(op.num_extra_inputs)])
+        return x
+
+    return call
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("way", ["main_grad", "delayed", "frozen", "compiled"])
+def test_under_a_recipe_gradients_go_where_they_should(recipe, way):
+    box = mlp("ScaledSwiGLU")
+    rows, extra = operands(box, SPLITS[0])
+    grad = torch.randn(ROWS, OUT)
+    run(box, rows, extra, grad, recipe)
+    expected = {name: param.grad for name, param in box.named_parameters()}
+    call = box
+    for name, param in box.named_parameters():
+        param.grad = None
+        param.main_grad = torch.zeros_like(param)
+        if way == "frozen":
+            param.requires_grad_(not name.startswith("0."))
+    for op in (box[0], box[2]):
+        op.accumulate_into_main_grad, op.delay_wgrad_compute = way == "main_grad", way == "delayed"
+    if way == "compiled":
+        call = torch.compile(box, fullgraph=True)
+    run(call, rows.detach() if way == "frozen" else rows, [tensor.detach() for tensor in extra] if way == "frozen" else extra, grad, recipe)
+    if way == "delayed":
+        box[2].backward_dw()
+        box[0].backward_dw()
+    for name, param in box.named_parameters():
+        if way == "frozen" and name.startswith("0."):
+            assert param.grad is None
+        else:
+            assert_close(param.main_grad if way == "main_grad" and "weight" in name else param.grad, expected[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_verify_under_a_recipe(recipe):
+    box = mlp("SwiGLU")
+    rows, extra = operands(box, SPLITS[0])
+    with tandem.autocast(recipe=recipe):
+        report = tandem.verify(box, rows, *extra)
+    assert report, report
 
 
 def test_other_refusals():

@@ -58,6 +58,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "decode": [codes, scale, "fp8_e4m3", False],
         "dequantize": [codes, scale, "fp8_e4m3", False, dtype],
         "dropout": [x, SEED, 0.25],
+        "dropout_backward_bias": [y, SEED, 0.25, dtype, [True, True]],
         "dropout_add": [x, bias, SEED, 0.25, y],
         "glu_backward": [y, wide, "silu", [True, True, True]],
         "glu_forward": [wide, None, "gelu", [False, True]],

@@ -292,9 +292,9 @@ BAD_ARGUMENTS = [
     (lambda: ops.ScaledSiTUGLU(beta2=-1), ValueError, "ScaledSiTUGLU: expected beta2 to be a finite number > 0, got -1.0"),
     (lambda: ops.ClampedSwiGLU(limit=float("nan")), ValueError, "ClampedSwiGLU: expected limit to be a finite number, got nan"),
     (lambda: ops.ScaledSReLU(activation_recompute_in_mlp=2), ValueError, "ScaledSReLU: expected activation_recompute_in_mlp to be True or False, got 2"),
-    (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSwiGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
-    (lambda: ops.ScaledSiTUGLU(activation_recompute_in_mlp=True), ValueError, "ScaledSiTUGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
-    (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=True), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp=False, got True. Leave it out"),
+    (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=2), ValueError, "ScaledSwiGLU: expected activation_recompute_in_mlp to be True or False, got 2"),
+    (lambda: ops.ScaledSiTUGLU(activation_recompute_in_mlp=2), ValueError, "ScaledSiTUGLU: expected activation_recompute_in_mlp to be True or False, got 2"),
+    (lambda: ops.ScaledClampedQGeGLU(activation_recompute_in_mlp=2), ValueError, "ScaledClampedQGeGLU: expected activation_recompute_in_mlp to be True or False, got 2"),
     (lambda: ops.GELU(cache_quantized_input=2), ValueError, "GELU: expected cache_quantized_input to be True or False, got 2"),
 ]
 BAD_ARGUMENTS.append((lambda: ops.Linear(4, 4, tensor_parallel_mode="rows"), ValueError, 'Linear: expected tensor_parallel_mode None, "column" or'))

@@ -231,6 +231,23 @@ def test_ranks_share_each_part():
         split_sizes("Linear", "out_features", {"q": 7, "k": 5}, 12, ranks=2)
 
 
+def test_what_data_is_replaced_by_goes_into_the_parts():
+    linear = ops.Linear(8, 12, parameters_split={"a": 5, "b": 7})
+    parts, new = dict(linear.named_parameters()), torch.randn(12, 8)
+    linear.weight.data = new
+    linear.bias.data = torch.ones(12)
+    assert torch.equal(linear.a_weight, new[:5]) and torch.equal(linear.b_weight, new[5:]) and (linear.b_bias == 1).all()
+    assert all(linear.get_parameter(name) is part for name, part in parts.items()), "optimizers hold them"
+    linear.weight.data += 1
+    assert torch.equal(linear.b_weight, new[5:] + 1) and type(linear.weight + 1) is torch.Tensor
+    for wrong, got in ((torch.zeros(11, 8), r"\[11, 8\] and torch.float32"), (torch.zeros(12, 8).double(), r"\[12, 8\] and torch.float64")):
+        with pytest.raises(ValueError, match=r"data: expected numbers for parts that stay .* of shape \[12, 8\] and torch.float32, got shape " + got):
+            linear.weight.data = wrong
+    linear.double()
+    linear.weight.data = torch.zeros(12, 8, dtype=torch.float64)
+    assert not linear.a_weight.any()
+
+
 def test_a_copy_is_told_of():
     linear = ops.Linear(8, 12, parameters_split=("a", "b"))
     linear.a_weight = torch.nn.Parameter(linear.a_weight.detach().clone())
@@ -254,6 +271,18 @@ def test_parts_that_do_not_fit():
     linear.a_weight = torch.nn.Parameter(torch.randn(6, 7))
     with pytest.raises(ValueError, match=r"join: expected parts of one parameter that differ in their first size at most, got \[6, 7\] and \[6, 8\]"):
         linear(torch.randn(2, 8))
+    for name, wrong in (("a_weight", (7, 8)), ("b_weight", (5, 8)), ("b_bias", (4,))):
+        linear = ops.Linear(8, 12, parameters_split=("a", "b"))
+        setattr(linear, name, torch.nn.Parameter(torch.randn(wrong)))
+        text = rf"Linear: expected {name} with 6 rows, as parameters_split says, got shape \[{', '.join(map(str, wrong))}\]. Assign a tensor with as many"
+        for call in (linear, ops.Sequential(ops.GELU(), linear)):
+            with pytest.raises(ValueError, match=text):
+                call(torch.randn(2, 8))
+    module = tandem.Linear(8, 12, parameters_split=("a", "b"))
+    module.a_weight = torch.nn.Parameter(torch.randn(7, 8))
+    with pytest.raises(ValueError, match=r"Linear: expected a_weight with 6 rows, as parameters_split says, got shape \[7, 8\]"):
+        module(torch.randn(2, 8))
+    linear = ops.Linear(8, 12, parameters_split=("a", "b"))
     linear.a_weight = torch.nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
     with pytest.raises(TypeError, match="0.basic_linear: expected the parts of a parameter in one dtype, got float64 and float32"):
         linear(torch.randn(2, 8))

@@ -85,6 +85,13 @@ def test_what_is_no_profile_is_refused(mlp, profile):
         mlp.explain("svg", profile=profile)
 
 
+@pytest.mark.parametrize("time", [float("inf"), float("nan")])
+def test_times_that_are_no_numbers_are_told_with_their_step(mlp, time):
+    for form in ("text", "svg"):
+        with pytest.raises(ValueError, match=f"explain: expected profile to give gelu a finite number of microseconds, got {time}. Leave out steps that"):
+            mlp.explain(form, profile={"rms_norm": 1.0, "gelu": time})
+
+
 def test_names_that_are_no_xml_are_escaped(without_graphviz):
     class Odd(ops.BasicOperation):
         def op_forward(self, ctx, input_, **_):

@@ -81,7 +81,6 @@ TABLE = [
     (lambda: Omits()(torch.ones(1)), RuntimeError, "outside its forward fusion"),
     (lambda: ops.LayerNorm(4)(torch.ones(2, 3)), ValueError, "weight of shape"),
     (lambda: ops.SiTUGLU(beta1=0.0), ValueError, "beta1"),
-    (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "activation_recompute_in_mlp"),
     (lambda: ops.BasicLinear(4, 4, tensor_parallel_mode="rows"), ValueError, "tensor_parallel_mode"),
     (lambda: ops.GroupedLinear(0, 4, 4), ValueError, "num_groups"),
 ]

@@ -65,7 +65,8 @@ class Module(JoinedMixin, CompositeOperation):
             for each, size in rows.items():
                 self._make(each, torch.Size([size]), device, dtype)
             self._note_parts(self._result_bias, rows)
-        self._join({operand: tuple(each) for operand, each in self._joined_rows.items()})
+        rows_of_parts = {each: size for parts in self._joined_rows.values() for each, size in parts.items()}
+        self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own([(part, self._names_in_owner(part, names)) for part, names in taken])
         self._bring_together()
         self.reset_parameters()

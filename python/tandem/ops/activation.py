@@ -252,15 +252,10 @@ class _ScaledUnit(_Interleaved):
 
         Args:
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: False, as in TransformerEngine: a pipeline writes the output again in backward in any case.
+            activation_recompute_in_mlp: either, and neither changes anything: the output is written again in backward, not kept.
         """
         super().__init__()
-        if flag(type(self).__name__, "activation_recompute_in_mlp", activation_recompute_in_mlp):
-            raise ValueError(
-                f"{type(self).__name__}: expected activation_recompute_in_mlp=False, got True. Leave it out: the output is written again in "
-                "backward, not kept."
-            )
-        self.activation_recompute_in_mlp = False
+        self.activation_recompute_in_mlp = flag(type(self).__name__, "activation_recompute_in_mlp", activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
 
 
@@ -298,7 +293,7 @@ class ScaledSiTUGLU(_ScaledUnit):
 
         Args:
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: False, as in TransformerEngine.
+            activation_recompute_in_mlp: as for `ScaledSwiGLU`.
             beta1: above 0; the gate stays below it.
             beta2: above 0; the other factor stays below it in size.
         """
@@ -330,7 +325,7 @@ class ScaledClampedQGeGLU(_ScaledUnit):
 
         Args:
             glu_interleave_size: columns of the blocks in which a and b take turns; None: they are halves.
-            activation_recompute_in_mlp: False, as in TransformerEngine.
+            activation_recompute_in_mlp: as for `ScaledSwiGLU`.
             limit: what a is cut off at above, and b on both sides.
             alpha: what a is multiplied by in the sigmoid.
             glu_linear_offset: what is added to b.

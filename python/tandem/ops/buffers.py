@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tandem._tracing import constant_while_traced
 from tandem.ops import main_grad
 
 
@@ -23,6 +24,8 @@ class Modes(NamedTuple):
 
 class Delayed:
     """What gradients of weights that are computed later are computed from: entries of grad_y, x, splits and the texts of their quantizers."""
+
+    has_graphs = False  # of any op: ops of equal descriptions share compiled code, and are not traced
 
     def __init__(self, delay_wgrad_compute: bool = False) -> None:
         """Makes a store without entries; `delay_wgrad_compute` says whether its op delays gradients."""
@@ -61,6 +64,12 @@ class Delayed:
         return made
 
 
+@constant_while_traced
+def note_graph() -> None:
+    """To be called where a call goes through torch's dispatcher: backward computes what it would leave to be computed later."""
+    Delayed.has_graphs = True
+
+
 def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, Mapping[str, Any]], Modes, list[torch.Tensor]]:
     """The arguments of a call: those of ops that are written in Python, and the tensors that ops of the library are to write."""
     others: dict[int, Mapping[str, Any]] = {}
@@ -83,4 +92,4 @@ def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[
     return others, Modes(given=tuple(modes)), tensors
 
 
-__all__ = ["Delayed", "Modes", "given"]
+__all__ = ["Delayed", "Modes", "given", "note_graph"]

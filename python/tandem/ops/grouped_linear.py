@@ -70,7 +70,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
             accumulate_into_main_grad: as for `BasicLinear`, of all weights: these must be alike in what they say of their `main_grad`.
             single_grouped_weight: whether there is one parameter `weight` [num_groups, out_features, in_features] instead.
             single_grouped_bias: whether there is one parameter `bias` [num_groups, out_features] instead.
-            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`.
+            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`; that of compiled code computes them.
             scale_bias: whether the bias of each row is multiplied by its number in another extra input.
         """
         self.has_bias = flag("GroupedLinear", "bias", bias)
@@ -137,12 +137,19 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`. Does nothing
-        where backward leaves none. RuntimeError where there was no backward."""
+        """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`; then calls the
+        registered hooks. Does nothing where backward leaves none; of calls in compiled code and under modes, whose backward has computed them, it
+        calls the hooks. RuntimeError where there was no backward."""
         if not self.need_backward_dw():
             return
         if not self.wgrad_store.context and not any(getattr(self, name).requires_grad for name in self._main_grad_names):
             return  # all frozen: backward has left nothing
+        if self.wgrad_store.context or not Delayed.has_graphs:
+            self._compute_delayed()
+        for hook in self._wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _compute_delayed(self) -> None:
         grad_y, x, splits, lines = self.wgrad_store.pop()
         versions, *texts = bytes(lines.tolist()).decode().split("\n")
         for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
@@ -156,8 +163,6 @@ class GroupedLinear(DeferredMixin, BasicOperation):
             parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
             for name, part in zip(self._main_grad_names, parts, strict=True):
                 self._add_gradient(getattr(self, name), part)
-        for hook in self._wgrad_accumulation_and_reduce_hooks:
-            hook()
 
     def _add_gradient(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         if not weight.requires_grad:

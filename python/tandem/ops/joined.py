@@ -59,13 +59,34 @@ def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
     return True
 
 
+class _Whole(torch.Tensor):
+    """Parts as one tensor. It is made where it is read, so that what its `data` is replaced by goes into the parts."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        memory: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return memory
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        memory = self.data
+        if value.shape != memory.shape or value.dtype != memory.dtype:
+            raise ValueError(
+                f"data: expected numbers for parts that stay the parameters they are, of shape {list(memory.shape)} and {memory.dtype}, got shape "
+                f"{list(value.shape)} and {value.dtype}. Set the parts."
+            )
+        memory.copy_(value)
+
+
 class _Together(torch.autograd.Function):
     """The memory of adjacent parts as one tensor, with a gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [part.shape[0] for part in parts]
-        return parts[0].data.as_strided((sum(ctx.rows), *parts[0].shape[1:]), parts[0].stride())
+        return parts[0].data.as_strided((sum(ctx.rows), *parts[0].shape[1:]), parts[0].stride()).as_subclass(_Whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,8 +126,18 @@ def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
 class JoinedMixin:
     """For modules some of whose parameters are several tensors: `_joined` names these by the operand that they are."""
 
-    def _join(self, names: Mapping[str, tuple[str, ...]]) -> None:
-        self.__dict__["_joined"] = dict(names)
+    def _join(self, names: Mapping[str, tuple[str, ...]], rows: Mapping[str, int] | None = None) -> None:
+        self.__dict__.update(_joined=dict(names), _rows_of_parts=dict(rows or {}))
+
+    def _check_parts(self) -> None:
+        """To be called where a call has failed: raises ValueError where a part has not the rows that it was made with."""
+        for name, rows in self.__dict__.get("_rows_of_parts", {}).items():
+            part = getattr(self, name, None)
+            if part is not None and (part.dim() == 0 or part.shape[0] != rows):
+                raise ValueError(
+                    f"{type(self).__name__}: expected {name} with {rows} rows, as parameters_split says, got shape {list(part.shape)}. Assign a "
+                    "tensor with as many, or build another module."
+                )
 
     def _parts_of(self, operand: str) -> list[torch.nn.Parameter | None]:
         """The parameters that an operand is made of."""

@@ -300,7 +300,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
         """Makes the rows of each op's parameter parameters of their own."""
-        joined = {}
+        joined, rows_of_parts = {}, {}
         for op in ops:
             (operand,) = op._parameter_names
             names = joined[operand] = tuple(f"{part}_{operand}" for part in parts)
@@ -308,7 +308,8 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
                 self.register_parameter(name, torch.nn.Parameter(rows))
             op.__dict__.update(_parameter_names=names, _joins=(len(names),))
             op._join({operand: names})  # type: ignore[attr-defined]
-        self._join(joined)
+            rows_of_parts.update(zip(names, parts.values(), strict=True))
+        self._join(joined, rows_of_parts)
         self.__dict__["parameters_split"] = parts
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

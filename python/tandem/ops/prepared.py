@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
 from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python_op
-from tandem.ops.buffers import Modes
+from tandem.ops.buffers import Modes, note_graph
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
 from tandem.ops.terms import Terms
@@ -320,6 +320,9 @@ class Prepared:
         version = structure.fusions_text if recipe != _C.in_force.outside_compiled_code else None
         modes = self.modes() if self.has_modes else None
         self._check_traceable(modes, kwargs)
+        if modes is not None and modes.delayed:  # nobody could ask a graph for gradients later: its backward computes them
+            note_graph()
+            modes = modes._replace(delayed=())
         written = () if modes is None else tuple(modes)
         budget = self.terms.memory_budget or _C.in_force.memory_budget
         objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
@@ -344,10 +347,11 @@ class Prepared:
     def _check_traceable(self, modes: Modes | None, kwargs: Kwargs | None) -> None:
         """Raises where a call writes what only a direct one can."""
         for index in () if modes is None else modes.delayed:
-            raise NotImplementedError(
-                f"{self.basic_ops[index]._get_name()}: expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. "
-                "Build the op without for compiled code."
-            )
+            if self.basic_ops[index].accumulate_into_main_grad:
+                raise NotImplementedError(
+                    f"{self.basic_ops[index]._get_name()}: expected delay_wgrad_compute=False with accumulate_into_main_grad=True where the call goes "
+                    "through torch's dispatcher, got True. Build the op without one of them for compiled code."
+                )
         for index in kwargs or ():
             op = self.basic_ops[index]
             if not op.is_python_op and op._call_buffers:

@@ -16,6 +16,7 @@ from tandem.ops import buffers
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
+from tandem.ops.joined import JoinedMixin
 from tandem.ops.places import places
 from tandem.ops.prepared import Bindings, Kwargs, Outputs, Prepared, own_call, wrong_count
 from tandem.ops.terms import Terms
@@ -106,10 +107,16 @@ class OpRun:
             if pipeline is None:
                 pipeline = now.pipeline(flags)
         in_training = now.library_training(flags, training) if flags else training
-        if kwargs is not None:
-            outputs = pipeline.call_with_arguments(x, list(extra), in_training, dict(arguments), written)
-        else:
-            outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
+        try:
+            if kwargs is not None:
+                outputs = pipeline.call_with_arguments(x, list(extra), in_training, dict(arguments), written)
+            else:
+                outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
+        except ValueError:
+            for op in now.basic_ops:
+                if isinstance(op._holder, JoinedMixin):
+                    op._holder._check_parts()
+            raise
         if outputs is not None:
             return outputs
         for tensor in (x, *extra):

@@ -17,44 +17,103 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// Which elements are kept, and what they are multiplied by.
+struct Keep {
+  explicit Keep(double p)
+      : threshold(static_cast<int32_t>(std::ceil(p * 0x1p24))),
+        factor(p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f) {}
+
+  /// value * factor where the word keeps it: (word >> 8) * 2^-24 >= p, in integers; no word reaches
+  /// 2^24.
+  template <class V>
+  HWY_INLINE V apply(V value, const uint32_t* word) const {
+    const hn::DFromV<V> d;
+    const hn::RebindToSigned<decltype(d)> di;
+    const hn::RebindToUnsigned<decltype(d)> du;
+    const auto chance = hn::BitCast(di, hn::ShiftRight<8>(hn::LoadU(du, word)));
+    const auto is_kept = hn::RebindMask(d, hn::Not(hn::Lt(chance, hn::Set(di, threshold))));
+    return hn::IfThenElseZero(is_kept, hn::Mul(value, hn::Set(d, factor)));
+  }
+
+  int32_t threshold;
+  float factor;
+};
+
+/// Calls `body(c, count, words)` for pieces of columns [first, first + cols) of row `r`, whose
+/// elements have the words `words[0]`, `words[1]`, ...
+template <typename Body>
+HWY_INLINE void for_each_words(uint64_t seed, size_t r, size_t row_cols, size_t first, size_t cols,
+                               const Body& body) {
+  for_each_chunk(cols, [&](size_t offset, size_t count) HWY_ATTR {
+    HWY_ALIGN uint32_t words[kChunk + 4 + 2 * HWY_MAX_BYTES];
+    const size_t c = first + offset, index = r * row_cols + c, skipped = index % 4;
+    fill_words(seed, index / 4, skipped + count, words);
+    body(c, count, words + skipped);
+  });
+}
+
 /// `sums`: the element that the sum with the bias, and what is kept of it, are rounded to before
 /// more is added.
 template <typename E>
 void dropout_rows(E sums, ConstRows x, const float* bias, uint64_t seed, double p, ConstRows extra,
                   Rows out) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  // keep = (word >> 8) * 2^-24 >= p, in integers; no word reaches 2^24.
-  const auto threshold = hn::Set(di, static_cast<int32_t>(std::ceil(p * 0x1p24)));
-  const auto factor = hn::Set(d, p < 1 ? static_cast<float>(1 / (1 - p)) : 0.0f);
-  const size_t cols = out.cols;
+  const Keep keep(p);
   if (!bias && is_flat(x) && is_flat(extra) && is_flat(out)) {
     flatten(x);
     if (extra) flatten(extra);
     flatten(out);
   }
   for_each_piece(out.rows, out.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    for_each_chunk(piece, [&](size_t offset, size_t count) HWY_ATTR {
-      HWY_ALIGN uint32_t words[kChunk + 4 + 2 * HWY_MAX_BYTES];
-      HWY_ALIGN float inputs[kChunk], addends[kChunk], results[kChunk];
-      const size_t c = first + offset, index = r * cols + c, skipped = index % 4;
-      fill_words(seed, index / 4, skipped + count, words);
-      const float* from = widened(x, r, c, count, inputs);
-      const float* more = extra ? widened(extra, r, c, count, addends) : nullptr;
-      float* to = place_for(out, r, c, results);
-      for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-        const auto word = hn::BitCast(di, hn::ShiftRight<8>(hn::LoadU(du, words + skipped + i)));
-        const auto is_kept = hn::RebindMask(d, hn::Not(hn::Lt(word, threshold)));
-        auto value = load_part(Float32{}, d, from + i, part);
-        if (bias)
-          value = round_to(sums, d, hn::Add(value, load_part(Float32{}, d, bias + c + i, part)));
-        value = hn::IfThenElseZero(is_kept, hn::Mul(value, factor));
-        if (more)
-          value = hn::Add(round_to(sums, d, value), load_part(Float32{}, d, more + i, part));
-        store_part(Float32{}, d, value, to + i, part);
-      });
-      put_narrowed(to, out, r, c, count);
+    for_each_words(
+        seed, r, out.cols, first, piece,
+        [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
+          HWY_ALIGN float inputs[kChunk], addends[kChunk], results[kChunk];
+          const float* from = widened(x, r, c, count, inputs);
+          const float* more = extra ? widened(extra, r, c, count, addends) : nullptr;
+          float* to = place_for(out, r, c, results);
+          for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+            auto value = load_part(Float32{}, d, from + i, part);
+            if (bias)
+              value =
+                  round_to(sums, d, hn::Add(value, load_part(Float32{}, d, bias + c + i, part)));
+            value = keep.apply(value, words + i);
+            if (more)
+              value = hn::Add(round_to(sums, d, value), load_part(Float32{}, d, more + i, part));
+            store_part(Float32{}, d, value, to + i, part);
+          });
+          put_narrowed(to, out, r, c, count);
+        });
+  });
+}
+
+/// `grad_x` may be null.
+template <typename E>
+HWY_INLINE void backward_bias_run(E element, const Keep& keep, const uint32_t* words,
+                                  const typename E::Stored* grad_y,
+                                  typename E::Stored* HWY_RESTRICT grad_x, float* HWY_RESTRICT sums,
+                                  size_t count) {
+  const hn::ScalableTag<float> d;
+  for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto value = keep.apply(load_part(element, d, grad_y + i, part), words + i);
+    if (grad_x) store_part(element, d, value, grad_x + i, part);
+    const auto sum = hn::Add(load_part(Float32{}, d, sums + i, part), round_to(element, d, value));
+    store_part(Float32{}, d, sum, sums + i, part);
+  });
+}
+
+void dropout_backward_bias_target(ConstRows grad_y, uint64_t seed, double p, Rows grad_x,
+                                  Vector sums) {
+  const Keep keep(p);
+  with_element(grad_y.element, [&](auto element) HWY_ATTR {
+    for_each_row_summing(grad_y.rows, grad_y.cols, sums, [&](size_t r, float* into) HWY_ATTR {
+      for_each_words(seed, r, grad_y.cols, 0, grad_y.cols,
+                     [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
+                       backward_bias_run(
+                           element, keep, words, element.at(grad_y.data, r * grad_y.stride + c),
+                           grad_x ? element.at(grad_x.data, r * grad_x.stride + c) : nullptr,
+                           into + c, count);
+                     });
     });
   });
 }
@@ -75,6 +134,7 @@ HWY_AFTER_NAMESPACE();
 namespace tandem::kernels::cpu {
 
 HWY_EXPORT(dropout_target);
+HWY_EXPORT(dropout_backward_bias_target);
 
 void dropout(ConstRows x, uint64_t seed, double p, Rows out) {
   dropout_add(x, {}, out.element, seed, p, {}, out);
@@ -83,6 +143,10 @@ void dropout(ConstRows x, uint64_t seed, double p, Rows out) {
 void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
                  ConstRows extra, Rows out) {
   HWY_DYNAMIC_DISPATCH(dropout_target)(x, bias, sum_element, seed, p, extra, out);
+}
+
+void dropout_backward_bias(ConstRows grad_y, uint64_t seed, double p, Rows grad_x, Vector sums) {
+  HWY_DYNAMIC_DISPATCH(dropout_backward_bias_target)(grad_y, seed, p, grad_x, sums);
 }
 
 }  // namespace tandem::kernels::cpu
