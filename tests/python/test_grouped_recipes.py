@@ -71,7 +71,7 @@ def test_compiled_and_in_a_pipeline(recipe):
 
     expected = gradients(box)
     assert_close(gradients(torch.compile(box, fullgraph=True)), expected, rtol=1e-4, atol=1e-4)
-    assert "refused grouped_mlp_glu" in box.explain() and "a recipe quantizes what the products read" in box.explain()
+    assert "made    grouped_mlp_glu" in box.explain()
     with tandem.autocast(recipe=recipe):
         report = tandem.verify(box, x, splits, splits)
     assert report, report
