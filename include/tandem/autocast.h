@@ -12,7 +12,7 @@ namespace tandem {
 struct Region;
 
 /// While one of these lives, the products of this thread's pipelines run under a recipe (emulated
-/// on a CPU). Weights are quantized once per outermost region. Regions nest; `enabled = false`
+/// on a CPU). A weight is quantized once until it changes. Regions nest; `enabled = false`
 /// switches quantization off inside. One that is destroyed before one that was made inside it, or
 /// in another thread, ends all the same, with a warning: the others stay in force until they end.
 ///

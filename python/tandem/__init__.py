@@ -43,6 +43,7 @@ from tandem._quantize import (  # noqa: E402
     cast_back,
     quantize,
 )
+from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
 from tandem.modules import (  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "Verification",
+    "WeightWorkspace",
     "__version__",
     "autocast",
     "cached_bytes",
@@ -100,18 +102,14 @@ __all__ = [
     "memory_budget",
     "ops",
     "quantize",
+    "quantize_weight",
     "recipe",
     "set_cache_limit",
     "transformer_engine_state_dict",
     "verify",
     "weights_changed",
+    "weights_unchanged",
 ]
-
-
-def weights_changed() -> None:
-    """Says that parameters on an accelerator were written, not by a `torch.optim` optimizer, but through `.data`, a collective or the like:
-    codes made of them are stale. On the CPU the bytes of weights are compared, and nobody has to say it."""
-    _C.weights_changed()
 
 
 def _after_step(*_: object) -> None:

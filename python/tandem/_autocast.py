@@ -27,7 +27,7 @@ def _group_of(recipe: DelayedScaling, group: torch.distributed.ProcessGroup | No
 class autocast(contextlib.ContextDecorator):
     """Runs the products of pipelines in low precision inside a `with` block, as `recipe` says.
 
-    The outermost region is also one region of weight codes: each weight is quantized once in it, again after an optimizer has stepped.
+    A weight is quantized once until it changes; on an accelerator, where its bytes are not compared, once in each outermost region.
     `enabled=False` switches quantization off inside. What is in force belongs to the thread, and to the async context: a task does not
     see the regions of others. One object may be entered again, also by several threads. Regions are left in reverse order; leaving
     another than the innermost raises RuntimeError, and the others stay in force until they are left.

@@ -33,6 +33,7 @@ void check_workspaces(const Plan& plan, const Arguments& arguments) {
     for (size_t part = 0; part < workspace.size(); ++part)
       if (kernel_ops::has_part(*cached.quantizer, cached.parts, part))
         workspace[part] = arguments.workspaces[next++];
+    if (param == plan.params.end()) continue;  // joined of several: checked where it is written
     kernel_ops::check_workspace(arguments.params[static_cast<size_t>(param - plan.params.begin())],
                                 workspace, *cached.quantizer);
   }

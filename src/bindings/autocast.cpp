@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <iterator>
 #include <optional>
 
 #include "bindings/hold.h"
 #include "kernel_ops/delayed.h"
+#include "kernel_ops/weights.h"
 #include "pipeline/pipeline.h"
 
 namespace tandem::bindings {
@@ -161,8 +163,30 @@ int set_budget(PyObject* self, PyObject* value, void*) {
   return -1;
 }
 
+constexpr const char* kSaid[] = {"", "first micro-batch", "unchanged"};
+
+PyObject* get_said(PyObject*, void*) {
+  return PyUnicode_InternFromString(kSaid[static_cast<size_t>(kernel_ops::said_now())]);
+}
+
+int set_said(PyObject*, PyObject* value, void*) {
+  for (size_t i = 0; i < std::size(kSaid); ++i)
+    if (value != nullptr && PyUnicode_Check(value) &&
+        PyUnicode_CompareWithASCIIString(value, kSaid[i]) == 0) {
+      kernel_ops::say(static_cast<kernel_ops::Said>(i));
+      return 0;
+    }
+  PyErr_SetString(
+      PyExc_ValueError,
+      "weights: expected \"\", \"first micro-batch\" or \"unchanged\" as what is said of "
+      "them, got another value. Use is_first_microbatch or tandem.weights_unchanged().");
+  return -1;
+}
+
 py::object in_force() {
   static PyGetSetDef attributes[] = {
+      {"said_of_weights", get_said, set_said, "What this thread says of the weights that it uses.",
+       nullptr},
       {"memory_budget", get_budget, set_budget,
        "The memory budget in force as text, empty where there is none.", nullptr},
       {"recipe", get_recipe, set_recipe, "The recipe in force as JSON.", nullptr},

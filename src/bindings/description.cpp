@@ -55,9 +55,10 @@ void bind_description(py::module_& module) {
       "write_description",
       [](const std::string& ops, const std::string& recipe, bool training,
          std::vector<std::string> required_fusions, uint64_t fusions_version,
-         const std::string& process, std::optional<double> memory_budget) {
+         const std::string& process, std::optional<double> memory_budget, bool cache_weights) {
         return write_description(ops, recipe,
                                  {.training = training,
+                                  .cache_weights = cache_weights,
                                   .required_fusions = std::move(required_fusions),
                                   .fusions_version = fusions_version,
                                   .memory_budget = memory_budget},
@@ -65,7 +66,7 @@ void bind_description(py::module_& module) {
       },
       py::arg("ops"), py::arg("recipe"), py::kw_only(), py::arg("training"),
       py::arg("required_fusions"), py::arg("fusions_version"), py::arg("process"),
-      py::arg("memory_budget"));
+      py::arg("memory_budget"), py::arg("cache_weights"));
   module.attr("DESCRIPTION_VERSION") = kDescriptionVersion;
   module.def("build_id", &build_id);
 }

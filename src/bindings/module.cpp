@@ -468,13 +468,16 @@ PYBIND11_MODULE(_C, module) {
   module.def("recipe_signature", &recipe_signature_of);
   module.def(
       "explain_description",
-      [](const std::string& text, const std::string& format, const StepTimes& times) {
+      [](const std::string& text, const std::string& format, const StepTimes& times,
+         const std::vector<std::vector<at::Tensor>>& workspaces) {
         const auto program = program_of(text);
         std::vector<ExplainedPlan> plans;
-        for (auto& plan : program->plans()) plans.push_back(explained(std::move(plan), *program));
+        for (auto& plan : program->plans())
+          plans.push_back(explained(std::move(plan), *program, workspaces));
         return explain(plans, /*saved_bytes=*/std::nullopt, format_of(format), times);
       },
-      py::arg("description"), py::arg("format"), py::arg("times") = StepTimes());
+      py::arg("description"), py::arg("format"), py::arg("times") = StepTimes(),
+      py::arg("workspaces") = std::vector<std::vector<at::Tensor>>());
   module.def("fusions_of_description",
              [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
   set_quantized_param_reader(&read_quantized);

@@ -1,12 +1,15 @@
 #include "bindings/op_call.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/autocast.h"
+#include "kernel_ops/weights.h"
 #include "pipeline/op_call.h"
 
 namespace py = pybind11;
@@ -59,6 +62,38 @@ void bind_op_call(py::module_& module) {
       py::arg("description"), py::arg("saved"), py::arg("sizes"), py::arg("dtype"),
       py::arg("asked"), py::arg("gradients"), py::arg("params"),
       "Gradients of x, extra inputs and params, None where there is none.");
+  module.def(
+      "workspace_specs",
+      [](const std::string& description,
+         const std::vector<std::tuple<bool, at::ScalarType, c10::Device>>& inputs,
+         const std::vector<at::Tensor>& params) {
+        std::vector<PlanKey::TensorTraits> traits;
+        for (const auto& [requires_grad, dtype, device] : inputs)
+          traits.push_back({true, c10::GradMode::is_enabled() && requires_grad, dtype, device});
+        std::vector<std::tuple<size_t, std::string, GroupMask>> specs;
+        for (const WorkspaceSpec& spec : workspace_specs(description, traits, params))
+          specs.emplace_back(spec.param, spec.quantizer, spec.parts);
+        return specs;
+      },
+      py::arg("description"), py::arg("inputs"), py::arg("params"),
+      "Parameter, quantizer and wanted parts of each workspace that a traced call is given.");
+  module.def("make_workspace", &make_workspace, py::arg("weight"), py::arg("quantizer"),
+             py::arg("parts"));
+  module.def(
+      "quantize_weight",
+      [](const at::Tensor& weight, const std::string& text, GroupMask parts,
+         const std::vector<Maybe>& workspace, int64_t said) {
+        kernel_ops::Workspace given;
+        for (size_t part = 0; part < workspace.size() && part < given.size(); ++part)
+          given[part] = workspace[part].value_or(at::Tensor());
+        const ContextRegion region;
+        const py::gil_scoped_release no_gil;
+        const kernel_ops::WeightCodes codes = kernel_ops::quantize_weight(
+            weight, quantizer(text), parts, given, static_cast<kernel_ops::Said>(said));
+        return std::pair(maybes_of(codes.workspace), std::string(kernel_ops::text_of(codes.were)));
+      },
+      py::arg("weight"), py::arg("quantizer"), py::arg("parts"), py::arg("workspace"),
+      py::arg("said"));
   module.def(
       "recipe_quantizer",
       [](const std::string& recipe, const std::string& role) {

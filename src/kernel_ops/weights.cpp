@@ -2,9 +2,11 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/hash.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
@@ -12,9 +14,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <mutex>
+#include <tuple>
 #include <unordered_map>
+#include <utility>
 
+#include "kernel_ops/gradient.h"
 #include "kernel_ops/memory.h"
 #include "kernel_ops/quantize.h"
 #include "kernels/digest.h"
@@ -27,6 +33,7 @@ std::atomic<int64_t> optimizer_epoch{1};
 std::atomic<int64_t> regions{0};
 std::atomic<int64_t> made{0}, reused{0};
 thread_local int64_t region = 0;
+thread_local Said said_in_thread = Said::nothing;
 
 /// Two threads that call one pipeline must not write one workspace at once.
 std::mutex& workspace_mutex() {
@@ -92,42 +99,94 @@ enum Stamp : int64_t {
   version,
   epoch,
   stamped_region,
-  arguments,
-  content
+  made_by,
+  layout,
+  content,
+  said_for_next,
+  said_last,
+  in_forward,
+  in_backward
 };
+using Signs = std::array<int64_t, content>;
 
 /// Whether the bytes of a weight can be compared: on an accelerator that would wait for the device.
 bool is_readable(const at::Tensor& weight) {
   return is_on_host(weight) && weight.is_non_overlapping_and_dense();
 }
 
-bool is_valid(const int64_t* stamp, const int64_t* expected, const at::Tensor& weight,
-              bool backward) {
-  if (weight.is_inference())
-    return false;  // no version counter: a write inside inference mode leaves no trace
-  if (is_on_host(weight) && !is_readable(weight)) return false;
-  for (const Stamp field :
-       {storage, data_pointer, version_counter, version, epoch, arguments, content})
-    if (stamp[field] != expected[field]) return false;
-  return backward ||
-         (expected[stamped_region] != 0 && stamp[stamped_region] == expected[stamped_region]);
+int64_t content_of(const at::Tensor& weight) {
+  return is_readable(weight)
+             ? static_cast<int64_t>(kernels::cpu::digest(weight.const_data_ptr(), weight.nbytes()))
+             : 0;
 }
 
-/// Whether the stamped codes are those of this weight; on an accelerator, unless it was written in
-/// a way that moves no version counter.
-bool is_of(const int64_t* stamp, const int64_t* expected) {
-  for (const Stamp field : {storage, data_pointer, version_counter, version, arguments, content})
-    if (stamp[field] != expected[field]) return false;
-  return true;
+int64_t hash_of(const Quantizer& quantizer) {
+  return static_cast<int64_t>(c10::get_hash(quantizer.text));
 }
 
-/// What codes depend on besides the weight's numbers.
-int64_t hash_of(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
-  size_t hash = c10::get_hash(quantizer.text, mask[0], mask[1],
-                              static_cast<int>(weight.scalar_type()), weight.is_neg());
+/// What codes depend on besides the weight's numbers and the quantizer.
+int64_t hash_of(const at::Tensor& weight, GroupMask mask) {
+  size_t hash =
+      c10::get_hash(mask[0], mask[1], static_cast<int>(weight.scalar_type()), weight.is_neg());
+  for (const int64_t size : weight.sizes()) hash = c10::hash_combine(hash, c10::get_hash(size));
   for (const int64_t stride : weight.strides())
     hash = c10::hash_combine(hash, c10::get_hash(stride));
   return static_cast<int64_t>(hash);
+}
+
+/// All that is seen of a weight without a look at its bytes.
+Signs signs_of(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
+  return {number_of_storage(weight),
+          reinterpret_cast<int64_t>(weight.const_data_ptr()),
+          number_of_version_counter(weight),
+          weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()),
+          optimizer_epoch.load(),
+          region,
+          hash_of(quantizer),
+          hash_of(weight, mask)};
+}
+
+bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields) {
+  return std::ranges::all_of(
+      fields, [&](Stamp field) { return stamp[field] == signs[static_cast<size_t>(field)]; });
+}
+
+/// Whether the codes serve, by the signs and, where that is needed, the bytes, which `content_now`
+/// then is the digest of.
+bool are_codes_of(const at::Tensor& weight, const int64_t* stamp, const Signs& signs, Said said,
+                  bool backward, std::optional<int64_t>& content_now) {
+  if (stamp[storage] == 0 || !agree(stamp, signs, {made_by, layout})) return false;
+  // Without a version counter a write inside inference mode leaves no sign.
+  const bool has_signs =
+      !weight.is_inference() &&
+      agree(stamp, signs, {storage, data_pointer, version_counter, version, epoch});
+  if (said == Said::unchanged && has_signs) return true;
+  if (said == Said::first_microbatch && !backward) return false;
+  if (is_on_host(weight)) {
+    if (!is_readable(weight)) return false;
+    content_now = content_of(weight);
+    return stamp[content] == *content_now;
+  }
+  return has_signs &&
+         (backward || (signs[stamped_region] != 0 && agree(stamp, signs, {stamped_region})));
+}
+
+/// Why codes that do not serve do not.
+CodesWere reason(const at::Tensor& weight, const int64_t* stamp, const Signs& signs, Said said,
+                 bool backward) {
+  if (stamp[storage] == 0)
+    return stamp[in_forward] == 0 ? CodesWere::first_used
+                                  : static_cast<CodesWere>(stamp[in_forward]);
+  if (!agree(stamp, signs, {made_by})) return CodesWere::of_another_recipe;
+  if (said == Said::first_microbatch && !backward) return CodesWere::of_the_last_step;
+  if (is_on_host(weight) && !is_readable(weight)) return CodesWere::not_comparable;
+  if (!agree(stamp, signs, {storage, data_pointer, version_counter, layout}))
+    return CodesWere::of_another_tensor;
+  if (!agree(stamp, signs, {version})) return CodesWere::of_another_version;
+  if (!agree(stamp, signs, {epoch})) return CodesWere::before_an_optimizer_step;
+  if (is_on_host(weight)) return CodesWere::of_other_bytes;
+  if (weight.is_inference()) return CodesWere::not_comparable;
+  return signs[stamped_region] == 0 ? CodesWere::outside_any_region : CodesWere::of_another_region;
 }
 
 GroupMask mask_of(const Workspace& workspace) {
@@ -157,25 +216,32 @@ void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const
   check_workspace(weight, workspace, quantizer);
   const GroupMask mask = mask_of(workspace);
   const std::lock_guard<std::mutex> lock(workspace_mutex());
-  const int64_t expected[kStampSize] = {
-      number_of_storage(weight),
-      reinterpret_cast<int64_t>(weight.const_data_ptr()),
-      number_of_version_counter(weight),
-      weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()),
-      optimizer_epoch.load(),
-      region,
-      hash_of(weight, quantizer, mask),
-      is_readable(weight)
-          ? static_cast<int64_t>(kernels::cpu::digest(weight.const_data_ptr(), weight.nbytes()))
-          : 0};
-  if (is_valid(stamp.const_data_ptr<int64_t>(), expected, weight, backward)) {
+  auto* const stamped = stamp.mutable_data_ptr<int64_t>();
+  const Signs signs = signs_of(weight, quantizer, mask);
+  if (!backward) {
+    const auto said_before = static_cast<Said>(std::exchange(stamped[said_for_next], 0));
+    stamped[said_last] =
+        static_cast<int64_t>(said_before == Said::nothing ? said_now() : said_before);
+  }
+  const auto said = static_cast<Said>(stamped[said_last]);
+  std::optional<int64_t> content_now;
+  const bool is_found = are_codes_of(weight, stamped, signs, said, backward, content_now);
+  const CodesWere were =
+      is_found ? CodesWere::found : reason(weight, stamped, signs, said, backward);
+  stamped[backward ? in_backward : in_forward] = static_cast<int64_t>(were);
+  if (!backward) stamped[in_backward] = 0;
+  if (is_found) {
     ++reused;
     return;
   }
   ++made;
-  // Another thread, in a region of its own, may read codes of this weight: they are written only
-  // where that changes them.
-  const bool may_be_read = is_on_host(weight) && is_of(stamp.const_data_ptr<int64_t>(), expected);
+  if (!content_now) content_now = content_of(weight);
+  // Another thread may read codes of this weight: they are written only where that changes them.
+  const bool may_be_read =
+      is_on_host(weight) && stamped[storage] != 0 && stamped[content] == *content_now &&
+      agree(stamped, signs, {made_by, layout}) &&
+      (is_readable(weight) ||
+       agree(stamped, signs, {storage, data_pointer, version_counter, version}));
   Group parts;
   std::copy_n(workspace.begin(), parts.size(), parts.begin());
   const at::Tensor source = weight.detach();
@@ -191,7 +257,8 @@ void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const
     if (parts[i].defined() && !results[i].is_same(parts[i]) &&
         !(may_be_read && at::equal(results[i], parts[i])))
       parts[i].copy_(results[i]);
-  std::copy(std::begin(expected), std::end(expected), stamp.mutable_data_ptr<int64_t>());
+  std::ranges::copy(signs, stamped);
+  stamped[content] = *content_now;
 }
 
 /// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
@@ -204,9 +271,133 @@ void refresh_weight_shapes(const at::Tensor& weight, const Part& row_codes, cons
   check_workspace(weight, workspace, quantizer(text));
 }
 
+using SixTensors =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+SixTensors as_tuple(std::array<at::Tensor, group_amax>&& parts) {
+  return std::apply([](auto&&... part) { return SixTensors(std::move(part)...); },
+                    std::move(parts));
+}
+
+SixTensors weight_codes_plain(const at::Tensor& weight, const Part& row_codes,
+                              const Part& row_scale, const Part& row_amax, const Part& column_codes,
+                              const Part& column_scale, const Part& column_amax,
+                              const at::Tensor& amax, const at::Tensor& stamp,
+                              const at::Tensor& /*gradient*/, std::string_view text,
+                              std::array<bool, 2> wanted) {
+  const Workspace workspace = workspace_of(
+      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
+  const Quantizer& quantizer = tandem::quantizer(text);
+  check_workspace(weight, workspace, quantizer);
+  const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
+  std::array<at::Tensor, group_amax> result;
+  const at::Tensor source = weight.detach();
+  bool is_found = false;
+  {
+    const std::lock_guard<std::mutex> lock(workspace_mutex());
+    const auto* const stamped = stamp.const_data_ptr<int64_t>();
+    std::optional<int64_t> content_now;
+    is_found = are_codes_of(weight, stamped, signs_of(weight, quantizer, mask_of(workspace)),
+                            static_cast<Said>(stamped[said_last]), /*backward=*/true, content_now);
+    ++(is_found ? reused : made);
+    if (is_found)
+      for (size_t part = 0; part < result.size(); ++part)
+        if (is_written(quantizer, asked, part)) result[part] = workspace[part].clone();
+  }
+  if (!is_found) {
+    Group group = dispatch<Quantize>(source, std::optional<at::Tensor>(), quantizer, asked);
+    std::move(group.begin(), group.begin() + group_amax, result.begin());
+  }
+  for (size_t part = 0; part < result.size(); ++part)
+    if (!result[part].defined())
+      result[part] = at::empty(
+          {0}, source.options().dtype(part % kPartsOfCodes == 0   ? at::kByte
+                                      : part % kPartsOfCodes == 1 ? quantizer.format->layout.dtype
+                                                                  : at::kFloat));
+  return as_tuple(std::move(result));
+}
+
+SixTensors weight_codes_shapes(const at::Tensor& weight, const Part& row_codes,
+                               const Part& row_scale, const Part& row_amax,
+                               const Part& column_codes, const Part& column_scale,
+                               const Part& column_amax, const at::Tensor& amax,
+                               const at::Tensor& stamp, const at::Tensor& /*gradient*/,
+                               std::string_view text, std::array<bool, 2> wanted) {
+  const Workspace workspace = workspace_of(
+      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
+  const Quantizer& quantizer = tandem::quantizer(text);
+  check_workspace(weight, workspace, quantizer);
+  const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
+  const auto specs = group_specs("weight_codes", weight, std::nullopt, quantizer, asked);
+  std::array<at::Tensor, group_amax> result;
+  for (size_t part = 0; part < result.size(); ++part) {
+    const bool is_there = is_written(quantizer, asked, part);
+    const c10::SymInt none = 0;
+    result[part] = at::empty_symint(
+        is_there ? c10::SymIntArrayRef(specs[part].sizes) : c10::SymIntArrayRef(none),
+        weight.options()
+            .dtype(specs[part].dtype)
+            .memory_format(at::MemoryFormat::Contiguous)
+            .requires_grad(false));
+  }
+  return as_tuple(std::move(result));
+}
+
+void check_stamp(const char* op, const at::Tensor& stamp) {
+  TORCH_CHECK_VALUE(is_stamp(stamp), op, ": expected the stamp of a workspace, int64 of shape [",
+                    kStampSize, "], got ", stamp.toString(), " of shape ", stamp.sym_sizes(),
+                    ". Pass the last tensor of what quantize_weight has made.");
+}
+
+void say_of_weight_plain(at::Tensor& stamp, int64_t said) {
+  check_stamp("say_of_weight_", stamp);
+  TORCH_CHECK_VALUE(said >= 0 && said <= static_cast<int64_t>(Said::unchanged),
+                    "say_of_weight_: expected 0, 1 or 2 (nothing, the first micro-batch, "
+                    "unchanged), got ",
+                    said, ". Pass one of them.");
+  const std::lock_guard<std::mutex> lock(workspace_mutex());
+  stamp.mutable_data_ptr<int64_t>()[said_for_next] = said;
+}
+
+void say_of_weight_shapes(at::Tensor& stamp, int64_t) { check_stamp("say_of_weight_", stamp); }
+
 }  // namespace
 
-Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
+std::string_view text_of(CodesWere codes) {
+  switch (codes) {
+    case CodesWere::unused:
+      return "not used";
+    case CodesWere::found:
+      return "found";
+    case CodesWere::first_used:
+      return "first use";
+    case CodesWere::lacking_a_direction:
+      return "a direction was missing";
+    case CodesWere::of_another_recipe:
+      return "the recipe changed";
+    case CodesWere::of_another_tensor:
+      return "the weight is another tensor";
+    case CodesWere::of_another_version:
+      return "its version changed";
+    case CodesWere::before_an_optimizer_step:
+      return "an optimizer stepped";
+    case CodesWere::of_other_bytes:
+      return "its bytes changed without a version";
+    case CodesWere::of_another_region:
+      return "a region began";
+    case CodesWere::outside_any_region:
+      return "outside of any region";
+    case CodesWere::not_comparable:
+      return "its bytes cannot be compared";
+    case CodesWere::of_the_last_step:
+      return "the first micro-batch";
+  }
+  return "";
+}
+
+Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+                         CodesWere why) {
+  const c10::InferenceMode no_inference(false);  // it must serve in every mode
   Workspace workspace;
   const auto specs = group_specs("refresh_weight_", weight, std::nullopt, quantizer, mask);
   for (size_t part = 0; part < group_size; ++part)
@@ -217,7 +408,32 @@ Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, G
                                       .memory_format(at::MemoryFormat::Contiguous)
                                       .requires_grad(false));
   workspace[stamp_part] = at::zeros({kStampSize}, at::kLong);
+  workspace[stamp_part].mutable_data_ptr<int64_t>()[in_forward] = static_cast<int64_t>(why);
   return workspace;
+}
+
+Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+                            const Workspace& workspace) {
+  const at::Tensor& stamp = workspace[stamp_part];
+  CodesWere why = CodesWere::first_used;
+  if (stamp.defined()) {
+    const auto specs = group_specs("quantize_weight", weight, std::nullopt, quantizer, mask);
+    bool has_all = true, fits = true;
+    for (size_t part = 0; part < group_size; ++part) {
+      if (!has_part(quantizer, mask, part)) continue;
+      const at::Tensor& tensor = workspace[part];
+      has_all &= tensor.defined();
+      fits &= tensor.defined() && tensor.scalar_type() == specs[part].dtype &&
+              tensor.sym_sizes() == c10::SymIntArrayRef(specs[part].sizes) &&
+              tensor.device() == weight.device();
+    }
+    if (fits) return workspace;
+    const int64_t by = stamp.const_data_ptr<int64_t>()[made_by];
+    why = by != 0 && by != hash_of(quantizer) ? CodesWere::of_another_recipe
+          : has_all                           ? CodesWere::of_another_tensor
+                                              : CodesWere::lacking_a_direction;
+  }
+  return make_workspace(weight, quantizer, mask, why);
 }
 
 void check_workspace(const at::Tensor& weight, const Workspace& workspace,
@@ -282,6 +498,55 @@ void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
           part(column_scale), part(column_amax), amax, stamp, quantizer.text, backward);
 }
 
+WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+                            const Workspace& workspace, Said said) {
+  check_no_gradient("quantize_weight", weight);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      given_to(quantizer) == Given::nothing,
+      "quantize_weight: expected a quantizer whose codes depend on the weight alone, got ",
+      quantizer.text, ". Quantize with a scale or a seed of your own in each call.");
+  WeightCodes codes{fitting_workspace(weight, quantizer, {mask[0], mask[1], true}, workspace)};
+  at::Tensor& stamp = codes.workspace[stamp_part];
+  if (said != Said::nothing) say_of_weight_plain(stamp, static_cast<int64_t>(said));
+  refresh_weight(weight, codes.workspace, quantizer, /*backward=*/false);
+  codes.were = last_uses(stamp)[0];
+  return codes;
+}
+
+std::array<at::Tensor, group_amax> weight_codes(const at::Tensor& weight,
+                                                const Workspace& workspace,
+                                                const at::Tensor& gradient,
+                                                const Quantizer& quantizer,
+                                                std::array<bool, 2> wanted) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tandem::weight_codes", "")
+          .typed<SixTensors(const at::Tensor&, const Part&, const Part&, const Part&, const Part&,
+                            const Part&, const Part&, const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, std::string_view, std::array<bool, 2>)>();
+  const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
+  return std::apply(
+      [](auto&&... each) { return std::array<at::Tensor, group_amax>{std::move(each)...}; },
+      op.call(weight, part(row_codes), part(row_scale), part(row_amax), part(column_codes),
+              part(column_scale), part(column_amax), workspace[group_amax], workspace[stamp_part],
+              gradient, quantizer.text, wanted));
+}
+
+std::array<CodesWere, 2> last_uses(const at::Tensor& stamp) {
+  const std::lock_guard<std::mutex> lock(workspace_mutex());
+  const auto* const stamped = stamp.const_data_ptr<int64_t>();
+  return {static_cast<CodesWere>(stamped[in_forward]),
+          static_cast<CodesWere>(stamped[in_backward])};
+}
+
+bool is_stamp(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong && tensor.dim() == 1 &&
+         tensor.sym_size(0) == kStampSize && tensor.is_contiguous();
+}
+
+Said said_now() { return said_in_thread; }
+void say(Said said) { said_in_thread = said; }
+
 void weights_changed() { ++optimizer_epoch; }
 
 int64_t current_region() { return region; }
@@ -300,11 +565,23 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);
   library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
-  // torch's kernels of the last two write a mutable argument back from a result, which this op has
-  // none of.
-  for (const auto key :
-       {c10::DispatchKey::Autograd, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
-    library.impl("refresh_weight_", key, torch::CppFunction::makeFallthrough());
+  library.def(
+      "weight_codes(Tensor weight, Tensor? row_codes, Tensor? row_scale, Tensor? row_amax, Tensor? "
+      "column_codes, Tensor? column_scale, Tensor? column_amax, Tensor amax, Tensor stamp, Tensor "
+      "gradient, str quantizer, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  library.impl("weight_codes", c10::DispatchKey::CompositeExplicitAutograd, &weight_codes_plain);
+  library.impl("weight_codes", c10::DispatchKey::Meta, &weight_codes_shapes);
+  library.def("say_of_weight_(Tensor(a!) stamp, int said) -> ()", {at::Tag::pt2_compliant_tag});
+  library.impl("say_of_weight_", c10::DispatchKey::CompositeExplicitAutograd, &say_of_weight_plain);
+  library.impl("say_of_weight_", c10::DispatchKey::Meta, &say_of_weight_shapes);
+  // torch's kernels of the last two write a mutable argument back from a result, which these ops
+  // have none of.
+  for (const char* op : {"refresh_weight_", "weight_codes", "say_of_weight_"})
+    for (const auto key :
+         {c10::DispatchKey::Autograd, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
+      library.impl(op, key, torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace tandem::kernel_ops

@@ -1,11 +1,12 @@
-// The codes of weights, made once per outermost autocast region: a mutating kernel op that decides
-// by a stamp whether to make them.
+// The codes of weights, made where they are not there: which codes serve a weight, when they are
+// made again and why, all in one place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
+#include <string_view>
 
 #include "kernel_ops/format.h"
 #include "tandem/export.h"
@@ -13,8 +14,9 @@
 namespace tandem::kernel_ops {
 
 /// Numbers in a stamp: storage, data pointer, version counter, version, optimizer epoch, autocast
-/// region, what the codes were made with, what the weight's bytes were.
-inline constexpr int64_t kStampSize = 8;
+/// region, quantizer, layout, what the weight's bytes were, what the next call and the last one
+/// said of the weight, how forward and backward have last come by the codes.
+inline constexpr int64_t kStampSize = 13;
 
 /// The tensors of a workspace, in this order: those of the group that its quantizer writes, then
 /// the stamp.
@@ -32,23 +34,90 @@ using Workspace = std::array<at::Tensor, workspace_size>;
 inline bool has_part(const Quantizer& quantizer, GroupMask mask, size_t part) {
   return part == stamp_part || is_written(quantizer, written_of(quantizer, mask), part);
 }
-/// A fresh one, whose stamp says that it holds nothing.
-Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask);
 
-/// Writes codes, scales and amax of `weight` into the workspace unless its stamp says that they are
-/// there already: the same storage, address, layout and dtype, the same version of the same
-/// counter, optimizer epoch and quantizer, and in forward the same autocast region. On the CPU the
-/// bytes of the weight must be the same too (kernels/digest.h): FSDP, collectives, fused optimizers
-/// and `.data` write without moving a version. Outside any region forward always writes. `backward`
-/// accepts the codes of any region: they belong to the weight that forward used. Storages and
-/// counters have numbers of their own, which no later one gets: an address comes back once its
-/// object is freed.
+/// What a caller says of a weight: nothing, so that every write is seen; that this is the first
+/// micro-batch of a step, so that its codes are made; that nobody has written it since they were.
+enum class Said : int64_t { nothing, first_microbatch, unchanged };
+/// What callers in this thread say.
+TANDEM_API Said said_now();
+TANDEM_API void say(Said said);
+
+/// How a call has come by the codes of a weight: found, or why they were made.
+enum class CodesWere : int64_t {
+  unused,
+  found,
+  first_used,
+  lacking_a_direction,
+  of_another_recipe,
+  of_another_tensor,
+  of_another_version,
+  before_an_optimizer_step,
+  of_other_bytes,
+  of_another_region,
+  outside_any_region,
+  not_comparable,
+  of_the_last_step,
+};
+/// "first use".
+TANDEM_API std::string_view text_of(CodesWere codes);
+
+/// A fresh one, whose stamp says that it holds nothing, and why there was none.
+Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+                         CodesWere why = CodesWere::first_used);
+
+/// `workspace` where it can hold these codes of `weight`, those of further directions beside them;
+/// else a fresh one, whose stamp says why. Whose codes it holds is asked when they are used.
+Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+                            const Workspace& workspace);
+
+/// Writes codes, scales and amax of `weight` into the workspace unless they are there already.
+///
+/// They are there, on the CPU, if they were made of the same bytes (kernels/digest.h) in the same
+/// layout and dtype by the same quantizer, whoever wrote them, in whatever region: FSDP,
+/// collectives, fused optimizers and `.data` write without moving a version. Elsewhere that would
+/// wait for the device: there, if storage, address, layout, version and its counter, optimizer
+/// epoch and quantizer are the same, and in forward the autocast region, outside of which it always
+/// writes. `backward` accepts the codes of any region: they belong to the weight that forward used.
+/// Storages and counters have numbers of their own, which no later one gets: an address comes back
+/// once its object is freed.
+/// Where the caller says Said::unchanged, those signs are enough, of any region and without a look
+/// at the bytes; where it says Said::first_microbatch, forward writes. Backward goes by what its
+/// forward was told.
 ///
 /// Shapes: as Quantize of the weight writes them; stamp [kStampSize] int64 on the CPU, zeros at
 ///         first.
 /// Throws: as check_workspace.
 void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
                     const Quantizer& quantizer, bool backward);
+
+/// The codes of `weight` in the directions of `mask`, by these rules: those in `workspace`, written
+/// again where they are not its codes; in a fresh workspace where that does not fit
+/// (fitting_workspace), or there is none. What the weight is kept in, and whether it is frozen,
+/// sharded or recomputed, does not matter: the caller asks for the directions that are read.
+///
+/// Returns where they are, for the next call, and how they came there: as it is in the stamp.
+/// Throws: c10::NotImplementedError where a gradient of the weight is recorded.
+struct WeightCodes {
+  Workspace workspace;
+  CodesWere were = CodesWere::unused;
+};
+TANDEM_API WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer,
+                                       GroupMask mask = {true, true, true},
+                                       const Workspace& workspace = {}, Said said = Said::nothing);
+
+/// The codes of the directions in `wanted`, as tensors of their own: copies of those in the
+/// workspace where they are the codes of `weight`, else made. What backward of a traced plan reads:
+/// it mutates nothing, and a compiler takes what is read beside a gradient for no part of forward.
+std::array<at::Tensor, group_amax> weight_codes(const at::Tensor& weight,
+                                                const Workspace& workspace,
+                                                const at::Tensor& gradient,
+                                                const Quantizer& quantizer,
+                                                std::array<bool, 2> wanted);
+
+/// Whether a tensor is shaped as the stamp of a workspace is.
+TANDEM_API bool is_stamp(const at::Tensor& tensor);
+/// How forward and backward have last come by the codes in a workspace.
+TANDEM_API std::array<CodesWere, 2> last_uses(const at::Tensor& stamp);
 
 /// A workspace is written in place, by whoever passed it: it must have the shapes and dtypes above,
 /// lie where the weight lies, be contiguous and no negated view, carry no gradient, and share no
@@ -58,7 +127,8 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
 
 /// Weights on an accelerator may have been written in a way that moves no version counter: every
 /// cached code is made again at its next use. torch.optim optimizers call this by a hook; others
-/// that write `.data` inside one autocast region must.
+/// that write `.data` inside one autocast region must. On the CPU it ends what was said to be
+/// unchanged.
 TANDEM_API void weights_changed();
 
 /// The number of the outermost autocast region that is in force in this thread; 0 outside any.

@@ -2,10 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+#include <utility>
 
+#include "kernel_ops/weights.h"
 #include "pipeline/picture.h"
 #include "pipeline/pipeline.h"
 #include "planner/planner.h"
@@ -101,6 +104,21 @@ json within_json(const Plan& plan) {
   return result;
 }
 
+/// How the last call has come by the codes of each weight.
+json weights_json(const ExplainedPlan& explained) {
+  const Plan& plan = *explained.plan;
+  json result = json::array();
+  for (size_t w = 0; w < explained.stamps.size(); ++w) {
+    const CachedWeight& cached = plan.cached_weights[w];
+    const auto [forward, backward] = kernel_ops::last_uses(explained.stamps[w]);
+    result.push_back({{"value", name_of(plan, cached.weight)},
+                      {"quantizer", cached.quantizer->text},
+                      {"forward", kernel_ops::text_of(forward)},
+                      {"backward", kernel_ops::text_of(backward)}});
+  }
+  return result;
+}
+
 json plan_json(const ExplainedPlan& explained) {
   const Plan& plan = *explained.plan;
   json result{{"training", explained.training},
@@ -132,6 +150,7 @@ json plan_json(const ExplainedPlan& explained) {
          {"bytes", bytes},
          {"costs_memory", type.origin != Origin::input && type.origin != Origin::param}});
   }
+  if (!explained.stamps.empty()) result["codes_of_weights"] = weights_json(explained);
   if (plan.within) result["memory_budget"] = within_json(plan);
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {
@@ -191,6 +210,24 @@ void print_budget(std::ostringstream& text, const json& within) {
   }
 }
 
+/// Which weights were quantized in the last call, and why.
+void print_weights(std::ostringstream& text, const json& weights) {
+  text << "  codes of weights in the last call\n";
+  for (const json& weight : weights) {
+    text << "    " << weight.at("value").get<std::string>() << " in "
+         << weight.at("quantizer").get<std::string>() << ":";
+    const char* separator = " ";
+    for (const char* direction : {"forward", "backward"}) {
+      const auto how = weight.at(direction).get<std::string>();
+      if (how == kernel_ops::text_of(kernel_ops::CodesWere::unused)) continue;
+      const bool is_found = how == kernel_ops::text_of(kernel_ops::CodesWere::found);
+      text << std::exchange(separator, ", ") << (is_found ? "found" : "made") << " in " << direction
+           << (is_found ? "" : " (" + how + ")");
+    }
+    text << "\n";
+  }
+}
+
 std::string as_text(const json& document) {
   std::ostringstream text;
   for (const json& plan : document.at("plans")) {
@@ -207,6 +244,7 @@ std::string as_text(const json& document) {
                                                      : ", the argument itself")
              << "\n";
     }
+    if (plan.contains("codes_of_weights")) print_weights(text, plan.at("codes_of_weights"));
     if (plan.contains("memory_budget")) print_budget(text, plan.at("memory_budget"));
     print_steps(text, plan, "backward");
     if (!plan.at("fusions").empty()) text << "  fusions\n";
@@ -239,13 +277,26 @@ const json& plan_to_draw(const json& document) {
 
 }  // namespace
 
-ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program) {
+ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program,
+                        const std::vector<std::vector<at::Tensor>>& workspaces) {
   const Description& description = program.description();
-  return {std::move(plan),
-          &program,
-          description.training,
-          description.recipe ? to_json(*description.recipe).dump() : "none",
-          {}};
+  ExplainedPlan result{std::move(plan),
+                       &program,
+                       description.training,
+                       description.recipe ? to_json(*description.recipe).dump() : "none",
+                       {}};
+  for (const std::vector<at::Tensor>& given : workspaces) {
+    if (given.size() != result.plan->workspaces.size()) continue;
+    std::vector<at::Tensor> stamps;
+    size_t next = 0;
+    for (const CachedWeight& cached : result.plan->cached_weights) {
+      for (size_t part = 0; part < kernel_ops::stamp_part; ++part)
+        next += kernel_ops::has_part(*cached.quantizer, cached.parts, part) ? 1 : 0;
+      stamps.push_back(given[next++]);
+    }
+    if (std::ranges::all_of(stamps, kernel_ops::is_stamp)) result.stamps = std::move(stamps);
+  }
+  return result;
 }
 
 std::vector<std::string> fusions_in(const std::vector<std::shared_ptr<const Plan>>& plans) {

@@ -22,10 +22,15 @@ struct ExplainedPlan {
   std::string recipe;
   /// By value of Plan::kept; empty where no call with grad was made.
   std::vector<int64_t> kept_bytes;
+  /// Of the workspaces of Plan::cached_weights, in their order; empty where nobody has them.
+  std::vector<at::Tensor> stamps = {};
 };
 
 /// A plan of a program that has served compiled code, of which nobody knows what it kept.
-TANDEM_API ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program);
+/// `workspaces`: what such code was given for the codes of weights, by call; those that fit the
+/// plan count.
+TANDEM_API ExplainedPlan explained(std::shared_ptr<const Plan> plan, const Program& program,
+                                   const std::vector<std::vector<at::Tensor>>& workspaces = {});
 
 /// `saved_bytes`: kept by the last call with grad; none where a compiler chooses. Throws
 /// c10::ValueError where no call has been made yet: a plan depends on its tensors. `times`: for

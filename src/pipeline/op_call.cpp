@@ -5,12 +5,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "autograd/call.h"
 #include "autograd/direct.h"
 #include "executor/executor.h"
+#include "kernel_ops/weights.h"
 #include "planner/planner.h"
 #include "planner/program.h"
 #include "planner/slice.h"
@@ -200,6 +202,34 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
     if (const Value gradient = backward->gradients[i]; exists(gradient))
       results[i] = values.frame().tensor(gradient);
   return results;
+}
+
+std::vector<WorkspaceSpec> workspace_specs(const std::string& description,
+                                           const std::vector<PlanKey::TensorTraits>& inputs,
+                                           at::TensorList params) {
+  PlanKey::Call call{.grad_mode = c10::GradMode::is_enabled(), .traced = true};
+  if (const at::DeviceType device = inputs[0].device.type();
+      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
+    call.autocast_dtype = at::autocast::get_autocast_dtype(device);
+  PlanKey key(call, inputs.size());
+  for (const PlanKey::TensorTraits& traits : inputs) key.add(traits);
+  for (const at::Tensor& param : params) key.add(param, call.grad_mode);
+  const auto plan = program_of(description)->plan_for(key);
+  std::vector<WorkspaceSpec> specs;
+  for (const CachedWeight& cached : plan->cached_weights)
+    specs.push_back(
+        {static_cast<size_t>(std::ranges::find(plan->params, cached.weight) - plan->params.begin()),
+         cached.quantizer->text, cached.parts});
+  return specs;
+}
+
+std::vector<at::Tensor> make_workspace(const at::Tensor& weight, const std::string& quantizer,
+                                       GroupMask parts) {
+  std::vector<at::Tensor> tensors;
+  std::ranges::copy_if(
+      kernel_ops::make_workspace(weight, tandem::quantizer(std::string_view(quantizer)), parts),
+      std::back_inserter(tensors), &at::Tensor::defined);
+  return tensors;
 }
 
 std::string quantizer_text(const std::string& recipe, Role role) {

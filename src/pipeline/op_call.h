@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "autograd/run.h"
+#include "planner/key.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -48,6 +49,24 @@ struct OpContext {
 TANDEM_API std::vector<at::Tensor> op_backward(const std::string& description,
                                                const OpContext& context, at::TensorList gradients,
                                                at::TensorList params);
+
+/// A weight whose codes a call through the dispatcher can be given a workspace for.
+struct WorkspaceSpec {
+  /// Among the parameters.
+  size_t param = 0;
+  std::string quantizer;
+  GroupMask parts = {};
+};
+
+/// Those of a call with inputs like these, where the description has "cache_weights", in the order
+/// of the workspaces.
+TANDEM_API std::vector<WorkspaceSpec> workspace_specs(
+    const std::string& description, const std::vector<PlanKey::TensorTraits>& inputs,
+    at::TensorList params);
+
+/// The tensors of a fresh one.
+TANDEM_API std::vector<at::Tensor> make_workspace(const at::Tensor& weight,
+                                                  const std::string& quantizer, GroupMask parts);
 
 /// The text of the quantizer that a recipe, as JSON, has for a role. Throws c10::ValueError on an
 /// unknown recipe.

@@ -1,6 +1,7 @@
 #include "pipeline/pipeline.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -125,6 +126,67 @@ void Pipeline::free_retired() const {
   has_retired_ = false;
 }
 
+namespace {
+
+/// What a workspace is made for: a parameter, or several that are joined along their first
+/// dimension.
+struct CachedTensor {
+  const at::Tensor* first = nullptr;
+  /// Of all of them.
+  c10::SymDimVector sizes = {};
+  bool is_joined = false;
+  /// One of these sizes: the parameter, or something that nobody reads.
+  at::Tensor whole() const {
+    return is_joined ? at::empty_symint(sizes, first->options().requires_grad(false)) : *first;
+  }
+};
+
+CachedTensor cached_tensor(const Plan& plan, const Arguments& arguments, Value value) {
+  CachedTensor result{argument_of(plan, arguments, value)};
+  if (result.first != nullptr) {
+    result.sizes = result.first->sym_sizes();
+    return result;
+  }
+  const auto join = std::ranges::find_if(plan.forward, [&](const Step& step) {
+    return step.kind == StepKind::join && step.writes[0] == value;
+  });
+  TORCH_INTERNAL_ASSERT(join != plan.forward.end());
+  result.is_joined = true;
+  for (const Value part : join->reads) {
+    const at::Tensor& tensor = *argument_of(plan, arguments, part);
+    if (result.first == nullptr) {
+      result.first = &tensor;
+      result.sizes = tensor.sym_sizes();
+    } else if (!result.sizes.empty() && tensor.dim() != 0) {
+      result.sizes[0] += tensor.sym_size(0);
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+kernel_ops::CodesWere Pipeline::why_none(size_t weight, const Quantizer& quantizer) const {
+  using kernel_ops::CodesWere;
+  bool has_other = false;
+  std::vector<GroupMask> others;  // of this quantizer
+  GroupMask mask{};               // of the workspace that is made now
+  for (const auto& state : states_)
+    for (const HeldWorkspace& held : state->workspaces) {
+      if (held.weight != weight) continue;
+      const bool is_there = held.parts[kernel_ops::stamp_part].defined();
+      has_other |= is_there && held.quantizer != &quantizer;
+      if (held.quantizer != &quantizer) continue;
+      if (is_there) others.push_back(held.mask);
+      if (!is_there) mask = held.mask;
+    }
+  if (std::ranges::find(others, mask) != others.end())
+    return CodesWere::first_used;  // in training, or in evaluation
+  return !others.empty() ? CodesWere::lacking_a_direction
+         : has_other     ? CodesWere::of_another_recipe
+                         : CodesWere::first_used;
+}
+
 std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Arguments& arguments,
                                                  State& state) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -133,9 +195,8 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     const Value value = plan.cached_weights[w].weight;
     const auto& quantizer = plan.cached_weights[w].quantizer;
     const GroupMask& mask = plan.cached_weights[w].parts;
-    const size_t param = static_cast<size_t>(
-        std::find(plan.params.begin(), plan.params.end(), value) - plan.params.begin());
-    const at::Tensor& weight = arguments.params[param];
+    const CachedTensor cached = cached_tensor(plan, arguments, value);
+    const at::Tensor& weight = *cached.first;
     // Plans that read the codes of other directions have a workspace of their own.
     auto held = std::ranges::find_if(state.workspaces, [&](const HeldWorkspace& each) {
       return each.weight == w && each.quantizer == quantizer && each.mask == mask;
@@ -150,12 +211,13 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
     const bool is_free = codes.use_count() <= 1 || held->coded == coded;
     held->coded = std::move(coded);
-    if (!is_free || !codes.defined() ||
-        codes.sym_sizes() != sizes_of_codes(*quantizer, weight.sym_sizes(), direction) ||
-        codes.device() != weight.device()) {
-      c10::InferenceMode no_inference(false);  // a workspace must serve in every mode
-      held->parts = kernel_ops::make_workspace(weight, *quantizer, mask);
-    }
+    if (!codes.defined() || !is_free)
+      held->parts = kernel_ops::make_workspace(
+          cached.whole(), *quantizer, mask,
+          is_free ? why_none(w, *quantizer) : kernel_ops::CodesWere::of_another_tensor);
+    else if (codes.sym_sizes() != sizes_of_codes(*quantizer, cached.sizes, direction) ||
+             codes.device() != weight.device())
+      held->parts = kernel_ops::fitting_workspace(cached.whole(), *quantizer, mask, held->parts);
     std::ranges::copy_if(held->parts, std::back_inserter(tensors), &at::Tensor::defined);
   }
   return tensors;
@@ -313,12 +375,19 @@ std::string Pipeline::explain(ExplainFormat format, const StepTimes& times) cons
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& state : states_)
-      for (const auto& served : state->served)
+      for (const auto& served : state->served) {
         plans.push_back({served->plan,
                          state->program.get(),
                          state->training,
                          state->recipe ? state->recipe->json : "none",
                          {served->kept_bytes.begin(), served->kept_bytes.end()}});
+        const auto& cached = served->plan->cached_weights;
+        for (size_t w = 0; w < cached.size(); ++w)
+          for (const HeldWorkspace& held : state->workspaces)
+            if (held.weight == w && held.quantizer == cached[w].quantizer &&
+                held.mask == cached[w].parts)
+              plans.back().stamps.push_back(held.parts[kernel_ops::stamp_part]);
+      }
   }
   return tandem::explain(plans, saved_bytes(), format, times);
 }

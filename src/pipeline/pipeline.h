@@ -158,6 +158,8 @@ class TANDEM_API Pipeline {
   std::string text_of(const ActiveRecipe* recipe, PlanningTerms terms) const;
   /// Null for one of too many plans: `explain` tells of the first ones.
   Served* served(State& state, const std::shared_ptr<const Plan>& plan);
+  /// Why the nth weight of plans has no workspace for these codes.
+  kernel_ops::CodesWere why_none(size_t weight, const Quantizer& quantizer) const;
   std::vector<at::Tensor> workspaces_for(const Plan& plan, const Arguments& arguments,
                                          State& state);
 

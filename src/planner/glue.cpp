@@ -203,22 +203,46 @@ void run_behind(Call& call) {
   call.note_sizes(call.step().writes[0], call.type(0), [&] { return call.sizes_of_numbers(0); });
 }
 
-template <bool kBackward>
-void run_refresh_weight(Call& call) {
-  enum Read { weight, first_part };
+/// Reads of the steps below: the weight, its workspace, and what else there is.
+struct OfWeight {
+  static constexpr size_t weight = 0, first_part = 1,
+                          gradient = first_part + kernel_ops::workspace_size;
+};
+
+kernel_ops::Workspace workspace_of(const Call& call) {
   kernel_ops::Workspace workspace;
   for (size_t part = 0; part < workspace.size(); ++part)
-    if (call.has(first_part + part)) workspace[part] = call.in(first_part + part);
-  call.took(kernel_ops::kDispatcher);
-  kernel_ops::refresh_weight(call.in(weight), workspace, call.options<Quantizer>(), kBackward);
+    if (call.has(OfWeight::first_part + part))
+      workspace[part] = call.in(OfWeight::first_part + part);
+  return workspace;
+}
+
+template <typename Parts>
+void give_codes(Call& call, const Parts& parts) {
   for (const Direction direction : {Direction::row, Direction::column})
     if (const auto write = static_cast<size_t>(direction); call.wants(write)) {
       const Type& type = call.out_type(write);
       for (size_t part = 0; part < tensors_per_value(type); ++part)
-        call.out(write, workspace[part_of(direction, part)], part);
+        call.out(write, parts[part_of(direction, part)], part);
       call.note_sizes(call.step().writes[write], type,
-                      [&] { return kernel_ops::sizes_of(call.in(weight)); });
+                      [&] { return kernel_ops::sizes_of(call.in(OfWeight::weight)); });
     }
+}
+
+template <bool kBackward>
+void run_refresh_weight(Call& call) {
+  const kernel_ops::Workspace workspace = workspace_of(call);
+  call.took(kernel_ops::kDispatcher);
+  kernel_ops::refresh_weight(call.in(OfWeight::weight), workspace, call.options<Quantizer>(),
+                             kBackward);
+  give_codes(call, workspace);
+}
+
+void run_weight_codes(Call& call) {
+  call.took(kernel_ops::kDispatcher);
+  give_codes(call, kernel_ops::weight_codes(call.in(OfWeight::weight), workspace_of(call),
+                                            call.in(OfWeight::gradient), call.options<Quantizer>(),
+                                            {call.wants(0), call.wants(1)}));
 }
 
 }  // namespace
@@ -316,19 +340,35 @@ Step dequantize_step(Value codes, Value y) {
                  {y});
 }
 
-Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
-                         const Quantizer& quantizer, bool backward) {
+namespace {
+Step step_of_weight(const char* name, Run run, Value weight, const Values& workspace,
+                    const std::array<Value, 2>& codes, const Quantizer& quantizer) {
   Names read_names{"weight"};
   read_names.insert(read_names.end(), std::begin(kernel_ops::kWorkspaceNames),
                     std::end(kernel_ops::kWorkspaceNames));
   Values reads{weight};
   reads.insert(reads.end(), workspace.begin(), workspace.end());
-  Step step = step_of(StepKind::refresh, "refresh_weight",
-                      backward ? run_refresh_weight<true> : run_refresh_weight<false>,
-                      std::move(read_names), std::move(reads), {"row_codes", "column_codes"},
-                      {codes.begin(), codes.end()});
-  std::ranges::copy_if(workspace, std::back_inserter(step.mutates), exists);
+  Step step = step_of(StepKind::refresh, name, run, std::move(read_names), std::move(reads),
+                      {"row_codes", "column_codes"}, {codes.begin(), codes.end()});
   step.options = {options_of(quantizer)};
+  return step;
+}
+}  // namespace
+
+Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
+                         const Quantizer& quantizer, bool backward) {
+  Step step = step_of_weight("refresh_weight",
+                             backward ? run_refresh_weight<true> : run_refresh_weight<false>,
+                             weight, workspace, codes, quantizer);
+  std::ranges::copy_if(workspace, std::back_inserter(step.mutates), exists);
+  return step;
+}
+
+Step weight_codes_step(Value weight, const Values& workspace, Value gradient,
+                       const std::array<Value, 2>& codes, const Quantizer& quantizer) {
+  Step step = step_of_weight("weight_codes", run_weight_codes, weight, workspace, codes, quantizer);
+  step.read_names.push_back("gradient");
+  step.reads.push_back(gradient);
   return step;
 }
 

@@ -62,5 +62,8 @@ Step dequantize_step(Value codes, Value y);
 /// where the weight has changed.
 Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
                          const Quantizer& quantizer, bool backward);
+/// The same codes for backward, as tensors of their own, behind `gradient`: nothing is mutated.
+Step weight_codes_step(Value weight, const Values& workspace, Value gradient,
+                       const std::array<Value, 2>& codes, const Quantizer& quantizer);
 
 }  // namespace tandem

@@ -174,7 +174,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   plan->is_quantized = description.recipe.has_value();
   plan->kinds = description.kinds;
   Draft draft = lower(description, key);
-  put_quantize_points(description, draft);
+  put_quantize_points(description, key, draft);
   FusionScope scope{.pass = Pass::joint,
                     .types = &draft.types,
                     .operands = &draft.operands,

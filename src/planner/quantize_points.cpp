@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/format.h"
@@ -18,15 +19,21 @@ namespace {
 
 class QuantizePoints {
  public:
-  QuantizePoints(const Description& description, Draft& draft)
-      : description_(description), draft_(draft) {}
+  QuantizePoints(const Description& description, const PlanKey& key, Draft& draft)
+      : description_(description), traced_(key.call().traced), draft_(draft) {
+    caches_joined_ = !traced_;
+    for (size_t i = key.input_count(); i < key.tensor_count(); ++i)
+      caches_joined_ &= key.tensor(i).device.is_cpu();
+  }
 
   void run() {
     is_stateful_ = history_length(*description_.recipe) != 0;
     is_calibrating_ = is_calibrating(*description_.recipe);
     if (is_stateful_) add_state();
-    for (const Step& step : draft_.forward)
+    for (const Step& step : draft_.forward) {
       if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
+      if (step.kind == StepKind::join && caches_joined_) joined_.insert(step.writes[0]);
+    }
     if (caches_weights()) note_weights();
     rewrite(draft_.forward, forward_, Role::input);
     rewrite(draft_.backward, backward_, Role::grad_output);
@@ -139,10 +146,15 @@ class QuantizePoints {
     const OpNode& op = description_.ops[part.op];
     const auto& contracts =
         (part.is_backward ? op.kind->backward : op.kind->forward)[part.nth].contracts;
+    gradient_ = Value::none;
+    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
+      if (contract.role == Role::grad_output) gradient_ = step.reads[read];
+    });
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       Value& value = step.reads[read];
       if (!is_by_group(contract, part.op)) {
         value = codes_of(value, contract, part.op, slot, steps, codes);
+        if (contract.role == Role::grad_output) gradient_ = value;
         return;
       }
       check_dtype(value, part.op);
@@ -195,7 +207,7 @@ class QuantizePoints {
       for (const Step& step : *steps)
         if (step.kind == StepKind::op)
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
-            if (contract.role == Role::weight && is_param(uncast(step.reads[read])) &&
+            if (contract.role == Role::weight && has_workspace(uncast(step.reads[read])) &&
                 !is_by_group(contract, step.covers[0].op) &&
                 !draft_.codes_of_params.contains(uncast(step.reads[read])))
               weight_parts_.try_emplace(uncast(step.reads[read]), GroupMask{false, false, true})
@@ -203,10 +215,11 @@ class QuantizePoints {
           });
   }
 
-  /// Workspaces belong to tensors of the caller: a weight that is joined of several is none.
-  bool is_param(Value value) const {
+  /// Workspaces belong to tensors of the caller, or to what several of these are joined to where
+  /// its bytes are compared: a joined tensor has no version of its own.
+  bool has_workspace(Value value) const {
     return draft_.types[index_of(value)].origin == Origin::param ||
-           draft_.codes_of_params.contains(value);
+           draft_.codes_of_params.contains(value) || joined_.contains(value);
   }
 
   /// A weight is quantized as it is: a copy in autocast's dtype would round twice.
@@ -233,7 +246,7 @@ class QuantizePoints {
         const bool is_rotated = contract.along == Direction::column && own.hadamard;
         if (exists(given) && own.format == quantizer.format && !is_rotated)
           return is_calibrating_ ? itself : given;
-      } else if (caches_weights() && is_param(plain))
+      } else if (caches_weights() && has_workspace(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
     const Representations numbers =
@@ -309,7 +322,9 @@ class QuantizePoints {
   /// next forward may overwrite.
   Representations weight_codes(Value weight, const Quantizer& quantizer, Steps& steps,
                                Codes& codes) {
-    if (const auto known = codes.find({weight, &quantizer}); known != codes.end())
+    // Behind a gradient there is none where that is not given, which another product may be.
+    const bool is_behind = is_backward_ && traced_;
+    if (const auto known = codes.find({weight, &quantizer}); known != codes.end() && !is_behind)
       return known->second;
     const GroupMask parts = written_of(quantizer, weight_parts_.at(weight));
     auto& workspace = workspaces_[{weight, &quantizer}];
@@ -317,8 +332,11 @@ class QuantizePoints {
     Representations result = add_codes(weight, quantizer);
     const auto [row, column] = result.codes;
     const auto written = [&](size_t i, Value value) { return parts[i] ? value : Value::none; };
-    steps.push_back(refresh_weight_step(weight, workspace, {written(0, row), written(1, column)},
-                                        quantizer, is_backward_));
+    const std::array<Value, 2> codes_to_write{written(0, row), written(1, column)};
+    steps.push_back(
+        is_behind
+            ? weight_codes_step(weight, workspace, gradient_, codes_to_write, quantizer)
+            : refresh_weight_step(weight, workspace, codes_to_write, quantizer, is_backward_));
     return codes[{weight, &quantizer}] = result;
   }
 
@@ -368,9 +386,14 @@ class QuantizePoints {
   }
 
   const Description& description_;
+  const bool traced_;
+  bool caches_joined_ = false;
   Draft& draft_;
+  /// Of the step that is rewritten, if it multiplies by one.
+  Value gradient_ = Value::none;
   Codes forward_, backward_;
   std::map<Value, Value> uncast_;
+  std::set<Value> joined_;
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
   bool is_backward_ = false, is_stateful_ = false, is_calibrating_ = false;
@@ -378,8 +401,8 @@ class QuantizePoints {
 
 }  // namespace
 
-void put_quantize_points(const Description& description, Draft& draft) {
-  if (description.recipe) QuantizePoints(description, draft).run();
+void put_quantize_points(const Description& description, const PlanKey& key, Draft& draft) {
+  if (description.recipe) QuantizePoints(description, key, draft).run();
 }
 
 }  // namespace tandem

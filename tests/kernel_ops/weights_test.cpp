@@ -2,6 +2,7 @@
 #include "kernel_ops/weights.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/complex.h>
 #include <ATen/ops/empty.h>
@@ -52,25 +53,77 @@ struct Region {
   const int64_t outer = current_region();
 };
 
-TEST_F(RefreshWeight, OutsideAnyRegionForwardAlwaysMakes) {
+TEST_F(RefreshWeight, TheSameBytesAreFoundInsideAndOutsideOfRegions) {
   EXPECT_EQ(current_region(), 0);
   EXPECT_TRUE(forward());
   EXPECT_TRUE(is_current());
-  EXPECT_TRUE(forward());
-}
-
-TEST_F(RefreshWeight, OncePerOutermostRegion) {
+  const int64_t reused = refresh_counts().reused;
+  EXPECT_FALSE(forward());
+  EXPECT_EQ(refresh_counts().reused, reused + 1);
   {
     const Region region;
-    EXPECT_TRUE(forward());
-    const int64_t reused = refresh_counts().reused;
     EXPECT_FALSE(forward());
-    EXPECT_EQ(refresh_counts().reused, reused + 1);
     const Region inner;
     EXPECT_FALSE(forward());
   }
   const Region next;
-  EXPECT_TRUE(forward());
+  EXPECT_FALSE(forward());
+}
+
+TEST_F(RefreshWeight, WhatIsSaidToBeUnchangedIsNotLookedAtButItsSignsAre) {
+  const auto said = [&](Said what) {
+    say(what);
+    const bool is_made = forward();
+    say(Said::nothing);
+    return is_made;
+  };
+  EXPECT_TRUE(said(Said::unchanged)) << "nothing is there";
+  weight_.mutable_data_ptr<float>()[7] = 1000;
+  EXPECT_FALSE(said(Said::unchanged));
+  EXPECT_FALSE(is_current());
+  EXPECT_FALSE(backward()) << "as its forward was told";
+  EXPECT_TRUE(forward()) << "the bytes are compared again";
+  EXPECT_TRUE(is_current());
+  weight_.mutable_data_ptr<float>()[7] = -1000;
+  weights_changed();
+  EXPECT_TRUE(said(Said::unchanged)) << "somebody has said otherwise";
+  weight_.mul_(2);
+  EXPECT_TRUE(said(Said::unchanged)) << "its version has moved";
+  EXPECT_TRUE(is_current());
+  weight_ = random({8, 6}, at::kFloat, 9);
+  EXPECT_TRUE(said(Said::unchanged)) << "another tensor";
+  EXPECT_TRUE(said(Said::first_microbatch)) << "made in any case";
+  EXPECT_FALSE(backward());
+  EXPECT_FALSE(said(Said::unchanged));
+}
+
+TEST_F(RefreshWeight, AStampTellsHowTheCodesCameThere) {
+  const auto forward_was = [&] { return (forward(), last_uses(stamp_)[0]); };
+  EXPECT_EQ(forward_was(), CodesWere::first_used);
+  EXPECT_EQ(forward_was(), CodesWere::found);
+  backward();
+  EXPECT_EQ(last_uses(stamp_)[1], CodesWere::found);
+  weight_.add_(1);
+  backward();
+  EXPECT_EQ(last_uses(stamp_), (std::array{CodesWere::found, CodesWere::of_another_version}));
+  weight_.mutable_data_ptr<float>()[3] = 50;
+  EXPECT_EQ(forward_was(), CodesWere::of_other_bytes);
+  EXPECT_EQ(last_uses(stamp_)[1], CodesWere::unused) << "of the forward before";
+  weight_.mutable_data_ptr<float>()[3] = 60;
+  weights_changed();
+  EXPECT_EQ(forward_was(), CodesWere::before_an_optimizer_step);
+  weight_ = random({8, 6}, at::kFloat, 5);
+  EXPECT_EQ(forward_was(), CodesWere::of_another_tensor);
+  refresh(false, "fp8_e4m3:current:pow2=1");
+  EXPECT_EQ(last_uses(stamp_)[0], CodesWere::of_another_recipe);
+  weight_ = random({8, 12}).slice(1, 0, 12, 2);
+  forward();
+  EXPECT_EQ(forward_was(), CodesWere::not_comparable);
+  say(Said::first_microbatch);
+  EXPECT_EQ(forward_was(), CodesWere::of_the_last_step);
+  say(Said::nothing);
+  for (int why = 0; why <= static_cast<int>(CodesWere::of_the_last_step); ++why)
+    EXPECT_FALSE(text_of(static_cast<CodesWere>(why)).empty()) << why;
 }
 
 TEST_F(RefreshWeight, BackwardAcceptsAnyRegion) {
@@ -163,7 +216,7 @@ TEST_F(RefreshWeight, NoDeadWeightIsKeptAlive) {
 TEST_F(RefreshWeight, AStampElsewhereThanOnTheCpuIsRefused) {
   stamp_ = at::zeros({kStampSize}, at::kInt);
   EXPECT_THAT([&] { forward(); }, ThrowsText<c10::ValueError>(
-                                      "refresh_weight_: expected stamp of shape [8], Long, on cpu",
+                                      "refresh_weight_: expected stamp of shape [13], Long, on cpu",
                                       "got CPUIntType of shape [8]"));
 }
 
@@ -182,8 +235,11 @@ TEST_F(RefreshWeight, CodesAreMadeAgainWhenWritesWereSaid) {
   const Region region;
   forward();
   EXPECT_FALSE(forward());
+  weight_.mutable_data_ptr<float>()[7] = 1000;
   weights_changed();
+  say(Said::unchanged);
   EXPECT_TRUE(forward());
+  say(Said::nothing);
   EXPECT_TRUE(is_current());
 }
 
@@ -207,13 +263,16 @@ TEST_F(RefreshWeight, AWeightWithGapsIsNeverTakenForTheSame) {
   EXPECT_TRUE(is_current());
 }
 
-TEST_F(RefreshWeight, InInferenceModeNothingIsFound) {
+TEST_F(RefreshWeight, InInferenceModeTheBytesTell) {
   const c10::InferenceMode inference;
   weight_ = random({8, 6});
-  const Region region;
   EXPECT_TRUE(forward());
-  EXPECT_TRUE(forward());
-  EXPECT_TRUE(backward());
+  EXPECT_FALSE(forward());
+  weight_.mul_(2);  // moves no version
+  say(Said::unchanged);
+  EXPECT_TRUE(forward()) << "there is no sign to go by";
+  say(Said::nothing);
+  EXPECT_FALSE(backward());
 }
 
 TEST_F(RefreshWeight, DtypesWithoutAKernelUseTheReference) {
@@ -275,6 +334,131 @@ TEST_F(RefreshWeight, WithoutMemoryAllPartsAreOrNone) {
   EXPECT_FALSE(forward()) << "a stamp stays on the CPU";
   stamp_ = meta(stamp_);
   EXPECT_FALSE(forward());
+}
+
+// ---- the free function ----
+
+const char* kBlocks = "mxfp8_e4m3";
+bool has(const WeightCodes& codes, size_t part) { return codes.workspace[part].defined(); }
+/// The parts of a group that was quantized for these directions.
+::testing::AssertionResult holds(const WeightCodes& codes, const at::Tensor& weight,
+                                 const char* quantizer, GroupMask mask) {
+  const auto fresh = dispatch<Quantize>(weight.detach(), std::optional<at::Tensor>(),
+                                        tandem::quantizer(quantizer), mask);
+  for (size_t part = 0; part < group_size; ++part)
+    if (has_part(tandem::quantizer(quantizer), mask, part))
+      if (auto as_fresh = same(codes.workspace[part], fresh[part]); !as_fresh) return as_fresh;
+  return ::testing::AssertionSuccess();
+}
+
+TEST(QuantizeWeight, MakesFindsAndWritesInPlace) {
+  const at::Tensor weight = random({32, 64});
+  const Quantizer& blocks = quantizer(kBlocks);
+  const WeightCodes first = quantize_weight(weight, blocks);
+  EXPECT_EQ(first.were, CodesWere::first_used);
+  EXPECT_TRUE(holds(first, weight, kBlocks, {true, true, true}));
+  const WeightCodes again = quantize_weight(weight, blocks, {true, true, true}, first.workspace);
+  EXPECT_EQ(again.were, CodesWere::found);
+  EXPECT_TRUE(again.workspace[row_codes].is_same(first.workspace[row_codes]));
+  weight.mul_(3);
+  const WeightCodes updated = quantize_weight(weight, blocks, {true, true, true}, first.workspace);
+  EXPECT_EQ(updated.were, CodesWere::of_another_version);
+  EXPECT_TRUE(updated.workspace[row_codes].is_same(first.workspace[row_codes]));
+  EXPECT_TRUE(holds(updated, weight, kBlocks, {true, true, true}));
+}
+
+TEST(QuantizeWeight, MakesTheDirectionsThatAreAskedFor) {
+  const at::Tensor weight = random({32, 64});
+  const Quantizer& blocks = quantizer(kBlocks);
+  const WeightCodes rows = quantize_weight(weight, blocks, {true, false, true});
+  EXPECT_TRUE(has(rows, row_codes));
+  EXPECT_FALSE(has(rows, column_codes));
+  const WeightCodes both = quantize_weight(weight, blocks, {true, true, true}, rows.workspace);
+  EXPECT_EQ(both.were, CodesWere::lacking_a_direction);
+  EXPECT_TRUE(holds(both, weight, kBlocks, {true, true, true}));
+  const WeightCodes columns = quantize_weight(weight, blocks, {false, true, true}, both.workspace);
+  EXPECT_EQ(columns.were, CodesWere::found) << "more than is asked for";
+  EXPECT_TRUE(has(columns, row_codes));
+}
+
+TEST(QuantizeWeight, OfAnotherRecipeShapeOrDtypeIsMadeAgain) {
+  const at::Tensor weight = random({32, 64});
+  const WeightCodes first = quantize_weight(weight, quantizer("fp8_e4m3"));
+  const auto with = [&](const at::Tensor& tensor, const char* text) {
+    const WeightCodes codes =
+        quantize_weight(tensor, quantizer(text), {true, true, true}, first.workspace);
+    EXPECT_TRUE(holds(codes, tensor, text, {true, true, true}));
+    return codes.were;
+  };
+  EXPECT_EQ(with(weight, "fp8_e4m3:current:pow2=1"), CodesWere::of_another_recipe) << "as large";
+  EXPECT_EQ(with(weight, kBlocks), CodesWere::of_another_recipe);
+  EXPECT_EQ(with(random({32, 32}), "fp8_e4m3:current:pow2=1"), CodesWere::of_another_tensor);
+  EXPECT_EQ(with(weight.to(at::kBFloat16), "fp8_e4m3:current:pow2=1"),
+            CodesWere::of_another_tensor);
+}
+
+TEST(QuantizeWeight, TakesTheCallersWord) {
+  const at::Tensor weight = random({4, 8});
+  const Quantizer& current = quantizer("fp8_e4m3");
+  const GroupMask all{true, true, true};
+  const WeightCodes first = quantize_weight(weight, current, all, {}, Said::first_microbatch);
+  weight.mutable_data_ptr<float>()[0] = 100;
+  EXPECT_EQ(quantize_weight(weight, current, all, first.workspace, Said::unchanged).were,
+            CodesWere::found);
+  EXPECT_EQ(quantize_weight(weight, current, all, first.workspace, Said::first_microbatch).were,
+            CodesWere::of_the_last_step);
+  EXPECT_TRUE(holds(first, weight, "fp8_e4m3", all));
+}
+
+TEST(QuantizeWeight, Refuses) {
+  EXPECT_THAT(
+      [] {
+        quantize_weight(random({4, 8}).requires_grad_(), quantizer("fp8_e4m3"));
+      },
+      ThrowsText<c10::NotImplementedError>("quantize_weight: expected a tensor that needs no"));
+  EXPECT_THAT(
+      [] {
+        quantize_weight(random({4, 8}), quantizer("fp8_e4m3:delayed"));
+      },
+      ThrowsText<c10::NotImplementedError>(
+          "quantize_weight: expected a quantizer whose codes depend on the weight alone, got",
+          "Quantize with a scale or a seed of your own in each call."));
+}
+
+TEST(WeightCodesOp, CopiesCodesThatServeAndMakesOthers) {
+  const at::Tensor weight = random({32, 64}), gradient = at::zeros({1});
+  const Quantizer& blocks = quantizer(kBlocks);
+  const WeightCodes held = quantize_weight(weight, blocks);
+  const auto fresh = [&] {
+    return dispatch<Quantize>(weight, std::optional<at::Tensor>(), blocks,
+                              std::array{false, true, false});
+  };
+  const auto expect_codes = [&](int64_t made) {
+    const int64_t before = refresh_counts().made;
+    const auto codes = weight_codes(weight, held.workspace, gradient, blocks, {false, true});
+    EXPECT_EQ(refresh_counts().made, before + made);
+    EXPECT_TRUE(same(codes[column_codes], fresh()[column_codes]));
+    EXPECT_TRUE(same(codes[column_scale], fresh()[column_scale]));
+    EXPECT_FALSE(codes[column_codes].is_alias_of(held.workspace[column_codes]));
+    EXPECT_EQ(codes[row_codes].numel(), 0);
+  };
+  expect_codes(0);
+  weight.mul_(5);
+  expect_codes(1);
+  expect_codes(1);  // nothing is written
+}
+
+TEST(SayOfWeight, RefusesWhatIsNoStampAndUnknownWords) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tandem::say_of_weight_", "")
+                             .typed<void(at::Tensor&, int64_t)>();
+  at::Tensor other = at::zeros({3}, at::kLong), stamp = at::zeros({kStampSize}, at::kLong);
+  EXPECT_THAT(
+      [&] { op.call(other, 1); },
+      ThrowsText<c10::ValueError>("say_of_weight_: expected the stamp of a workspace, int64",
+                                  "got CPULongType of shape [3]"));
+  EXPECT_THAT([&] { op.call(stamp, 3); },
+              ThrowsText<c10::ValueError>("say_of_weight_: expected 0, 1 or 2", "got 3"));
 }
 
 }  // namespace

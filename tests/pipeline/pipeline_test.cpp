@@ -62,7 +62,7 @@ TEST(Pipeline, TrainingAndEvaluationHavePlansOfTheirOwn) {
                                HasSubstr("plan: training, without gradients")));
 }
 
-TEST(Pipeline, WeightsAreQuantizedOncePerOutermostRegion) {
+TEST(Pipeline, WeightsAreQuantizedOnceWhateverTheRegion) {
   Pipeline pipeline(ops_json(kMlp));
   const Tensors inputs{leaf({4, 8})}, params = mlp_params();
   const int64_t before = codes_made();
@@ -79,7 +79,7 @@ TEST(Pipeline, WeightsAreQuantizedOncePerOutermostRegion) {
   }
   const Autocast next;
   pipeline(inputs, params, true);
-  EXPECT_EQ(codes_made(), before + 4);
+  EXPECT_EQ(codes_made(), before + 2) << "their bytes are the same";
 }
 
 TEST(Pipeline, BackwardOutsideTheRegionFindsTheCodes) {

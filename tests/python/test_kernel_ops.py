@@ -6,7 +6,7 @@ import torch
 import tandem  # noqa: F401  (registers the ops)
 
 SEED = torch.tensor(5)
-STAMP = 8  # numbers of a workspace's stamp
+STAMP = 13  # numbers of a workspace's stamp
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -83,9 +83,11 @@ def cases(layout="contiguous", dtype=torch.float32):
         "rms_norm_quantize": [x, weight, None, 1e-5, False, "fp8_e5m2:current:pow2=1", [True, True, True, True]],
         "scaled_activation_backward": [y, wide, rows.reshape(x.shape[:-1]), "silu:interleave=4", True, [True, True, True]],
         "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
+        "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
         "sum_rows": [x, dtype],
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max"],
+        "weight_codes": [matrix, row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
     }
 
 
@@ -106,7 +108,7 @@ def test_contract(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(set(cases()) - {"pipeline", "record_amax_", "refresh_weight_", "region_number", "take_scale_"}))
+@pytest.mark.parametrize("name", sorted(set(cases()) - {"pipeline", "record_amax_", "refresh_weight_", "region_number", "say_of_weight_", "take_scale_"}))
 def test_layout_changes_neither_value_nor_strides(name, dtype):
     op = getattr(torch.ops.tandem, name).default
     for layout in LAYOUTS:

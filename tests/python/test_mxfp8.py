@@ -107,7 +107,7 @@ def counts_of(function):
     return after.made - before.made, after.reused - before.reused
 
 
-def test_a_weight_is_quantized_once_per_outermost_region_and_set_of_directions():
+def test_a_weight_is_quantized_once_per_set_of_directions():
     linear, x = ops.Linear(64, 64), torch.randn(4, 64, requires_grad=True)
 
     def region():

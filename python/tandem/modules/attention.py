@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tandem._weights import in_microbatch
 from tandem import ops
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_linear import LayerNormLinear
@@ -410,8 +411,18 @@ class MultiheadAttention(torch.nn.Module):
             window_size: as for the constructor.
             rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
             inference_params: keys and values of earlier positions.
-            is_first_microbatch: not used: whether codes of a weight are stale is seen.
+            is_first_microbatch: as for `Linear`.
         """
+        if is_first_microbatch is not None:
+            with in_microbatch(is_first_microbatch):
+                return self.forward(
+                    hidden_states,
+                    attention_mask,
+                    attn_mask_type=attn_mask_type,
+                    window_size=window_size,
+                    rotary_pos_emb=rotary_pos_emb,
+                    inference_params=inference_params,
+                )
         check_window(self._get_name(), window_size, attn_mask_type or self.attn_mask_type)
         context, normed = self.context(hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params)
         outputs = self.proj(context)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from tandem._weights import in_microbatch
 from tandem.ops.arguments import Fixed, at_default, flag
 from tandem.ops.collective import _Collective
 from tandem.ops.composite import CompositeOperation
@@ -178,9 +179,13 @@ class Module(JoinedMixin, CompositeOperation):
                 "overwrite_main_grad of the weights where main_grad starts anew."
             )
 
-    def _outputs(self, inp: torch.Tensor, run: Any) -> Any:
+    def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
         """What a call returns: y, the bias that is not added, the output of the norm."""
-        outputs = super().forward(inp, _run=run)
+        if is_first_microbatch is None:
+            outputs = super().forward(inp, _run=run)
+        else:
+            with in_microbatch(is_first_microbatch):
+                outputs = super().forward(inp, _run=run)
         if not self.return_bias:
             return outputs
         y, *normed = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from tandem._weights import in_microbatch
 from tandem import ops
 from tandem.modules.base import Init, check_group, draw
 from tandem.ops.arguments import Fixed, at_default, flag, positive
@@ -153,7 +155,7 @@ class GroupedLinear(ops.GroupedLinear):
         Args:
             inp: x, whose rows follow each other by group.
             m_splits: the rows of each group.
-            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            is_first_microbatch: as for `Linear`.
             out: where y is written; None: a fresh tensor.
             dgrad_out: where the gradient of x is written, likewise.
         """
@@ -164,7 +166,8 @@ class GroupedLinear(ops.GroupedLinear):
             )
         splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(list(m_splits), dtype=torch.int64)
         buffers = {name: value for name, value in (("output", out), ("grad_input", dgrad_out)) if value is not None}
-        y = super().forward(inp, splits, _run=_run, **buffers)
+        with in_microbatch(is_first_microbatch) if is_first_microbatch is not None else contextlib.nullcontext():
+            y = super().forward(inp, splits, _run=_run, **buffers)
         if not self.return_bias:
             return y
         return y, [getattr(self, name).to(y.dtype) for name in self._returned]

@@ -139,7 +139,7 @@ class LayerNormMLP(NormedModule):
             is_first_microbatch: as for `LayerNormLinear`.
         """
         self._check_call(is_first_microbatch)
-        return self._outputs(inp, _run)
+        return self._outputs(inp, _run, is_first_microbatch)
 
     def extra_repr(self) -> str:
         parallel = f", tp_size={self.tp_size}" if self.tp_size > 1 else ""

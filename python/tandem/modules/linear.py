@@ -105,11 +105,12 @@ class OneProduct:
 
         Args:
             inp: x.
-            is_first_microbatch: not used: whether codes of a weight are stale is seen. None with `fuse_wgrad_accumulation`.
+            is_first_microbatch: False: the weights are those of the last call, and nothing is compared; True: their codes are made anew; None: what has changed is
+                seen. None with `fuse_wgrad_accumulation`.
             fp8_output, fp8_grad: False; no other value is known yet.
         """
         self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return self._outputs(inp, _run)
+        return self._outputs(inp, _run, is_first_microbatch)
 
 
 def split_repr(module: Any) -> str:

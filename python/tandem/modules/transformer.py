@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from tandem._weights import in_microbatch
 from tandem import ops
 from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_window
 from tandem.modules.base import Init
@@ -187,6 +188,16 @@ class TransformerLayer(torch.nn.Module):
             attention_mask, rotary_pos_emb, inference_params, is_first_microbatch: as for `MultiheadAttention`.
             self_attn_mask_type, window_size: instead of those of the constructor.
         """
+        if is_first_microbatch is not None:
+            with in_microbatch(is_first_microbatch):
+                return self.forward(
+                    hidden_states,
+                    attention_mask,
+                    self_attn_mask_type=self_attn_mask_type,
+                    window_size=window_size,
+                    rotary_pos_emb=rotary_pos_emb,
+                    inference_params=inference_params,
+                )
         attention = self.self_attention
         check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
         context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)

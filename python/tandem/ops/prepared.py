@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, recipe_state
-from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python_op
+from tandem.ops import fingerprint, fusions, hooks, inspected, main_grad, python_op, workspaces
 from tandem.ops.buffers import Modes, note_graph
 from tandem.ops.changes import Changes, structure
 from tandem.ops.places import Place, places
@@ -105,6 +105,7 @@ class Prepared:
         self.pipelines: dict[Any, _C.EagerPipeline] = {}
         self.texts: dict[Any, Any] = {}
         self.descriptions: dict[Any, tuple[str, list[Any]]] = {}  # with what the text names
+        self.held_workspaces = workspaces.Held()  # of compiled code
         self.cuts: dict[tuple[int, ...], Any] = {}  # of `tandem.ops.run`, by positions of the units that stand alone
         self.pipeline(())  # errors come before the first tensor
 
@@ -326,7 +327,14 @@ class Prepared:
         written = () if modes is None else tuple(modes)
         budget = self.terms.memory_budget or _C.in_force.memory_budget
         objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
-        if objects:
+        for_codes: list[torch.Tensor] = []
+        name, stamps, likes = "", (), ()
+        if described is not None and recipe != "null" and not budget and not kwargs and not torch.compiler.is_exporting():
+            traits = tuple([(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in (x, *extra)])
+            text, name, stamps, likes = self.text_with_workspaces(described, flags, training, recipe, version, written, traits, torch.is_grad_enabled())
+        if name:
+            for_codes = getattr(self.workspaces, name)
+        elif objects:
             text, held = self.described_now(described, flags, training, recipe, kwargs, written, budget)
         else:
             python_op.check_plain(kwargs)
@@ -335,10 +343,17 @@ class Prepared:
         for (_, name), param in zip((*self.places, *self.buffer_places), params, strict=True):
             if param is None:  # the dispatcher would tell of casts
                 raise ValueError(f"pipeline: expected a tensor as parameter {name}, got NoneType. Assign a torch.nn.Parameter to it.")
+        for at, shape, dtype in likes:
+            if tuple(params[at].shape) != shape or params[at].dtype != dtype:  # others stand in for the module's own
+                text, for_codes, stamps = self.text(described, flags, training, recipe, version, kwargs, written, budget), [], ()
+                break
+        if said := _C.in_force.said_of_weights if stamps else "":
+            for at in stamps:
+                torch.ops.tandem.say_of_weight_(for_codes[at], 1 if said == "first micro-batch" else 2)
         found = () if modes is None else modes.main_grads
         buffers = main_grad.buffers([place for place, mode in zip(self.main_grad_places, found, strict=False) if mode is not None])
         try:
-            outputs = torch.ops.tandem.pipeline(x, list(extra), params, [], self.state(recipe), buffers, text)
+            outputs = torch.ops.tandem.pipeline(x, list(extra), params, for_codes, self.state(recipe), buffers, text)
         finally:
             if objects:
                 python_op.let_go(self.python_ops, held)
@@ -375,6 +390,53 @@ class Prepared:
         if not self.python_ops and not python_op.any_fusions():  # then nothing but `token` can change it
             self.__dict__.update(described_text=text, described_token=token)  # at once: other threads read them too
         return text
+
+    # Codes of weights in compiled code: tensors of the graph, which it writes.
+
+    @constant_while_traced
+    def text_with_workspaces(
+        self,
+        described: str,
+        flags: tuple[bool, ...],
+        training: bool,
+        recipe: str,
+        fusions_version: str | None,
+        modes: tuple[Any, ...],
+        traits: tuple[tuple[bool, torch.dtype, torch.device], ...],
+        grad_mode: bool,
+    ) -> tuple[str, str, tuple[int, ...], tuple[tuple[int, tuple[int, ...], torch.dtype], ...]]:
+        """The description of a call that is given workspaces for its weights, the name of these, which of them are stamps, and what the weights
+        are like. Nothing where it can be given none."""
+        params = workspaces.plain([getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)])
+        if params is None:
+            return "", "", (), ()
+        key = (described, flags, training, recipe, fusions_version, None, modes, "", "with workspaces")
+        known = self.descriptions.get(key)
+        if known is None or self.python_ops:
+            known = self.described_now(described, flags, training, recipe, None, modes, "", cache_weights=True)
+        with torch.set_grad_enabled(grad_mode):
+            specs = tuple([(at, quantizer, tuple(parts)) for at, quantizer, parts in _C.workspace_specs(known[0], traits, params)])
+        if not specs:
+            return "", "", (), ()
+        _keep(self.descriptions, key, known)
+        workspaces.note(described, specs)
+        name = workspaces.fit(self.held_workspaces, specs, params)
+        likes = tuple([(at, tuple(params[at].shape), params[at].dtype) for at, _, _ in specs])
+        return known[0], name, workspaces.stamps(getattr(self.held_workspaces, name)), likes
+
+    def _workspaces(self) -> workspaces.Held:
+        """Those that any pipeline of this description needs: a pipeline that is compiled already has its own before its first call."""
+        token, held = self.token, self.held_workspaces
+        described = self.described
+        workspaces.watch(described, self)
+        if known := workspaces.known(described):
+            params = workspaces.plain([getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)])
+            for specs in known if params is not None else ():
+                workspaces.fit(held, specs, params)  # type: ignore[arg-type]
+        self.__dict__.update(workspaces_token=token)
+        return held
+
+    workspaces = property(_C.native_getter(_workspaces, "changes", "workspaces_token", "held_workspaces"))
 
     described = property(_C.native_getter(_describe, "changes", "described_token", "described_text"))
 
@@ -417,8 +479,10 @@ class Prepared:
         kwargs: Kwargs | None,
         modes: tuple[Any, ...],
         budget: str,
+        *,
+        cache_weights: bool = False,
     ) -> tuple[str, list[Any]]:
-        """The description, and what must live as long."""
+        """The description, and what must live as long. `cache_weights`: of a call that is given workspaces."""
         made = self._made_by_fusions(recipe)
         ops, held = self.ops_text(flags, kwargs, Modes(*modes), buffers=True, shared=described is not None, name_instances=bool(made))
         description = _C.write_description(
@@ -429,5 +493,6 @@ class Prepared:
             fusions_version=_C.fusions_version() if made else structure.native_fusions(),
             process=fingerprint.process if made else "",
             memory_budget=float(budget) if budget else None,
+            cache_weights=cache_weights,
         )
         return description, held

@@ -128,7 +128,9 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
     reports = [told(pipeline.explain, format, times) for pipeline in run.called_pipelines()]
     for description, _ in list(run.now.descriptions.values()):
         with contextlib.suppress(ValueError):  # one that no call has used
-            reports.append(told(functools.partial(_C.explain_description, description), format, times))
+            given = list(vars(run.now.held_workspaces).values())
+            explain = functools.partial(_C.explain_description, description, workspaces=[tensors for tensors in given if isinstance(tensors, list)])
+            reports.append(told(explain, format, times))
     for cut in list(run.now.cuts.values()):
         parts = [report for part in cut.parts for report in _reports(part.run, format, times)]
         if parts:
