@@ -37,12 +37,12 @@ from tandem._quantize import (  # noqa: E402
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    QuantizedTensor,
-    Quantizer,
     cast,
     cast_back,
     quantize,
 )
+from tandem._quantized_tensor import QuantizedTensor, Quantizer  # noqa: E402
+from tandem._quantized_init import fp8_model_init, quantized_model_init  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
 from tandem.modules import (  # noqa: E402
@@ -93,6 +93,7 @@ __all__ = [
     "explain",
     "inspect",
     "fp8_autocast",
+    "fp8_model_init",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -100,6 +101,7 @@ __all__ = [
     "memory_budget",
     "ops",
     "quantize",
+    "quantized_model_init",
     "recipe",
     "set_cache_limit",
     "transformer_engine_state_dict",

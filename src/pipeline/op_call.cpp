@@ -202,10 +202,11 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   return results;
 }
 
-std::string quantizer_text(const std::string& recipe, Role role) {
+std::string quantizer_text(const std::string& recipe, Role role, std::string_view kind) {
   const auto parsed = recipe_from_json(nlohmann::json::parse(recipe));
   TORCH_INTERNAL_ASSERT(parsed.has_value());
-  return quantizer_of(*parsed, {.role = role}).text;
+  const Quantizer* const quantizer = quantizer_of(*parsed, {.role = role, .kind = kind});
+  return quantizer == nullptr ? std::string() : quantizer->text;
 }
 
 }  // namespace tandem

@@ -49,8 +49,8 @@ TANDEM_API std::vector<at::Tensor> op_backward(const std::string& description,
                                                const OpContext& context, at::TensorList gradients,
                                                at::TensorList params);
 
-/// The text of the quantizer that a recipe, as JSON, has for a role. Throws c10::ValueError on an
-/// unknown recipe.
-TANDEM_API std::string quantizer_text(const std::string& recipe, Role role);
+/// The text of the quantizer that a recipe, as JSON, has for a role of an op of this kind; empty:
+/// none. Throws c10::ValueError on an unknown recipe.
+TANDEM_API std::string quantizer_text(const std::string& recipe, Role role, std::string_view kind);
 
 }  // namespace tandem

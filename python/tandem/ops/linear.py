@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Self
 
+from tandem._quantized_init import quantize_weights
 from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
@@ -284,6 +285,10 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
             self._lack("bias", "bias=False", "bias=True")
         self._own_around((linear, *added), before, after)
         self.__dict__["_deferred"] = next(self.parameters()).is_meta  # else the parts have drawn
+        self._quantize_weights()
+
+    def _quantize_weights(self) -> None:
+        quantize_weights(self, [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind)
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
         """Makes the rows of each op's parameter parameters of their own."""
