@@ -15,6 +15,16 @@ enum class RecipeFormat : unsigned char {
   e4m3,
 };
 
+/// What backward multiplies by where forward has multiplied codes.
+enum class BackwardOverride : unsigned char {
+  /// Codes, of gradients too.
+  none,
+  /// The numbers that forward has quantized, and gradients as they are.
+  high_precision,
+  /// The numbers that the codes of forward stand for, and gradients as they are.
+  dequantized,
+};
+
 /// Per-tensor scaling from the tensor's own amax: scale = format max / amax, for every tensor, at
 /// every call.
 struct Float8CurrentScaling {
@@ -23,6 +33,7 @@ struct Float8CurrentScaling {
   RecipeFormat fp8_format = RecipeFormat::hybrid;
   /// Lower bounds of amax, finite and at least 0.
   double amax_epsilon_input = 0, amax_epsilon_weight = 0, amax_epsilon_grad_output = 0;
+  BackwardOverride backward_override = BackwardOverride::none;
   bool operator==(const Float8CurrentScaling&) const = default;
 };
 
@@ -36,6 +47,7 @@ struct Float8BlockScaling {
   int64_t x_block_scaling_dim = 1, w_block_scaling_dim = 2, grad_block_scaling_dim = 1;
   /// Lower bounds of amax, finite and at least 0.
   double amax_epsilon_input = 0, amax_epsilon_weight = 0, amax_epsilon_grad_output = 0;
+  BackwardOverride backward_override = BackwardOverride::none;
   bool operator==(const Float8BlockScaling&) const = default;
 };
 
@@ -45,6 +57,7 @@ struct MXFP8BlockScaling {
   RecipeFormat fp8_format = RecipeFormat::e4m3;
   /// Blocks of weights are 32 by 32, so that both directions have the same codes.
   bool enable_2d_quantization = false;
+  BackwardOverride backward_override = BackwardOverride::none;
   bool operator==(const MXFP8BlockScaling&) const = default;
 };
 
@@ -57,6 +70,7 @@ struct NVFP4BlockScaling {
   bool disable_stochastic_rounding = false;
   /// Blocks of weights are lines, not 16 by 16.
   bool disable_2d_quantization = false;
+  BackwardOverride backward_override = BackwardOverride::none;
   bool operator==(const NVFP4BlockScaling&) const = default;
 };
 
@@ -90,8 +104,16 @@ struct DelayedScaling {
   bool operator==(const DelayedScaling&) const = default;
 };
 
+/// Each tensor as a function of the user says: one that register_quantizer_choice
+/// (quantization/recipe.h) knows by this name.
+struct CustomRecipe {
+  std::string quantizers = {};
+  BackwardOverride backward_override = BackwardOverride::none;
+  bool operator==(const CustomRecipe&) const = default;
+};
+
 /// A recipe, whichever it is.
 using Recipe = std::variant<Float8CurrentScaling, DelayedScaling, Float8BlockScaling,
-                            MXFP8BlockScaling, NVFP4BlockScaling>;
+                            MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe>;
 
 }  // namespace tandem

@@ -37,12 +37,12 @@ from tandem._quantize import (  # noqa: E402
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    QuantizedTensor,
-    Quantizer,
     cast,
     cast_back,
     quantize,
 )
+from tandem._quantized_tensor import QuantizedTensor, Quantizer  # noqa: E402
+from tandem._quantized_init import fp8_model_init, quantized_model_init  # noqa: E402
 from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
@@ -95,6 +95,7 @@ __all__ = [
     "explain",
     "inspect",
     "fp8_autocast",
+    "fp8_model_init",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -103,6 +104,7 @@ __all__ = [
     "ops",
     "quantize",
     "quantize_weight",
+    "quantized_model_init",
     "recipe",
     "set_cache_limit",
     "transformer_engine_state_dict",

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
 
 from tandem import _C
 from tandem.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -30,7 +31,8 @@ class autocast(contextlib.ContextDecorator):
     A weight is quantized once until it changes; on an accelerator, where its bytes are not compared, once in each outermost region.
     `enabled=False` switches quantization off inside. What is in force belongs to the thread, and to the async context: a task does not
     see the regions of others. One object may be entered again, also by several threads. Regions are left in reverse order; leaving
-    another than the innermost raises RuntimeError, and the others stay in force until they are left.
+    another than the innermost raises RuntimeError, and the others stay in force until they are left. `as` gives the object, which knows its
+    `enabled`, `calibrating`, `recipe` and `amax_reduction_group`.
 
     >>> import torch, tandem
     >>> linear = tandem.ops.Linear(16, 16)
@@ -68,7 +70,7 @@ class autocast(contextlib.ContextDecorator):
                 f"autocast: expected recipe to be a recipe of tandem.recipe or None, got {type(recipe).__name__}. "
                 "Pass for example tandem.recipe.Float8CurrentScaling()."
             )
-        self._recipe, self._group, self._enabled = recipe, amax_reduction_group, bool(enabled)
+        self._recipe, self._group, self._enabled, self._calibrating = recipe, amax_reduction_group, bool(enabled), bool(calibrating)
         self._keeps_amaxes = isinstance(recipe, DelayedScaling) and bool(enabled or calibrating)
         if isinstance(recipe, DelayedScaling) and self._keeps_amaxes:
             self._json = recipe.to_json(calibrating=not enabled)
@@ -76,7 +78,27 @@ class autocast(contextlib.ContextDecorator):
             self._json = recipe.to_json() if enabled else "null"
         self._outer_while_traced: list[str] = []
 
-    def __enter__(self) -> None:
+    @property
+    def enabled(self) -> bool:
+        """Whether products inside are quantized."""
+        return self._enabled
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether amaxes are kept of products that are not."""
+        return self._calibrating
+
+    @property
+    def recipe(self) -> Recipe:
+        """Formats and scaling."""
+        return self._recipe
+
+    @property
+    def amax_reduction_group(self) -> torch.distributed.ProcessGroup | None:
+        """The processes that share amaxes; None: all."""
+        return self._group
+
+    def __enter__(self) -> Self:
         # Not is_compiling(): that is also True while another thread compiles.
         text = self._json
         if self._keeps_amaxes and (group := _group_of(self._recipe, self._group)):  # type: ignore[arg-type]
@@ -88,6 +110,7 @@ class autocast(contextlib.ContextDecorator):
             _C.in_force.recipe = text
         else:
             _C.enter_autocast(text, self)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem._quantize import QuantizedTensor
+from tandem._quantized_tensor import QuantizedTensor
 from tandem.ops.unit import Unit
 from tandem.recipe_state import NAME
 

@@ -2,278 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from tandem._quantized_tensor import PARTS, QuantizedTensor, Quantizer, assembled, quantizer_of_text
 
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-_PARTS = (  # in the order of the library's groups
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "amax_rowwise",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_columnwise",
-)
-
-
-def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
-    part.copy_(new)
-    if not part.is_inference():
-        torch.autograd.graph.increment_version(part)  # below autograd, where this runs, nothing else does
-
-
-class QuantizedTensor(torch.Tensor):
-    """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
-
-    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again; any other operation of torch
-    reads its numbers, and a view of it is a plain copy. State dicts hold the parts, as plain tensors under the parameter's name.
-
-    Attributes:
-        rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
-            transposed. With one scale per tensor or per square both may be the same tensor. Of four bits there are two codes in a byte, the first in the
-            low half: neighbours of the last dimension, or, in columns of x as a matrix, of the first.
-        rowwise_scale_inv, columnwise_scale_inv: their scales.
-        amax_rowwise, amax_columnwise: of formats with a second level of scale the largest magnitudes that this comes from, else None.
-        quantizer: what made it.
-        dtype, shape: those of x.
-        requires_grad: whether its gradient is wanted.
-    """
-
-    rowwise_data: torch.Tensor | None
-    columnwise_data: torch.Tensor | None
-    rowwise_scale_inv: torch.Tensor | None
-    columnwise_scale_inv: torch.Tensor | None
-    amax_rowwise: torch.Tensor | None
-    amax_columnwise: torch.Tensor | None
-    quantizer: Quantizer
-
-    # Operations go to __torch_dispatch__, below autograd.
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(
-        cls,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        quantizer: Quantizer,
-        dtype: torch.dtype,
-        requires_grad: bool = False,
-        amax_rowwise: torch.Tensor | None = None,
-        amax_columnwise: torch.Tensor | None = None,
-        shape: Sequence[int] | None = None,
-    ) -> QuantizedTensor:
-        """Puts parts together that belong together, such as those of `tandem.quantize`. `shape` is that of x, which codes of four bits do not tell."""
-        codes = rowwise_data if rowwise_data is not None else columnwise_data
-        if codes is None:
-            raise ValueError("QuantizedTensor: expected codes of rows or of columns, got neither. Pass rowwise_data or columnwise_data.")
-        tensor: QuantizedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, codes.shape if shape is None else shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
-        )
-        tensor.rowwise_data, tensor.rowwise_scale_inv, tensor.amax_rowwise = rowwise_data, rowwise_scale_inv, amax_rowwise
-        tensor.columnwise_data, tensor.columnwise_scale_inv, tensor.amax_columnwise = columnwise_data, columnwise_scale_inv, amax_columnwise
-        tensor.quantizer = quantizer
-        return tensor
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, seen = [], set()
-        for name in _PARTS:  # a part of both directions is one tensor
-            part = getattr(self, name)
-            if part is not None and id(part) not in seen:
-                names.append(name)
-                seen.add(id(part))
-        return names, (self.quantizer, self.dtype, self.columnwise_data is not None, self.requires_grad)
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> QuantizedTensor:
-        quantizer, dtype, has_columns, requires_grad = context
-        row, row_scale, row_amax, column, column_scale, column_amax = [parts.get(name) for name in _PARTS]
-        if has_columns and column is None:
-            column, column_scale = row, row_scale
-        return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, size)
-
-    def _stable_hash_for_caching(self) -> str:  # what compiled code depends on, besides parts and shapes
-        return f"{self.quantizer.text} {[getattr(self, name) is not None for name in _PARTS]}"
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        aten = torch.ops.aten
-        if function in (aten.detach.default, aten.alias.default):
-            return args[0]._with(lambda part: part)
-        if function is aten.clone.default:
-            return args[0]._with(torch.clone)
-        if function is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0]._with(lambda part: part.to(device=kwargs.get("device"), copy=True))
-        if function is aten.copy_.default and isinstance(args[0], QuantizedTensor):
-            source = args[1]
-            if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
-                for name in _PARTS:
-                    if (part := getattr(args[0], name)) is not None:
-                        _copy_into(part, getattr(source, name))
-                return args[0]
-            args[0]._write(source.dequantize() if isinstance(source, QuantizedTensor) else source)
-            return args[0]
-        plain: dict[int, torch.Tensor] = {}
-
-        def decoded(value: Any) -> Any:
-            if not isinstance(value, QuantizedTensor):
-                return value
-            return plain.setdefault(id(value), value.dequantize())
-
-        result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
-        owners: dict[int, QuantizedTensor] = {}  # by what stood in for them
-        for index, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, QuantizedTensor):
-                    tensor._write(plain[id(tensor)])
-                    owners[id(plain[id(tensor)])] = tensor
-        return tree_map(lambda value: owners.get(id(value), value), result) if owners else result
-
-    def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
-        x = self.dequantize()
-        x[index] = value
-        self.quantize_(x)
-
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-        changed: dict[int, torch.Tensor] = {}
-        parts = [getattr(self, name) for name in _PARTS]
-        made = [None if part is None else changed.setdefault(id(part), change(part)) for part in parts]
-        return self._of(made)
-
-    def _of(self, parts: Sequence[torch.Tensor | None]) -> QuantizedTensor:
-        """Another one like this, in the order of _PARTS."""
-        row, row_scale, row_amax, column, column_scale, column_amax = parts
-        return QuantizedTensor(
-            row, row_scale, column, column_scale, self.quantizer, self.dtype, amax_rowwise=row_amax, amax_columnwise=column_amax, shape=self.shape
-        )
-
-    def _has_parts_of(self, other: QuantizedTensor) -> bool:
-        there = [[getattr(tensor, name) is not None for name in _PARTS] for tensor in (self, other)]
-        return self.quantizer.text == other.quantizer.text and there[0] == there[1]
-
-    def _write(self, x: torch.Tensor) -> None:
-        """Codes of x in place of those that are there."""
-        made = self.quantizer.quantize(x.detach().to(self.dtype).expand(self.shape))
-        for name in _PARTS:
-            part, new = getattr(self, name), getattr(made, name)
-            if part is not None and new is not None:
-                _copy_into(part, new)
-
-    def dequantize(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """The numbers of one direction, in `dtype` or in that of x. Without `columnwise`, those of rows, or of columns where these are all. Rotated
-        columns stay rotated, as a matrix whose number of rows is padded to 16."""
-        is_rotated = ":rht=1" in self.quantizer.text
-        if not columnwise and self.rowwise_data is None and is_rotated:
-            raise ValueError("dequantize: expected codes of rows, got rotated ones of columns, which do not tell the numbers. Pass columnwise=True for those.")
-        columnwise = columnwise or self.rowwise_data is None
-        row, row_scale, row_amax, column, column_scale, column_amax = [getattr(self, name) for name in _PARTS]
-        data, scale, amax = (column, column_scale, column_amax) if columnwise else (row, row_scale, row_amax)
-        if data is None or scale is None:
-            raise ValueError("dequantize: expected columnwise codes, got a tensor quantized without. Build the quantizer with columnwise=True.")
-        sizes = None if columnwise and is_rotated else list(self.shape)
-        return torch.ops.tandem.dequantize(data, scale, self.quantizer.text, columnwise, dtype or self.dtype, amax, sizes)
-
-    def quantize_(self, x: torch.Tensor) -> QuantizedTensor:
-        """Writes the codes of x, such as a master copy that an optimizer has stepped."""
-        with torch.no_grad():
-            return self.copy_(x)  # type: ignore[return-value]
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"QuantizedTensor({list(self.shape)}, dtype={self.dtype}, quantizer={self.quantizer!r})"
-
-
-def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Puts the parts of quantized parameters in their place in a state dict."""
-    for name, param in parameters.items():
-        if isinstance(param, QuantizedTensor):
-            destination.pop(prefix + name, None)
-            for part in _PARTS:
-                if (tensor := getattr(param, part)) is not None:
-                    destination[f"{prefix}{name}.{part}"] = tensor if keep_vars else tensor.detach()
-
-
-def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> None:
-    """Puts quantized parameters together again, of the parts in a state dict."""
-    for name, param in parameters.items():
-        given = {part: state_dict.pop(f"{prefix}{name}.{part}") for part in _PARTS if f"{prefix}{name}.{part}" in state_dict}
-        if not given:
-            continue
-        held = [part for part in _PARTS if getattr(param, part, None) is not None]
-        if list(given) != held:
-            raise RuntimeError(
-                f"{prefix}{name}: expected {', '.join(held) or 'plain numbers'} in the state dict, as the parameter has, got {', '.join(given)}. "
-                "Quantize the parameter as the saved one was: torch.nn.Parameter(tandem.quantize(...))."
-            )
-        assert isinstance(param, QuantizedTensor)
-        for part, tensor in given.items():
-            if tensor.shape != getattr(param, part).shape:
-                raise RuntimeError(
-                    f"{prefix}{name}.{part}: expected shape {list(getattr(param, part).shape)}, got {list(tensor.shape)}. Load the state of the "
-                    "same module."
-                )
-        state_dict[prefix + name] = param._of([given.get(part) for part in _PARTS])
-
-
-class Quantizer:
-    """Base of quantizers: `text` is what kernel ops know it by.
-
-    Args:
-        text: a format, a kind of scale and options.
-        rowwise, columnwise: which codes are wanted.
-    """
-
-    def __init__(self, text: str, rowwise: bool, columnwise: bool) -> None:
-        if not rowwise and not columnwise:
-            raise ValueError(f"{type(self).__name__}: expected rowwise or columnwise codes to be wanted, got neither. Leave one of them True.")
-        self.text = text
-        self.rowwise, self.columnwise = rowwise, columnwise
-
-    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
-        """Codes of x, which must need no gradient: rounding has none."""
-        return self._codes(x, None)[0]
-
-    def _codes(self, x: torch.Tensor, given: torch.Tensor | None) -> tuple[QuantizedTensor, torch.Tensor]:
-        mask = [self.rowwise, self.columnwise, True]
-        *parts, amax = torch.ops.tandem.quantize(x, given, self.text, mask)
-        row, row_scale, row_amax, column, column_scale, column_amax = parts
-        if column.shape != x.shape and column_amax.numel() == 0:  # one value serves both directions
-            column, column_scale = row, row_scale
-        has_amax = row_amax.numel() != 0 or column_amax.numel() != 0
-        rows = (row, row_scale) if self.rowwise else (None, None)
-        columns = (column, column_scale) if self.columnwise else (None, None)
-        codes = QuantizedTensor(
-            *rows,
-            *columns,
-            self,
-            x.dtype,
-            amax_rowwise=row_amax if has_amax and self.rowwise else None,
-            amax_columnwise=column_amax if has_amax and self.columnwise else None,
-            shape=x.shape,
-        )
-        return codes, amax
-
-    def _values(self) -> tuple[object, ...]:
-        return type(self), self.text, self.rowwise, self.columnwise
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Quantizer) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.text!r}, rowwise={self.rowwise}, columnwise={self.columnwise})"
 
 
 def _element(quantizer: Quantizer, fp8_dtype: torch.dtype) -> str:
@@ -308,9 +45,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
         rowwise, columnwise: which codes are wanted.
         force_pow_2_scales: whether scales are powers of two.
         amax_epsilon: least amax.
-        use_existing_amax, with_amax_reduction: False; no other value is known yet.
-        amax_reduction_group, scale, amax: None, likewise.
+        with_amax_reduction, amax_reduction_group: whether processes share the amax, and which do; None: all. Each must quantize its part then.
+        use_existing_amax: False; no other value is known yet.
+        scale, amax: None, likewise.
     """
+
+    _amax_group: Any = None  # of a reduction
+    _heads = ("fp8_e4m3:current", "fp8_e5m2:current")
 
     def __init__(
         self,
@@ -327,10 +68,32 @@ class Float8CurrentScalingQuantizer(Quantizer):
         scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        given = {"use_existing_amax": (use_existing_amax, False), "with_amax_reduction": (with_amax_reduction, False)}
-        _only_defaults(self, {**given, "amax_reduction_group": (amax_reduction_group, None), "scale": (scale, None), "amax": (amax, None)})
+        _only_defaults(self, {"use_existing_amax": (use_existing_amax, False), "scale": (scale, None), "amax": (amax, None)})
+        if not with_amax_reduction:
+            _only_defaults(self, {"amax_reduction_group": (amax_reduction_group, None)})
+        elif amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
+            raise TypeError(
+                "Float8CurrentScalingQuantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got "
+                f"{type(amax_reduction_group).__name__}. Pass what torch.distributed.new_group returns."
+            )
+        else:
+            self._amax_group = torch.distributed.group.WORLD if amax_reduction_group is None else amax_reduction_group
         options = f"eps={_epsilon(self, amax_epsilon)}:pow2={int(force_pow_2_scales)}"
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:current:{options}", rowwise, columnwise)
+
+    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
+        if self._amax_group is None:
+            return super().quantize(x)
+        amax = x.detach().abs().nan_to_num(0.0, torch.inf).amax().reshape(1) if x.numel() else x.new_zeros(1)
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self._amax_group)
+        codes = super().quantize(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
+        parts = [getattr(codes, name) for name in PARTS]
+        data = next(part for name, part in zip(PARTS, parts, strict=True) if name.endswith("data") and part is not None)[:-1].view(x.shape).clone()
+        made = [data if name.endswith("data") and part is not None else part for name, part in zip(PARTS, parts, strict=True)]
+        return assembled(made, self, x.dtype, x.shape)
+
+    def _values(self) -> tuple[object, ...]:
+        return (*super()._values(), id(self._amax_group))
 
 
 class Float8Quantizer(Quantizer):
@@ -342,6 +105,8 @@ class Float8Quantizer(Quantizer):
         fp8_dtype, rowwise, columnwise: as of `Float8CurrentScalingQuantizer`.
     """
 
+    _heads = ("fp8_e4m3:delayed", "fp8_e5m2:delayed")
+
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:delayed", rowwise, columnwise)
         for name, tensor in (("scale", scale), ("amax", amax)):
@@ -352,6 +117,16 @@ class Float8Quantizer(Quantizer):
 
     def _values(self) -> tuple[object, ...]:
         return (*super()._values(), id(self.scale), id(self.amax))
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (*super()._fields(), self.scale, self.amax)
+
+    def _take(self, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> None:
+        self.scale, self.amax = torch.ones(1) if scale is None else scale, torch.zeros(1) if amax is None else amax
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
+        text, rowwise, columnwise, *own = self._fields()
+        return quantizer_of_text(text, rowwise, columnwise, *copy.deepcopy(own, memo))
 
     def quantize(self, x: torch.Tensor) -> QuantizedTensor:
         codes, amax = self._codes(x, self.scale)
@@ -367,6 +142,8 @@ class MXFP8Quantizer(Quantizer):
         with_2d_quantization: whether blocks are 32 by 32, so that both directions have the same codes.
     """
 
+    _heads = ("mxfp8_",)
+
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False) -> None:
         super().__init__(f"mxfp8_{_element(self, fp8_dtype)}" + (":2d=1" if with_2d_quantization else ""), rowwise, columnwise)
 
@@ -380,6 +157,8 @@ class Float8BlockQuantizer(Quantizer):
         force_pow_2_scales: whether scales are powers of two.
         block_scaling_dim: 1, lines, or 2, squares, of which both directions have the same codes.
     """
+
+    _heads = ("fp8_1x128_", "fp8_128x128_")
 
     def __init__(
         self,
@@ -413,6 +192,8 @@ class NVFP4Quantizer(Quantizer):
         amax_reduction_group: None, likewise.
         nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_random_sign_mask: 448, "MAE" and True, likewise.
     """
+
+    _heads = ("nvfp4",)
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantize import QuantizedTensor, Quantizer
+from tandem._quantized_tensor import QuantizedTensor, Quantizer
 
 _SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
 

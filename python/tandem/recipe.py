@@ -15,8 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from tandem import _C
+from tandem._quantized_tensor import Quantizer
 
 __all__ = [
+    "CustomRecipe",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -25,6 +27,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QParams",
+    "QuantizerRole",
     "Recipe",
 ]
 
@@ -88,6 +91,8 @@ class _Row(NamedTuple):
     def allows(self, value: Any) -> bool:
         if self.name == "fp8_format":
             return isinstance(value, Format) and value.name in self.words
+        if self.name == "backward_override":
+            return value is None or isinstance(value, str) and value in self.words[1:]
         if self.type == "flag":
             return type(value) is bool
         if self.type == "text":
@@ -101,7 +106,7 @@ class _Row(NamedTuple):
     def written(self, value: Any) -> str:
         """As JSON; by hand, as Dynamo traces it."""
         if self.type == "text":
-            text = f'"{value.name if isinstance(value, Format) else value}"'
+            text = f'"{value.name if isinstance(value, Format) else "none" if value is None else value}"'
         elif self.type == "flag":
             text = "true" if value else "false"
         else:
@@ -134,7 +139,12 @@ class Recipe:
     def _check(self, row: _Row) -> None:
         value = getattr(self, row.name)
         if not row.allows(value):
-            expected = {"fp8_format": "Format.HYBRID or Format.E4M3", "amax_compute_algo": f"{row.expected} or a function"}.get(row.name, row.expected)
+            named = {
+                "fp8_format": "Format.HYBRID or Format.E4M3",
+                "amax_compute_algo": f"{row.expected} or a function",
+                "backward_override": 'None, "high_precision" or "dequantized"',
+            }
+            expected = named.get(row.name, row.expected)
             expected = "True or False" if row.type == "flag" else expected
             raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
 
@@ -156,6 +166,9 @@ class Recipe:
     def nvfp4(self) -> bool:
         return isinstance(self, NVFP4BlockScaling)
 
+    def custom(self) -> bool:
+        return isinstance(self, CustomRecipe)
+
     def to_json(self) -> str:
         """The recipe as canonical JSON: what descriptions of pipelines hold."""
         return self._written({})
@@ -176,7 +189,8 @@ class Float8CurrentScaling(Recipe):
         fp8_format: formats of the operands.
         amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of inputs, weights and gradients, at least 0.
         fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: None; no other value is known yet.
+        backward_override: what backward multiplies by: None: codes, of gradients too; "high_precision": the numbers that forward has quantized, which are
+            kept; "dequantized": the numbers that the codes of forward stand for, which are kept instead. Gradients are as they are then.
     """
 
     use_power_2_scales: bool = False
@@ -188,7 +202,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _only_defaults = (("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None))
+    _only_defaults = (("fp8_dpa", False), ("fp8_mha", False))
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -238,7 +252,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    _only_defaults = Float8CurrentScaling._only_defaults
+    _only_defaults = (*Float8CurrentScaling._only_defaults, ("backward_override", None))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -320,7 +334,7 @@ class MXFP8BlockScaling(Recipe):
         margin: 0; these scales have no margin.
         fp8_format: formats of the operands.
         enable_2d_quantization: whether blocks of weights are 32 by 32, so that forward and backward see the same codes.
-        backward_override: None; no other value is known yet.
+        backward_override: as of `Float8CurrentScaling`.
     """
 
     margin: int = 0
@@ -328,7 +342,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
     backward_override: str | None = None
 
-    _only_defaults = (("margin", 0), ("backward_override", None))
+    _only_defaults = (("margin", 0),)
 
 
 @dataclass(frozen=True)
@@ -344,7 +358,7 @@ class Float8BlockScaling(Recipe):
             of 128 by 128, of which forward and backward see the same codes. No product takes two operands in squares.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of no meaning: products sum in float32 or wider; split accumulators are required.
         fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: None; no other value is known yet.
+        backward_override: as of `Float8CurrentScaling`.
         amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of blocks of inputs, weights and gradients, at least 0.
     """
 
@@ -405,7 +419,7 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: "none", "all" and "MAE"; no other values are known yet.
         fp4_format, fp8_format: Format.E2M1 and Format.E4M3; there are no others.
         fp8_dpa, fp8_mha: False; no other value is known yet.
-        backward_override: None; no other value is known yet.
+        backward_override: as of `Float8CurrentScaling`.
     """
 
     disable_rht: bool = False
@@ -444,6 +458,96 @@ class NVFP4BlockScaling(Recipe):
         return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding)
 
 
+class QuantizerRole(NamedTuple):
+    """What a `CustomRecipe` is asked about: an operand of a product.
+
+    Args:
+        module_type: "linear", "grouped_linear", or "quantize" for `ops.Quantize`.
+        tensor_type: "input", "weight" or "grad_output".
+        name: the op as `explain` names it, with its place in the pipeline: "2.basic_linear"; empty where nobody calls it yet.
+        slot: which of a list of operands.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+    slot: int = 0
+
+
+_QuantizerFactory = Callable[[QuantizerRole], Quantizer | None]
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Each operand of a product as a function says.
+
+    >>> import torch, tandem
+    >>> def four_bits_forward(role: tandem.recipe.QuantizerRole) -> tandem.Quantizer | None:
+    ...     if role.tensor_type == "grad_output":
+    ...         return tandem.MXFP8Quantizer(torch.float8_e5m2)
+    ...     return tandem.NVFP4Quantizer()
+    >>> linear = tandem.ops.Linear(64, 64)
+    >>> with tandem.autocast(recipe=tandem.recipe.CustomRecipe(four_bits_forward)):
+    ...     y = linear(torch.randn(4, 64))
+
+    Args:
+        qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. The codes of the
+            other operand of a product are decoded then. What products read decides which directions there are, not the quantizer.
+        fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
+        backward_override: as of `Float8CurrentScaling`.
+    """
+
+    qfactory: _QuantizerFactory
+    fp8_format: Format = Format.HYBRID
+    quantization_alignment: int = 128
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    _only_defaults = Float8CurrentScaling._only_defaults
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise ValueError(f"CustomRecipe: expected qfactory to be a function of a QuantizerRole, got {self.qfactory!r}. Return a quantizer in it, or None.")
+        super().__post_init__()
+        object.__setattr__(self, "_function", _chosen_by(self))
+
+    def _check(self, row: _Row) -> None:
+        if row.name != "quantizers":
+            super()._check(row)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
+        return type(self), tuple([getattr(self, field.name) for field in fields(self)])
+
+    def to_json(self) -> str:
+        return self._written({"quantizers": self._function})  # type: ignore[attr-defined]
+
+
+def _chosen_by(recipe: CustomRecipe) -> str:
+    """The name under which the library finds the function of a recipe, which is known by which object it is."""
+    key = id(recipe.qfactory)
+    if key not in _choices:
+        name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
+        _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
+        _choices[key] = name
+        _factories[name] = recipe.qfactory
+    return _choices[key]
+
+
+_choices: dict[int, str] = {}
+_factories: dict[str, _QuantizerFactory] = {}  # which keeps them, and so their numbers
+
+
+def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: int) -> str:
+    chosen = qfactory(QuantizerRole("linear" if kind == "basic_linear" else kind, role, op, slot))
+    if chosen is None:
+        return ""
+    if not isinstance(chosen, Quantizer):
+        raise TypeError(f"CustomRecipe: expected qfactory to return a quantizer or None, got {type(chosen).__name__}. Return for example tandem.MXFP8Quantizer(...).")
+    return chosen.text
+
+
 _RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 
 
@@ -455,6 +559,10 @@ def recipe_from_json(text: str) -> Recipe:
         values.pop(of_the_region, None)
     if (function := values.pop("scale_update", "")) in _with_functions:
         return _with_functions[function]
+    if values.get("backward_override") == "none":
+        values["backward_override"] = None
+    if (function := values.pop("quantizers", "")) in _factories:
+        return CustomRecipe(_factories[function], **values)
     known = {recipe._name: recipe for recipe in _RECIPES}
     if name not in known:
         raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")

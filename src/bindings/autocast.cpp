@@ -10,6 +10,7 @@
 #include "kernel_ops/delayed.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/pipeline.h"
+#include "quantization/recipe.h"
 
 namespace tandem::bindings {
 
@@ -237,6 +238,22 @@ void bind_autocast(py::module_& module) {
           const py::gil_scoped_acquire gil;
           py::handle(static_cast<PyObject*>(held.get()))(amax_history, scale, format_max);
         });
+      },
+      py::arg("name"), py::arg("function"));
+  module.def(
+      "register_quantizer_choice",
+      [](std::string name, py::object function) {
+        register_quantizer_choice(
+            std::move(name), [held = hold(std::move(function))](const QuantizeSlot& slot) {
+              const py::gil_scoped_acquire gil;
+              const char* const role = slot.role == Role::input    ? "input"
+                                       : slot.role == Role::weight ? "weight"
+                                                                   : "grad_output";
+              return py::handle(static_cast<PyObject*>(held.get()))(
+                         py::str(slot.kind.data(), slot.kind.size()), role,
+                         py::str(slot.op.data(), slot.op.size()), slot.slot)
+                  .cast<std::string>();
+            });
       },
       py::arg("name"), py::arg("function"));
   kernel_ops::set_region_reader(&context_number);

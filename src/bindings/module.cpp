@@ -328,7 +328,9 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
   const py::gil_scoped_acquire gil;
   static PyObject* const kType =
-      py::object(py::module_::import("tandem._quantize").attr("QuantizedTensor")).release().ptr();
+      py::object(py::module_::import("tandem._quantized_tensor").attr("QuantizedTensor"))
+          .release()
+          .ptr();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
   if (PyObject_IsInstance(object.ptr(), kType) != 1) return std::nullopt;
   QuantizedParam quantized;

@@ -96,13 +96,17 @@ void bind_op_call(py::module_& module) {
       py::arg("said"));
   module.def(
       "recipe_quantizer",
-      [](const std::string& recipe, const std::string& role) {
-        return quantizer_text(recipe, role == "input"    ? Role::input
-                                      : role == "weight" ? Role::weight
-                                                         : Role::grad_output);
+      [](const std::string& recipe, const std::string& role, const std::string& kind) {
+        const Role of = role == "input"    ? Role::input
+                        : role == "weight" ? Role::weight
+                                           : Role::grad_output;
+        return quantizer_text(recipe, of, kind);
       },
-      py::arg("recipe"), py::arg("role"),
-      "The text of the quantizer that a recipe, as JSON, has for a role.");
+      py::arg("recipe"), py::arg("role"), py::arg("kind"),
+      "The text of the quantizer that a recipe, as JSON, has for a role of an op; empty: none.");
+  module.def(
+      "canonical_quantizer", [](const std::string& text) { return quantizer(text).text; },
+      py::arg("text"), "The text by which equal quantizers are known.");
 }
 
 }  // namespace tandem::bindings

@@ -232,10 +232,11 @@ std::vector<at::Tensor> make_workspace(const at::Tensor& weight, const std::stri
   return tensors;
 }
 
-std::string quantizer_text(const std::string& recipe, Role role) {
+std::string quantizer_text(const std::string& recipe, Role role, std::string_view kind) {
   const auto parsed = recipe_from_json(nlohmann::json::parse(recipe));
   TORCH_INTERNAL_ASSERT(parsed.has_value());
-  return quantizer_of(*parsed, {.role = role}).text;
+  const Quantizer* const quantizer = quantizer_of(*parsed, {.role = role, .kind = kind});
+  return quantizer == nullptr ? std::string() : quantizer->text;
 }
 
 }  // namespace tandem

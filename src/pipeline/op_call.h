@@ -68,8 +68,8 @@ TANDEM_API std::vector<WorkspaceSpec> workspace_specs(
 TANDEM_API std::vector<at::Tensor> make_workspace(const at::Tensor& weight,
                                                   const std::string& quantizer, GroupMask parts);
 
-/// The text of the quantizer that a recipe, as JSON, has for a role. Throws c10::ValueError on an
-/// unknown recipe.
-TANDEM_API std::string quantizer_text(const std::string& recipe, Role role);
+/// The text of the quantizer that a recipe, as JSON, has for a role of an op of this kind; empty:
+/// none. Throws c10::ValueError on an unknown recipe.
+TANDEM_API std::string quantizer_text(const std::string& recipe, Role role, std::string_view kind);
 
 }  // namespace tandem

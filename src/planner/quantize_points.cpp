@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/format.h"
@@ -29,6 +30,7 @@ class QuantizePoints {
   void run() {
     is_stateful_ = history_length(*description_.recipe) != 0;
     is_calibrating_ = is_calibrating(*description_.recipe);
+    override_ = backward_override(*description_.recipe);
     if (is_stateful_) add_state();
     for (const Step& step : draft_.forward) {
       if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
@@ -142,6 +144,10 @@ class QuantizePoints {
 
   /// What the step multiplies becomes codes, or the step is told how to make them by itself.
   void quantize_reads(Step& step, Steps& steps, Codes& codes) {
+    if (is_backward_ && override_ != BackwardOverride::none) {
+      if (override_ == BackwardOverride::dequantized) read_decoded(step, steps, codes);
+      return;
+    }
     const Part part = step.covers[0];
     const OpNode& op = description_.ops[part.op];
     const auto& contracts =
@@ -150,26 +156,99 @@ class QuantizePoints {
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
       if (contract.role == Role::grad_output) gradient_ = step.reads[read];
     });
+    const Values plain = step.reads;
+    std::vector<size_t> coded, uncoded;
+    bool is_any_by_group = false;
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       Value& value = step.reads[read];
+      const Quantizer* const quantizer = asked(contract.role, part.op, slot);
       if (!is_by_group(contract, part.op)) {
-        value = codes_of(value, contract, part.op, slot, steps, codes);
+        if (quantizer != nullptr)
+          value = codes_of(value, contract, part.op, *quantizer, steps, codes);
         if (contract.role == Role::grad_output) gradient_ = value;
-        return;
+      } else if (quantizer != nullptr) {
+        check_dtype(value, part.op);
+        if (contract.role == Role::weight) value = uncast(value);
+        step.quantizers.resize(contracts.size());
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            given_to(*quantizer) == Given::nothing && !is_packed(*quantizer),
+            description_.ops[part.op].label,
+            ": expected a recipe whose codes are bytes, as each group of rows is quantized by ",
+            "itself, got the quantizer ", quantizer->text,
+            ". Use Float8BlockScaling or MXFP8BlockScaling, or call the op outside of the "
+            "tandem.autocast region.");
+        step.quantizers[static_cast<size_t>(&contract - contracts.data())] = quantizer;
+        is_any_by_group = true;
       }
-      check_dtype(value, part.op);
-      if (contract.role == Role::weight) value = uncast(value);
-      step.quantizers.resize(contracts.size());
-      const Quantizer& quantizer =
-          quantizer_of(*description_.recipe, {contract.role, part.op, slot});
+      (quantizer != nullptr ? coded : uncoded).push_back(read);
+    });
+    check_rotation(step);
+    if (coded.empty() || uncoded.empty()) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !is_any_by_group, op.label, ": expected quantizers for both operands of a product of ",
+        "groups, or for none, got one for ", draft_.name(plain[coded[0]]), " and none for ",
+        draft_.name(plain[uncoded[0]]), ". Have qfactory return None for both.");
+    for (const size_t read : coded)
+      if (const Value codes_read = step.reads[read]; is_codes(codes_read))
+        step.reads[read] = decoded(codes_read, draft_.dtype(plain[read]), steps);
+  }
+
+  /// The quantizer that the recipe has for an operand; null: none.
+  const Quantizer* asked(Role role, size_t op, size_t slot = 0) const {
+    const OpNode& node = description_.ops[op];
+    return quantizer_of(*description_.recipe, {role, node.kind->def.name, node.label, slot});
+  }
+
+  bool is_codes(Value value) const {
+    return exists(value) && draft_.types[index_of(value)].format == Format::codes;
+  }
+
+  /// Both operands of a product are rotated, or neither is: then the rotation cancels.
+  void check_rotation(const Step& step) const {
+    const auto is_rotated = [&](size_t read) {
+      const Type& type = draft_.types[index_of(step.reads[read])];
+      return type.format == Format::codes && type.direction == Direction::column &&
+             type.quantizer->hadamard;
+    };
+    std::vector<size_t> factors;
+    for_each_factor(
+        step, [&](size_t read, const OpStep::ContractOf&, size_t) { factors.push_back(read); });
+    for (const size_t read : factors)
+      TORCH_CHECK_VALUE(is_rotated(read) == is_rotated(factors[0]), step.name,
+                        ": expected operands that are both rotated or both not, got ",
+                        draft_.name(step.reads[factors[0]]), " and ", draft_.name(step.reads[read]),
+                        ", of which one is. Give with_rht to the ",
+                        "quantizers of inputs and gradients, and to no weight's.");
+  }
+
+  /// The numbers of codes, in a dtype, as a value of their own.
+  Value decoded(Value codes, at::ScalarType dtype, Steps& steps) {
+    const auto [known, is_new] = decoded_.try_emplace({codes, dtype, is_backward_}, Value::none);
+    if (is_new) {
+      known->second = draft_.add(
+          {dtype, Format::plain, Origin::result, Value::none, draft_.name(codes) + " decoded"});
+      steps.push_back(dequantize_step(codes, known->second));
+    }
+    return known->second;
+  }
+
+  /// Of what forward has quantized backward reads the numbers of its codes; gradients are as they
+  /// are.
+  void read_decoded(Step& step, Steps& steps, Codes& codes) {
+    const size_t op = step.covers[0].op;
+    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
+      const Quantizer* const quantizer = asked(contract.role, op, slot);
+      if (contract.role == Role::grad_output || quantizer == nullptr) return;
       TORCH_CHECK_NOT_IMPLEMENTED(
-          given_to(quantizer) == Given::nothing && !is_packed(quantizer),
-          description_.ops[part.op].label,
-          ": expected a recipe whose codes are bytes, as each group of rows is quantized by ",
-          "itself, got the quantizer ", quantizer.text,
-          ". Use Float8BlockScaling or MXFP8BlockScaling, or call the op outside of the "
-          "tandem.autocast region.");
-      step.quantizers[static_cast<size_t>(&contract - contracts.data())] = &quantizer;
+          !is_by_group(contract, op), description_.ops[op].label,
+          ": expected backward_override=None or \"high_precision\", as groups of rows are ",
+          "quantized where they are multiplied and leave no codes, got \"dequantized\". Use one ",
+          "of them, or call the op outside of the tandem.autocast region.");
+      Value& value = step.reads[read];
+      OpStep::ContractOf forward = contract;
+      forward.along = Direction::row;
+      const Value made = codes_of(value, forward, op, *quantizer, steps, codes);
+      if (is_codes(made)) value = decoded(made, draft_.dtype(value), steps);
     });
   }
 
@@ -203,7 +282,8 @@ class QuantizePoints {
 
   /// In which directions each weight will be read: its workspace holds these, made in one pass.
   void note_weights() {
-    for (const Steps* steps : {&draft_.forward, &draft_.backward})
+    for (const Steps* steps : {&draft_.forward, &draft_.backward}) {
+      if (steps == &draft_.backward && override_ != BackwardOverride::none) continue;
       for (const Step& step : *steps)
         if (step.kind == StepKind::op)
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
@@ -213,6 +293,7 @@ class QuantizePoints {
               weight_parts_.try_emplace(uncast(step.reads[read]), GroupMask{false, false, true})
                   .first->second[static_cast<size_t>(contract.along)] = true;
           });
+    }
   }
 
   /// Workspaces belong to tensors of the caller, or to what several of these are joined to where
@@ -229,11 +310,10 @@ class QuantizePoints {
   }
 
   /// What a product reads instead of plain numbers: these themselves where calibrating.
-  Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op, size_t slot,
-                 Steps& steps, Codes& codes) {
+  Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op,
+                 const Quantizer& quantizer, Steps& steps, Codes& codes) {
     if (is_calibrating_ && !kernel_ops::kArithmetic.has(draft_.dtype(plain))) return plain;
     check_dtype(plain, op);
-    const Quantizer& quantizer = quantizer_of(*description_.recipe, {contract.role, op, slot});
     const Value itself = plain;
     if (contract.role == Role::weight) {
       plain = uncast(plain);
@@ -362,7 +442,12 @@ class QuantizePoints {
   /// The decoded numbers are a value of their own, and their codes are there for products that
   /// follow.
   void round(const Step& step, Steps& steps, Codes& codes, Role role) {
-    const Quantizer& quantizer = quantizer_of(*description_.recipe, {role});
+    const Quantizer* const chosen = asked(role, step.asked_by);
+    if (chosen == nullptr || (is_backward_ && override_ != BackwardOverride::none)) {
+      steps.push_back(rename_step(step.reads[0], step.writes[0]));
+      return;
+    }
+    const Quantizer& quantizer = *chosen;
     const Slot slot = slot_of(step.asked_by, role);
     const Representations numbers =
         quantized({step.reads[0], &quantizer, slot}, step.asked_by, role, steps, codes);
@@ -396,6 +481,8 @@ class QuantizePoints {
   std::set<Value> joined_;
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
+  std::map<std::tuple<Value, at::ScalarType, bool>, Value> decoded_ = {};
+  BackwardOverride override_ = BackwardOverride::none;
   bool is_backward_ = false, is_stateful_ = false, is_calibrating_ = false;
 };
 

@@ -2,10 +2,15 @@
 
 #include <c10/util/Exception.h>
 
+#include <map>
+#include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <tuple>
 #include <typeinfo>
 
 #include "core/json_fields.h"
+#include "kernel_ops/format.h"
 
 namespace tandem {
 
@@ -23,6 +28,67 @@ Option<Recipe> format_option() {
       "fp8_format", &Recipe::fp8_format, one_of({"HYBRID", "E4M3"}),
       "formats of the operands: HYBRID is E5M2 for gradients, E4M3 for the others; pure E5M2 has "
       "too few bits for inputs and weights"};
+}
+
+template <typename Recipe>
+Option<Recipe> override_option() {
+  return {"backward_override", &Recipe::backward_override,
+          one_of({"none", "high_precision", "dequantized"}),
+          "what backward multiplies by instead of codes"};
+}
+
+/// The functions of users, and what they have said.
+class Choices {
+ public:
+  void add(std::string name, QuantizerChoice choice) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto [entry, is_new] = choices_.try_emplace(std::move(name));
+    TORCH_CHECK_VALUE(is_new, "register_quantizer_choice: expected a new name, got \"",
+                      entry->first, "\", which is taken. Choose another.");
+    entry->second = std::make_shared<Choice>(Choice{std::move(choice), {}});
+  }
+
+  const Quantizer* of(const std::string& name, const QuantizeSlot& slot) {
+    const std::shared_ptr<Choice> choice = find(name);
+    const Key key{slot.role, std::string(slot.kind), std::string(slot.op), slot.slot};
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (const auto known = choice->made.find(key); known != choice->made.end())
+        return known->second;
+    }
+    const std::string text = choice->choose(slot);  // no lock: it may wait for another thread
+    const Quantizer* const chosen = text.empty() ? nullptr : &quantizer(text);
+    TORCH_CHECK_VALUE(chosen == nullptr || given_to(*chosen) != Given::scale,
+                      "CustomRecipe: expected quantizers whose scales follow from the numbers, ",
+                      "got \"", text, "\" for ", slot.op.empty() ? slot.kind : slot.op,
+                      ", whose scale is one of the past. Use DelayedScaling for the whole region.");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return choice->made.try_emplace(key, chosen).first->second;
+  }
+
+ private:
+  using Key = std::tuple<Role, std::string, std::string, size_t>;
+  struct Choice {
+    QuantizerChoice choose;
+    std::map<Key, const Quantizer*> made;
+  };
+
+  std::shared_ptr<Choice> find(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto entry = choices_.find(name);
+    TORCH_CHECK_VALUE(entry != choices_.end(),
+                      "CustomRecipe: expected the name of a function that was registered in this ",
+                      "process, got \"", shown(name), "\". Make the recipe again here.");
+    return entry->second;
+  }
+
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Choice>> choices_;
+};
+
+Choices& choices() {
+  static auto& choices = *new Choices;
+  return choices;
 }
 
 /// What a recipe is: the fields that describe it, in the order of Python's constructor, and how it
@@ -45,10 +111,11 @@ struct Rules<Float8CurrentScaling> {
          {"amax_epsilon_weight", &Recipe::amax_epsilon_weight, at_least(0),
           "the least amax of weights"},
          {"amax_epsilon_grad_output", &Recipe::amax_epsilon_grad_output, at_least(0),
-          "the least amax of gradients"}}};
+          "the least amax of gradients"},
+         override_option<Recipe>()}};
   }
 
-  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
     const bool is_gradient = slot.role == Role::grad_output;
     Quantizer options =
         quantizer(is_wide(recipe.fp8_format, is_gradient) ? "fp8_e5m2" : "fp8_e4m3");
@@ -56,7 +123,7 @@ struct Rules<Float8CurrentScaling> {
                            : slot.role == Role::weight ? recipe.amax_epsilon_weight
                                                        : recipe.amax_epsilon_input;
     options.power_of_two = recipe.use_power_2_scales;
-    return quantizer(std::move(options));
+    return &quantizer(std::move(options));
   }
 };
 
@@ -82,10 +149,10 @@ struct Rules<DelayedScaling> {
               "whether amaxes are kept and products take plain numbers"}}};
   }
 
-  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
-    return quantizer(is_wide(recipe.fp8_format, slot.role == Role::grad_output)
-                         ? "fp8_e5m2:delayed"
-                         : "fp8_e4m3:delayed");
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    return &quantizer(is_wide(recipe.fp8_format, slot.role == Role::grad_output)
+                          ? "fp8_e5m2:delayed"
+                          : "fp8_e4m3:delayed");
   }
 };
 
@@ -104,6 +171,7 @@ struct Rules<Float8BlockScaling> {
          {"w_block_scaling_dim", &Recipe::w_block_scaling_dim, between(1, 2), "blocks of weights"},
          {"grad_block_scaling_dim", &Recipe::grad_block_scaling_dim, between(1, 2),
           "blocks of gradients"},
+         override_option<Recipe>(),
          {"amax_epsilon_input", &Recipe::amax_epsilon_input, at_least(0),
           "the least amax of inputs"},
          {"amax_epsilon_weight", &Recipe::amax_epsilon_weight, at_least(0),
@@ -112,7 +180,7 @@ struct Rules<Float8BlockScaling> {
           "the least amax of gradients"}}};
   }
 
-  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
     const int squares = (recipe.x_block_scaling_dim == 2) + (recipe.w_block_scaling_dim == 2) +
                         (recipe.grad_block_scaling_dim == 2);
     TORCH_CHECK_VALUE(squares <= 1, kName, ": expected squares for one operand at most, got ",
@@ -130,7 +198,7 @@ struct Rules<Float8BlockScaling> {
     Quantizer options = quantizer((of.dim == 2 ? "fp8_128x128_" : "fp8_1x128_") + element);
     options.amax_epsilon = of.epsilon;
     options.power_of_two = !recipe.use_f32_scales;
-    return quantizer(std::move(options));
+    return &quantizer(std::move(options));
   }
 };
 
@@ -146,17 +214,18 @@ struct Rules<NVFP4BlockScaling> {
              {"disable_stochastic_rounding", &Recipe::disable_stochastic_rounding,
               "whether gradients are rounded to nearest"},
              {"disable_2d_quantization", &Recipe::disable_2d_quantization,
-              "whether blocks of weights are lines, not 16 by 16"}}};
+              "whether blocks of weights are lines, not 16 by 16"},
+             override_option<Recipe>()}};
   }
 
-  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
     Quantizer options = quantizer("nvfp4");
     const bool is_weight = slot.role == Role::weight;
     options.square_blocks = is_weight && !recipe.disable_2d_quantization;
     options.hadamard = !is_weight && !recipe.disable_rht;
     options.stochastic_rounding =
         slot.role == Role::grad_output && !recipe.disable_stochastic_rounding;
-    return quantizer(std::move(options));
+    return &quantizer(std::move(options));
   }
 };
 
@@ -169,14 +238,31 @@ struct Rules<MXFP8BlockScaling> {
     return {Recipe(),
             {format_option<Recipe>(),
              {"enable_2d_quantization", &Recipe::enable_2d_quantization,
-              "whether blocks of weights are 32 by 32"}}};
+              "whether blocks of weights are 32 by 32"},
+             override_option<Recipe>()}};
   }
 
-  static const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
     Quantizer options = quantizer(
         is_wide(recipe.fp8_format, slot.role == Role::grad_output) ? "mxfp8_e5m2" : "mxfp8_e4m3");
     options.square_blocks = recipe.enable_2d_quantization && slot.role == Role::weight;
-    return quantizer(std::move(options));
+    return &quantizer(std::move(options));
+  }
+};
+
+template <>
+struct Rules<CustomRecipe> {
+  using Recipe = CustomRecipe;
+  static constexpr std::string_view kName = "CustomRecipe";
+
+  static Signature signature() {
+    return {Recipe(),
+            {{"quantizers", &Recipe::quantizers, "name of the function that says what quantizes"},
+             override_option<Recipe>()}};
+  }
+
+  static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+    return choices().of(recipe.quantizers, slot);
   }
 };
 
@@ -212,10 +298,23 @@ void with_named(std::string_view name, Body&& body) {
 
 }  // namespace
 
-const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
+  return std::visit([&]<typename R>(const R& each) { return Rules<R>::quantizer_of(each, slot); },
+                    recipe);
+}
+
+void register_quantizer_choice(std::string name, QuantizerChoice choice) {
+  choices().add(std::move(name), std::move(choice));
+}
+
+BackwardOverride backward_override(const Recipe& recipe) {
   return std::visit(
-      [&]<typename R>(const R& each) -> const Quantizer& {
-        return Rules<R>::quantizer_of(each, slot);
+      []<typename R>(const R& each) {
+        if constexpr (requires { each.backward_override; }) {
+          return each.backward_override;
+        } else {
+          return BackwardOverride::none;
+        }
       },
       recipe);
 }

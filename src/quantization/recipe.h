@@ -2,7 +2,10 @@
 // each operand is quantized.
 #pragma once
 
+#include <functional>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "core/json_fwd.h"
 #include "core/op_def.h"
@@ -13,16 +16,27 @@
 
 namespace tandem {
 
-/// Who is to be quantized: which operand of a product, of which op of the pipeline (npos: of a
-/// point of rounding), which of a list.
+/// Who is to be quantized: which operand of a product, of which op of the pipeline, which of a
+/// list.
 struct QuantizeSlot {
   Role role = Role::input;
-  size_t op = npos;
+  /// Kind and label of the op: "basic_linear", "2.linear".
+  std::string_view kind = {}, op = {};
   size_t slot = 0;
 };
 
-/// What a recipe is asked by those who quantize.
-const Quantizer& quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
+/// What a recipe is asked by those who quantize; null: the tensor is not quantized. Throws
+/// c10::ValueError where a recipe of the user's names what is no quantizer, or one with a state.
+TANDEM_API const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
+
+/// What quantizes a tensor, as a quantizer's text; empty: nothing does.
+using QuantizerChoice = std::function<std::string(const QuantizeSlot& slot)>;
+/// Makes a function known to recipes (CustomRecipe::quantizers). It is asked once for each slot in
+/// a process, by any thread. Throws c10::ValueError if the name is taken.
+TANDEM_API void register_quantizer_choice(std::string name, QuantizerChoice choice);
+
+/// What backward multiplies by.
+TANDEM_API BackwardOverride backward_override(const Recipe& recipe);
 
 /// Whether amaxes are kept of what products take as it is, in plain numbers.
 bool is_calibrating(const Recipe& recipe);

@@ -335,6 +335,17 @@ def test_a_compiled_function_that_leaves_a_region_open_raises(box):
             assert torch.equal(box(x), numbers.plain) and torch.equal(compiled(box)(x), numbers.plain)
 
 
+@pytest.mark.parametrize("run", [lambda body: body(), lambda body: torch.compile(body, backend="eager", fullgraph=True)()], ids=["eager", "compiled"])
+def test_as_gives_the_region(run):
+    def body():
+        with tandem.autocast(recipe=OTHER) as region, tandem.autocast(enabled=False, calibrating=True) as inner:
+            return torch.ones(2) * 2, region.enabled, region.calibrating, inner.enabled, inner.calibrating, region.amax_reduction_group
+
+    assert run(body)[1:] == (True, False, False, True, None)
+    with tandem.fp8_autocast(fp8_recipe=OTHER) as region:
+        assert region.recipe is OTHER
+
+
 @pytest.mark.parametrize(("arguments", "name"), [((OTHER,), "enabled"), (("no",), "enabled"), ((False, 2), "calibrating")])
 def test_a_recipe_in_the_place_of_a_flag_is_refused(arguments, name):
     with pytest.raises(ValueError, match=rf"autocast: expected {name} to be True or False, got .*\. Pass a recipe as recipe=\."):

@@ -183,7 +183,7 @@ ERRORS = [
     (lambda: MXFP8BlockScaling(fp8_format="E5M2"), ValueError, "MXFP8BlockScaling: expected fp8_format to be Format.HYBRID or Format.E4M3, got 'E5M2'"),
     (lambda: MXFP8BlockScaling(enable_2d_quantization=1), ValueError, "expected enable_2d_quantization to be True or False, got 1"),
     (lambda: MXFP8BlockScaling(margin=1), NotImplementedError, "MXFP8BlockScaling: expected margin=0, got 1"),
-    (lambda: MXFP8BlockScaling(backward_override="high_precision"), NotImplementedError, "expected backward_override=None, got 'high_precision'"),
+    (lambda: MXFP8BlockScaling(backward_override="half"), ValueError, "expected backward_override to be None, \"high_precision\" or \"dequantized\", got 'half'"),
     (
         lambda: torch.ops.tandem.dequantize(torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), "mxfp8_e4m3", False, torch.float32),
         ValueError,

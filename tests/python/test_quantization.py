@@ -160,6 +160,7 @@ def test_recipes_are_frozen_values():
         recipe.use_power_2_scales = True
     assert json.loads(recipe.to_json()) == {
         "name": "Float8CurrentScaling",
+        "backward_override": "none",
         "fp8_format": "HYBRID",
         "use_power_2_scales": False,
         "amax_epsilon_grad_output": 0.0,
@@ -179,9 +180,9 @@ ERRORS = [
     (lambda: Float8CurrentScaling(fp8_dpa=True), NotImplementedError, "expected fp8_dpa=False, got True"),
     (lambda: Float8CurrentScaling(fp8_mha=True), NotImplementedError, "expected fp8_mha=False, got True"),
     (
-        lambda: Float8CurrentScaling(backward_override="dequantized"),
-        NotImplementedError,
-        "Float8CurrentScaling: expected backward_override=None, got 'dequantized'",
+        lambda: Float8CurrentScaling(backward_override="half"),
+        ValueError,
+        "Float8CurrentScaling: expected backward_override to be None, \"high_precision\" or \"dequantized\", got 'half'",
     ),
     (lambda: tandem.autocast(recipe="fp8"), TypeError, "autocast: expected recipe to be a recipe of tandem.recipe or None, got str"),
 ]

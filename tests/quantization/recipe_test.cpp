@@ -31,7 +31,7 @@ TEST(Recipe, FormatAndEpsilonOfEachRole) {
   recipe.amax_epsilon_input = 1;
   recipe.amax_epsilon_weight = 2;
   recipe.amax_epsilon_grad_output = 3;
-  const auto text = [&](Role role) { return quantizer_of(recipe, {role, 3, 0}).text; };
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role})->text; };
   EXPECT_EQ(text(Role::input), "fp8_e4m3:current:eps=1:pow2=0");
   EXPECT_EQ(text(Role::weight), "fp8_e4m3:current:eps=2:pow2=0");
   EXPECT_EQ(text(Role::grad_output), "fp8_e5m2:current:eps=3:pow2=0");
@@ -44,7 +44,7 @@ TEST(Recipe, FormatAndEpsilonOfEachRole) {
 TEST(Recipe, MxBlocksOfEachRole) {
   MXFP8BlockScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
-  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role})->text; };
   for (const Role role : {Role::input, Role::weight, Role::grad_output})
     EXPECT_EQ(text(role), "mxfp8_e4m3");
   recipe.fp8_format = RecipeFormat::hybrid;
@@ -55,10 +55,39 @@ TEST(Recipe, MxBlocksOfEachRole) {
   EXPECT_EQ(text(Role::grad_output), "mxfp8_e5m2");
 }
 
+TEST(Recipe, BackwardOverridesAreRead) {
+  NVFP4BlockScaling recipe;
+  EXPECT_EQ(backward_override(recipe), BackwardOverride::none);
+  recipe.backward_override = BackwardOverride::dequantized;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(backward_override(recipe), BackwardOverride::dequantized);
+  EXPECT_EQ(backward_override(DelayedScaling()), BackwardOverride::none);
+}
+
+TEST(Recipe, AFunctionIsAskedOnceForEachSlot) {
+  int asked = 0;
+  register_quantizer_choice("recipe_test.choice", [&](const QuantizeSlot& slot) {
+    ++asked;
+    return std::string(slot.role == Role::weight ? "" : "mxfp8_e4m3");
+  });
+  const CustomRecipe recipe{.quantizers = "recipe_test.choice"};
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(quantizer_of(recipe, {Role::weight, "basic_linear", "0.basic_linear"}), nullptr);
+    EXPECT_EQ(quantizer_of(recipe, {Role::input, "basic_linear", "0.basic_linear"})->text,
+              "mxfp8_e4m3");
+  }
+  EXPECT_EQ(asked, 2);
+  EXPECT_THAT([] { register_quantizer_choice("recipe_test.choice", nullptr); },
+              ThrowsText<c10::ValueError>(
+                  "register_quantizer_choice: expected a new name, got \"recipe_test.choice\"",
+                  "which is taken"));
+}
+
 TEST(Recipe, BlocksOf128OfEachRole) {
   Float8BlockScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
-  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role})->text; };
   EXPECT_EQ(text(Role::input), "fp8_1x128_e4m3:eps=0:pow2=1");
   EXPECT_EQ(text(Role::weight), "fp8_128x128_e4m3:eps=0:pow2=1");
   EXPECT_EQ(text(Role::grad_output), "fp8_1x128_e4m3:eps=0:pow2=1");
@@ -83,7 +112,7 @@ TEST(Recipe, BlocksOf128OfEachRole) {
 TEST(Recipe, FourBitsOfEachRole) {
   NVFP4BlockScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
-  const auto text = [&](Role role) { return quantizer_of(recipe, {role}).text; };
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role})->text; };
   EXPECT_EQ(text(Role::input), "nvfp4:rht=1");
   EXPECT_EQ(text(Role::weight), "nvfp4:2d=1");
   EXPECT_EQ(text(Role::grad_output), "nvfp4:rht=1:sr=1");
@@ -98,8 +127,8 @@ TEST(Recipe, DelayedScalingOfEachDirection) {
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
   EXPECT_EQ(history_length(recipe), 1024);
   EXPECT_EQ(history_length(MXFP8BlockScaling()), 0);
-  EXPECT_EQ(quantizer_of(recipe, {Role::weight}).text, "fp8_e4m3:delayed");
-  EXPECT_EQ(quantizer_of(recipe, {Role::grad_output}).text, "fp8_e5m2:delayed");
+  EXPECT_EQ(quantizer_of(recipe, {Role::weight})->text, "fp8_e4m3:delayed");
+  EXPECT_EQ(quantizer_of(recipe, {Role::grad_output})->text, "fp8_e5m2:delayed");
   EXPECT_EQ(update_of(recipe, false).text, "fp8_e4m3:margin=0:max");
   recipe.margin = -3;
   recipe.amax_history_len = 5;

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from tandem._quantized_init import quantize_weights
 from tandem._weights import in_microbatch
 from tandem.ops.arguments import Fixed, at_default, flag
 from tandem.ops.collective import _Collective
@@ -72,6 +73,10 @@ class Module(JoinedMixin, CompositeOperation):
         self._bring_together()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
+        self._quantize_weights()
+
+    def _quantize_weights(self) -> None:
+        quantize_weights(self, self._inits, BasicLinear._kind)
 
     def _take(
         self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None, dtype: torch.dtype | None

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tandem._quantized_init import quantize_weights
+
 _making = threading.Lock()
 
 
@@ -21,6 +23,11 @@ class DeferredMixin:
             self.__dict__["_deferred"] = True
         else:
             self.reset_parameters()
+        self._quantize_weights()
+
+    def _quantize_weights(self: Any) -> None:
+        """Inside `quantized_model_init`, and later of what was made inside: puts the weights of products into codes."""
+        quantize_weights(self, getattr(self, "_main_grad_names", ()), getattr(self, "_kind", ""))
 
     @property
     def device(self: Any) -> torch.device:
@@ -75,6 +82,8 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
             module.reset_parameters()
             for param, value in kept:
                 param.copy_(value)
+            if isinstance(module, DeferredMixin) or hasattr(module, "_quantize_weights"):
+                module._quantize_weights()
             module.__dict__["_deferred"] = False
 
 

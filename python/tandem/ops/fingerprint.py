@@ -72,6 +72,7 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_changes",
     "_compiled_call_impl",
     "_deferred",
+    "_quantized_init",
     "_device",
     "_fingerprint",
     "_fused_ops",

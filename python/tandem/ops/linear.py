@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Self
 
+from tandem._quantized_init import quantize_weights
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
@@ -297,6 +298,10 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
         if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
             self.reset_parameters()  # where it is this class's, the parts have drawn
+        self._quantize_weights()
+
+    def _quantize_weights(self) -> None:
+        quantize_weights(self, [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind)
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
         """Makes the rows of each op's parameter parameters of their own."""

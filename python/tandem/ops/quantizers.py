@@ -7,25 +7,10 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem._quantize import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
+from tandem._quantize import Float8Quantizer
+from tandem._quantized_tensor import Quantizer, quantizer_of_text
 
 _MODES = ("forward", "backward")
-# By how the name of a format begins.
-_KINDS: tuple[tuple[str, type[Quantizer]], ...] = (
-    ("fp8_1x128", Float8BlockQuantizer),
-    ("fp8_128x128", Float8BlockQuantizer),
-    ("mxfp8", MXFP8Quantizer),
-    ("nvfp4", NVFP4Quantizer),
-    ("fp8", Float8CurrentScalingQuantizer),
-    ("", Quantizer),
-)
 _DELAYED = {"forward": "fp8_e4m3:delayed", "backward": "fp8_e5m2:delayed"}  # of a state outside of the regions of its recipe
 
 
@@ -40,14 +25,14 @@ def quantizer_of(op: Any, mode: str, index: int) -> Quantizer | None:
     state = op._holder._modules.get("recipe_state")
     role = "grad_output" if mode == "backward" else ("input", "weight")[index % 2]
     if recipe != "null":
-        text = _C.recipe_quantizer(recipe, role)
+        text = _C.recipe_quantizer(recipe, role, op._kind)
     elif state is not None:
         text = _DELAYED[mode]
     else:
         return None
-    kind = Float8Quantizer if ":delayed" in text else next(kind for begin, kind in _KINDS if text.startswith(begin))
-    made: Quantizer = kind.__new__(kind)
-    made.text, made.rowwise, made.columnwise = text, True, True
+    if not text:
+        return None
+    made = quantizer_of_text(text)
     if isinstance(made, Float8Quantizer):
         slot = op._first_slots()[_MODES.index(mode)] + index
         held = None if state is None else state._modules[mode]

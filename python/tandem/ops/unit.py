@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantize import Quantizer, load_parts, save_parts
+from tandem._quantized_tensor import Quantizer, load_parts, save_parts
 from tandem.ops.arguments import flag
 from tandem.ops.changes import Changes, add_watcher, capture, tell, watch
 from tandem.ops.channels import ChannelsMixin

@@ -1,0 +1,163 @@
+"""`backward_override` of recipes: forward multiplies codes, backward numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+
+import tandem
+from tandem import ops
+from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+E4M3 = torch.float8_e4m3fn
+
+
+def custom(**options):
+    return CustomRecipe(mxfp8, **options)
+
+
+def mxfp8(role):
+    return tandem.MXFP8Quantizer(E4M3)
+
+
+QUANTIZERS = {  # of inputs, and of weights
+    Float8CurrentScaling: (tandem.Float8CurrentScalingQuantizer(E4M3),) * 2,
+    MXFP8BlockScaling: (tandem.MXFP8Quantizer(E4M3),) * 2,
+    Float8BlockScaling: (
+        tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+        tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    ),
+    NVFP4BlockScaling: (tandem.NVFP4Quantizer(), tandem.NVFP4Quantizer(with_2d_quantization=True)),
+    custom: (tandem.MXFP8Quantizer(E4M3),) * 2,
+}
+RECIPES = pytest.mark.parametrize("recipe", QUANTIZERS, ids=lambda recipe: recipe.__name__)
+OVERRIDES = pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+
+
+def step(module, x, recipe, grad):
+    leaf = x.clone().requires_grad_()
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(leaf)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], grad)]
+
+
+@RECIPES
+@OVERRIDES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product(recipe, override, dtype):
+    torch.manual_seed(0)
+    linear, x, grad = ops.Linear(64, 48, dtype=dtype), torch.randn(16, 64, dtype=dtype), torch.randn(16, 48, dtype=dtype)
+    y, grad_x, grad_weight, grad_bias = step(linear, x, recipe(backward_override=override), grad)
+    wanted, *_ = step(linear, x, recipe(), grad)
+    assert torch.equal(y, wanted)  # forward is what it is
+    operands = [x, linear.weight.detach()]
+    if override == "dequantized":
+        operands = [tandem.quantize(operand, quantizer).dequantize() for operand, quantizer in zip(operands, QUANTIZERS[recipe], strict=True)]
+    a, b = (operand.double() for operand in operands)
+    rounding = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(grad_x.double(), grad.double() @ b, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(grad_weight.double(), grad.double().t() @ a, rtol=rounding, atol=10 * rounding)
+    torch.testing.assert_close(grad_bias.double(), grad.double().sum(0), rtol=rounding, atol=rounding)
+
+
+@RECIPES
+@OVERRIDES
+def test_a_block_in_every_form(recipe, override):
+    torch.manual_seed(0)
+    recipe = recipe(backward_override=override)
+    modules = [randomize(llama_mlp(32, 48)), ops.Sequential(tandem.LayerNormMLP(32, 48, activation="swiglu")), ops.Sequential(tandem.LayerNormLinear(32, 32))]
+    for module in modules:
+        x, grad = torch.randn(16, 32), torch.randn(16, 32)
+        results = step(module, x, recipe, grad)
+        plain = step(module, x, None, grad)
+        for actual, wanted in zip(results, plain, strict=True):
+            assert torch.isfinite(actual).all() and (actual - wanted).norm() < 0.5 * wanted.norm()
+        with tandem.autocast(recipe=recipe):
+            assert tandem.verify(module, x.clone().requires_grad_()).passed
+            checkpointed = tandem.checkpoint(module, leaf := x.clone().requires_grad_())
+        assert torch.equal(torch.autograd.grad(checkpointed, leaf, grad)[0], results[1])
+
+
+@OVERRIDES
+def test_backward_quantizes_nothing_and_keeps_what_it_says(override):
+    linear, x = ops.Sequential(ops.Linear(64, 64, bias=False)), torch.randn(16, 64, requires_grad=True)
+    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override=override)):
+        linear(x).sum().backward()
+    text = linear.explain()
+    backward = text[text.index("  backward") :]
+    assert "quantize(" not in backward.replace("dequantize(", "") and "by columns" not in text
+    assert ("dequantize" in backward) == (override == "dequantized")
+
+
+@OVERRIDES
+def test_weights_that_change_between_steps_are_seen(override):
+    torch.manual_seed(0)
+    linear, x, grad = ops.Linear(64, 48, bias=False), torch.randn(16, 64), torch.randn(16, 48)
+    recipe = MXFP8BlockScaling(backward_override=override)
+    first = step(linear, x, recipe, grad)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    second = step(linear, x, recipe, grad)
+    assert torch.equal(second[1], 2 * first[1])
+
+
+@OVERRIDES
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_equal_eager_ones(override, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x, grad = randomize(llama_mlp(32, 48)), torch.randn(16, 32), torch.randn(16, 32)
+    recipe = MXFP8BlockScaling(backward_override=override)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for actual, wanted in zip(step(compiled, x, recipe, grad), step(module, x, recipe, grad), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_gradients_are_not_rounded():
+    x, grad = torch.randn(4, 32, requires_grad=True), torch.randn(4, 32)
+    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override="dequantized")):
+        y = ops.Quantize(forward=True, backward=True)(x)
+    assert torch.equal(torch.autograd.grad(y, x, grad)[0], grad)
+
+
+@OVERRIDES
+def test_parameters_in_codes(override):
+    torch.manual_seed(0)
+    linear, x, grad = ops.Linear(64, 48, bias=False), torch.randn(16, 64), torch.randn(16, 48)
+    linear.weight = torch.nn.Parameter(tandem.quantize(linear.weight.detach(), tandem.MXFP8Quantizer(E4M3)))
+    grad_x = step(linear, x, MXFP8BlockScaling(backward_override=override), grad)[1]
+    torch.testing.assert_close(grad_x, grad @ linear.weight.dequantize())
+
+
+def test_groups_of_rows():
+    torch.manual_seed(0)
+    experts, x, splits = ops.GroupedLinear(2, 32, 16, bias=False), torch.randn(12, 32, requires_grad=True), torch.tensor([5, 7])
+    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override="high_precision")):
+        y = experts(x, splits)
+    with tandem.autocast(recipe=MXFP8BlockScaling()):
+        assert torch.equal(y, experts(x, splits))
+    grad = torch.randn(12, 16)
+    grads = torch.autograd.grad(y, [x, *experts.parameters()], grad)
+    wanted = torch.autograd.grad(experts(x, splits), [x, *experts.parameters()], grad)
+    for actual, plain in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(actual, plain)
+    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override="dequantized")), pytest.raises(
+        NotImplementedError, match='grouped_linear: expected backward_override=None or "high_precision", as groups of rows are quantized where .* got "dequantized"'
+    ):
+        experts(x, splits)
+
+
+def test_another_value_at_the_next_call_makes_another_plan():
+    torch.manual_seed(0)
+    linear, x, grad = ops.Linear(64, 48), torch.randn(16, 64), torch.randn(16, 48)
+    results = [step(linear, x, MXFP8BlockScaling(backward_override=value), grad) for value in (None, "high_precision", "dequantized", None)]
+    assert torch.equal(results[0][1], results[3][1])
+    assert len({result[1].sum().item() for result in results}) == 3
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="Float8CurrentScaling: expected backward_override to be None, \"high_precision\" or \"dequantized\", got 'none'"):
+        Float8CurrentScaling(backward_override="none")
+    with pytest.raises(NotImplementedError, match="DelayedScaling: expected backward_override=None, got 'dequantized'"):
+        DelayedScaling(backward_override="dequantized")

@@ -1,0 +1,222 @@
+"""`CustomRecipe`: a function says what quantizes each operand of each product."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from support import llama_mlp, randomize
+
+import tandem
+from tandem import ops
+from tandem.recipe import CustomRecipe, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizerRole
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def as_current_scaling(role):
+    return tandem.Float8CurrentScalingQuantizer(E5M2 if role.tensor_type == "grad_output" else E4M3)
+
+
+def as_mxfp8(role):
+    return tandem.MXFP8Quantizer(E4M3)
+
+
+def as_blocks(role):
+    return tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if role.tensor_type == "weight" else 1)
+
+
+def as_nvfp4(role):
+    if role.tensor_type == "weight":
+        return tandem.NVFP4Quantizer(with_2d_quantization=True)
+    return tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=role.tensor_type == "grad_output")
+
+
+BUILT_IN = [
+    (as_current_scaling, Float8CurrentScaling()),
+    (as_mxfp8, MXFP8BlockScaling()),
+    (as_blocks, Float8BlockScaling()),
+    (as_nvfp4, NVFP4BlockScaling()),
+]
+
+
+def step(module, x, recipe):
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(leaf)
+    params = [param for param in module.parameters() if param.requires_grad]
+    return [y, *torch.autograd.grad(y.square().sum(), [leaf, *params])]
+
+
+@pytest.mark.parametrize(("qfactory", "recipe"), BUILT_IN)
+@pytest.mark.parametrize("make", [lambda: llama_mlp(32, 48), lambda: tandem.LayerNormMLP(32, 48, activation="swiglu"), lambda: tandem.Linear(32, 16)])
+def test_a_function_that_says_what_a_recipe_says_gives_its_bits(make, qfactory, recipe):
+    torch.manual_seed(0)
+    module, x = randomize(make()), torch.randn(16, 32)
+    for actual, wanted in zip(step(module, x, CustomRecipe(qfactory)), step(module, x, recipe), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
+def test_groups_too(recipe):
+    torch.manual_seed(0)
+    experts, x, splits = ops.GroupedLinear(2, 32, 16), torch.randn(12, 32), torch.tensor([5, 7])
+    results = []
+    for each in (CustomRecipe(as_blocks if recipe.float8_block_scaling() else as_mxfp8), recipe):
+        with tandem.autocast(recipe=each):
+            y = experts(x, splits)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [*experts.parameters()])])
+    for actual, wanted in zip(*results, strict=True):
+        assert torch.equal(actual, wanted)
+
+    def without_x(role):
+        return None if role.tensor_type == "input" else tandem.MXFP8Quantizer(E4M3)
+
+    with tandem.autocast(recipe=CustomRecipe(without_x)), pytest.raises(
+        NotImplementedError, match="grouped_linear: expected quantizers for both operands of a product of groups, or for none, got one for grad of .* and none for x"
+    ):
+        experts(x, splits)
+
+
+def test_the_function_is_asked_once_for_each_role():
+    roles = []
+
+    def qfactory(role):
+        roles.append(role)
+        return tandem.MXFP8Quantizer(E4M3)
+
+    module, recipe = llama_mlp(32, 48), CustomRecipe(qfactory)
+    for rows in (4, 8):
+        step(module, torch.randn(rows, 32), recipe)
+    expected = {QuantizerRole("linear", role, f"{index}.basic_linear") for index in (1, 3) for role in ("input", "weight", "grad_output")}
+    assert len(roles) == 6 and set(roles) == expected
+
+
+def test_what_has_no_quantizer_is_taken_as_it_is():
+    torch.manual_seed(0)
+    linear, x = ops.Linear(32, 16, bias=False), torch.randn(8, 32)
+    quantizer = tandem.MXFP8Quantizer(E4M3)
+
+    def weights_alone(role):
+        return quantizer if role.tensor_type == "weight" else None
+
+    y, grad_x, grad_weight = step(linear, x, CustomRecipe(weights_alone))
+    weight = tandem.quantize(linear.weight.detach(), quantizer)
+    torch.testing.assert_close(y, x @ weight.dequantize().t())
+    grad = 2 * y
+    torch.testing.assert_close(grad_x, grad @ weight.dequantize(columnwise=True))
+    torch.testing.assert_close(grad_weight, grad.t() @ x)
+    for actual, wanted in zip(step(linear, x, CustomRecipe(lambda role: None)), step(linear, x, None), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_one_layer_may_be_left_out():
+    torch.manual_seed(0)
+    box, x = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32)), torch.randn(8, 32)
+    recipe = CustomRecipe(lambda role: None if role.name.startswith("2.") else tandem.MXFP8Quantizer(E4M3))
+    step(box, x, recipe)
+    text = box.explain()
+    assert "0.basic_linear.weight in mxfp8_e4m3" in text and "2.basic_linear.weight in" not in text
+    with tandem.autocast(recipe=recipe):
+        assert tandem.verify(box, x.clone().requires_grad_()).passed
+
+
+def test_rounding_points_ask_too():
+    x = torch.randn(4, 32)
+    op = ops.Quantize(forward=True, backward=True)
+    recipe = CustomRecipe(lambda role: tandem.MXFP8Quantizer(E4M3) if role == QuantizerRole("quantize", "input", "0.quantize") else None)
+    leaf = x.clone().requires_grad_()
+    with tandem.autocast(recipe=recipe):
+        y = op(leaf)
+    assert torch.equal(y, tandem.quantize(x, tandem.MXFP8Quantizer(E4M3)).dequantize())
+    grad = torch.randn(4, 32)
+    assert torch.equal(torch.autograd.grad(y, leaf, grad)[0], grad)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_equal_eager_ones(backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = randomize(llama_mlp(32, 48)), torch.randn(16, 32)
+
+    def mixed(role):
+        if role.name.startswith("3."):
+            return None if role.tensor_type == "grad_output" else tandem.Float8CurrentScalingQuantizer(E4M3)
+        return tandem.MXFP8Quantizer(E4M3)
+
+    recipe = CustomRecipe(mixed)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for actual, wanted in zip(step(compiled, x, recipe), step(module, x, recipe), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_ops_say_their_quantizers():
+    linear = ops.BasicLinear(32, 16)
+    recipe = CustomRecipe(lambda role: tandem.NVFP4Quantizer(with_2d_quantization=True) if role.tensor_type == "weight" else None)
+    with tandem.autocast(recipe=recipe):
+        assert linear.get_input_quantizer() is None
+        assert linear.get_quantizer("forward", 1) == tandem.NVFP4Quantizer(with_2d_quantization=True)
+
+
+def test_fusion_functions_see_the_recipe():
+    seen = []
+
+    def look(ops_, *, recipe):
+        seen.append(recipe)
+        return ops_
+
+    recipe = CustomRecipe(as_mxfp8, backward_override="high_precision")
+    with ops.register_forward_fusion(look):
+        step(ops.Sequential(ops.Linear(32, 16)), torch.randn(4, 32), recipe)
+    assert recipe in seen and recipe.custom() and not MXFP8BlockScaling().custom()
+
+
+def test_it_is_a_value():
+    recipe = CustomRecipe(as_mxfp8)
+    assert recipe == CustomRecipe(as_mxfp8) and recipe.to_json() == CustomRecipe(as_mxfp8).to_json() != CustomRecipe(as_blocks).to_json()
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe.quantization_alignment == 128 and recipe.fp8_format.name == "HYBRID"
+
+
+def state_needed(role):
+    return tandem.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3)
+
+
+def rotated_weight(role):
+    return tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+
+
+ERRORS = [
+    (lambda role: "fp8", TypeError, "CustomRecipe: expected qfactory to return a quantizer or None, got str"),
+    (state_needed, ValueError, 'CustomRecipe: expected quantizers whose scales follow from the numbers, got "fp8_e4m3:delayed" for 0.basic_linear, whose scale'),
+    (rotated_weight, ValueError, "basic_linear.* expected operands that are both rotated or both not, got grad of .*y in .* and .*weight in"),
+]
+
+
+@pytest.mark.parametrize(("qfactory", "kind", "text"), ERRORS)
+def test_errors_of_the_function(qfactory, kind, text):
+    x = torch.randn(16, 32, requires_grad=True)
+    with tandem.autocast(recipe=CustomRecipe(qfactory)), pytest.raises(kind, match=text):
+        ops.Linear(32, 16, bias=False)(x)
+
+
+def test_what_the_function_raises_reaches_the_caller():
+    def raises(role):
+        raise LookupError("no such layer")
+
+    with tandem.autocast(recipe=CustomRecipe(raises)), pytest.raises(LookupError, match="no such layer"):
+        ops.Linear(32, 16)(torch.randn(4, 32))
+
+
+def test_errors_of_the_recipe():
+    with pytest.raises(ValueError, match="CustomRecipe: expected qfactory to be a function of a QuantizerRole, got 3"):
+        CustomRecipe(3)
+    with pytest.raises(ValueError, match='CustomRecipe: expected backward_override to be None, "high_precision" or "dequantized", got \'half\''):
+        CustomRecipe(as_mxfp8, backward_override="half")
+    with pytest.raises(NotImplementedError, match="CustomRecipe: expected fp8_dpa=False, got True"):
+        CustomRecipe(as_mxfp8, fp8_dpa=True)
+    other = CustomRecipe(as_mxfp8).to_json().replace("python-", "of-another-process-")
+    with pytest.raises(ValueError, match='CustomRecipe: expected the name of a function that was registered in this process, got "of-another-process-'):
+        tandem._C.recipe_quantizer(other, "input", "basic_linear")

@@ -1,0 +1,190 @@
+"""`quantized_model_init`: weights that are made in codes, and how they are trained."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import tandem
+from tandem import ops
+from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+E4M3 = torch.float8_e4m3fn
+QUANTIZERS = {
+    Float8CurrentScaling(): tandem.Float8CurrentScalingQuantizer(E4M3),
+    DelayedScaling(amax_history_len=4): tandem.Float8CurrentScalingQuantizer(E4M3),
+    MXFP8BlockScaling(): tandem.MXFP8Quantizer(E4M3),
+    Float8BlockScaling(): tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    NVFP4BlockScaling(): tandem.NVFP4Quantizer(with_2d_quantization=True),
+}
+RECIPES = pytest.mark.parametrize("recipe", QUANTIZERS, ids=lambda recipe: type(recipe).__name__)
+MAKERS = pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda **device: ops.Linear(32, 16, **device), ["weight"]),
+        (lambda **device: ops.BasicLinear(32, 16, **device), ["weight"]),
+        (lambda **device: ops.GroupedLinear(2, 32, 16, **device), ["weight0", "weight1"]),
+        (lambda **device: tandem.Linear(32, 16, **device), ["weight"]),
+        (lambda **device: tandem.LayerNormLinear(32, 16, **device), ["weight"]),
+        (lambda **device: tandem.LayerNormMLP(32, 48, activation="swiglu", **device), ["fc1_weight", "fc2_weight"]),
+        (lambda **device: tandem.GroupedLinear(2, 32, 16, **device), ["weight0", "weight1"]),
+    ],
+    ids=["ops.Linear", "BasicLinear", "ops.GroupedLinear", "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"],
+)
+
+
+def call(module, x):
+    return module(x, torch.tensor([x.shape[0] - 5, 5])) if isinstance(module, ops.GroupedLinear) else module(x)
+
+
+@MAKERS
+@RECIPES
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_weights_are_the_codes_of_what_would_have_been_drawn(make, names, recipe, device):
+    torch.manual_seed(0)
+    plain = make()
+    with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        torch.manual_seed(0)
+        module = make(device=device)
+    torch.manual_seed(0)
+    call(module, torch.zeros(12, 32))
+    for name, param in module.named_parameters():
+        wanted = getattr(plain, name).detach()
+        assert isinstance(param, torch.nn.Parameter) and param.requires_grad
+        if name not in names:
+            assert type(param) is torch.nn.Parameter and torch.equal(param, wanted)
+            continue
+        assert isinstance(param, tandem.QuantizedTensor) and param.quantizer == QUANTIZERS[recipe]
+        assert torch.equal(param.rowwise_data, tandem.quantize(wanted, QUANTIZERS[recipe]).rowwise_data)
+        assert torch.equal(param.get_high_precision_init_val(), wanted) and param.get_high_precision_init_val().device.type == "cpu"
+        param.clear_high_precision_init_val()
+        assert param.get_high_precision_init_val() is None
+
+
+@MAKERS
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_products_read_the_codes(make, names, recipe):
+    torch.manual_seed(0)
+    with tandem.quantized_model_init(recipe=recipe):
+        module = make()
+    x = torch.randn(12, 32, requires_grad=True)
+    with tandem.autocast(recipe=recipe):
+        y = call(module, x)
+    y.sum().backward()
+    for name, param in module.named_parameters():
+        assert param.grad is not None and type(param.grad) is torch.Tensor
+        assert not hasattr(param, "get_high_precision_init_val")
+        if isinstance(param, tandem.QuantizedTensor):
+            with pytest.raises(AttributeError, match="QuantizedTensor: expected an attribute that it has, got 'clear_high_precision_init_val'"):
+                param.clear_high_precision_init_val()  # noqa: B018
+    box = ops.Sequential(module)
+    if not isinstance(module, ops.GroupedLinear):
+        with tandem.autocast(recipe=recipe):
+            box(x)
+        text = box.explain()
+        assert "refresh_weight" not in text and "dequantize" not in text and "weight in " in text
+
+
+def test_regions_nest_and_end():
+    recipe = MXFP8BlockScaling()
+    with tandem.quantized_model_init(recipe=recipe):
+        with tandem.quantized_model_init(enabled=False):
+            plain = ops.Linear(32, 16)
+        with tandem.fp8_model_init():
+            inner = ops.Linear(32, 16)
+        outer = ops.Linear(32, 16)
+    after = ops.Linear(32, 16)
+    assert type(plain.weight) is type(after.weight) is torch.nn.Parameter
+    assert inner.weight.quantizer == QUANTIZERS[Float8CurrentScaling()] and outer.weight.quantizer == QUANTIZERS[recipe]
+
+
+def test_a_custom_recipe_says_which_weights():
+    def qfactory(role):
+        assert role.tensor_type == "weight" and role.name == ""
+        return tandem.MXFP8Quantizer(E4M3) if role.module_type == "grouped_linear" else None
+
+    with tandem.quantized_model_init(recipe=CustomRecipe(qfactory)):
+        assert isinstance(ops.GroupedLinear(2, 32, 16).weight1, tandem.QuantizedTensor)
+        assert type(ops.Linear(32, 16).weight) is torch.nn.Parameter
+
+
+@RECIPES
+@pytest.mark.parametrize("optimize", [torch.optim.SGD, torch.optim.AdamW])
+def test_it_trains_with_a_master_copy(recipe, optimize):
+    torch.manual_seed(0)
+    target = torch.nn.Linear(32, 16)
+    with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = tandem.Linear(32, 16)
+    masters = {}
+    for param in layer.parameters():
+        if isinstance(param, tandem.QuantizedTensor):
+            masters[param] = param.get_high_precision_init_val().clone().requires_grad_()
+            param.clear_high_precision_init_val()
+    optimizer = optimize([masters.get(param, param) for param in layer.parameters()], lr=0.3 if optimize is torch.optim.SGD else 0.02)
+    losses = []
+    for _ in range(80):
+        x = torch.randn(64, 32)
+        with tandem.autocast(recipe=recipe):
+            loss = (layer(x) - target(x)).square().mean()
+        loss.backward()
+        for param, master in masters.items():
+            master.grad, param.grad = param.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+        for param, master in masters.items():
+            param.quantize_(master)
+        losses.append(loss.item())
+    assert losses[-1] < (0.3 if recipe.nvfp4() else 0.1) * losses[0]
+
+
+def test_copies_pickles_and_state_dicts():
+    recipe = MXFP8BlockScaling()
+    with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        module = tandem.LayerNormMLP(32, 48)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    with tandem.quantized_model_init(recipe=recipe):
+        loaded = tandem.LayerNormMLP(32, 48)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(4, 32)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
+        assert isinstance(other.fc1_weight, torch.nn.Parameter) and isinstance(other.fc1_weight, tandem.QuantizedTensor)
+        with tandem.autocast(recipe=recipe):
+            assert torch.equal(other(x), module(x))
+    numbers = copy.deepcopy(module).fc1_weight.get_high_precision_init_val()
+    assert torch.equal(numbers, module.fc1_weight.get_high_precision_init_val())
+
+
+def test_reset_parameters_draws_anew():
+    with tandem.quantized_model_init(recipe=MXFP8BlockScaling()):
+        layer = ops.Linear(32, 16)
+    weight, before = layer.weight, layer.weight.dequantize()
+    layer.reset_parameters()
+    assert layer.weight is weight and isinstance(weight, tandem.QuantizedTensor) and not torch.equal(weight.dequantize(), before)
+
+
+def test_modules_that_move_stay_in_codes():
+    with tandem.quantized_model_init(recipe=MXFP8BlockScaling()):
+        layer = tandem.Linear(32, 16)
+    codes = layer.weight.rowwise_data.clone()
+    layer.to(torch.bfloat16)
+    assert isinstance(layer.weight, tandem.QuantizedTensor) and layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.rowwise_data, codes)
+    with tandem.autocast(recipe=MXFP8BlockScaling()):
+        assert layer(torch.randn(4, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="quantized_model_init: expected recipe to be a recipe of tandem.recipe or None, got str"):
+        with tandem.quantized_model_init(recipe="fp8"):
+            pass
+    with pytest.raises(ValueError, match="quantized_model_init: expected enabled to be True or False, got MXFP8BlockScaling"):
+        with tandem.quantized_model_init(MXFP8BlockScaling()):
+            pass
+    with tandem.quantized_model_init(), pytest.raises(NotImplementedError, match="Linear: expected parameters_split=None inside quantized_model_init"):
+        tandem.Linear(32, 16, parameters_split=("a", "b"))

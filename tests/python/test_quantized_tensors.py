@@ -1,0 +1,322 @@
+"""What a QuantizedTensor survives: copies, moves, views, slices, pickles, checkpoints, workers, sharding."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from test_collectives import spawn
+from torch.distributed.fsdp import fully_shard
+
+import tandem
+from tandem import ops
+from tandem._quantized_tensor import PARTS
+from tandem.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QUANTIZERS = {
+    "current": tandem.Float8CurrentScalingQuantizer(E4M3),
+    "rows": tandem.Float8CurrentScalingQuantizer(E5M2, columnwise=False),
+    "mxfp8": tandem.MXFP8Quantizer(E4M3),
+    "squares": tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "lines": tandem.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "nvfp4": tandem.NVFP4Quantizer(),
+    "columns": tandem.MXFP8Quantizer(E4M3, rowwise=False),
+}
+EACH = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+def same(a, b):
+    assert type(a) is type(b) is tandem.QuantizedTensor
+    assert a.shape == b.shape and a.dtype == b.dtype and a.quantizer.text == b.quantizer.text
+    for name in PARTS:
+        one, other = getattr(a, name), getattr(b, name)
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
+    assert (a.columnwise_data is a.rowwise_data) == (b.columnwise_data is b.rowwise_data)
+    return True
+
+
+@EACH
+def test_copies_and_moves(quantizer):
+    x = torch.randn(64, 160)
+    codes = tandem.quantize(x, quantizer)
+    for other in (codes.detach(), codes.clone(), codes.to("cpu"), codes.to("cpu", copy=True), codes.cpu(), codes.contiguous(), copy.deepcopy(codes), copy.copy(codes)):
+        same(other, codes)
+    half = codes.to(torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and torch.equal(half.dequantize(), codes.dequantize().bfloat16())
+    same(half.float(), codes)
+    assert type(codes.double()) is torch.Tensor and torch.equal(codes.double(), codes.dequantize().double())
+    meta = codes.to("meta")
+    assert isinstance(meta, tandem.QuantizedTensor) and meta.is_meta
+    written = tandem.quantize(torch.zeros(64, 160), quantizer)
+    same(written.copy_(codes), codes)
+    same(written.copy_(x), codes)
+    plain = torch.empty(64, 160)
+    assert torch.equal(plain.copy_(codes), codes.dequantize())
+
+
+@EACH
+def test_views_of_rows_share_the_codes(quantizer):
+    codes = tandem.quantize(torch.randn(8, 16, 160), quantizer)
+    for view in (codes.view(-1, 160), codes.view(2, 4, 16, 160), codes.flatten(0, 1), codes.reshape(128, 160), codes.unsqueeze(0), codes.view_as(codes)):
+        assert isinstance(view, tandem.QuantizedTensor)
+        wanted = codes.dequantize().view(view.shape)
+        assert torch.equal(view.dequantize(), wanted)
+        if codes.columnwise_data is not None:
+            assert torch.equal(view.dequantize(columnwise=True), codes.dequantize(columnwise=True).view(view.shape))
+        part = "rowwise_data" if codes.rowwise_data is not None else "columnwise_data"
+        assert getattr(view, part).data_ptr() == getattr(codes, part).data_ptr()
+    view = codes.view(-1, 160)
+    with torch.no_grad():
+        view.copy_(torch.ones(128, 160))
+    assert torch.equal(codes.dequantize(), torch.ones(8, 16, 160))
+    flat = codes.view(-1)
+    assert torch.equal(flat * 2, codes.dequantize().view(-1) * 2) and "QuantizedTensor" in repr(flat) and flat.shape == (8 * 16 * 160,)
+    for plain in (codes.transpose(0, 1), codes[0], codes.expand(2, 8, 16, 160)):
+        assert type(plain) is torch.Tensor
+
+
+@EACH
+def test_slices_of_whole_blocks_of_rows_stay_quantized(quantizer):
+    codes = tandem.quantize(torch.randn(384, 160), quantizer)
+    for part, first in zip(codes.split(128), (0, 128, 256), strict=True):
+        assert isinstance(part, tandem.QuantizedTensor) and part.shape == (128, 160)
+        for columnwise in (False, True):
+            if columnwise and codes.columnwise_data is None:
+                continue
+            assert torch.equal(part.dequantize(columnwise=columnwise), codes.dequantize(columnwise=columnwise)[first : first + 128])
+        same(codes[first : first + 128], part)
+    assert torch.equal(codes[5:9], codes.dequantize()[5:9])  # decoded where it cuts blocks
+    assert torch.equal(codes[::2], codes.dequantize()[::2])
+
+
+def test_gradients_go_through_views():
+    weight = torch.nn.Parameter(tandem.quantize(torch.randn(4, 8, 32), QUANTIZERS["mxfp8"]))
+    x = torch.randn(5, 32)
+    (x @ weight.view(32, 32).t()).sum().backward()
+    assert torch.allclose(weight.grad, x.sum(0).expand(4, 8, 32))
+
+
+@EACH
+@pytest.mark.parametrize("shape", [(64, 160), (3, 5, 21), (7,), (0, 8)])
+def test_pickles(quantizer, shape):
+    codes = tandem.quantize(torch.randn(shape).bfloat16(), quantizer)
+    codes.note = "kept"
+    file = io.BytesIO()
+    torch.save({"weight": codes, "again": codes}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["weight"] is loaded["again"] and loaded["weight"].note == "kept"
+    for other in (loaded["weight"], pickle.loads(pickle.dumps(codes))):
+        same(other, codes)
+    param = pickle.loads(pickle.dumps(torch.nn.Parameter(codes)))
+    assert isinstance(param, torch.nn.Parameter) and param.requires_grad
+
+
+def test_the_scale_of_a_given_one_is_pickled():
+    quantizer = tandem.Float8Quantizer(torch.full((1,), 4.0), torch.zeros(1), E4M3)
+    codes = tandem.quantize(torch.randn(4, 32), quantizer)
+    for other in (pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes)):
+        same(other, codes)
+        assert other.quantizer.scale.item() == 4 and other.quantizer.scale is not quantizer.scale
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.codes
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_get_and_give_them(context):
+    codes = tandem.quantize(torch.randn(64, 160), QUANTIZERS["nvfp4"])
+    loader = torch.utils.data.DataLoader(Items(codes), batch_size=None, num_workers=1, multiprocessing_context=context)
+    for other in loader:
+        same(other, codes)
+
+
+def linear(quantizer, seed=0):
+    torch.manual_seed(seed)
+    made = ops.Linear(160, 64)
+    made.weight = torch.nn.Parameter(tandem.quantize(made.weight.detach(), quantizer))
+    return made
+
+
+@EACH
+def test_safetensors(quantizer, tmp_path):
+    module, other = linear(quantizer), linear(quantizer, 1)
+    save_file(module.state_dict(), tmp_path / "state.safetensors")
+    other.load_state_dict(load_file(tmp_path / "state.safetensors"))
+    same(other.weight.detach(), module.weight.detach())
+
+
+@EACH
+def test_distributed_checkpoints(quantizer, tmp_path):
+    module, other = linear(quantizer), linear(quantizer, 1)
+    dcp.save(module.state_dict(), checkpoint_id=tmp_path)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state)
+    same(other.weight.detach(), module.weight.detach())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_another_quantizer_made_is_decoded(in_place, tmp_path):
+    module = linear(tandem.MXFP8Quantizer(E4M3))
+    for quantizer in (tandem.MXFP8Quantizer(E5M2), *([] if in_place else QUANTIZERS.values())):
+        other = linear(quantizer, 1)
+        state = module.state_dict()
+        if in_place:  # codes of the other format are read into this one's memory
+            dcp.save(state, checkpoint_id=tmp_path)
+            state = other.state_dict()
+            dcp.load(state, checkpoint_id=tmp_path)
+        other.load_state_dict(state)
+        wanted = tandem.quantize(module.weight.detach().dequantize(), quantizer)
+        same(other.weight.detach(), wanted)
+    plain = ops.Linear(160, 64)
+    plain.load_state_dict(module.state_dict())
+    assert type(plain.weight) is torch.nn.Parameter and torch.equal(plain.weight, module.weight.dequantize())
+    module.load_state_dict(plain.state_dict())
+    assert torch.equal(module.weight.dequantize(), tandem.quantize(plain.weight.detach(), module.weight.quantizer).dequantize())
+
+
+def test_states_without_the_quantizer_are_those_of_the_parameter():
+    module, other = linear(QUANTIZERS["current"]), linear(QUANTIZERS["current"], 1)
+    state = module.state_dict()
+    del state["weight.quantizer"]
+    old = {**state, "weight.columnwise_data": state["weight.rowwise_data"], "weight.columnwise_scale_inv": state["weight.rowwise_scale_inv"]}
+    for each in (state, old):
+        other.load_state_dict(each)
+        same(other.weight.detach(), module.weight.detach())
+    with pytest.raises(RuntimeError, match="weight: expected plain numbers in the state dict, as the parameter has, got rowwise_data"):
+        ops.Linear(160, 64).load_state_dict(state)
+    scales = {"weight.rowwise_scale_inv": state["weight.rowwise_scale_inv"], "weight.quantizer": module.state_dict()["weight.quantizer"], "bias": state["bias"]}
+    with pytest.raises(RuntimeError, match="weight: expected codes among its parts in the state dict, got rowwise_scale_inv"):
+        ops.Linear(160, 64).load_state_dict(scales)
+    with pytest.raises(RuntimeError, match=r"weight.rowwise_data: expected shape \[64, 160\], got \[64, 128\]"):
+        torch.manual_seed(0)
+        small = ops.Linear(128, 64)
+        small.weight = torch.nn.Parameter(tandem.quantize(small.weight.detach(), QUANTIZERS["current"]))
+        ops.Linear(160, 64).load_state_dict(small.state_dict())
+
+
+@EACH
+def test_as_input_and_output_of_ops(quantizer):
+    codes = tandem.quantize(torch.randn(64, 160), quantizer)
+    torch.manual_seed(0)
+    op = ops.Linear(160, 32)
+    for recipe in (None, Float8CurrentScaling()):
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            assert torch.equal(op(codes), op(codes.dequantize()))
+    compiled = torch.compile(lambda tensor: tensor.view(8, 8, 160) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(codes), codes.dequantize().view(8, 8, 160) * 2)
+
+
+# Sharded by FSDP2: codes are gathered.
+
+RECIPES = {"current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True)}
+
+
+def trained(model, masters, recipe, shards, steps=3):
+    losses = []
+    optimizer = torch.optim.SGD([masters.get(name, param) for name, param in model.named_parameters()], lr=0.05)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 64, generator=generator).chunk(shards[1])[shards[0]]
+        with tandem.autocast(recipe=recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        for name, master in masters.items():
+            param = model.get_parameter(name)
+            grad = param.grad
+            master.grad, param.grad = (grad.to_local() if hasattr(grad, "to_local") else grad), None
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, master in masters.items():
+            param = model.get_parameter(name)
+            with torch.no_grad():
+                (param.to_local() if hasattr(param, "to_local") else param).quantize_(master)
+        losses.append(loss.item())
+    return losses
+
+
+def check_fsdp(rank: int, size: int, name: str) -> None:
+    recipe = RECIPES[name]
+    quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True) if name == "current" else QUANTIZERS[name]
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.Linear(64, 128), ops.ReLU(), ops.Linear(128, 64))
+    numbers = {name: param.detach().clone() for name, param in model.named_parameters() if param.dim() == 2}
+    for linear_ in (model[0], model[2]):
+        linear_.weight = torch.nn.Parameter(tandem.quantize(linear_.weight.detach(), quantizer))
+    whole = copy.deepcopy(model)
+    fully_shard(model)
+    shard = model[0].weight.to_local()
+    assert isinstance(shard, tandem.QuantizedTensor) and shard.shape[0] == 128 // size
+    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
+    with torch.no_grad(), tandem.autocast(recipe=recipe):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
+        assert torch.equal(model(x), whole(x))
+    model.unshard()
+    for name_, param in model.named_parameters():
+        if name_ in wanted:
+            assert isinstance(param, tandem.QuantizedTensor)
+            same(param.detach(), wanted[name_].detach())
+    model.reshard()
+    if name == "nvfp4":
+        return  # one amax for the whole tensor, and nobody shares it
+    masters = {name: value.chunk(size)[rank].clone().requires_grad_() for name, value in numbers.items()}
+    wholes = {name: value.clone().requires_grad_() for name, value in numbers.items()}
+    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
+    dist.all_reduce(losses)
+    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
+    torch.testing.assert_close(losses / size, expected, rtol=0.02, atol=1e-4)
+    for name_, master in masters.items():
+        assert (master - wholes[name_].chunk(size)[rank]).abs().max() < 0.01
+
+
+def check_fsdp_errors(rank: int, size: int) -> None:
+    def sharded(rows, quantizer):
+        layer = ops.Linear(64, rows, bias=False)
+        layer.weight = torch.nn.Parameter(tandem.quantize(torch.ones(rows, 64) * (rank + 1), quantizer))
+        return fully_shard(layer)
+
+    with pytest.raises(ValueError, match="fully_shard: expected 2 ranks to share the first dimension of a quantized parameter evenly, each a multiple of 32 rows, got 96"):
+        sharded(96, QUANTIZERS["mxfp8"])(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="fully_shard: expected one rowwise_scale_inv on all ranks, as one serves the whole tensor, got several"):
+        sharded(64, QUANTIZERS["current"])(torch.randn(2, 64))
+
+
+def test_sharded_parameters_are_gathered_in_codes(tmp_path):
+    spawn(tmp_path, 2, *[(check_fsdp, name) for name in RECIPES], (check_fsdp_errors,))
+
+
+def test_processes_share_an_amax(tmp_path):
+    spawn(tmp_path, 2, (check_amax,))
+
+
+def test_a_group_of_an_amax_is_one_of_processes():
+    with pytest.raises(TypeError, match="Float8CurrentScalingQuantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got str"):
+        tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group="0")
+
+
+def check_amax(rank: int, size: int) -> None:
+    x = torch.randn(8, 21, generator=torch.Generator().manual_seed(0))
+    for group in (None, dist.group.WORLD):
+        quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=group)
+        codes = tandem.quantize(x.chunk(size)[rank], quantizer)
+        wanted = tandem.quantize(x, QUANTIZERS["current"])
+        assert torch.equal(codes.rowwise_scale_inv, wanted.rowwise_scale_inv)
+        assert torch.equal(codes.rowwise_data, wanted.rowwise_data.chunk(size)[rank]) and codes.columnwise_data is codes.rowwise_data
+        assert copy.deepcopy(codes).quantizer == quantizer
+        same(pickle.loads(pickle.dumps(codes)), codes)
