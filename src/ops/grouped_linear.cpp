@@ -1,14 +1,12 @@
 #include "ops/grouped_linear.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <cstring>
-
 #include "core/json_fields.h"
 #include "kernel_ops/shapes.h"
+#include "ops/deferred.h"
 #include "ops/groups.h"
 #include "ops/product.h"
 
@@ -168,34 +166,19 @@ void accumulate(Call& call) {
   finish_main_grads(call, options, input);
 }
 
-/// Its version, which everybody sees who writes it in place.
-int64_t version_of(const Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
 /// What the gradients of weights are computed from is put into tensors of the caller. The gradient
 /// is copied, as it may become the `grad` of a leaf, which is added to; of x and splits the version
 /// is written down.
 void defer(Call& call) {
   enum Read { grad_y, x, splits };
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      call.path() == Path::direct,
-      "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
-      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
+  check_can_leave(call, "grouped_linear");
   std::string lines =
       std::to_string(version_of(call.in(x))) + " " + std::to_string(version_of(call.in(splits)));
   for (const Quantizer* quantizer : call.step().quantizers) lines += "\n" + quantizer->text;
-  Tensor text = at::empty({static_cast<int64_t>(lines.size())}, at::kByte);
-  std::memcpy(text.mutable_data_ptr(), lines.data(), lines.size());
-  const Tensor kept[] = {as_matrix(call.in(grad_y)).clone(), as_matrix(call.in(x)), call.in(splits),
-                         text};
-  for (size_t i = 0; i < std::size(kept); ++i)
-    call.mutated(i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
-  for (const auto& [read, place] : {std::pair(x, 1), std::pair(splits, 2)})
-    if (!call.in(read).is_inference())
-      call.mutated(static_cast<size_t>(place))
-          .unsafeGetTensorImpl()
-          ->set_version_counter(call.in(read).unsafeGetTensorImpl()->version_counter());
+  leave(call, 0, as_matrix(call.in(grad_y)).clone());
+  leave(call, 1, as_matrix(call.in(x)), &call.in(x));
+  leave(call, 2, call.in(splits), &call.in(splits));
+  leave(call, 3, lines);
 }
 
 void grad_bias(Call& call) {
