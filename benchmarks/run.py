@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("import", "host", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "weights", "many")
+SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "weights", "many")
 LONG = ("many",)  # takes minutes: runs where it is named
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
     environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}
     for name in chosen:
-        environment["OMP_NUM_THREADS"] = "1" if name in ("host", "marginal", "indirect", "planning") else "2"
+        environment["OMP_NUM_THREADS"] = "1" if name in ("host", "modules", "marginal", "indirect", "planning") else "2"
         status = subprocess.run([sys.executable, __file__, "--section", name], env=environment, cwd=ROOT, check=False).returncode
         if status != 0:
             return status

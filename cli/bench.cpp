@@ -4,6 +4,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench_quantizers.h"
 #include "commands.h"
 #include "errors.h"
 #include "memory.h"
@@ -23,10 +24,15 @@ constexpr const char* kExamples =
     "machine does hits both; times are medians over rounds.\n\n"
     "Examples:\n"
     "  tandem bench rms_norm:256 linear:256:1408 swiglu linear:704:256 --rows 1024\n"
-    "  tandem bench swiglu --width 2816 --rows 4096 --dtype bfloat16";
+    "  tandem bench swiglu --width 2816 --rows 4096 --dtype bfloat16\n"
+    "  tandem bench quantizers --rows 4096 --width 1024   every quantizer of every recipe, codes "
+    "of\n"
+    "                                                      both directions, against a copy";
 
 constexpr double kRoundSeconds = 2e-3;  // a call shorter than this is repeated within a round
-constexpr double kTwice = 3;            // forward, grad_input and grad_weight: three products
+constexpr const char* kQuantizers = "quantizers";  // in the place of a pipeline
+constexpr int64_t kQuantizedWidth = 1024;          // where no --width says
+constexpr double kTwice = 3;  // forward, grad_input and grad_weight: three products
 
 struct Arguments {
   PipelineArguments pipeline;
@@ -110,6 +116,15 @@ std::string table(const std::vector<Timing>& timings, double plain_saved, double
 }
 
 int bench(const Arguments& arguments) {
+  if (arguments.pipeline.words == std::vector<std::string>{kQuantizers}) {
+    const int64_t width = arguments.pipeline.width > 0 ? arguments.pipeline.width : kQuantizedWidth;
+    print(bench_quantizers(arguments.pipeline.rows, width, arguments.pipeline.scalar_type(),
+                           arguments.json, [&](const std::vector<Call>& calls) {
+                             Progress progress(!arguments.json, arguments.rounds);
+                             return measure(calls, arguments.rounds, progress);
+                           }));
+    return kExitOk;
+  }
   Workload workload = make_workload(arguments.pipeline);
   const PlainPipeline plain(workload);
   const auto plain_forward = [&] { return plain.forward(workload.x, workload.extra_inputs); };

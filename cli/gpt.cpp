@@ -112,6 +112,22 @@ NamedTensors Gpt::buffers() const {
   return all;
 }
 
+void Gpt::watch(bool on) {
+  int64_t number = 1;
+  for (const auto& layer : layers_) {
+    layer->watch(on ? number : 0);
+    number += kPipelinesOfLayer;
+  }
+  head_->watch(on ? number : 0);
+}
+
+std::string Gpt::product_at(int64_t pipeline, size_t op) const {
+  const int64_t layer = (pipeline - 1) / kPipelinesOfLayer;
+  if (layer == static_cast<int64_t>(layers_.size())) return "head";
+  return "layers." + std::to_string(layer) + "." +
+         product_of_layer((pipeline - 1) % kPipelinesOfLayer, op);
+}
+
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets) {
   return at::cross_entropy_loss(logits.reshape({-1, kVocabulary}).to(at::kFloat),
                                 targets.reshape({-1}));

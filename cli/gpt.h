@@ -32,6 +32,10 @@ class Gpt {
   /// zeros for biases.
   void initialize(int64_t seed);
   std::string mlp_plan_svg() { return layers_.front()->mlp_plan_svg(); }
+  /// Has all products tell what quantizing does to their operands, or none.
+  void watch(bool on);
+  /// The product that a pipeline's number and a place in it mean: "layers.0.qkv".
+  std::string product_at(int64_t pipeline, size_t op) const;
 
  private:
   at::Tensor attend(const at::Tensor& qkv) const;

@@ -37,6 +37,8 @@ class GptLayer {
   virtual NamedTensors buffers() { return {}; }
   /// What `mlp` runs as, drawn; empty without a plan.
   virtual std::string mlp_plan_svg() { return {}; }
+  /// Has its pipelines tell what quantizing does, under the numbers first, first + 1, ...; 0: none.
+  virtual void watch(int64_t /*first*/) {}
 };
 
 /// What turns the last layer's output into 256 logits.
@@ -46,7 +48,13 @@ class GptHead {
   virtual at::Tensor logits(const at::Tensor& x) = 0;
   virtual NamedTensors parameters() = 0;
   virtual NamedTensors buffers() { return {}; }
+  virtual void watch(int64_t /*number*/) {}
 };
+
+/// Pipelines of a layer, for `watch`.
+inline constexpr int64_t kPipelinesOfLayer = 3;
+/// The product at a place of one of these pipelines: "qkv".
+std::string product_of_layer(int64_t pipeline, size_t op);
 
 /// On libtorch's own modules and functions.
 std::unique_ptr<GptLayer> make_plain_layer(const GptConfig& config, at::ScalarType dtype);

@@ -78,6 +78,12 @@ class TandemLayer final : public GptLayer {
 
   std::string mlp_plan_svg() override { return mlp_->explain(ExplainFormat::svg); }
 
+  void watch(int64_t first) override {
+    int64_t number = first;
+    for (Sequential* pipeline : {&attention_in_, &attention_out_, &mlp_})
+      (*pipeline)->set_watched(first == 0 ? 0 : number++);
+  }
+
  private:
   Sequential attention_in_, attention_out_, mlp_;
 };
@@ -96,12 +102,20 @@ class TandemHead final : public GptHead {
   }
 
   NamedTensors buffers() override { return buffers_of({{"pipeline", &pipeline_}}); }
+  void watch(int64_t number) override { pipeline_->set_watched(number); }
 
  private:
   Sequential pipeline_;
 };
 
 }  // namespace
+
+std::string product_of_layer(int64_t pipeline, size_t op) {
+  if (pipeline == 0) return "qkv";
+  if (pipeline == 1) return "projection";
+  constexpr size_t kDown = 5;  // behind the fork, the norm, a product with its bias, and the unit
+  return op < kDown ? "up" : "down";
+}
 
 std::unique_ptr<GptLayer> make_tandem_layer(const GptConfig& config, at::ScalarType dtype) {
   return std::make_unique<TandemLayer>(config, dtype);

@@ -176,6 +176,16 @@ svg { max-width: 100%; height: auto; }
 .run0 { stroke: var(--run0); }
 .run1 { stroke: var(--run1); stroke-dasharray: 7 3; }
 .run2 { stroke: var(--run2); stroke-dasharray: 2 3; }
+.run3 { stroke: var(--run0); stroke-dasharray: 9 3 2 3; }
+.run4 { stroke: var(--run1); }
+.run5 { stroke: var(--run2); stroke-dasharray: 9 3; }
+.run6 { stroke: var(--run0); stroke-dasharray: 2 2; }
+.run7 { stroke: var(--run1); stroke-dasharray: 2 5; }
+.run8 { stroke: var(--run2); }
+.inspection text { fill: var(--ink); font-size: 12px; }
+.inspection .curve { fill: none; stroke-width: 1.2; }
+.inspection .grid { stroke: var(--faint); }
+.inspection .bad { fill: var(--run1); }
 )";
 
 }  // namespace
@@ -222,6 +232,8 @@ std::string report_html(const Report& report) {
     body += "<h2>Plan of one MLP block</h2>\n<div class=\"plan\">" + report.plan_svg.substr(begin) +
             "</div>\n";
   }
+  if (!report.inspection_svg.empty())
+    body += "<h2>What quantizing does to each tensor</h2>\n" + report.inspection_svg;
   body +=
       "<h2>Text drawn from the last model</h2>\n<pre>" + html_escape(report.sample) + "</pre>\n";
   return html_page("tandem train", kStyle, body);

@@ -32,6 +32,8 @@ struct Report {
   /// Rows with "run", "step" and "bits_per_byte".
   const nlohmann::json* log;
   std::string plan_svg, sample;
+  /// What quantizing did to each tensor, drawn; empty where nobody looked.
+  std::string inspection_svg;
 };
 
 /// One HTML page that needs nothing beside it: loss curves, table, plan of an MLP block, sample.

@@ -99,6 +99,11 @@ void add_train(CLI::App& tandem, Action& action) {
       app, "--resume", [arguments] { arguments->resume = true; },
       "go on from the checkpoint in --out; options left out come from it", "Files");
   add_flag(
+      app, "--inspect", [arguments] { arguments->options.inspect = true; },
+      "measure what quantizing does to each tensor in the steps that are logged, for the report; "
+      "warn where one saturates",
+      "Files");
+  add_flag(
       app, "--json", [arguments] { arguments->json = true; },
       "print one JSON document instead of progress and table", "Files");
 }

@@ -17,9 +17,10 @@ namespace {
 
 using nlohmann::json;
 
-/// Which runs there are: without Tandem, with it, and under each recipe.
+/// Which runs there are: without Tandem, with it, in a dtype whatever that of the others, and under
+/// each recipe.
 const std::vector<std::string> kRuns = [] {
-  std::vector<std::string> runs{"plain", "tandem"};
+  std::vector<std::string> runs{"plain", "tandem", "float32", "bfloat16"};
   for (const std::string& name : recipe_names()) runs.push_back(name);
   return runs;
 }();

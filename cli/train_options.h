@@ -34,6 +34,8 @@ struct TrainOptions {
   int64_t log_every = 5;
   int64_t checkpoint_every = 100;
   std::string out = "out";
+  /// Measures what quantizing does in the steps that are logged, and puts it in the report.
+  bool inspect = false;
 
   GptConfig gpt() const { return {layers, hidden, heads, context}; }
   std::vector<std::string> run_names() const;

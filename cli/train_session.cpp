@@ -117,6 +117,7 @@ void TrainSession::resume(const OutFolder& out, const json& state) try {
   state.at("losses").get_to(losses_);
   state.at("step_seconds").get_to(step_seconds_);
   state.at("plan_svg").get_to(plan_svg_);
+  inspection_.set_rows(state.value("inspection", json::array()));
   log_ = state.at("log");
   const auto is_of_its_run = [&](const RunResult& result) {
     return result.run == runs_[static_cast<size_t>(&result - results_.data())];
@@ -145,7 +146,8 @@ void TrainSession::save(OutFolder& out, const std::string& run, const Training& 
                    {"log", log_},
                    {"losses", losses_},
                    {"step_seconds", step_seconds_},
-                   {"plan_svg", plan_svg_}};
+                   {"plan_svg", plan_svg_},
+                   {"inspection", inspection_.rows()}};
   save_checkpoint(out, run + "-" + std::to_string(step_), state, training.state());
 }
 
@@ -222,7 +224,15 @@ bool TrainSession::train_one(OutFolder& out, const std::string& run) {
       save(out, run, training);
       return false;
     }
+    const bool is_logged =
+        (step_ + 1) % options_.log_every == 0 || step_ + 1 == options_.steps || step_ == 0;
+    const bool is_inspected = options_.inspect && is_logged;
+    if (options_.inspect) training.model().watch(is_inspected);
     const StepMetrics metrics = training.step(step_);
+    if (is_inspected)
+      inspection_.take(run, step_ + 1, quiet_, [&](int64_t pipeline, size_t op) {
+        return training.model().product_at(pipeline, op);
+      });
     if (!std::isfinite(metrics.bits_per_byte)) {
       progress.finish();
       throw UserError("expected a finite loss, got " + format("%g", metrics.bits_per_byte) +
@@ -257,7 +267,8 @@ bool TrainSession::run(OutFolder& out) {
     step_seconds_.clear();
   }
   AtomicFile report = out.begin(kReportName);
-  report.write(report_html({title(), results_, &log_, plan_svg_, sample_}));
+  report.write(report_html({title(), results_, &log_, plan_svg_, sample_,
+                            options_.inspect ? inspection_svg(inspection_.rows()) : ""}));
   out.commit(report);
   return true;
 }
@@ -268,6 +279,7 @@ json TrainSession::document(bool finished) const {
                 {"configuration", configuration_of(options_)},
                 {"results", results_},
                 {"log", log_},
+                {"inspection", inspection_.rows()},
                 {"metrics", (fs::path(options_.out) / kMetricsName).string()}};
   if (finished) {
     document["sample"] = sample_;

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "inspection.h"
 #include "out_folder.h"
 #include "report.h"
 #include "safetensors.h"
@@ -65,6 +66,7 @@ class TrainSession {
   /// Of the present run, by step.
   std::vector<double> losses_, step_seconds_;
   std::string plan_svg_;
+  Inspection inspection_;
 
   /// Tensors of a checkpoint, until its run goes on.
   NamedTensors restored_;

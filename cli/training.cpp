@@ -25,8 +25,10 @@ constexpr double kFinalLearningRate = 0.1;                // of the highest
 constexpr int64_t kValidationBatches = 16;
 constexpr int64_t kPromptBytes = 64;
 
-at::ScalarType dtype_of(const TrainOptions& options) {
-  return options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+/// A run that is named after a dtype has it.
+at::ScalarType dtype_of(const TrainOptions& options, const std::string& run) {
+  const bool is_named = run == "float32" || run == "bfloat16";
+  return (is_named ? run : options.dtype) == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 
 double bits(const at::Tensor& nats) { return nats.item<double>() / std::numbers::ln2; }
@@ -40,7 +42,8 @@ Training::Training(const TrainOptions& options, const std::string& run, const Te
     : options_(options),
       text_(text),
       recipe_(recipe_named(run)),
-      model_(options.gpt(), run == "plain" ? Modules::plain : Modules::tandem, dtype_of(options)),
+      model_(options.gpt(), run == "plain" ? Modules::plain : Modules::tandem,
+             dtype_of(options, run)),
       masters_([&] {
         model_.initialize(options.seed);
         std::vector<at::Tensor> masters;

@@ -32,6 +32,8 @@ class Training {
   double saved_bytes_per_token();
   std::string sample(int64_t length);
   std::string mlp_plan_svg() { return model_.mlp_plan_svg(); }
+  /// The model, for who watches what quantizing does.
+  Gpt& model() { return model_; }
 
   /// float32 parameters by name.
   NamedTensors parameters() const;

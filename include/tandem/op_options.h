@@ -54,6 +54,8 @@ struct BasicLinearOptions {
   /// It takes the place of what main_grad holds.
   bool overwrite_main_grad = false;
   Dummy dummy = Dummy::none;
+  /// It is left to the caller, who is given its operands.
+  bool delay_wgrad = false;
 };
 struct GroupedLinearOptions {
   size_t num_groups = 1;

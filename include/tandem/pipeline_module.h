@@ -42,6 +42,10 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   ///         cannot do with so little: with the least that it needs.
   void set_memory_budget(std::optional<double> bytes_per_row);
   std::optional<double> memory_budget() const;
+  /// From the next call on each quantization says what it does, under this number, to whoever takes
+  /// that (kernel_ops/inspection.h); 0, as at first: none does. No other thread may call the module
+  /// meanwhile.
+  void set_watched(int64_t number);
   /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
   /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go
   /// into a main_grad are returned here, and no main_grad is written.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tandem/autocast.h"
+#include "tandem/functional.h"
 #include "tandem/memory.h"
 #include "tandem/modules.h"
 #include "tandem/ops.h"

@@ -25,7 +25,7 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                  const std::vector<Channel>& extra_inputs,
                  const std::vector<std::pair<Channel, bool>>& extra_outputs, bool in_place,
                  const std::optional<std::tuple<uint32_t, uint32_t, uint32_t>>& state,
-                 std::string instance) {
+                 std::string instance, bool recompute) {
   OpEntry entry{.op = std::move(op),
                 .label = std::move(label),
                 .options = std::move(options),
@@ -33,7 +33,8 @@ OpEntry op_entry(std::string op, std::string label, std::string options, std::ve
                 .joins = std::move(joins),
                 .buffers = std::move(buffers),
                 .in_place = in_place,
-                .instance = std::move(instance)};
+                .instance = std::move(instance),
+                .recompute = recompute};
   for (const Channel& channel : extra_inputs)
     entry.extra_inputs.push_back({.channel = channel.value_or("")});
   for (const auto& [channel, to_caller] : extra_outputs)
@@ -49,7 +50,8 @@ void bind_description(py::module_& module) {
   py::class_<OpEntry>(module, "OpEntry")
       .def(py::init(&op_entry), py::kw_only(), py::arg("op"), py::arg("label"), py::arg("options"),
            py::arg("params"), py::arg("joins"), py::arg("buffers"), py::arg("extra_inputs"),
-           py::arg("extra_outputs"), py::arg("in_place"), py::arg("state"), py::arg("instance"));
+           py::arg("extra_outputs"), py::arg("in_place"), py::arg("state"), py::arg("instance"),
+           py::arg("recompute") = false);
   module.def("write_ops", &write_ops, py::arg("ops"));
   module.def(
       "write_description",

@@ -10,7 +10,9 @@
 
 #include "bindings/autocast.h"
 #include "kernel_ops/weights.h"
+#include "ops/deferred.h"
 #include "pipeline/op_call.h"
+#include "pipeline/plain_call.h"
 
 namespace py = pybind11;
 
@@ -33,9 +35,63 @@ std::vector<Maybe> maybes_of(at::TensorList tensors) {
   return result;
 }
 
+void bind_plain_call(py::module_& module) {
+  py::class_<PlainArguments>(module, "PlainArguments")
+      .def(py::init([](std::string ops, std::string recipe, std::vector<at::Tensor> inputs,
+                       std::vector<at::Tensor> params, std::vector<bool> asked,
+                       std::optional<std::vector<at::Tensor>> workspaces,
+                       std::vector<at::Tensor> state, std::vector<at::Tensor> buffers) {
+             return PlainArguments{std::move(ops),    std::move(recipe), std::move(inputs),
+                                   std::move(params), std::move(asked),  std::move(workspaces),
+                                   std::move(state),  std::move(buffers)};
+           }),
+           py::kw_only(), py::arg("ops"), py::arg("recipe"), py::arg("inputs"), py::arg("params"),
+           py::arg("asked"), py::arg("workspaces"), py::arg("state"), py::arg("buffers"));
+  module.def(
+      "plain_forward",
+      [](const PlainArguments& arguments) {
+        const ContextRegion region;
+        const py::gil_scoped_release no_gil;
+        const PlainResults results = plain_forward(arguments);
+        return std::tuple(results.outputs, maybes_of(results.saved), results.carried,
+                          results.workspaces);
+      },
+      py::arg("arguments"), "Outputs, what backward reads, sizes that it reads, workspaces.");
+  py::class_<PlainContext>(module, "PlainContext")
+      .def(py::init([](const PlainArguments& arguments, const std::vector<Maybe>& saved,
+                       std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried,
+                       std::vector<at::Tensor> workspaces) {
+             return PlainContext(arguments, {.outputs = {},
+                                             .saved = tensors_of(saved),
+                                             .carried = std::move(carried),
+                                             .workspaces = std::move(workspaces)});
+           }),
+           py::arg("arguments"), py::arg("saved"), py::arg("carried"), py::arg("workspaces"))
+      .def(
+          "backward",
+          [](PlainContext& self, const std::vector<Maybe>& gradients, bool retain) {
+            const ContextRegion region;
+            const py::gil_scoped_release no_gil;
+            return maybes_of(self.backward(tensors_of(gradients), retain));
+          },
+          py::arg("gradients"), py::arg("retain"))
+      .def("saved_bytes", &PlainContext::saved_bytes)
+      .def("saved", &PlainContext::saved);
+}
+
 }  // namespace
 
 void bind_op_call(py::module_& module) {
+  bind_plain_call(module);
+  module.def("left_grad_weight", [](const std::vector<at::Tensor>& left) {
+    const py::gil_scoped_release no_gil;
+    return ops::left_grad_weight(left);
+  });
+  module.def("add_left_grad_weight",
+             [](const std::vector<at::Tensor>& left, const at::Tensor& target, bool accumulate) {
+               const py::gil_scoped_release no_gil;
+               ops::add_left_grad_weight(left, target, accumulate);
+             });
   module.def(
       "op_forward",
       [](const std::string& description, const std::vector<at::Tensor>& inputs,

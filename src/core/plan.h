@@ -102,10 +102,11 @@ struct KeptChoice {
   double added_bytes = 0, added_flops = 0;
 };
 
-/// How a plan keeps within a memory budget.
+/// How a plan keeps within a memory budget, or what it keeps where ops are to be computed again.
 struct KeptWithin {
-  /// Per row of the main input: the budget, and what is kept.
-  double budget = 0, kept = 0;
+  /// Per row of the main input: the budget, nullopt without one, and what is kept.
+  std::optional<double> budget = std::nullopt;
+  double kept = 0;
   std::vector<KeptChoice> choices;
 };
 
@@ -151,7 +152,7 @@ struct Plan {
   /// By gradient: whether it goes into a buffer, and nowhere else.
   std::vector<bool> absorbed;
   std::vector<Decision> decisions;
-  /// Where there is a memory budget and anything to keep.
+  /// Where there is a memory budget, or an op to compute again, and anything to keep.
   std::optional<KeptWithin> within;
 
   bool is_quantized = false;

@@ -153,6 +153,8 @@ void PipelineModule::set_memory_budget(std::optional<double> bytes_per_row) {
 
 std::optional<double> PipelineModule::memory_budget() const { return pipeline_->memory_budget(); }
 
+void PipelineModule::set_watched(int64_t number) { pipeline_->set_watched(number); }
+
 int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }
 
 VerifyReport PipelineModule::verify(const at::Tensor& x, at::TensorList extra_inputs) {

@@ -50,18 +50,13 @@ ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Arg
       args...);
 }
 
-/// A matrix as a product reads it: numbers, or codes, their scale and the amax behind that.
-struct Operand {
-  Tensor matrix;
-  const Quantizer* quantizer = nullptr;
-  Direction direction = Direction::row;
-  Tensor scale = {}, amax = {};
+using Operand = CodedMatrix;
 
-  Factor factor(const Tensor& as_read) const {
-    return {as_read, quantizer, direction, quantizer == nullptr ? nullptr : &scale,
-            amax.defined() ? &amax : nullptr};
-  }
-};
+Factor factor(const Operand& operand, const Tensor& as_read) {
+  return {as_read, operand.quantizer, operand.direction,
+          operand.quantizer == nullptr ? nullptr : &operand.scale,
+          operand.amax.defined() ? &operand.amax : nullptr};
+}
 
 /// Numbers in the codes of a quantizer, if there is one.
 Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantizer* quantizer,
@@ -91,14 +86,16 @@ std::optional<Tensor> end_scale(const Operand& operand) {
 }
 
 Tensor turned(const Operand& operand, bool is_transposed) {
-  return is_transposed ? operand.matrix.t() : operand.matrix;
+  const Tensor& matrix = operand.matrix;
+  const Tensor flat = matrix.dim() == 2 ? matrix : matrix.reshape({-1, matrix.size(-1)});
+  return is_transposed ? flat.t() : flat;
 }
 
 /// target = a b of codes, each transposed or not.
 void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transposed,
                     const Operand& b, bool b_transposed, Rows rows, const Tensor& target) {
   const Tensor left = turned(a, a_transposed), right = turned(b, b_transposed);
-  const Product product(a.factor(left), b.factor(right), target.scalar_type(), rows,
+  const Product product(factor(a, left), factor(b, right), target.scalar_type(), rows,
                         Sums::independent_of_threads);
   if (choose(product) != nullptr) {
     took |= multiply(product, target);
@@ -275,6 +272,19 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
   const Tensor sums = empty_beside(x, target.sizes(), wide);
   took |= multiply(Product({left}, {right}, wide, Rows::contracted), sums);
   accumulate ? target.add_(sums) : target.copy_(sums);
+  return took;
+}
+
+ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
+                                         const Tensor& target, bool accumulate) {
+  if (x.quantizer == nullptr)
+    return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, target, accumulate);
+  ImplementationNames took = 0;
+  const bool is_spare = !accumulate && target.is_contiguous() && is_plain(target) &&
+                        target.device() == x.matrix.device();
+  const Tensor sums = is_spare ? target : empty_beside(x.matrix, target.sizes(), at::kFloat);
+  multiply_codes(took, grad_y, true, x, false, Rows::contracted, sums);
+  if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
 }
 

@@ -74,6 +74,19 @@ ImplementationNames grad_weight_of_group(const at::Tensor& grad_y, const at::Ten
                                          const GradQuantizers& quantizers, const at::Tensor& target,
                                          bool accumulate);
 
+/// A matrix over its last dimension: numbers, or codes, their scale and the amax behind that.
+struct CodedMatrix {
+  at::Tensor matrix;
+  /// Null: numbers.
+  const Quantizer* quantizer = nullptr;
+  Direction direction = Direction::row;
+  at::Tensor scale = {}, amax = {};
+};
+
+/// The same of operands that are in codes already, or of numbers.
+ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
+                                         const at::Tensor& target, bool accumulate);
+
 /// target = sum over the rows of grad_y (times their scales), in float32 or wider, rounded once.
 ///
 /// Shapes: grad_y [rows, n], scales [rows] -> target [n], contiguous.

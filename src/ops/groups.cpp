@@ -4,20 +4,14 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <cstring>
-
 #include "kernel_ops/shapes.h"
+#include "ops/deferred.h"
 
 namespace tandem::ops {
 
 using at::Tensor;
 
 namespace {
-
-/// Its version, which everybody sees who writes it in place.
-int64_t version_of(const Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
 
 size_t main_grad_count(const GroupedLinearOptions& options) {
   return options.packed_weight ? 1 : options.num_groups;
@@ -167,24 +161,15 @@ void finish_main_grads(Call& call, const GroupedLinearOptions& options, const Te
 }
 
 void defer(const Call& call, const Deferred& deferred, size_t first) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      call.path() == Path::direct,
-      "grouped_linear: expected delay_wgrad_compute=False where the call is traced, got True: ",
-      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
+  check_can_leave(call, "grouped_linear");
   std::string lines =
       std::to_string(version_of(deferred.x)) + " " + std::to_string(version_of(deferred.splits));
   for (const Quantizer* quantizer : {deferred.quantizers.grad_y, deferred.quantizers.x})
     if (quantizer != nullptr) lines += "\n" + quantizer->text;
-  Tensor text = at::empty({static_cast<int64_t>(lines.size())}, at::kByte);
-  std::memcpy(text.mutable_data_ptr(), lines.data(), lines.size());
-  const Tensor kept[] = {deferred.grad_y, as_matrix(deferred.x), deferred.splits, text};
-  for (size_t i = 0; i < std::size(kept); ++i)
-    call.mutated(first + i).unsafeGetTensorImpl()->shallow_copy_from(kept[i].getIntrusivePtr());
-  for (const auto& [source, place] : {std::pair(&deferred.x, 1), std::pair(&deferred.splits, 2)})
-    if (!source->is_inference())
-      call.mutated(first + static_cast<size_t>(place))
-          .unsafeGetTensorImpl()
-          ->set_version_counter(source->unsafeGetTensorImpl()->version_counter());
+  leave(call, first, deferred.grad_y);
+  leave(call, first + 1, as_matrix(deferred.x), &deferred.x);
+  leave(call, first + 2, deferred.splits, &deferred.splits);
+  leave(call, first + 3, lines);
 }
 
 }  // namespace tandem::ops

@@ -5,6 +5,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
+#include "ops/deferred.h"
 #include "ops/product.h"
 #include "tandem/op_options.h"
 
@@ -50,18 +51,29 @@ void linear_accumulate(Call& call) {
                                                                 : at::empty_symint(sizes, dummy));
 }
 
+/// What the gradient of weight is computed from is left to the caller.
+void linear_defer(Call& call) {
+  enum Read { grad_y, x };
+  leave_product(call, grad_y, x);
+}
+
+const BasicLinearOptions& linear_options(const void* options) {
+  return *static_cast<const BasicLinearOptions*>(options);
+}
+bool delays(const void* options) { return linear_options(options).delay_wgrad; }
 bool returns_gradient(const void* options) {
-  return !static_cast<const BasicLinearOptions*>(options)->accumulate_into_main_grad;
+  return !linear_options(options).accumulate_into_main_grad && !delays(options);
 }
 template <bool kDummy>
 bool accumulates(const void* options) {
-  const auto& linear = *static_cast<const BasicLinearOptions*>(options);
-  return linear.accumulate_into_main_grad &&
+  const BasicLinearOptions& linear = linear_options(options);
+  return linear.accumulate_into_main_grad && !linear.delay_wgrad &&
          (linear.dummy != BasicLinearOptions::Dummy::none) == kDummy;
 }
 /// There is a main_grad where one is asked for.
-size_t main_grads(const void* options, std::string_view) {
-  return returns_gradient(options) ? 0 : 1;
+size_t buffers(const void* options, std::string_view operand) {
+  if (operand == "deferred[]") return delays(options) ? kDeferredProduct : 0;
+  return linear_options(options).accumulate_into_main_grad ? 1 : 0;
 }
 
 void bias_forward(Call& call) {
@@ -85,11 +97,13 @@ const OpDef kBasicLinear{
                    {"overwrite_main_grad", &BasicLinearOptions::overwrite_main_grad,
                     "it takes the place of what main_grad holds"},
                    {"dummy_gradient", &BasicLinearOptions::dummy,
-                    one_of({"none", "empty", "zeros"}), "what is returned beside main_grad"}}},
+                    one_of({"none", "empty", "zeros"}), "what is returned beside main_grad"},
+                   {"delay_wgrad", &BasicLinearOptions::delay_wgrad,
+                    "the gradient of weight is left to the caller, who is given its operands"}}},
     .sizes = {{"in_features", "size of the last dimension of x"},
               {"out_features", "size of the last dimension of y"}},
     .params = {{"weight", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform}},
-    .buffers = {"main_grad[]"},
+    .buffers = {"main_grad[]", "deferred[]"},
     .dtype = DtypeRule::weight,
     .roles = {{"x", Role::input}, {"weight", Role::weight}, {"grad_y", Role::grad_output}},
     .forward = {{.name = "forward",
@@ -123,9 +137,17 @@ const OpDef kBasicLinear{
                   .absorbs = {"grad_weight"},
                   .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
                   .run = linear_accumulate,
-                  .applies = accumulates</*kDummy=*/true>}},
+                  .applies = accumulates</*kDummy=*/true>},
+                 {.name = "defer",
+                  .reads = {"grad_y", "x"},
+                  .writes = {},
+                  .mutates = {"deferred[]"},
+                  .absorbs = {"grad_weight"},
+                  .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
+                  .run = linear_defer,
+                  .applies = delays}},
     .context = {"x", "weight"},
-    .list_length = main_grads,
+    .list_length = buffers,
 };
 
 const OpDef kBias{

@@ -90,7 +90,8 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
 /// Per row of the main input, as all numbers here.
 json within_json(const Plan& plan) {
   static constexpr const char* kKinds[] = {"kept", "written again", "run again"};
-  json result{{"bytes_per_row", plan.within->budget},
+  const auto& budget = plan.within->budget;
+  json result{{"bytes_per_row", budget ? json(*budget) : json()},
               {"kept_bytes_per_row", plan.within->kept},
               {"choices", json::array()}};
   for (const KeptChoice& choice : plan.within->choices)
@@ -193,8 +194,14 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
 
 /// The trade of each choice.
 void print_budget(std::ostringstream& text, const json& within) {
-  text << "  memory budget: " << within.at("bytes_per_row").get<double>() << " bytes per row, "
-       << within.at("kept_bytes_per_row").get<double>() << " kept\n";
+  const json& budget = within.at("bytes_per_row");
+  if (budget.is_null()) {
+    text << "  computed again: ";
+  } else {
+    text << "  memory budget: " << budget.get<double>() << " bytes per row, ";
+  }
+  text << within.at("kept_bytes_per_row").get<double>()
+       << (budget.is_null() ? " bytes per row kept\n" : " kept\n");
   for (const json& choice : within.at("choices")) {
     const auto kind = choice.at("choice").get<std::string>();
     text << "    " << kind << " " << choice.at("value").get<std::string>() << " ("

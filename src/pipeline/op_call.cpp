@@ -13,6 +13,7 @@
 #include "autograd/direct.h"
 #include "executor/executor.h"
 #include "kernel_ops/weights.h"
+#include "pipeline/on_demand.h"
 #include "planner/planner.h"
 #include "planner/program.h"
 #include "planner/slice.h"
@@ -55,59 +56,6 @@ void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool
     key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
                   quantized.has(Direction::row), quantized.has(Direction::column));
 }
-
-/// The steps of a plan, run as values are asked for. What is there is not made again.
-class OnDemand {
- public:
-  OnDemand(const Plan& plan, const Arguments& arguments, Path path)
-      : plan_(plan),
-        frame_(path, plan.types, plan.slot_of, plan.tensor_slots),
-        is_sized_(plan.types.size()) {
-    fill(frame_, plan, arguments);
-  }
-
-  Frame& frame() { return frame_; }
-
-  void set(Value value, const at::Tensor& tensor) {
-    if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
-  }
-  void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
-    frame_.shape(value) = {sizes.begin(), sizes.end()};
-    is_sized_[index_of(value)] = true;
-  }
-
-  bool has(Value value) {
-    if (frame_.type(value).format == Format::shape) return is_sized_[index_of(value)];
-    return frame_.tensor(value).defined();
-  }
-
-  /// Runs a step behind those that write what it reads.
-  void run(const Step& step) {
-    for (const Value value : step.reads)
-      if (exists(value)) provide(value);
-    Step keeping = step;
-    keeping.dead.clear();
-    run_step(frame_, keeping);
-    for (const Value value : step.writes)
-      if (exists(value)) is_sized_[index_of(value)] = true;
-  }
-
- private:
-  void provide(Value value) {
-    if (has(value)) return;
-    const auto step = std::ranges::find_if(plan_.forward,
-                                           [&](const Step& other) { return writes(other, value); });
-    TORCH_CHECK_VALUE(step != plan_.forward.end(), "op_backward: expected ",
-                      plan_.types[index_of(value)].name,
-                      " on the context, as backward reads it, got none. Save in forward what the "
-                      "op's own forward saves.");
-    run(*step);
-  }
-
-  const Plan& plan_;
-  Frame frame_;
-  std::vector<bool> is_sized_;
-};
 
 const OperandTable* operands_of(const Plan& plan) {
   return plan.backward_fusions ? &plan.backward_fusions->operands[0] : nullptr;

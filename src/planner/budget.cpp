@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <set>
 
 #include "planner/glue.h"
@@ -37,13 +38,33 @@ double flops_per_byte(c10::DeviceType type) {
   return kFlopsPerByteElsewhere;
 }
 
+/// The results of ops that are to be computed again, and what steps between ops make of these.
+ValueSet recomputed_values(const Description& description, const Draft& draft) {
+  ValueSet values(draft.types.size());
+  for (size_t op = 0; op < description.ops.size(); ++op) {
+    if (!description.ops[op].recompute) continue;
+    const OpKind& kind = *description.ops[op].kind;
+    for (size_t result = kind.first_result; result < kind.first_temporary; ++result)
+      if (const Value value = draft.operands[op].value(result); exists(value)) values.add(value);
+  }
+  for (const Step& step : draft.forward) {
+    const bool is_between = step.kind == StepKind::cast || step.kind == StepKind::rename ||
+                            step.kind == StepKind::quantize ||
+                            step.kind == StepKind::watched_quantize ||
+                            step.kind == StepKind::dequantize;
+    if (is_between && exists(step.reads[0]) && values(step.reads[0])) values.add(step.writes);
+  }
+  return values;
+}
+
 /// The cheapest outcome within a limit.
 class Search {
  public:
-  explicit Search(const Ways& ways)
+  /// `never_kept`: what is not kept where there is another way.
+  Search(const Ways& ways, const ValueSet& never_kept)
       : ways_(ways), keep_(ways.items().size()), place_(ways.items().size()) {
     for (size_t i = 0; i < ways.items().size(); ++i)
-      if (!ways.items()[i].is_fixed) free_.push_back(i);
+      if (!ways.items()[i].is_fixed && !never_kept(ways.items()[i].value)) free_.push_back(i);
     const auto bytes = [&](size_t i) { return ways.items()[i].bytes; };
     std::ranges::stable_sort(free_, [&](size_t a, size_t b) {
       const bool first = ways.is_needed(a), second = ways.is_needed(b);
@@ -302,7 +323,7 @@ class Assembly {
   Draft& draft_;
 };
 
-KeptWithin explained(double budget, const Ways& ways, const Outcome& outcome,
+KeptWithin explained(std::optional<double> budget, const Ways& ways, const Outcome& outcome,
                      const BackwardBase& base, const Steps& whole, const Draft& draft) {
   KeptWithin within{.budget = budget, .kept = outcome.bytes, .choices = {}};
   std::set<size_t> told;
@@ -336,6 +357,7 @@ BudgetFit::BudgetFit(const Description& description, const PlanKey& key,
     : description_(description),
       key_(key),
       never_again_(written_again_by(description, backward_groups, draft)),
+      recomputed_(recomputed_values(description, draft)),
       whole_(draft.backward) {
   const BackwardBase base(whole_, draft, never_again_);
   for (const Value value : values_from_forward(base.steps, draft.output_gradients))
@@ -344,18 +366,30 @@ BudgetFit::BudgetFit(const Description& description, const PlanKey& key,
       codes_.push_back(value);
 }
 
+/// By item: what the plan keeps anyway, and what nothing in backward would write again.
+std::vector<bool> BudgetFit::kept_without_budget(const Ways& ways, const BackwardBase& base,
+                                                 const Plan& plan) const {
+  std::vector<bool> keep;
+  for (const Item& item : ways.items())
+    keep.push_back(!recomputed_(item.value) &&
+                   (std::ranges::find(plan.kept, item.value) != plan.kept.end() ||
+                    !base.writers.contains(item.value)));
+  return keep;
+}
+
 void BudgetFit::fit(Draft& draft, Plan& plan) {
-  const double budget = *description_.memory_budget;
+  const std::optional<double> budget = description_.memory_budget;
   const PerRow per_row = measure(description_, key_, draft);
   const BackwardBase base(whole_, draft, never_again_);
   const Ways ways(base, draft, per_row, flops_per_byte(key_.tensor(0).device.type()));
-  Search search(ways);
-  const Outcome outcome = search.within(budget);
+  Search search(ways, recomputed_);
+  const Outcome outcome =
+      budget ? search.within(*budget) : ways.outcome(kept_without_budget(ways, base, plan));
   if (!outcome.is_possible) {
     const double least = std::ceil(search.least());
     TORCH_CHECK_VALUE(false, "memory_budget: expected at least ", least,
                       " bytes per row of the main input, the minimum of this pipeline, got ",
-                      budget, ". Raise the budget, or split the pipeline.");
+                      budget.value_or(0), ". Raise the budget, or split the pipeline.");
   }
   plan.within = explained(budget, ways, outcome, base, whole_, draft);
   ValueSet settled = never_again_;

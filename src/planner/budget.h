@@ -1,5 +1,5 @@
 // A memory budget: what forward keeps is chosen so that it fits and backward has the least to do
-// for it.
+// for it. And ops that are computed again in backward, whatever that costs.
 #pragma once
 
 #include <map>
@@ -9,6 +9,7 @@
 #include "planner/fuse.h"
 #include "planner/key.h"
 #include "planner/value_set.h"
+#include "planner/ways.h"
 
 namespace tandem {
 
@@ -27,8 +28,10 @@ class BudgetFit {
 
   /// Replaces backward by one that finds what it reads within description.memory_budget: kept,
   /// written again by a step that could do so, or made by steps of forward, as they were fused,
-  /// that run again. Cost is bytes that are moved more, and operations that are computed more at
-  /// what the device computes meanwhile. Numbers stay what they are: the same steps make them.
+  /// that run again. What ops make that are to be computed again is not kept where there is another
+  /// way; without a budget all else stays as `plan` has it. Cost is bytes that are moved more, and
+  /// operations that are computed more at what the device computes meanwhile. Numbers stay what
+  /// they are: the same steps make them.
   ///
   /// `draft.forward` is fused. Notes in `plan` what is kept, and the choices.
   ///
@@ -37,9 +40,14 @@ class BudgetFit {
   void fit(Draft& draft, Plan& plan);
 
  private:
+  std::vector<bool> kept_without_budget(const Ways& ways, const BackwardBase& base,
+                                        const Plan& plan) const;
+
   const Description& description_;
   const PlanKey& key_;
   ValueSet never_again_;
+  /// What ops make that are to be computed again, and the codes of that.
+  ValueSet recomputed_;
   Steps whole_;
   Values codes_;
 };

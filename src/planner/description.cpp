@@ -112,13 +112,19 @@ OpNode op_node(const json& entry, size_t index, std::vector<std::shared_ptr<cons
     node.state = {number("module"), number("forward"), number("backward")};
     fields.finish();
   }
-  op.get("in_place", node.in_place).get("instance", node.instance);
+  op.get("in_place", node.in_place).get("instance", node.instance).get("recompute", node.recompute);
   node.extra_inputs = bindings_of(op.find("extra_inputs"), "extra_inputs",
                                   extra_input_count(def, node.options.get()), node.label);
   node.extra_outputs =
       bindings_of(op.find("extra_outputs"), "extra_outputs", def.extra_outputs.size(), node.label);
   op.finish();
-  TORCH_CHECK_VALUE(node.joins.empty() || node.buffers.empty(), node.label,
+  const auto has_main_grad = [&] {
+    for (size_t operand = operands.first_buffer; operand < operands.first_result; ++operand)
+      if (operands.operands[operand] == "main_grad[]" && count_of(node, operand, operand + 1) != 0)
+        return true;
+    return false;
+  };
+  TORCH_CHECK_VALUE(node.joins.empty() || !has_main_grad(), node.label,
                     ": expected no main_grad of a parameter that is several tensors, got one. "
                     "Return its gradient, or give one tensor.");
   return node;
@@ -185,6 +191,10 @@ void check_origin(Fields& fields) {
 
 }  // namespace
 
+bool Description::recomputes() const {
+  return std::ranges::any_of(ops, [](const OpNode& op) { return op.recompute; });
+}
+
 size_t Description::param_count() const {
   size_t count = 0;
   for (const OpNode& op : ops)
@@ -240,7 +250,7 @@ std::shared_ptr<const Description> parse_description(std::string_view text) {
   std::string process;  // only tells descriptions apart, for caches that must not outlive a process
   fields.get("process", process).finish();
   check_channels(description->ops);
-  if (description->memory_budget)
+  if (description->memory_budget || description->recomputes())
     description->sizes_in_key =
         std::ranges::any_of(description->ops,
                             [](const OpNode& op) { return op.kind->def.views_input; })
@@ -267,6 +277,7 @@ std::string write_ops(const std::vector<OpEntry>& ops) {
     write_bindings(entry, "extra_inputs", op.extra_inputs, op);
     write_bindings(entry, "extra_outputs", op.extra_outputs, op);
     if (op.in_place) entry["in_place"] = true;
+    if (op.recompute) entry["recompute"] = true;
     if (op.state)
       entry["state"] = {{"module", op.state->holder},
                         {"forward", op.state->forward},

@@ -50,6 +50,8 @@ struct OpNode {
     return in_place && kind->def.in_place && extra_inputs[0].channel.empty();
   }
   std::optional<StateSlots> state;
+  /// Backward makes again what its forward makes, rather than keep it.
+  bool recompute = false;
   /// What a front knows the op by; user fusions over op lists look at it.
   std::string instance;
 };
@@ -93,6 +95,8 @@ struct Description : PlanningTerms {
   std::optional<Recipe> recipe;
   SizesInKey sizes_in_key = SizesInKey::none;
 
+  /// Whether any op is to be computed again in backward.
+  bool recomputes() const;
   size_t param_count() const;
   size_t buffer_count() const;
   /// Ops whose extra inputs come from the caller, in order of ops then slots.
@@ -119,6 +123,7 @@ struct OpEntry {
   bool in_place = false;
   std::optional<StateSlots> state = std::nullopt;
   std::string instance = {};
+  bool recompute = false;
 };
 
 /// Throws c10::ValueError unless a budget is finite and not negative.

@@ -2,6 +2,7 @@
 // readers contribute.
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "planner/glue.h"
 #include "planner/lower.h"
@@ -217,10 +218,22 @@ class BackwardLowering {
     for (const OperandRef& ref : step.absorbs)
       for (size_t element = 0; element < operands.count(ref.operand); ++element)
         if (draft_.needs_grad(operands.value(ref.operand, element)))
-          absorbed.push_back(static_cast<uint32_t>(draft_.inputs.size()) +
-                             node.params[operands.place(ref.operand, element) -
-                                         operands.place(node.kind->first_param, 0)]);
+          add_absorbed(
+              node,
+              operands.place(ref.operand, element) - operands.place(node.kind->first_param, 0),
+              absorbed);
     return absorbed;
+  }
+
+  /// Those of the `nth` parameter of an op, which may be several tensors.
+  void add_absorbed(const OpNode& node, size_t nth, std::vector<uint32_t>& absorbed) const {
+    const auto inputs = static_cast<uint32_t>(draft_.inputs.size());
+    if (node.joins.empty()) return absorbed.push_back(inputs + node.params[nth]);
+    const auto first = std::accumulate(node.joins.begin(),
+                                       node.joins.begin() + static_cast<std::ptrdiff_t>(nth), 0U);
+    for (uint32_t part = first; part < first + node.joins[nth]; ++part)
+      if (draft_.needs_grad(draft_.params[node.params[part]]))
+        absorbed.push_back(inputs + node.params[part]);
   }
 
   const Description& description_;

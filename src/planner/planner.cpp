@@ -185,7 +185,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   if (!draft.backward.empty())
     backward_groups = groups_of(Pass::backward, description, user, scope);
   std::optional<BudgetFit> budget;
-  if (description.memory_budget && !draft.backward.empty())
+  if ((description.memory_budget || description.recomputes()) && !draft.backward.empty())
     budget.emplace(description, key, backward_groups, draft);
   choose_kept(description, backward_groups, draft, *plan);
   finish_forward(description, user, scope, budget ? budget->codes() : Values(), draft, *plan);

@@ -45,7 +45,7 @@ def test_unknown_option():
         ("--learning-rate", "fast", "a number from 0 to 10"),
         ("--learning-rate", "nan", "a number from 0 to 10"),
         ("--dtype", "float64", "one of auto, float32, bfloat16"),
-        ("--runs", "plain,fast", "some of plain, tandem, fp8"),
+        ("--runs", "plain,fast", "some of plain, tandem, float32, bfloat16, fp8"),
         ("--runs", "plain,plain", "each run once"),
         ("--heads", "5", "an even multiple of --heads"),
     ],
@@ -119,6 +119,36 @@ def test_metrics_have_a_row_per_logged_step(trained):
     out, _ = trained
     expected = [(run, step) for run in ("plain", "tandem", "fp8") for step in (3, 6, 9, 12)]
     assert [row[:2] for row in losses(out)] == expected
+
+
+def test_inspection_is_in_the_report(tmp_path):
+    done = train(tmp_path / "out", "--runs", "plain,fp8,delayed", "--inspect", "--json")
+    found = json.loads(done.stdout)["inspection"]
+    tensors = {row["tensor"] for row in found}
+    assert {f"layers.0.{product}: {role}" for product in ("qkv", "projection", "up", "down") for role in ("input", "weight", "grad_output")} <= tensors
+    assert {"head: input", "head: weight"} <= tensors and {row["run"] for row in found} == {"fp8", "delayed"}
+    assert {row["step"] for row in found} == {1, 3, 6, 9, 12}
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "What quantizing does to each tensor" in report and "fp8, layers.0.up: weight" in report
+    plain = train(tmp_path / "other", "--runs", "plain,fp8,delayed")
+    assert losses(tmp_path / "other") == losses(tmp_path / "out") and "What quantizing" not in (tmp_path / "other" / "report.html").read_text()
+    assert "warning" not in plain.stderr
+
+
+def test_a_step_that_saturates_is_told_of(tmp_path):
+    # The first scale of delayed scaling is 1: what is larger than 448 saturates. A learning rate like this makes it so.
+    done = train(tmp_path / "out", "--runs", "delayed", "--inspect", "--learning-rate", 10, "--warmup", 0, "--clip", 1000000, check=False)
+    assert "tandem train: warning: expected " in done.stderr and "beyond the format's range in step" in done.stderr
+    warned = [line.split(" of run ")[0] for line in done.stderr.splitlines() if "warning" in line]
+    assert len(warned) == len(set(warned)), "each tensor once"
+
+
+def test_every_recipe_and_dtype_is_a_run(tmp_path):
+    runs = ["float32", "bfloat16", "fp8", "delayed", "block", "mxfp8", "nvfp4"]
+    train(tmp_path / "out", "--runs", ",".join(runs), "--steps", 6)
+    final = {row["run"]: row for row in rows(tmp_path / "out") if row.get("final")}
+    assert [*final] == runs
+    assert final["bfloat16"]["saved_bytes_per_token"] < final["float32"]["saved_bytes_per_token"]
 
 
 def test_table_and_progress(trained):
@@ -300,6 +330,15 @@ def test_shapes_that_do_not_fit():
     assert re.fullmatch(r"tandem explain: .*expected .+, got .+\n", done.stderr), done.stderr
     done = tandem("explain", "reshape:-1:-1", "--width", 8, check=False)
     assert done.returncode == 2 and "reshape: expected option shape to be at most 64 sizes >= 0, one of which may be -1, of a " in done.stderr
+
+
+def test_bench_covers_every_quantizer():
+    document = json.loads(tandem("bench", "quantizers", "--rows", 32, "--width", 64, "--rounds", 3, "--json").stdout)
+    assert {row["recipe"] for row in document["quantizers"]} == {"fp8", "delayed", "block", "mxfp8", "nvfp4"}
+    texts = [row["quantizer"] for row in document["quantizers"]]
+    assert any("fp4" in text and ":sr" in text for text in texts) and any("e5m2" in text for text in texts)
+    assert all(row["seconds"] > 0 and row["share_of_copy"] > 0 for row in document["quantizers"])
+    assert "share of copy" in tandem("bench", "quantizers", "--rows", 32, "--rounds", 1, "--dtype", "bfloat16").stdout
 
 
 def test_bench_reports_both():

@@ -214,11 +214,11 @@ REFUSED = [
         for name, value in {
             "get_rng_state_tracker": print,
             "symmetric_ar_type": "one_shot",
-            "delay_wgrad_compute": True,
             **dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), True),
         }.items()
     ],
-    (tandem.LayerNormMLP, {"checkpoint": True}, r"LayerNormMLP: expected checkpoint=False, got True\. This version knows the default only"),
+    (tandem.LayerNormMLP, {"checkpoint": 3}, r"LayerNormMLP: expected checkpoint to be True or False, got 3\. Pass a bool"),
+    (tandem.Linear, {"delay_wgrad_compute": "yes"}, r"Linear: expected delay_wgrad_compute to be True or False, got 'yes'\. Pass a bool"),
     (tandem.LayerNormMLP, {"activation": "tanh"}, r"expected activation to be one of clamped_swiglu, geglu, .* got 'tanh'\. Name one of them"),
     (tandem.LayerNormLinear, {"normalization": "BatchNorm"}, r'expected normalization "LayerNorm" or "RMSNorm", got \'BatchNorm\'\. Name one'),
     (tandem.LayerNormLinear, {"parallel_mode": "rows"}, r'expected parallel_mode None, "column" or "row", got \'rows\'\. Name how ranks'),

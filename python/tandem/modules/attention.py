@@ -15,6 +15,7 @@ from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops.arguments import at_default, flag, positive
 from tandem.ops.linear import share
+from tandem.ops.unit import drop_extra_state
 
 Window = tuple[int, int]
 
@@ -309,6 +310,10 @@ class MultiheadAttention(torch.nn.Module):
             raise ValueError(f'{op}: expected qk_norm_type None, "RMSNorm", "LayerNorm" or "L2Normalization", got {kind!r}. Name one of them.')
         made = [_QK_NORMS[kind](self.channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2)]
         return made[0], made[1]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        drop_extra_state(state_dict, f"{prefix}core_attention._extra_state")  # of TransformerEngine's attention, which has no parameters
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _heads(self, mixed: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys and values, each [.., .., heads, features]."""

@@ -71,6 +71,7 @@ class Module(JoinedMixin, CompositeOperation):
         self._join({operand: tuple(each) for operand, each in self._joined_rows.items()}, rows_of_parts)
         self._own([(part, self._names_in_owner(part, names)) for part, names in taken])
         self._bring_together()
+        self._mark_delayed()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
         self._quantize_weights()
@@ -127,16 +128,56 @@ class Module(JoinedMixin, CompositeOperation):
     @property
     def fuse_wgrad_accumulation(self) -> bool:
         """Whether gradients of weights are added to their main_grad."""
-        return any(part.accumulate_into_main_grad for part in self.basic_ops if isinstance(part, BasicLinear))
+        return any(part.accumulate_into_main_grad for part in self._products)
 
     @fuse_wgrad_accumulation.setter
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         value = flag(self._get_name(), "fuse_wgrad_accumulation", value)
         if value and self._joined_rows:
             refuse_main_grad(self._get_name())
-        for part in self.basic_ops:
-            if isinstance(part, BasicLinear):
-                part.accumulate_into_main_grad = value
+        for part in self._products:
+            part.accumulate_into_main_grad = value
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether backward leaves the gradients of weights to `backward_dw`."""
+        return any(part.delay_wgrad_compute for part in self._products)
+
+    @delay_wgrad_compute.setter
+    def delay_wgrad_compute(self, value: bool) -> None:
+        value = flag(self._get_name(), "delay_wgrad_compute", value)
+        for part in self._products:
+            part.delay_wgrad_compute = value
+        self._mark_delayed()
+
+    @property
+    def _products(self) -> list[BasicLinear]:
+        return [part for part in self.basic_ops if isinstance(part, BasicLinear)]
+
+    def _mark_delayed(self) -> None:
+        """Tells what reduces gradients as they come to wait for `backward_dw`."""
+        for part in self._products:
+            for weight in part._weights():
+                if part.delay_wgrad_compute:
+                    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def need_backward_dw(self) -> bool:
+        """Whether backward leaves the gradients of the weights to `backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the gradients of the weights that the oldest backward has left, the last weight's first, and adds them to `grad`, or to
+        `main_grad`; biases have theirs since backward. Does nothing where backward leaves none. RuntimeError where there was no backward."""
+        if not self.need_backward_dw():
+            return
+        for part in reversed(self._products):
+            part.backward_dw()
+        for hook in self.__dict__.get("_wgrad_accumulation_and_reduce_hooks", ()):
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
+        """Has `backward_dw` call a hook at its end."""
+        self.__dict__.setdefault("_wgrad_accumulation_and_reduce_hooks", []).append(wgrad_accumulation_and_reduce_hook)
 
     @property
     def tp_group(self) -> Any:
@@ -269,11 +310,12 @@ def linear_parts(
     split: Rows | None,
     has_bias: bool,
     into_main_grad: bool,
+    delayed: bool,
     before_bias: Sequence[BasicOperation],
     dtype: torch.dtype | None,
 ) -> Parts:
     """A product, what stands between it and its bias, and the bias, with parameters named as those of `tandem.Linear`."""
-    product = BasicLinear(columns, rows, device="meta", dtype=dtype, accumulate_into_main_grad=into_main_grad)
+    product = BasicLinear(columns, rows, device="meta", dtype=dtype, accumulate_into_main_grad=into_main_grad, delay_wgrad_compute=delayed)
     added: Parts = [(Bias(rows, device="meta", dtype=dtype), {"bias": names_of("bias", split)})] if has_bias else []
     return [(product, {"weight": names_of("weight", split)}), *[(part, {}) for part in before_bias], *added]
 

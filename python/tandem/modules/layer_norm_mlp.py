@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -82,13 +83,14 @@ class LayerNormMLP(NormedModule):
             seq_length, micro_batch_size, name: not used.
             activation_params: arguments of the class of the activation, such as {"limit": 5.0} for "clamped_swiglu".
             get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
-            checkpoint, delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
+            delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`.
+            checkpoint: whether backward computes the norm, the first product and the activation again, instead of keeping what they give.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
         """
         op = self._get_name()
         at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
-        at_default(op, False, delay_wgrad_compute=delay_wgrad_compute, checkpoint=checkpoint)
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
         if families.get(activation) not in ("activation", "glu"):
             known = ", ".join(kind for kind, family in families.items() if family in ("activation", "glu"))
@@ -104,9 +106,11 @@ class LayerNormMLP(NormedModule):
         wide = 2 * inner if families[activation] == "glu" else inner
 
         made: dict[str, Any] = {"device": "meta", "dtype": params_dtype}
-        into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-        first = BasicLinear(hidden, wide, accumulate_into_main_grad=into_main_grad, **made)
-        second = BasicLinear(inner, hidden, accumulate_into_main_grad=into_main_grad, **made)
+        gradients = {
+            "accumulate_into_main_grad": flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation),
+            "delay_wgrad_compute": flag(op, "delay_wgrad_compute", delay_wgrad_compute),
+        }
+        first, second = BasicLinear(hidden, wide, **gradients, **made), BasicLinear(inner, hidden, **gradients, **made)
         first_bias: Parts = [(Bias(wide, **made), {"bias": "fc1_bias"})] if bias else []
         second_bias: Parts = [(Bias(hidden, **made), {"bias": "fc2_bias"})] if bias and not return_bias else []
         behind: Parts = [
@@ -127,6 +131,18 @@ class LayerNormMLP(NormedModule):
             device=device,
             dtype=params_dtype,
         )
+        self.checkpoint = checkpoint
+
+    @property
+    def checkpoint(self) -> bool:
+        """Whether backward computes the norm, the first product and the activation again, instead of keeping what they give."""
+        return self.basic_ops[0]._recompute
+
+    @checkpoint.setter
+    def checkpoint(self, value: bool) -> None:
+        value = flag(self._get_name(), "checkpoint", value)
+        for part in itertools.takewhile(lambda part: part is not self._products[-1], self.basic_ops):
+            part._set_recompute(value)
 
     def _sharded_dimensions(self) -> dict[str, int]:
         return {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1} if self.tp_size > 1 else {}

@@ -50,7 +50,9 @@ class Sizes:
         module.parallel_mode, module.tp_size, module.sequence_parallel = self.parallel_mode, self.ranks, self.sequence_parallel
         module.parameters_split = self.split
 
-    def parts(self, op: str, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool, dtype: torch.dtype | None) -> Parts:
+    def parts(
+        self, op: str, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool, dtype: torch.dtype | None
+    ) -> Parts:
         """The product and what is behind it."""
         into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         if into_main_grad and self.split is not None:
@@ -61,6 +63,7 @@ class Sizes:
             split=self.split,
             has_bias=bool(bias) and not return_bias,
             into_main_grad=into_main_grad,
+            delayed=flag(op, "delay_wgrad_compute", delay_wgrad_compute),
             before_bias=self.after,
             dtype=dtype,
         )
@@ -181,19 +184,20 @@ class Linear(OneProduct, Module):  # type: ignore[misc]
             device: where the parameters are made; None: torch's default device.
             save_original_input: not used: an input is kept as it is, and its codes are made again where that gives the same bits.
             rng_tracker_name, ub_name, name: not used.
+            delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
             get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
-            delay_wgrad_compute, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
         """
         op = self._get_name()
         at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
-        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad, delay_wgrad_compute=delay_wgrad_compute)
+        at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         flag(op, "save_original_input", save_original_input)
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
         sizes.give(self)
         self._build(
-            [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, params_dtype)],
+            [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)],
             bias=bias,
             return_bias=return_bias,
             inits=sizes.inits(init_method),

@@ -23,21 +23,26 @@ class Modes(NamedTuple):
 
 
 class Delayed:
-    """What gradients of weights that are computed later are computed from: entries of grad_y, x, splits and the texts of their quantizers."""
+    """What gradients of weights that are computed later are computed from: entries of grad_y, x and what else a step leaves, last a text."""
 
     has_graphs = False  # of any op: ops of equal descriptions share compiled code, and are not traced
 
-    def __init__(self, delay_wgrad_compute: bool = False) -> None:
-        """Makes a store without entries; `delay_wgrad_compute` says whether its op delays gradients."""
-        self.enabled = delay_wgrad_compute
+    def __init__(self, delay_wgrad_compute: bool = False, tensors: int = 4) -> None:
+        """Makes a store without entries.
+
+        Args:
+            delay_wgrad_compute: whether its op delays gradients.
+            tensors: how many an entry has.
+        """
+        self.enabled, self.tensors = delay_wgrad_compute, tensors
         self.context: deque[list[torch.Tensor]] = deque()
         self._making = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled}
+        return {"enabled": self.enabled, "tensors": self.tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["enabled"])  # type: ignore[misc]
+        self.__init__(state["enabled"], state["tensors"])  # type: ignore[misc]
 
     def delay_wgrad_compute(self) -> bool:
         """Whether the op delays gradients."""
@@ -47,13 +52,13 @@ class Delayed:
         """Takes out the oldest entry. RuntimeError where there is none."""
         while self.context:
             entry = self.context.popleft()
-            if entry[0].dim() == 2:  # else backward failed before it wrote the entry
+            if entry[-1].numel():  # else backward failed before it wrote the entry
                 return entry
         raise RuntimeError("backward_dw: expected a backward before it whose gradients of weights are delayed, got none. Call backward() first.")
 
     def makers(self) -> list[Any]:
         """What returns the tensors of an entry, one after the other, when backward is about to fill them."""
-        return [partial(self._tensor, place) for place in range(4)]
+        return [partial(self._tensor, place) for place in range(self.tensors)]
 
     def _tensor(self, place: int) -> torch.Tensor:
         if place == 0:

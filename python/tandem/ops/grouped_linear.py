@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops import main_grad
 from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
-from tandem.ops.buffers import Delayed
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad, check_unchanged, texts_of
 from tandem.ops.op import BasicOperation
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedLinear(DeferredMixin, BasicOperation):
+class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
     """y_g = x_g weight_g^T + bias_g for the rows x_g of group g, which follow each other; zeros for rows behind the last group.
 
     The extra input holds the number of rows of each group: integers [num_groups], whose sum is at most the rows of x. With `scale_bias` there
@@ -34,7 +33,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
 
     num_extra_inputs = 1
     num_groups, single_grouped_weight, single_grouped_bias, scale_bias = Fixed(), Fixed(), Fixed(), Fixed()
-    wgrad_store: Delayed
+    _deferred_tensors = 4
 
     _kind = "grouped_linear"
     _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
@@ -85,7 +84,6 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         self.out_features = positive("GroupedLinear", "out_features", out_features)
         self.single_grouped_weight = flag("GroupedLinear", "single_grouped_weight", single_grouped_weight)
         self.single_grouped_bias = flag("GroupedLinear", "single_grouped_bias", single_grouped_bias)
-        self._wgrad_accumulation_and_reduce_hooks: list[Callable[[], Any]] = []
         names: list[str] = []
         dtype = parameter_dtype("GroupedLinear", dtype)
 
@@ -116,10 +114,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
 
     def _checked_option(self, name: str, value: Any) -> Any:
         value = flag("GroupedLinear", name, value)
-        if name == "delay_wgrad_compute":
-            store = self.__dict__.setdefault("wgrad_store", Delayed())
-            store.enabled = value
-        return value
+        return self._set_delay(value) if name == "delay_wgrad_compute" else value
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -132,55 +127,18 @@ class GroupedLinear(DeferredMixin, BasicOperation):
 
     # Gradients of weights that are computed later.
 
-    def need_backward_dw(self) -> bool:
-        """Whether backward leaves the gradients of the weights to `backward_dw`."""
-        return self.delay_wgrad_compute
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return [getattr(self, name) for name in self._main_grad_names]
 
-    def backward_dw(self) -> None:
-        """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`; then calls the
-        registered hooks. Does nothing where backward leaves none; of calls in compiled code and under modes, whose backward has computed them, it
-        calls the hooks. RuntimeError where there was no backward."""
-        if not self.need_backward_dw():
-            return
-        if not self.wgrad_store.context and not any(getattr(self, name).requires_grad for name in self._main_grad_names):
-            return  # all frozen: backward has left nothing
-        if self.wgrad_store.context or not Delayed.has_graphs:
-            self._compute_delayed()
-        for hook in self._wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    def _compute_delayed(self) -> None:
-        grad_y, x, splits, lines = self.wgrad_store.pop()
-        versions, *texts = bytes(lines.tolist()).decode().split("\n")
+    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+        grad_y, x, splits, _ = left
+        versions, *texts = texts_of(left)
         for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
-            if not tensor.is_inference() and tensor._version != int(version):
-                raise RuntimeError(
-                    f"backward_dw: expected {name} unchanged since backward, as gradients of weights are computed from it, got an in-place write. "
-                    "Call backward_dw() before it, or write into a copy."
-                )
-        with torch.no_grad():
-            gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts)
-            parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
-            for name, part in zip(self._main_grad_names, parts, strict=True):
-                self._add_gradient(getattr(self, name), part)
-
-    def _add_gradient(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        if not weight.requires_grad:
-            return
-        if self.accumulate_into_main_grad:
-            target = main_grad.take(weight)
-            if getattr(weight, "overwrite_main_grad", False):
-                target.copy_(gradient)
-            else:
-                target.add_(gradient)
-        elif weight.grad is None:
-            weight.grad = gradient.to(weight.dtype)
-        else:
-            weight.grad.add_(gradient)
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
-        """Has `backward_dw` call a hook at its end."""
-        self._wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+            check_unchanged(name, tensor, int(version))
+        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts)
+        parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
+        for weight, part in zip(weights, parts, strict=True):
+            (add_to_main_grad if self.accumulate_into_main_grad else add_gradient)(weight, part)
 
     # State dicts.
 

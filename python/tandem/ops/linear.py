@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Self
 
+from tandem import _C
 from tandem._quantized_init import quantize_weights
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.changes import Changes
@@ -17,12 +18,13 @@ from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceSc
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.delayed import DelayedMixin, add_gradient, check_unchanged, product_into_main_grad, texts_of
 from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
 
 
-class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
+class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
     """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
 
     weight: torch.nn.Parameter
@@ -30,7 +32,8 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
     _kind = "basic_linear"
     _parameter_names = ("weight",)
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
-    _watched_names = ("accumulate_into_main_grad",)
+    _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
+    _deferred_tensors = 7
     _context_quantizers = ("input_quantizer", "weight_quantizer", "grad_output_quantizer", "grad_input_quantizer")
     tensor_parallel_mode, tensor_parallel_size = Fixed(), Fixed()
 
@@ -47,6 +50,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         """Makes a product with a weight that is drawn as `reset_parameters` says.
 
@@ -63,6 +67,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
             accumulate_into_main_grad: whether the gradient of `weight` is added to `weight.main_grad`, in the product itself, instead of being
                 returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
                 gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
+            delay_wgrad_compute: whether backward leaves the gradient of `weight` to `backward_dw`.
         """
         super().__init__()
         at_default("BasicLinear", userbuffers_options=userbuffers_options or None)
@@ -73,6 +78,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
         self.tensor_parallel_size = size
         self._sequence_parallel = flag("BasicLinear", "sequence_parallel", sequence_parallel) and size > 1
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
         self.in_features = self.local_in_features = positive("BasicLinear", "in_features", in_features)
         self.out_features = self.local_out_features = positive("BasicLinear", "out_features", out_features)
         if size > 1 and tensor_parallel_mode == "column":
@@ -130,7 +136,18 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
     def _checked_option(self, name: str, value: Any) -> Any:
         if name == "accumulate_into_main_grad":
             return flag("BasicLinear", name, value)
+        if name == "delay_wgrad_compute":
+            return self._set_delay(flag("BasicLinear", name, value))
         return super()._checked_option(name, value)
+
+    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+        check_unchanged("x", left[1], int(texts_of(left)[0].split()[0]))
+        if self.accumulate_into_main_grad:
+            return product_into_main_grad(weights[0], left)
+        gradient = _C.left_grad_weight(list(left))
+        for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights]), strict=True):
+            add_gradient(weight, part)
+        return None
 
     def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
         call = getattr(ctx, "_call", None)

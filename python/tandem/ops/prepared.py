@@ -51,7 +51,6 @@ def wrong_count(expected: int, got: int) -> str:
 
 
 _NO_MODES = Modes()
-_DELAYED = 4  # tensors of an entry of a store
 _MOST_KEPT = 64  # of the texts and pipelines of one run: its ops' flags, fusions, recipes and arguments may be ever new ones
 
 
@@ -182,8 +181,12 @@ class Prepared:
         return Modes(found, tuple(delayed))
 
     def _delayed_params(self, index: int) -> Iterator[bool]:
-        op = self.basic_ops[index]
-        return (getattr(op._holder, name).requires_grad for name in op._main_grad_names)
+        return (weight.requires_grad for weight in self.basic_ops[index]._weights())
+
+    def _first_deferred(self, modes: Modes) -> list[int]:
+        """Where among the buffers behind the main_grads the tensors of each delaying op begin, and where they end."""
+        counts = [self.basic_ops[index].wgrad_store.tensors for index in modes.delayed]
+        return [sum(counts[:nth]) for nth in range(len(counts) + 1)]
 
     @staticmethod
     def library_training(flags: tuple[bool, ...], training: bool) -> bool:
@@ -259,7 +262,8 @@ class Prepared:
         """The "ops" of a description, with `buffers` among the operands, and what must live as long as the text. Ops whose training flag
         differs from that of the others stand as what they are in evaluation."""
         by_param = {at: mode for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None}
-        given, behind = dict(modes.given), len(by_param) + _DELAYED * len(modes.delayed)
+        deferred_at = self._first_deferred(modes)
+        given, behind = dict(modes.given), len(by_param) + deferred_at[-1]
         main_grads = {at: position for position, at in enumerate(by_param)}
         first_in_backward = {at: index for index, absorbing in sorted(self._main_grads.items()) for at in absorbing}
         by_op = dict(zip(map(id, self.training_ops), flags, strict=False))
@@ -286,8 +290,8 @@ class Prepared:
             written = [main_grads[at] for at in absorbed]
             if index in modes.delayed:
                 options |= {"delay_wgrad": True}
-                first = len(by_param) + _DELAYED * modes.delayed.index(index)
-                written += range(first, first + _DELAYED)
+                nth = modes.delayed.index(index)
+                written += range(len(by_param) + deferred_at[nth], len(by_param) + deferred_at[nth + 1])
             for option in given.get(index, ()):
                 options |= {option: True}
                 written.append(behind)
@@ -307,6 +311,7 @@ class Prepared:
                     in_place=getattr(op, "in_place", False) and not op.is_python_op and not is_bound,
                     state=self._state_slots.get(index) if kind == op._kind else None,
                     instance=op.instance_id if name_instances else "",
+                    recompute=op._recompute,
                 )
             )
         return _C.write_ops(entries), held

@@ -201,6 +201,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     _names_in_library: ClassVar[Mapping[str, str]] = {}  # of options that the library calls otherwise
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _joins: tuple[int, ...] = ()  # how many of these each operand is; empty: one each
+    _recompute: bool = False  # whether backward makes its results again rather than keep them
     _depends_on_training: ClassVar[bool] = False
     _call_buffers: ClassVar[Mapping[str, str]] = {}  # tensors of the caller that a call may name, and the option that says that one is written
     _watched_names: ClassVar[tuple[str, ...]] = ("in_place",)  # other attributes that plans depend on
@@ -273,6 +274,13 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     def is_python_op(self) -> bool:
         """Whether the forward is written in Python."""
         return self._forward_prefix is not None
+
+    def _set_recompute(self, value: bool) -> None:
+        """Says from the next call on whether backward makes its results again rather than keep them."""
+        self.__dict__["_recompute"] = value
+        if self.__dict__.get("_extra_tensor_channels_locked"):
+            self.__dict__["_changes"] = self.changes + 1
+            self._tell()
 
     def flat_ops(self) -> Sequence[BasicUnit]:
         return (self,)

@@ -1,0 +1,434 @@
+"""The modules as plain functions on argument structs: no module, no autograd, no state but what is passed in and returned.
+
+Each module has three: `*_forward(args)` computes, `*_setup_context(args, results)` puts together what backward needs, and
+`*_backward(context, gradients)` gives the gradients by the names of the fields of `args`. They run the plan that the module's pipeline has:
+the same steps, fused in the same way, and so the same bits.
+
+No output shares memory with an argument, and nothing that forward saves does: the setup finds arguments again in `args`. What is saved goes
+with the last step of backward that reads it.
+
+>>> import torch
+>>> from tandem.modules import functional
+>>> args = functional.LinearArgs(inp=torch.randn(3, 4), weight=torch.randn(2, 4), bias=torch.zeros(2))
+>>> results = functional.linear_forward(args)
+>>> context = functional.linear_setup_context(args, results)
+>>> gradients = functional.linear_backward(context, torch.ones(3, 2))
+>>> results.y.shape, {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+(torch.Size([3, 2]), {'inp': (3, 4), 'weight': (2, 4), 'bias': (2,)})
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem import _C
+from tandem.ops.library import class_of
+from tandem.ops.linear import collectives
+from tandem.recipe import Recipe
+
+_NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+Field = tuple[str, int]  # of the arguments: name, and place where it is a list
+
+
+@dataclass(kw_only=True)
+class _Args:
+    """What the functions of all modules take.
+
+    Attributes:
+        needs_grad: names of the fields whose gradients are asked for; None: of all that are floating.
+        recipe: a recipe of `tandem.recipe`; None: plain numbers. Of a `DelayedScaling`, `recipe_state` is its state.
+        recipe_state: the number of the region as an int64 tensor [1], then `scale`, `amax_history` and `pending` of forward and of backward, as
+            `tandem.recipe_state` keeps them. They are written.
+        weight_workspaces: tensors that an earlier call has returned, none at first: codes of weights live there, and are made again where the
+            weight has changed. None: weights are quantized in each call.
+        main_grads: by the name of a weight's field, what its gradient is added to, instead of being returned.
+        overwrite_main_grad: whether the gradient takes the place of what is there.
+    """
+
+    needs_grad: Collection[str] | None = None
+    recipe: Recipe | None = None
+    recipe_state: Sequence[torch.Tensor] = ()
+    weight_workspaces: Sequence[torch.Tensor] | None = None
+    main_grads: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    overwrite_main_grad: bool = False
+
+
+@dataclass(kw_only=True)
+class LinearArgs(_Args):
+    """Of y = inp weight^T + bias.
+
+    Attributes:
+        inp: x [..., in_features].
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
+        parallel_mode, tp_group, sequence_parallel: as for `tandem.Linear`; `weight` is the part of this rank.
+    """
+
+    inp: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    parallel_mode: str | None = None
+    tp_group: Any = None
+    sequence_parallel: bool = False
+
+
+@dataclass(kw_only=True)
+class LayerNormLinearArgs(LinearArgs):
+    """Of y = norm(inp) weight^T + bias.
+
+    Attributes:
+        layer_norm_weight, layer_norm_bias: [in_features]; no bias with "RMSNorm".
+        normalization, eps, zero_centered_gamma: as for `tandem.LayerNormLinear`.
+        return_layernorm_output: whether the output of the norm is returned too.
+    """
+
+    layer_norm_weight: torch.Tensor
+    layer_norm_bias: torch.Tensor | None = None
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+    return_layernorm_output: bool = False
+
+
+@dataclass(kw_only=True)
+class LayerNormMLPArgs(_Args):
+    """Of y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias.
+
+    Attributes:
+        inp: x [..., hidden_size].
+        layer_norm_weight, layer_norm_bias: [hidden_size]; no bias with "RMSNorm".
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias: of the products; both biases or none.
+        normalization, eps, zero_centered_gamma, return_layernorm_output: as for `LayerNormLinearArgs`.
+        activation, activation_params: as for `tandem.LayerNormMLP`.
+        checkpoint: whether backward computes the norm, the first product and the activation again.
+        tp_group, sequence_parallel: as for `tandem.LayerNormMLP` with `set_parallel_mode`; weights are the parts of this rank.
+    """
+
+    inp: torch.Tensor
+    layer_norm_weight: torch.Tensor
+    layer_norm_bias: torch.Tensor | None = None
+    fc1_weight: torch.Tensor
+    fc1_bias: torch.Tensor | None = None
+    fc2_weight: torch.Tensor
+    fc2_bias: torch.Tensor | None = None
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+    return_layernorm_output: bool = False
+    activation: str = "gelu"
+    activation_params: Mapping[str, Any] | None = None
+    checkpoint: bool = False
+    tp_group: Any = None
+    sequence_parallel: bool = False
+
+
+@dataclass(kw_only=True)
+class GroupedLinearArgs(_Args):
+    """Of y_g = inp_g weights[g]^T + biases[g].
+
+    Attributes:
+        inp: x [..., in_features], whose rows follow each other by group.
+        m_splits: the rows of each group.
+        weights: [out_features, in_features] each.
+        biases: [out_features] each, or None. `main_grads` has a list for "weights".
+    """
+
+    inp: torch.Tensor
+    m_splits: torch.Tensor | Sequence[int]
+    weights: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor] | None = None
+    main_grads: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Results(NamedTuple):
+    """What forward gives."""
+
+    y: torch.Tensor
+    layernorm_output: torch.Tensor | None  # where it was asked for
+    weight_workspaces: list[torch.Tensor] | None  # where there are such
+    saved: list[torch.Tensor | None]  # what backward reads; None for what the arguments have
+    carried: list[tuple[int, list[int]]]  # sizes that it reads: place of a saved value, sizes
+
+
+class Context:
+    """What backward needs. `tandem.modules.functional.linear_setup_context` and its like make it."""
+
+    def __init__(self, inner: _C.PlainContext, call: _Call) -> None:
+        """Takes what C++ has."""
+        self._inner, self._fields, self._asked, self._outputs = inner, call.fields, call.asked, call.outputs
+
+    def saved_bytes(self) -> int:
+        """Bytes of what is kept, arguments aside; 0 once backward has run."""
+        return self._inner.saved_bytes()
+
+    def saved(self) -> list[torch.Tensor]:
+        """What is kept, arguments aside."""
+        saved: list[torch.Tensor] = self._inner.saved()
+        return saved
+
+
+Gradient = torch.Tensor | None | list[torch.Tensor | None]
+
+
+class _Call:
+    """The pipeline of a module on arguments: its ops, their operands, and which fields these are."""
+
+    def __init__(self, args: _Args) -> None:
+        self.args = args
+        self.entries: list[Any] = []
+        self.params: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+        self.input_fields: list[Field | None] = []
+        self.param_fields: list[Field] = []
+        self.buffers: list[torch.Tensor] = []
+        self.outputs = 1
+        self.slots = [0, 0]
+
+    def give(self, tensor: torch.Tensor, name: str | None) -> None:
+        """An input, and the field that it is."""
+        self.inputs.append(tensor)
+        self.input_fields.append(None if name is None else (name, -1))
+
+    def add(self, op: str, options: Mapping[str, Any], operands: Sequence[tuple[Field, torch.Tensor]] = (), **more: Any) -> None:
+        """An op with its parameters."""
+        places = range(len(self.params), len(self.params) + len(operands))
+        self.params += [tensor for _, tensor in operands]
+        self.param_fields += [name for name, _ in operands]
+        options, written = dict(options), []
+        if operands and (main_grad := self.args.main_grads.get(operands[0][0][0])) is not None:
+            options |= {"accumulate_into_main_grad": True, "overwrite_main_grad": self.args.overwrite_main_grad}
+            tensors = [main_grad] if isinstance(main_grad, torch.Tensor) else list(main_grad)
+            written = [*range(len(self.buffers), len(self.buffers) + len(tensors))]
+            self.buffers += tensors
+        forward, backward = _C.quantize_slots(op)
+        state = (0, *self.slots) if forward + backward else None
+        self.slots = [self.slots[0] + forward, self.slots[1] + backward]
+        fields = {"extra_inputs": [], "extra_outputs": [], "recompute": False} | more
+        self.entries.append(
+            _C.OpEntry(
+                op=op, label="", options=json.dumps(options), params=list(places), joins=[], buffers=written, in_place=False, state=state,
+                instance="", **fields,
+            )
+        )
+
+    def add_parts(self, parts: Sequence[Any]) -> None:
+        """Collectives."""
+        for part in parts:
+            self.add(part._kind, part._options())
+
+    def add_norm(self, args: Any, recompute: bool = False) -> None:
+        if args.normalization not in _NORMS:
+            raise ValueError(f'{type(args).__name__}: expected normalization "LayerNorm" or "RMSNorm", got {args.normalization!r}. Name one of them.')
+        operands = [(("layer_norm_weight", -1), args.layer_norm_weight)]
+        if args.normalization == "LayerNorm":
+            if args.layer_norm_bias is None:
+                raise ValueError(f"{type(args).__name__}: expected layer_norm_bias of a LayerNorm, got None. Pass it, or use RMSNorm.")
+            operands.append((("layer_norm_bias", -1), args.layer_norm_bias))
+        self.add(_NORMS[args.normalization], {"eps": args.eps, "zero_centered_gamma": args.zero_centered_gamma}, operands, recompute=recompute)
+        if args.return_layernorm_output:
+            self.outputs += 1
+            self.add("make_extra_output", {}, extra_outputs=[(None, True)])
+
+    def add_product(self, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "", after: Sequence[Any] = (), recompute: bool = False) -> None:
+        self.add("basic_linear", {}, [((f"{prefix}weight", -1), weight)], recompute=recompute)
+        self.add_parts(after)
+        if bias is not None:
+            self.add("bias", {}, [((f"{prefix}bias", -1), bias)], recompute=recompute)
+
+    @property
+    def fields(self) -> list[Field | None]:
+        """What each gradient is of."""
+        return [*self.input_fields, *self.param_fields]
+
+    @functools.cached_property
+    def asked(self) -> list[bool]:
+        needs = self.args.needs_grad
+        tensors = [*self.inputs, *self.params]
+        known = {name for name, _ in filter(None, self.fields)}
+        if unknown := set(needs or ()) - known:
+            raise ValueError(
+                f"{type(self.args).__name__}: expected needs_grad to name some of {', '.join(sorted(known))}, got {sorted(unknown)[0]!r}. Name "
+                "fields that are tensors."
+            )
+        return [
+            place is not None and tensor.is_floating_point() and (needs is None or place[0] in needs)
+            for place, tensor in zip(self.fields, tensors, strict=True)
+        ]
+
+    def arguments(self) -> _C.PlainArguments:
+        args = self.args
+        workspaces = args.weight_workspaces
+        return _C.PlainArguments(
+            ops=_C.write_ops(self.entries),
+            recipe="null" if args.recipe is None else args.recipe.to_json(),
+            inputs=self.inputs,
+            params=self.params,
+            asked=self.asked,
+            workspaces=None if workspaces is None else list(workspaces),
+            state=list(args.recipe_state),
+            buffers=self.buffers,
+        )
+
+
+def _linear(args: LinearArgs) -> _Call:
+    call = _Call(args)
+    before, after, _ = collectives(type(args).__name__, args.parallel_mode, args.tp_group, args.sequence_parallel)
+    call.give(args.inp, "inp")
+    if isinstance(args, LayerNormLinearArgs):
+        call.add_norm(args)
+    call.add_parts(before)
+    call.add_product(args.weight, args.bias, after=after)
+    return call
+
+
+def _layernorm_mlp(args: LayerNormMLPArgs) -> _Call:
+    call = _Call(args)
+    mode = None if args.tp_group is None else "column"
+    before, _, _ = collectives(type(args).__name__, mode, args.tp_group, args.sequence_parallel)
+    _, after, _ = collectives(type(args).__name__, mode and "row", args.tp_group, args.sequence_parallel)
+    call.give(args.inp, "inp")
+    call.add_norm(args, args.checkpoint)
+    call.add_parts(before)
+    call.add_product(args.fc1_weight, args.fc1_bias, "fc1_", recompute=args.checkpoint)
+    activation = class_of(args.activation)(**(args.activation_params or {}))
+    call.add(activation._kind, activation._options(), recompute=args.checkpoint)
+    call.add_product(args.fc2_weight, args.fc2_bias, "fc2_", after)
+    return call
+
+
+def _grouped_linear(args: GroupedLinearArgs) -> _Call:
+    call = _Call(args)
+    call.give(args.inp, "inp")
+    splits = args.m_splits
+    call.give(splits if isinstance(splits, torch.Tensor) else torch.tensor(list(splits), dtype=torch.int64), None)
+    options = {"num_groups": len(args.weights), "bias": args.biases is not None}
+    operands = [(("weights", group), weight) for group, weight in enumerate(args.weights)]
+    operands += [(("biases", group), bias) for group, bias in enumerate(args.biases or ())]
+    call.add("grouped_linear", options, operands, extra_inputs=[None])
+    return call
+
+
+def _forward(make: Callable[[Any], _Call], args: _Args) -> Results:
+    call = make(args)
+    outputs, saved, carried, workspaces = _C.plain_forward(call.arguments())
+    normed = outputs[1] if len(outputs) > 1 else None
+    return Results(outputs[0], normed, None if args.weight_workspaces is None else workspaces, saved, carried)
+
+
+def _setup_context(make: Callable[[Any], _Call], args: _Args, results: Results) -> Context:
+    call = make(args)
+    return Context(_C.PlainContext(call.arguments(), results.saved, results.carried, results.weight_workspaces or []), call)
+
+
+def _backward(
+    context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
+) -> dict[str, Gradient]:
+    given = [grad_y, grad_layernorm_output][: context._outputs]
+    found: dict[str, Gradient] = {}
+    for place, asked, gradient in zip(context._fields, context._asked, context._inner.backward(given, retain), strict=True):
+        if place is None or not asked:
+            continue
+        name, element = place
+        if element < 0:
+            found[name] = gradient
+        else:
+            found.setdefault(name, []).append(gradient)  # type: ignore[union-attr]
+    return found
+
+
+def linear_forward(args: LinearArgs) -> Results:
+    """y = inp weight^T + bias."""
+    return _forward(_linear, args)
+
+
+def linear_setup_context(args: LinearArgs, results: Results) -> Context:
+    """What `linear_backward` needs of a forward. ValueError where `results` are those of other arguments."""
+    return _setup_context(_linear, args, results)
+
+
+def linear_backward(context: Context, grad_y: torch.Tensor | None, *, retain: bool = False) -> dict[str, Gradient]:
+    """Gradients by field; None for a gradient that goes into a `main_grad`.
+
+    Args:
+        context: of the setup. What it keeps goes with the last step that reads it, unless `retain`: then it serves once more.
+        grad_y: the gradient of y.
+        retain: see `context`.
+    """
+    return _backward(context, grad_y, retain=retain)
+
+
+def layernorm_linear_forward(args: LayerNormLinearArgs) -> Results:
+    """y = norm(inp) weight^T + bias."""
+    return _forward(_linear, args)
+
+
+def layernorm_linear_setup_context(args: LayerNormLinearArgs, results: Results) -> Context:
+    """As `linear_setup_context`."""
+    return _setup_context(_linear, args, results)
+
+
+def layernorm_linear_backward(
+    context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
+) -> dict[str, Gradient]:
+    """As `linear_backward`; `grad_layernorm_output` is that of the norm's output, where this was returned."""
+    return _backward(context, grad_y, grad_layernorm_output, retain=retain)
+
+
+def layernorm_mlp_forward(args: LayerNormMLPArgs) -> Results:
+    """y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias."""
+    return _forward(_layernorm_mlp, args)
+
+
+def layernorm_mlp_setup_context(args: LayerNormMLPArgs, results: Results) -> Context:
+    """As `linear_setup_context`."""
+    return _setup_context(_layernorm_mlp, args, results)
+
+
+def layernorm_mlp_backward(
+    context: Context, grad_y: torch.Tensor | None, grad_layernorm_output: torch.Tensor | None = None, *, retain: bool = False
+) -> dict[str, Gradient]:
+    """As `layernorm_linear_backward`."""
+    return _backward(context, grad_y, grad_layernorm_output, retain=retain)
+
+
+def grouped_linear_forward(args: GroupedLinearArgs) -> Results:
+    """y_g = inp_g weights[g]^T + biases[g]."""
+    return _forward(_grouped_linear, args)
+
+
+def grouped_linear_setup_context(args: GroupedLinearArgs, results: Results) -> Context:
+    """As `linear_setup_context`."""
+    return _setup_context(_grouped_linear, args, results)
+
+
+def grouped_linear_backward(context: Context, grad_y: torch.Tensor | None, *, retain: bool = False) -> dict[str, Gradient]:
+    """As `linear_backward`; "weights" and "biases" are lists."""
+    return _backward(context, grad_y, retain=retain)
+
+
+__all__ = [
+    "Context",
+    "GroupedLinearArgs",
+    "LayerNormLinearArgs",
+    "LayerNormMLPArgs",
+    "LinearArgs",
+    "Results",
+    "grouped_linear_backward",
+    "grouped_linear_forward",
+    "grouped_linear_setup_context",
+    "layernorm_linear_backward",
+    "layernorm_linear_forward",
+    "layernorm_linear_setup_context",
+    "layernorm_mlp_backward",
+    "layernorm_mlp_forward",
+    "layernorm_mlp_setup_context",
+    "linear_backward",
+    "linear_forward",
+    "linear_setup_context",
+]

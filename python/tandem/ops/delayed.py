@@ -1,0 +1,100 @@
+"""Gradients of weights that are computed after backward, when who trains asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tandem import _C
+from tandem.ops import main_grad
+from tandem.ops.buffers import Delayed
+from tandem.ops.places import places
+
+
+class DelayedMixin:
+    """For ops with products whose backward may leave the gradients of weights to `backward_dw`: the attribute `delay_wgrad_compute` says so."""
+
+    wgrad_store: Delayed
+    delay_wgrad_compute: bool
+    _deferred_tensors: int  # of an entry of the store
+
+    def _set_delay(self: Any, value: bool) -> bool:
+        """To be called where the attribute is set."""
+        store = self.__dict__.setdefault("wgrad_store", Delayed(tensors=self._deferred_tensors))
+        store.enabled = value
+        return value
+
+    def _weights(self: Any) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients may come later, as their owner holds them."""
+        return [getattr(module, name) for module, name in places(self, "_parameters")]
+
+    def need_backward_dw(self) -> bool:
+        """Whether backward leaves the gradients of the weights to `backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self: Any) -> None:
+        """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`. Does nothing
+        where backward leaves none; of calls in compiled code and under modes, whose backward has computed them, it calls the registered hooks alone.
+        RuntimeError where there was no backward."""
+        if not self.need_backward_dw():
+            return
+        weights = self._weights()
+        if not self.wgrad_store.context and not any(weight.requires_grad for weight in weights):
+            return  # all frozen: backward has left nothing
+        if self.wgrad_store.context or not Delayed.has_graphs:
+            with torch.no_grad():
+                self._compute_left(self.wgrad_store.pop(), weights)
+        for hook in self.__dict__.get("_wgrad_accumulation_and_reduce_hooks", ()):
+            hook()
+
+    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+        raise NotImplementedError
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
+        """Has `backward_dw` call a hook at its end."""
+        self.__dict__.setdefault("_wgrad_accumulation_and_reduce_hooks", []).append(wgrad_accumulation_and_reduce_hook)
+
+
+def check_unchanged(name: str, tensor: torch.Tensor, version: int) -> None:
+    """Raises where what gradients are computed from was written since backward."""
+    if not tensor.is_inference() and tensor._version != version:
+        raise RuntimeError(
+            f"backward_dw: expected {name} unchanged since backward, as gradients of weights are computed from it, got an in-place write. "
+            "Call backward_dw() before it, or write into a copy."
+        )
+
+
+def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """What backward does with a gradient that it returns."""
+    if not weight.requires_grad:
+        return
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad.add_(gradient)
+
+
+def add_to_main_grad(weight: Any, gradient: torch.Tensor) -> None:
+    """What backward does with a gradient of a weight that has a `main_grad`."""
+    if not weight.requires_grad:
+        return
+    target = main_grad.take(weight)
+    if getattr(weight, "overwrite_main_grad", False):
+        target.copy_(gradient)
+    else:
+        target.add_(gradient)
+
+
+def product_into_main_grad(weight: Any, left: Sequence[torch.Tensor]) -> None:
+    """The same of one product, which adds to `main_grad` itself."""
+    _C.add_left_grad_weight(list(left), main_grad.take(weight), not getattr(weight, "overwrite_main_grad", False))
+
+
+def texts_of(left: Sequence[torch.Tensor]) -> list[str]:
+    """The lines of the last tensor of an entry."""
+    return bytes(left[-1].tolist()).decode().split("\n")
+
+
+__all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "check_unchanged", "product_into_main_grad", "texts_of"]

@@ -1,0 +1,184 @@
+#include "tandem/functional.h"
+
+#include <nlohmann/json.hpp>
+
+#include "front/describe.h"
+#include "pipeline/plain_call.h"
+#include "quantization/recipe.h"
+
+namespace tandem::functional {
+
+struct Context::Inner {
+  PlainContext context;
+  /// Of each gradient; empty where there is none.
+  std::vector<std::string> names;
+  size_t outputs;
+};
+
+Context::Context(std::unique_ptr<Inner> inner) : inner_(std::move(inner)) {}
+Context::~Context() = default;
+Context::Context(Context&&) noexcept = default;
+
+int64_t Context::saved_bytes() const { return inner_->context.saved_bytes(); }
+
+namespace {
+
+using at::Tensor;
+using Named = std::map<std::string, Tensor>;
+
+/// An op on tensors.
+struct Call {
+  Op op;
+  std::vector<Tensor> inputs;
+  /// By the op's names.
+  Named parameters;
+  const Common& common;
+};
+
+struct Plain {
+  PlainArguments arguments;
+  std::vector<std::string> names;
+};
+
+Plain plain(const Call& call) {
+  Op op = call.op;
+  for (const auto& [weight, main_grad] : call.common.main_grads)
+    op = op.with_main_grad(weight, main_grad);
+  DescribedOps described = describe({op});
+  Plain made;
+  made.arguments.ops = std::move(described.text);
+  if (call.common.recipe) made.arguments.recipe = to_json(*call.common.recipe).dump();
+  made.arguments.inputs = call.inputs;
+  for (size_t i = 0; i < call.inputs.size(); ++i) {
+    made.names.push_back(i == 0 ? "x" : "");
+    made.arguments.asked.push_back(i == 0 && call.common.needs_grad_x);
+  }
+  for (const DescribedOps::Parameter& parameter : described.parameters) {
+    made.names.push_back(op.parameters[parameter.place].name);
+    made.arguments.params.push_back(call.parameters.at(made.names.back()));
+    made.arguments.asked.push_back(call.common.needs_grad_parameters);
+  }
+  made.arguments.workspaces = call.common.weight_workspaces;
+  made.arguments.state = call.common.recipe_state;
+  made.arguments.buffers = std::move(described.main_grads);
+  return made;
+}
+
+Results forward(const Call& call) {
+  PlainResults results = plain_forward(plain(call).arguments);
+  return {results.outputs[0], results.outputs.size() > 1 ? results.outputs[1] : Tensor(),
+          std::move(results.workspaces), std::move(results.saved), std::move(results.carried)};
+}
+
+Context setup_context(const Call& call, const Results& results) {
+  const Plain made = plain(call);
+  return Context(std::make_unique<Context::Inner>(
+      Context::Inner{PlainContext(made.arguments, {.outputs = {},
+                                                   .saved = results.saved,
+                                                   .carried = results.carried,
+                                                   .workspaces = results.weight_workspaces}),
+                     made.names, results.layernorm_output.defined() ? size_t{2} : size_t{1}}));
+}
+
+Gradients backward(Context& context, std::vector<Tensor> gradients, bool retain) {
+  gradients.resize(context.inner().outputs);
+  const std::vector<Tensor> results = context.inner().context.backward(gradients, retain);
+  Gradients named;
+  for (size_t i = 0; i < results.size(); ++i)
+    if (!context.inner().names[i].empty()) named[context.inner().names[i]] = results[i];
+  return named;
+}
+
+Call call_of(const LinearArguments& a) {
+  return {ops::linear(a.weight.size(1), a.weight.size(0), {.bias = a.bias.defined()}),
+          {a.x},
+          {{"weight", a.weight}, {"bias", a.bias}},
+          a.common};
+}
+
+Call call_of(const LayerNormLinearArguments& a) {
+  LayerNormLinearOptions options = a.options;
+  options.bias = a.bias.defined();
+  return {ops::layer_norm_linear(a.weight.size(1), a.weight.size(0), options),
+          {a.x},
+          {{"layer_norm_weight", a.layer_norm_weight},
+           {"layer_norm_bias", a.layer_norm_bias},
+           {"weight", a.weight},
+           {"bias", a.bias}},
+          a.common};
+}
+
+Call call_of(const LayerNormMLPArguments& a) {
+  LayerNormMLPOptions options = a.options;
+  options.bias = a.fc1_bias.defined();
+  return {ops::layer_norm_mlp(a.fc1_weight.size(1), a.fc2_weight.size(1), options),
+          {a.x},
+          {{"layer_norm_weight", a.layer_norm_weight},
+           {"layer_norm_bias", a.layer_norm_bias},
+           {"fc1_weight", a.fc1_weight},
+           {"fc1_bias", a.fc1_bias},
+           {"fc2_weight", a.fc2_weight},
+           {"fc2_bias", a.fc2_bias}},
+          a.common};
+}
+
+Call call_of(const GroupedLinearArguments& a) {
+  Named parameters;
+  for (size_t g = 0; g < a.weights.size(); ++g) {
+    parameters["weight" + std::to_string(g)] = a.weights[g];
+    if (!a.biases.empty()) parameters["bias" + std::to_string(g)] = a.biases[g];
+  }
+  const ops::GroupedLinearOptions options{.num_groups = a.weights.size(),
+                                          .bias = !a.biases.empty()};
+  return {ops::grouped_linear(a.weights[0].size(1), a.weights[0].size(0), options),
+          {a.x, a.m_splits},
+          std::move(parameters),
+          a.common};
+}
+
+}  // namespace
+
+Results linear_forward(const LinearArguments& arguments) { return forward(call_of(arguments)); }
+Context linear_setup_context(const LinearArguments& arguments, const Results& results) {
+  return setup_context(call_of(arguments), results);
+}
+Gradients linear_backward(Context& context, const Tensor& grad_y, bool retain) {
+  return backward(context, {grad_y}, retain);
+}
+
+Results layer_norm_linear_forward(const LayerNormLinearArguments& arguments) {
+  return forward(call_of(arguments));
+}
+Context layer_norm_linear_setup_context(const LayerNormLinearArguments& arguments,
+                                        const Results& results) {
+  return setup_context(call_of(arguments), results);
+}
+Gradients layer_norm_linear_backward(Context& context, const Tensor& grad_y,
+                                     const Tensor& grad_layernorm_output, bool retain) {
+  return backward(context, {grad_y, grad_layernorm_output}, retain);
+}
+
+Results layer_norm_mlp_forward(const LayerNormMLPArguments& arguments) {
+  return forward(call_of(arguments));
+}
+Context layer_norm_mlp_setup_context(const LayerNormMLPArguments& arguments,
+                                     const Results& results) {
+  return setup_context(call_of(arguments), results);
+}
+Gradients layer_norm_mlp_backward(Context& context, const Tensor& grad_y,
+                                  const Tensor& grad_layernorm_output, bool retain) {
+  return backward(context, {grad_y, grad_layernorm_output}, retain);
+}
+
+Results grouped_linear_forward(const GroupedLinearArguments& arguments) {
+  return forward(call_of(arguments));
+}
+Context grouped_linear_setup_context(const GroupedLinearArguments& arguments,
+                                     const Results& results) {
+  return setup_context(call_of(arguments), results);
+}
+Gradients grouped_linear_backward(Context& context, const Tensor& grad_y, bool retain) {
+  return backward(context, {grad_y}, retain);
+}
+
+}  // namespace tandem::functional

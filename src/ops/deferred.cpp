@@ -1,0 +1,113 @@
+#include "ops/deferred.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <sstream>
+
+#include "kernel_ops/grouped.h"
+#include "kernel_ops/memory.h"
+
+namespace tandem::ops {
+
+using at::Tensor;
+
+namespace {
+
+enum Left : size_t { kGradY, kX, kGradScale, kGradAmax, kXScale, kXAmax, kText };
+
+/// The lines of the text: version of x, dtype, directions; the quantizers, empty where there is
+/// none.
+struct Operands {
+  kernel_ops::CodedMatrix grad_y, x;
+  at::ScalarType dtype = at::kFloat;
+};
+
+Operands read(at::TensorList left) {
+  const Tensor& text = left[kText];
+  std::istringstream lines(std::string(static_cast<const char*>(text.const_data_ptr()),
+                                       static_cast<size_t>(text.numel())));
+  int64_t version = 0;
+  int dtype = 0, of_grad = 0, of_x = 0;
+  std::string grad_quantizer, x_quantizer;
+  lines >> version >> dtype >> of_grad >> of_x >> std::ws;
+  std::getline(lines, grad_quantizer);
+  std::getline(lines, x_quantizer);
+  const auto matrix = [&](size_t codes, size_t scale, int direction, const std::string& text) {
+    kernel_ops::CodedMatrix made{left[codes]};
+    if (text.empty()) return made;
+    made.quantizer = &quantizer(text);
+    made.direction = static_cast<Direction>(direction);
+    made.scale = left[scale];
+    if (made.quantizer->format->layout.has_amax) made.amax = left[scale + 1];
+    return made;
+  };
+  return {matrix(kGradY, kGradScale, of_grad, grad_quantizer),
+          matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype)};
+}
+
+}  // namespace
+
+int64_t version_of(const Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
+
+void check_can_leave(const Call& call, const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      call.path() == Path::direct, op,
+      ": expected delay_wgrad_compute=False where the call is traced, got True: ",
+      "nobody could ask a graph for gradients later. Build the op without, or call it eagerly.");
+}
+
+void leave(const Call& call, size_t place, const Tensor& tensor, const Tensor* of) {
+  at::TensorImpl* impl = call.mutated(place).unsafeGetTensorImpl();
+  impl->shallow_copy_from(tensor.getIntrusivePtr());
+  if (of != nullptr && !of->is_inference())
+    impl->set_version_counter(of->unsafeGetTensorImpl()->version_counter());
+}
+
+void leave(const Call& call, size_t place, const std::string& text) {
+  const Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  leave(call, place, bytes);
+}
+
+void leave_product(const Call& call, size_t grad_y, size_t x) {
+  check_can_leave(call, "basic_linear");
+  std::ostringstream text;
+  const bool is_coded = call.format(x) == Format::codes;
+  const auto direction = [&](size_t read) { return static_cast<int>(call.type(read).direction); };
+  text << (is_coded ? 0 : version_of(call.in(x))) << " " << static_cast<int>(call.type(x).dtype)
+       << " " << direction(grad_y) << " " << direction(x);
+  leave(call, kGradY, is_coded ? call.in(grad_y) : call.in(grad_y).clone());
+  leave(call, kX, call.in(x), is_coded ? nullptr : &call.in(x));
+  for (const auto& [read, scale] : {std::pair(grad_y, kGradScale), std::pair(x, kXScale)}) {
+    text << "\n";
+    if (!is_coded) continue;
+    text << call.type(read).quantizer->text;
+    leave(call, scale, call.in(read, 1));
+    if (const auto amax = call.amax_of_codes(read)) leave(call, scale + 1, *amax);
+  }
+  leave(call, kText, text.str());
+}
+
+Tensor left_grad_weight(at::TensorList left) {
+  const Operands operands = read(left);
+  const Tensor target = kernel_ops::empty_beside(
+      left[kX], {left[kGradY].size(-1), left[kX].size(-1)}, operands.dtype);
+  kernel_ops::grad_weight_of_codes(operands.grad_y, operands.x, target, /*accumulate=*/false);
+  return target;
+}
+
+void add_left_grad_weight(at::TensorList left, const Tensor& target, bool accumulate) {
+  const Operands operands = read(left);
+  const int64_t sizes[] = {left[kGradY].size(-1), left[kX].size(-1)};
+  TORCH_CHECK_VALUE(target.sizes() == at::IntArrayRef(sizes) && !target.requires_grad(),
+                    "backward_dw: expected main_grad of the weight's shape ",
+                    at::IntArrayRef(sizes), " without a gradient of its own, got ", target.sizes(),
+                    ", requires_grad=", target.requires_grad(), ". Allocate it with torch.zeros.");
+  kernel_ops::grad_weight_of_codes(operands.grad_y, operands.x, target, accumulate);
+}
+
+}  // namespace tandem::ops

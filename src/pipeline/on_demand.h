@@ -1,0 +1,68 @@
+// The steps of a plan, run as values are asked for.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "autograd/run.h"
+#include "executor/executor.h"
+
+namespace tandem {
+
+/// What is there is not made again.
+class OnDemand {
+ public:
+  OnDemand(const Plan& plan, const Arguments& arguments, Path path)
+      : plan_(plan),
+        frame_(path, plan.types, plan.slot_of, plan.tensor_slots),
+        is_sized_(plan.types.size()) {
+    fill(frame_, plan, arguments);
+  }
+
+  Frame& frame() { return frame_; }
+
+  void set(Value value, const at::Tensor& tensor) {
+    if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
+  }
+  void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
+    frame_.shape(value) = {sizes.begin(), sizes.end()};
+    is_sized_[index_of(value)] = true;
+  }
+
+  bool has(Value value) {
+    if (frame_.type(value).format == Format::shape) return is_sized_[index_of(value)];
+    return frame_.tensor(value).defined();
+  }
+
+  /// Runs a step behind those that write what it reads.
+  void run(const Step& step) {
+    for (const Value value : step.reads)
+      if (exists(value)) provide(value);
+    Step keeping = step;
+    keeping.dead.clear();
+    run_step(frame_, keeping);
+    for (const Value value : step.writes)
+      if (exists(value)) is_sized_[index_of(value)] = true;
+  }
+
+  /// Runs what writes a value.
+  void provide(Value value) {
+    if (has(value)) return;
+    const auto step = std::ranges::find_if(plan_.forward,
+                                           [&](const Step& other) { return writes(other, value); });
+    TORCH_CHECK_VALUE(step != plan_.forward.end(), "op_backward: expected ",
+                      plan_.types[index_of(value)].name,
+                      " on the context, as backward reads it, got none. Save in forward what the "
+                      "op's own forward saves.");
+    run(*step);
+  }
+
+ private:
+  const Plan& plan_;
+  Frame frame_;
+  std::vector<bool> is_sized_;
+};
+
+}  // namespace tandem

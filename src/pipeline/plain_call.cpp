@@ -1,0 +1,270 @@
+#include "pipeline/plain_call.h"
+
+#include <ATen/ops/clone.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "autograd/call.h"
+#include "autograd/direct.h"
+#include "kernel_ops/weights.h"
+#include "pipeline/on_demand.h"
+#include "planner/planner.h"
+#include "planner/program.h"
+#include "planner/registry.h"
+
+namespace tandem {
+
+namespace {
+
+using at::Tensor;
+
+/// The arguments with the plan that serves them.
+struct Planned {
+  explicit Planned(const PlainArguments& given)
+      : program(program_of(write_description(given.ops, given.recipe,
+                                             {.training = given.training,
+                                              .cache_weights = given.workspaces.has_value(),
+                                              .fusions_version = fusions_version()}))),
+        arguments{.inputs = given.inputs,
+                  .params = given.params,
+                  .workspaces = {},
+                  .buffers = Buffers::of(given.buffers),
+                  .state = given.state,
+                  .quantized = quantized_params(given.params)},
+        plan(program->plan_for(key(given))),
+        path(is_direct(arguments) ? Path::direct : Path::dispatch) {
+    if (given.workspaces) workspaces = *given.workspaces;
+    if (workspaces.empty()) make_workspaces();
+    arguments.workspaces = workspaces;
+  }
+
+  /// Detached views that say which gradients are asked for: a key reads it off tensors.
+  PlanKey key(const PlainArguments& given) {
+    std::vector<Tensor> inputs = given.inputs, params = given.params;
+    const bool asks = std::ranges::count(given.asked, true) != 0;
+    size_t place = 0;
+    for (auto* list : {&inputs, &params})
+      for (Tensor& tensor : *list) {
+        const bool asked = given.asked[place++];
+        if (!tensor.defined() || (tensor.requires_grad() == asked && asked)) continue;
+        const c10::AutoGradMode no_grad(false);
+        tensor = tensor.detach();
+        if (asked && tensor.is_floating_point()) tensor.set_requires_grad(true);
+      }
+    Arguments marked = arguments;
+    marked.inputs = inputs;
+    marked.params = params;
+    return key_of(marked, asks, /*traced=*/false, program->description().sizes_in_key);
+  }
+
+  void make_workspaces() {
+    for (const CachedWeight& cached : plan->cached_weights) {
+      const auto place = std::ranges::find(plan->params, cached.weight) - plan->params.begin();
+      const auto made = kernel_ops::make_workspace(arguments.params[static_cast<size_t>(place)],
+                                                   *cached.quantizer, cached.parts);
+      std::ranges::copy_if(made, std::back_inserter(workspaces), &Tensor::defined);
+    }
+  }
+
+  bool is_an_argument(const Tensor& tensor) const {
+    const auto shares = [&](const Tensor& other) {
+      return other.defined() && shares_memory(other, tensor);
+    };
+    return std::ranges::any_of(arguments.inputs, shares) ||
+           std::ranges::any_of(arguments.params, shares);
+  }
+
+  std::shared_ptr<Program> program;
+  Arguments arguments;
+  std::shared_ptr<const Plan> plan;
+  Path path;
+  std::vector<Tensor> workspaces;
+};
+
+/// No output shares memory with an argument or with another output.
+std::vector<Tensor> fresh_outputs(const Planned& planned, Frame& frame) {
+  std::vector<Tensor> outputs;
+  for (const Value value : planned.plan->outputs) {
+    const Tensor& output = frame.tensor(value);
+    const bool is_shared =
+        planned.is_an_argument(output) ||
+        std::ranges::any_of(outputs, [&](const Tensor& o) { return shares_memory(o, output); });
+    outputs.push_back(is_shared ? output.clone() : output);
+  }
+  return outputs;
+}
+
+}  // namespace
+
+PlainResults plain_forward(const PlainArguments& given) {
+  const Planned planned(given);
+  const Plan& plan = *planned.plan;
+  const c10::AutoGradMode no_grad(false);
+  Frame frame(planned.path, plan.types, plan.slot_of, plan.tensor_slots);
+  fill(frame, plan, planned.arguments);
+  run_forward(frame, plan);
+  PlainResults results;
+  results.outputs = fresh_outputs(planned, frame);
+  for (size_t k = 0; k < plan.kept.size(); ++k) {
+    const Value value = plan.kept[k];
+    const Format format = plan.types[index_of(value)].format;
+    TORCH_INTERNAL_ASSERT(format != Format::opaque, "plain functions run no user code");
+    const c10::SymDimVector* sizes = format == Format::shape   ? &frame.shape(value)
+                                     : format == Format::codes ? frame.noted_sizes(value)
+                                                               : nullptr;
+    if (sizes != nullptr)
+      results.carried.emplace_back(k, std::vector(sizes->begin(), sizes->end()));
+    if (format == Format::shape) continue;
+    for (const Tensor& tensor : frame.tensors(value))
+      results.saved.push_back(planned.is_an_argument(tensor) ? Tensor() : tensor);
+  }
+  results.workspaces = planned.workspaces;
+  return results;
+}
+
+struct PlainContext::Kept {
+  std::shared_ptr<const Plan> plan;
+  Path path;
+  /// By place in Plan::kept, the parts of each.
+  std::vector<std::vector<Tensor>> tensors;
+  std::vector<std::pair<size_t, c10::SymDimVector>> carried;
+  std::vector<Tensor> workspaces, state;
+  Buffers buffers;
+  /// Arguments that backward reads, with their versions.
+  struct Read {
+    std::string name;
+    Tensor tensor;
+    int64_t version;
+  };
+  std::vector<Read> reads;
+  /// Saved, and no argument.
+  std::vector<Tensor> own;
+  bool is_released = false;
+
+  void release() {
+    tensors.clear();
+    own.clear();
+    reads.clear();
+    workspaces.clear();
+    state.clear();
+    buffers = {};
+    is_released = true;
+  }
+};
+
+PlainContext::~PlainContext() = default;
+PlainContext::PlainContext(PlainContext&&) noexcept = default;
+
+PlainContext::PlainContext(const PlainArguments& given, const PlainResults& results)
+    : kept_(std::make_unique<Kept>()) {
+  Planned planned(given);
+  const Plan& plan = *planned.plan;
+  if (!results.workspaces.empty()) {  // those that forward has made
+    planned.workspaces = results.workspaces;
+    planned.arguments.workspaces = planned.workspaces;
+  }
+  size_t expected = 0;
+  for (const Value value : plan.kept)
+    if (plan.types[index_of(value)].format != Format::shape)
+      expected += tensors_per_value(plan.types[index_of(value)]);
+  TORCH_CHECK_VALUE(results.saved.size() == expected, "setup_context: expected the ", expected,
+                    " tensors that forward of these arguments saves, got ", results.saved.size(),
+                    ". Pass the arguments and results of one call.");
+  kept_->plan = planned.plan;
+  kept_->path = planned.path;
+  kept_->workspaces = planned.workspaces;
+  kept_->state = given.state;
+  kept_->buffers = planned.arguments.buffers;
+  for (const auto& [place, sizes] : results.carried)
+    kept_->carried.emplace_back(place, c10::SymDimVector(sizes.begin(), sizes.end()));
+  const c10::AutoGradMode no_grad(false);
+  OnDemand arguments(plan, planned.arguments, planned.path);
+  size_t next = 0;
+  for (const Value value : plan.kept) {
+    auto& parts = kept_->tensors.emplace_back();
+    if (plan.types[index_of(value)].format == Format::shape) continue;
+    for (size_t part = 0; part < tensors_per_value(plan.types[index_of(value)]); ++part) {
+      const Tensor& saved = results.saved[next++];
+      if (saved.defined()) {
+        parts.push_back(saved);
+        kept_->own.push_back(saved);
+        continue;
+      }
+      arguments.provide(value);  // by steps that make views
+      parts.push_back(arguments.frame().tensor(value, part));
+      kept_->reads.push_back(
+          {plan.types[index_of(value)].name, parts.back(), version_of(parts.back())});
+    }
+  }
+}
+
+std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain) {
+  TORCH_CHECK(!kept_->is_released,
+              "backward: expected a context whose activations are there, got one whose backward "
+              "has run. Pass retain=True to all calls but the last.");
+  const Plan& plan = *kept_->plan;
+  TORCH_CHECK_VALUE(gradients.size() == plan.outputs.size(), "backward: expected ",
+                    plan.outputs.size(), " gradients, one per output, got ", gradients.size(),
+                    ". Pass None for an output that nobody differentiates.");
+  for (const Kept::Read& read : kept_->reads)
+    TORCH_CHECK_VALUE(version_of(read.tensor) == read.version, "backward: expected ", read.name,
+                      " unchanged since the setup of the context, as backward reads it, got an "
+                      "in-place write. Write into a copy.");
+  std::vector<Tensor> results(plan.gradients.size());
+  BackwardMask mask;
+  for (size_t i = 0; i < gradients.size(); ++i)
+    mask.given.push_back(gradients[i].defined() && exists(plan.output_gradients[i]));
+  for (size_t i = 0; i < plan.gradients.size(); ++i)
+    mask.asked.push_back(exists(plan.gradients[i]) || plan.absorbed[i]);
+  const c10::AutoGradMode no_grad(false);
+  const NoAutocast no_autocast;
+  if (std::ranges::find(mask.given, true) != mask.given.end()) {
+    const auto backward = backward_plan(plan, mask);
+    Frame frame(kept_->path, plan.types, plan.slot_of, plan.tensor_slots);
+    frame.reserve_side_values(plan.opaques, plan.shapes);
+    for (size_t i = 0; i < gradients.size(); ++i)
+      if (mask.given[i])
+        frame.tensor(plan.output_gradients[i]) =
+            gradients[i].to(plan.types[index_of(plan.output_gradients[i])].dtype).contiguous();
+    for (size_t i = 0; i < kept_->workspaces.size(); ++i)
+      frame.tensor(plan.workspaces[i]) = kept_->workspaces[i];
+    for (size_t i = 0; i < kept_->state.size(); ++i) frame.tensor(plan.state[i]) = kept_->state[i];
+    if (plan.mutates_buffers_in_backward)
+      take_buffers(kept_->buffers, plan, backward->steps, frame);
+    for (size_t k = 0; k < plan.kept.size(); ++k)
+      for (size_t part = 0; part < kept_->tensors[k].size(); ++part)
+        frame.tensor(plan.kept[k], part) = kept_->tensors[k][part];
+    for (const auto& [place, sizes] : kept_->carried) {
+      const Value value = plan.kept[place];
+      if (plan.types[index_of(value)].format == Format::shape) {
+        frame.shape(value) = sizes;
+      } else {
+        frame.note_sizes(value, sizes);
+      }
+    }
+    if (!retain) kept_->release();  // then each dies with the last step that reads it
+    for (const Step& step : backward->steps) run_step(frame, step);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (exists(backward->gradients[i])) results[i] = frame.tensor(backward->gradients[i]);
+  } else if (!retain) {
+    kept_->release();
+  }
+  return results;
+}
+
+std::vector<Tensor> PlainContext::saved() const { return kept_->own; }
+
+int64_t PlainContext::saved_bytes() const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < kept_->own.size(); ++i) {
+    const bool is_counted = std::ranges::any_of(
+        kept_->own.begin(), kept_->own.begin() + static_cast<std::ptrdiff_t>(i),
+        [&](const Tensor& other) { return shares_memory(other, kept_->own[i]); });
+    if (!is_counted) bytes += static_cast<int64_t>(kept_->own[i].nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace tandem

@@ -1,0 +1,108 @@
+// Plain functions of the modules against the modules, which are pipelines under autograd.
+#include "tandem/functional.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "support/throws.h"
+#include "tandem/tandem.h"
+
+namespace tandem::testing {
+namespace {
+
+using namespace functional;
+
+TEST(Functional, LinearIsTheModule) {
+  at::manual_seed(1);
+  Sequential module({ops::linear(6, 4)});
+  const auto parameters = module->named_parameters();
+  const at::Tensor x = at::randn({2, 3, 6}).requires_grad_();
+  const at::Tensor y = module->forward(x);
+  const at::Tensor grad_y = at::randn_like(y);
+  y.backward(grad_y);
+  const LinearArguments arguments{.x = x.detach(),
+                                  .weight = parameters["0.weight"].detach(),
+                                  .bias = parameters["0.bias"].detach()};
+  const Results results = linear_forward(arguments);
+  EXPECT_TRUE(at::equal(results.y, y));
+  EXPECT_FALSE(results.y.requires_grad());
+  Context context = linear_setup_context(arguments, results);
+  EXPECT_EQ(context.saved_bytes(), 0);  // arguments alone
+  const Gradients gradients = linear_backward(context, grad_y);
+  EXPECT_TRUE(at::equal(gradients.at("x"), x.grad()));
+  EXPECT_TRUE(at::equal(gradients.at("weight"), parameters["0.weight"].grad()));
+  EXPECT_TRUE(at::equal(gradients.at("bias"), parameters["0.bias"].grad()));
+  EXPECT_THAT([&] { linear_backward(context, grad_y); },
+              ThrowsText<c10::Error>("backward: expected a context whose activations are there",
+                                     "got one whose backward has run"));
+}
+
+TEST(Functional, MlpIsTheModuleUnderARecipe) {
+  at::manual_seed(2);
+  LayerNormMLP module(32, 64, LayerNormMLPOptions{.activation = "swiglu"});
+  const auto parameters = module->named_parameters();
+  const at::Tensor x = at::randn({16, 32}).requires_grad_();
+  at::Tensor y;
+  {
+    const Autocast region(true, MXFP8BlockScaling{});
+    y = module->forward(x);
+  }
+  y.backward(at::ones_like(y));
+  const auto parameter = [&](const char* name) { return parameters[name].detach(); };
+  const LayerNormMLPArguments arguments{.x = x.detach(),
+                                        .layer_norm_weight = parameter("layer_norm_weight"),
+                                        .layer_norm_bias = parameter("layer_norm_bias"),
+                                        .fc1_weight = parameter("fc1_weight"),
+                                        .fc1_bias = parameter("fc1_bias"),
+                                        .fc2_weight = parameter("fc2_weight"),
+                                        .fc2_bias = parameter("fc2_bias"),
+                                        .options = {.activation = "swiglu"},
+                                        .common = {.recipe = MXFP8BlockScaling{}}};
+  const Results results = layer_norm_mlp_forward(arguments);
+  EXPECT_TRUE(at::equal(results.y, y));
+  Context context = layer_norm_mlp_setup_context(arguments, results);
+  EXPECT_GT(context.saved_bytes(), 0);
+  const Gradients kept = layer_norm_mlp_backward(context, at::ones_like(y), {}, /*retain=*/true);
+  EXPECT_GT(context.saved_bytes(), 0);
+  const Gradients gradients = layer_norm_mlp_backward(context, at::ones_like(y));
+  EXPECT_EQ(context.saved_bytes(), 0);
+  EXPECT_TRUE(at::equal(gradients.at("x"), x.grad()));
+  for (const auto& each : parameters) {
+    EXPECT_TRUE(at::equal(gradients.at(each.key()), each.value().grad())) << each.key();
+    EXPECT_TRUE(at::equal(kept.at(each.key()), each.value().grad())) << each.key();
+  }
+}
+
+TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
+  at::manual_seed(3);
+  const std::vector<at::Tensor> weights{at::randn({4, 6}), at::randn({4, 6})};
+  const GroupedLinearArguments arguments{
+      .x = at::randn({5, 6}), .m_splits = at::tensor({2, 3}), .weights = weights};
+  const Results results = grouped_linear_forward(arguments);
+  EXPECT_TRUE(results.y.slice(0, 0, 2).allclose(arguments.x.slice(0, 0, 2).mm(weights[0].t())));
+  Context context = grouped_linear_setup_context(arguments, results);
+  const Gradients gradients = grouped_linear_backward(context, at::ones({5, 4}));
+  EXPECT_TRUE(gradients.at("weight1").allclose(at::ones({4, 3}).mm(arguments.x.slice(0, 2, 5))));
+
+  const LayerNormLinearArguments normed{.x = at::randn({3, 6}),
+                                        .layer_norm_weight = at::ones({6}),
+                                        .layer_norm_bias = at::zeros({6}),
+                                        .weight = weights[0],
+                                        .options = {.return_layernorm_output = true}};
+  const Results outputs = layer_norm_linear_forward(normed);
+  EXPECT_TRUE(outputs.y.allclose(outputs.layernorm_output.mm(weights[0].t())));
+  Results others = outputs;
+  others.saved.pop_back();
+  EXPECT_THAT([&] { layer_norm_linear_setup_context(normed, others); },
+              ThrowsText<c10::ValueError>("setup_context: expected the ",
+                                          "tensors that forward of these arguments saves"));
+}
+
+}  // namespace
+}  // namespace tandem::testing

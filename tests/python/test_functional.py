@@ -1,0 +1,248 @@
+"""The modules as plain functions: what modules give, with no module, no autograd and no memory that is shared."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import tandem
+from tandem.modules import functional
+
+RECIPES = {
+    "none": None,
+    "current": tandem.recipe.Float8CurrentScaling(),
+    "block": tandem.recipe.Float8BlockScaling(),
+    "mxfp8": tandem.recipe.MXFP8BlockScaling(),
+    "nvfp4": tandem.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+FUNCTIONS = {
+    name: [getattr(functional, f"{name}_{part}") for part in ("forward", "setup_context", "backward")]
+    for name in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+}
+
+
+def fields(module, names):
+    return {name: value for name in names if (value := getattr(module, name)) is not None}
+
+
+def linear(**options):
+    module = tandem.Linear(32, 48, **options)
+    return module, functional.LinearArgs, fields(module, ("weight", "bias"))
+
+
+def layernorm_linear(**options):
+    module = tandem.LayerNormLinear(32, 48, **options)
+    return module, functional.LayerNormLinearArgs, fields(module, ("layer_norm_weight", "layer_norm_bias", "weight", "bias"))
+
+
+def layernorm_mlp(**options):
+    module = tandem.LayerNormMLP(32, 64, **options)
+    return module, functional.LayerNormMLPArgs, fields(module, [name for name, _ in module.named_parameters()])
+
+
+CASES = {
+    "linear": ("linear", linear, {}),
+    "linear without bias": ("linear", linear, {"bias": False}),
+    "layernorm_linear": ("layernorm_linear", layernorm_linear, {}),
+    "layernorm_linear rms": ("layernorm_linear", layernorm_linear, {"normalization": "RMSNorm", "eps": 0.1, "zero_centered_gamma": True}),
+    "layernorm_linear output": ("layernorm_linear", layernorm_linear, {"return_layernorm_output": True}),
+    "layernorm_mlp": ("layernorm_mlp", layernorm_mlp, {}),
+    "layernorm_mlp swiglu": ("layernorm_mlp", layernorm_mlp, {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}),
+    "layernorm_mlp clamped": ("layernorm_mlp", layernorm_mlp, {"activation": "clamped_swiglu", "activation_params": {"limit": 5.0}}),
+    "layernorm_mlp checkpoint": ("layernorm_mlp", layernorm_mlp, {"checkpoint": True}),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    kind, make, options = CASES[request.param]
+    module, args, tensors = make(**options)
+    detached = {name: value.detach() for name, value in tensors.items()}
+    more = {name: value for name, value in options.items() if name != "bias"}
+    return kind, module, lambda x, **others: args(inp=x, **detached, **more, **others)
+
+
+def run(kind, args, *grads, **options):
+    forward, setup, backward = FUNCTIONS[kind]
+    results = forward(args)
+    context = setup(args, results)
+    return results, context, backward(context, *grads, **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_they_are_the_modules(case, recipe):
+    kind, module, make = case
+    recipe = RECIPES[recipe]
+    x = torch.randn(2, 16, 32)
+    own = x.clone().requires_grad_()
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        outputs = module(own)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.randn_like(y) for y in outputs]
+    expected = torch.autograd.grad(outputs, [own, *module.parameters()], grads)
+    results, _, gradients = run(kind, make(x, recipe=recipe), *grads)
+    assert torch.equal(results.y, outputs[0]) and not results.y.requires_grad and results.weight_workspaces is None
+    if len(outputs) > 1:
+        assert torch.equal(results.layernorm_output, outputs[1])
+    assert [*gradients] == ["inp", *[name for name, _ in module.named_parameters()]]
+    assert all(map(torch.equal, gradients.values(), expected))
+
+
+def test_nothing_shares_memory_with_an_argument(case):
+    kind, _, make = case
+    args = make(torch.randn(2, 16, 32))
+    results = FUNCTIONS[kind][0](args)
+    arguments = {value.untyped_storage().data_ptr() for value in vars(args).values() if isinstance(value, torch.Tensor)}
+    outputs = [results.y] + ([] if results.layernorm_output is None else [results.layernorm_output])
+    made = [tensor.untyped_storage().data_ptr() for tensor in (*outputs, *results.saved) if tensor is not None]
+    assert arguments.isdisjoint(made) and len({y.data_ptr() for y in outputs}) == len(outputs)
+
+
+def test_activations_are_gone_after_backward(case):
+    kind, _, make = case
+    forward, setup, backward = FUNCTIONS[kind]
+    args = make(torch.randn(64, 32))
+    results = forward(args)
+    grad, outputs = torch.ones_like(results.y), 2 if results.layernorm_output is not None else 1
+    context = setup(args, results)
+    alive = [weakref.ref(tensor) for tensor in context.saved()]
+    kept = context.saved_bytes()
+    assert (kept == 0) == (kind == "linear" or getattr(args, "checkpoint", False))
+    del results
+    first = backward(context, grad, retain=True)
+    assert context.saved_bytes() == kept
+    second = backward(context, grad)
+    assert context.saved_bytes() == 0
+    gc.collect()
+    assert not any(ref() is not None for ref in alive) or outputs > 1
+    assert all(map(torch.equal, first.values(), second.values()))
+    with pytest.raises(RuntimeError, match="backward: expected a context whose activations are there, got one whose backward has run"):
+        backward(context, grad)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_activations_of_modules_are_gone_after_backward(case, retain):
+    _, module, _ = case
+    alive = []
+
+    class Held:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    def pack(tensor):
+        held = Held(tensor)
+        alive.append(weakref.ref(held))
+        return held
+
+    own = {param.untyped_storage().data_ptr() for param in module.parameters()}
+
+    def count():
+        gc.collect()
+        there = [held.tensor for ref in alive if (held := ref()) is not None]
+        return sum(tensor.nbytes for tensor in there if tensor.untyped_storage().data_ptr() not in own)
+
+    x = torch.randn(64, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    before = count()
+    assert before > 0
+    y.backward(torch.ones_like(y), retain_graph=retain)
+    assert count() == (before if retain else 0)
+    if retain:
+        y.backward(torch.ones_like(y))
+        assert count() == 0
+
+
+def test_groups():
+    module = tandem.GroupedLinear(3, 32, 16)
+    x, splits = torch.randn(40, 32, requires_grad=True), [10, 0, 30]
+    for recipe in (None, tandem.recipe.MXFP8BlockScaling()):
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(x, splits)
+        expected = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+        weights, biases = ([getattr(module, f"{name}{group}").detach() for group in range(3)] for name in ("weight", "bias"))
+        args = functional.GroupedLinearArgs(inp=x.detach(), m_splits=splits, weights=weights, biases=biases, recipe=recipe)
+        results, _, gradients = run("grouped_linear", args, torch.ones_like(y))
+        assert torch.equal(results.y, y)
+        assert all(map(torch.equal, [gradients["inp"], *gradients["weights"], *gradients["biases"]], expected))
+
+
+def test_workspaces_of_groups_are_individual_tensors():
+    weights = [torch.randn(16, 32) for _ in range(3)]
+    args = dict(inp=torch.randn(40, 32), m_splits=[10, 0, 30], weights=weights, recipe=tandem.recipe.MXFP8BlockScaling())
+    first = functional.grouped_linear_forward(functional.GroupedLinearArgs(**args, weight_workspaces=()))
+    assert all(isinstance(tensor, torch.Tensor) for tensor in first.weight_workspaces) and len(first.weight_workspaces) % 3 == 0
+    again = functional.grouped_linear_forward(functional.GroupedLinearArgs(**args, weight_workspaces=first.weight_workspaces))
+    plain = functional.grouped_linear_forward(functional.GroupedLinearArgs(**args))
+    assert torch.equal(first.y, plain.y) and torch.equal(again.y, plain.y)
+
+
+def test_what_is_asked_for_and_where_it_goes():
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    only = functional.LinearArgs(inp=x, weight=weight, needs_grad=["weight"])
+    _, _, gradients = run("linear", only, torch.ones(4, 6))
+    assert [*gradients] == ["weight"]
+    main_grad = torch.ones(6, 8)
+    into = functional.LinearArgs(inp=x, weight=weight, main_grads={"weight": main_grad})
+    _, _, gradients = run("linear", into, torch.ones(4, 6))
+    assert gradients["weight"] is None
+    assert_close(main_grad, 1 + torch.ones(6, 4) @ x)
+    overwriting = functional.LinearArgs(inp=x, weight=weight, main_grads={"weight": main_grad}, overwrite_main_grad=True)
+    run("linear", overwriting, torch.ones(4, 6))
+    assert_close(main_grad, torch.ones(6, 4) @ x)
+
+
+def test_workspaces_are_passed_in_and_returned():
+    recipe = tandem.recipe.MXFP8BlockScaling()
+    x, weight = torch.randn(16, 32), torch.randn(48, 32)
+    plain, _, expected = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=recipe), torch.ones(16, 48))
+    first, _, gradients = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=recipe, weight_workspaces=()), torch.ones(16, 48))
+    assert first.weight_workspaces and torch.equal(first.y, plain.y) and torch.equal(gradients["inp"], expected["inp"])
+    args = functional.LinearArgs(inp=x, weight=weight, recipe=recipe, weight_workspaces=first.weight_workspaces)
+    again = functional.linear_forward(args)
+    assert [t.data_ptr() for t in again.weight_workspaces] == [t.data_ptr() for t in first.weight_workspaces]
+    weight.mul_(2)  # never stale
+    assert torch.equal(functional.linear_forward(args).y, functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=recipe)).y)
+
+
+def test_a_recipe_with_a_state_has_it_passed_in():
+    module = tandem.Linear(32, 48)
+    recipe = tandem.recipe.DelayedScaling(amax_history_len=4)
+    x = torch.randn(16, 32)
+    state = [torch.tensor([1])]
+    for slots in (2, 1):
+        state += [torch.ones(slots), torch.zeros(4, slots), torch.zeros(1, dtype=torch.int64)]
+    args = functional.LinearArgs(inp=x, weight=module.weight.detach(), bias=module.bias.detach(), recipe=recipe, recipe_state=state)
+    results, _, gradients = run("linear", args, torch.ones(16, 48))
+    with tandem.autocast(recipe=recipe):
+        y = module(x)
+        y.backward(torch.ones(16, 48))
+    assert torch.equal(results.y, y) and torch.equal(gradients["weight"], module.weight.grad)
+    assert state[2][0].tolist() == pytest.approx([x.abs().max().item(), module.weight.abs().max().item()])
+
+
+def test_errors():
+    x, weight, ones = torch.randn(4, 8), torch.randn(6, 8), torch.ones(8)
+    args = functional.LinearArgs(inp=x, weight=weight)
+    results = functional.linear_forward(args)
+    context = functional.linear_setup_context(args, results)
+    x.add_(1)
+    with pytest.raises(ValueError, match=r"backward: expected .* unchanged since the setup of the context, as backward reads it, got an in-place write"):
+        functional.linear_backward(context, torch.ones(4, 6))
+    with pytest.raises(ValueError, match=r"LinearArgs: expected needs_grad to name some of inp, weight, got 'weigth'"):
+        functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, needs_grad=["weigth"]))
+    with pytest.raises(ValueError, match=r'LayerNormLinearArgs: expected normalization "LayerNorm" or "RMSNorm", got \'Norm\''):
+        functional.layernorm_linear_forward(functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones, normalization="Norm"))
+    with pytest.raises(ValueError, match=r"LayerNormLinearArgs: expected layer_norm_bias of a LayerNorm, got None"):
+        functional.layernorm_linear_forward(functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones))
+    normed = functional.LayerNormLinearArgs(inp=x, weight=weight, layer_norm_weight=ones, layer_norm_bias=torch.zeros(8))
+    other = functional.layernorm_linear_forward(normed)
+    with pytest.raises(ValueError, match=r"setup_context: expected the \d+ tensors that forward of these arguments saves, got \d+"):
+        functional.linear_setup_context(args, other)
+    with pytest.raises(ValueError, match=r"backward: expected 1 gradients, one per output, got 2"):
+        context._inner.backward([torch.ones(4, 6), None], False)
