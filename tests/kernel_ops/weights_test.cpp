@@ -217,7 +217,7 @@ TEST_F(RefreshWeight, AStampElsewhereThanOnTheCpuIsRefused) {
   stamp_ = at::zeros({kStampSize}, at::kInt);
   EXPECT_THAT([&] { forward(); }, ThrowsText<c10::ValueError>(
                                       "refresh_weight_: expected stamp of shape [13], Long, on cpu",
-                                      "got CPUIntType of shape [8]"));
+                                      "got CPUIntType of shape [13]"));
 }
 
 TEST_F(RefreshWeight, OtherArgumentsAreSeen) {

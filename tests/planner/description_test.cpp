@@ -318,7 +318,7 @@ TEST(DescriptionErrors, BadOptions) {
 
 TEST(DescriptionErrors, UnknownRecipe) {
   EXPECT_THAT(parsing({"gelu"}, R"({"recipe": {"name": "MXFP4"}})"),
-              ThrowsText<c10::ValueError>("\"NVFP4BlockScaling\", got \"MXFP4"));
+              ThrowsText<c10::ValueError>("\"CustomRecipe\", got \"MXFP4"));
 }
 
 TEST(DescriptionErrors, RecipeFields) {
