@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch._guards import detect_fake_mode
 
+from tandem import _C
 from tandem.ops import main_grad
 from tandem.ops.arguments import Fixed, flag, positive
 from tandem.ops.buffers import Delayed
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.directions import Call
 from tandem.ops.op import BasicOperation
 
 OUTPUT_BUFFER_KEY = "output"
@@ -133,6 +136,24 @@ class GroupedLinear(DeferredMixin, BasicOperation):
 
     # Gradients of weights that are computed later.
 
+    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+        count = len(self._main_grad_names)
+        if not self.delay_wgrad_compute or grad_y is None or not any(asked[:count]):
+            return asked
+        x, splits, _ = saved
+        if x is None or splits is None:
+            raise ValueError(f"{self._get_name()}: expected x and splits on its context, got {x} and {splits}. Save what its own forward saves.")
+        if detect_fake_mode([x, grad_y]) is not None:
+            raise NotImplementedError(
+                f"{self._get_name()}: expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. Build the op without "
+                "for compiled code."
+            )
+        texts = [] if call.recipe == "null" else [_C.recipe_quantizer(call.recipe, role) for role in ("grad_output", "input")]
+        versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
+        lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
+        self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, lines])
+        return [*[False] * count, *asked[count:]]
+
     def need_backward_dw(self) -> bool:
         """Whether backward leaves the gradients of the weights to `backward_dw`."""
         return self.delay_wgrad_compute
@@ -164,11 +185,7 @@ class GroupedLinear(DeferredMixin, BasicOperation):
         if not weight.requires_grad:
             return
         if self.accumulate_into_main_grad:
-            target = main_grad.take(weight)
-            if getattr(weight, "overwrite_main_grad", False):
-                target.copy_(gradient)
-            else:
-                target.add_(gradient)
+            main_grad.absorb(self._get_name(), weight, gradient)
         elif weight.grad is None:
             weight.grad = gradient.to(weight.dtype)
         else:

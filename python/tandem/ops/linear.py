@@ -16,6 +16,7 @@ from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceSc
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
+from tandem.ops.directions import Call
 from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
@@ -128,13 +129,13 @@ class BasicLinear(JoinedMixin, DeferredMixin, BasicOperation):
         return super()._checked_option(name, value)
 
     def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
-        call = getattr(ctx, "_call", None)
+        call: Call = ctx._call
         return {
             **super()._context_fields(ctx, saved, x),
-            "with_quantized_compute": call is not None and call.recipe != "null",
+            "with_quantized_compute": call.recipe != "null",
             "backward_override": None,
-            "input_requires_grad": ctx.requires_grad,
-            "weight_requires_grad": ctx.requires_grad and getattr(self.weight, "requires_grad", True),
+            "input_requires_grad": ctx.requires_grad and call.asked[0],
+            "weight_requires_grad": ctx.requires_grad and any(call.asked[1:]),
         }
 
     def extra_repr(self) -> str:
