@@ -13,11 +13,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from tandem import _C
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
+from tandem.ops.directions import Call, drawing
 from tandem.ops.ghost import ghost_of
 from tandem.ops.places import Names, holding, names, views_stand_in
 from tandem.ops.unit import BasicUnit
+from tandem.recipe_state import history_length
 
 Tensors = Sequence[torch.Tensor | None]
+Asked = tuple[bool, list[list[bool]], list[list[bool]]]  # which gradients: of x, of the parameters of each op, of its extra inputs
 _QUANTIZERS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
@@ -178,11 +181,30 @@ def _contexts(fields: _Fields, saved: Iterable[torch.Tensor | None]) -> list[Ope
     return contexts
 
 
-def _context_of(op: BasicUnit, saved: Tensors) -> OperationContext:
-    """That of an op of the library whose own forward has run."""
+def _context_of(op: BasicUnit, saved: Tensors, recipe: str, asked: tuple[bool, ...], shape: Sequence[int] | None) -> OperationContext:
+    """That of an op of the library whose own forward has run; `shape`: that of x, where its backward reads it."""
     context = OperationContext.of(op._context, saved)
+    keeps_amaxes = history_length(recipe) != 0  # which no op has whose context is plain
+    context.__dict__["_call"] = Call("null" if keeps_amaxes else recipe, op.training, asked)
+    if shape is not None:
+        context.__dict__["input_shape"] = torch.Size(shape)
     context.__dict__.update(op._context_fields(context, saved, None))
     return context
+
+
+def _asked_of(ops: Sequence[BasicUnit], asked: Asked) -> list[tuple[bool, ...]]:
+    """Of each op of a fused backward, which gradients it is asked for: of x and of what other ops of it make, where something before reads them."""
+    is_asked, params, extra_inputs = asked
+    made: set[str | None] = set()
+    found = []
+    for op, own_params, own_inputs in zip(ops, params, extra_inputs, strict=True):
+        of_inputs = [
+            flag or (is_asked and channel is not None and channel in made) for flag, channel in zip(own_inputs, op._extra_input_channels, strict=True)
+        ]
+        found.append((is_asked, *of_inputs, *own_params))
+        is_asked = is_asked or any(own_params) or any(own_inputs)
+        made.update(op._extra_output_channels)
+    return found
 
 
 def _run_forward(op: Any, contexts: list[OperationContext], x: torch.Tensor, extras: list[Tensors], kwargs: list[dict[str, Any]]) -> Any:
@@ -254,7 +276,7 @@ class Runtime:
             _check_parameters(basic)
         contexts = [OperationContext(requires_grad=save) for _ in basics]
         named = _names_of(basics, params)
-        with _telling_of_constants(op), _standing_in(basics, params, named), python_op.own_code(basics):
+        with _telling_of_constants(op), _standing_in(basics, params, named), python_op.own_code(basics), drawing() as draws:
             y, extra_outputs = _run_forward(op, contexts, x, extras, [dict(own or {}) for own in given])
         saved = _saved_of(contexts) if save else [() for _ in basics]
         if fused.pass_name == "joint":
@@ -271,11 +293,19 @@ class Runtime:
                     own = ([basic], params[here], [context], saved[here], named[here])
                     fields_of[index] = _fields(*own, ghost_of(basic), own_y, own_x, extras[here], fused.name)
                 else:
-                    saved[index] = fusions.written_context(fused, basic, context)
+                    saved[index] = fusions.written_context(fused, basic, context, draws)
         return Forward(y, [tuple(group) for group in extra_outputs], saved, fields_of)
 
     def backward(
-        self, target: str | fusions.Fused, saved: Any, fields: Any, grad_y: torch.Tensor | None, grad_extras: list[Tensors], params: list[Tensors]
+        self,
+        target: str | fusions.Fused,
+        saved: Any,
+        fields: Any,
+        grad_y: torch.Tensor | None,
+        grad_extras: list[Tensors],
+        params: list[Tensors],
+        asked: Asked,
+        shapes: list[Sequence[int] | None],
     ) -> Gradients:
         if isinstance(target, fusions.Fused):
             op, basics = target.get()
@@ -293,8 +323,10 @@ class Runtime:
             named, reader = fields.names, fields.written_by
         else:
             contexts, of_params, named, extra_likes = [], [], [], []
-            for basic, tensors, own, own_params in zip(basics, saved, fields, params, strict=True):
-                contexts += [_context_of(basic, tensors)] if own is None else _contexts(own, tensors)
+            recipe = target.recipe if isinstance(target, fusions.Fused) else "null"
+            given = zip(basics, saved, fields, params, _asked_of(basics, asked), shapes, strict=True)
+            for basic, tensors, own, own_params, own_asked, shape in given:
+                contexts += [_context_of(basic, tensors, recipe, own_asked, shape)] if own is None else _contexts(own, tensors)
                 of_params.append([*own_params, *(own.buffers[0] if own is not None else ())])
                 named += _names_of((basic,), of_params[-1:]) if own is None else own.names
                 extra_likes += [[None] * basic.num_extra_inputs] if own is None else own.extra_likes

@@ -44,6 +44,8 @@ struct PythonOptions {
     size_t extra_inputs = 0, params = 0, extra_outputs = 0, context = 0;
     /// The last of `params`: backward neither reads them nor returns gradients.
     size_t buffers = 0;
+    /// Sizes of x that backward is given besides the context.
+    size_t shapes = 0;
     /// Written in Python: its context is one value, that only it knows.
     bool is_opaque = false;
   };
@@ -186,14 +188,31 @@ void python_forward(Call& call) {
       write_opaque(write++, saved[op], fields[op]);
       continue;
     }
+    if (options.ops[op].context == 0) continue;  // in evaluation it is another op, or none
     write_all(call, write,
               checked(saved[op], options.ops[op].context, label, "saved tensors of a covered op"),
               label, "a saved tensor");
   }
 }
 
+/// Which of the gradients that a backward writes are asked for: that of x, those of the parameters
+/// of each op, and those of its extra inputs.
+py::tuple asked_of(const Call& call, const PythonOptions& options) {
+  size_t write = 0;
+  const auto list = [&](size_t count) {
+    py::list asked;
+    for (size_t i = 0; i < count; ++i) asked.append(call.wants(write++));
+    return asked;
+  };
+  const bool x = call.wants(write++);
+  py::list params, extra_inputs;
+  for (const auto& counts : options.ops) params.append(list(counts.params - counts.buffers));
+  for (const auto& counts : options.ops) extra_inputs.append(list(counts.extra_inputs));
+  return py::make_tuple(x, params, extra_inputs);
+}
+
 /// runtime.backward(key or fused op, saved, fields, grad_y, grads of extra outputs per op, params
-/// per op) -> Gradients
+/// per op, which gradients are asked for, sizes of x per op) -> Gradients
 void python_backward(Call& call) {
   const py::gil_scoped_acquire gil;
   const auto& options = call.options<PythonOptions>();
@@ -204,6 +223,7 @@ void python_backward(Call& call) {
     grad_extras.append(list_of(call, next, counts.extra_outputs));
   for (const auto& counts : options.ops)
     params.append(list_of(call, next, counts.params - counts.buffers));
+  py::list shapes;
   py::object saved = py::none(), fields = py::none();
   const auto of_opaque = [&](Value value) {
     const Opaque& opaque = call.frame().opaque(value);
@@ -226,13 +246,19 @@ void python_backward(Call& call) {
         of_ops.append(py::none());
       }
       next += counts.is_opaque ? 1 : 0;
+      py::object shape = py::none();
+      for (size_t i = 0; i < counts.shapes; ++i, ++next)
+        if (const Value value = call.step().reads[next]; exists(value))
+          shape = py::tuple(py::cast(c10::SymIntArrayRef(call.frame().shape(value)).vec()));
+      shapes.append(shape);
     }
     saved = contexts;
     fields = of_ops;
   }
   const py::object grad_y = call.has(0) ? to_python(call.in(0)) : py::none();
   const py::object results =
-      runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params);
+      runtime().attr("backward")(options.target(), saved, fields, grad_y, grad_extras, params,
+                                 asked_of(call, options), shapes);
   // None means zero, where somebody knows the sizes.
   const auto put = [&](size_t write, const py::handle& result, auto&& like) {
     if (!call.wants(write)) return;
@@ -271,9 +297,20 @@ void python_backward(Call& call) {
 
 Options parse_python(const OpDef& def, const nlohmann::json& options);
 
-PythonOptions::Counts counts_of(const OpDef& def) {
-  return {def.inputs.size() - 1, def.params.size(), def.extra_outputs.size(),
-          def.context.size(),    def.fixed_params,  def.parse == parse_python};
+bool is_shape(const ResultDef& result) { return result.kind == ResultDef::shape; }
+
+/// `options`: those of the op, which tell how long its lists are.
+PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
+  PythonOptions::Counts counts;
+  counts.extra_inputs = extra_input_count(def, options);
+  for (const ParamDef& param : def.params)
+    counts.params += is_list(param.name) ? def.list_length(options, param.name) : 1;
+  counts.extra_outputs = def.extra_outputs.size();
+  counts.context = def.context.size();
+  counts.buffers = def.fixed_params;
+  counts.shapes = static_cast<size_t>(std::ranges::count_if(def.results, is_shape));
+  counts.is_opaque = def.parse == parse_python;
+  return counts;
 }
 
 /// How many operands the op has is the definition's to say.
@@ -282,7 +319,7 @@ Options parse_python(const OpDef& def, const nlohmann::json& options) {
   Fields fields(options, "op options");
   fields.at("key");
   fields.get("key", parsed->key, limits::kTextBytes).finish();
-  parsed->ops.push_back(counts_of(def));
+  parsed->ops.push_back(counts_of(def, nullptr));
   return parsed;
 }
 
@@ -387,13 +424,16 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   back.reads.push_back(
       {last_member,
        owner->text("grad_" + std::string(description.ops[last].kind->def.results[0].name))});
+  for (size_t op = first; op <= last; ++op)
+    options->ops.push_back(
+        counts_of(description.ops[op].kind->def, description.ops[op].options.get()));
   const auto each = [&](auto&& visit) {
     for (size_t op = first; op <= last; ++op)
       visit(static_cast<uint32_t>(op - first), description.ops[op].kind->def);
   };
   each([&](uint32_t member, const OpDef& def) {
-    options->ops.push_back(counts_of(def));
-    for (size_t i = 1; i < def.inputs.size(); ++i) ahead.reads.push_back({member, def.inputs[i]});
+    for (size_t i = 1; i <= options->ops[member].extra_inputs; ++i)
+      ahead.reads.push_back({member, def.inputs[i]});
     for (const auto& output : def.extra_outputs) {
       ahead.writes.push_back({member, output});
       back.reads.push_back({member, owner->text("grad_" + std::string(output))});
@@ -409,7 +449,7 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
     }
   });
   each([&](uint32_t member, const OpDef& def) {
-    for (size_t i = 1; i < def.inputs.size(); ++i)
+    for (size_t i = 1; i <= options->ops[member].extra_inputs; ++i)
       back.writes.push_back({member, owner->text("grad_" + std::string(def.inputs[i]))});
     const auto keep = [&](std::string_view name) {
       if (pass == Pass::backward) back.reads.push_back({member, name});
@@ -417,6 +457,8 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
     };
     if (def.parse == parse_python) return keep("saved");
     for (const auto& name : def.context) keep(name);
+    for (const ResultDef& result : def.results)
+      if (pass == Pass::backward && is_shape(result)) back.reads.push_back({member, result.name});
   });
   options->has_contexts = pass != Pass::joint;
   fusion.run = pass == Pass::backward ? back : ahead;
@@ -426,6 +468,16 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
   }
   options->fusion = owner;  // steps hold their options
   return {owner, &fusion};
+}
+
+/// An op one of whose parameters is several tensors shows these to Python, and the plan one.
+Refusal refuse_parts(const Description& description, size_t first, size_t last) {
+  for (size_t op = first; op <= last && op < description.ops.size(); ++op)
+    for (const uint32_t parts : description.ops[op].joins)
+      if (parts > 1)
+        return "a parameter of op " + std::to_string(op) +
+               " is several tensors, which no fusion written in Python takes";
+  return std::nullopt;
 }
 
 /// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> what its
@@ -444,6 +496,12 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
       refused->name = item.attr("name").cast<std::string>();
       groups.push_back(
           {first, last, std::move(refused), {}, item.attr("refusal").cast<std::string>()});
+      continue;
+    }
+    if (auto refusal = refuse_parts(description, first, last)) {
+      auto refused = std::make_shared<Fusion>();
+      refused->name = item.attr("name").cast<std::string>();
+      groups.push_back({first, last, std::move(refused), {}, std::move(refusal)});
       continue;
     }
     auto options = std::make_shared<PythonOptions>();

@@ -63,6 +63,9 @@ std::string signature_of(const std::string& name) {
   Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
   if (def.has_last_input != nullptr)  // else options may be required
     extra_inputs.resize(extra_input_count(def, def.signature.parse(name, json::object()).get()));
+  json drawn = json::array();
+  for (const ResultDef& result : def.results)
+    if (result.kind == ResultDef::seed) drawn.push_back(result.name);
   return json{{"name", def.name},
               {"formula", def.formula},
               {"family", def.family},
@@ -72,6 +75,7 @@ std::string signature_of(const std::string& name) {
               {"extra_inputs", extra_inputs},
               {"extra_outputs", def.extra_outputs},
               {"context", def.context},
+              {"drawn", drawn},
               {"dtype_rule", dtype_rule(def.dtype)},
               {"depends_on_training", def.training_only}}
       .dump();

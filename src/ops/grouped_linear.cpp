@@ -343,7 +343,7 @@ const OpDef kGroupedLinear{
                   .writes = {"grad_scales"},
                   .run = grad_scales,
                   .applies = has_scales}},
-    .context = {"x", "splits"},
+    .context = {"x", "splits", "scales"},
     .refuses_recipe_state = true,
     .list_length = list_length,
 };

@@ -130,8 +130,9 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
           ? Path::direct
           : Path::dispatch;
   OnDemand values(*plan, arguments, path);
-  for (size_t i = 0; i < context.saved.size(); ++i)
-    values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
+  for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that is not saved is there
+    if (context.saved[i].defined())
+      values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
   for (const ResultDef& result : kind.def.results)
     if (const Value value = value_of(*operands, result.name);
         result.kind == ResultDef::shape && exists(value))

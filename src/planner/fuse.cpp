@@ -164,13 +164,49 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
   }
 }
 
+/// Whether a gradient of any result of the group's ops is asked for.
+bool takes_gradient(const OpGroup& group, const FusionScope& scope) {
+  for (size_t op = group.first; op <= group.last; ++op) {
+    const OperandTable& table = (*scope.operands)[op];
+    for (size_t result = table.kind().first_result; result < table.kind().first_temporary; ++result)
+      if (exists(table.given(result))) return true;
+  }
+  return false;
+}
+
+/// Gradients that pass ops as they are leave nothing that a backward half could replace, in
+/// training; then evaluation runs the ops' own forward too.
+Refusal refuse_without_backward(const OpGroup& group, const FusionScope& scope) {
+  for (size_t op = group.first; op <= group.last; ++op)
+    if (!(*scope.operands)[op].kind().backward.empty()) return std::nullopt;
+  return "none of these ops has a step of backward";
+}
+
+/// The forward half alone, where no backward is asked for: nothing is kept.
+Refusal replace_forward(StepList& forward, const StepList& backward, GroupStep ahead,
+                        const FusionScope& scope) {
+  const std::function<bool(Value)> is_demanded = [&](Value value) {
+    return scope.is_demanded(value) || !backward.readers(value).empty();
+  };
+  Replacement half(forward, ahead.members, scope, is_demanded);
+  if (auto refusal = half.check(ahead.step)) return "forward: " + *refusal;
+  half.drop_undemanded_writes(ahead.step);
+  half.apply(forward, std::move(ahead.step));
+  return std::nullopt;
+}
+
 void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vector<OpGroup>& groups,
                          FusionScope& scope, std::vector<Type>& types) {
   for (const OpGroup& group : groups) {
     if (scope.skips(*group.fusion)) continue;
-    Refusal refusal = refuse_group(forward, group, scope);
-    if (!refusal) refusal = refuse_group(backward, group, scope);
-    if (!refusal) {
+    Refusal refusal = refuse_group(forward, group);
+    if (!refusal) refusal = refuse_group(backward, group);
+    if (!refusal) refusal = refuse_without_backward(group, scope);
+    if (!refusal && !takes_gradient(group, scope)) {
+      GroupStep ahead = step_of_group(forward, group, scope, group.fusion->run, false);
+      refusal = ahead.refusal;
+      if (!refusal) refusal = replace_forward(forward, backward, std::move(ahead), scope);
+    } else if (!refusal) {
       GroupStep ahead = step_of_group(forward, group, scope, group.fusion->run, false),
                 back = step_of_group(backward, group, scope, group.fusion->backward, true);
       refusal = ahead.refusal ? ahead.refusal : back.refusal;

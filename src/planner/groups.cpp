@@ -31,14 +31,7 @@ std::string place_of(const OpGroup& group) {
   return "ops " + std::to_string(group.first) + " to " + std::to_string(group.last);
 }
 
-Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionScope& scope) {
-  for (size_t op = group.first; op <= group.last; ++op) {
-    const OpKind& kind = (*scope.operands)[op].kind();
-    for (size_t operand = 0; operand < kind.first_buffer; ++operand)
-      if (group.fusion->runs_user_code && is_list(kind.operands[operand]))
-        return "op " + std::to_string(op) + " has a list of operands, \"" +
-               std::string(kind.operands[operand]) + "\", which no fusion written in Python takes";
-  }
+Refusal refuse_group(const StepList& steps, const OpGroup& group) {
   for (size_t op = group.first; op <= group.last; ++op)
     for (const size_t s : steps.of_op(op))
       if (steps[s].covers.front().op < group.first || steps[s].covers.back().op > group.last)
@@ -102,6 +95,21 @@ std::set<size_t> steps_of_ops(const StepList& steps, const OpGroup& group) {
   return members;
 }
 
+/// What a fusion of backward finds on contexts is plain, and what the ops' own forwards leave.
+Refusal refuse_contexts(const StepList& steps, const std::set<size_t>& members,
+                        const FusionScope& scope) {
+  for (const size_t m : members) {
+    const Step& step = steps[m];
+    if (step.kind == StepKind::fused)
+      return "fusion \"" + step.name + "\" of both directions covers these ops";
+    for (const Value value : step.reads)
+      if (exists(value) && (*scope.types)[index_of(value)].format == Format::codes)
+        return "step " + step.name + " reads " + (*scope.types)[index_of(value)].name +
+               ", and no context that a fusion written in Python finds has codes of a recipe";
+  }
+  return std::nullopt;
+}
+
 /// The planner's own steps that belong to them.
 class OwnSteps {
  public:
@@ -113,7 +121,8 @@ class OwnSteps {
     for (const Value value : fused_.writes)
       if (exists(value))
         for (const size_t s : steps_.writers(value))
-          if (is_own(s) && steps_[s].kind == StepKind::add) members_.insert(s);
+          if (is_own(s) && (steps_[s].kind == StepKind::add || steps_[s].kind == StepKind::seed))
+            members_.insert(s);
     for (bool grown = true; grown;) {
       grown = false;
       for (const size_t m : Members(members_.begin(), members_.end())) {
@@ -172,6 +181,10 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
     found.refusal = "none of these ops has a step here";
     return found;
   }
+  if (backward && group.fusion->runs_user_code && scope.pass == Pass::backward) {
+    found.refusal = refuse_contexts(steps, members, scope);
+    if (found.refusal) return found;
+  }
   OwnSteps(steps, scope, found.step, members).add();
   found.members.assign(members.begin(), members.end());
   if (scope.is_there)
@@ -188,7 +201,7 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope) {
   for (const OpGroup& group : groups) {
     if (scope.skips(*group.fusion)) continue;
-    Refusal refusal = refuse_group(steps, group, scope);
+    Refusal refusal = refuse_group(steps, group);
     if (!refusal) {
       GroupStep made =
           step_of_group(steps, group, scope, group.fusion->run, scope.pass == Pass::backward);

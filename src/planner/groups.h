@@ -9,11 +9,12 @@ namespace tandem {
 std::string place_of(const OpGroup& group);
 
 /// Why not: a step covers ops of the group and others, then a fusion of this group could not have
-/// the ops as a whole; or an op has a list of operands, and the fusion is written in Python.
-Refusal refuse_group(const StepList& steps, const OpGroup& group, const FusionScope& scope);
+/// the ops as a whole.
+Refusal refuse_group(const StepList& steps, const OpGroup& group);
 
 /// The fused step of a group in one direction, and the steps that it replaces: those of the group's
-/// ops, and the planner's own that only they read, or that sum up what it writes. What a channel
+/// ops, and the planner's own that only they read, or that sum up or draw what it writes. What a
+/// channel
 /// brings from one op of the group to another is the fusion's own business: an extra input that an
 /// op of the group makes is absent, and so is what ops of the group contribute to the gradient of
 /// an extra output. What the fused step writes in name only, as a rename of what comes from

@@ -256,6 +256,38 @@ def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None
         dist.destroy_process_group()
 
 
+class Product(ops.FusedOperation):
+    """A product alone, by the op's own forward."""
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **_: Any) -> Any:
+        (linear,) = self.basic_ops
+        return linear.op_forward(basic_op_ctxs[0], input_), [()]
+
+
+def check_fusion_functions_see_the_collectives(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    linear = ops.BasicLinear(HIDDEN, WIDE, tensor_parallel_mode="column")
+    row = ops.BasicLinear(WIDE, HIDDEN, tensor_parallel_mode="row", sequence_parallel=True)
+    box, x = ops.Sequential(linear, ops.GELU(), row), torch.randn(ROWS, HIDDEN, requires_grad=True)
+    y = box(x)
+    expected = [y, *torch.autograd.grad(y.sum(), [x, *box.parameters()])]
+    seen: list[list[str]] = []
+
+    def fuse(found: Any, **_: Any) -> Any:
+        seen.append([type(op).__name__ for op in found])
+        return [Product([op]) if isinstance(op, ops.BasicLinear) else op for op in found]
+
+    with ops.register_backward_fusion(lambda found, **_: list(found)), ops.register_forward_fusion(fuse):
+        y = box(x)
+        for got, wanted in zip([y, *torch.autograd.grad(y.sum(), [x, *box.parameters()])], expected, strict=True):
+            assert_close(got, wanted)
+        assert len([name for name in box.fusions_made() if name.endswith("fuse")]) == 1, box.explain()
+    with ops.register_fusion("product", [ops.BasicLinear], forward=lambda x, linear: linear.op_forward_compute(x)[0]):
+        assert_close(box(x), expected[0])
+        assert "product" in box.fusions_made()
+    assert seen[0] == ["ReduceGradient", "BasicLinear", "GELU", "BasicLinear", "ReduceScatter"]
+
+
 def spawn(tmp_path: Path, size: int, *checks: tuple[Any, ...]) -> None:
     """Runs checks one after the other: starting processes takes longer than they do."""
     mp.spawn(run, (size, str(tmp_path / "store"), list(checks)), nprocs=size)
@@ -273,6 +305,10 @@ def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> No
 
 def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
     spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_changes,), (check_products_alone,), (check_copies,), (check_ops,), (check_ddp,))
+
+
+def test_fusions_of_users_on_two_ranks(tmp_path: Path) -> None:
+    spawn(tmp_path, 2, (check_fusion_functions_see_the_collectives,))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -71,7 +71,7 @@ class DeclaredFusion(RuledFusion):
             if window and reason is not None:
                 found.append(Refused(first, first + len(window) - 1, self.name, reason))
             step = len(window) if window and reason is None else 1
-            first += sum(len(op.flat_ops()) for op in ops[index : index + step])
+            first += sum(len(op.covered_ops()) for op in ops[index : index + step])
             index += step
         return found
 
@@ -115,7 +115,7 @@ def _fused_class(
     def fuser_forward(
         self: FusedOperation, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> tuple[torch.Tensor, list[Any]]:
-        ops = self.flat_ops()
+        ops = self.covered_ops()
         assert forward is not None
         y, saved, extra_outputs = _parts(_called(forward, input_, ops, {"extra_inputs": basic_op_extra_inputs}), 3)
         if pass_name == "joint":
@@ -128,7 +128,7 @@ def _fused_class(
     def fuser_backward(
         self: FusedOperation, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Any, list[Any], list[Any]]:
-        ops = self.flat_ops()
+        ops = self.covered_ops()
         assert backward is not None
         saved: Any = basic_op_ctxs[0].saved_tensors
         if pass_name == "backward":

@@ -78,13 +78,8 @@ def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 def add_to_main_grad(weight: Any, gradient: torch.Tensor) -> None:
     """What backward does with a gradient of a weight that has a `main_grad`."""
-    if not weight.requires_grad:
-        return
-    target = main_grad.take(weight)
-    if getattr(weight, "overwrite_main_grad", False):
-        target.copy_(gradient)
-    else:
-        target.add_(gradient)
+    if weight.requires_grad:
+        main_grad.absorb("backward_dw", weight, gradient)
 
 
 def product_into_main_grad(weight: Any, left: Sequence[torch.Tensor]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from tandem import _C
+from tandem.ops import main_grad
 from tandem.ops.context import OperationContext
 from tandem.ops.signature import signature_of
 from tandem.recipe_state import history_length
@@ -17,12 +20,40 @@ from tandem.recipe_state import history_length
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """How a forward was called; its context has it, as backward may run under another recipe and with other flags."""
 
     recipe: str
     training: bool
-    asked: tuple[bool, ...]  # of the parameters
+    asked: tuple[bool, ...]  # which gradients: of x, of extra inputs, of parameters
+
+
+class Draws:
+    """What the forwards of ops of the library draw of generators, while a fused forward that may call them runs."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, torch.Tensor]] = []
+
+    def add(self, op: Any, tensor: torch.Tensor) -> None:
+        self._made.append((op, tensor))
+
+    def made(self, op: Any, tensor: torch.Tensor | None) -> bool:
+        """Whether the op itself has drawn this."""
+        return any(op is known and tensor is drawn for known, drawn in self._made)
+
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[Draws]:
+    """Notes what ops draw in this thread."""
+    outer, draws = getattr(_running, "draws", None), Draws()
+    _running.draws = draws
+    try:
+        yield draws
+    finally:
+        _running.draws = outer
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,7 +75,7 @@ def _description(
         instance="",
     )
     return _C.write_description(
-        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process="", memory_budget=None
+        _C.write_ops([entry]), recipe, training=training, required_fusions=[], fusions_version=fusions_version, process="", memory_budget=None, cache_weights=False
     )
 
 
@@ -90,8 +121,8 @@ class DirectionsMixin:
                 "op_forward_compute has returned."
             )
         ctx.save_for_backward(**dict(zip(names, tensors_to_save, strict=True)))
-        params = [getattr(self, name) for name in self._parameter_names]
-        ctx.__dict__["_call"] = _Call(_C.in_force.recipe, self.training, tuple(param.requires_grad for param in params))
+        of_params = [getattr(self, name).requires_grad for name in self._parameter_names]
+        ctx.__dict__["_call"] = Call(_C.in_force.recipe, self.training, (True, *[True] * self.num_extra_inputs, *of_params))
         ctx.__dict__.update(self._context_fields(ctx, tensors_to_save, input_))
 
     def op_forward(
@@ -225,7 +256,7 @@ class DirectionsMixin:
                 "call that."
             )
 
-    def _described(self: Any, params: int, call: _Call) -> str:
+    def _described(self: Any, params: int, call: Call) -> str:
         if history_length(call.recipe):
             raise NotImplementedError(
                 f"{self._get_name()}: expected a recipe without a state where an op of the library is called by its parts, got one that keeps amaxes. "
@@ -238,8 +269,13 @@ class DirectionsMixin:
 
     def _library_forward_of(self: Any, x: torch.Tensor, extra: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], Tensors]:
         params = [getattr(self, name) for name in self._parameter_names]
-        described = self._described(len(params), _Call(_C.in_force.recipe, self.training, ()))
+        described = self._described(len(params), Call(_C.in_force.recipe, self.training, ()))
         outputs, saved = _C.op_forward(described, [x, *extra], params)
+        draws: Draws | None = getattr(_running, "draws", None)
+        if draws is not None:
+            for name, tensor in zip(self._context, saved, strict=True):
+                if name in self._drawn and tensor is not None:
+                    draws.add(self, tensor)
         return outputs, tuple(saved)
 
     def _library_backward_of(self: Any, ctx: OperationContext, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, Tensors, Tensors]:
@@ -253,11 +289,12 @@ class DirectionsMixin:
                 "its own forward saves."
             )
         params = [getattr(self, name) for name in self._parameter_names]
-        call = getattr(ctx, "_call", None) or _Call(_C.in_force.recipe, self.training, (True,) * len(params))
+        extra = self.num_extra_inputs
+        call = getattr(ctx, "_call", None) or Call(_C.in_force.recipe, self.training, (True,) * (1 + extra + len(params)))
         if not getattr(ctx, "with_quantized_compute", True):
             call = call._replace(recipe="null")
-        asked = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.asked, strict=True)]
-        extra = self.num_extra_inputs
+        asked = [getattr(ctx, f"{name}_requires_grad", flag) for name, flag in zip(self._parameter_names, call.asked[1 + extra :], strict=True)]
+        asked = self._asked_now(call, saved, grads[0], asked)
         like = next((tensor for tensor in (*saved, *grads) if tensor is not None and tensor.is_floating_point()), None)
         dtype = getattr(ctx, "dtype", None) or (like.dtype if like is not None else torch.get_default_dtype())
         gradients = _C.op_backward(
@@ -265,14 +302,30 @@ class DirectionsMixin:
             saved,
             list(getattr(ctx, "input_shape", ())),
             dtype,
-            [getattr(ctx, "input_requires_grad", True), *[True] * extra, *asked],
+            [getattr(ctx, "input_requires_grad", call.asked[0]), *call.asked[1 : 1 + extra], *asked],
             list(grads),
             params,
         )
-        return gradients[0], tuple(gradients[1 + extra :]), tuple(gradients[1 : 1 + extra])
+        return gradients[0], self._given_back(gradients[1 + extra :]), tuple(gradients[1 : 1 + extra])
+
+    def _asked_now(self: Any, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+        """Which gradients of parameters this backward computes, of those that are asked for."""
+        return asked
+
+    def _given_back(self: Any, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        """Those of the parameters, less those that are added to a `main_grad`."""
+        if not getattr(self, "accumulate_into_main_grad", False):
+            return tuple(gradients)
+        return tuple(
+            [
+                main_grad.absorb(self._get_name(), getattr(self, name), gradient) if gradient is not None and name in self._main_grad_names else gradient
+                for name, gradient in zip(self._parameter_names, gradients, strict=True)
+            ]
+        )
 
     def _context_fields(self: Any, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
-        """What a context has besides tensors, under TransformerEngine's names. `x` is None where only backward is the caller's."""
+        """What a context has besides tensors, under TransformerEngine's names. `x` is None where only backward is the caller's; then `input_shape` is
+        there already where the op reads it."""
         like = next((tensor for tensor in (*saved, x) if tensor is not None and tensor.is_floating_point()), None)
         return {"dtype": like.dtype if like is not None else None, **dict.fromkeys(self._context_quantizers)}
 
@@ -346,4 +399,4 @@ def _parts_backward(
     return grad, grad_params, grad_inputs
 
 
-__all__ = ["DirectionsMixin", "PartsMixin"]
+__all__ = ["Call", "DirectionsMixin", "Draws", "PartsMixin", "drawing"]

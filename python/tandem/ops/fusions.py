@@ -16,6 +16,7 @@ from typing_extensions import Self
 from tandem.ops import python_op
 from tandem.ops.changes import structure
 from tandem.ops.context import OperationContext
+from tandem.ops.directions import Draws
 from tandem.ops.ghost import ghost_of
 from tandem.ops.unit import BasicUnit, FusedUnit, Unit
 from tandem.recipe import recipe_from_json
@@ -74,6 +75,7 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
       or in the same order, and fields. What does not fit is an error that says which.
     - `basic_op_extra_inputs` holds None where a channel comes from another covered op: what flows inside is the fused op's own business.
     - Where no gradient is wanted (`ctx.requires_grad` is False) it saves nothing.
+    - The `seed` of a `Dropout` is what the op's own forward has drawn in the call; another is an error.
 
     Args:
         op_fusion_func: the function.
@@ -88,7 +90,7 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     The contract of a fused op here: interchangeable with the backward of the ops it covers, whose forwards ran by themselves.
 
     - `fuser_backward` finds on the context of each covered op what the op's own forward saved, and may read `ctx.saved_tensors` or
-      `ctx.saved_tensor(name)`; an error says which context has something else.
+      `ctx.saved_tensor(name)`; an error says which context has something else. What no gradient that is asked for is computed from is None.
     - It returns the gradient of the input, those of the parameters of each op, and those of its extra inputs, all that require grad.
     - `basic_op_grad_extra_outputs` holds what readers outside of it contribute, None where there are none. What a covered op contributes to the
       extra output of another is the fused op's own business, and what it returns for such an extra input is not used.
@@ -107,6 +109,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
     The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
 
     - What `fuser_forward` saves on the contexts, tensors and fields, is what `fuser_backward` finds there. No op of its own reads it.
+    - Where no gradient is asked for, its forward runs alone. Over ops none of which has a step of backward it is refused.
     - Inputs, outputs, channels and gradients are as for fusions of one direction.
     - It comes first: ops that it covers are left to no other fusion.
 
@@ -186,28 +189,30 @@ class Fused:
 
     refusal = None
 
-    def __init__(self, returned: _Returned, pass_name: str) -> None:
+    def __init__(self, returned: _Returned, pass_name: str, recipe: str | None) -> None:
         op = returned.op
+        self.recipe = recipe or "null"
         self.pass_name, self.name = pass_name, name_of(returned.function)
         self.first, self.last = returned.first, returned.last
         self.key = f"{op._get_name()}@{next(_numbers)}"  # which tells it in messages
-        op.flat_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
+        op.covered_ops()[0].__dict__.setdefault("_fused_ops", weakref.WeakKeyDictionary())[self] = op
         self._op = weakref.ref(op)
         self._ghost = copy.copy(op)
         self._ghost.__dict__["_modules"] = {**op._modules}
         ghosts = torch.nn.ModuleList()
-        for index, basic in enumerate(op.flat_ops()):
+        for index, basic in enumerate(op.covered_ops()):
             ghosts._modules[str(index)] = ghost_of(basic)
         self._ghost._modules["basic_ops"] = ghosts
 
     def get(self) -> tuple[FusedUnit, Sequence[BasicUnit]]:
         op = self._op()
         op = op if op is not None else self._ghost
-        return op, op.flat_ops()
+        return op, op.covered_ops()
 
 
-def written_context(fused: Fused, basic: BasicUnit, context: OperationContext) -> list[torch.Tensor | None]:
-    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it."""
+def written_context(fused: Fused, basic: BasicUnit, context: OperationContext, draws: Draws) -> list[torch.Tensor | None]:
+    """What a fused forward saved on the context of an op of the library, in the order in which the op's own backward reads it. Of what that draws
+    numbers from again it must be what the op's own forward has drawn: nobody else computes with the same numbers."""
     saved = context.to_save or ()
     if context.saved_names and set(context.saved_names) != set(basic._context) or len(saved) != len(basic._context):
         raise ValueError(
@@ -215,6 +220,12 @@ def written_context(fused: Fused, basic: BasicUnit, context: OperationContext) -
             f"({', '.join(basic._context) or 'none'}), got {', '.join(context.saved_names) or len(saved)}. Save what its own forward saves."
         )
     by_name = dict(zip(context.saved_names or basic._context, saved, strict=True))
+    for name in basic._drawn if basic.training else ():
+        if not draws.made(basic, by_name[name]):
+            raise ValueError(
+                f"{fused.name}: expected as {name} of {basic._get_name()} what the op's own forward has drawn, from which its backward draws the same "
+                "numbers again, got another. Call op_forward of the op in the fused forward, or register the fusion for both directions."
+            )
     return [by_name[name] for name in basic._context]
 
 
@@ -285,7 +296,7 @@ def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list
     if any(op is None for op in ops):
         return []
     found, refused = _returned(pass_name, ops, recipe)
-    return [*refused, *[Fused(returned, pass_name) for returned in found]]
+    return [*refused, *[Fused(returned, pass_name, recipe) for returned in found]]
 
 
 def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
@@ -311,7 +322,7 @@ def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> t
                 made_by.setdefault(id(op), function)
     found, first = [], 0
     for op in current:
-        count = len(op.flat_ops())
+        count = len(op.covered_ops())
         if op.is_fused_op:
             found.append(_Returned(first, first + count - 1, op, made_by[id(op)]))
         first += count
@@ -327,7 +338,7 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
     if not isinstance(returned, list | tuple) or not all(isinstance(op, Unit) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
-    covered = [basic for op in returned for basic in op.flat_ops()]
+    covered = [basic for op in returned for basic in op.covered_ops()]
     if [id(op) for op in covered] != [id(op) for op in ops]:
         raise RuntimeError(
             f"{name}: expected no mismatch after fusing operations, but ops that cover {[op._get_name() for op in ops]} once and in order, got "

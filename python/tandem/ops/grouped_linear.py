@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch._guards import detect_fake_mode
 
+from tandem import _C
 from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad, check_unchanged, texts_of
+from tandem.ops.directions import Call
 from tandem.ops.op import BasicOperation
 
 OUTPUT_BUFFER_KEY = "output"
@@ -129,6 +132,24 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
 
     def _weights(self) -> list[torch.nn.Parameter]:
         return [getattr(self, name) for name in self._main_grad_names]
+
+    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+        count = len(self._main_grad_names)
+        if not self.delay_wgrad_compute or grad_y is None or not any(asked[:count]):
+            return asked
+        x, splits, _ = saved
+        if x is None or splits is None:
+            raise ValueError(f"{self._get_name()}: expected x and splits on its context, got {x} and {splits}. Save what its own forward saves.")
+        if detect_fake_mode([x, grad_y]) is not None:
+            raise NotImplementedError(
+                f"{self._get_name()}: expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. Build the op without "
+                "for compiled code."
+            )
+        texts = [] if call.recipe == "null" else [_C.recipe_quantizer(call.recipe, role, self._kind) for role in ("grad_output", "input")]
+        versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
+        lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
+        self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, lines])
+        return [*[False] * count, *asked[count:]]
 
     def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
         grad_y, x, splits, _ = left

@@ -19,6 +19,7 @@ from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.delayed import DelayedMixin, add_gradient, check_unchanged, product_into_main_grad, texts_of
+from tandem.ops.directions import Call
 from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
@@ -149,14 +150,22 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
             add_gradient(weight, part)
         return None
 
+    def _asked_now(self, call: Call, saved: Sequence[torch.Tensor | None], grad_y: torch.Tensor | None, asked: list[bool]) -> list[bool]:
+        if self.delay_wgrad_compute and grad_y is not None and any(asked):
+            raise NotImplementedError(
+                f"{self._get_name()}: expected delay_wgrad_compute=False where op_backward is called by Python, got True. Leave op_forward and "
+                "op_backward to the library, or delay no gradient."
+            )
+        return asked
+
     def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
-        call = getattr(ctx, "_call", None)
+        call: Call = ctx._call
         return {
             **super()._context_fields(ctx, saved, x),
-            "with_quantized_compute": call is not None and call.recipe != "null",
+            "with_quantized_compute": call.recipe != "null",
             "backward_override": None,
-            "input_requires_grad": ctx.requires_grad,
-            "weight_requires_grad": ctx.requires_grad and getattr(self.weight, "requires_grad", True),
+            "input_requires_grad": ctx.requires_grad and call.asked[0],
+            "weight_requires_grad": ctx.requires_grad and any(call.asked[1:]),
         }
 
     def extra_repr(self) -> str:

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tandem.ops.places import Place
-
 Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
 
 
-def modes(places: Sequence[Place]) -> tuple[Mode, ...]:
+def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
     """How the gradients of these parameters are given back in a call. Raises RuntimeError where a parameter has no `main_grad`."""
     if not torch.is_grad_enabled():
         return (None,) * len(places)
@@ -65,7 +63,21 @@ def take(param: Any) -> torch.Tensor:
     return buffer(param)
 
 
-def buffers(places: Sequence[Place]) -> list[torch.Tensor]:
+def absorb(op: str, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds. Returns what is given back instead: nothing, or a
+    gradient without meaning where the parameter's owner waits for one."""
+    announce(param)
+    target = buffer(param, op)
+    if getattr(param, "overwrite_main_grad", False):
+        target.copy_(gradient)
+    else:
+        target.add_(gradient)
+    if not hasattr(param, "grad_added_to_main_grad"):
+        return None
+    return torch.zeros_like(gradient) if getattr(param, "zero_out_wgrad", False) else gradient
+
+
+def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]:
     """For a call through the dispatcher, which is given them with the other tensors."""
     params = [getattr(module, name) for module, name in places]
     if not is_dynamo_compiling():
@@ -74,4 +86,4 @@ def buffers(places: Sequence[Place]) -> list[torch.Tensor]:
     return [buffer(param) for param in params]
 
 
-__all__ = ["announce", "buffer", "buffers", "modes", "take"]
+__all__ = ["absorb", "announce", "buffer", "buffers", "modes", "take"]

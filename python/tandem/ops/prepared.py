@@ -131,11 +131,12 @@ class Prepared:
         self._main_grads = {index: at for index, op in enumerate(self.basic_ops) if (at := self._absorbed(index, op))}
         self.main_grad_params = tuple(dict.fromkeys(at for own in self._main_grads.values() for at in own))
         self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
-        self._delaying = tuple(index for index, op in enumerate(self.basic_ops) if getattr(op, "delay_wgrad_compute", False))
+        self._delaying = tuple(index for index, op in enumerate(self.basic_ops) if not op.is_python_op and getattr(op, "delay_wgrad_compute", False))
         self.has_modes = bool(self.main_grad_places or self._delaying)
 
     def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
-        if not getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
+        """Of an op that is written in Python, none: its backward is its own."""
+        if op.is_python_op or not getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
             return []
         return [self._params[index][op._parameter_names.index(name)] for name in op._main_grad_names]
 

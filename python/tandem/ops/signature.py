@@ -76,6 +76,7 @@ class Signature:
     extra_inputs: tuple[str, ...]
     extra_outputs: tuple[str, ...]
     context: tuple[str, ...]
+    drawn: tuple[str, ...]  # of the context, what a generator gives
     dtype_rule: str  # "weight", "input", "promote" or "promote_number"
     depends_on_training: bool
 

@@ -59,6 +59,10 @@ class Unit(torch.nn.Module):
         """The basic ops that this stands for, in order."""
         raise NotImplementedError
 
+    def covered_ops(self) -> Sequence[BasicUnit]:
+        """Those of them that are members of this, as fusion functions put them together: without the ops that stand around one in a pipeline."""
+        raise NotImplementedError
+
     def _capture(self, changes: Changes) -> None:
         """A pipeline is made of this: what becomes of it from now on is told."""
         add_watcher(self, changes)
@@ -258,6 +262,11 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return signature_of(self._kind).context if self._kind else ()
 
     @property
+    def _drawn(self) -> tuple[str, ...]:
+        """Of these, what a generator gives."""
+        return signature_of(self._kind).drawn if self._kind else ()
+
+    @property
     def changes(self) -> int:
         """How often an option was changed after a pipeline had captured the op."""
         return self.__dict__.get("_changes", 0)
@@ -283,6 +292,9 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
             self._tell()
 
     def flat_ops(self) -> Sequence[BasicUnit]:
+        return (self,)
+
+    def covered_ops(self) -> Sequence[BasicUnit]:
         return (self,)
 
     def _capture(self, changes: Changes) -> None:
@@ -383,6 +395,9 @@ class FusedUnit(Unit):
 
     def flat_ops(self) -> Sequence[BasicUnit]:
         return tuple(basic for op in self.basic_ops for basic in op.flat_ops())
+
+    def covered_ops(self) -> Sequence[BasicUnit]:
+        return tuple(basic for op in self.basic_ops for basic in op.covered_ops())
 
     def _capture(self, changes: Changes) -> None:
         super()._capture(changes)
