@@ -16,7 +16,15 @@ _SAID = {None: 0, True: 1, False: 2}  # by is_first_microbatch
 
 class WeightWorkspace(NamedTuple):
     """What `quantize_weight` keeps of a weight: its codes as plain tensors, None where a direction is not wanted, and a stamp that says of what
-    they were made. A stamp is of one process: a workspace is not saved."""
+    they were made. A stamp is of one process: a workspace is not saved.
+
+    Args:
+        row_codes, row_scale, row_amax: the codes that forward multiplies, their scales, and, of NVFP4, the amax that belongs to these.
+        column_codes, column_scale, column_amax: those that the gradient of x is computed from.
+        amax: that of the weight.
+        stamp: of what the codes were made.
+        made: why the last call has made them, or "found".
+    """
 
     row_codes: torch.Tensor | None
     row_scale: torch.Tensor | None

@@ -144,6 +144,10 @@ class QuantizePoints {
 
   /// What the step multiplies becomes codes, or the step is told how to make them by itself.
   void quantize_reads(Step& step, Steps& steps, Codes& codes) {
+    gradient_ = Value::none;
+    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
+      if (contract.role == Role::grad_output) gradient_ = step.reads[read];
+    });
     if (is_backward_ && override_ != BackwardOverride::none) {
       if (override_ == BackwardOverride::dequantized) read_decoded(step, steps, codes);
       return;
@@ -152,10 +156,6 @@ class QuantizePoints {
     const OpNode& op = description_.ops[part.op];
     const auto& contracts =
         (part.is_backward ? op.kind->backward : op.kind->forward)[part.nth].contracts;
-    gradient_ = Value::none;
-    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
-      if (contract.role == Role::grad_output) gradient_ = step.reads[read];
-    });
     const Values plain = step.reads;
     std::vector<size_t> coded, uncoded;
     bool is_any_by_group = false;

@@ -302,7 +302,7 @@ for name, make in {
     "BasicLinear": lambda dtype: ops.BasicLinear(4, 4, dtype=dtype), "Bias": lambda dtype: ops.Bias(4, dtype=dtype),
     "GroupedLinear": lambda dtype: ops.GroupedLinear(2, 4, 4, dtype=dtype), "RMSNorm": lambda dtype: ops.RMSNorm(4, dtype=dtype),
 }.items():  # fmt: skip
-    for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
+    for dtype in (torch.int32, torch.float8_e4m3fn):
         text = f"{name}: expected dtype to be torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype}. Parameters have one of these"
         BAD_ARGUMENTS.append((functools.partial(make, dtype), ValueError, text))
 BAD_ARGUMENTS.append((lambda: type("P", (ops.BasicOperation,), {})(), TypeError, "P: expected a forward, op_forward_compute and op_forward_save_ctx, or op_forward(ctx, ...), got"))

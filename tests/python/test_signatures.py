@@ -24,6 +24,7 @@ OWN = {kind: library._OWN[kind] for kind in KINDS if kind in library._OWN}
 # Arguments by another name than in the library: TransformerEngine's.
 NAMES = {
     ("basic_linear", "accumulate_into_main_grad"): "accumulate_into_main_grad",
+    ("basic_linear", "delay_wgrad"): "delay_wgrad_compute",
     ("bias", "features"): "size",
     ("constant_scale", "factor"): "scale",
     ("grouped_linear", "delay_wgrad"): "delay_wgrad_compute",

@@ -57,11 +57,11 @@ def whole(value: Any) -> int | None:
         return None
 
 
-_PARAMETER_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PARAMETER_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
 def parameter_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """`dtype` of parameters, which must be one that products and norms compute in; None: torch's default."""
+    """`dtype` of parameters, which must be one that products and norms compute in, or torch in their place; None: torch's default."""
     if dtype is not None and dtype not in _PARAMETER_DTYPES:
         raise ValueError(
             f"{op}: expected dtype to be torch.float32, torch.float64, torch.bfloat16 or torch.float16, got {dtype!r}. Parameters have one of these; "
