@@ -471,12 +471,16 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
                       " as it lies in memory, got a negated view ",
                       "(is_neg). Allocate the workspace by itself.");
   }
+  // Of sizes that are symbols there is no memory.
+  const auto has_memory = [&](size_t part) {
+    return is_there(part) && !workspace[part].unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
   for (size_t part = 0; part < workspace_size; ++part) {
-    if (!is_there(part)) continue;
+    if (!has_memory(part)) continue;
     bool is_shared = workspace[part].is_alias_of(weight);
     for (size_t other = 0; other < workspace_size; ++other)
       is_shared |=
-          other != part && is_there(other) &&
+          other != part && has_memory(other) &&
           at::get_overlap_status(workspace[part], workspace[other]) != at::MemOverlapStatus::No;
     TORCH_CHECK_VALUE(!is_shared || workspace[part].sym_numel() == 0, "refresh_weight_: expected ",
                       kWorkspaceNames[part],
