@@ -261,7 +261,7 @@ def test_checkpoint_without_checksum(checkpoint):
         ("learning-rate", "nan", "a number from 0 to 10"),
         ("clip", 0, "a number from 1e-06 to 1e+06"),
         ("threads", 1025, "a whole number from 0 to 1024"),
-        ("runs", "plain,fast", "some of plain, tandem, fp8"),
+        ("runs", "plain,fast", "some of plain, tandem, float32, bfloat16, fp8"),
         ("hidden", 33, "an even multiple of --heads"),
     ],
 )

@@ -136,11 +136,17 @@ def test_what_delayed_gradients_are_computed_from_stays(tmp_path):
         again.backward_dw()
 
 
-def test_delayed_gradients_need_direct_calls():
+def test_delayed_gradients_are_computed_at_once_where_nobody_could_ask_for_them():
+    x = torch.randn(4, 8)
+    normed = torch.nn.utils.parametrizations.weight_norm(tandem.Linear(8, 8, delay_wgrad_compute=True), "weight")
+    normed(x).sum().backward()
+    assert normed.parametrizations.weight.original1.grad.any()
     module = tandem.Linear(8, 8, delay_wgrad_compute=True)
-    with pytest.raises(NotImplementedError, match="BasicLinear: expected delay_wgrad_compute=False where the call goes through torch's dispatcher"):
-        torch.nn.utils.parametrizations.weight_norm(tandem.Linear(8, 8, delay_wgrad_compute=True), "weight")(torch.randn(4, 8))
-    y = module(torch.randn(4, 8))
+    torch.compile(module, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, x.sum(0).expand(8, 8))
+    module.backward_dw()
+    torch.testing.assert_close(module.weight.grad, x.sum(0).expand(8, 8))
+    y = module(x)
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
