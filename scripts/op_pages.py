@@ -71,8 +71,32 @@ def shapes(op: dict) -> str:
     for name, tensor in zip(op["extra_inputs"], extras(x)):
         inner = {"splits": "num_groups"}.get(name) or ("..." if tensor.dim() < x.dim() else f"..., {_size(op, tensor.shape[-1])}")
         operands.append(f"{name} [{inner}]")
+    if op["name"] == "add_extra_input":
+        operands[1] += " or one that is broadcast to x"
     outputs = [f"y [..., {_size(op, y.shape[-1])}]"] + [f"{name} like x" for name in op["extra_outputs"]]
     return f"{', '.join(operands)} -> {', '.join(outputs)}."
+
+
+# y of each rank, of x [rows, ...] on each of `size` ranks.
+COLLECTIVES = {
+    "all_gather": "x [rows, ...] -> y [rows size, ...]; backward sums and scatters: grad of x [rows, ...]",
+    "reduce_scatter": "x [rows, ...] -> y [rows / size, ...]; backward gathers: grad of x [rows, ...]",
+    "all_reduce": "x [...] -> y [...]; backward passes the gradient on, which is the same on each rank",
+    "reduce_gradient": "x [...] -> y [...], x itself; backward sums the gradient over the ranks",
+}
+
+
+def call(op: dict) -> str:
+    """How the class in Python is called."""
+    import inspect
+
+    shown, is_behind_star = [], False
+    for name, parameter in inspect.signature(op["class"]).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_behind_star:
+            shown.append("*")
+            is_behind_star = True
+        shown.append(name if parameter.default is parameter.empty else f"{name}={parameter.default!r}")
+    return f"```text\n{op['python']}({', '.join(shown)})\n```\n"
 
 
 def dtypes(op: dict) -> list[str]:
@@ -162,8 +186,11 @@ def page(op: dict, section: str) -> str:
     """The page of an op, whose section of docs/ops.md says what can be given."""
     facts = section.split("\n", 2)[2].split("\nFusions: ")[0].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
     text = f"# {op['name']}\n\n{facts}\n\nBack to [all ops](../ops.md).\n"
+    text += f"\n## In Python\n\n{call(op)}"
     if sample(op) is None:
-        text += f"\n## Dtypes\n\n{rule(op)}\n\n## Shapes, steps\n\nThose of `torch.distributed`'s function: see [concepts](../concepts.md#several-processes).\n"
+        text += f"\n## Shapes\n\n{COLLECTIVES[op['name']]}.\n\n## Dtypes\n\n{rule(op)}\n\n## Kept for backward\n\nNothing.\n"
+        text += f"\n## Steps\n\n```text\nforward   {op['name']}           x -> y\nbackward  {op['name']}.backward  grad of y -> grad of x\n```\n"
+        text += "\nEach is one call of `torch.distributed`: see [concepts](../concepts.md#several-processes).\n"
     else:
         planned = plan(op)
         head = "| x | parameters | y | y under autocast to bfloat16 |" if "parameters" in _head(op) else "| x | y | y under autocast to bfloat16 |"

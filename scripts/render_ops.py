@@ -98,6 +98,7 @@ def library_ops() -> list[dict]:
     for op in ops:
         made = library.class_of(op["name"])
         op["fusions"] = [fusion.name for fusion in _C.built_in_fusions() if {op["name"], op["family"]} & parts_of(fusion)]
+        op["class"] = made
         op["python"] = ("tandem.ops." if made.__name__ in tandem.ops.__all__ else f"{made.__module__}.") + made.__name__
     return ops
 
