@@ -50,17 +50,15 @@ ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Arg
       args...);
 }
 
-using Operand = CodedMatrix;
-
-Factor factor(const Operand& operand, const Tensor& as_read) {
+Factor factor(const CodedMatrix& operand, const Tensor& as_read) {
   return {as_read, operand.quantizer, operand.direction,
           operand.quantizer == nullptr ? nullptr : &operand.scale,
           operand.amax.defined() ? &operand.amax : nullptr};
 }
 
 /// Numbers in the codes of a quantizer, if there is one.
-Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantizer* quantizer,
-                Direction direction) {
+CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Quantizer* quantizer,
+                    Direction direction) {
   if (quantizer == nullptr) return {numbers};
   const bool is_row =
       direction == Direction::row || quantizer->format->layout.serves_both_directions;
@@ -73,27 +71,27 @@ Operand operand(ImplementationNames& took, const Tensor& numbers, const Quantize
 }
 
 /// The numbers of codes in float32, but for a scale that the product gets at its end.
-Operand decoded(ImplementationNames& took, const Operand& codes) {
+CodedMatrix decoded(ImplementationNames& took, const CodedMatrix& codes) {
   const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  Operand numbers{run<Decode>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
-                              codes.direction == Direction::column, amax)[0]};
+  CodedMatrix numbers{run<Decode>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
+                                  codes.direction == Direction::column, amax)[0]};
   if (codes.quantizer->format->layout.applies_at_end) numbers.scale = codes.scale;
   return numbers;
 }
 
-std::optional<Tensor> end_scale(const Operand& operand) {
+std::optional<Tensor> end_scale(const CodedMatrix& operand) {
   return operand.scale.defined() ? std::optional(operand.scale) : std::nullopt;
 }
 
-Tensor turned(const Operand& operand, bool is_transposed) {
+Tensor turned(const CodedMatrix& operand, bool is_transposed) {
   const Tensor& matrix = operand.matrix;
   const Tensor flat = matrix.dim() == 2 ? matrix : matrix.reshape({-1, matrix.size(-1)});
   return is_transposed ? flat.t() : flat;
 }
 
 /// target = a b of codes, each transposed or not.
-void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transposed,
-                    const Operand& b, bool b_transposed, Rows rows, const Tensor& target) {
+void multiply_codes(ImplementationNames& took, const CodedMatrix& a, bool a_transposed,
+                    const CodedMatrix& b, bool b_transposed, Rows rows, const Tensor& target) {
   const Tensor left = turned(a, a_transposed), right = turned(b, b_transposed);
   const Product product(factor(a, left), factor(b, right), target.scalar_type(), rows,
                         Sums::independent_of_threads);
@@ -101,7 +99,7 @@ void multiply_codes(ImplementationNames& took, const Operand& a, bool a_transpos
     took |= multiply(product, target);
     return;
   }
-  const Operand first = decoded(took, a), second = decoded(took, b);
+  const CodedMatrix first = decoded(took, a), second = decoded(took, b);
   const bool finishes = first.scale.defined() || second.scale.defined() ||
                         target.scalar_type() != first.matrix.scalar_type();
   const Tensor sums =
@@ -209,9 +207,10 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
     const Tensor right = transposed ? matrix.t() : matrix;
     took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
   } else {
-    const Operand weight = matrices.scales.empty()
-                               ? operand(took, matrix, matrices.quantizer, along)
-                               : Operand{matrix, matrices.quantizer, along, matrices.scales[group]};
+    const CodedMatrix weight =
+        matrices.scales.empty()
+            ? operand(took, matrix, matrices.quantizer, along)
+            : CodedMatrix{matrix, matrices.quantizer, along, matrices.scales[group]};
     multiply_codes(took, operand(took, x, quantizer, Direction::row), false, weight, transposed,
                    Rows::of_the_result, y);
   }

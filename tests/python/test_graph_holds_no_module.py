@@ -42,27 +42,27 @@ RECIPES = {"plain": None, "current": Float8CurrentScaling(), "mx": MXFP8BlockSca
 
 def nodes(tensor):
     """The autograd nodes behind a tensor."""
-    found, todo = {}, [tensor.grad_fn]
-    while todo:
-        node = todo.pop()
+    found, ahead = {}, [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
         if node is not None and node not in found:
             found[node] = None
-            todo += [following for following, _ in node.next_functions]
+            ahead += [following for following, _ in node.next_functions]
     return list(found)
 
 
 def modules_behind(node):
     """Modules that a node's Python object leads to, without going through other nodes, types and code."""
-    found, seen, todo = [], set(), [node]
-    while todo:
-        item = todo.pop()
+    found, seen, ahead = [], set(), [node]
+    while ahead:
+        item = ahead.pop()
         if id(item) in seen or isinstance(item, (type, type(gc), type(nodes))):
             continue
         seen.add(id(item))
         if isinstance(item, torch.nn.Module):
             found.append(item)
             continue
-        todo += [
+        ahead += [
             other for other in gc.get_referents(item) if item is node or not isinstance(other, torch.autograd.graph.Node)
         ]
     return found
