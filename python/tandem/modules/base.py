@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from typing_extensions import Self
 
 from tandem._quantized_init import quantize_weights
 from tandem._weights import in_microbatch
@@ -111,15 +110,6 @@ class Module(JoinedMixin, CompositeOperation):
 
     def _make(self, name: str, shape: torch.Size, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._bring_together()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._bring_together()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)

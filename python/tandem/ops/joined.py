@@ -7,10 +7,11 @@ parameters elsewhere) costs a copy per call and changes nothing else.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 Split = Mapping[str, int] | Sequence[str]
 
@@ -146,6 +147,15 @@ class JoinedMixin:
     def _bring_together(self) -> None:
         for operand in self.__dict__.get("_joined", {}):
             bring_together(self._parts_of(operand))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._bring_together()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._bring_together()
 
     def __setattr__(self, name: str, value: Any) -> None:
         joined = self.__dict__.get("_joined")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from typing_extensions import Self
 
 from tandem import _C
 from tandem._quantized_init import quantize_weights
@@ -342,15 +341,6 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
             rows_of_parts.update(zip(names, parts.values(), strict=True))
         self._join(joined, rows_of_parts)
         self.__dict__["parameters_split"] = parts
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._bring_together()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._bring_together()
 
     def _own_around(self, parts: Sequence[BasicOperation], before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
         self._own([(part, {name: name for name in part._parameter_names}) for part in (*before, *parts, *after)])
