@@ -321,6 +321,8 @@ class MultiheadAttention(torch.nn.Module):
         if self.is_interleaved:
             parts = mixed.unflatten(-1, (self.num_groups, per_group + 2, self.channels)).split([per_group, 1, 1], -2)
             return [part.flatten(-3, -2) for part in parts]
+        if per_group == 1:  # one view for all three
+            return list(mixed.unflatten(-1, (3, self.num_heads, self.channels)).unbind(-3))
         query, key = self.num_heads * self.channels, self.num_groups * self.channels
         return [part.unflatten(-1, (-1, self.channels)) for part in mixed.split([query, key, key], -1)]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tandem._quantized_init import quantize_weights
 from tandem._weights import in_microbatch
@@ -16,6 +17,7 @@ from tandem.ops.joined import JoinedMixin
 from tandem.ops.linear import BasicLinear, Bias
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
+from tandem.ops.run import NO_EXTRAS
 from tandem.ops.structure import MakeExtraOutput
 
 Init = Callable[[torch.Tensor], Any]
@@ -218,11 +220,12 @@ class Module(JoinedMixin, CompositeOperation):
     def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
         """What a call returns: y, the bias that is not added, the output of the norm."""
         if is_first_microbatch is None:
-            outputs = super().forward(inp, _run=run)
+            is_plain = run is None and not is_dynamo_compiling()
+            outputs = self._call_alone(inp, NO_EXTRAS, None) if is_plain else super().forward(inp, _run=run)
         else:
             with in_microbatch(is_first_microbatch):
                 outputs = super().forward(inp, _run=run)
-        if not self.return_bias:
+        if not self.__dict__["return_bias"]:  # what the attribute says, without its descriptor
             return outputs
         y, *normed = outputs if isinstance(outputs, tuple) else (outputs,)
         bias = getattr(self, self._result_bias)

@@ -112,7 +112,8 @@ class OneProduct:
                 seen. None with `fuse_wgrad_accumulation`.
             fp8_output, fp8_grad: False; no other value is known yet.
         """
-        self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        if is_first_microbatch is not None or fp8_output is not False or fp8_grad is not False:
+            self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._outputs(inp, _run, is_first_microbatch)
 
 

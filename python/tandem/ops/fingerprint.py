@@ -68,6 +68,7 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_extra_tensor_channels_locked",
     "_alone",
     "_alone_changes",
+    "_alone_plain",
     "_alone_token",
     "_changes",
     "_compiled_call_impl",

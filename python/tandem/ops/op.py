@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
+from tandem.ops.changes import Changes
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
-from tandem.ops.run import OpRun
+from tandem.ops.run import NO_EXTRAS, OpRun
 from tandem.ops.styles import PREFIXES, call_accepting, style_of
 from tandem._tracing import extras_of_fx_root
 from tandem.ops.unit import BasicUnit, FusedUnit, Unit
@@ -39,9 +41,27 @@ class FusibleOperation(Unit):
         run = self.__dict__.get("_alone") or OpRun(self.flat_ops(), owner=self)
         run.prepare()
         run = self.__dict__.setdefault("_alone", run)
-        self.__dict__.update(_alone_changes=run.changes, _alone_token=run.now.token)  # at once: other threads read them too
+        changes, token = run.changes, run.now.token
+        plain = (changes, token, run.plain_pipeline(), run)
+        self.__dict__.update(_alone_changes=changes, _alone_token=token, _alone_plain=plain)  # at once: other threads read them too
         return run
 
+    def _call_alone(self, input: Any, extra_inputs: tuple[Any, ...], kwargs: Mapping[int, dict[str, Any]] | None) -> Outputs:
+        """The outputs of this as a pipeline, at once where nothing has to be looked at before the call."""
+        changes, token, pipeline, run = self._alone_plain
+        if token is not changes.token:
+            run = self._run_alone()
+        elif pipeline is not None and extra_inputs is NO_EXTRAS and not kwargs:
+            try:
+                outputs: Outputs | None = pipeline(input, self.training)
+            except ValueError:
+                run.check_parts()
+                raise
+            if outputs is not None:
+                return outputs
+        return run(input, extra_inputs, self.training, kwargs)
+
+    _alone_plain: tuple[Any, Any, Any, Any] = (Changes(), None, None, None)  # before the first call
     _prepared_run = property(_C.native_getter(_run_alone, "_alone_changes", "_alone_token", "_alone"))  # as Dynamo sees it
 
     def _run_as_fx_root(self, input: Any, extra_inputs: Any, *unused: Any) -> Outputs:
@@ -60,10 +80,10 @@ class BasicOperation(BasicUnit, FusibleOperation):
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
-        run = _run
-        if run is None:
-            run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
-        return run(input, extra_inputs, self.training, {0: kwargs} if kwargs else None)
+        given = {0: kwargs} if kwargs else None
+        if _run is None and not is_dynamo_compiling():
+            return self._call_alone(input, extra_inputs, given)
+        return (_run or self._prepared_run)(input, extra_inputs, self.training, given)
 
 
 class FusedOperation(FusedUnit, FusibleOperation):
@@ -83,11 +103,10 @@ class FusedOperation(FusedUnit, FusibleOperation):
         """Runs the basic ops in a pipeline of their own, in which they may fuse."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
-        kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
-        run = _run
-        if run is None:
-            run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
-        return run(input, extra_inputs, self.training, kwargs or None)
+        given = {index: each for index, each in enumerate(basic_op_kwargs) if each} or None if basic_op_kwargs else None
+        if _run is None and not is_dynamo_compiling():
+            return self._call_alone(input, extra_inputs, given)
+        return (_run or self._prepared_run)(input, extra_inputs, self.training, given)
 
 
 BasicOperation._library_forward = BasicOperation.forward

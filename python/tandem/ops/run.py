@@ -23,6 +23,7 @@ from tandem.ops.terms import Terms
 from tandem.ops.unit import Unit
 
 Tensors = tuple[torch.Tensor, ...]
+NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
 _NOTHING = SimpleNamespace(token=None, captured=None)  # what a run has seen that has never looked
 
 
@@ -113,9 +114,7 @@ class OpRun:
             else:
                 outputs = pipeline.call_with_extra(x, list(extra), in_training) if extra else pipeline(x, in_training)
         except ValueError:
-            for op in now.basic_ops:
-                if isinstance(op._holder, JoinedMixin):
-                    op._holder._check_parts()
+            self.check_parts()
             raise
         if outputs is not None:
             return outputs
@@ -127,6 +126,12 @@ class OpRun:
         pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
+
+    def check_parts(self) -> None:
+        """To be called where a call has failed: raises ValueError where a parameter that has parts is the reason."""
+        for op in self.now.basic_ops:
+            if isinstance(op._holder, JoinedMixin):
+                op._holder._check_parts()
 
     @property
     def num_from_caller(self) -> int:

@@ -17,14 +17,13 @@ from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
 from tandem.ops.terms import Terms
-from tandem.ops.run import OpRun
+from tandem.ops.run import NO_EXTRAS, OpRun
 from tandem._tracing import extras_of_fx_root
 from tandem.ops.changes import Changes, capture, watch
 from tandem.ops.cut import wirings
 from tandem.ops.fuser import OperationFuser
 
 Runs = list[OpRun | torch.nn.Module]
-_NO_EXTRAS: tuple[()] = ()  # the one that there is: asking for it needs no truth value, which a proxy of torch.fx has not
 _NOTHING = Changes()
 _NOTHING_MADE = {"_made": (_NOTHING, None, None, None, ()), "_changes": None, "_token": None, "_runs": None}  # what calls take at once; what Dynamo does
 
@@ -183,8 +182,12 @@ class Sequential(ReportingMixin, torch.nn.Module):
             changes, token, pipeline, runs, _ = self._made
             if token is not changes.token:
                 runs = self._prepare()
-            elif pipeline is not None and extra_inputs is _NO_EXTRAS and op_kwargs is None:
-                outputs = pipeline(input, self.training)
+            elif pipeline is not None and extra_inputs is NO_EXTRAS and op_kwargs is None:
+                try:
+                    outputs = pipeline(input, self.training)
+                except ValueError:
+                    runs[0].check_parts()
+                    raise
                 if outputs is not None:
                     return outputs
             if type(extra_inputs) is not tuple:

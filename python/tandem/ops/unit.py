@@ -38,7 +38,7 @@ class Unit(torch.nn.Module):
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
     _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
-    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_saved", "_watchers")
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_saved", "_watchers")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
