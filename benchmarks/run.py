@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "weights", "many")
+SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "many")
 LONG = ("many",)  # takes minutes: runs where it is named
 
 
