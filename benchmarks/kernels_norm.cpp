@@ -16,6 +16,7 @@
 #include "kernels/norm.h"
 #include "kernels/nvfp4.h"
 #include "kernels/parallel.h"
+#include "kernels/quantize_made.h"
 #include "support/thread_pool.h"
 
 namespace tandem {
@@ -250,10 +251,19 @@ void run_all(const Bench& bench) {
   nvfp4("nvfp4_quantize, squares, both ways", {.square_blocks = true}, true);
   nvfp4("nvfp4_quantize, rotated", {.rotates_columns = true}, true);
   nvfp4("nvfp4_quantize, rotated, by chance", {.rotates_columns = true, .stochastic = true}, true);
-  bench.report("rms_norm_quantize", 1, rows * hidden,
+  const auto made_by_norm = [&](const ConstRows& x) -> cpu::MadeRows {
+    return {{nullptr, element, rows, hidden, hidden}, [&, x](size_t first, size_t count, void* to) {
+              const auto* from = static_cast<const std::byte*>(x.data) +
+                                 first * x.stride * bytes_per_element(x.element);
+              cpu::rms_norm_forward({from, x.element, count, hidden, x.stride}, weight, options,
+                                    {to, element, count, hidden, hidden}, inv.data() + first);
+            }};
+  };
+  bench.report("rms_norm, mxfp8_quantize, by row", 1, rows * hidden,
                [&](const std::vector<ConstRows>& in, void* out) {
-                 cpu::rms_norm_quantize(in[0], weight, options, element, {}, {}, inv.data(),
-                                        {static_cast<uint8_t*>(out), &dequant_scale, &amax});
+                 cpu::mxfp8_quantize_made(made_by_norm(in[0]), {},
+                                          {static_cast<uint8_t*>(out), row_scales.data()}, {},
+                                          &amax);
                });
 }
 

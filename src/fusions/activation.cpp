@@ -71,6 +71,27 @@ Fusion quantized(std::string name, std::string_view family, Run run, std::string
           .picture = picture};
 }
 
+template <typename K>
+void backward_quantize(Call& call) {
+  enum Read { grad_y, z, given };
+  call.write_codes<K>([&] { return kernel_ops::sizes_of(call.in(z)); }, call.in(grad_y), call.in(z),
+                      call.maybe(given), call.options<ops::ActivationOptions>(0).function,
+                      call.options<Quantizer>(1), call.output_mask<5>());
+}
+
+Fusion backward_quantized(std::string name, std::string_view family, Run run) {
+  return {.name = std::move(name),
+          .pass = Pass::backward,
+          .pattern = {PatternStep::any_of(family),
+                      PatternStep(StepKind::quantize).through("grad_x", "x")},
+          .run = {.reads = {{0, "grad_y"}, {0, "x"}, {1, "given"}},
+                  .writes =
+                      {{0, "grad_x"}, {0, "y"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+                  .run = run},
+          .refuse = refuse_without_codes,
+          .picture = "grad_y, z -> act.backward -> grad_z, y (if demanded) -> codes, scales, amax"};
+}
+
 }  // namespace
 
 const Fusion kActivationQuantize =
@@ -90,5 +111,11 @@ const Fusion kActivationBackwardBias = backward("activation_backward_bias", "act
                                                 backward_bias<kernel_ops::ActivationBackward>);
 const Fusion kGluBackwardBias =
     backward("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
+
+const Fusion kActivationBackwardQuantize =
+    backward_quantized("activation_backward_quantize", "activation.backward",
+                       backward_quantize<kernel_ops::ActivationBackwardQuantize>);
+const Fusion kGluBackwardQuantize = backward_quantized(
+    "glu_backward_quantize", "glu.backward", backward_quantize<kernel_ops::GluBackwardQuantize>);
 
 }  // namespace tandem::fusions

@@ -27,4 +27,12 @@ extern const Fusion kActivationQuantize, kGluQuantize;
 ///                    +--> y, written again if a later product reads it
 extern const Fusion kActivationBackwardBias, kGluBackwardBias;
 
+/// activation.backward -> quantize, and the same for gated units: where no bias stands before them,
+/// the gradient of z goes to codes, in both directions, while rows of it are in the cache
+///
+///   grad_y, z -> act.backward -> grad_z (if demanded) -> codes, dequant_scale, amax
+///                    |
+///                    +--> y, written again if a later product reads it
+extern const Fusion kActivationBackwardQuantize, kGluBackwardQuantize;
+
 }  // namespace tandem::fusions

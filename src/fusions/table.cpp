@@ -54,10 +54,10 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kBiasGlu,
                                              kRmsNormQuantize,
                                              kLayerNormQuantize});
-  static const auto backward =
-      longest_first({kLinearBackwardScale, kActivationBackwardBias, kGluBackwardBias,
-                     kDropoutBackwardBias, kRmsNormBackwardAdd, kLayerNormBackwardAdd,
-                     kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});
+  static const auto backward = longest_first(
+      {kLinearBackwardScale, kActivationBackwardBias, kGluBackwardBias, kActivationBackwardQuantize,
+       kGluBackwardQuantize, kDropoutBackwardBias, kRmsNormBackwardAdd, kLayerNormBackwardAdd,
+       kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});
   switch (pass) {
     case Pass::forward:
       return forward;

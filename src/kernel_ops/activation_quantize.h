@@ -6,8 +6,8 @@
 
 namespace tandem::kernel_ops {
 
-/// `Forward` without a bias, and Quantize of its y, in one: the same bits; with one scale per
-/// tensor y is looked at while it is in the cache.
+/// `Forward` without a bias, and Quantize of its y, in one: the same bits. Where a kernel can, y is
+/// quantized while rows of it are in the cache, and does not come to memory unless it is asked for.
 ///
 /// output_mask: y, then as of Quantize.
 template <typename Forward>
@@ -39,6 +39,44 @@ struct GluQuantize : ThenQuantize<GluForward> {
       "glu_quantize(Tensor z, Tensor? given, str activation, str quantizer, bool[4] output_mask) "
       "-> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, "
       "Tensor column_scale, Tensor column_amax, Tensor amax)";
+};
+
+/// `Backward` without a bias, and Quantize of its grad_z, in one, likewise.
+///
+/// output_mask: grad_z, y, then as of Quantize.
+template <typename Backward>
+struct BackwardThenQuantize {
+  static Specs<2 + group_size> shapes(const Tensor& grad_y, const Tensor& z,
+                                      const std::optional<Tensor>& given,
+                                      std::string_view activation, const Quantizer& quantizer,
+                                      std::array<bool, 5> output_mask);
+  static void cpu(const Tensor& grad_y, const Tensor& z, const std::optional<Tensor>& given,
+                  std::string_view activation, const Quantizer& quantizer,
+                  std::array<bool, 5> output_mask, Results<2 + group_size>& results);
+  static Results<2 + group_size> reference(const Tensor& grad_y, const Tensor& z,
+                                           const std::optional<Tensor>& given,
+                                           std::string_view activation, const Quantizer& quantizer,
+                                           std::array<bool, 5> output_mask);
+};
+
+struct ActivationBackwardQuantize : BackwardThenQuantize<ActivationBackward> {
+  static constexpr const char* kName = "activation_backward_quantize";
+  static constexpr const char* kQualifiedName = "tandem::activation_backward_quantize";
+  static constexpr const char* kSchema =
+      "activation_backward_quantize(Tensor grad_y, Tensor z, Tensor? given, str activation, str "
+      "quantizer, bool[5] output_mask) -> (Tensor grad_z, Tensor y, Tensor row_codes, Tensor "
+      "row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, Tensor column_amax, "
+      "Tensor amax)";
+};
+
+struct GluBackwardQuantize : BackwardThenQuantize<GluBackward> {
+  static constexpr const char* kName = "glu_backward_quantize";
+  static constexpr const char* kQualifiedName = "tandem::glu_backward_quantize";
+  static constexpr const char* kSchema =
+      "glu_backward_quantize(Tensor grad_y, Tensor z, Tensor? given, str activation, str "
+      "quantizer, bool[5] output_mask) -> (Tensor grad_z, Tensor y, Tensor row_codes, Tensor "
+      "row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, Tensor column_amax, "
+      "Tensor amax)";
 };
 
 }  // namespace tandem::kernel_ops

@@ -104,22 +104,37 @@ bool is_square(const Quantizer& quantizer) {
   return quantizer.format->layout.serves_both_directions;
 }
 
-void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-              Group& group) {
-  const auto output = [&](Direction direction) -> kernels::Fp8BlockOutput {
+/// What the kernel is given beside x.
+struct Target {
+  Target(const Quantizer& quantizer, const Group& group)
+      : scaling{quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
+                quantizer.power_of_two},
+        column(output(group, Direction::column)) {
+    (is_square(quantizer) ? square : row) = output(group, Direction::row);
+    if (group[group_amax].defined()) amax = group[group_amax].data_ptr<float>();
+  }
+  static kernels::Fp8BlockOutput output(const Group& group, Direction direction) {
     const Tensor &codes = group[part_of(direction, 0)], &scale = group[part_of(direction, 1)];
     if (!codes.defined()) return {};
     return {codes.data_ptr<uint8_t>(), scale.data_ptr<float>()};
-  };
-  const auto rows = output(Direction::row), columns = output(Direction::column);
-  const Tensor& amax = group[group_amax];
-  const bool square = is_square(quantizer);
-  kernels::cpu::fp8_block_quantize(
-      kernel_ops::RowsIn(x),
-      {quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
-       quantizer.power_of_two},
-      square ? kernels::Fp8BlockOutput() : rows, columns, square ? rows : kernels::Fp8BlockOutput(),
-      amax.defined() ? amax.data_ptr<float>() : nullptr);
+  }
+
+  kernels::Fp8BlockScaling scaling;
+  kernels::Fp8BlockOutput row, column, square;
+  float* amax = nullptr;
+};
+
+void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
+              Group& group) {
+  const Target to(quantizer, group);
+  kernels::cpu::fp8_block_quantize(kernel_ops::RowsIn(x), to.scaling, to.row, to.column, to.square,
+                                   to.amax);
+}
+
+void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
+                   const Quantizer& quantizer, Group& group) {
+  const Target to(quantizer, group);
+  kernels::cpu::fp8_block_quantize_made(made, to.scaling, to.row, to.column, to.square, to.amax);
 }
 
 /// Codes and scales of one shape of blocks of `source`, a float32 matrix.
@@ -192,6 +207,7 @@ const ScalingDef kBlockScaling{
     .has_power_of_two = true,
     .quantize = quantize,
     .reference = reference,
+    .quantize_made = quantize_made,
 };
 
 }  // namespace tandem

@@ -9,6 +9,7 @@
 #include "kernel_ops/quantizer.h"
 #include "kernels/fp8.h"
 #include "kernels/norm.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem {
 
@@ -86,20 +87,6 @@ struct FormatDef {
   std::span<const ScalingDef* const> scalings;
 };
 
-/// A norm whose result is quantized.
-struct NormToQuantize {
-  kernels::ConstRows x;
-  kernels::ConstVector weight, bias;
-  kernels::cpu::NormOptions options;
-  kernels::Element y_element;
-  /// null where it is not wanted.
-  kernels::Rows y;
-  /// LayerNorm, which has a mean.
-  bool is_centered = false;
-  float* mean = nullptr;
-  float* inv_norm = nullptr;
-};
-
 /// What a quantizer is given beside x.
 enum class Given : uint8_t {
   nothing,
@@ -123,9 +110,9 @@ struct ScalingDef {
   /// The same in ATen operations, for every device and dtype.
   Group (*reference)(const at::Tensor& x, const std::optional<at::Tensor>& given,
                      const Quantizer& quantizer, GroupMask mask) = nullptr;
-  /// Norm and quantize in one kernel with the same bits; nullptr: one after the other.
-  void (*norm_quantize)(const NormToQuantize& norm, const Quantizer& quantizer,
-                        Group& group) = nullptr;
+  /// quantize of what is made meanwhile, with the same bits; nullptr: one after the other.
+  void (*quantize_made)(const kernels::cpu::MadeRows& made, const std::optional<at::Tensor>& given,
+                        const Quantizer& quantizer, Group& group) = nullptr;
 };
 
 /// All formats.

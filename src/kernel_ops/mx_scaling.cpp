@@ -81,6 +81,15 @@ void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& qu
       amax.defined() ? amax.data_ptr<float>() : nullptr);
 }
 
+void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
+                   const Quantizer& quantizer, Group& group) {
+  const Tensor& amax = group[group_amax];
+  kernels::cpu::mxfp8_quantize_made(made, {quantizer.format->element, quantizer.square_blocks},
+                                    output(group[row_codes], group[row_scale]),
+                                    output(group[column_codes], group[column_scale]),
+                                    amax.defined() ? amax.data_ptr<float>() : nullptr);
+}
+
 /// The smallest power of two at or above each number, which is no NaN, in E8M0: in integers, as the
 /// kernel does it.
 Tensor e8m0_of(const Tensor& numbers) {
@@ -154,6 +163,7 @@ const ScalingDef kMxScaling{
     .has_square_blocks = true,
     .quantize = quantize,
     .reference = reference,
+    .quantize_made = quantize_made,
 };
 
 }  // namespace tandem

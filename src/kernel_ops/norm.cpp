@@ -84,20 +84,62 @@ Group group_of(const Results<N>& results) {
   return group;
 }
 
-/// Runs a norm and quantizes y, in one kernel where there is one, else `norm(y)` and then what
-/// quantizes.
-template <typename Norm>
-void norm_quantize(const NormToQuantize& fused, const Tensor& x, const Tensor& weight,
+/// `count` rows from `first` on.
+kernels::ConstRows rows_from(kernels::ConstRows whole, size_t first, size_t count) {
+  const size_t offset = first * whole.stride * bytes_per_element(whole.element);
+  whole.data = static_cast<const std::byte*>(whole.data) + offset;
+  whole.rows = count;
+  return whole;
+}
+
+/// A norm whose result is quantized.
+struct NormToQuantize {
+  kernels::ConstRows x;
+  kernels::ConstVector weight, bias;
+  kernels::cpu::NormOptions options;
+  kernels::Element y_element;
+  /// null where it is not wanted.
+  kernels::Rows y;
+  /// LayerNorm, which has a mean.
+  bool is_centered = false;
+  float* mean = nullptr;
+  float* inv_norm = nullptr;
+};
+
+void run_norm(const NormToQuantize& norm) {
+  if (norm.is_centered) {
+    kernels::cpu::layer_norm_forward(norm.x, norm.weight, norm.bias, norm.options, norm.y,
+                                     norm.mean, norm.inv_norm);
+  } else {
+    kernels::cpu::rms_norm_forward(norm.x, norm.weight, norm.options, norm.y, norm.inv_norm);
+  }
+}
+
+/// The norm of some rows, to contiguous memory.
+void run_norm_of_rows(NormToQuantize norm, size_t first, size_t count, void* to) {
+  norm.x = rows_from(norm.x, first, count);
+  norm.y = {to, norm.y_element, count, norm.x.cols, norm.x.cols};
+  if (norm.mean != nullptr) norm.mean += first;
+  norm.inv_norm += first;
+  run_norm(norm);
+}
+
+/// Runs a norm and quantizes y, rows of it while they are in the cache where a kernel can, else one
+/// after the other.
+void norm_quantize(NormToQuantize norm, const Tensor& x, const Tensor& weight,
                    const std::optional<Tensor>& given, const Quantizer& quantizer, Tensor y,
-                   Group group, Norm&& norm) {
+                   Group group) {
   // Codes of a column lie along the last dimension but one of y, which a row then goes beyond.
-  if (quantizer.scaling->norm_quantize != nullptr && group[row_codes].defined() &&
-      weight.dim() == 1) {
-    quantizer.scaling->norm_quantize(fused, quantizer, group);
-    return;
+  if (weight.dim() == 1) {
+    const kernels::Rows of_y{norm.y.data, norm.y_element, norm.x.rows, norm.x.cols, norm.x.cols};
+    const auto make = [&](size_t first, size_t count, void* to) {
+      run_norm_of_rows(norm, first, count, to);
+    };
+    if (quantize_made({of_y, make}, given, quantizer, group)) return;
   }
   if (!y.defined()) y = empty_cpu(x.sizes(), weight.scalar_type());
-  norm(y);
+  norm.y = rows_out(y, weight.dim());
+  run_norm(norm);
   quantizer.scaling->quantize(y, given, quantizer, group);
 }
 
@@ -364,10 +406,7 @@ void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::opti
                  .y_element = element_of(weight.scalar_type()),
                  .y = rows_out(results[0]),
                  .inv_norm = inv_rms},
-                x, weight, given, quantizer, results[0], group_of(results), [&](const Tensor& y) {
-                  kernels::cpu::rms_norm_forward(rows, gamma, options, rows_out(y, weight.dim()),
-                                                 inv_rms);
-                });
+                x, weight, given, quantizer, results[0], group_of(results));
 }
 
 Results<2 + group_size> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight,
@@ -409,10 +448,7 @@ void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor&
                  .is_centered = true,
                  .mean = mean,
                  .inv_norm = inv_std},
-                x, weight, given, quantizer, results[0], group_of(results), [&](const Tensor& y) {
-                  kernels::cpu::layer_norm_forward(rows, gamma, beta, options,
-                                                   rows_out(y, weight.dim()), mean, inv_std);
-                });
+                x, weight, given, quantizer, results[0], group_of(results));
 }
 
 Results<3 + group_size> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight,

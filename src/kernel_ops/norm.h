@@ -148,8 +148,8 @@ struct AddNormForward {
                               bool zero_centered_gamma, std::array<bool, 1> output_mask);
 };
 
-/// RmsNormForward and Quantize of its y in one: the same bits, for current scaling without a pass
-/// over y, which is written only where wanted.
+/// RmsNormForward and Quantize of its y in one: the same bits. Where a kernel can, y is quantized
+/// while rows of it are in the cache, and does not come to memory unless it is asked for.
 ///
 /// output_mask: y, then as of Quantize.
 struct RmsNormQuantize {

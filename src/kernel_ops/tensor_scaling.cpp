@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "kernel_ops/block_scaling.h"
+#include "kernel_ops/memory.h"
 #include "kernel_ops/operands.h"
 #include "kernels/quantize.h"
 
@@ -94,16 +95,22 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
   return {kernel_ops::encode(source * scale, format), inverse_of(scale), {}, {}, {}, {}, amax};
 }
 
-void norm_quantize(const NormToQuantize& norm, const Quantizer& quantizer, Group& group) {
-  const Target target(group);
-  const auto scaling = options_of(quantizer);
-  if (!norm.is_centered) {
-    kernels::cpu::rms_norm_quantize(norm.x, norm.weight, norm.options, norm.y_element, scaling,
-                                    norm.y, norm.inv_norm, target.out);
-  } else {
-    kernels::cpu::layer_norm_quantize(norm.x, norm.weight, norm.bias, norm.options, norm.y_element,
-                                      scaling, norm.y, norm.mean, norm.inv_norm, target.out);
+void quantize_current_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
+                           const Quantizer& quantizer, Group& group) {
+  kernels::cpu::MadeRows kept = made;
+  Tensor memory;  // the scale needs all of y before the first code
+  if (!kept.y) {
+    const size_t size = kept.y.rows * kept.y.cols * bytes_per_element(kept.y.element);
+    memory = kernel_ops::empty_cpu({static_cast<int64_t>(size)}, at::kByte);
+    kept.y.data = memory.data_ptr();
   }
+  kernels::cpu::quantize_current_made(kept, options_of(quantizer), Target(group).out);
+}
+
+void quantize_delayed_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& scale,
+                           const Quantizer& quantizer, Group& group) {
+  kernels::cpu::quantize_delayed_made(made, quantizer.format->element,
+                                      *scale->const_data_ptr<float>(), Target(group).out);
 }
 
 }  // namespace
@@ -123,7 +130,7 @@ const ScalingDef kCurrentScaling{
     .has_power_of_two = true,
     .quantize = quantize_current,
     .reference = current_reference,
-    .norm_quantize = norm_quantize,
+    .quantize_made = quantize_current_made,
 };
 
 const ScalingDef kDelayedScaling{
@@ -131,22 +138,7 @@ const ScalingDef kDelayedScaling{
     .takes_scale = true,
     .quantize = quantize_delayed,
     .reference = delayed_reference,
+    .quantize_made = quantize_delayed_made,
 };
-
-bool quantize_made(const Tensor& y, const kernels::cpu::MakeRows& make,
-                   const std::optional<Tensor>& scale, const Quantizer& quantizer, Group& group) {
-  const bool is_current = quantizer.scaling == &kCurrentScaling;
-  if ((!is_current && quantizer.scaling != &kDelayedScaling) || !group[row_codes].defined())
-    return false;
-  const Target target(group);
-  if (is_current) {
-    kernels::cpu::quantize_current_made(kernel_ops::RowsIn(y), make, options_of(quantizer),
-                                        target.out);
-  } else {
-    kernels::cpu::quantize_delayed_made(kernel_ops::RowsIn(y), make, quantizer.format->element,
-                                        *scale->const_data_ptr<float>(), target.out);
-  }
-  return true;
-}
 
 }  // namespace tandem

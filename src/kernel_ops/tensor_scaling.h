@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernel_ops/format.h"
-#include "kernels/quantize_made.h"
 
 namespace tandem {
 
@@ -22,12 +21,5 @@ extern const ScalingDef kCurrentScaling;
 ///
 /// Error: none, likewise (test GoldenDelayedRun).
 extern const ScalingDef kDelayedScaling;
-
-/// Makes y, contiguous, row by row and quantizes it on the way, as `quantize` of the kind of scale
-/// does where y is there. On the CPU. False, and nothing is done, for other kinds, or where no
-/// codes are wanted.
-bool quantize_made(const at::Tensor& y, const kernels::cpu::MakeRows& make,
-                   const std::optional<at::Tensor>& scale, const Quantizer& quantizer,
-                   Group& group);
 
 }  // namespace tandem

@@ -73,16 +73,4 @@ void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, Cons
                          ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
                          Rows y);
 
-/// rms_norm_forward followed by quantize_current of y (rounded to `y_element` first): the same
-/// bits, without a pass over y. y itself is written only where it is given.
-void rms_norm_quantize(ConstRows x, ConstVector weight, const NormOptions& options,
-                       Element y_element, const CurrentScaling& scaling, Rows y, float* inv_rms,
-                       Fp8Output out);
-
-/// layer_norm_forward followed by quantize_current of y, likewise.
-void layer_norm_quantize(ConstRows x, ConstVector weight, ConstVector bias,
-                         const NormOptions& options, Element y_element,
-                         const CurrentScaling& scaling, Rows y, float* mean, float* inv_std,
-                         Fp8Output out);
-
 }  // namespace tandem::kernels::cpu

@@ -63,6 +63,8 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                                               "linear_grad_x_scale",
                                               "linear_grad_weight_scale",
                                               "glu_backward_bias",
+                                              "glu_backward_quantize",
+                                              "activation_backward_quantize",
                                               "dropout_backward_bias",
                                               "activation_backward_bias"}));
 }

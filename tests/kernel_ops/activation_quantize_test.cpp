@@ -51,6 +51,44 @@ TEST(ActivationQuantizeOp, GivesTheBitsOfBothInTurn) {
 }
 TEST(ActivationQuantizeOp, OfGatedUnitsToo) { expect_the_bits_of_both<GluQuantize, GluForward>(2); }
 
+template <typename Fused, typename Backward>
+void expect_the_bits_of_backward(int64_t width_step) {
+  for (const Quantizer* quantizer : with_delayed()) {
+    const Optional given =
+        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
+    for_every_case(width_step, [&](const at::Tensor& z) {
+      std::vector<int64_t> sizes = z.sizes().vec();
+      sizes.back() /= width_step;
+      const at::Tensor grad_y = random(sizes, z.scalar_type(), 3);
+      const auto made =
+          dispatch<Backward>(grad_y, z, std::string_view("gelu"), array{true, false, true});
+      for (const auto& mask :
+           {array{true, true, true, true, true}, array{false, false, true, false, true},
+            array{false, true, true, true, false}, array{true, false, false, false, true}}) {
+        const auto codes =
+            dispatch<Quantize>(made[0], given, *quantizer, array{mask[2], mask[3], mask[4]});
+        const auto fused =
+            dispatch<Fused>(grad_y, z, given, std::string_view("gelu"), *quantizer, mask);
+        EXPECT_TRUE(same(fused[0], mask[0] ? made[0] : made[0].new_empty({0})));
+        EXPECT_TRUE(same(fused[1], mask[1] ? made[2] : made[2].new_empty({0})));
+        for (size_t part = 0; part < group_size; ++part)
+          EXPECT_TRUE(same(fused[part + 2], codes[part])) << quantizer->text << " part " << part;
+        const auto reference =
+            Fused::reference(grad_y, z, given, std::string_view("gelu"), *quantizer, mask);
+        for (size_t i = 0; i < reference.size(); ++i)
+          EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << quantizer->text << " result " << i;
+      }
+    });
+  }
+}
+
+TEST(ActivationQuantizeOp, OfGradients) {
+  expect_the_bits_of_backward<ActivationBackwardQuantize, ActivationBackward>(1);
+}
+TEST(ActivationQuantizeOp, OfGradientsOfGatedUnits) {
+  expect_the_bits_of_backward<GluBackwardQuantize, GluBackward>(2);
+}
+
 TEST(ActivationQuantizeOp, OfManyBlocksWithNanAndInfinity) {
   for (const Quantizer* quantizer : with_delayed()) {
     const Optional given =
@@ -61,11 +99,13 @@ TEST(ActivationQuantizeOp, OfManyBlocksWithNanAndInfinity) {
       z[599][200] = INFINITY;
       const at::Tensor y =
           dispatch<GluForward>(z, Optional(), std::string_view("silu"), array{false, true})[1];
-      const auto codes = dispatch<Quantize>(y, given, *quantizer, array{true, false, true});
-      const auto fused = dispatch<GluQuantize>(z, given, std::string_view("silu"), *quantizer,
-                                               array{false, true, false, true});
-      for (size_t part = 0; part < group_size; ++part)
-        EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << dtype << part;
+      for (const bool both : {false, true}) {
+        const auto codes = dispatch<Quantize>(y, given, *quantizer, array{true, both, true});
+        const auto fused = dispatch<GluQuantize>(z, given, std::string_view("silu"), *quantizer,
+                                                 array{false, true, both, true});
+        for (size_t part = 0; part < group_size; ++part)
+          EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << dtype << part;
+      }
     }
   }
 }

@@ -147,6 +147,25 @@ TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
     });
 }
 
+TEST_P(NormOp, NormAndQuantizeOfManyBands) {
+  for (const Quantizer* quantizer : quantizers())
+    for (const auto dtype : kKernelDtypes)
+      for (const auto& [rows, cols] : {std::pair{600, 131}, std::pair{300, 1100}}) {
+        const at::Tensor x = random({rows, cols}, dtype), weight = random({cols}, dtype, 8);
+        const Optional given = given_for(*quantizer);
+        const auto [y, inv_rms] = dispatch<RmsNormForward>(x, weight, kEps, zero_centered());
+        for (const bool keeps_y : {false, true}) {
+          const auto fused =
+              dispatch<RmsNormQuantize>(x, weight, given, kEps, zero_centered(), *quantizer,
+                                        array{keeps_y, true, true, true});
+          const auto codes = dispatch<Quantize>(y, given, *quantizer, array{true, true, true});
+          EXPECT_TRUE(same(fused[1], inv_rms));
+          for (size_t part = 0; part < codes.size(); ++part)
+            EXPECT_TRUE(same(fused[2 + part], codes[part])) << quantizer->text << dtype << part;
+        }
+      }
+}
+
 TEST_P(NormOp, NormAndQuantizeInCompositeForm) {
   const at::Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
   const Quantizer& quantizer = tandem::quantizer("fp8_e4m3");

@@ -47,6 +47,7 @@ def cases(layout="contiguous", dtype=torch.float32):
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     return {
         "activation_backward": [y, x, "gelu", [True, True, True]],
+        "activation_backward_quantize": [y, x, None, "gelu", "fp8_e5m2", [True] * 5],
         "activation_forward": [x, bias, "silu", [True, True]],
         "activation_quantize": [x, None, "gelu", "fp8_e4m3", [True, True, True, True]],
         "add_bias": [x, bias, y],
@@ -61,6 +62,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "dropout_backward_bias": [y, SEED, 0.25, dtype, [True, True]],
         "dropout_add": [x, bias, SEED, 0.25, y],
         "glu_backward": [y, wide, "silu", [True, True, True]],
+        "glu_backward_quantize": [y, wide, None, "silu", "mxfp8_e5m2", [True] * 5],
         "glu_forward": [wide, None, "gelu", [False, True]],
         "glu_quantize": [wide, None, "silu", "fp8_e4m3", [True, True, True, True]],
         "grouped_grad_weight": [flat_y, flat, splits, 3, "fp8_e5m2", "fp8_e4m3"],

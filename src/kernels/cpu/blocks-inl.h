@@ -12,10 +12,14 @@
 #define TANDEM_KERNELS_CPU_BLOCKS_INL_H_
 #endif
 
+#include <vector>
+
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/quantize-inl.h"
+#include "kernels/cpu/scratch.h"
 #include "kernels/parallel.h"
+#include "kernels/quantize_made.h"
 
 // Whether a block is a whole number of vectors of more than one lane.
 #undef TANDEM_HAS_ELEMENT_PAIRS
@@ -398,6 +402,53 @@ HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) 
         shared.add(extremes);
       });
   return value_of_bits(element, shared.get().amax_bits);
+}
+
+/// quantize_tiles of a matrix that is made; bands of whole blocks of it stay in the cache meanwhile.
+/// `scaling.behind(rows, cols)` is what writes behind `rows` rows of `cols` numbers.
+template <class Scaling, typename E>
+HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scaling& scaling) {
+  constexpr size_t kBlock = Scaling::kBlock, kCols = kTileCols<kBlock>;
+  using Stored = typename E::Stored;
+  const Rows& y = made.y;
+  const size_t cols = y.cols;
+  const size_t height = kBlock * std::max<size_t>(1, kCols / std::max<size_t>(1, cols));
+  const size_t bands = cols == 0 ? 0 : (y.rows + height - 1) / height;
+  SharedExtremes shared;
+  parallel_for(0, static_cast<int64_t>(bands), 1, [&](int64_t first, int64_t last) HWY_ATTR {
+    Extremes extremes;
+    TileWork<E, kBlock> work;
+    for (auto b = static_cast<size_t>(first); b < static_cast<size_t>(last); ++b) {
+      const size_t row = b * height, count = std::min(height, y.rows - row);
+      Stored* rows = y ? E::at(y.data, row * cols)
+                       : reinterpret_cast<Stored*>(scratch(ScratchUse::made, height * cols));
+      made.make(row, count, rows);
+      const ScopedFloatMode mode;
+      const ConstRows band{rows, E::kElement, count, cols, cols};
+      const Scaling own = scaling.behind(row, cols);
+      const Tile<kBlock>* none = nullptr;  // what comes next is there
+      for (size_t r = 0; r < count; r += kBlock)
+        for (size_t c = 0; c < cols; c += kCols)
+          quantize_tile(element, band, Tile<kBlock>(band, r, c), none, own, work, extremes);
+    }
+    shared.add(extremes);
+  });
+  return value_of_bits(element, shared.get().amax_bits);
+}
+
+#else  // !TANDEM_HAS_ELEMENT_PAIRS
+
+/// Makes all of y, in memory of its own where it has none, and calls `body` with it.
+template <typename Body>
+void with_all_made(const MadeRows& made, const Body& body) {
+  Rows y = made.y;
+  std::vector<uint8_t> memory;
+  if (!y) {
+    memory.resize(y.rows * y.cols * bytes_per_element(y.element) + 1);
+    y.data = memory.data();
+  }
+  if (y.cols != 0) made.make(0, y.rows, y.data);
+  body(ConstRows(y));
 }
 
 #endif  // TANDEM_HAS_ELEMENT_PAIRS

@@ -110,6 +110,16 @@ struct Fp8Tiles {
                   row_scale + tile.row / kBlock * row_stride + tile.col / kBlock);
   }
 
+  Fp8Tiles behind(size_t rows, size_t cols) const {
+    const auto moved = [](auto* from, size_t by) { return from == nullptr ? from : from + by; };
+    Fp8Tiles result = *this;
+    result.row_codes = moved(row_codes, rows * cols);
+    result.column_codes = moved(column_codes, rows * cols);
+    result.row_scale = moved(row_scale, is_square ? rows / kBlock * row_stride : rows);
+    result.column_scale = moved(column_scale, rows / kBlock * column_stride);
+    return result;
+  }
+
   bool is_square;
   uint8_t *row_codes, *column_codes;
   float *row_scale, *column_scale;
@@ -133,6 +143,23 @@ void quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
 #else
   // Pairs of vectors need more than one lane; without them the reference is as good.
   fp8_block_quantize_reference(x, scaling, row, column, square, amax);
+#endif
+}
+
+void quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+                   Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
+#if TANDEM_HAS_ELEMENT_PAIRS
+  with_element(made.y.element, [&](auto element) HWY_ATTR {
+    with_format(scaling.format, [&](auto format) HWY_ATTR {
+      const float largest = quantize_tiles_made(
+          element, made, Fp8Tiles<format()>(made.y, scaling, row, column, square));
+      if (amax != nullptr) *amax = largest;
+    });
+  });
+#else
+  with_all_made(made, [&](ConstRows y) {
+    fp8_block_quantize_reference(y, scaling, row, column, square, amax);
+  });
 #endif
 }
 
@@ -190,10 +217,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
+HWY_EXPORT(quantize_made);
 HWY_EXPORT(dequantize_blocks);
 
-void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
-                        Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
+namespace {
+
+void clear_paddings(MatrixShape x, const Fp8BlockOutput& row, const Fp8BlockOutput& column,
+                    const Fp8BlockOutput& square) {
   const auto clear = [&](Fp8BlockShape shape, const Fp8BlockOutput& out, size_t cols) {
     const MatrixShape scales = fp8_block_scales(shape, x.rows, x.cols);
     clear_padding(out.dequant_scale, scales, scales.rows, cols);
@@ -201,7 +231,21 @@ void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOut
   clear(Fp8BlockShape::row, row, x.rows);
   clear(Fp8BlockShape::column, column, x.cols);
   clear(Fp8BlockShape::square, square, (x.cols + kFp8Block - 1) / kFp8Block);
+}
+
+}  // namespace
+
+void fp8_block_quantize(ConstRows x, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+                        Fp8BlockOutput column, Fp8BlockOutput square, float* amax) {
+  clear_paddings({x.rows, x.cols}, row, column, square);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, square, amax);
+}
+
+void fp8_block_quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling,
+                             Fp8BlockOutput row, Fp8BlockOutput column, Fp8BlockOutput square,
+                             float* amax) {
+  clear_paddings({made.y.rows, made.y.cols}, row, column, square);
+  HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, square, amax);
 }
 
 void fp8_block_dequantize(const uint8_t* codes, const float* dequant_scale, Fp8Format format,

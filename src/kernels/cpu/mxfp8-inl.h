@@ -146,6 +146,16 @@ struct MxTiles {
       column_scales(tile)[c] = scales[c / kBlock];
   }
 
+  MxTiles behind(size_t rows, size_t cols) const {
+    const auto moved = [](uint8_t* from, size_t by) { return from == nullptr ? from : from + by; };
+    MxTiles result = *this;
+    result.row_codes = moved(row_codes, rows * cols);
+    result.column_codes = moved(column_codes, rows * cols);
+    result.row_scale = moved(row_scale, rows * row_stride);
+    result.column_scale = moved(column_scale, rows / kBlock * column_stride);
+    return result;
+  }
+
   bool is_square;
   uint8_t *row_codes, *column_codes, *row_scale, *column_scale;
   size_t row_stride, column_stride;

@@ -29,6 +29,22 @@ void quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Ou
 #endif
 }
 
+void quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Output row,
+                   Mxfp8Output column, float* amax) {
+#if TANDEM_HAS_ELEMENT_PAIRS
+  with_element(made.y.element, [&](auto element) HWY_ATTR {
+    with_format(scaling.format, [&](auto format) HWY_ATTR {
+      const float largest = quantize_tiles_made(
+          element, made, MxTiles<format()>(made.y, scaling.square_blocks, row, column));
+      if (amax != nullptr) *amax = largest;
+    });
+  });
+#else
+  with_all_made(made,
+                [&](ConstRows y) { mxfp8_quantize_reference(y, scaling, row, column, amax); });
+#endif
+}
+
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                        MxDirection direction, Rows y) {
   const size_t stride = mx_scale_shape(direction, y.rows, y.cols).cols;
@@ -65,17 +81,31 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
+HWY_EXPORT(quantize_made);
 HWY_EXPORT(dequantize_blocks);
+
+namespace {
+
+void clear_paddings(MatrixShape x, const Mxfp8Output& row, const Mxfp8Output& column) {
+  const auto blocks = [](size_t n) { return (n + kMxBlock - 1) / kMxBlock; };
+  clear_padding(row.dequant_scale, mx_scale_shape(MxDirection::row, x.rows, x.cols), x.rows,
+                blocks(x.cols));
+  clear_padding(column.dequant_scale, mx_scale_shape(MxDirection::column, x.rows, x.cols),
+                blocks(x.rows), x.cols);
+}
+
+}  // namespace
 
 void mxfp8_quantize(ConstRows x, const Mxfp8Scaling& scaling, Mxfp8Output row, Mxfp8Output column,
                     float* amax) {
-  const size_t row_blocks = (x.cols + kMxBlock - 1) / kMxBlock,
-               column_blocks = (x.rows + kMxBlock - 1) / kMxBlock;
-  clear_padding(row.dequant_scale, mx_scale_shape(MxDirection::row, x.rows, x.cols), x.rows,
-                row_blocks);
-  clear_padding(column.dequant_scale, mx_scale_shape(MxDirection::column, x.rows, x.cols),
-                column_blocks, x.cols);
+  clear_paddings({x.rows, x.cols}, row, column);
   HWY_DYNAMIC_DISPATCH(quantize)(x, scaling, row, column, amax);
+}
+
+void mxfp8_quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Output row,
+                         Mxfp8Output column, float* amax) {
+  clear_paddings({made.y.rows, made.y.cols}, row, column);
+  HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, amax);
 }
 
 void mxfp8_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,

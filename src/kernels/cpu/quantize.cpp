@@ -3,6 +3,7 @@
 #include <cfloat>
 
 #include "kernels/cpu/float_mode.h"
+#include "kernels/cpu/scratch.h"
 #include "kernels/cpu/targets.h"
 #include "kernels/parallel.h"
 #include "kernels/quantize_made.h"
@@ -113,10 +114,12 @@ void quantize_given(ConstRows x, Fp8Format format, float quant_scale, uint8_t* c
   });
 }
 
-/// Makes y in blocks of rows that stay in the second-level cache, and calls `body(first, count,
-/// extremes)` for each; returns what all of them add to `extremes`.
-template <typename Body>
-Extremes for_each_block_made(ConstRows y, const MakeRows& make, const Body& body) {
+/// Makes y in blocks of rows that stay in the second-level cache, and calls `body(rows, first,
+/// count, extremes)` for each; returns what all of them add to `extremes`.
+template <typename E, typename Body>
+Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
+  using Stored = typename E::Stored;
+  const Rows& y = made.y;
   const size_t block = std::max<size_t>(1, kPart / std::max<size_t>(1, y.cols));
   const size_t blocks = y.cols == 0 ? 0 : (y.rows + block - 1) / block;
   SharedExtremes shared;
@@ -124,41 +127,42 @@ Extremes for_each_block_made(ConstRows y, const MakeRows& make, const Body& body
     Extremes extremes;
     for (size_t b = static_cast<size_t>(begin); b < static_cast<size_t>(end); ++b) {
       const size_t first = b * block, count = std::min(block, y.rows - first);
-      make(first, count);
-      body(first, count, extremes);
+      Stored* rows = y ? E::at(y.data, first * y.cols)
+                       : reinterpret_cast<Stored*>(scratch(ScratchUse::made, block * y.cols));
+      made.make(first, count, rows);
+      body(rows, first, count, extremes);
     }
     shared.add(extremes);
   });
   return shared.get();
 }
 
-void amax_while_made(ConstRows y, const MakeRows& make, float& amax, bool& has_nan) {
-  with_element(y.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
-    const Extremes all =
-        for_each_block_made(y, make, [&](size_t first, size_t count, Extremes& extremes) HWY_ATTR {
-          look_at(element, E::at(y.data, first * y.cols), count * y.cols, extremes);
+void amax_while_made(const MadeRows& made, float& amax, bool& has_nan) {
+  with_element(made.y.element, [&](auto element) HWY_ATTR {
+    const Extremes all = for_each_block_made(
+        element, made, [&](auto* rows, size_t, size_t count, Extremes& extremes) HWY_ATTR {
+          look_at(element, rows, count * made.y.cols, extremes);
         });
     amax = value_of_bits(element, all.amax_bits);
     has_nan = all.has_nan;
   });
 }
 
-void quantize_while_made(ConstRows y, const MakeRows& make, Fp8Format format, float quant_scale,
-                         uint8_t* codes, float& amax) {
-  with_element(y.element, [&](auto element) HWY_ATTR {
-    using E = decltype(element);
+void quantize_while_made(const MadeRows& made, Fp8Format format, float quant_scale, uint8_t* codes,
+                         float& amax) {
+  const size_t cols = made.y.cols;
+  with_element(made.y.element, [&](auto element) HWY_ATTR {
     with_format(format, [&](auto kind) HWY_ATTR {
       const Extremes all = for_each_block_made(
-          y, make, [&](size_t first, size_t count, Extremes& extremes) HWY_ATTR {
+          element, made,
+          [&](const auto* rows, size_t first, size_t count, Extremes& extremes) HWY_ATTR {
             const ScopedFloatMode mode;
-            const auto* block = E::at(y.data, first * y.cols);
             Extremes seen;
-            look_at(element, block, count * y.cols, seen);
+            look_at(element, rows, count * cols, seen);
             const bool ordinary = is_ordinary(value_of_bits(element, seen.amax_bits), seen.has_nan,
                                               quant_scale, format);
-            quantize_row<kind()>(element, block, count * y.cols, quant_scale, ordinary,
-                                 codes + first * y.cols);
+            quantize_row<kind()>(element, rows, count * cols, quant_scale, ordinary,
+                                 codes + first * cols);
             extremes.amax_bits = std::max(extremes.amax_bits, seen.amax_bits);
           });
       amax = value_of_bits(element, all.amax_bits);
@@ -226,12 +230,11 @@ void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out)
   quantize_with_amax(x, largest, has_nan, scaling, out);
 }
 
-void quantize_current_made(ConstRows y, const MakeRows& make, const CurrentScaling& scaling,
-                           Fp8Output out) {
+void quantize_current_made(const MadeRows& made, const CurrentScaling& scaling, Fp8Output out) {
   float largest = 0.0f;
   bool has_nan = false;
-  HWY_DYNAMIC_DISPATCH(amax_while_made)(y, make, largest, has_nan);
-  quantize_with_amax(y, largest, has_nan, scaling, out);
+  HWY_DYNAMIC_DISPATCH(amax_while_made)(made, largest, has_nan);
+  quantize_with_amax(made.y, largest, has_nan, scaling, out);
 }
 
 void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Output out) {
@@ -239,9 +242,9 @@ void quantize_delayed(ConstRows x, Fp8Format format, float quant_scale, Fp8Outpu
   *out.dequant_scale = divide(1.0f, quant_scale);
 }
 
-void quantize_delayed_made(ConstRows y, const MakeRows& make, Fp8Format format, float quant_scale,
+void quantize_delayed_made(const MadeRows& made, Fp8Format format, float quant_scale,
                            Fp8Output out) {
-  HWY_DYNAMIC_DISPATCH(quantize_while_made)(y, make, format, quant_scale, out.codes, *out.amax);
+  HWY_DYNAMIC_DISPATCH(quantize_while_made)(made, format, quant_scale, out.codes, *out.amax);
   *out.dequant_scale = divide(1.0f, quant_scale);
 }
 

@@ -1,0 +1,185 @@
+// Quantizing a matrix while it is made: the bits of quantizing it where it is there, on every
+// target.
+#include "kernels/quantize_made.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+
+#include "support/matrix.h"
+#include "support/targets.h"
+#include "support/thread_pool.h"
+
+namespace tandem::testing {
+namespace {
+
+using kernels::ConstRows;
+using kernels::Element;
+using kernels::Fp8BlockOutput;
+using kernels::Fp8BlockScaling;
+using kernels::Fp8BlockShape;
+using kernels::Fp8Format;
+using kernels::Fp8Output;
+using kernels::MxDirection;
+using kernels::Mxfp8Output;
+using kernels::cpu::MadeRows;
+
+constexpr uint8_t kUnwritten = 0xA5;
+
+/// Makes the rows of a matrix by copying them.
+MadeRows copies_of(const Matrix& x, Matrix* kept) {
+  const ConstRows from = x.view();
+  const size_t bytes = bytes_per_element(from.element) * from.cols;
+  return {{kept == nullptr ? nullptr : kept->view().data, from.element, from.rows, from.cols,
+           from.cols},
+          [from, bytes](size_t first, size_t count, void* to) {
+            for (size_t r = 0; r < count; ++r)
+              std::memcpy(static_cast<std::byte*>(to) + r * bytes,
+                          static_cast<const std::byte*>(from.data) +
+                              (first + r) * from.stride * bytes_per_element(from.element),
+                          bytes);
+          }};
+}
+
+/// All that one of the functions writes.
+struct Written {
+  std::array<std::vector<uint8_t>, 2> codes;
+  std::array<std::vector<uint8_t>, 2> scales;  // as bytes
+  std::array<float, 2> numbers{-1.0f, -1.0f};
+
+  template <typename T>
+  T* scale(size_t i, size_t count) {
+    scales[i].assign(count * sizeof(T), kUnwritten);
+    return reinterpret_cast<T*>(scales[i].data());
+  }
+  uint8_t* code(size_t i, ConstRows x) {
+    codes[i].assign(x.rows * x.cols, kUnwritten);
+    return codes[i].data();
+  }
+  bool operator==(const Written& other) const {
+    return codes == other.codes && scales == other.scales &&
+           std::memcmp(&numbers, &other.numbers, sizeof numbers) == 0;
+  }
+};
+
+class QuantizeMade : public ::testing::TestWithParam<int64_t> {
+ protected:
+  /// `run(made, written)` quantizes what is made, or, where `made` is null, the matrix itself.
+  template <typename Run>
+  void expect_same_bits(const Run& run) {
+    const ScopedTarget target(GetParam());
+    for (const int threads : {1, 3}) {
+      const ScopedThreadPool pool(threads);
+      for (const Element element : kElements)
+        for (const auto& [rows, cols] : {std::pair{0, 5}, std::pair{7, 0}, std::pair{1, 1},
+                                         std::pair{129, 33}, std::pair{300, 700}}) {
+          Matrix x =
+              Matrix::random(element, static_cast<size_t>(rows), static_cast<size_t>(cols), 3, 11);
+          if (rows == 300) {
+            x.set(700 * 130 + 5, std::numeric_limits<float>::quiet_NaN());
+            x.set(700 * 299 + 699, std::numeric_limits<float>::infinity());
+          }
+          Written expected;
+          run(x.view(), nullptr, expected);
+          Matrix kept(element, x.rows(), x.cols());
+          for (Matrix* memory : {static_cast<Matrix*>(nullptr), &kept}) {
+            const MadeRows made = copies_of(x, memory);
+            Written got;
+            run(x.view(), &made, got);
+            EXPECT_TRUE(got == expected) << name_of(element) << " " << rows << "x" << cols
+                                         << " kept " << (memory != nullptr);
+          }
+          EXPECT_EQ(kept.bits(), x.bits());
+        }
+    }
+  }
+};
+
+TEST_P(QuantizeMade, WithAScaleThatIsGiven) {
+  expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
+    const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
+    if (made != nullptr) {
+      kernels::cpu::quantize_delayed_made(*made, Fp8Format::e5m2, 3.0f, out);
+    } else {
+      kernels::cpu::quantize_delayed(x, Fp8Format::e5m2, 3.0f, out);
+    }
+  });
+}
+
+TEST_P(QuantizeMade, InBlocksOf128) {
+  for (const bool is_square : {false, true})
+    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+      const auto output = [&](size_t i, Fp8BlockShape shape) -> Fp8BlockOutput {
+        return {to.code(i, x),
+                to.scale<float>(i, kernels::fp8_block_scales(shape, x.rows, x.cols).size())};
+      };
+      Fp8BlockOutput row, column, square;
+      if (is_square) {
+        square = output(0, Fp8BlockShape::square);
+      } else {
+        row = output(0, Fp8BlockShape::row);
+        column = output(1, Fp8BlockShape::column);
+      }
+      const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
+      if (made != nullptr) {
+        kernels::cpu::fp8_block_quantize_made(*made, scaling, row, column, square, &to.numbers[0]);
+      } else {
+        kernels::cpu::fp8_block_quantize(x, scaling, row, column, square, &to.numbers[0]);
+      }
+    });
+}
+
+TEST_P(QuantizeMade, InMxBlocks) {
+  for (const bool is_square : {false, true})
+    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+      std::array<Mxfp8Output, 2> out;
+      for (const size_t i : {0u, 1u}) {
+        const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
+        out[i] = {to.code(i, x), to.scale<uint8_t>(i, shape.size())};
+      }
+      if (made != nullptr) {
+        kernels::cpu::mxfp8_quantize_made(*made, {Fp8Format::e4m3, is_square}, out[0], out[1],
+                                          &to.numbers[0]);
+      } else {
+        kernels::cpu::mxfp8_quantize(x, {Fp8Format::e4m3, is_square}, out[0], out[1],
+                                     &to.numbers[0]);
+      }
+    });
+}
+
+TEST_P(QuantizeMade, OnlyOneDirectionOrOnlyTheAmax) {
+  expect_same_bits([](ConstRows x, const MadeRows* made, Written& to) {
+    const auto shape = kernels::mx_scale_shape(MxDirection::column, x.rows, x.cols);
+    const Mxfp8Output column{to.code(1, x), to.scale<uint8_t>(1, shape.size())};
+    if (made != nullptr) {
+      kernels::cpu::mxfp8_quantize_made(*made, {}, {}, column, &to.numbers[0]);
+      kernels::cpu::fp8_block_quantize_made(*made, {}, {}, {}, {}, &to.numbers[1]);
+    } else {
+      kernels::cpu::mxfp8_quantize(x, {}, {}, column, &to.numbers[0]);
+      kernels::cpu::fp8_block_quantize(x, {}, {}, {}, {}, &to.numbers[1]);
+    }
+  });
+}
+
+TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
+  const ScopedTarget target(GetParam());
+  const Matrix x = Matrix::random(Element::bfloat16, 300, 700, 0, 5);
+  Written expected, got;
+  kernels::cpu::quantize_current(
+      x.view(), {Fp8Format::e4m3, 0.0f, true},
+      {expected.code(0, x.view()), &expected.numbers[0], &expected.numbers[1]});
+  Matrix kept(Element::bfloat16, 300, 700);
+  kernels::cpu::quantize_current_made(copies_of(x, &kept), {Fp8Format::e4m3, 0.0f, true},
+                                      {got.code(0, x.view()), &got.numbers[0], &got.numbers[1]});
+  EXPECT_TRUE(got == expected);
+  EXPECT_EQ(kept.bits(), x.bits());
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, QuantizeMade, ::testing::ValuesIn(all_targets()),
+                         [](const auto& info) { return target_name(info.param); });
+
+}  // namespace
+}  // namespace tandem::testing
