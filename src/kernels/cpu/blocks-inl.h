@@ -404,8 +404,8 @@ HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) 
   return value_of_bits(element, shared.get().amax_bits);
 }
 
-/// quantize_tiles of a matrix that is made; bands of whole blocks of it stay in the cache meanwhile.
-/// `scaling.behind(rows, cols)` is what writes behind `rows` rows of `cols` numbers.
+/// quantize_tiles of a matrix that is made; bands of whole blocks of it stay in the cache
+/// meanwhile. `scaling.behind(rows, cols)` is what writes behind `rows` rows of `cols` numbers.
 template <class Scaling, typename E>
 HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scaling& scaling) {
   constexpr size_t kBlock = Scaling::kBlock, kCols = kTileCols<kBlock>;
