@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
+from tandem.ops.buffers import check_takes
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import OpRun
@@ -60,6 +61,8 @@ class BasicOperation(BasicUnit, FusibleOperation):
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
+        if kwargs:
+            check_takes(self, kwargs)
         run = _run
         if run is None:
             run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
@@ -84,6 +87,8 @@ class FusedOperation(FusedUnit, FusibleOperation):
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
         kwargs = {index: given for index, given in enumerate(basic_op_kwargs or ()) if given}
+        for index, given in kwargs.items():
+            check_takes(self.flat_ops()[index], given)
         run = _run
         if run is None:
             run = self._prepared_run if is_dynamo_compiling() else self.__dict__.get("_alone") or self._run_alone()
