@@ -9,10 +9,12 @@ namespace tandem {
 
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
                                FusionScope& scope) {
-  if (!description.fuse || !user.groups) return {};
+  // Lowering asks for those of both directions in any case: an unfused plan has the same values.
+  if ((!description.fuse && pass != Pass::joint) || !user.groups) return {};
   std::vector<OpGroup> groups = user.groups(pass, description);
   std::erase_if(groups, [&](const OpGroup& group) {
-    if (group.refusal) scope.note(*group.fusion, place_of(group), group.refusal);
+    if (group.refusal && description.fuse)
+      scope.note(*group.fusion, place_of(group), group.refusal);
     return group.refusal.has_value();
   });
   size_t next = 0;

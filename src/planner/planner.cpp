@@ -179,6 +179,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   UserGroups groups;
   groups.joint = groups_of(Pass::joint, description, user, scope);
   Draft draft = lower(description, key, groups.joint);
+  if (!description.fuse) groups.joint.clear();
   put_quantize_points(description, key, draft);
   scope.types = &draft.types;
   scope.operands = &draft.operands;
