@@ -13,8 +13,9 @@ template <bool kBias>
 void dropout_add(Call& call) {
   enum Read { x, seed, extra, bias };
   const c10::SymIntArrayRef sizes = call.in(x).sym_sizes();
-  const c10::SymDimVector wide = ops::sizes_of_sum(call, extra, sizes);
-  const bool is_wider = c10::SymIntArrayRef(wide) != sizes;  // the mask is that of x
+  c10::SymDimVector wide;
+  if (call.in(extra).sym_sizes() != sizes) wide = ops::sizes_of_sum(call, extra, sizes);
+  const bool is_wider = !wide.empty() && c10::SymIntArrayRef(wide) != sizes;  // the mask is of x
   std::optional<at::Tensor> added;
   if (!is_wider) added = added_by(call, extra, sizes);
   auto results = call.run_into<kernel_ops::DropoutAdd>(

@@ -97,9 +97,11 @@ void linear_sum(Call& call) {
   if (kParts.extra) {
     ops::check_linear(call, x, weight);
     const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
-    const c10::SymDimVector wide = ops::sizes_of_sum(call, kExtra, sizes);
-    if (wide != sizes) return call.out(0, wider_sum<kParts>(call, kExtra, alpha, wide));
-    extra = ops::extra_of(call, kExtra, sizes);
+    if (extra->sym_sizes() != c10::SymIntArrayRef(sizes)) {
+      const c10::SymDimVector wide = ops::sizes_of_sum(call, kExtra, sizes);
+      if (wide != sizes) return call.out(0, wider_sum<kParts>(call, kExtra, alpha, wide));
+      extra = ops::extra_of(call, kExtra, sizes);
+    }
   }
   if constexpr (kParts.bias && !kParts.scale && !kParts.extra)
     if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));

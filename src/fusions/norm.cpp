@@ -37,15 +37,16 @@ void add_norm(Call& call) {
   enum Read { x, extra, weight, bias };
   enum Write { sum, y, first_statistic };
   const auto& norm = call.options<ops::NormOptions>(1);
-  const c10::SymDimVector sizes = ops::sizes_of_sum(call, extra, call.in(x).sym_sizes());
-  const at::Tensor added = added_by(call, extra, sizes);
+  at::Tensor before = call.in(x);
+  if (const auto sizes = before.sym_sizes(); call.in(extra).sym_sizes() != sizes)
+    before = ops::broadcast_to(before, ops::sizes_of_sum(call, extra, sizes));
+  const at::Tensor added = added_by(call, extra, before.sym_sizes());
   kernel_ops::ResultsOf<kernel_ops::AddNormForward> spare;
   spare[0] = memory_for_sum(call, added);
   const bool wants_sum = call.wants(sum) || !call.step().mutates.empty();
   auto results = call.run_into<kernel_ops::AddNormForward>(
-      spare, ops::broadcast_to(call.in(x), sizes), added, call.in(weight),
-      kBias ? call.maybe(bias) : std::nullopt, norm.eps, norm.zero_centered_gamma,
-      std::array{wants_sum});
+      spare, before, added, call.in(weight), kBias ? call.maybe(bias) : std::nullopt, norm.eps,
+      norm.zero_centered_gamma, std::array{wants_sum});
   if (wants_sum) write_sum(call, sum, std::move(results[0]), call.in(extra));
   if (call.wants(y)) call.out(y, std::move(results[1]));
   for (size_t statistic = kBias ? 2 : 3, write = first_statistic; statistic < 4;

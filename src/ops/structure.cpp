@@ -54,8 +54,11 @@ void dropout(Call& call) {
 
 void add(Call& call) {
   enum Read { x, extra };
-  call.out(
-      0, sum_of_sizes(call, call.in(x), extra, sizes_of_sum(call, extra, call.in(x).sym_sizes())));
+  const at::Tensor& own = call.in(x);
+  if (own.sym_sizes() == call.in(extra).sym_sizes())
+    return call.write<kernel_ops::AddBias>(own, std::optional<at::Tensor>(),
+                                           std::optional(call.in(extra)));
+  call.out(0, sum_of_sizes(call, own, extra, sizes_of_sum(call, extra, own.sym_sizes())));
 }
 
 void add_in_place(Call& call) {
@@ -95,6 +98,7 @@ c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRe
 
 at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
   const at::Tensor& extra = call.in(read);
+  if (extra.sym_sizes() == sizes) return extra;
   if (!is_callers(call, read) || !at::is_expandable_to(extra.sym_sizes(), sizes)) return extra;
   return broadcast_to(extra, sizes);
 }
