@@ -71,10 +71,9 @@ def shapes(op: dict) -> str:
     for name, tensor in zip(op["extra_inputs"], extras(x)):
         inner = {"splits": "num_groups"}.get(name) or ("..." if tensor.dim() < x.dim() else f"..., {_size(op, tensor.shape[-1])}")
         operands.append(f"{name} [{inner}]")
-    if op["name"] == "add_extra_input":
-        operands[1] += " or one that is broadcast to x"
     outputs = [f"y [..., {_size(op, y.shape[-1])}]"] + [f"{name} like x" for name in op["extra_outputs"]]
-    return f"{', '.join(operands)} -> {', '.join(outputs)}."
+    broadcasts = " Either is broadcast to the other where the caller passes it, or where no gradient of it is needed." if op["name"] == "add_extra_input" else ""
+    return f"{', '.join(operands)} -> {', '.join(outputs)}.{broadcasts}"
 
 
 # y of each rank, of x [rows, ...] on each of `size` ranks.

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
+from tandem._quantized_tensor import QuantizedTensor, assembled, quantizer_of_text
 from tandem.ops import fusions, python_op
 from tandem.ops.context import OperationContext
 from tandem.ops.directions import Call, drawing
@@ -344,6 +345,15 @@ class Runtime:
                 raise fusions.unread(reader, op, contexts, error) from error
         likes["params"] = [[_like(tensor) for tensor in own] for own in params]
         return Gradients(grad_x, [_as_list(group) for group in grad_params], [_as_list(group) for group in grad_inputs], likes)
+
+    def in_codes(
+        self, parts: list[torch.Tensor], text: str, is_of_columns: bool, serves_both: bool, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> QuantizedTensor:
+        """What the library keeps in codes, as the context of a fusion has it."""
+        codes, absent = [*parts, None][:3], [None, None, None]
+        both = [*codes, *codes] if serves_both else [*absent, *codes] if is_of_columns else [*codes, *absent]
+        quantizer = quantizer_of_text(text, serves_both or not is_of_columns, serves_both or is_of_columns)
+        return assembled(both, quantizer, dtype, shape)
 
     def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
         return fusions.groups(pass_name, instances, recipe)

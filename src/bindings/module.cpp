@@ -421,6 +421,7 @@ PYBIND11_MODULE(_C, module) {
       .def("find_described", [](const EagerPipeline& self,
                                 bool training) { self.pipeline().described_program(training); })
       .def("saved_bytes", [](const EagerPipeline& self) { return self.pipeline().saved_bytes(); })
+      .def("last_recipe", [](const EagerPipeline& self) { return self.pipeline().last_recipe(); })
       .def("has_run", [](const EagerPipeline& self) { return self.pipeline().has_run(); })
       .def("set_watched",
            [](const EagerPipeline& self, int64_t number) { self.pipeline().set_watched(number); })

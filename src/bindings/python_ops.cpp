@@ -87,10 +87,27 @@ at::Tensor without_history(const Call& call, at::Tensor tensor) {
   return tensor.detach();
 }
 
+/// runtime.in_codes(parts, quantizer, whether they are of columns, dtype, sizes) -> QuantizedTensor
+py::object in_codes(Call& call, size_t read) {
+  const Type& type = call.type(read);
+  py::list parts;
+  for (size_t part = 0; part < tensors_per_value(type); ++part)
+    parts.append(to_python(call.in(read, part)));
+  // Codes that do not tell the sizes of their numbers have them noted.
+  const c10::SymDimVector* noted = call.frame().noted_sizes(call.step().reads[read]);
+  const c10::SymIntArrayRef sizes = noted != nullptr ? *noted : call.in(read).sym_sizes();
+  return runtime().attr("in_codes")(
+      parts, type.quantizer->text, type.direction == Direction::column,
+      serves_both_directions(*type.quantizer), py::cast(type.dtype),
+      py::tuple(py::cast(std::vector<c10::SymInt>(sizes.begin(), sizes.end()))));
+}
+
 py::list list_of(Call& call, size_t& next, size_t count) {
   py::list list;
   for (size_t i = 0; i < count; ++i, ++next)
-    list.append(call.has(next) ? to_python(call.in(next)) : py::none());
+    list.append(!call.has(next)                      ? py::none()
+                : call.format(next) == Format::codes ? in_codes(call, next)
+                                                     : to_python(call.in(next)));
   return list;
 }
 
@@ -119,7 +136,8 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
         call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, label,
         ": expected ", what, " in ", planned, ", to which the op's tensors promote, got ",
         tensor.scalar_type(),
-        ". Convert it in the op's forward: results of another dtype cannot be planned.");
+        ". Convert it in the op's forward, or declare output_dtype or extra_output_dtypes on the "
+        "op: a plan knows dtypes before it runs.");
     call.out(write, without_history(call, std::move(tensor)));
   }
 }
@@ -331,12 +349,34 @@ struct WithTexts {
   std::string_view text(std::string text) { return texts.emplace_back(std::move(text)); }
 };
 
+/// Behind the numbers of operands: dtypes of y and of extra outputs that the op declares, as
+/// ">int64,-,float32", Undefined for '-' and for those that are missing.
+std::vector<at::ScalarType> dtypes_in(std::string_view text) {
+  std::vector<at::ScalarType> dtypes;
+  while (!text.empty()) {
+    text.remove_prefix(1);  // '>' or ','
+    const std::string_view each = text.substr(0, text.find(','));
+    text.remove_prefix(each.size());
+    at::ScalarType found = at::ScalarType::Undefined;
+    for (int8_t i = 0; i < static_cast<int8_t>(at::ScalarType::NumOptions); ++i)
+      if (const auto dtype = static_cast<at::ScalarType>(i);
+          dtype != at::ScalarType::Undefined && c10::getDtypeNames(dtype).first == each)
+        found = dtype;
+    TORCH_CHECK_VALUE(found != at::ScalarType::Undefined || each == "-",
+                      "op: expected dtypes of results by torch's names, got \"", shown(each),
+                      "\". Descriptions are made by the fronts.");
+    dtypes.push_back(found);
+  }
+  return dtypes;
+}
+
 /// The last part of the name of a Python op, behind the last ':' : its numbers of extra inputs,
-/// parameters, extra outputs and buffers, as "0x1x0x0". Nothing where a name does not end like
-/// that.
+/// parameters, extra outputs and buffers, as "0x1x0x0", and behind a '>' dtypes. Nothing where a
+/// name does not end like that.
 std::optional<std::array<size_t, 4>> counts_in(std::string_view name) {
   std::array<size_t, 4> counts{};
   std::string_view rest = name.substr(name.rfind(':') + 1);
+  rest = rest.substr(0, rest.find('>'));
   for (size_t i = 0; i < counts.size(); ++i) {
     const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), counts[i]);
     if (error != std::errc()) return std::nullopt;
@@ -360,6 +400,13 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
     TORCH_CHECK_VALUE(count <= kMostOperands, "op: expected at most ", kMostOperands,
                       " operands of each sort, got ", count, ". Split the op.");
   const auto [extra_inputs, params, extra_outputs, buffers] = *counts;
+  const std::string_view ending = name.substr(name.rfind(':') + 1);
+  std::vector<at::ScalarType> dtypes =
+      dtypes_in(ending.substr(std::min(ending.find('>'), ending.size())));
+  TORCH_CHECK_VALUE(dtypes.size() <= 1 + extra_outputs, "op: expected dtypes of at most ",
+                    1 + extra_outputs, " results, got ", dtypes.size(),
+                    ". Give extra_output_dtypes one entry for each extra output.");
+  dtypes.resize(1 + extra_outputs, at::ScalarType::Undefined);
   struct Owner : WithTexts<OpDef> {
     std::optional<OpKind> kind;
   };
@@ -369,6 +416,7 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
   def.formula = "written in Python";
   def.runs_user_code = true;
   def.dtype = DtypeRule::promote;
+  def.results[0].dtype = dtypes[0];
   def.parse = parse_python;
   StepDef forward{.name = "forward", .reads = {}, .writes = {}, .run = python_forward},
       backward{
@@ -382,7 +430,7 @@ std::shared_ptr<const OpKind> python_kind(std::string_view name) {
     def.params.push_back(owner->text("buffer" + std::to_string(i)));
   for (size_t i = 0; i < extra_outputs; ++i) {
     const auto output = owner->text("extra_output" + std::to_string(i));
-    def.results.push_back({output});
+    def.results.push_back({.name = output, .dtype = dtypes[1 + i]});
     def.extra_outputs.push_back(output);
     backward.reads.push_back(owner->text("grad_" + std::string(output)));
   }
@@ -452,7 +500,7 @@ std::shared_ptr<const Fusion> group_fusion(Pass pass, const std::string& name,
     for (size_t i = 1; i <= options->ops[member].extra_inputs; ++i)
       back.writes.push_back({member, owner->text("grad_" + std::string(def.inputs[i]))});
     const auto keep = [&](std::string_view name) {
-      if (pass == Pass::backward) back.reads.push_back({member, name});
+      if (pass == Pass::backward) back.reads.push_back({member, name, kAnyStep});
       if (pass == Pass::forward) ahead.writes.push_back({member, name});
     };
     if (def.parse == parse_python) return keep("saved");

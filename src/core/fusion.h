@@ -20,9 +20,12 @@ struct MemberOperand {
   std::string_view name;
   /// In backward of a joint fusion: as which steps of the op read it, alternatives separated by
   /// '|'. Where none of them is there, and where none is named, it is what forward knows by the
-  /// name: numbers, where a step may read their codes.
+  /// name: numbers, where a step may read their codes. Of a user's group kAnyStep, or nothing.
   std::string_view step = {};
 };
+
+/// As a MemberOperand's `step`: whichever reads it.
+inline constexpr std::string_view kAnyStep = "*";
 
 /// As an operand's name, which no op can give: the one read of a member that no member writes, such
 /// as the other term of a sum.

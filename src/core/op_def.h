@@ -54,6 +54,8 @@ struct ResultDef {
   };
   std::string_view name;
   Kind kind = computed;
+  /// Of a computed one: its dtype whatever the op's is; Undefined: the op's.
+  at::ScalarType dtype = at::ScalarType::Undefined;
 };
 
 /// `name` is the same value as `operand`: a rename, no step. For results; and for gradients of
@@ -154,6 +156,8 @@ struct OpDef {
   Names context = {};
   /// y is a reshape of x, whose memory it may share.
   bool views_input = false;
+  /// y may be larger than x, which is broadcast then.
+  bool broadcasts_input = false;
   /// Instead of `forward` where the user asked for it: writes y into the memory of the extra input,
   /// which it mutates.
   std::optional<StepDef> in_place = {};

@@ -121,6 +121,8 @@ struct Step {
   /// reads in codes. Of a fused step by FusedRun::quantizes.
   std::vector<const Quantizer*> quantizers;
   bool runs_user_code = false;
+  /// Whether the op may broadcast x here: nobody in the plan sums a gradient of it.
+  bool broadcasts_input = false;
   /// Values whose last reader this step is.
   Values dead;
   /// Written by whoever runs the step.

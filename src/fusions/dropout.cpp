@@ -12,10 +12,17 @@ namespace {
 template <bool kBias>
 void dropout_add(Call& call) {
   enum Read { x, seed, extra, bias };
-  const at::Tensor added = added_by(call, extra, call.in(x).sym_sizes());
+  const c10::SymIntArrayRef sizes = call.in(x).sym_sizes();
+  c10::SymDimVector wide;
+  if (call.in(extra).sym_sizes() != sizes) wide = ops::sizes_of_sum(call, extra, sizes);
+  const bool is_wider = !wide.empty() && c10::SymIntArrayRef(wide) != sizes;  // the mask is of x
+  std::optional<at::Tensor> added;
+  if (!is_wider) added = added_by(call, extra, sizes);
   auto results = call.run_into<kernel_ops::DropoutAdd>(
-      {memory_for_sum(call, added)}, call.in(x), kBias ? call.maybe(bias) : std::nullopt,
-      call.in(seed), call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, std::optional(added));
+      {is_wider ? at::Tensor() : memory_for_sum(call, *added)}, call.in(x),
+      kBias ? call.maybe(bias) : std::nullopt, call.in(seed),
+      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, added);
+  if (is_wider) results[0] = ops::sum_of_sizes(call, results[0], extra, wide);
   write_sum(call, 0, std::move(results[0]), call.in(extra));
 }
 

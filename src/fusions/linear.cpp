@@ -67,11 +67,19 @@ void add_in_place(Call& call, const at::Tensor& target, double alpha) {
                       /*accumulate=*/true, alpha);
   } else {
     at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
-    check_same_shape("add_extra_input", target, "the extra input", sum, "x");
+    ops::check_target(call, target, sum);
     if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
     target.add_(sum);
   }
   target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+}
+
+/// What is before the sum is smaller than the sum.
+template <Parts kParts>
+at::Tensor wider_sum(Call& call, size_t extra, double alpha, c10::SymIntArrayRef sizes) {
+  at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
+  if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
+  return ops::sum_of_sizes(call, sum, extra, sizes);
 }
 
 template <Parts kParts>
@@ -89,7 +97,11 @@ void linear_sum(Call& call) {
   if (kParts.extra) {
     ops::check_linear(call, x, weight);
     const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
-    extra = ops::extra_of(call, kExtra, sizes);
+    if (extra->sym_sizes() != c10::SymIntArrayRef(sizes)) {
+      const c10::SymDimVector wide = ops::sizes_of_sum(call, kExtra, sizes);
+      if (wide != sizes) return call.out(0, wider_sum<kParts>(call, kExtra, alpha, wide));
+      extra = ops::extra_of(call, kExtra, sizes);
+    }
   }
   if constexpr (kParts.bias && !kParts.scale && !kParts.extra)
     if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));

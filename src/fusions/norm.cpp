@@ -37,12 +37,15 @@ void add_norm(Call& call) {
   enum Read { x, extra, weight, bias };
   enum Write { sum, y, first_statistic };
   const auto& norm = call.options<ops::NormOptions>(1);
-  const at::Tensor added = added_by(call, extra, call.in(x).sym_sizes());
+  at::Tensor before = call.in(x);
+  if (const auto sizes = before.sym_sizes(); call.in(extra).sym_sizes() != sizes)
+    before = ops::broadcast_to(before, ops::sizes_of_sum(call, extra, sizes));
+  const at::Tensor added = added_by(call, extra, before.sym_sizes());
   kernel_ops::ResultsOf<kernel_ops::AddNormForward> spare;
   spare[0] = memory_for_sum(call, added);
   const bool wants_sum = call.wants(sum) || !call.step().mutates.empty();
   auto results = call.run_into<kernel_ops::AddNormForward>(
-      spare, call.in(x), added, call.in(weight), kBias ? call.maybe(bias) : std::nullopt, norm.eps,
+      spare, before, added, call.in(weight), kBias ? call.maybe(bias) : std::nullopt, norm.eps,
       norm.zero_centered_gamma, std::array{wants_sum});
   if (wants_sum) write_sum(call, sum, std::move(results[0]), call.in(extra));
   if (call.wants(y)) call.out(y, std::move(results[1]));

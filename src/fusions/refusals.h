@@ -25,7 +25,7 @@ inline Refusal refuse_in_place(const Match& match, uint32_t sum) {
          c10::toString(match.type({sum, "extra"}).dtype);
 }
 
-/// What a step of a sum adds: a sum in the caller's tensor takes no smaller one.
+/// What a step of a sum of these sizes adds: a sum in the caller's tensor takes no smaller one.
 inline at::Tensor added_by(const Call& call, size_t extra, c10::SymIntArrayRef sizes) {
   return call.step().mutates.empty() ? ops::extra_of(call, extra, sizes) : call.in(extra);
 }

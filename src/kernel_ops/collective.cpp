@@ -23,6 +23,11 @@ at::Tensor call(const char* name, const Args&... args) {
   return stack.back().toTensor();
 }
 
+void check_rows(const char* op, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() != 0, op, ": expected x with at least 1 dimension, along which ranks ",
+                    "share rows, got a scalar. Pass x.reshape({1}) if one row is meant.");
+}
+
 at::Tensor all_gather_again(const at::Tensor& x, const at::Tensor& /*behind*/, int64_t size,
                             std::string_view group) {
   return start_all_gather(x, {std::string(group), size});
@@ -38,11 +43,13 @@ at::Tensor all_gather_again_shape(const at::Tensor& x, const at::Tensor& /*behin
 }  // namespace
 
 at::Tensor start_all_gather(const at::Tensor& x, const Group& group) {
+  check_rows("all_gather", x);
   return call("_c10d_functional::all_gather_into_tensor", x.contiguous(), group.size, group.name);
 }
 
 at::Tensor start_reduce_scatter(const at::Tensor& x, const Group& group) {
-  TORCH_CHECK_VALUE(x.dim() != 0 && x.sym_size(0) % group.size == 0,
+  check_rows("reduce_scatter", x);
+  TORCH_CHECK_VALUE(x.sym_size(0) % group.size == 0,
                     "reduce_scatter: expected a first dimension that the ", group.size,
                     " ranks of the group share evenly, got x of shape ", x.sym_sizes(),
                     ". Pad the sequence.");

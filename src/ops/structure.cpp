@@ -3,6 +3,8 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/mul.h>
 
+#include <algorithm>
+
 #include "core/call.h"
 #include "kernel_ops/checks.h"
 #include "kernel_ops/elementwise.h"
@@ -52,14 +54,17 @@ void dropout(Call& call) {
 
 void add(Call& call) {
   enum Read { x, extra };
-  call.write<kernel_ops::AddBias>(call.in(x), std::optional<at::Tensor>(),
-                                  std::optional(extra_of(call, extra, call.in(x).sym_sizes())));
+  const at::Tensor& own = call.in(x);
+  if (own.sym_sizes() == call.in(extra).sym_sizes())
+    return call.write<kernel_ops::AddBias>(own, std::optional<at::Tensor>(),
+                                           std::optional(call.in(extra)));
+  call.out(0, sum_of_sizes(call, own, extra, sizes_of_sum(call, extra, own.sym_sizes())));
 }
 
 void add_in_place(Call& call) {
   enum Read { x, extra };
   const at::Tensor& target = call.in(extra);
-  check_same_shape("add_extra_input", target, "the extra input", call.in(x), "x");
+  check_target(call, target, call.in(x));
   target.add_(call.in(x));
   target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
   call.out(0, target);
@@ -68,17 +73,49 @@ void add_in_place(Call& call) {
 /// The first value of every plan.
 constexpr Value kMainInput{0};
 
+/// The pipeline's x comes through a channel where it is an extra input, and its gradient is a sum
+/// inside of the pipeline.
+bool is_callers(const Call& call, size_t read) {
+  return call.type(read).origin == Origin::input && call.step().reads[read] != kMainInput;
+}
+
 }  // namespace
+
+c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
+  const auto extra = call.in(read).sym_sizes();
+  const c10::SymDimVector own(sizes.begin(), sizes.end());
+  if (extra == sizes || !call.step().broadcasts_input) return own;
+  c10::SymDimVector wide(std::max(sizes.size(), extra.size()), 1);
+  for (const c10::SymIntArrayRef each : {sizes, extra})
+    for (size_t d = 0; d < each.size(); ++d) {
+      c10::SymInt& size = wide[wide.size() - each.size() + d];
+      if (each[d] == 1 || each[d] == size) continue;
+      if (size != 1) return own;
+      size = each[d];
+    }
+  return extra == c10::SymIntArrayRef(wide) || is_callers(call, read) ? wide : own;
+}
 
 at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
   const at::Tensor& extra = call.in(read);
   if (extra.sym_sizes() == sizes) return extra;
-  // The pipeline's x comes through a channel where it is an extra input, and its gradient is a sum
-  // inside of the pipeline.
-  const bool is_callers =
-      call.type(read).origin == Origin::input && call.step().reads[read] != kMainInput;
-  if (!is_callers || !at::is_expandable_to(extra.sym_sizes(), sizes)) return extra;
-  return extra.expand_symint(sizes).contiguous();
+  if (!is_callers(call, read) || !at::is_expandable_to(extra.sym_sizes(), sizes)) return extra;
+  return broadcast_to(extra, sizes);
+}
+
+at::Tensor broadcast_to(const at::Tensor& x, c10::SymIntArrayRef sizes) {
+  return x.sym_sizes() == sizes ? x : x.expand_symint(sizes).contiguous();
+}
+
+at::Tensor sum_of_sizes(Call& call, const at::Tensor& x, size_t extra, c10::SymIntArrayRef sizes) {
+  return call.run<kernel_ops::AddBias>(broadcast_to(x, sizes), std::optional<at::Tensor>(),
+                                       std::optional(extra_of(call, extra, sizes)))[0];
+}
+
+void check_target(const Call& call, const at::Tensor& target, const at::Tensor& x) {
+  if (call.step().broadcasts_input && at::is_expandable_to(x.sym_sizes(), target.sym_sizes()))
+    return;
+  check_same_shape("add_extra_input", target, "the extra input", x, "x");
 }
 
 const OpDef kIdentity{
@@ -147,6 +184,7 @@ const OpDef kAddExtraInput{
     .dtype = DtypeRule::promote,
     .same_gradients = {{"grad_x", "grad_y"}, {"grad_extra", "grad_y"}},
     .forward = {{.name = "forward", .reads = {"x", "extra"}, .writes = {"y"}, .run = add}},
+    .broadcasts_input = true,
     .in_place = StepDef{.name = "in_place",
                         .reads = {"x", "extra"},
                         .writes = {"y"},

@@ -28,15 +28,29 @@ extern const OpDef kQuantize;
 
 /// y = x + extra; dtypes promote. `in_place` writes the sum into the caller's tensor.
 ///
-/// Shapes: extra like x. What the caller passes may broadcast to that, as in torch, but in place:
-///         autograd sums its gradient.
+/// Shapes: extra and x broadcast, as in torch; y has the sizes of extra in place. Autograd sums
+///         gradients of what the caller passes, so the caller's alone may be smaller than y where
+///         its gradient is asked for.
 /// Throws: c10::ValueError where the shapes differ, or where `in_place` would overwrite what
 ///         autograd needs.
 extern const OpDef kAddExtraInput;
 
-/// The extra input of a sum, a read of `call`, as large as x: a tensor of the caller's is expanded.
-/// Any other is what it is, for the kernel to check.
+/// The sizes of a sum of an x of `sizes` and the extra input, a read of `call`: larger ones where
+/// both broadcast to these and gradients allow it, else those of x.
+c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRef sizes);
+
+/// The extra input of a sum, a read of `call`, as large as the sum: a tensor of the caller's is
+/// expanded. Any other is what it is, for the kernel to check.
 at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes);
+
+/// Itself, or a larger copy.
+at::Tensor broadcast_to(const at::Tensor& x, c10::SymIntArrayRef sizes);
+
+/// x, broadcast to `sizes`, plus the extra input.
+at::Tensor sum_of_sizes(Call& call, const at::Tensor& x, size_t extra, c10::SymIntArrayRef sizes);
+
+/// Throws c10::ValueError where the caller's tensor cannot hold its sum with x.
+void check_target(const Call& call, const at::Tensor& target, const at::Tensor& x);
 
 /// y and the extra output are x; backward adds their gradients.
 extern const OpDef kMakeExtraOutput;

@@ -26,6 +26,13 @@ class OnDemand {
   void set(Value value, const at::Tensor& tensor) {
     if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
   }
+  /// Of a value in codes: what its direction has of the parts of a group.
+  void set_codes(Value value, const QuantizedParam& quantized, c10::SymIntArrayRef sizes) {
+    const Type& type = frame_.type(value);
+    for (size_t part = 0; part < tensors_per_value(type); ++part)
+      frame_.tensor(value, part) = quantized.parts[part_of(type.direction, part)];
+    if (is_packed(*type.quantizer)) frame_.note_sizes(value, {sizes.begin(), sizes.end()});
+  }
   void set_sizes(Value value, const std::vector<c10::SymInt>& sizes) {
     frame_.shape(value) = {sizes.begin(), sizes.end()};
     is_sized_[index_of(value)] = true;
@@ -36,11 +43,16 @@ class OnDemand {
     return frame_.tensor(value).defined();
   }
 
+  /// Seeds are drawn where this value is, where the input is not there.
+  void draw_like(Value value) { like_ = value; }
+
   /// Runs a step behind those that write what it reads.
   void run(const Step& step) {
-    for (const Value value : step.reads)
-      if (exists(value)) provide(value);
     Step keeping = step;
+    if (step.kind == StepKind::seed && exists(like_) && !has(step.reads[0]))
+      keeping.reads[0] = like_;
+    for (const Value value : keeping.reads)
+      if (exists(value)) provide(value);
     keeping.dead.clear();
     run_step(frame_, keeping);
     for (const Value value : step.writes)
@@ -63,6 +75,7 @@ class OnDemand {
   const Plan& plan_;
   Frame frame_;
   std::vector<bool> is_sized_;
+  Value like_ = Value::none;
 };
 
 }  // namespace tandem

@@ -61,6 +61,29 @@ const OperandTable* operands_of(const Plan& plan) {
   return plan.backward_fusions ? &plan.backward_fusions->operands[0] : nullptr;
 }
 
+/// What steps of backward read of a context: the codes that a tensor on it has, or its numbers.
+struct ReadOfContext {
+  std::vector<Value> codes;
+  bool numbers = false;
+};
+ReadOfContext read_of_context(const Steps& steps, const Plan& plan, std::string_view name,
+                              Value numbers, const QuantizedParam* quantized) {
+  ReadOfContext found;
+  for (const Step& step : steps)
+    for (size_t i = 0; i < step.reads.size(); ++i) {
+      if (!exists(step.reads[i])) continue;
+      found.numbers |= step.reads[i] == numbers;
+      if (step.read_names[i] != name) continue;
+      const Type& type = plan.types[index_of(step.reads[i])];
+      if (type.format == Format::codes && quantized != nullptr &&
+          type.quantizer == quantized->quantizer && quantized->has(type.direction))
+        found.codes.push_back(step.reads[i]);
+      else
+        found.numbers = true;
+    }
+  return found;
+}
+
 /// The value behind a name of an operand or result.
 Value value_of(const OperandTable& operands, std::string_view name) {
   return operands.value(position(operands.kind().operands, name));
@@ -120,8 +143,21 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   const auto plan = program->plan_for(key);
   const OperandTable* operands = operands_of(*plan);
   if (operands == nullptr) return results;
+  BackwardMask mask;
+  for (size_t i = 0; i < plan->output_gradients.size(); ++i)
+    mask.given.push_back(exists(plan->output_gradients[i]) && gradients[i].defined());
+  for (const Value gradient : plan->gradients) mask.asked.push_back(exists(gradient));
+  const auto backward = backward_plan(*plan, mask);
   std::vector<at::Tensor> tensors(gradients.begin(), gradients.end());
-  tensors.insert(tensors.end(), context.saved.begin(), context.saved.end());
+  const std::vector<QuantizedParam> quantized = quantized_params(context.saved);
+  std::vector<ReadOfContext> read;
+  for (size_t i = 0; i < context.saved.size(); ++i) {
+    const auto codes = std::ranges::find(quantized, i, &QuantizedParam::param);
+    read.push_back(read_of_context(backward->steps, *plan, kind.def.context[i],
+                                   value_of(*operands, kind.def.context[i]),
+                                   codes == quantized.end() ? nullptr : &*codes));
+    if (codes == quantized.end() || read[i].numbers) tensors.push_back(context.saved[i]);
+  }
   const NoAutocast no_autocast;
   const c10::AutoGradMode no_grad(false);
   const Path path =
@@ -131,21 +167,20 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
           : Path::dispatch;
   OnDemand values(*plan, arguments, path);
   for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that is not saved is there
-    if (context.saved[i].defined())
+    if (context.saved[i].defined() && (read[i].codes.empty() || read[i].numbers))
       values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
+  for (const QuantizedParam& each : quantized)
+    for (const Value codes : read[each.param].codes)
+      values.set_codes(codes, each, context.saved[each.param].sym_sizes());
   for (const ResultDef& result : kind.def.results)
     if (const Value value = value_of(*operands, result.name);
         result.kind == ResultDef::shape && exists(value))
       values.set_sizes(value, context.sizes);
-  BackwardMask mask;
-  for (size_t i = 0; i < plan->output_gradients.size(); ++i) {
-    const Value value = plan->output_gradients[i];
-    const bool is_given = exists(value) && gradients[i].defined();
-    mask.given.push_back(is_given);
-    if (is_given) values.set(value, gradients[i].to(plan->types[index_of(value)].dtype));
-  }
-  for (const Value gradient : plan->gradients) mask.asked.push_back(exists(gradient));
-  const auto backward = backward_plan(*plan, mask);
+  for (size_t i = 0; i < plan->output_gradients.size(); ++i)
+    if (const Value value = plan->output_gradients[i]; mask.given[i]) {
+      values.set(value, gradients[i].to(plan->types[index_of(value)].dtype));
+      values.draw_like(value);
+    }
   for (const Step& step : backward->steps) values.run(step);
   for (size_t i = 0; i < results.size(); ++i)
     if (const Value gradient = backward->gradients[i]; exists(gradient))

@@ -246,6 +246,8 @@ Pipeline::Served* Pipeline::served(State& state, const std::shared_ptr<const Pla
 void Pipeline::note_recipe(bool training) {
   const ActiveRecipe* active = active_recipe();
   const int64_t recipe = active == nullptr ? 0 : active->number;
+  if (last_recipe_.load(std::memory_order_relaxed) != recipe)
+    last_recipe_.store(recipe, std::memory_order_relaxed);
   Calls& calls = calls_[training ? 1 : 0];
   int64_t under = calls.under.load(std::memory_order_relaxed);
   const int64_t last = calls.with_grad.load(std::memory_order_relaxed);

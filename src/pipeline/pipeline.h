@@ -86,6 +86,11 @@ class TANDEM_API Pipeline {
   std::string explain(ExplainFormat format, const StepTimes& times = {}) const;
   /// Bytes that the last call with grad kept for backward, inputs and parameters aside.
   int64_t saved_bytes() const { return saved_bytes_.load(std::memory_order_relaxed); }
+  /// The recipe of the last call, as JSON; empty: none.
+  std::string last_recipe() const {
+    const int64_t number = last_recipe_.load(std::memory_order_relaxed);
+    return number == 0 ? std::string() : recipe_text(number);
+  }
   /// Whether any call has been made directly, so that `explain` has a plan to tell of. Takes no
   /// lock.
   bool has_run() const;
@@ -177,6 +182,7 @@ class TANDEM_API Pipeline {
   mutable std::atomic<bool> has_retired_{false};
   mutable std::atomic<int64_t> visits_{0};
   std::atomic<int64_t> saved_bytes_{0};
+  std::atomic<int64_t> last_recipe_{0};
   /// What a recompute may repeat: the last call with grad, and the calls without since the last
   /// recompute.
   struct Calls {

@@ -1,6 +1,7 @@
 #include "planner/fuse.h"
 
 #include <algorithm>
+#include <map>
 
 #include "fusions/table.h"
 #include "planner/groups.h"
@@ -136,11 +137,55 @@ Lookup joint_lookup(const Match& match, const StepList& backward, const FusionSc
   };
 }
 
+/// Which ops fusions of users take in one direction: the library's joint ones leave them alone,
+/// whatever becomes of those.
+class Claims {
+ public:
+  Claims(const StepList& forward, const StepList& backward, const UserFusions& user,
+         const UserGroups& groups, const FusionScope& scope) {
+    for (const auto* of_pass : {&groups.forward, &groups.backward})
+      for (const OpGroup& group : *of_pass)
+        for (size_t op = group.first; op <= group.last && !scope.skips(*group.fusion); ++op)
+          by_op_.try_emplace(op, group.fusion->name);
+    for (const auto& fusion : user.patterns)
+      if (fusion->pass != Pass::joint && !scope.skips(*fusion))
+        add(fusion->pass == Pass::forward ? forward : backward, *fusion, *scope.types);
+  }
+
+  Refusal refuse(const Candidate& candidate) const {
+    for (const Step* step : candidate.steps)
+      for (const Part& part : step->covers)
+        if (const auto claim = by_op_.find(part.op); claim != by_op_.end())
+          return "the user's fusion \"" + claim->second + "\" covers op " + std::to_string(part.op);
+    return std::nullopt;
+  }
+
+ private:
+  void add(const StepList& steps, const Fusion& fusion, const std::vector<Type>& types) {
+    for (size_t start = 0; start < steps.size(); ++start) {
+      const Members members = find_pattern(steps, start, fusion);
+      if (members.empty()) continue;
+      const Candidate candidate(steps, members);
+      if (fusion.refuse != nullptr && fusion.refuse({candidate.steps, types})) continue;
+      for (const Step* step : candidate.steps)
+        for (const Part& part : step->covers) by_op_.try_emplace(part.op, fusion.name);
+    }
+  }
+
+  std::map<size_t, std::string> by_op_;
+};
+
+bool is_built_in(const Fusion* fusion) {
+  const auto built_in = built_in_fusions(fusion->pass);
+  return std::ranges::any_of(built_in, [&](const Fusion& each) { return &each == fusion; });
+}
+
 void fuse_patterns_jointly(StepList& forward, StepList& backward,
-                           const std::vector<const Fusion*>& fusions, FusionScope& scope,
-                           std::vector<Type>& types) {
+                           const std::vector<const Fusion*>& fusions, const Claims& claims,
+                           FusionScope& scope, std::vector<Type>& types) {
   for (const Fusion* fusion : fusions) {
     if (scope.skips(*fusion)) continue;
+    const bool yields = is_built_in(fusion);
     for (size_t start = 0; start < forward.size(); ++start) {
       const Members members = find_pattern(forward, start, *fusion);
       if (members.empty()) continue;
@@ -151,6 +196,7 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
         if (!step->covers.empty())
           for (const size_t s : backward.of_op(step->covers[0].op)) backward_members.push_back(s);
       Refusal refusal = fusion->refuse != nullptr ? fusion->refuse(match) : std::nullopt;
+      if (!refusal && yields) refusal = claims.refuse(candidate);
       if (!refusal) refusal = check_names(*fusion, match, scope);
       if (!refusal) {
         Step ahead = fused_step(*fusion, fusion->run, candidate.options, lookup_in(match), scope);
@@ -174,14 +220,6 @@ bool takes_gradient(const OpGroup& group, const FusionScope& scope) {
   return false;
 }
 
-/// Gradients that pass ops as they are leave nothing that a backward half could replace, in
-/// training; then evaluation runs the ops' own forward too.
-Refusal refuse_without_backward(const OpGroup& group, const FusionScope& scope) {
-  for (size_t op = group.first; op <= group.last; ++op)
-    if (!(*scope.operands)[op].kind().backward.empty()) return std::nullopt;
-  return "none of these ops has a step of backward";
-}
-
 /// The forward half alone, where no backward is asked for: nothing is kept.
 Refusal replace_forward(StepList& forward, const StepList& backward, GroupStep ahead,
                         const FusionScope& scope) {
@@ -201,7 +239,6 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
     if (scope.skips(*group.fusion)) continue;
     Refusal refusal = refuse_group(forward, group);
     if (!refusal) refusal = refuse_group(backward, group);
-    if (!refusal) refusal = refuse_without_backward(group, scope);
     if (!refusal && !takes_gradient(group, scope)) {
       GroupStep ahead = step_of_group(forward, group, scope, group.fusion->run, false);
       refusal = ahead.refusal;
@@ -220,11 +257,10 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
 
 }  // namespace
 
-void fuse_jointly(const Description& description, const UserFusions& user, FusionScope& scope,
-                  Draft& draft) {
-  const auto groups = groups_of(Pass::joint, description, user, scope);
+void fuse_jointly(const Description& description, const UserFusions& user, const UserGroups& groups,
+                  FusionScope& scope, Draft& draft) {
   const auto fusions = fusions_of(Pass::joint, description, user);
-  if (groups.empty() && fusions.empty()) return;
+  if (groups.joint.empty() && fusions.empty()) return;
   ValueSet is_demanded(draft.types.size());
   is_demanded.add(draft.outputs);
   is_demanded.add(draft.gradients);
@@ -232,8 +268,9 @@ void fuse_jointly(const Description& description, const UserFusions& user, Fusio
   const auto forward_parts = parts_of(draft.forward), backward_parts = parts_of(draft.backward);
   StepList forward(std::move(draft.forward), draft.types.size()),
       backward(std::move(draft.backward), draft.types.size());
-  fuse_groups_jointly(forward, backward, groups, scope, draft.types);
-  fuse_patterns_jointly(forward, backward, fusions, scope, draft.types);
+  fuse_groups_jointly(forward, backward, groups.joint, scope, draft.types);
+  const Claims claims(forward, backward, user, groups, scope);
+  fuse_patterns_jointly(forward, backward, fusions, claims, scope, draft.types);
   draft.forward = forward.take();
   draft.backward = backward.take();
   check_coverage(forward_parts, draft.forward, "joint");

@@ -20,6 +20,11 @@ struct UserFusions {
   std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups;
 };
 
+/// What users' functions over the list of ops have fused, by pass.
+struct UserGroups {
+  std::vector<OpGroup> joint, forward, backward;
+};
+
 /// The fusions of a pass: those of users first, then the library's.
 std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
                                       const UserFusions& user);
@@ -36,8 +41,8 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope);
 
 /// Joint fusions: replaces steps of both directions and adds the private values between them to the
-/// draft.
-void fuse_jointly(const Description& description, const UserFusions& user, FusionScope& scope,
-                  Draft& draft);
+/// draft. The library's leave ops alone that a user's fusion of one direction takes later.
+void fuse_jointly(const Description& description, const UserFusions& user, const UserGroups& groups,
+                  FusionScope& scope, Draft& draft);
 
 }  // namespace tandem

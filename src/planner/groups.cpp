@@ -9,10 +9,12 @@ namespace tandem {
 
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
                                FusionScope& scope) {
-  if (!description.fuse || !user.groups) return {};
+  // Lowering asks for those of both directions in any case: an unfused plan has the same values.
+  if ((!description.fuse && pass != Pass::joint) || !user.groups) return {};
   std::vector<OpGroup> groups = user.groups(pass, description);
   std::erase_if(groups, [&](const OpGroup& group) {
-    if (group.refusal) scope.note(*group.fusion, place_of(group), group.refusal);
+    if (group.refusal && description.fuse)
+      scope.note(*group.fusion, place_of(group), group.refusal);
     return group.refusal.has_value();
   });
   size_t next = 0;
@@ -95,19 +97,36 @@ std::set<size_t> steps_of_ops(const StepList& steps, const OpGroup& group) {
   return members;
 }
 
-/// What a fusion of backward finds on contexts is plain, and what the ops' own forwards leave.
+/// What a fusion of backward finds on contexts is what the ops' own forwards leave, and it replaces
+/// nothing that a recipe writes down.
 Refusal refuse_contexts(const StepList& steps, const std::set<size_t>& members,
                         const FusionScope& scope) {
   for (const size_t m : members) {
     const Step& step = steps[m];
     if (step.kind == StepKind::fused)
       return "fusion \"" + step.name + "\" of both directions covers these ops";
-    for (const Value value : step.reads)
-      if (exists(value) && (*scope.types)[index_of(value)].format == Format::codes)
-        return "step " + step.name + " reads " + (*scope.types)[index_of(value)].name +
-               ", and no context that a fusion written in Python finds has codes of a recipe";
+    for (const Value value : step.reads) {
+      if (!exists(value)) continue;
+      const Type& type = (*scope.types)[index_of(value)];
+      if (type.format == Format::codes && given_to(*type.quantizer) == Given::scale)
+        return "step " + step.name + " reads " + type.name +
+               ", whose scale comes of the amaxes that steps of the library record: use a recipe "
+               "without a history, or register the fusion for both directions";
+    }
   }
   return std::nullopt;
+}
+
+/// What steps of an op read under a name, where it is not what forward knows by it: codes, or the
+/// numbers of these.
+Value read_by_steps(const StepList& steps, size_t op, std::string_view name, Value known) {
+  for (const size_t s : steps.of_op(op)) {
+    const Step& step = steps[s];
+    for (size_t i = 0; i < step.reads.size(); ++i)
+      if (step.kind == StepKind::op && step.read_names[i] == name && exists(step.reads[i]))
+        return step.reads[i];
+  }
+  return known;
 }
 
 /// The planner's own steps that belong to them.
@@ -121,8 +140,7 @@ class OwnSteps {
     for (const Value value : fused_.writes)
       if (exists(value))
         for (const size_t s : steps_.writers(value))
-          if (is_own(s) && (steps_[s].kind == StepKind::add || steps_[s].kind == StepKind::seed))
-            members_.insert(s);
+          if (is_own(s) && makes_what_is_written(steps_[s].kind)) members_.insert(s);
     for (bool grown = true; grown;) {
       grown = false;
       for (const size_t m : Members(members_.begin(), members_.end())) {
@@ -139,6 +157,10 @@ class OwnSteps {
   }
 
  private:
+  static bool makes_what_is_written(StepKind kind) {
+    return kind == StepKind::add || kind == StepKind::seed || kind == StepKind::rename;
+  }
+
   bool is_own(size_t s) const { return steps_[s].covers.empty() && steps_[s].mutates.empty(); }
 
   bool is_read_inside(const Step& own) const {
@@ -166,7 +188,10 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
                         const FusedRun& run, bool backward) {
   GroupStep found;
   const auto read = [&](const MemberOperand& operand) {
-    return read_of_group(group, scope, backward, operand, found.refusal);
+    Values values = read_of_group(group, scope, backward, operand, found.refusal);
+    if (operand.step == kAnyStep && values.size() == 1)
+      values[0] = read_by_steps(steps, group.first + operand.member, operand.name, values[0]);
+    return values;
   };
   const auto write = [&](const MemberOperand& operand) {
     return (*scope.operands)[group.first + operand.member].written(operand.name, backward);
@@ -177,15 +202,15 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
     for (Values* list : {&found.step.reads, &found.step.writes})
       for (Value& value : *list) value = scope.resolved(value);
   std::set<size_t> members = steps_of_ops(steps, group);
-  if (members.empty()) {
-    found.refusal = "none of these ops has a step here";
-    return found;
-  }
   if (backward && group.fusion->runs_user_code && scope.pass == Pass::backward) {
     found.refusal = refuse_contexts(steps, members, scope);
     if (found.refusal) return found;
   }
   OwnSteps(steps, scope, found.step, members).add();
+  if (members.empty()) {
+    found.refusal = "none of these ops has a step here";
+    return found;
+  }
   found.members.assign(members.begin(), members.end());
   if (scope.is_there)
     for (Value& value : found.step.reads)  // of a context it gets what the plan keeps

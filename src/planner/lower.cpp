@@ -2,11 +2,11 @@
 
 namespace tandem {
 
-Draft lower(const Description& description, const PlanKey& key) {
+Draft lower(const Description& description, const PlanKey& key, const std::vector<OpGroup>& joint) {
   Draft draft;
   draft.grad_mode = key.call().grad_mode;
   const ForwardFlow flow = lower_forward(description, key, draft);
-  lower_backward(description, flow, draft);
+  lower_backward(description, flow, joint, draft);
   return draft;
 }
 

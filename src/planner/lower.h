@@ -9,12 +9,15 @@
 namespace tandem {
 
 /// Lowers the ops of `description` for tensors as `key` has them: inputs first, then parameters.
-/// The recipe's products read plain numbers still (quantize_points.h).
+/// The recipe's products read plain numbers still (quantize_points.h). `joint`: ops whose gradients
+/// have values of their own where they pass an op as they are, as a fusion of both directions may
+/// write others.
 ///
 /// Throws: c10::ValueError where the number of tensors does not fit, c10::TypeError where a dtype
 ///         does not convert, and
 /// c10::NotImplementedError where a gradient is asked for that nobody has.
-Draft lower(const Description& description, const PlanKey& key);
+Draft lower(const Description& description, const PlanKey& key,
+            const std::vector<OpGroup>& joint = {});
 
 /// What forward leaves to the lowering of backward.
 struct ForwardFlow {
@@ -36,6 +39,7 @@ struct ForwardFlow {
 bool is_passed_over(const Description& description, const OpNode& op);
 
 ForwardFlow lower_forward(const Description& description, const PlanKey& key, Draft& draft);
-void lower_backward(const Description& description, const ForwardFlow& flow, Draft& draft);
+void lower_backward(const Description& description, const ForwardFlow& flow,
+                    const std::vector<OpGroup>& joint, Draft& draft);
 
 }  // namespace tandem

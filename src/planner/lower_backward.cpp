@@ -13,8 +13,17 @@ namespace {
 
 class BackwardLowering {
  public:
-  BackwardLowering(const Description& description, const ForwardFlow& flow, Draft& draft)
-      : description_(description), flow_(flow), draft_(draft), contributions_(flow.edges) {}
+  BackwardLowering(const Description& description, const ForwardFlow& flow,
+                   const std::vector<OpGroup>& joint, Draft& draft)
+      : description_(description),
+        flow_(flow),
+        draft_(draft),
+        is_joint_(description.ops.size()),
+        contributions_(flow.edges) {
+    for (const OpGroup& group : joint)
+      std::fill(is_joint_.begin() + static_cast<std::ptrdiff_t>(group.first),
+                is_joint_.begin() + static_cast<std::ptrdiff_t>(group.last) + 1, true);
+  }
 
   void run() {
     for (const Flow& output : flow_.outputs) {
@@ -28,6 +37,7 @@ class BackwardLowering {
     for (auto event = flow_.events.rbegin(); event != flow_.events.rend(); ++event)
       event->kind == Event::op ? lower(event->index) : lower(*event);
     join_again();
+    note_sums();
     for (const auto* arguments : {&flow_.inputs, &flow_.params})
       for (const Flow& argument : *arguments)
         draft_.gradients.push_back(draft_.needs_grad(argument.value) ? gradient_of(argument)
@@ -56,6 +66,18 @@ class BackwardLowering {
       if (event.kind == Event::join)
         draft_.backward.insert(draft_.backward.begin(),
                                join_step(values_of(event.parts), event.to.value));
+  }
+
+  /// Autograd sums the gradient of the caller's x to its sizes, as long as nothing else adds to it.
+  void note_sums() {
+    for (Step& step : draft_.forward) {
+      if (step.kind != StepKind::op) continue;
+      const OperandTable& operands = draft_.operands[step.covers[0].op];
+      if (!operands.kind().def.broadcasts_input) continue;
+      const Flow x = operands.flow(0);
+      step.broadcasts_input = !draft_.needs_grad(x.value) ||
+                              (x.edge == flow_.inputs[0].edge && contributions_[x.edge].size() < 2);
+    }
   }
 
   void split(const Event& event, Value gradient) {
@@ -141,15 +163,26 @@ class BackwardLowering {
     }
     if (!any) return;
     std::vector<Written> written;
-    for (const auto& rename : renames_of(index))
-      written.push_back({rename.operand, 0, operands.given(rename.name)});
+    for (const auto& rename : renames_of(index)) pass(index, rename.operand, rename.name, written);
     if (!is_passed_over(description_, node)) {
       for (const auto& same : op.same_gradients)
-        if (!op.is_same(same.operand))
-          written.push_back({same.name, 0, operands.given(same.operand)});
+        if (!op.is_same(same.operand)) pass(index, same.name, same.operand, written);
       for (uint16_t nth = 0; nth < op.backward.size(); ++nth) lower_step(index, nth, written);
     }
     contribute_all(index, written);
+  }
+
+  /// The gradient of a result, as that of an operand.
+  void pass(size_t index, size_t operand, size_t result, std::vector<Written>& written) {
+    const OperandTable& operands = draft_.operands[index];
+    Value gradient = operands.given(result);
+    if (exists(gradient) && is_joint_[index] && draft_.needs_grad(operands.value(operand))) {
+      const Type given = draft_.types[index_of(gradient)];
+      gradient = draft_.add({given.dtype, Format::plain, Origin::gradient, Value::none,
+                             "grad of " + draft_.name(operands.value(operand))});
+      draft_.backward.push_back(rename_step(operands.given(result), gradient));
+    }
+    written.push_back({operand, 0, gradient});
   }
 
   void contribute_all(size_t index, const std::vector<Written>& written) {
@@ -239,13 +272,15 @@ class BackwardLowering {
   const Description& description_;
   const ForwardFlow& flow_;
   Draft& draft_;
+  std::vector<bool> is_joint_;                                          // by op
   std::vector<std::vector<OperandTable::Contribution>> contributions_;  // by edge
 };
 
 }  // namespace
 
-void lower_backward(const Description& description, const ForwardFlow& flow, Draft& draft) {
-  BackwardLowering(description, flow, draft).run();
+void lower_backward(const Description& description, const ForwardFlow& flow,
+                    const std::vector<OpGroup>& joint, Draft& draft) {
+  BackwardLowering(description, flow, joint, draft).run();
 }
 
 }  // namespace tandem

@@ -305,6 +305,7 @@ class ForwardLowering {
       Type type = result_type(dtype, node.label + "." + std::string(result.name));
       switch (result.kind) {
         case ResultDef::computed:
+          if (result.dtype != at::ScalarType::Undefined) type.dtype = result.dtype;
           break;
         case ResultDef::statistic:
           type.dtype = dtype == at::kDouble ? at::kDouble : at::kFloat;
@@ -323,10 +324,11 @@ class ForwardLowering {
         if (op.def.views_input) type.view_of = operands.value(0);
         if (writes_caller(node)) type.view_of = operands.value(1);
       }
+      const bool is_differentiable =
+          c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype);
       const Value value = draft_.add(std::move(type));
       draft_.requires_grad[index_of(value)] =
-          any_grad && result.kind == ResultDef::computed &&
-          (c10::isFloatingType(dtype) || c10::isComplexType(dtype));
+          any_grad && result.kind == ResultDef::computed && is_differentiable;
       operands.bind(operand, new_flow(value));
       if (result.kind == ResultDef::seed)
         draft_.forward.push_back(seed_step(draft_.inputs[0], value));

@@ -18,7 +18,8 @@ namespace tandem {
 namespace {
 
 /// The forward pass: everything that is read later is demanded.
-void finish_forward(const Description& description, const UserFusions& user, FusionScope& scope,
+void finish_forward(const Description& description, const UserFusions& user,
+                    const std::vector<OpGroup>& groups, FusionScope& scope,
                     const Values& may_be_kept, Draft& draft, Plan& plan) {
   ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
   is_demanded.add(may_be_kept);
@@ -30,7 +31,7 @@ void finish_forward(const Description& description, const UserFusions& user, Fus
   scope.pass = Pass::forward;
   scope.is_demanded = is_demanded;
   StepList forward(std::move(draft.forward), draft.types.size());
-  fuse_groups(forward, groups_of(Pass::forward, description, user, scope), scope);
+  fuse_groups(forward, groups, scope);
   fuse(forward, fusions_of(Pass::forward, description, user), scope);
   draft.forward = forward.take();
   check_coverage(demanded_parts, draft.forward, "forward");
@@ -173,26 +174,29 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   auto plan = std::make_unique<Plan>();
   plan->is_quantized = description.recipe.has_value();
   plan->kinds = description.kinds;
-  Draft draft = lower(description, key);
+  FusionScope scope{
+      .pass = Pass::joint, .skipped = &description.skipped_fusions, .decisions = &plan->decisions};
+  UserGroups groups;
+  groups.joint = groups_of(Pass::joint, description, user, scope);
+  Draft draft = lower(description, key, groups.joint);
+  if (!description.fuse) groups.joint.clear();
   put_quantize_points(description, key, draft);
-  FusionScope scope{.pass = Pass::joint,
-                    .types = &draft.types,
-                    .operands = &draft.operands,
-                    .skipped = &description.skipped_fusions,
-                    .decisions = &plan->decisions};
-  fuse_jointly(description, user, scope, draft);
-  std::vector<OpGroup> backward_groups;
+  scope.types = &draft.types;
+  scope.operands = &draft.operands;
+  groups.forward = groups_of(Pass::forward, description, user, scope);
   if (!draft.backward.empty())
-    backward_groups = groups_of(Pass::backward, description, user, scope);
+    groups.backward = groups_of(Pass::backward, description, user, scope);
+  fuse_jointly(description, user, groups, scope, draft);
   std::optional<BudgetFit> budget;
   if ((description.memory_budget || description.recomputes()) && !draft.backward.empty())
-    budget.emplace(description, key, backward_groups, draft);
-  choose_kept(description, backward_groups, draft, *plan);
-  finish_forward(description, user, scope, budget ? budget->codes() : Values(), draft, *plan);
+    budget.emplace(description, key, groups.backward, draft);
+  choose_kept(description, groups.backward, draft, *plan);
+  finish_forward(description, user, groups.forward, scope, budget ? budget->codes() : Values(),
+                 draft, *plan);
   if (budget) budget->fit(draft, *plan);
   settle_forward(draft, *plan);
   if (!draft.backward.empty() || std::ranges::any_of(draft.gradients, exists)) {
-    plan->backward_fusions = backward_fusions(description, user, std::move(backward_groups), draft);
+    plan->backward_fusions = backward_fusions(description, user, std::move(groups.backward), draft);
     plan->needs_backward = true;
   }
   const std::vector<bool> requires_grad = draft.requires_grad;

@@ -132,8 +132,10 @@ void Replacement::drop_undemanded_writes(Step& fused) const {
 }
 
 void Replacement::apply(StepList& steps, Step fused) const {
-  for (const size_t m : members_)
+  for (const size_t m : members_) {
     fused.covers.insert(fused.covers.end(), steps_[m].covers.begin(), steps_[m].covers.end());
+    fused.broadcasts_input |= steps_[m].broadcasts_input;
+  }
   std::sort(fused.covers.begin(), fused.covers.end());
   steps.replace(members_, place_, std::move(fused));
 }

@@ -1,6 +1,7 @@
 // Fusions that a user registers in C++: forward, backward, joint; precedence, removal, what is
 // refused.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/tanh.h>
 #include <gmock/gmock.h>
@@ -206,6 +207,31 @@ TEST(UserFusion, ComesBeforeBuiltInOnesAndPrependBeforeOthers) {
               HasSubstr("test_linear_bias: "));
   EXPECT_THAT(Planned(ops, inputs, weights, R"({"fuse": false})").forward(),
               Not(HasSubstr("test_")));
+}
+
+TEST(UserFusion, OfOneDirectionComesBeforeBuiltInOnesOfBoth) {
+  const std::string experts = R"(grouped_linear {"options": {"num_groups": 2, "bias": false}})";
+  const Ops ops = {experts, "gelu", experts};
+  const at::Tensor splits = at::full({2}, 2, at::kLong);
+  const Tensors inputs{leaf({4, 3}), splits, splits},
+      weights{leaf({3, 3}, at::kFloat, 2), leaf({3, 3}, at::kFloat, 3), leaf({3, 3}, at::kFloat, 4),
+              leaf({3, 3}, at::kFloat, 5)};
+  EXPECT_THAT(Planned(ops, inputs, weights).forward(), HasSubstr("grouped_mlp_activation: "));
+  const FusionHandle handle = register_fusion(
+      {.name = "test_gelu_backward",
+       .pass = Pass::backward,
+       .pattern = {"gelu.backward"},
+       .run = {.reads = {{0, "grad_y"}, {0, "x"}},
+               .writes = {{0, "grad_x"}},
+               .run = [](Call& call) { call.out(0, call.in(0) * gelu_derivative(call.in(1))); }}});
+  const Planned planned(ops, inputs, weights);
+  EXPECT_THAT(planned.decisions(),
+              Contains(HasSubstr("the user's fusion \"test_gelu_backward\" covers op 1")));
+  EXPECT_THAT(planned.backward(), HasSubstr("test_gelu_backward: "));
+  EXPECT_TRUE(fused_equals_unfused(ops, inputs, weights, R"({"fusions_version": 1006})"));
+  EXPECT_THAT(
+      Planned(ops, inputs, weights, R"({"skipped_fusions": ["test_gelu_backward"]})").forward(),
+      HasSubstr("grouped_mlp_activation: "));
 }
 
 TEST(UserFusion, ThatMissesADemandedValueIsRefusedNotWrong) {

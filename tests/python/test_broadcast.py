@@ -42,7 +42,64 @@ def test_an_extra_input_of_the_caller_broadcasts(name, shape, compiled):
     assert compiled or box.verify(x, extra), box.verify(x, extra)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 3, 9), (1, 2, 3, 8)])
+UP = [((8,), (2, 3, 8)), ((2, 1, 8), (2, 3, 8)), ((2, 1, 8), (3, 1)), ((1, 3, 8), (2, 1, 8)), ((8,), (0, 8)), ((1, 8), (5, 3, 8))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shape", "extra_shape"), UP)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_x_broadcasts(name, shape, extra_shape, compiled):
+    """Everywhere in a forward, and where x is what the caller passes its gradient is a sum, as in TransformerEngine."""
+    if compiled and (shape, extra_shape) != UP[1]:
+        pytest.skip("one shape is compiled")
+    box, x, extra = ops.Sequential(*PIPELINES[name]()).requires_grad_(False), torch.randn(shape), torch.randn(extra_shape, requires_grad=True)
+    run = torch.compile(box, fullgraph=True) if compiled else box
+    parts = [op for unit in box for op in unit.flat_ops()]
+    at = next(index for index, op in enumerate(parts) if isinstance(op, ops.AddExtraInput))
+    before, behind = (ops.Sequential(*some) if some else torch.nn.Identity() for some in (parts[:at], parts[at + 1 :]))
+    asked = [extra, *([x.requires_grad_()] if at == 0 else [])]
+    expected = behind(before(x) + extra)
+    actual = run(x, extra)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, asked, grad), torch.autograd.grad(expected, asked, grad))
+    with torch.no_grad():
+        torch.testing.assert_close(run(x, extra), expected)
+    assert compiled or at or box.verify(x, extra), box.verify(x, extra)  # which asks for the gradient of x, too
+
+
+def test_a_mask_is_that_of_x():
+    box = ops.Sequential(ops.Dropout(0.5), ops.AddExtraInput())
+    y = box(torch.ones(1, 64), torch.zeros(4, 64))
+    assert "dropout_add" in box.fusions_made()
+    assert torch.equal(y, y[:1].expand(4, 64)) and 0 < (y == 0).sum() < y.numel()
+
+
+def test_where_the_pipeline_sums_gradients_of_x_itself_x_has_the_shape_of_the_sum():
+    """TransformerEngine hands such gradients on as they are: what is before fails, or computes wrong ones."""
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "a")
+    for box in (ops.Sequential(ops.ConstantScale(2.0), ops.AddExtraInput()), ops.Sequential(fork, ops.AddExtraInput())):
+        x, extra = torch.randn(8, requires_grad=True), torch.randn(3, 8)
+        with pytest.raises(ValueError, match=r"expected .* of the shape of x, \[8\], got \[3, 8\]. Expand or reshape"):
+            box(x, extra)
+        y = box(x.detach(), extra)
+        assert (y[0] if isinstance(y, tuple) else y).shape == (3, 8)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_x_broadcasts_to_what_is_written_in_place(linear):
+    box = ops.Sequential(*[ops.Linear(8, 8)] * linear, ops.AddExtraInput(in_place=True)).requires_grad_(False)
+    x, extra = torch.randn(8, requires_grad=not linear), torch.randn(3, 8)
+    expected = (box[0](x) if linear else x) + extra
+    y = box(x, extra)
+    torch.testing.assert_close(y, expected)
+    assert y.data_ptr() == extra.data_ptr()
+    if not linear:
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, torch.full((8,), 3.0))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3, 9), (2, 2, 8)])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_what_does_not_broadcast_is_refused(name, shape):
     with pytest.raises(ValueError, match=r"expected .* of the shape of x, \[2, 3, 8\], got \["):

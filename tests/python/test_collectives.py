@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,12 @@ def check_errors(rank: int, size: int, *_: Any) -> None:
         row(torch.randn(size + 1, 8))
     with pytest.raises(TypeError, match="expected a torch.distributed process group, got int. Pass what new_group returned"):
         ops.AllReduce(3)
+    for kind, name in ((ops.AllGather, "all_gather"), (ops.ReduceScatter, "reduce_scatter")):
+        text = f"{name}: expected x with at least 1 dimension, along which ranks share rows, got a scalar. Pass x.reshape"
+        for call in (kind(), torch.compile(kind(), fullgraph=True, backend="aot_eager")):
+            with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match=text):
+                call(torch.tensor(1.0, requires_grad=True))
+    assert ops.AllReduce()(torch.tensor(1.0)) == size
 
 
 def check_changes(rank: int, size: int, *_: Any) -> None:
@@ -252,6 +259,9 @@ def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None
             except Exception as error:
                 error.add_note(f"in {check.__name__}{tuple(arguments)}")
                 raise
+        end = dist.FileStore(f"{store}.end", size)  # who leaves first takes the connection from those who still read its last words
+        end.set(str(rank), "done")
+        end.wait([str(each) for each in range(size)], timedelta(minutes=10))
     finally:
         dist.destroy_process_group()
 

@@ -62,6 +62,10 @@ def test_the_one_piece_form_of_a_split_op_is_callable():
     assert torch.equal(y, 2 * x) and torch.equal(extra[0][0], 3 * x) and ctxs[0].factors == (2, 3)
 
 
+class Pair(ops.FusedOperation):
+    """Two ops one after the other."""
+
+
 def test_arguments_per_call():
     sin, plain = WholeSin(), ops.GELU()
     box = ops.Sequential(plain, sin)
@@ -72,14 +76,17 @@ def test_arguments_per_call():
     assert torch.equal(box(x, op_kwargs={np.int64(1): {"shift": 0.25}, 0: {}}), expected)  # nothing for an op of the library
     assert torch.equal(box(x), torch.sin(plain(x)))
     assert torch.equal(sin(x, shift=0.25), torch.sin(x + 0.25))
-    for key, text in [
-        (plain, "op_kwargs: expected basic ops written in Python, got GELU"),
-        (ops.GELU(), "op_kwargs: expected ops of this Sequential or their positions, got GELU"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            box(x, op_kwargs={key: {"shift": 1}})
+    with pytest.raises(ValueError, match="op_kwargs: expected ops of this Sequential or their positions, got GELU"):
+        box(x, op_kwargs={ops.GELU(): {"shift": 1}})
+    with pytest.raises(ValueError, match="op_kwargs: expected basic ops, got Linear. Name the op among its basic_ops"):
+        ops.Sequential(ops.Linear(3, 3))(x, op_kwargs={0: {"shift": 1}})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         box(x, op_kwargs={sin: {"other": 1}})
+    text = "GELU: expected no arguments of a call, got an unexpected keyword argument 'shift'. Leave it out."
+    calls = [lambda: plain(x, shift=1), lambda: box(x, op_kwargs={plain: {"shift": 1}}), lambda: Pair([plain, sin])(x, basic_op_kwargs=[{"shift": 1}, {}])]
+    for call in calls:
+        with pytest.raises(TypeError, match=text):
+            call()
 
 
 class Applied(ops.BasicOperation):
@@ -526,6 +533,77 @@ def test_results_have_the_dtype_to_which_the_tensors_promote():
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     sum(y.sum() for y in model(x)).backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
+    model[0].output_dtype = torch.float64  # from the next call on
+    y, _ = model(torch.randn(4, requires_grad=True))
+    assert y.dtype == torch.float64 and y.requires_grad
+
+
+class Ranked(ops.BasicOperation):
+    """y = x in another dtype, and the order of its elements."""
+
+    num_extra_outputs = 1
+    extra_output_dtypes = (torch.int64,)
+
+    def __init__(self, output_dtype=torch.bfloat16):
+        super().__init__()
+        self.output_dtype = output_dtype
+
+    def fuser_forward_compute(self, input_, **_):
+        return input_.to(self.output_dtype), [(input_.argsort(-1),)], [()]
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **_):
+        pass
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        assert grad_output.dtype == self.output_dtype and basic_op_grad_extra_outputs[0][0] is None
+        return grad_output * 3, [()], [()]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_op_declares_other_dtypes_of_results(dtype, compiled):
+    box = ops.Sequential(ops.GELU(), Ranked(dtype), ops.ConstantScale(2.0))
+    x = torch.randn(3, 8, requires_grad=True)
+    run = torch.compile(box, fullgraph=True) if compiled else box
+    y, order = run(x)
+    z = ops.GELU()(x)
+    assert y.dtype == dtype and torch.equal(y, z.to(dtype) * 2) and torch.equal(order, z.argsort(-1)) and not order.requires_grad
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    (expected,) = torch.autograd.grad(z, x, torch.full_like(z, 6))
+    assert grad.dtype == torch.float32
+    torch.testing.assert_close(grad, expected)
+    assert box.verify(x)
+    box[1].output_dtype = torch.float16
+    assert run(x)[0].dtype == torch.float16
+
+
+def test_an_op_that_returns_integers_has_no_gradient():
+    class Counts(ops.BasicOperation):
+        output_dtype = torch.int64
+
+        def op_forward(self, ctx, input_, **_):
+            return (input_ > 0).sum(-1)
+
+        def op_backward(self, ctx, grad_output):
+            raise AssertionError
+
+    y = ops.Sequential(ops.GELU(), Counts())(torch.randn(3, 8, requires_grad=True))
+    assert y.dtype == torch.int64 and not y.requires_grad
+
+
+def test_dtypes_of_results_that_are_none():
+    op = Ranked("float32")
+    with pytest.raises(TypeError, match="Ranked: expected output_dtype and extra_output_dtypes to be torch dtypes or None, got str. Leave them out"):
+        op(torch.randn(3))
+    op = Ranked()
+    op.extra_output_dtypes = (None, torch.int64)
+    with pytest.raises(ValueError, match="Ranked: expected extra_output_dtypes with at most 1 entries, one for each extra output, got 2. That of the"):
+        op(torch.randn(3))
+    op = Ranked()
+    op.extra_output_dtypes = ()
+    with pytest.raises(TypeError, match="expected an extra output in Float, to which the op's tensors promote, got Long. .* or declare output_dtype or ext"):
+        op(torch.randn(3))
 
 
 class Recording(ops.BasicOperation):

@@ -61,6 +61,20 @@ def test_of_delayed_scaling_they_show_the_state_of_the_op():
     assert basic.get_quantizer("forward", 0).scale == linear.recipe_state.forward.scale[0], "outside of the region too"
 
 
+@pytest.mark.parametrize("recipe", [tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling()])
+def test_behind_a_region_they_are_those_of_the_last_call(recipe):
+    linear, x = ops.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+    box, (product, _) = ops.Sequential(linear), linear.basic_ops
+    with tandem.autocast(recipe=recipe):
+        assert box(x).requires_grad
+        inside = product.get_quantizer("forward", 1)
+    assert product.get_quantizer("forward", 1).text == inside.text and linear.get_input_quantizer().text == inside.text
+    assert product.get_grad_output_quantizer() is not None
+    box(x)
+    if not isinstance(recipe, tandem.recipe.DelayedScaling):  # whose state stays with the op
+        assert product.get_quantizer("forward", 1) is None and product.get_grad_output_quantizer() is None
+
+
 def test_errors():
     with pytest.raises(ValueError, match='BasicLinear: expected mode "forward" or "backward", got "?\'?input'):
         ops.BasicLinear(4, 4).num_quantizers("input")

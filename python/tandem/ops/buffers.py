@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,14 @@ def note_graph() -> None:
     Delayed.has_graphs = True
 
 
+def check_takes(op: Any, names: Iterable[str]) -> None:
+    """Raises TypeError, as Python does, where an op of the library is given arguments that no call of it has."""
+    unknown = [name for name in names if name not in op._call_buffers] if not op.is_python_op else []
+    if unknown:
+        known = f"{' or '.join(op._call_buffers)} as arguments" if op._call_buffers else "no arguments"
+        raise TypeError(f"{op._get_name()}: expected {known} of a call, got an unexpected keyword argument {unknown[0]!r}. Leave it out.")
+
+
 def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, Mapping[str, Any]], Modes, list[torch.Tensor]]:
     """The arguments of a call: those of ops that are written in Python, and the tensors that ops of the library are to write."""
     others: dict[int, Mapping[str, Any]] = {}
@@ -86,8 +94,6 @@ def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[
             others[index] = own
             continue
         for name, value in own.items():
-            if name not in op._call_buffers:
-                raise TypeError(f"{op._get_name()}: expected {' or '.join(op._call_buffers)} as arguments of a call, got {name}. Leave it out.")
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"{op._get_name()}: expected a tensor as {name}, got {type(value).__name__}. Allocate it with torch.empty.")
         written = [(option, own[name]) for name, option in op._call_buffers.items() if name in own]
@@ -97,4 +103,4 @@ def given(ops: Sequence[Any], kwargs: Mapping[int, Mapping[str, Any]]) -> tuple[
     return others, Modes(given=tuple(modes)), tensors
 
 
-__all__ = ["Delayed", "Modes", "given", "note_graph"]
+__all__ = ["Delayed", "Modes", "check_takes", "given", "note_graph"]

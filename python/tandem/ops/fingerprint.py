@@ -80,6 +80,7 @@ NOT_OPTIONS = frozenset(vars(torch.nn.Module())) | {
     "_instance",
     "_keys",
     "_made",
+    "_pipelines_of",
     "_runs",
     "_token",
     "_watchers",

@@ -94,6 +94,7 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     - It returns the gradient of the input, those of the parameters of each op, and those of its extra inputs, all that require grad.
     - `basic_op_grad_extra_outputs` holds what readers outside of it contribute, None where there are none. What a covered op contributes to the
       extra output of another is the fused op's own business, and what it returns for such an extra input is not used.
+    - Under a recipe `x` and `weight` of products are QuantizedTensors, with the codes that backward reads; a recipe that keeps amaxes refuses it.
     - It does not run, and the ops' own backward does, where some of these gradients are not asked for and others cannot be had without.
 
     Args:
@@ -109,9 +110,9 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
     The contract of a fused op here: it replaces both directions of the ops it covers, or neither.
 
     - What `fuser_forward` saves on the contexts, tensors and fields, is what `fuser_backward` finds there. No op of its own reads it.
-    - Where no gradient is asked for, its forward runs alone. Over ops none of which has a step of backward it is refused.
+    - Where no gradient is asked for, its forward runs alone.
     - Inputs, outputs, channels and gradients are as for fusions of one direction.
-    - It comes first: ops that it covers are left to no other fusion.
+    - It comes first: ops that it covers are left to no other fusion. A fusion of one direction comes before those of the library for both.
 
     Args:
         op_fusion_func: the function.
@@ -334,7 +335,8 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
     try:
         returned = function(list(current), recipe=None if recipe is None else recipe_from_json(recipe))
     except Exception as error:
-        raise RuntimeError(f"{name}: expected a list of ops, got {type(error).__name__}: {error}. It is a registered fusion.") from error
+        _tell_of(error, f"{name}: expected a list of ops, got this error. It is a registered fusion.")
+        raise
     if not isinstance(returned, list | tuple) or not all(isinstance(op, Unit) for op in returned):
         kinds = [type(op).__name__ for op in returned] if isinstance(returned, list | tuple) else type(returned).__name__
         raise TypeError(f"{name}: expected a list of fusible operations, got {kinds}. Return ops and FusedOperation objects.")
@@ -348,6 +350,12 @@ def _call(function: FusionFunction, pass_name: str, current: list[Any], ops: Seq
         if op.is_fused_op:
             _check_directions(op, pass_name, name)
     return list(returned)
+
+
+def _tell_of(error: Exception, text: str) -> None:
+    """Beside the error, which is the user's own."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)
 
 
 def _check_directions(op: FusedUnit, pass_name: str, name: str) -> None:

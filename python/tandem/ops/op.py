@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
+from tandem.ops.buffers import check_takes
 from tandem.ops.changes import Changes
 from tandem.ops.context import OperationContext
 from tandem.ops.prepared import Outputs
@@ -80,6 +81,8 @@ class BasicOperation(BasicUnit, FusibleOperation):
         """Runs the op alone. `kwargs` go to a forward that is written in Python."""
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, _run, kwargs)
+        if kwargs:
+            check_takes(self, kwargs)
         given = {0: kwargs} if kwargs else None
         if _run is None and not is_dynamo_compiling():
             return self._call_alone(input, extra_inputs, given)
@@ -104,6 +107,8 @@ class FusedOperation(FusedUnit, FusibleOperation):
         if type(extra_inputs) is not tuple:
             return self._run_as_fx_root(input, extra_inputs, basic_op_kwargs, _run)
         given = {index: each for index, each in enumerate(basic_op_kwargs) if each} or None if basic_op_kwargs else None
+        for index, each in (given or {}).items():
+            check_takes(self.flat_ops()[index], each)
         if _run is None and not is_dynamo_compiling():
             return self._call_alone(input, extra_inputs, given)
         return (_run or self._prepared_run)(input, extra_inputs, self.training, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ class Prepared:
                 )
         for op in basic_ops:
             op.lock_channels()
+            op.__dict__.setdefault("_pipelines_of", weakref.WeakSet()).add(self)
         self.bindings: Bindings = bindings or tuple(op.channel_bindings() for op in basic_ops)
         self.num_extra_inputs = sum(inputs.count(None) for inputs, _ in self.bindings)
         self.num_outputs = 1 + sum(to_caller for _, outputs in self.bindings for _, to_caller in outputs)

@@ -62,7 +62,7 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
     """The op in a description: its name and key. Shared, ops with equal code and options have one key, so that compiled code is found again; else the key
     is this op's own. Its operands are the extra inputs, then parameters, then buffers: all tensors that a compiled call must be given."""
     place = f"{type(op).__module__}:{type(op).__qualname__}"
-    name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}"
+    name = f"python:{place}:{op.num_extra_inputs}x{params}x{op.num_extra_outputs}x{buffers}{_dtypes(op)}"
     code = fingerprint(op) if shared else None
     key = f"{place}#{code}" if shared else f"{op.instance_id}#{_fingerprint.process}"
     if kwargs:
@@ -77,6 +77,25 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
         if len(keys) > _MOST_KEYS:  # the op's own one, which has no arguments, stays: eager pipelines name it
             del keys[next(name for name, held in keys.items() if held.code is not None or held.kwargs)]
     return name, key
+
+
+def _dtypes(op: BasicUnit) -> str:
+    """Those of results that the op declares, as the end of its name."""
+    declared = [op.output_dtype, *op.extra_output_dtypes]
+    for dtype in declared:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"{op._get_name()}: expected output_dtype and extra_output_dtypes to be torch dtypes or None, got {type(dtype).__name__}. Leave them out "
+                "where results have the dtype to which the op's tensors promote."
+            )
+    if len(declared) > 1 + op.num_extra_outputs:
+        raise ValueError(
+            f"{op._get_name()}: expected extra_output_dtypes with at most {op.num_extra_outputs} entries, one for each extra output, got {len(declared) - 1}. "
+            "That of the output is output_dtype."
+        )
+    if all(dtype is None for dtype in declared):
+        return ""
+    return ">" + ",".join("-" if dtype is None else str(dtype).removeprefix("torch.") for dtype in declared)
 
 
 def held(key: str) -> _Key | None:

@@ -22,6 +22,8 @@ def check_mode(op: str, mode: str) -> None:
 def quantizer_of(op: Any, mode: str, index: int) -> Quantizer | None:
     """That of the recipe in force for the tensor `index` of a direction, None without one."""
     recipe = _C.in_force.recipe
+    if recipe == "null":
+        recipe = op._last_recipe() or recipe
     state = op._holder._modules.get("recipe_state")
     role = "grad_output" if mode == "backward" else ("input", "weight")[index % 2]
     if recipe != "null":

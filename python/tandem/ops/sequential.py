@@ -13,6 +13,7 @@ from typing_extensions import Self
 from tandem import _C
 from tandem._memory_budget import budget_text
 from tandem.ops.arguments import whole
+from tandem.ops.buffers import check_takes
 from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
 from tandem.ops.reporting import ReportingMixin
@@ -235,12 +236,11 @@ class Sequential(ReportingMixin, torch.nn.Module):
             op = key if position is None else self[position]
             if not any(op is module for module in modules):
                 raise ValueError(f"op_kwargs: expected ops of this Sequential or their positions, got {_shown(key)}. Use one of its ops as key.")
-            if not kwargs and isinstance(op, FusibleOperation) and not op.is_fused_op:
-                continue
-            takes = isinstance(op, FusibleOperation) and not op.is_fused_op and (op.is_python_op or op._call_buffers)
-            if not takes:
-                raise ValueError(f"op_kwargs: expected basic ops written in Python, got {_shown(op)}. Other ops take no arguments per call.")
-            wanted[id(op)] = kwargs
+            if not isinstance(op, FusibleOperation) or op.is_fused_op:
+                raise ValueError(f"op_kwargs: expected basic ops, got {_shown(op)}. Name the op among its basic_ops, in a Sequential that lists these.")
+            check_takes(op, kwargs)
+            if kwargs:
+                wanted[id(op)] = kwargs
         found: dict[int, dict[int, Mapping[str, Any]]] = {}
         for position, run in enumerate(runs):
             if isinstance(run, OpRun):

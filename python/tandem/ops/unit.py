@@ -26,6 +26,7 @@ from tandem.ops.signature import signature_of
 from tandem.recipe_state import RecipeState, prepare_to_load
 
 _EXTRA_STATE = "_extra_state"
+_RESULT_DTYPES = ("output_dtype", "extra_output_dtypes")
 _instances = itertools.count(1)
 _slots_of = cache(_C.quantize_slots)
 
@@ -38,7 +39,7 @@ class Unit(torch.nn.Module):
     _styles: ClassVar[Mapping[str, str]] = {}
     _forward_prefix: ClassVar[str | None] = None  # prefix of the forward that counts, None where the library has it
     _library_forward: ClassVar[Any] = None  # what `forward` is where a subclass leaves it alone
-    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_saved", "_watchers")
+    _VOLATILE: ClassVar[tuple[str, ...]] = ("_alone", "_alone_changes", "_alone_plain", "_alone_token", "_changes", "_fingerprint", "_fused_ops", "_instance", "_keys", "_pipelines_of", "_saved", "_watchers")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -199,6 +200,8 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     fuser_options: ClassVar[Sequence[str] | None] = None
+    output_dtype: torch.dtype | None = None  # of an op written in Python, where its output has not the dtype to which its tensors promote
+    extra_output_dtypes: Sequence[torch.dtype | None] = ()  # the same of its extra outputs
 
     _kind: ClassVar[str] = ""  # name in the library
     _option_names: ClassVar[tuple[str, ...]] = ()
@@ -222,6 +225,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_option = name in self._option_names or name in self._watched_names
+        is_dtype = name in _RESULT_DTYPES and self.is_python_op
         if is_option:
             value = self._checked_option(name, value)
         fields = self.__dict__
@@ -229,7 +233,7 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         super().__setattr__(name, value)
         if not fields.get("_extra_tensor_channels_locked"):  # asked last: a pipeline in another thread locks first and reads then
             return
-        if is_option:
+        if is_option or is_dtype:
             if type(value) is not type(before) or value != before:
                 fields["_changes"] = self.changes + 1
                 self._tell()
@@ -330,8 +334,8 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         return self._quantize_slots()[mode == "backward"]
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """The quantizer of one of them under the recipe in force, None without a recipe. Of `DelayedScaling` it has the scale and the amax of the
-        op's state, outside of the region too.
+        """The quantizer of one of them under the recipe in force, outside of a region under that of the op's last call; None without one. Of
+        `DelayedScaling` it has the scale and the amax of the op's state.
 
         Args:
             mode: "forward": of x, then of the weight; "backward": of the gradient of y.
@@ -341,6 +345,14 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         if not 0 <= index < count:
             raise IndexError(f"{type(self).__name__}: expected the index of one of its {count} {mode} quantizers, got {index}, which is out of range.")
         return quantizer_of(self, mode, index)
+
+    def _last_recipe(self) -> str:
+        """That of the last eager call, as JSON; empty: none."""
+        for prepared in self.__dict__.get("_pipelines_of", ()):
+            for pipeline in list(prepared.pipelines.values()):
+                if recipe := pipeline.last_recipe():
+                    return recipe
+        return ""
 
     def get_input_quantizer(self) -> Quantizer | None:
         """That of x, None where x is not quantized."""
