@@ -430,11 +430,12 @@ PYBIND11_MODULE(_C, module) {
                         bool training, int masks) { return self.verify(inputs, training, masks); });
   module.def(
       "quantize_slots",
-      [](const std::string& op) {
-        const SlotCount slots = quantize_slots(op_def(op));
+      [](const std::string& op, const std::string& options) {
+        const SlotCount slots = quantize_slots(op_def(op), options);
         return std::pair(slots.forward, slots.backward);
       },
-      "How many tensors a recipe quantizes for an op, in forward and in backward.");
+      py::arg("op"), py::arg("options") = "",
+      "How many tensors a recipe quantizes for an op with these options (JSON), by direction.");
   module.def("resized_history", &resized_history);
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("cached_bytes", &cached_bytes,

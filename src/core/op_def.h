@@ -167,8 +167,9 @@ struct OpDef {
   bool training_only = false;
   /// y is x behind a quantizer of the recipe; options are ops::QuantizeOptions.
   bool is_quantize_point = false;
-  /// A recipe that keeps a state is refused: it has no slots for groups.
-  bool refuses_recipe_state = false;
+  /// How many groups there are, where what has a role is quantized in groups: each has slots of its
+  /// own in a recipe's state, those of the first group before those of the second. nullptr: none.
+  size_t (*groups)(const void* options) = nullptr;
   /// The forward is made of differentiable operations.
   bool has_composite = true;
   /// The length of a list operand. Needed where there are lists.
@@ -250,11 +251,14 @@ inline const OpDef& op_def(std::string_view name) { return op_kind(name).def; }
 /// How many extra inputs an op with these options has.
 TANDEM_API size_t extra_input_count(const OpDef& definition, const void* options);
 
-/// How many tensors a recipe quantizes for an op: a recipe with a state keeps so many amaxes.
+/// How many tensors a recipe quantizes for an op with these options: a recipe with a state keeps so
+/// many amaxes.
 struct SlotCount {
   int64_t forward = 0, backward = 0;
 };
-TANDEM_API SlotCount quantize_slots(const OpDef& definition);
+TANDEM_API SlotCount quantize_slots(const OpDef& definition, const void* options);
+/// The same of options as JSON; empty: those that there are without any.
+TANDEM_API SlotCount quantize_slots(const OpDef& definition, std::string_view options);
 
 /// Adds a definition, which must outlive every plan. Throws c10::ValueError if the name is taken or
 /// the definition contradicts itself: an unknown operand in reads, writes, mutates, same or

@@ -252,13 +252,20 @@ size_t extra_input_count(const OpDef& definition, const void* options) {
   return definition.inputs.size() - 1 - (lacks_last ? 1 : 0);
 }
 
-SlotCount quantize_slots(const OpDef& definition) {
-  if (definition.refuses_recipe_state) return {};
+SlotCount quantize_slots(const OpDef& definition, const void* options) {
   if (definition.is_quantize_point) return {1, 1};
+  const auto groups =
+      definition.groups == nullptr ? 1 : static_cast<int64_t>(definition.groups(options));
   SlotCount count;
   for (const RoleOf& each : definition.roles)
-    ++(each.role == Role::grad_output ? count.backward : count.forward);
+    (each.role == Role::grad_output ? count.backward : count.forward) += groups;
   return count;
+}
+
+SlotCount quantize_slots(const OpDef& definition, std::string_view options) {
+  if (definition.groups == nullptr) return quantize_slots(definition, nullptr);
+  const auto given = options.empty() ? nlohmann::json::object() : nlohmann::json::parse(options);
+  return quantize_slots(definition, definition.signature.parse(definition.name, given).get());
 }
 
 }  // namespace tandem

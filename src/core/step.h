@@ -59,6 +59,17 @@ struct ListRange {
   uint32_t first = 0, count = 0;
 };
 
+/// What a step quantizes by itself, in groups that have scales of their own.
+struct ByGroup {
+  /// Null: it is read in codes, or as it is.
+  const Quantizer* quantizer = nullptr;
+  /// False: its amaxes alone are asked for, and the product takes the numbers.
+  bool is_multiplied = true;
+  /// Places among the step's reads and writes, npos where there is none: what the quantizer is
+  /// given, a scale for each group or one seed; and the amax of each group.
+  size_t given = npos, amaxes = npos;
+};
+
 /// What a fused step does to memory in the place of a member: ranges of its `mutates` and
 /// `absorbs`.
 struct Effect {
@@ -117,9 +128,9 @@ struct Step {
   size_t asked_by = npos;
   /// One per op that the step covers, in op order; one for a quantize step.
   std::vector<Options> options;
-  /// Under a recipe, of an op's step that quantizes in groups: by its contracts, null for what it
-  /// reads in codes. Of a fused step by FusedRun::quantizes.
-  std::vector<const Quantizer*> quantizers;
+  /// Under a recipe, of an op's step that quantizes in groups: by its contracts. Of a fused step by
+  /// FusedRun::quantizes.
+  std::vector<ByGroup> quantizers;
   bool runs_user_code = false;
   /// Whether the op may broadcast x here: nobody in the plan sums a gradient of it.
   bool broadcasts_input = false;

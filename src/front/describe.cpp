@@ -71,7 +71,7 @@ DescribedOps describe(const std::vector<Op>& ops) {
         entry.buffers.push_back(described.main_grads.size());
         described.main_grads.push_back(spec.main_grad);
       }
-      if (const SlotCount own = quantize_slots(op_def(basic.name));
+      if (const SlotCount own = quantize_slots(op_def(basic.name), entry.options);
           own.forward + own.backward != 0) {
         entry.state = StateSlots{state_holders, static_cast<uint32_t>(slots.forward),
                                  static_cast<uint32_t>(slots.backward)};

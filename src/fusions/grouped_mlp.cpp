@@ -64,8 +64,8 @@ struct Layer {
   const Tensor& splits;
   GroupMatrices matrices;
   GroupBiases biases;
-  /// Of what is multiplied by the weights; null: as it is.
-  const Quantizer* rows_quantizer;
+  /// Of what is multiplied by the weights.
+  kernel_ops::GroupQuantizer rows_quantizer;
   /// Of the operands of the gradients of weights.
   kernel_ops::GradQuantizers of_weight;
 };
@@ -170,7 +170,7 @@ void forward(Call& call) {
   enum Write { z, y };
   const Layer first(call, 0, kQuantizedInForward, x, splits, factors),
       second(call, 1, kQuantizedInForward, x, next_splits, next_factors);
-  ops::check_features(call.in(x).sym_sizes(), first.matrices.matrices, first.options.num_groups);
+  ops::check_features(call, call.in(x).sym_sizes(), 0, first.options);
   const Tensor rows = ops::as_matrix(call.in(x));
   if (call.path() != Path::direct) return forward_by_product<kUnit>(call, rows, first, second);
   const auto offsets = first.offsets(rows.size(0));
@@ -179,7 +179,7 @@ void forward(Call& call) {
   Between<kUnit> unit(call, x, unit_scales);
   const c10::SymInt between[] = {rows.size(0),
                                  first.matrices.matrices[0].size(0) / (is_gated(kUnit) ? 2 : 1)};
-  ops::check_features(between, second.matrices.matrices, second.options.num_groups);
+  ops::check_features(call, between, 2, second.options);
   const auto fresh = [&](const Layer& layer) {
     const int64_t sizes[] = {rows.size(0), layer.matrices.matrices[0].size(0)};
     return call.frame().allocate(sizes, rows.scalar_type(), rows);
@@ -297,7 +297,7 @@ class GradWeights {
     const Tensor target =
         is_added ? ops::main_grad_of_group(call_, layer_.options, g, first_) : (*targets_)[g];
     if (!target.defined()) return;
-    call_.took(kernel_ops::grad_weight_of_group(of_sums, input, layer_.of_weight, target,
+    call_.took(kernel_ops::grad_weight_of_group(of_sums, input, layer_.of_weight, g, target,
                                                 is_added && !layer_.options.overwrite_main_grad));
   }
   /// Behind all groups.
@@ -482,6 +482,10 @@ Refusal refuse(const Match& match) {
     if (options.writes_output || options.writes_grad_input)
       return "a tensor of the caller is written";
   }
+  for (const uint32_t member : {0u, 2u})
+    for (const ByGroup& how : match.steps[member]->quantizers)
+      if (how.amaxes != npos)
+        return "the recipe keeps the amaxes of the rows of each group, also between the products";
   const auto groups = [&](uint32_t member) {
     return static_cast<const ops::GroupedLinearOptions*>(match.steps[member]->options[0].get())
         ->num_groups;

@@ -178,17 +178,26 @@ namespace {
 
 std::atomic<int64_t (*)()> region_reader{&current_region};
 
-void check_slot(const ScalingState& state, const Tensor& region, int64_t slot) {
+void check_slots(const ScalingState& state, const Tensor& region, const SlotRange& slots) {
   TORCH_CHECK_VALUE(region.sym_numel() == 1 && region.scalar_type() == at::kLong,
                     "delayed scaling: expected region as one int64, got shape ", region.sym_sizes(),
                     ", ", region.scalar_type(), ". Pass tandem::region_number's.");
-  check_state(state, slot, 1);
+  TORCH_CHECK_VALUE(slots.stride >= 1 && slots.count >= 0,
+                    "delayed scaling: expected slots with a stride of at least 1 and a count of at "
+                    "least 0, got ",
+                    slots.stride, " and ", slots.count, ". Number the slots upwards.");
+  const int64_t last = slots.first + slots.stride * std::max<int64_t>(slots.count - 1, 0);
+  check_state(state, slots.first, last - slots.first + 1);
+}
+
+c10::SmallVector<int64_t, 1> sizes_of_slots(int64_t count) {
+  return count == 0 ? c10::SmallVector<int64_t, 1>() : c10::SmallVector<int64_t, 1>{count};
 }
 
 Tensor take_scale_cpu(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
-                      int64_t slot, std::string_view text) {
+                      int64_t slot, std::string_view text, int64_t stride, int64_t count) {
   const ScalingState state{scale, amax_history, pending};
-  check_slot(state, region, slot);
+  check_slots(state, region, {slot, stride, count});
   const ScaleUpdate& update = scale_update(text);
   const int64_t number = *region.const_data_ptr<int64_t>();
   Tensor reduced;
@@ -203,33 +212,38 @@ Tensor take_scale_cpu(Tensor& scale, Tensor& amax_history, Tensor& pending, cons
     if (!update.function.empty()) lock.unlock();
     update_state(state, update, reduced);
   }
-  Tensor result = at::empty({}, scale.options());
+  Tensor result = at::empty(sizes_of_slots(count), scale.options());
   const std::lock_guard<std::mutex> lock(state_mutex());
-  *result.data_ptr<float>() = scale.const_data_ptr<float>()[slot];
+  for (int64_t i = 0; i < result.numel(); ++i)
+    result.data_ptr<float>()[i] = scale.const_data_ptr<float>()[slot + i * stride];
   return result;
 }
 
 Tensor take_scale_shape(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
-                        int64_t slot, std::string_view) {
-  check_slot({scale, amax_history, pending}, region, slot);
-  return at::empty_symint({}, scale.options());
+                        int64_t slot, std::string_view, int64_t stride, int64_t count) {
+  check_slots({scale, amax_history, pending}, region, {slot, stride, count});
+  return at::empty(sizes_of_slots(count), scale.options());
 }
 
 void record_amax_cpu(Tensor& amax_history, Tensor& pending, const Tensor& amax,
-                     const Tensor& region, int64_t slot, bool counts) {
-  check_slot({amax_history.select(0, 0), amax_history, pending}, region, slot);
+                     const Tensor& region, int64_t slot, bool counts, int64_t stride) {
+  check_slots({amax_history.select(0, 0), amax_history, pending}, region,
+              {slot, stride, amax.numel()});
   const int64_t number = *region.const_data_ptr<int64_t>();
   if (number <= 0) return;
-  const float seen = amax.to(at::kFloat).item<float>();
+  const Tensor seen = amax.to(at::kFloat).contiguous();
   const std::lock_guard<std::mutex> lock(state_mutex());
-  float& row = amax_history.data_ptr<float>()[slot];
-  if (seen > row) row = seen;
+  for (int64_t i = 0; i < seen.numel(); ++i) {
+    float& row = amax_history.data_ptr<float>()[slot + i * stride];
+    row = std::max(row, seen.const_data_ptr<float>()[i]);  // of a number and NaN the number
+  }
   if (counts) *pending.data_ptr<int64_t>() = number;
 }
 
-void record_amax_shape(Tensor& amax_history, Tensor& pending, const Tensor&, const Tensor& region,
-                       int64_t slot, bool) {
-  check_slot({amax_history.select(0, 0), amax_history, pending}, region, slot);
+void record_amax_shape(Tensor& amax_history, Tensor& pending, const Tensor& amax,
+                       const Tensor& region, int64_t slot, bool, int64_t stride) {
+  check_slots({amax_history.select(0, 0), amax_history, pending}, region,
+              {slot, stride, amax.numel()});
 }
 
 /// A number of its own where there is no region: a step of compiled code that has entered one.
@@ -265,24 +279,25 @@ void check_state(const ScalingState& state, int64_t first, int64_t count) {
                     ". Pass the state of the module whose products these are.");
 }
 
-Tensor take_scale(const ScalingState& state, const Tensor& region, int64_t slot,
+Tensor take_scale(const ScalingState& state, const Tensor& region, const SlotRange& slots,
                   const ScaleUpdate& update) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::take_scale_", "")
-          .typed<Tensor(Tensor&, Tensor&, Tensor&, const Tensor&, int64_t, std::string_view)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tandem::take_scale_", "")
+                             .typed<Tensor(Tensor&, Tensor&, Tensor&, const Tensor&, int64_t,
+                                           std::string_view, int64_t, int64_t)>();
   Tensor scale = state.scale, amax_history = state.amax_history, pending = state.pending;
-  return op.call(scale, amax_history, pending, region, slot, update.text);
+  return op.call(scale, amax_history, pending, region, slots.first, update.text, slots.stride,
+                 slots.count);
 }
 
-void record_amax(const ScalingState& state, const Tensor& amax, const Tensor& region, int64_t slot,
-                 bool counts) {
+void record_amax(const ScalingState& state, const Tensor& amax, const Tensor& region,
+                 const SlotRange& slots, bool counts) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tandem::record_amax_", "")
-          .typed<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t, bool)>();
+          .typed<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t, bool, int64_t)>();
   Tensor amax_history = state.amax_history, pending = state.pending;
-  op.call(amax_history, pending, amax, region, slot, counts);
+  op.call(amax_history, pending, amax, region, slots.first, counts, slots.stride);
 }
 
 void update_states(std::span<const PendingUpdate> states) {
@@ -314,13 +329,13 @@ void set_region_reader(int64_t (*reader)()) { region_reader = reader; }
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   library.def(
       "take_scale_(Tensor(a!) scale, Tensor(b!) amax_history, Tensor(c!) pending, Tensor region, "
-      "int slot, str update) -> Tensor",
+      "int slot, str update, int stride=1, int count=0) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   library.impl("take_scale_", c10::DispatchKey::CPU, &take_scale_cpu);
   library.impl("take_scale_", c10::DispatchKey::Meta, &take_scale_shape);
   library.def(
       "record_amax_(Tensor(a!) amax_history, Tensor(b!) pending, Tensor amax, Tensor region, int "
-      "slot, bool counts) -> ()",
+      "slot, bool counts, int stride=1) -> ()",
       {at::Tag::pt2_compliant_tag});
   library.impl("record_amax_", c10::DispatchKey::CPU, &record_amax_cpu);
   library.impl("record_amax_", c10::DispatchKey::Meta, &record_amax_shape);

@@ -88,25 +88,31 @@ struct PendingUpdate {
 
 namespace kernel_ops {
 
-/// The scale of a slot, a tensor of one element of its own, in the region of this number. The first
-/// time that a state is asked in another region than the one whose amaxes it holds, it is updated
-/// before: so a step's amaxes make the scales of the next step whatever ends the step, and on
-/// whatever thread. A region of 0 (none) or below (backward recomputes a forward of it) updates
-/// nothing.
+/// Slots of a state: one, or `count` of them, each `stride` behind the one before.
+struct SlotRange {
+  int64_t first = 0, stride = 1;
+  /// 0: one, whose number is a scalar.
+  int64_t count = 0;
+};
+
+/// The scales of slots, a tensor of its own, in the region of this number. The first time that a
+/// state is asked in another region than the one whose amaxes it holds, it is updated before: so a
+/// step's amaxes make the scales of the next step whatever ends the step, and on whatever thread. A
+/// region of 0 (none) or below (backward recomputes a forward of it) updates nothing.
 ///
 /// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous on
-///         the CPU; result [].
+///         the CPU; result [], or [count].
 /// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does
 ///         not have.
-at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, int64_t slot,
+at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, const SlotRange& slots,
                       const ScaleUpdate& update);
 
-/// amax_history[0, slot] = max(amax_history[0, slot], amax), NaN skipped; nothing for a region of 0
-/// or below. `counts`: an update is due once the region has ended.
+/// amax_history[0, slot] = max(amax_history[0, slot], amax) of each slot, NaN skipped; nothing
+/// for a region of 0 or below. `counts`: an update is due once the region has ended.
 ///
-/// Shapes, Throws: as take_scale; amax of one element.
+/// Shapes, Throws: as take_scale; amax with an element for each slot.
 void record_amax(const ScalingState& state, const at::Tensor& amax, const at::Tensor& region,
-                 int64_t slot, bool counts);
+                 const SlotRange& slots, bool counts);
 
 /// Throws c10::ValueError unless a state is as take_scale wants it, with room for slots [first,
 /// first + count).

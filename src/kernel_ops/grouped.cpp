@@ -3,20 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ThreadLocalState.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/mv.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -56,18 +46,36 @@ Factor factor(const CodedMatrix& operand, const Tensor& as_read) {
           operand.amax.defined() ? &operand.amax : nullptr};
 }
 
-/// Numbers in the codes of a quantizer, if there is one.
-CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Quantizer* quantizer,
-                    Direction direction) {
-  if (quantizer == nullptr) return {numbers};
+/// What the quantizer of a group takes.
+std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
+  const auto g = static_cast<int64_t>(group);
+  switch (given_to(*how.quantizer)) {
+    case Given::nothing:
+      return std::nullopt;
+    case Given::scale:
+      return how.given.value().select(0, g);
+    case Given::seed:
+      break;
+  }
+  const Tensor& seed = how.given.value();
+  return at::cat({seed.view({1}), at::full({1}, g, seed.options())});
+}
+
+/// Numbers of a group in the codes of a quantizer, if there is one.
+CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
+                    size_t number, Direction direction) {
+  if (how.quantizer == nullptr) return {numbers};
+  const Quantizer& quantizer = *how.quantizer;
   const bool is_row =
-      direction == Direction::row || quantizer->format->layout.serves_both_directions;
-  Group group = run<Quantize>(took, {}, numbers.contiguous(), std::optional<Tensor>(), *quantizer,
-                              GroupMask{is_row, !is_row, false});
-  return {std::move(group[is_row ? row_codes : column_codes]), quantizer, direction,
+      direction == Direction::row || quantizer.format->layout.serves_both_directions;
+  Group group = run<Quantize>(took, {}, numbers.contiguous(), given_to_group(how, number),
+                              quantizer, GroupMask{is_row, !is_row, how.amaxes.defined()});
+  if (how.amaxes.defined())
+    how.amaxes.select(0, static_cast<int64_t>(number)).copy_(group[group_amax]);
+  return {std::move(group[is_row ? row_codes : column_codes]), &quantizer, direction,
           std::move(group[is_row ? row_scale : column_scale]),
-          quantizer->format->layout.has_amax ? std::move(group[is_row ? row_amax : column_amax])
-                                             : Tensor()};
+          quantizer.format->layout.has_amax ? std::move(group[is_row ? row_amax : column_amax])
+                                            : Tensor()};
 }
 
 /// The numbers of codes in float32, but for a scale that the product gets at its end.
@@ -199,20 +207,21 @@ void for_each_group(const std::vector<int64_t>& offsets,
 
 ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matrices,
                                      const GroupBiases& biases, size_t group, bool transposed,
-                                     const Quantizer* quantizer, const Tensor& y) {
+                                     const GroupQuantizer& quantizer, const Tensor& y) {
   ImplementationNames took = 0;
   const Tensor& matrix = matrices.matrices[group];
   const Direction along = transposed ? Direction::row : Direction::column;
-  if (quantizer == nullptr) {
+  if (quantizer.quantizer == nullptr) {
     const Tensor right = transposed ? matrix.t() : matrix;
     took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
   } else {
     const CodedMatrix weight =
         matrices.scales.empty()
-            ? operand(took, matrix, matrices.quantizer, along)
-            : CodedMatrix{matrix, matrices.quantizer, along, matrices.scales[group]};
-    multiply_codes(took, operand(took, x, quantizer, Direction::row), false, weight, transposed,
-                   Rows::of_the_result, y);
+            ? operand(took, matrix, matrices.quantizer, group, along)
+            : CodedMatrix{matrix, matrices.quantizer.quantizer, along, matrices.scales[group],
+                          matrices.amaxes.empty() ? Tensor() : matrices.amaxes[group]};
+    multiply_codes(took, operand(took, x, quantizer, group, Direction::row), false, weight,
+                   transposed, Rows::of_the_result, y);
   }
   add_bias(took, biases, group, biases.scales, y);
   return took;
@@ -220,7 +229,7 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
 
 ImplementationNames product_of_groups(const Tensor& x, const std::vector<int64_t>& offsets,
                                       const GroupMatrices& matrices, const GroupBiases& biases,
-                                      bool transposed, const Quantizer* quantizer,
+                                      bool transposed, const GroupQuantizer& quantizer,
                                       const Tensor& y) {
   std::atomic<ImplementationNames> took = 0;
   for_each_group(offsets, [&](size_t g) {
@@ -235,14 +244,14 @@ ImplementationNames product_of_groups(const Tensor& x, const std::vector<int64_t
 }
 
 ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
-                                         const GradQuantizers& quantizers, const Tensor& target,
-                                         bool accumulate) {
+                                         const GradQuantizers& quantizers, size_t group,
+                                         const Tensor& target, bool accumulate) {
   ImplementationNames took = 0;
   if (x.size(0) == 0) {
     if (!accumulate) target.zero_();
     return took;
   }
-  const bool is_quantized = quantizers.x != nullptr;
+  const bool is_quantized = quantizers.x.quantizer != nullptr;
   const bool is_writable =
       target.is_contiguous() && is_plain(target) && target.device() == x.device();
   if (is_quantized || !is_writable) {
@@ -251,11 +260,11 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
         is_quantized ? at::kFloat : c10::promoteTypes(x.scalar_type(), target.scalar_type());
     const Tensor sums = is_spare ? target : empty_beside(x, target.sizes(), wide);
     if (is_quantized) {
-      multiply_codes(took, operand(took, grad_y, quantizers.grad_y, Direction::column), true,
-                     operand(took, x, quantizers.x, Direction::column), false, Rows::contracted,
-                     sums);
+      multiply_codes(took, operand(took, grad_y, quantizers.grad_y, group, Direction::column), true,
+                     operand(took, x, quantizers.x, group, Direction::column), false,
+                     Rows::contracted, sums);
     } else {
-      took |= grad_weight_of_group(grad_y, x, quantizers, sums, /*accumulate=*/false);
+      took |= grad_weight_of_group(grad_y, x, quantizers, group, sums, /*accumulate=*/false);
     }
     if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
     return took;
@@ -277,7 +286,7 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
                                          const Tensor& target, bool accumulate) {
   if (x.quantizer == nullptr)
-    return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, target, accumulate);
+    return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, 0, target, accumulate);
   ImplementationNames took = 0;
   const bool is_spare = !accumulate && target.is_contiguous() && is_plain(target) &&
                         target.device() == x.matrix.device();
@@ -285,6 +294,13 @@ ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedM
   multiply_codes(took, grad_y, true, x, false, Rows::contracted, sums);
   if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
+}
+
+Tensor amax_of_rows(const Tensor& rows) {
+  static const Quantizer& any = quantizer("fp8_e4m3");  // none has another amax
+  ImplementationNames took = 0;
+  return run<Quantize>(took, {}, rows.contiguous(), std::optional<Tensor>(), any,
+                       GroupMask{false, false, true})[group_amax];
 }
 
 ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional<Tensor>& scales,
@@ -310,243 +326,6 @@ ImplementationNames grad_scales_of_group(const Tensor& grad_y, const Tensor& bia
                   target.unsqueeze(1));
 }
 
-namespace composite {
-
-Tensor grouped_product(const Tensor& x, const Tensor& splits, at::TensorList matrices,
-                       at::TensorList biases, const std::optional<Tensor>& scales,
-                       bool transposed) {
-  const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
-  std::vector<Tensor> parts;
-  for (size_t g = 0; g < matrices.size(); ++g) {
-    const int64_t first = offsets[g], count = offsets[g + 1] - first;
-    const Tensor rows = x.narrow(0, first, count);
-    const Tensor matrix = transposed ? matrices[g].t() : matrices[g];
-    if (biases.empty()) {
-      parts.push_back(at::mm(rows, matrix));
-    } else if (scales) {
-      const Tensor own = scales->narrow(0, first, count).unsqueeze(1);
-      parts.push_back(at::addmm(own * biases[g], rows, matrix));
-    } else {
-      parts.push_back(at::addmm(biases[g], rows, matrix));
-    }
-  }
-  parts.push_back(
-      at::zeros({x.size(0) - offsets.back(), matrices[0].size(transposed ? 0 : 1)}, x.options()));
-  return at::cat(parts);
-}
-
-namespace {
-
-template <typename Part>
-std::vector<Tensor> by_group(const Tensor& splits, int64_t groups, int64_t rows, Part&& part) {
-  const auto offsets = group_offsets(splits, groups, rows);
-  std::vector<Tensor> parts;
-  for (size_t g = 0; g + 1 < offsets.size(); ++g)
-    parts.push_back(part(g, offsets[g], offsets[g + 1] - offsets[g]));
-  return parts;
-}
-
-Tensor grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups) {
-  return at::stack(by_group(splits, groups, x.size(0), [&](size_t, int64_t first, int64_t rows) {
-    return at::mm(grad_y.narrow(0, first, rows).t(), x.narrow(0, first, rows));
-  }));
-}
-
-Tensor grad_bias(const Tensor& grad_y, const Tensor& splits, const std::optional<Tensor>& scales,
-                 int64_t groups) {
-  const Tensor terms = scales ? at::mul(grad_y, scales->unsqueeze(1)) : grad_y;
-  return at::stack(
-      by_group(splits, groups, grad_y.size(0), [&](size_t, int64_t first, int64_t rows) {
-        return terms.narrow(0, first, rows)
-            .sum(0, /*keepdim=*/false, wide(grad_y.scalar_type()))
-            .to(grad_y.scalar_type());
-      }));
-}
-
-Tensor grad_scales(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
-  auto parts = by_group(splits, static_cast<int64_t>(biases.size()), grad_y.size(0),
-                        [&](size_t g, int64_t first, int64_t rows) {
-                          return at::mv(grad_y.narrow(0, first, rows), biases[g]);
-                        });
-  int64_t rows = grad_y.size(0);
-  for (const Tensor& part : parts) rows -= part.size(0);
-  parts.push_back(at::zeros({rows}, grad_y.options()));
-  return at::cat(parts);
-}
-
-}  // namespace
-}  // namespace composite
-
-namespace {
-
-const Quantizer* quantizer_or_null(std::string_view text) {
-  return text.empty() ? nullptr : &quantizer(text);
-}
-std::string_view text_of(const Quantizer* quantizer) {
-  return quantizer == nullptr ? std::string_view() : std::string_view(quantizer->text);
-}
-
-bool needs_grad(const Tensor& tensor) { return tensor.requires_grad(); }
-bool needs_grad(const std::optional<Tensor>& tensor) { return tensor && tensor->requires_grad(); }
-bool needs_grad(at::TensorList tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const Tensor& tensor) { return tensor.requires_grad(); });
-}
-template <typename T>
-bool needs_grad(const T&) {
-  return false;
-}
-
-void check_no_gradient(std::initializer_list<std::string_view> quantizers) {
-  for (const std::string_view text : quantizers)
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        text.empty(), "grouped_linear: expected tensors that need no gradient for quantized ",
-        "products, got one that requires it. Call them inside a pipeline, or detach it.");
-}
-
-/// Each op of the dispatcher: `run` computes, `shapes` tells what, `composite` is differentiated
-/// where the op is called by itself.
-struct ProductOp {
-  static constexpr const char* kName = "tandem::grouped_product";
-  static constexpr const char* kSchema =
-      "grouped_product(Tensor x, Tensor splits, Tensor[] matrices, Tensor[] biases, Tensor? "
-      "scales, bool transposed, str quantizer, Tensor[] matrix_scales, str "
-      "matrix_quantizer) -> Tensor";
-  static Tensor run(const Tensor& x, const Tensor& splits, at::TensorList matrices,
-                    at::TensorList biases, const std::optional<Tensor>& scales, bool transposed,
-                    std::string_view quantizer, at::TensorList matrix_scales,
-                    std::string_view matrix_quantizer) {
-    const auto offsets = group_offsets(splits, static_cast<int64_t>(matrices.size()), x.size(0));
-    const Tensor y =
-        empty_beside(x, {x.size(0), matrices[0].size(transposed ? 0 : 1)}, x.scalar_type());
-    product_of_groups(x, offsets,
-                      {matrices.vec(), matrix_scales.vec(), quantizer_or_null(matrix_quantizer)},
-                      {biases.vec(), scales}, transposed, quantizer_or_null(quantizer), y);
-    return y;
-  }
-  static Tensor shapes(const Tensor& x, const Tensor& /*splits*/, at::TensorList matrices,
-                       at::TensorList /*biases*/, const std::optional<Tensor>& /*scales*/,
-                       bool transposed, std::string_view /*quantizer*/,
-                       at::TensorList /*matrix_scales*/, std::string_view /*matrix_quantizer*/) {
-    return at::empty_symint({x.sym_size(0), matrices[0].sym_size(transposed ? 0 : 1)}, x.options());
-  }
-  static Tensor composite(const Tensor& x, const Tensor& splits, at::TensorList matrices,
-                          at::TensorList biases, const std::optional<Tensor>& scales,
-                          bool transposed, std::string_view quantizer,
-                          at::TensorList /*matrix_scales*/, std::string_view matrix_quantizer) {
-    check_no_gradient({quantizer, matrix_quantizer});
-    return composite::grouped_product(x, splits, matrices, biases, scales, transposed);
-  }
-};
-
-struct GradWeightOp {
-  static constexpr const char* kName = "tandem::grouped_grad_weight";
-  static constexpr const char* kSchema =
-      "grouped_grad_weight(Tensor grad_y, Tensor x, Tensor splits, int groups, str "
-      "grad_quantizer='', str quantizer='') -> Tensor";
-  static Tensor run(const Tensor& grad_y, const Tensor& x, const Tensor& splits, int64_t groups,
-                    std::string_view grad_quantizer, std::string_view quantizer) {
-    const auto offsets = group_offsets(splits, groups, x.size(0));
-    const Tensor all = empty_beside(x, {groups, grad_y.size(1), x.size(1)}, x.scalar_type());
-    for_each_group(offsets, [&](size_t g) {
-      grad_weight_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]),
-                           rows_between(x, offsets[g], offsets[g + 1]),
-                           {quantizer_or_null(grad_quantizer), quantizer_or_null(quantizer)},
-                           all.select(0, static_cast<int64_t>(g)), /*accumulate=*/false);
-    });
-    for (size_t g = 0; g + 1 < offsets.size(); ++g)
-      if (offsets[g] == offsets[g + 1]) all.select(0, static_cast<int64_t>(g)).zero_();
-    return all;
-  }
-  static Tensor shapes(const Tensor& grad_y, const Tensor& x, const Tensor& /*splits*/,
-                       int64_t groups, std::string_view /*grad_quantizer*/,
-                       std::string_view /*quantizer*/) {
-    return at::empty_symint({groups, grad_y.sym_size(1), x.sym_size(1)}, x.options());
-  }
-  static Tensor composite(const Tensor& grad_y, const Tensor& x, const Tensor& splits,
-                          int64_t groups, std::string_view grad_quantizer,
-                          std::string_view quantizer) {
-    check_no_gradient({grad_quantizer, quantizer});
-    return composite::grad_weight(grad_y, x, splits, groups);
-  }
-};
-
-struct GradBiasOp {
-  static constexpr const char* kName = "tandem::grouped_grad_bias";
-  static constexpr const char* kSchema =
-      "grouped_grad_bias(Tensor grad_y, Tensor splits, Tensor? scales, int groups) -> Tensor";
-  static Tensor run(const Tensor& grad_y, const Tensor& splits, const std::optional<Tensor>& scales,
-                    int64_t groups) {
-    const auto offsets = group_offsets(splits, groups, grad_y.size(0));
-    const Tensor all = empty_beside(grad_y, {groups, grad_y.size(1)}, grad_y.scalar_type());
-    for (size_t g = 0; g + 1 < offsets.size(); ++g) {
-      std::optional<Tensor> own;
-      if (scales) own = rows_between(*scales, offsets[g], offsets[g + 1]);
-      grad_bias_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]), own,
-                         all.select(0, static_cast<int64_t>(g)));
-    }
-    return all;
-  }
-  static Tensor shapes(const Tensor& grad_y, const Tensor& /*splits*/,
-                       const std::optional<Tensor>& /*scales*/, int64_t groups) {
-    return at::empty_symint({groups, grad_y.sym_size(1)}, grad_y.options());
-  }
-  static constexpr auto composite = &composite::grad_bias;
-};
-
-struct GradScalesOp {
-  static constexpr const char* kName = "tandem::grouped_grad_scales";
-  static constexpr const char* kSchema =
-      "grouped_grad_scales(Tensor grad_y, Tensor splits, Tensor[] biases) -> Tensor";
-  static Tensor run(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
-    const auto offsets = group_offsets(splits, static_cast<int64_t>(biases.size()), grad_y.size(0));
-    const Tensor all = empty_beside(grad_y, {grad_y.size(0)}, grad_y.scalar_type());
-    for (size_t g = 0; g + 1 < offsets.size(); ++g)
-      if (offsets[g] != offsets[g + 1])
-        grad_scales_of_group(rows_between(grad_y, offsets[g], offsets[g + 1]), biases[g],
-                             rows_between(all, offsets[g], offsets[g + 1]));
-    rows_between(all, offsets.back(), all.size(0)).zero_();
-    return all;
-  }
-  static Tensor shapes(const Tensor& grad_y, const Tensor& /*splits*/, at::TensorList /*biases*/) {
-    return at::empty_symint({grad_y.sym_size(0)}, grad_y.options());
-  }
-  static constexpr auto composite = &composite::grad_scales;
-};
-
-template <typename Op, typename... Given>
-Tensor call(const Given&... given) {
-  using Function = std::remove_pointer_t<decltype(&Op::run)>;
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow(Op::kName, "").template typed<Function>();
-  return handle.call(given...);
-}
-
-/// Called by itself an op is differentiated as its composite form is.
-template <typename Op, typename Function>
-struct Autograd;
-template <typename Op, typename... Args>
-struct Autograd<Op, Tensor (*)(Args...)> {
-  static Tensor run(c10::DispatchKeySet /*keys*/, Args... args) {
-    if (c10::GradMode::is_enabled() && (needs_grad(args) || ...)) return Op::composite(args...);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call<Op>(args...);
-  }
-};
-
-template <typename Op>
-void add_op(torch::Library& library) {
-  const std::string_view name = Op::kName;
-  const char* unqualified = Op::kName + name.rfind(':') + 1;
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  library.def(Op::kSchema, tags);
-  library.impl(unqualified, c10::DispatchKey::CompositeExplicitAutograd, &Op::run);
-  library.impl(unqualified, c10::DispatchKey::Meta, &Op::shapes);
-  library.impl(unqualified, c10::DispatchKey::Autograd, &Autograd<Op, decltype(&Op::run)>::run);
-}
-
-}  // namespace
-
 std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t rows) {
   TORCH_CHECK_TYPE(c10::isIntegralType(splits.scalar_type(), /*includeBool=*/false),
                    "grouped_linear: expected splits that are integers, got ", splits.scalar_type(),
@@ -569,32 +348,6 @@ std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t
     offsets.push_back(offsets.back() + count);
   }
   return offsets;
-}
-
-Tensor grouped_product(const Tensor& x, const Tensor& splits, const GroupMatrices& matrices,
-                       const GroupBiases& biases, bool transposed, const Quantizer* quantizer) {
-  return call<ProductOp>(
-      x, splits, at::TensorList(matrices.matrices), at::TensorList(biases.biases), biases.scales,
-      transposed, text_of(quantizer), at::TensorList(matrices.scales), text_of(matrices.quantizer));
-}
-Tensor grouped_grad_weight(const Tensor& grad_y, const Tensor& x, const Tensor& splits,
-                           int64_t groups, const GradQuantizers& quantizers) {
-  return call<GradWeightOp>(grad_y, x, splits, groups, text_of(quantizers.grad_y),
-                            text_of(quantizers.x));
-}
-Tensor grouped_grad_bias(const Tensor& grad_y, const Tensor& splits,
-                         const std::optional<Tensor>& scales, int64_t groups) {
-  return call<GradBiasOp>(grad_y, splits, scales, groups);
-}
-Tensor grouped_grad_scales(const Tensor& grad_y, const Tensor& splits, at::TensorList biases) {
-  return call<GradScalesOp>(grad_y, splits, biases);
-}
-
-TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  add_op<ProductOp>(library);
-  add_op<GradWeightOp>(library);
-  add_op<GradBiasOp>(library);
-  add_op<GradScalesOp>(library);
 }
 
 }  // namespace tandem::kernel_ops

@@ -29,13 +29,25 @@ at::Tensor rows_between(const at::Tensor& matrix, int64_t first, int64_t last);
 void for_each_group(const std::vector<int64_t>& offsets,
                     const std::function<void(size_t group)>& work);
 
+/// How the tensors of groups are quantized, each by itself.
+struct GroupQuantizer {
+  /// Null: not at all.
+  const Quantizer* quantizer = nullptr;
+  /// What it takes, if it takes anything: scales [groups], or one seed, at whose offset g the
+  /// numbers of group g are drawn.
+  std::optional<at::Tensor> given = std::nullopt;
+  /// [groups], float32: where the amaxes of groups that have rows are written. Undefined: nobody
+  /// asks.
+  at::Tensor amaxes = {};
+};
+
 /// The matrices of groups: numbers, which each product quantizes where there is a quantizer and no
 /// scale, or codes.
 struct GroupMatrices {
   std::vector<at::Tensor> matrices;
-  /// Of codes: one for each.
-  std::vector<at::Tensor> scales = {};
-  const Quantizer* quantizer = nullptr;
+  /// Of codes: one for each, amaxes where the format has them.
+  std::vector<at::Tensor> scales = {}, amaxes = {};
+  GroupQuantizer quantizer = {};
 };
 
 /// The biases of groups, times a number per row where there are `scales` [rows].
@@ -52,27 +64,26 @@ struct GroupBiases {
 /// Error:  that of a sum in float32 or wider, one rounding to the dtype of y, and one for the bias.
 ImplementationNames product_of_group(const at::Tensor& x, const GroupMatrices& matrices,
                                      const GroupBiases& biases, size_t group, bool transposed,
-                                     const Quantizer* quantizer, const at::Tensor& y);
+                                     const GroupQuantizer& quantizer, const at::Tensor& y);
 
 /// The same for all groups, one after the other; zeros for rows of none.
 ImplementationNames product_of_groups(const at::Tensor& x, const std::vector<int64_t>& offsets,
                                       const GroupMatrices& matrices, const GroupBiases& biases,
-                                      bool transposed, const Quantizer* quantizer,
+                                      bool transposed, const GroupQuantizer& quantizer,
                                       const at::Tensor& y);
 
-/// How the operands of the gradient of a weight are quantized; null: not at all.
+/// How the operands of the gradient of a weight are quantized.
 struct GradQuantizers {
-  const Quantizer* grad_y = nullptr;
-  const Quantizer* x = nullptr;
+  GroupQuantizer grad_y, x;
 };
 
-/// target = grad_y^T x, or target += where `accumulate`: zeros, or nothing, for a group without
+/// For a group: target = grad_y^T x, or target += where `accumulate`; zeros, or nothing, without
 /// rows. A target of another dtype gets the sum of the operands in the wider one.
 ///
 /// Shapes: grad_y [rows, n], x [rows, k] -> target [n, k].
 ImplementationNames grad_weight_of_group(const at::Tensor& grad_y, const at::Tensor& x,
-                                         const GradQuantizers& quantizers, const at::Tensor& target,
-                                         bool accumulate);
+                                         const GradQuantizers& quantizers, size_t group,
+                                         const at::Tensor& target, bool accumulate);
 
 /// A matrix over its last dimension: numbers, or codes, their scale and the amax behind that.
 struct CodedMatrix {
@@ -86,6 +97,9 @@ struct CodedMatrix {
 /// The same of operands that are in codes already, or of numbers.
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
                                          const at::Tensor& target, bool accumulate);
+
+/// The largest magnitude, NaN aside, in float32: []. Zero where there are no rows.
+at::Tensor amax_of_rows(const at::Tensor& rows);
 
 /// target = sum over the rows of grad_y (times their scales), in float32 or wider, rounded once.
 ///
@@ -104,7 +118,7 @@ ImplementationNames grad_scales_of_group(const at::Tensor& grad_y, const at::Ten
 
 at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits,
                            const GroupMatrices& matrices, const GroupBiases& biases,
-                           bool transposed, const Quantizer* quantizer);
+                           bool transposed, const GroupQuantizer& quantizer);
 /// -> [groups, n, k].
 at::Tensor grouped_grad_weight(const at::Tensor& grad_y, const at::Tensor& x,
                                const at::Tensor& splits, int64_t groups,
@@ -112,6 +126,11 @@ at::Tensor grouped_grad_weight(const at::Tensor& grad_y, const at::Tensor& x,
 /// -> [groups, n].
 at::Tensor grouped_grad_bias(const at::Tensor& grad_y, const at::Tensor& splits,
                              const std::optional<at::Tensor>& scales, int64_t groups);
+/// The largest magnitude of each group of rows, NaN aside, in float32; 0 where there are none.
+/// -> [groups].
+at::Tensor grouped_amaxes(const at::Tensor& rows, const at::Tensor& splits, int64_t groups);
+/// The same of matrices [groups, ...].
+at::Tensor matrix_amaxes(const at::Tensor& matrices);
 /// -> [rows], zeros for rows of no group.
 at::Tensor grouped_grad_scales(const at::Tensor& grad_y, const at::Tensor& splits,
                                at::TensorList biases);

@@ -65,6 +65,7 @@ Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
       target, "\" where the call goes through torch's dispatcher, got one. Leave it out of ",
       "op_kwargs under modes, transforms and tensor subclasses.");
   const Tensor rows = as_matrix(x);
+  const auto groups = static_cast<int64_t>(weights.matrices.size());
   const auto reshaped = [&](const Tensor& y) {
     if (x.dim() == 2) return y;
     c10::SymDimVector sizes = kernel_ops::sizes_of(x);
@@ -74,17 +75,16 @@ Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
   if (call.path() == Path::composite)
     return reshaped(kernel_ops::composite::grouped_product(
         rows, splits, weights.matrices, biases.biases, biases.scales, transposed));
+  const kernel_ops::GroupQuantizer quantizer = rows_quantizer_at(call, 0, rows, splits, groups);
   if (call.path() == Path::dispatch) {
     call.took(kernel_ops::kDispatcher);
-    return reshaped(kernel_ops::grouped_product(rows, splits, weights, biases, transposed,
-                                                quantizer_at(call, 0)));
+    return reshaped(
+        kernel_ops::grouped_product(rows, splits, weights, biases, transposed, quantizer));
   }
-  const auto offsets =
-      group_offsets(splits, static_cast<int64_t>(weights.matrices.size()), rows.size(0));
+  const auto offsets = group_offsets(splits, groups, rows.size(0));
   const int64_t features = weights.matrices[0].size(transposed ? 0 : 1);
   const Tensor y = target_of(call, target, sizes_like(x, features), x);
-  call.took(kernel_ops::product_of_groups(rows, offsets, weights, biases, transposed,
-                                          quantizer_at(call, 0),
+  call.took(kernel_ops::product_of_groups(rows, offsets, weights, biases, transposed, quantizer,
                                           y.dim() == 2 ? y : y.view({rows.size(0), features})));
   return y;
 }
@@ -94,7 +94,7 @@ void forward(Call& call) {
   enum List { weight, bias };
   const GroupedLinearOptions& options = options_of(call);
   const auto weights = matrices_of(call, weight, options.packed_weight, quantizer_at(call, 1));
-  check_features(call.in(x).sym_sizes(), weights.matrices, options.num_groups);
+  check_features(call, call.in(x).sym_sizes(), weight, options);
   call.out(0,
            multiply_groups(call, call.in(x), call.in(splits), weights,
                            biases_of(call, bias, scales, options), /*transposed=*/true, "output"));
@@ -107,12 +107,20 @@ void grad_x(Call& call) {
                               /*transposed=*/false, "grad_input"));
 }
 
+/// Of the steps that read grad_y, x and splits.
+kernel_ops::GradQuantizers grad_quantizers(Call& call, const Tensor& gradient, int64_t groups,
+                                           bool later = false) {
+  enum Read { grad_y, x, splits };
+  return {rows_quantizer_at(call, 0, gradient, call.in(splits), groups, later),
+          quantizer_at(call, 1)};
+}
+
 void grad_weight(Call& call) {
   enum Read { grad_y, x, splits };
   const GroupedLinearOptions& options = options_of(call);
   const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
   const auto groups = static_cast<int64_t>(options.num_groups);
-  const kernel_ops::GradQuantizers quantizers{quantizer_at(call, 0), quantizer_at(call, 1)};
+  const kernel_ops::GradQuantizers quantizers = grad_quantizers(call, gradient, groups);
   if (call.path() != Path::direct) {
     call.took(kernel_ops::kDispatcher);
     const Tensor all =
@@ -129,7 +137,7 @@ void grad_weight(Call& call) {
     if (!targets[g].defined()) return;
     call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
                                                rows_between(input, offsets[g], offsets[g + 1]),
-                                               quantizers, targets[g], /*accumulate=*/false));
+                                               quantizers, g, targets[g], /*accumulate=*/false));
   });
 }
 
@@ -140,10 +148,11 @@ void accumulate(Call& call) {
   const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
   const auto groups = static_cast<int64_t>(options.num_groups);
   check_main_grads(call, options, gradient.sym_size(1), input.sym_size(1));
+  const kernel_ops::GradQuantizers quantizers = grad_quantizers(call, gradient, groups);
   if (call.path() != Path::direct) {
     call.took(kernel_ops::kDispatcher);
-    const Tensor all = kernel_ops::grouped_grad_weight(
-        gradient, input, call.in(splits), groups, {quantizer_at(call, 0), quantizer_at(call, 1)});
+    const Tensor all =
+        kernel_ops::grouped_grad_weight(gradient, input, call.in(splits), groups, quantizers);
     accumulate_all(call, options, all);
     return finish_main_grads(call, options, input);
   }
@@ -151,8 +160,7 @@ void accumulate(Call& call) {
   kernel_ops::for_each_group(offsets, [&](size_t g) {
     call.took(kernel_ops::grad_weight_of_group(rows_between(gradient, offsets[g], offsets[g + 1]),
                                                rows_between(input, offsets[g], offsets[g + 1]),
-                                               {quantizer_at(call, 0), quantizer_at(call, 1)},
-                                               main_grad_of_group(call, options, g),
+                                               quantizers, g, main_grad_of_group(call, options, g),
                                                !options.overwrite_main_grad));
   });
   for (size_t g = 0; options.overwrite_main_grad && g < options.num_groups; ++g)
@@ -163,10 +171,10 @@ void accumulate(Call& call) {
 /// The gradient is copied, as it may become the `grad` of a leaf, which is added to.
 void defer_gradients(Call& call) {
   enum Read { grad_y, x, splits };
-  defer(call, {as_matrix(call.in(grad_y)).clone(),
-               call.in(x),
-               call.in(splits),
-               {quantizer_at(call, 0), quantizer_at(call, 1)}});
+  const Tensor gradient = as_matrix(call.in(grad_y));
+  const auto groups = static_cast<int64_t>(options_of(call).num_groups);
+  defer(call, {gradient.clone(), call.in(x), call.in(splits),
+               grad_quantizers(call, gradient, groups, /*later=*/true)});
 }
 
 void grad_bias(Call& call) {
@@ -232,6 +240,7 @@ size_t list_length(const void* options, std::string_view operand) {
 const GroupedLinearOptions& grouped(const void* options) {
   return *static_cast<const GroupedLinearOptions*>(options);
 }
+size_t group_count(const void* options) { return grouped(options).num_groups; }
 bool has_bias(const void* options) { return grouped(options).bias; }
 bool has_scales(const void* options) {
   return grouped(options).bias && grouped(options).scale_bias;
@@ -344,7 +353,7 @@ const OpDef kGroupedLinear{
                   .run = grad_scales,
                   .applies = has_scales}},
     .context = {"x", "splits", "scales"},
-    .refuses_recipe_state = true,
+    .groups = group_count,
     .list_length = list_length,
 };
 

@@ -29,9 +29,26 @@ std::optional<Tensor> flat(const Call& call, size_t read) {
   return vector.dim() == 1 && vector.is_contiguous() ? vector : vector.reshape({-1});
 }
 
-const Quantizer* quantizer_at(const Call& call, size_t place) {
+kernel_ops::GroupQuantizer quantizer_at(const Call& call, size_t place) {
   const auto& quantizers = call.step().quantizers;
-  return place < quantizers.size() ? quantizers[place] : nullptr;
+  if (place >= quantizers.size() || !quantizers[place].is_multiplied) return {};
+  const ByGroup& how = quantizers[place];
+  return {how.quantizer, how.given == npos ? std::nullopt : call.maybe(how.given)};
+}
+
+kernel_ops::GroupQuantizer rows_quantizer_at(Call& call, size_t place, const Tensor& rows,
+                                             const Tensor& splits, int64_t groups, bool later) {
+  kernel_ops::GroupQuantizer how = quantizer_at(call, place);
+  const auto& quantizers = call.step().quantizers;
+  const size_t amaxes = place < quantizers.size() ? quantizers[place].amaxes : npos;
+  if (amaxes == npos || !call.wants(amaxes)) return how;
+  if (later || how.quantizer == nullptr || call.path() != Path::direct) {
+    call.out(amaxes, kernel_ops::grouped_amaxes(rows, splits, groups));
+  } else {
+    how.amaxes = at::zeros({groups}, rows.options().dtype(at::kFloat));
+    call.out(amaxes, how.amaxes);
+  }
+  return how;
 }
 
 std::vector<Tensor> by_group(const Call& call, size_t list, bool is_packed) {
@@ -43,13 +60,14 @@ std::vector<Tensor> by_group(const Call& call, size_t list, bool is_packed) {
 }
 
 kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_packed,
-                                      const Quantizer* quantizer) {
-  kernel_ops::GroupMatrices made{by_group(call, list, is_packed), {}, quantizer};
+                                      kernel_ops::GroupQuantizer quantizer) {
+  kernel_ops::GroupMatrices made{by_group(call, list, is_packed), {}, {}, std::move(quantizer)};
   const ListRange& range = call.read_list(list);
   for (size_t i = range.first; !is_packed && i < range.first + range.count; ++i) {
     if (call.format(i) != Format::codes) break;
-    made.quantizer = call.type(i).quantizer;
+    made.quantizer = {call.type(i).quantizer};
     made.scales.push_back(call.in(i, 1));
+    if (const auto amax = call.amax_of_codes(i)) made.amaxes.push_back(*amax);
   }
   return made;
 }
@@ -94,19 +112,28 @@ bool wants_any(const Call& call, size_t list) {
   return false;
 }
 
-void check_features(c10::SymIntArrayRef x, const std::vector<Tensor>& weights, size_t groups) {
-  TORCH_CHECK_VALUE(weights.size() == groups, "grouped_linear: expected a weight of shape [",
-                    groups, ", out_features, in_features], got ", weights.size(),
-                    " groups. Pack one matrix per group.");
-  for (const Tensor& weight : weights) {
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_sizes() == weights[0].sym_sizes(),
-                      "grouped_linear: expected weights of one shape [out_features, in_features], ",
-                      "got ", weights[0].sym_sizes(), " and ", weight.sym_sizes(),
-                      ". Pass matrices of one shape.");
+void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,
+                    const GroupedLinearOptions& options) {
+  const ListRange& range = call.read_list(list);
+  std::vector<c10::SymDimVector> weights;  // codes may have other sizes
+  for (size_t i = range.first; i < range.first + range.count; ++i)
+    weights.push_back(call.sizes_of_numbers(i));
+  if (options.packed_weight) {
+    const auto groups = weights[0].empty() ? c10::SymInt(0) : weights[0].front();
+    TORCH_CHECK_VALUE(groups == static_cast<int64_t>(options.num_groups),
+                      "grouped_linear: expected a weight of shape [", options.num_groups,
+                      ", out_features, in_features], got ", groups,
+                      " groups. Pack one matrix per group.");
+    weights = {c10::SymDimVector(weights[0].begin() + 1, weights[0].end())};
   }
-  TORCH_CHECK_VALUE(!x.empty() && x.back() == weights[0].sym_size(1),
-                    "grouped_linear: expected x with ", weights[0].sym_size(1),
-                    " features in its last dimension, as the weights ", weights[0].sym_sizes(),
+  const c10::SymIntArrayRef first(weights[0]);
+  for (const c10::SymDimVector& weight : weights)
+    TORCH_CHECK_VALUE(weight.size() == 2 && c10::SymIntArrayRef(weight) == first,
+                      "grouped_linear: expected weights of one shape [out_features, in_features], ",
+                      "got ", first, " and ", c10::SymIntArrayRef(weight),
+                      ". Pass matrices of one shape.");
+  TORCH_CHECK_VALUE(!x.empty() && x.back() == first[1], "grouped_linear: expected x with ",
+                    first[1], " features in its last dimension, as the weights ", first,
                     " have, got x of shape ", x, ". Build the op with these in_features, or ",
                     "reshape x.");
 }
@@ -164,12 +191,17 @@ void defer(const Call& call, const Deferred& deferred, size_t first) {
   check_can_leave(call, "grouped_linear");
   std::string lines =
       std::to_string(version_of(deferred.x)) + " " + std::to_string(version_of(deferred.splits));
-  for (const Quantizer* quantizer : {deferred.quantizers.grad_y, deferred.quantizers.x})
-    if (quantizer != nullptr) lines += "\n" + quantizer->text;
+  size_t place = first + 3;
+  for (const kernel_ops::GroupQuantizer* how :
+       {&deferred.quantizers.grad_y, &deferred.quantizers.x}) {
+    if (how->given) leave(call, place, *how->given);
+    ++place;
+    if (how->quantizer != nullptr) lines += "\n" + how->quantizer->text;
+  }
   leave(call, first, deferred.grad_y);
   leave(call, first + 1, as_matrix(deferred.x), &deferred.x);
   leave(call, first + 2, deferred.splits, &deferred.splits);
-  leave(call, first + 3, lines);
+  leave(call, place, lines);
 }
 
 }  // namespace tandem::ops

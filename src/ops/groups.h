@@ -9,9 +9,9 @@
 
 namespace tandem::ops {
 
-/// How many tensors hold what delayed gradients of weights are computed from: grad_y, x, splits and
-/// the texts of their quantizers.
-inline constexpr size_t kDeferred = 4;
+/// How many tensors hold what delayed gradients of weights are computed from: grad_y, x, splits,
+/// what the quantizers of the first two are given, and the texts of these.
+inline constexpr size_t kDeferred = 6;
 
 /// A tensor as a matrix over its last dimension.
 at::Tensor as_matrix(const at::Tensor& x);
@@ -19,24 +19,30 @@ at::Tensor as_matrix(const at::Tensor& x);
 /// A read of one number per row as a vector; nullopt where it is absent.
 std::optional<at::Tensor> flat(const Call& call, size_t read);
 
-/// How a step quantizes what its contract at `place` names; null: not by itself.
-const Quantizer* quantizer_at(const Call& call, size_t place);
+/// How a step quantizes by itself what its contract at `place` names.
+kernel_ops::GroupQuantizer quantizer_at(const Call& call, size_t place);
+/// The same of rows, whose amaxes it writes where they are asked for: here, or, on the direct path,
+/// where the product quantizes them. `later`: none does in this step.
+kernel_ops::GroupQuantizer rows_quantizer_at(Call& call, size_t place, const at::Tensor& rows,
+                                             const at::Tensor& splits, int64_t groups,
+                                             bool later = false);
 
 /// The elements of a list operand by group, those of a packed one too.
 std::vector<at::Tensor> by_group(const Call& call, size_t list, bool is_packed);
 
 /// The same of weights, which are numbers or, in a list, codes; `quantizer`: of packed ones.
 kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_packed,
-                                      const Quantizer* quantizer = nullptr);
+                                      kernel_ops::GroupQuantizer quantizer = {});
 
 /// Of an op with these options, and what multiplies its biases.
 /// Throws c10::ValueError unless there is a number for each row of the read `x`.
 kernel_ops::GroupBiases biases_of(const Call& call, size_t list, size_t scales,
                                   const GroupedLinearOptions& options, size_t x = 0);
 
-/// Throws c10::ValueError unless there are as many weights as groups, of one shape [out, in], and x
+/// Throws c10::ValueError unless the list has a weight for each group, all [out, in], and x
 /// of these sizes has as many features.
-void check_features(c10::SymIntArrayRef x, const std::vector<at::Tensor>& weights, size_t groups);
+void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,
+                    const GroupedLinearOptions& options);
 
 /// Gives each wanted write of the list its group's part, or the whole where it is packed.
 template <typename Part, typename Whole>

@@ -9,6 +9,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/elementwise.h"
+#include "kernel_ops/grouped.h"
 #include "kernel_ops/inspection.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
@@ -153,8 +154,10 @@ void run_dequantize(Call& call) {
                                      call.amax_of_codes(0), at::OptionalSymIntArrayRef(sizes));
 }
 
+void run_matrix_amaxes(Call& call) { call.out(0, kernel_ops::matrix_amaxes(call.in(0))); }
+
 struct SlotOptions {
-  int64_t slot;
+  kernel_ops::SlotRange slots;
   const ScaleUpdate* update;
 };
 
@@ -165,14 +168,14 @@ ScalingState state_at(Call& call, size_t first) {
 
 void run_take_scale(Call& call) {
   const auto& options = call.options<SlotOptions>();
-  call.out(0, kernel_ops::take_scale(state_at(call, 0), call.in(kScalingState.size()), options.slot,
-                                     *options.update));
+  call.out(0, kernel_ops::take_scale(state_at(call, 0), call.in(kScalingState.size()),
+                                     options.slots, *options.update));
 }
 
 template <bool kCounts>
 void run_record_amax(Call& call) {
   kernel_ops::record_amax(state_at(call, 1), call.in(0), call.in(1 + kScalingState.size()),
-                          call.options<SlotOptions>().slot, kCounts);
+                          call.options<SlotOptions>().slots, kCounts);
 }
 
 Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& slot,
@@ -185,7 +188,7 @@ Step state_step(StepKind kind, std::string_view name, Run run, const StateSlot& 
   reads.insert(reads.end(), slot.state.begin(), slot.state.end());
   reads.push_back(slot.region);
   Step step = step_of(kind, name, run, std::move(read_names), std::move(reads), {}, {});
-  step.options = {std::make_shared<SlotOptions>(SlotOptions{slot.slot, slot.update})};
+  step.options = {std::make_shared<SlotOptions>(SlotOptions{slot.slots, slot.update})};
   return step;
 }
 
@@ -311,6 +314,11 @@ Step record_amax_step(const StateSlot& slot, Value amax, bool counts) {
                          counts ? run_record_amax<true> : run_record_amax<false>, slot, {amax});
   step.mutates = {slot.state[1], slot.state[2]};
   return step;
+}
+
+Step matrix_amaxes_step(Value x, Value amaxes) {
+  return step_of(StepKind::quantize, "matrix_amaxes", run_matrix_amaxes, {"x"}, {x}, {"amaxes"},
+                 {amaxes});
 }
 
 Step again_step(const Step& forward, Values writes) {

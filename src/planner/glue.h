@@ -39,18 +39,20 @@ struct Watch {
 /// The same, which keeps what it has done for take_watched (kernel_ops/inspection.h).
 Step watched_quantize_step(Value x, Value given, const GroupValues& group,
                            const Quantizer& quantizer, const Watch& watch);
-/// A slot of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
+/// Slots of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
 /// number.
 struct StateSlot {
   std::array<Value, kScalingState.size()> state;
   Value region;
-  int64_t slot;
+  kernel_ops::SlotRange slots;
   const ScaleUpdate* update;
 };
-/// scale = that of the slot.
+/// scale = that of the slot, or those of the slots.
 Step take_scale_step(const StateSlot& slot, Value scale);
 /// The slot's amax so far becomes the larger one. `counts`: an update is due behind the region.
 Step record_amax_step(const StateSlot& slot, Value amax, bool counts);
+/// amaxes = that of each matrix of x [groups, ...].
+Step matrix_amaxes_step(Value x, Value amaxes);
 /// A step of forward in backward, which writes of its results those that `writes` has in their
 /// places.
 Step again_step(const Step& forward, Values writes);

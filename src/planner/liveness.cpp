@@ -90,7 +90,8 @@ void drop_dead_steps(Steps& steps, const std::vector<Type>& types,
     // Of an amax without codes (calibrating) counts whether a product reads the numbers, themselves
     // or cast.
     const auto is_amax = [&](Value value) { return !exists(value) || recorded(value); };
-    if (std::ranges::any_of(step->writes, exists) && std::ranges::all_of(step->writes, is_amax))
+    if (step->kind != StepKind::op && std::ranges::any_of(step->writes, exists) &&
+        std::ranges::all_of(step->writes, is_amax))
       needed |= is_read(step->reads[0]);
     if (!step->absorbs.empty()) needed = std::ranges::any_of(step->absorbs, is_asked);
     for (Value& value : step->writes) {

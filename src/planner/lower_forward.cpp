@@ -174,13 +174,7 @@ class ForwardLowering {
       return y;
     }
     const bool quantizes = description_.recipe && !is_calibrating(*description_.recipe);
-    const bool keeps_state = quantizes && history_length(*description_.recipe) != 0;
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !def.refuses_recipe_state || !keeps_state, node.label,
-        ": expected a recipe whose scales follow from the numbers, as each group of rows has its ",
-        "own, got one that keeps amaxes of past steps. Use Float8CurrentScaling or ",
-        "MXFP8BlockScaling, or call the op outside of the tandem.autocast region.");
-    const bool has_composite = def.has_composite && !(def.refuses_recipe_state && quantizes);
+    const bool has_composite = def.has_composite && !(def.groups != nullptr && quantizes);
     if (!has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;
     draft_.runs_user_code |= def.runs_user_code;
     at::ScalarType dtype = compute_dtype(node, x.value);

@@ -52,8 +52,8 @@ class QuantizePoints {
   struct Slot {
     /// npos: the recipe has no state.
     size_t op = npos;
-    /// Among those of its direction.
-    size_t role = 0;
+    /// Among those of its direction; of an op with groups, those of the group.
+    size_t role = 0, group = 0;
     bool is_backward = false;
     auto operator<=>(const Slot&) const = default;
   };
@@ -91,7 +91,7 @@ class QuantizePoints {
           add(each.dtype, "state " + std::to_string(holder) + "." + direction + "." + each.name);
   }
 
-  Slot slot_of(size_t op, Role role) const {
+  Slot slot_of(size_t op, Role role, size_t group = 0) const {
     if (!is_stateful_) return {};
     const bool is_backward = role == Role::grad_output;
     size_t before = 0;
@@ -99,20 +99,29 @@ class QuantizePoints {
       if (each.role == role) break;
       before += (each.role == Role::grad_output) == is_backward;
     }
-    return {op, before, is_backward};
+    return {op, before, group, is_backward};
   }
 
-  StateSlot state_of(const Slot& slot) {
+  /// `groups`: of how many the slots are, from that of `slot` on; 0: of none.
+  StateSlot state_of(const Slot& slot, size_t groups = 0) {
     const OpNode& op = description_.ops[slot.op];
     TORCH_CHECK_VALUE(op.state, op.label, ": expected \"state\", which says where its amaxes go, ",
                       "under a recipe that keeps them, got none. Number the modules that hold it.");
     StateHolder& holder = draft_.state_holders[op.state->holder];
     StateHolder::Direction& direction = slot.is_backward ? holder.backward : holder.forward;
-    const size_t number = slot.role + (slot.is_backward ? op.state->backward : op.state->forward);
-    direction.slots = std::max(direction.slots, static_cast<int64_t>(number) + 1);
+    const auto stride = std::ranges::count_if(op.kind->def.roles, [&](const RoleOf& each) {
+      return (each.role == Role::grad_output) == slot.is_backward;
+    });
+    const kernel_ops::SlotRange slots{
+        static_cast<int64_t>(slot.role +
+                             (slot.is_backward ? op.state->backward : op.state->forward)) +
+            static_cast<int64_t>(slot.group) * stride,
+        std::max<int64_t>(stride, 1), static_cast<int64_t>(groups)};
+    const int64_t last = slots.first + slots.stride * std::max<int64_t>(slots.count - 1, 0);
+    direction.slots = std::max(direction.slots, last + 1);
     direction.is_used = true;
     direction.update = &update_of(*description_.recipe, slot.is_backward);
-    StateSlot found{{}, draft_.state[0], static_cast<int64_t>(number), direction.update};
+    StateSlot found{{}, draft_.state[0], slots, direction.update};
     const size_t first = scaling_state_place(op.state->holder, slot.is_backward);
     std::copy_n(draft_.state.begin() + static_cast<std::ptrdiff_t>(first), found.state.size(),
                 found.state.begin());
@@ -125,9 +134,9 @@ class QuantizePoints {
     for (Step& step : before) {
       switch (step.kind) {
         case StepKind::op:
-          if (!is_stateful_ || !description_.ops[step.covers[0].op].kind->def.refuses_recipe_state)
-            quantize_reads(step, steps, codes);
+          quantize_reads(step, steps, codes);
           steps.push_back(std::move(step));
+          std::ranges::move(std::exchange(records_, {}), std::back_inserter(steps));
           break;
         case StepKind::round:
           round(step, steps, codes, rounded);
@@ -164,20 +173,12 @@ class QuantizePoints {
       const Quantizer* const quantizer = asked(contract.role, part.op, slot);
       if (!is_by_group(contract, part.op)) {
         if (quantizer != nullptr)
-          value = codes_of(value, contract, part.op, *quantizer, steps, codes);
+          value = codes_of(value, contract, part.op, *quantizer, steps, codes, slot);
         if (contract.role == Role::grad_output) gradient_ = value;
       } else if (quantizer != nullptr) {
-        check_dtype(value, part.op);
-        if (contract.role == Role::weight) value = uncast(value);
         step.quantizers.resize(contracts.size());
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            given_to(*quantizer) == Given::nothing && !is_packed(*quantizer),
-            description_.ops[part.op].label,
-            ": expected a recipe whose codes are bytes, as each group of rows is quantized by ",
-            "itself, got the quantizer ", quantizer->text,
-            ". Use Float8BlockScaling or MXFP8BlockScaling, or call the op outside of the "
-            "tandem.autocast region.");
-        step.quantizers[static_cast<size_t>(&contract - contracts.data())] = quantizer;
+        quantize_by_group(step, read, contract, static_cast<size_t>(&contract - contracts.data()),
+                          *quantizer, steps);
         is_any_by_group = true;
       }
       (quantizer != nullptr ? coded : uncoded).push_back(read);
@@ -193,6 +194,59 @@ class QuantizePoints {
         step.reads[read] = decoded(codes_read, draft_.dtype(plain[read]), steps);
   }
 
+  /// The step quantizes what it reads by itself, in groups: it is told how, and given what that
+  /// takes.
+  void quantize_by_group(Step& step, size_t read, const OpStep::ContractOf& contract, size_t place,
+                         const Quantizer& quantizer, Steps& steps) {
+    const size_t op = step.covers[0].op;
+    const Value itself = step.reads[read], plain = uncast(itself);
+    if (is_calibrating_ && !kernel_ops::kArithmetic.has(draft_.dtype(itself))) return;
+    check_dtype(itself, op);
+    const bool is_weight = contract.role == Role::weight;
+    if (is_weight && !is_calibrating_) step.reads[read] = plain;
+    ByGroup& own = step.quantizers[place];
+    own = {&quantizer, /*is_multiplied=*/!is_calibrating_};
+    if (const Value given = given_by_group(op, contract.role, plain, quantizer, steps);
+        exists(given)) {
+      own.given = step.reads.size();
+      step.read_names.push_back("given");
+      step.reads.push_back(given);
+    }
+    const bool is_of_direction = is_backward_ == (contract.role == Role::grad_output);
+    if (!is_stateful_ || !is_of_direction) return;
+    const std::string name = draft_.name(plain) + ".amaxes";
+    const Value amaxes = draft_.add({at::kFloat, Format::plain, Origin::result, Value::none, name});
+    if (is_weight) {
+      steps.push_back(matrix_amaxes_step(plain, amaxes));
+    } else {
+      own.amaxes = step.writes.size();
+      step.write_names.push_back("amaxes");
+      step.writes.push_back(amaxes);
+    }
+    records_.push_back(record_amax_step(state_of(slot_of(op, contract.role), groups_of(op)), amaxes,
+                                        draft_.grad_mode));
+  }
+
+  size_t groups_of(size_t op) const {
+    const OpNode& node = description_.ops[op];
+    return node.kind->def.groups(node.options.get());
+  }
+
+  /// What the quantizer of an operand in groups takes: the same in all steps of the op.
+  Value given_by_group(size_t op, Role role, Value plain, const Quantizer& quantizer,
+                       Steps& steps) {
+    const auto [known, is_new] = given_by_group_.try_emplace({op, role}, Value::none);
+    if (!is_new) return known->second;
+    if (given_to(quantizer) == Given::scale) {
+      known->second = draft_.add(
+          {at::kFloat, Format::plain, Origin::result, Value::none, draft_.name(plain) + ".scales"});
+      steps.push_back(take_scale_step(state_of(slot_of(op, role), groups_of(op)), known->second));
+    } else {
+      known->second = seed_of(plain, quantizer, steps);
+    }
+    return known->second;
+  }
+
   /// The quantizer that the recipe has for an operand; null: none.
   const Quantizer* asked(Role role, size_t op, size_t slot = 0) const {
     const OpNode& node = description_.ops[op];
@@ -205,18 +259,29 @@ class QuantizePoints {
 
   /// Both operands of a product are rotated, or neither is: then the rotation cancels.
   void check_rotation(const Step& step) const {
-    const auto is_rotated = [&](size_t read) {
-      const Type& type = draft_.types[index_of(step.reads[read])];
-      return type.format == Format::codes && type.direction == Direction::column &&
-             type.quantizer->hadamard;
+    struct Operand {
+      size_t read;
+      bool is_rotated;
     };
-    std::vector<size_t> factors;
-    for_each_factor(
-        step, [&](size_t read, const OpStep::ContractOf&, size_t) { factors.push_back(read); });
-    for (const size_t read : factors)
-      TORCH_CHECK_VALUE(is_rotated(read) == is_rotated(factors[0]), step.name,
+    std::vector<Operand> factors;
+    const Part part = step.covers[0];
+    const OpKind& op = *description_.ops[part.op].kind;
+    const auto& contracts = (part.is_backward ? op.backward : op.forward)[part.nth].contracts;
+    for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
+      const Type& type = draft_.types[index_of(step.reads[read])];
+      const auto place = static_cast<size_t>(&contract - contracts.data());
+      const Quantizer* const by_group =
+          place < step.quantizers.size() ? step.quantizers[place].quantizer : nullptr;
+      const Quantizer* const quantizer = type.format == Format::codes ? type.quantizer : by_group;
+      const Direction along = type.format == Format::codes ? type.direction : contract.along;
+      factors.push_back(
+          {read, quantizer != nullptr && quantizer->hadamard && along == Direction::column});
+    });
+    for (const Operand& factor : factors)
+      TORCH_CHECK_VALUE(factor.is_rotated == factors[0].is_rotated, step.name,
                         ": expected operands that are both rotated or both not, got ",
-                        draft_.name(step.reads[factors[0]]), " and ", draft_.name(step.reads[read]),
+                        draft_.name(step.reads[factors[0].read]), " and ",
+                        draft_.name(step.reads[factor.read]),
                         ", of which one is. Give with_rht to the ",
                         "quantizers of inputs and gradients, and to no weight's.");
   }
@@ -247,7 +312,7 @@ class QuantizePoints {
       Value& value = step.reads[read];
       OpStep::ContractOf forward = contract;
       forward.along = Direction::row;
-      const Value made = codes_of(value, forward, op, *quantizer, steps, codes);
+      const Value made = codes_of(value, forward, op, *quantizer, steps, codes, slot);
       if (is_codes(made)) value = decoded(made, draft_.dtype(value), steps);
     });
   }
@@ -311,7 +376,7 @@ class QuantizePoints {
 
   /// What a product reads instead of plain numbers: these themselves where calibrating.
   Value codes_of(Value plain, const OpStep::ContractOf& contract, size_t op,
-                 const Quantizer& quantizer, Steps& steps, Codes& codes) {
+                 const Quantizer& quantizer, Steps& steps, Codes& codes, size_t group) {
     if (is_calibrating_ && !kernel_ops::kArithmetic.has(draft_.dtype(plain))) return plain;
     check_dtype(plain, op);
     const Value itself = plain;
@@ -329,8 +394,8 @@ class QuantizePoints {
       } else if (caches_weights() && has_workspace(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
-    const Representations numbers =
-        quantized({plain, &quantizer, slot_of(op, contract.role)}, op, contract.role, steps, codes);
+    const Representations numbers = quantized(
+        {plain, &quantizer, slot_of(op, contract.role, group)}, op, contract.role, steps, codes);
     return is_calibrating_ ? itself : numbers.of(contract.along);
   }
 
@@ -482,6 +547,9 @@ class QuantizePoints {
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
   std::map<std::tuple<Value, at::ScalarType, bool>, Value> decoded_ = {};
+  std::map<std::pair<size_t, Role>, Value> given_by_group_ = {};
+  /// What keeps the amaxes that the step under way writes.
+  Steps records_ = {};
   BackwardOverride override_ = BackwardOverride::none;
   bool is_backward_ = false, is_stateful_ = false, is_calibrating_ = false;
 };

@@ -37,16 +37,23 @@ const StepDef& definition_of(const Step& step, const FusionScope& scope) {
   return *(part.is_backward ? op.backward : op.forward)[part.nth].def;
 }
 
-/// How one of the steps quantizes an operand by itself; null where none does.
-const Quantizer* quantizer_of(const MemberOperand& operand, const std::vector<const Step*>& steps,
-                              const FusionScope& scope) {
+/// Has the fused step quantize an operand as one of the steps does by itself.
+void add_quantizer(Step& fused, const MemberOperand& operand, const std::vector<const Step*>& steps,
+                   const FusionScope& scope) {
+  ByGroup& own = fused.quantizers.emplace_back();
   for (const Step* step : steps) {
     if (step->quantizers.empty() || !is_step_of(*step, operand.step, scope)) continue;
     const auto& contracts = definition_of(*step, scope).contracts;
-    for (size_t i = 0; i < contracts.size(); ++i)
-      if (contracts[i].operand == operand.name) return step->quantizers[i];
+    for (size_t i = 0; i < contracts.size(); ++i) {
+      if (contracts[i].operand != operand.name || own.quantizer != nullptr) continue;
+      const ByGroup& of_step = step->quantizers[i];
+      own = {of_step.quantizer, of_step.is_multiplied};
+      if (of_step.given == npos) continue;
+      own.given = fused.reads.size();
+      fused.read_names.push_back("given");
+      fused.reads.push_back(step->reads[of_step.given]);
+    }
   }
-  return nullptr;
 }
 
 }  // namespace
@@ -99,7 +106,7 @@ Step fused_step(const Fusion& fusion, const FusedRun& run, std::vector<Options> 
     }
   }
   for (const MemberOperand& operand : run.quantizes)
-    step.quantizers.push_back(quantizer_of(operand, lookup.steps(operand.member), scope));
+    add_quantizer(step, operand, lookup.steps(operand.member), scope);
   return step;
 }
 

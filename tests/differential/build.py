@@ -83,6 +83,16 @@ def _module(op: Case, generator: torch.Generator) -> Any:
                 scale = op["in"] ** -0.5 if param.dim() == 2 else 0.5
                 param.copy_(scale * torch.randn(param.shape, generator=generator, dtype=torch.float64))
         return module
+    if kind == "grouped":
+        packed, groups = bool(op.get("packed", 0)), len(op["splits"])
+        experts = ops.GroupedLinear(
+            groups, op["in"], op["out"], bias=bool(op.get("bias", 1)), dtype=dtype, single_grouped_weight=packed, single_grouped_bias=packed
+        )
+        with torch.no_grad():
+            for name, param in experts.named_parameters():
+                scale = op["in"] ** -0.5 if name.startswith("weight") else 0.5
+                param.copy_(scale * torch.randn(param.shape, generator=generator, dtype=torch.float64))
+        return experts
     if kind in ("rms", "ln"):
         zero_centered = bool(op.get("zc", 0))
         norm = (ops.RMSNorm if kind == "rms" else ops.LayerNorm)(
@@ -149,9 +159,10 @@ def build(case: Case) -> Built:
         if "tie" in op:
             _tie(op, resolved, modules)
         for name in op.get("frozen", ()):
-            param = getattr(module, {"w": "weight", "b": "bias"}[name], None)
-            if param is not None:
-                param.requires_grad_(False)
+            whole = {"w": "weight", "b": "bias"}[name]
+            for param in (getattr(module, whole, None), getattr(module, f"{whole}0", None)):  # of several groups the first
+                if param is not None:
+                    param.requires_grad_(False)
         if op.get("eval"):
             module.eval()
         if op.get("hook"):
@@ -190,6 +201,8 @@ def _tie(op: Case, resolved: list[Case], modules: list[Any]) -> None:
 
 def _given(spec: Case, params: list[torch.Tensor], x: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
     """An argument: a new leaf, or a tensor that is somewhere else already."""
+    if "v" in spec:
+        return torch.tensor(spec["v"], dtype=DTYPES[spec["d"]])
     source = spec.get("from")
     if source == "x" and x is not None:
         if tuple(x.shape) != tuple(spec["s"]):

@@ -27,7 +27,7 @@ DTYPES = {
 KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "make", "s_srelu", "l2"}
 HALVES = {"swiglu", "geglu", "glu", "qgeglu", "reglu", "sreglu", "situ", "clamped", "s_swiglu", "s_situ", "s_clamped"}  # "il": columns of a block
 SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # times a number per row
-WITH_PARAMS = {"linear", "basic", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
+WITH_PARAMS = {"linear", "basic", "grouped", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
 PLAIN = {"nn_tanh", "nn_neg", "nested"}
 
 
@@ -65,6 +65,10 @@ def resolve(case: Case) -> list[Case]:
             op["in"] = shape[-1]
             _need(op["in"] > 0)
             shape = (*shape[:-1], op["out"])
+        elif kind == "grouped":
+            _need(len(shape) >= 1 and shape[-1] > 0)
+            op["in"], op["splits"] = shape[-1], shared_out(math.prod(shape[:-1]), op.get("parts", (1,)), op.get("behind", 0))
+            shape = (*shape[:-1], op["out"])
         elif kind in HALVES:
             _need(len(shape) >= 1 and shape[-1] % (2 * op.get("il", 1)) == 0 and shape[-1] > 0)
             shape = (*shape[:-1], shape[-1] // 2)
@@ -101,6 +105,8 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
     """Which extra tensors an op takes from the caller, what it reads from and writes to channels, what the caller gets."""
     kind = op["k"]
     op["extras"], op["outputs"] = [], []
+    if kind == "grouped":
+        op["extras"].append({"s": (len(op["splits"]),), "d": "i64", "v": op["splits"]})
     takes = kind == "add" or kind in SCALED or kind in ("py_swap", "py_swap_whole", "py_product")
     taken = shape
     if kind in SCALED:
@@ -127,6 +133,13 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
             op["outputs"].append("second")
     if kind == "dropout" and 0 < op.get("p", 0.5) < 1 and not op.get("eval"):
         op["outputs"].append("probe")
+
+
+def shared_out(rows: int, parts: tuple[int, ...], behind: int) -> tuple[int, ...]:
+    """Rows for groups in these proportions, `behind` of them for none."""
+    total = max(sum(parts) + behind, 1)
+    ends = [rows * sum(parts[:n]) // total for n in range(len(parts) + 1)]
+    return tuple(last - first for first, last in zip(ends, ends[1:], strict=False))
 
 
 def _smaller(shape: tuple[int, ...], how: int) -> tuple[int, ...]:

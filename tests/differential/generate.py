@@ -13,7 +13,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 4
 ROWS = ((), (0,), (1,), (2,), (3,), (3,), (5,), (7,), (8,), (17,), (2, 3), (3, 1), (1, 4), (2, 0), (2, 3, 2), (2, 1, 3))
 LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice")
 KINDS = (
-    ["linear"] * 6 + ["basic"] * 3 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["l2"] * 2 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
+    ["linear"] * 6 + ["basic"] * 3 + ["grouped"] * 4 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["l2"] * 2 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
     + ["swiglu"] * 4 + ["geglu"] * 2 + ["qgelu", "srelu", "glu", "qgeglu", "reglu", "sreglu"] + ["situ", "clamped"] * 2 + sorted(cases.SCALED) + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
     + ["add"] * 6 + ["make"] * 6
 )
@@ -107,6 +107,14 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
         if r.random() < 0.35 and shape:
             op["out"] = shape[-1]
         if kind == "linear" and r.random() < 0.35:
+            op["bias"] = 0
+    elif kind == "grouped":
+        op["out"] = 2 * r.choice((1, 2, 3, 4, 8, 9, 16, 17, 32))
+        op["parts"] = tuple(r.choices((0, 1, 1, 2, 5), k=r.randint(1, 5)))
+        for name, share in (("behind", 0.2), ("packed", 0.3)):
+            if r.random() < share:
+                op[name] = 1
+        if r.random() < 0.4:
             op["bias"] = 0
     elif kind in ("rms", "ln"):
         if r.random() < 0.3:
@@ -226,7 +234,7 @@ def _mode(r: random.Random, kind: str) -> Case:
 def _recipe(r: random.Random) -> Case:
     recipe: Case = {}
     if r.random() < 0.4:
-        recipe["kind"] = r.choice(["block", "mxfp8", "nvfp4"])
+        recipe["kind"] = r.choice(["block", "mxfp8", "nvfp4", "delayed"])
         if r.random() < 0.5 and recipe["kind"] != "nvfp4":
             recipe["format"] = "E4M3"
         if r.random() < 0.3 and recipe["kind"] == "block":
@@ -244,6 +252,12 @@ def _recipe(r: random.Random) -> Case:
 def _limit_mode(r: random.Random, case: Case) -> None:
     """What cannot go together: a checkpoint runs forward twice, so nothing may be written in it; hooks see no functional calls."""
     mode = case["mode"]
+    if mode.get("recipe", {}).get("kind") == "delayed":  # the state that a step leaves is that of the next one
+        mode.pop("func", None)
+        if mode.get("bw") in ("retain", "batched"):
+            mode.pop("bw")
+        if mode.get("run") in ("ckpt", "ckpt_re"):
+            mode.pop("run")
     if "func" in mode:
         for key in ("mut", "bw", "give", "ask", "grad", "warm", "fuse"):
             mode.pop(key, None)

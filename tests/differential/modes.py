@@ -35,6 +35,8 @@ def recipe_of(options: Case) -> tandem.recipe.Recipe:
     format_of_blocks = formats.E4M3 if options.get("format") == "E4M3" else formats.HYBRID
     if options.get("kind") == "block":
         return tandem.recipe.Float8BlockScaling(use_f32_scales=bool(options.get("f32", 0)), fp8_format=format_of_blocks)
+    if options.get("kind") == "delayed":
+        return tandem.recipe.DelayedScaling(amax_history_len=4, fp8_format=format_of_blocks)
     if options.get("kind") == "mxfp8":
         return tandem.recipe.MXFP8BlockScaling(fp8_format=format_of_blocks)
     if options.get("kind") == "nvfp4":
@@ -337,7 +339,8 @@ def unfused(built: Built, training: bool) -> Callable[..., list[torch.Tensor]]:
         text = run.pipeline(flags).description(run.library_training(flags, training))
         description = json.dumps({**json.loads(text), "fuse": False})
         params = [module._parameters[name] for module, name in run.places]
-        return list(torch.ops.tandem.pipeline(x, list(extras), params, [], [], [], description))
+        state = run.state(tandem._C.in_force.recipe)
+        return list(torch.ops.tandem.pipeline(x, list(extras), params, [], state, [], description))
 
     return call
 

@@ -84,6 +84,10 @@ def quantized(x: torch.Tensor, name: str, recipe: Case, role: str) -> torch.Tens
 def in_directions(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x in the recipe's format and back, in the shape of x with blocks along its last dimension, and as a matrix with blocks along the other."""
     rows = x.reshape(-1, x.shape[-1])
+    if recipe.get("kind") == "delayed":  # the first step: all scales are 1
+        dtype, largest = FORMATS["e5m2" if role == "grad_output" and recipe.get("format") != "E4M3" else "e4m3"]
+        q = x.clamp(-largest, largest).float().to(dtype).double()
+        return q, q.reshape(rows.shape)
     if "kind" not in recipe:
         gradient = "e4m3" if recipe.get("format") == "E4M3" else "e5m2"
         q = quantized(x, gradient if role == "grad_output" else "e4m3", recipe, role)
@@ -223,6 +227,8 @@ class Reference:
             return x, []
         if kind in ("linear", "basic"):
             return self._linear(module, x), []
+        if kind == "grouped":
+            return self._grouped(op, module, x), []
         if kind == "bias":
             return self._bias(module.bias, x), []
         if kind in ("rms", "ln"):
@@ -259,9 +265,34 @@ class Reference:
 
     def _linear(self, module: Any, x: Valued) -> Valued:
         x = self.compute(x, module.weight.dtype)
-        weight = self.param(module.weight, x.dtype)
+        result = self._product(x, self.param(module.weight, x.dtype), module.weight.dtype)
+        bias = getattr(module, "bias", None)
+        return result if bias is None else self._bias(bias, result)
+
+    def _grouped(self, op: Case, module: Any, x: Valued) -> Valued:
+        params = dict(module.named_parameters())
+        own = next(iter(params.values())).dtype
+        x = self.compute(x, own)
+        self.refuses_float64 |= self.recipe is not None and torch.float64 in (x.dtype, own)
+        values = {name: self.param(param, x.dtype) for name, param in params.items()}
+        rows, parts, first = x.value.reshape(-1, op["in"]), [], 0
+        for g, count in enumerate(op["splits"]):
+            of_group = {name: values[f"{name}{g}"] if f"{name}{g}" in values else values[name][g] for name in ("weight", "bias") if name in values or f"{name}{g}" in values}
+            part = Valued(rows[first : first + count], x.dtype)
+            first += count
+            if count == 0:
+                continue
+            part = self._product(part, of_group["weight"], own)
+            if "bias" in of_group:
+                part = self.noisy(part.value + of_group["bias"], x.dtype)
+            parts.append(part.value)
+        parts.append(torch.zeros(rows.shape[0] - first, op["out"], dtype=torch.float64))
+        return Valued(torch.cat(parts).reshape(*x.value.shape[:-1], op["out"]), x.dtype)
+
+    def _product(self, x: Valued, weight: torch.Tensor, own: torch.dtype) -> Valued:
+        """x times a weight, whose parameter has the dtype `own`."""
         if self.recipe is not None:
-            self.refuses_float64 |= torch.float64 in (x.dtype, module.weight.dtype)
+            self.refuses_float64 |= torch.float64 in (x.dtype, own)
             y = _QuantizedProduct.apply(x.value, weight, self.recipe)
         else:
             y = x.value @ weight.t()
@@ -269,9 +300,7 @@ class Reference:
             terms = x.value.detach().abs() @ weight.detach().abs().t()
             r = _between(y, self.generator)
             y = y + UNIT[torch.float64 if x.dtype == torch.float64 else torch.float32] * terms * r
-        result = self.noisy(y, x.dtype)
-        bias = getattr(module, "bias", None)
-        return result if bias is None else self._bias(bias, result)
+        return self.noisy(y, x.dtype)
 
     def _bias(self, bias: torch.Tensor, x: Valued) -> Valued:
         own = x.dtype if self.autocast is not None and x.dtype.is_floating_point else bias.dtype  # under autocast it follows x

@@ -60,6 +60,28 @@ TEST(Sequential, KeepsTheStateOfDelayedScaling) {
   EXPECT_EQ(model->named_buffers()["0.recipe_state.forward.amax_history"][1][0].item<float>(), 7);
 }
 
+TEST(Sequential, KeepsTheStateOfEachGroup) {
+  Sequential model({ops::grouped_linear(8, 4, {.num_groups = 3})});
+  DelayedScaling recipe;
+  recipe.amax_history_len = 3;
+  const at::Tensor x = at::full({5, 8}, 7.0), splits = at::tensor({2, 0, 3}, at::kLong);
+  for (int step = 0; step < 2; ++step) {
+    at::Tensor y;
+    {
+      const Autocast region(true, recipe);
+      y = model->forward(x, {splits})[0];
+    }
+    y.sum().backward();
+  }
+  const auto buffers = model->named_buffers();
+  const at::Tensor scales = buffers["0.recipe_state.forward.scale"];
+  EXPECT_EQ(scales.sizes(), (std::vector<int64_t>{6}));
+  EXPECT_EQ(scales[0].item<float>(), 64);
+  EXPECT_EQ(scales[2].item<float>(), 1) << "the group has no rows";
+  EXPECT_NE(scales[3].item<float>(), 1) << "its weight is quantized all the same";
+  EXPECT_EQ(buffers["0.recipe_state.backward.amax_history"].sizes(), (std::vector<int64_t>{3, 3}));
+}
+
 TEST(Sequential, ParametersStartAsTorchsDo) {
   Sequential model({ops::linear(16, 64), ops::rms_norm(64),
                     ops::rms_norm(64, {.zero_centered_gamma = true}), ops::layer_norm(64)});

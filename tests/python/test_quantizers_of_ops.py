@@ -12,6 +12,7 @@ def test_numbers_of_quantizers_are_those_of_transformer_engine():
     counts = {
         ops.BasicLinear(4, 4): (2, 1), ops.Bias(4): (0, 0), ops.GELU(): (0, 0), ops.RMSNorm(4): (0, 0), ops.Identity(): (0, 0),
         ops.Quantize(): (1, 0), ops.Quantize(False, True): (0, 1), ops.Quantize(True, True): (1, 1),
+        ops.GroupedLinear(3, 4, 4): (6, 3), ops.GroupedLinear(2, 4, 4, single_grouped_weight=True): (4, 2),
     }  # fmt: skip
     for op, expected in counts.items():
         assert (op.num_quantizers("forward"), op.num_quantizers("backward")) == expected, op

@@ -206,7 +206,7 @@ class _Call:
             tensors = [main_grad] if isinstance(main_grad, torch.Tensor) else list(main_grad)
             written = [*range(len(self.buffers), len(self.buffers) + len(tensors))]
             self.buffers += tensors
-        forward, backward = _C.quantize_slots(op)
+        forward, backward = _C.quantize_slots(op, json.dumps(options))
         state = (0, *self.slots) if forward + backward else None
         self.slots = [self.slots[0] + forward, self.slots[1] + backward]
         fields = {"extra_inputs": [], "extra_outputs": [], "recompute": False} | more

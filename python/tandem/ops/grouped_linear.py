@@ -36,7 +36,7 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
 
     num_extra_inputs = 1
     num_groups, single_grouped_weight, single_grouped_bias, scale_bias = Fixed(), Fixed(), Fixed(), Fixed()
-    _deferred_tensors = 4
+    _deferred_tensors = 6
 
     _kind = "grouped_linear"
     _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
@@ -128,6 +128,10 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
             "scale_bias": self.scale_bias,
         }
 
+    def _quantize_slots(self) -> tuple[int, int]:
+        forward, backward = super()._quantize_slots()  # of one group
+        return self.num_groups * forward, self.num_groups * backward
+
     # Gradients of weights that are computed later.
 
     def _weights(self) -> list[torch.nn.Parameter]:
@@ -146,17 +150,19 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
                 "for compiled code."
             )
         texts = [] if call.recipe == "null" else [_C.recipe_quantizer(call.recipe, role, self._kind) for role in ("grad_output", "input")]
+        given = [_seed_of(text, grad_y.device) for text in texts] or [torch.empty(0)] * 2
         versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
         lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
-        self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, lines])
+        self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
         return [*[False] * count, *asked[count:]]
 
     def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
-        grad_y, x, splits, _ = left
+        grad_y, x, splits, *given, _ = left
         versions, *texts = texts_of(left)
         for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
             check_unchanged(name, tensor, int(version))
-        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts)
+        given = [tensor if tensor.numel() else None for tensor in given] if texts else []
+        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts, *given)
         parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
         for weight, part in zip(weights, parts, strict=True):
             (add_to_main_grad if self.accumulate_into_main_grad else add_gradient)(weight, part)
@@ -179,6 +185,11 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
 
     def extra_repr(self) -> str:
         return f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
+
+
+def _seed_of(text: str, device: torch.device) -> torch.Tensor:
+    """What a quantizer is given that rounds by chance; an empty tensor for others."""
+    return torch.randint(torch.iinfo(torch.int64).max, (), device=device) if ":sr=1" in text else torch.empty(0)
 
 
 __all__ = ["GroupedLinear"]

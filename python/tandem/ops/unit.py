@@ -338,7 +338,8 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
         `DelayedScaling` it has the scale and the amax of the op's state.
 
         Args:
-            mode: "forward": of x, then of the weight; "backward": of the gradient of y.
+            mode: "forward": of x, then of the weight; "backward": of the gradient of y. Of products in groups those of the first group, then
+                those of the second, and so on.
             index: which, from 0.
         """
         count = self.num_quantizers(mode)

@@ -1,0 +1,298 @@
+"""Experts under DelayedScaling: each group has scales of its own, which are those of a Linear of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from delayed import settled, states
+from experts import made
+
+import tandem
+from tandem import ops
+from tandem.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+GROUPS, ROWS = 4, 40
+RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+STEPS = [[10, 0, 5, 25], [0, 40, 0, 0], [1, 2, 3, 30], [0, 0, 0, 0], [10, 10, 10, 10]]  # the third leaves rows behind
+
+
+def batches(count=len(STEPS), features=64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(ROWS, features, generator=generator) * 2.0**step for step in range(count)]
+
+
+def gradients(y):
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+
+
+def grads_of(module):
+    """The gradients of the weights, by group."""
+    params = dict(module.named_parameters())
+    return params["weight"].grad.unbind(0) if "weight" in params else [params[f"weight{g}"].grad for g in range(GROUPS)]
+
+
+def step(module, x, splits, recipe=RECIPE, call=None):
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    with tandem.autocast(recipe=recipe):
+        y = (module if call is None else call)(x, torch.tensor(splits))
+    y.backward(gradients(y))
+    return y.detach(), x.grad, grads_of(module)
+
+
+def tables(module):
+    """What is kept, as [groups] of x, weights and gradients, the next scale first."""
+    forward, backward = (settled(state) for state in states(module))
+    return [(forward[0][0::2], forward[1][:, 0::2]), (forward[0][1::2], forward[1][:, 1::2]), backward]
+
+
+class Linears:
+    """A Linear for each group, with the parameters of the module."""
+
+    def __init__(self, module):
+        params = dict(module.named_parameters())
+        weights = params["weight"].unbind(0) if "weight" in params else [params[f"weight{g}"] for g in range(GROUPS)]
+        self.each = [ops.BasicLinear(64, 48, dtype=weights[0].dtype) for _ in weights]
+        for linear, weight in zip(self.each, weights, strict=True):
+            linear.weight = torch.nn.Parameter(weight.detach().clone())
+
+    def step(self, x, splits, recipe=RECIPE):
+        x = x.detach().requires_grad_()
+        used = sum(splits)
+        for linear in self.each:
+            linear.zero_grad()
+        with tandem.autocast(recipe=recipe):
+            parts = [linear(rows) for linear, rows in zip(self.each, x[:used].split(splits), strict=True)]
+        y = torch.cat([*parts, torch.zeros(len(x) - used, 48, dtype=x.dtype)])
+        y.backward(gradients(y))
+        return y.detach(), x.grad, [linear.weight.grad for linear in self.each]
+
+
+def equal(actual, expected):
+    y, grad_x, grads = actual
+    assert torch.equal(y, expected[0]) and torch.equal(grad_x, expected[1])
+    for g, (own, other) in enumerate(zip(grads, expected[2], strict=True)):
+        assert torch.equal(own, other), g
+
+
+@pytest.mark.parametrize("fp8_format", [Format.E4M3, Format.HYBRID], ids=["E4M3", "HYBRID"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_group_is_what_a_linear_of_its_own_is(dtype, packed, fp8_format):
+    recipe = DelayedScaling(amax_history_len=4, fp8_format=fp8_format)
+    module = made(GROUPS, 64, 48, dtype=dtype, bias=False, single_grouped_weight=packed)
+    linears = Linears(module)
+    for x, splits in zip(batches(), STEPS, strict=True):
+        equal(step(module, x.to(dtype), splits, recipe), linears.step(x.to(dtype), splits, recipe))
+        forward, backward = states(module)
+        for g, linear in enumerate(linears.each):
+            own_forward, own_backward = states(linear)
+            for name in ("scale", "amax_history"):
+                kept, own = getattr(forward, name), getattr(own_forward, name)
+                assert torch.equal(kept[..., 2 * g : 2 * g + 2], own), (name, g, splits)
+                assert torch.equal(getattr(backward, name)[..., g : g + 1], getattr(own_backward, name)), (name, g, splits)
+
+
+def test_against_float64_products_of_rounded_operands():
+    module = made(GROUPS, 64, 48, bias=False)
+    for x, splits in zip(batches(3), STEPS, strict=False):
+        scales = torch.ones(2 * GROUPS), torch.ones(GROUPS)
+        if "recipe_state" in module._modules:
+            scales = tuple(settled(state)[0] for state in states(module))
+        y, grad_x, grads = step(module, x, splits)
+
+        def rounded(tensor, scale):
+            codes = (tensor.detach() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return codes.double() * (1 / scale.double()).float().double()
+
+        grad_y, first = gradients(y), 0
+        for g, count in enumerate(splits):
+            rows = slice(first, first + count)
+            first += count
+            own_x, own_grad = rounded(x[rows], scales[0][2 * g]), rounded(grad_y[rows], scales[1][g])
+            weight = rounded(getattr(module, f"weight{g}"), scales[0][2 * g + 1])
+            for actual, wanted in ((y[rows], own_x @ weight.t()), (grad_x[rows], own_grad @ weight), (grads[g], own_grad.t() @ own_x)):
+                torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=4e-6 * max(1e-3, wanted.abs().amax().item() if wanted.numel() else 0))
+        assert not y[first:].any() and not grad_x[first:].any()
+
+
+def test_groups_without_rows_change_no_scale():
+    module = made(GROUPS, 64, 48)
+    step(module, batches()[0], [10, 0, 5, 25])
+    (x_scale, x_history), (weight_scale, _), (grad_scale, _) = tables(module)
+    assert x_scale[1] == 1 and grad_scale[1] == 1 and not x_history[:, 1].any()
+    torch.testing.assert_close(weight_scale[1], 448 / module.weight1.detach().abs().max())  # quantized all the same
+    assert (x_scale[[0, 2, 3]] != 1).all() and (grad_scale[[0, 2, 3]] != 1).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled(packed):
+    module = made(GROUPS, 64, 48, single_grouped_weight=packed)
+    other = copy.deepcopy(module)
+    compiled = torch.compile(other, fullgraph=True)
+    for x, splits in zip(batches(), STEPS, strict=True):
+        expected, actual = step(module, x, splits), step(other, x, splits, call=compiled)
+        for own, wanted in ((actual[0], expected[0]), (actual[1], expected[1]), *zip(actual[2], expected[2], strict=True)):
+            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5 * max(1.0, wanted.abs().max().item()))
+        for own, wanted in zip(tables(other), tables(module), strict=True):
+            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1]), splits
+
+
+def test_in_a_pipeline_the_fusion_says_why_not():
+    first, last = made(GROUPS, 64, 96), made(GROUPS, 48, 64)
+    box = ops.Sequential(ops.RMSNorm(64), first, ops.SwiGLU(), last)
+    x, splits = torch.randn(ROWS, 64, requires_grad=True), torch.tensor(STEPS[0])
+    for _ in range(2):
+        with tandem.autocast(recipe=RECIPE):
+            y = box(x, splits, splits)
+        y.sum().backward()
+        box.zero_grad()
+    text = box.explain()
+    assert "refused grouped_mlp_glu" in text and "the recipe keeps the amaxes of the rows of each group, also between the products" in text
+    with tandem.autocast(recipe=RECIPE):
+        report = tandem.verify(box, x, splits, splits)
+    assert report, report
+    with torch.no_grad(), tandem.autocast(recipe=RECIPE):
+        box(x, splits, splits)
+    with tandem.autocast(recipe=Float8CurrentScaling()):
+        box(x, splits, splits)
+    assert "made    grouped_mlp_glu" in box.explain()
+
+
+def test_calibrating_keeps_amaxes_and_multiplies_numbers():
+    for packed in (False, True):
+        module = made(GROUPS, 64, 48, single_grouped_weight=packed)
+        other = copy.deepcopy(module)
+        x, splits = batches()[0], STEPS[0]
+        module.zero_grad()
+        leaf = x.detach().requires_grad_()
+        with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            y = module(leaf, torch.tensor(splits))
+        y.backward(gradients(y))
+        plain = other(x, torch.tensor(splits))
+        assert torch.equal(y, plain)
+        step(other, x, splits)
+        for own, wanted in zip(tables(module), tables(other), strict=True):
+            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_main_grads_and_delayed_gradients(packed):
+    plain = made(GROUPS, 64, 48, single_grouped_weight=packed)
+    into = copy.deepcopy(plain)
+    into.accumulate_into_main_grad = True
+    later = ops.GroupedLinear(GROUPS, 64, 48, single_grouped_weight=packed, delay_wgrad_compute=True)
+    later.load_state_dict(plain.state_dict())
+    for name in into._main_grad_names:
+        getattr(into, name).main_grad = torch.zeros_like(getattr(into, name))
+    for x, splits in zip(batches(3), STEPS, strict=False):
+        expected = step(plain, x, splits)
+        for name in into._main_grad_names:
+            getattr(into, name).main_grad.zero_()
+        for module in (into, later):
+            module.zero_grad()
+            leaf = x.detach().requires_grad_()
+            with tandem.autocast(recipe=RECIPE):
+                y = module(leaf, torch.tensor(splits))
+            y.backward(gradients(y))
+            assert torch.equal(y, expected[0]) and torch.equal(leaf.grad, expected[1])
+        later.backward_dw()
+        for name in plain._main_grad_names:
+            wanted = getattr(plain, name).grad
+            assert torch.equal(getattr(into, name).main_grad, wanted) and torch.equal(getattr(later, name).grad, wanted), name
+        for module in (into, later):
+            for own, wanted in zip(tables(module), tables(plain), strict=True):
+                assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+
+
+def test_amaxes_are_kept_whichever_gradients_are_asked_for():
+    expected = made(GROUPS, 64, 48)
+    step(expected, batches()[0], STEPS[0])
+    for frozen, needs_x in ((True, True), (False, False)):
+        module = made(GROUPS, 64, 48)
+        module.load_state_dict({name: tensor for name, tensor in expected.state_dict().items() if "recipe_state" not in name})
+        for name in module._main_grad_names:
+            getattr(module, name).requires_grad_(not frozen)
+        x = batches()[0].requires_grad_(needs_x)
+        with tandem.autocast(recipe=RECIPE):
+            y = module(x, torch.tensor(STEPS[0]))
+        y.backward(gradients(y))
+        for own, wanted in zip(tables(module), tables(expected), strict=True):
+            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+
+
+def test_state_is_saved_and_loaded():
+    module, other = made(GROUPS, 64, 48), made(GROUPS, 64, 48)
+    step(module, batches()[0], STEPS[0])
+    step(module, batches()[1], STEPS[1])
+    saved = module.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items() if "recipe_state" in name}
+    assert shapes == {
+        "recipe_state.forward.scale": (2 * GROUPS,),
+        "recipe_state.forward.amax_history": (4, 2 * GROUPS),
+        "recipe_state.backward.scale": (GROUPS,),
+        "recipe_state.backward.amax_history": (4, GROUPS),
+    }
+    other.load_state_dict(saved)
+    equal(step(other, batches()[2], STEPS[2]), step(module, batches()[2], STEPS[2]))
+    with pytest.raises(RuntimeError, match="expected scaling state with 4 slots, got scale of shape"):
+        ops.GroupedLinear(2, 64, 48).load_state_dict({name: tensor for name, tensor in saved.items() if name[-1] not in "23"})
+
+
+def test_quantizers_are_told_as_transformer_engine_orders_them():
+    for module in (ops.GroupedLinear(3, 64, 48), tandem.GroupedLinear(3, 64, 48)):
+        assert (module.num_quantizers("forward"), module.num_quantizers("backward")) == (6, 3)
+        assert module.get_quantizer("forward", 5) is None
+        with tandem.autocast(recipe=RECIPE):
+            module(torch.randn(6, 64), torch.tensor([1, 2, 3]))
+        with tandem.autocast(recipe=RECIPE):
+            module(torch.randn(6, 64), torch.tensor([1, 2, 3]))
+            for g in range(3):
+                for role in range(2):
+                    found = module.get_quantizer("forward", 2 * g + role)
+                    assert isinstance(found, tandem.Float8Quantizer) and found.scale == module.recipe_state.forward.scale[2 * g + role]
+                torch.testing.assert_close(found.scale, 448 / getattr(module, f"weight{g}").detach().abs().amax()[None])
+        with tandem.autocast(recipe=Float8CurrentScaling()):
+            assert isinstance(module.get_quantizer("backward", 2), tandem.Float8CurrentScalingQuantizer)
+        with pytest.raises(IndexError, match="expected the index of one of its 3 backward quantizers, got 3, which is out of range"):
+            module.get_quantizer("backward", 3)
+
+
+def test_recomputed_and_used_twice():
+    module, x = made(GROUPS, 64, 64, bias=False), batches()[0]
+    splits, checkpointed = torch.tensor(STEPS[0]), copy.deepcopy(module)
+    for _ in range(2):
+        results = []
+        for each in (module, checkpointed):
+            leaf = x.detach().requires_grad_()
+            with tandem.autocast(recipe=RECIPE):
+                y = each(leaf, splits) if each is module else tandem.checkpoint(each, leaf, splits)
+            y.backward(gradients(y))
+            results.append((y.detach(), leaf.grad, *[param.grad for param in each.parameters()]))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for own, wanted in zip(tables(checkpointed), tables(module), strict=True):
+        assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1])
+    twice = ops.Sequential(module, module)
+    with tandem.autocast(recipe=RECIPE):
+        twice(x, splits, splits).sum().backward()
+    assert torch.equal(tables(module)[1][0], tables(checkpointed)[1][0]), "the same weights"
+
+
+def test_plain_functions_and_cpp_descriptions_have_the_slots_of_groups():
+    assert tandem._C.quantize_slots("grouped_linear", json.dumps({"num_groups": 5})) == (10, 5)
+    assert tandem._C.quantize_slots("grouped_linear") == (2, 1) and tandem._C.quantize_slots("basic_linear") == (2, 1)
+
+
+def test_errors():
+    region, pending = torch.tensor([1]), torch.tensor([0])
+    with pytest.raises(ValueError, match="expected state with at least 5 slots, got 4"):
+        torch.ops.tandem.take_scale_(torch.ones(4), torch.zeros(2, 4), pending, region, 0, "fp8_e4m3:margin=0:max", 2, 3)
+    with pytest.raises(ValueError, match="expected slots with a stride of at least 1 and a count of at least 0, got 0 and 3"):
+        torch.ops.tandem.take_scale_(torch.ones(4), torch.zeros(2, 4), pending, region, 0, "fp8_e4m3:margin=0:max", 0, 3)
+    with pytest.raises(ValueError, match=r"grouped_amaxes: expected matrices \[3, ...\], got \[2, 4\]"):
+        torch.ops.tandem.grouped_amaxes(torch.ones(2, 4), None, 3)
