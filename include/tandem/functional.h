@@ -59,7 +59,7 @@ struct LayerNormLinearArguments {
 };
 
 /// Of y = activation(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias; both biases or none.
-/// Of `options`, those of the norm count, return_layernorm_output and activation.
+/// Of `options`, those of the norm count, return_layernorm_output, activation and checkpoint.
 struct LayerNormMLPArguments {
   at::Tensor x, layer_norm_weight, layer_norm_bias = {}, fc1_weight, fc1_bias = {}, fc2_weight,
                                    fc2_bias = {};

@@ -40,6 +40,8 @@ struct LayerNormLinearOptions {
   Init init_method = init::normal(0.023);
   TensorParallel tensor_parallel = {};
   MainGrads main_grads = {};
+  /// Backward leaves the gradients of weights to `backward_dw()` of the module.
+  bool delay_wgrad_compute = false;
 };
 
 struct LayerNormMLPOptions {
@@ -63,6 +65,11 @@ struct LayerNormMLPOptions {
   /// Unless `mode` is none, the first product is column-parallel, the second row-parallel.
   TensorParallel tensor_parallel = {};
   MainGrads main_grads = {};
+  /// Backward leaves the gradients of weights to `backward_dw()` of the module.
+  bool delay_wgrad_compute = false;
+  /// Backward computes the norm, the first product and the activation again, instead of having what
+  /// they give kept.
+  bool checkpoint = false;
 };
 
 namespace ops {

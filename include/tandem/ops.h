@@ -62,6 +62,8 @@ struct BasicOp {
   std::vector<Channel> extra_inputs = {}, extra_outputs = {};
   /// The result may be written into the extra input.
   bool in_place = false;
+  /// Backward computes its results again, instead of having them kept.
+  bool recompute = false;
 };
 
 /// One entry of a list of operations: one or several basic ops (a linear layer is a product and a
@@ -90,6 +92,12 @@ struct TANDEM_API Op {
   /// Throws: c10::ValueError where there is no such parameter, where it is not the weight of a
   ///         product, or where `main_grad` has another shape, is undefined or requires grad.
   Op with_main_grad(const std::string& parameter, at::Tensor main_grad) const;
+
+  /// The same op, whose backward leaves the gradients of its products' weights to `backward_dw()`
+  /// of the module: a pipeline schedule computes them while it would wait.
+  ///
+  /// Throws: c10::ValueError where the op has no product of one weight.
+  Op with_delayed_wgrad() const;
 };
 
 /// How ranks share the weight of a linear layer. Sizes of ops are those of all ranks.

@@ -18,6 +18,7 @@ namespace tandem {
 
 class Pipeline;
 struct ScalingBuffers;
+struct LeftByBackward;
 
 /// Under a recipe that keeps amaxes, an op's module has buffers "recipe_state.forward.scale",
 /// "recipe_state.forward.amax_history" and the same of backward: float32 whatever dtype the module
@@ -50,6 +51,14 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go
   /// into a main_grad are returned here, and no main_grad is written.
   VerifyReport verify(const at::Tensor& x, at::TensorList extra_inputs = {});
+
+  /// Computes the gradients that the oldest backward has left of weights whose op is
+  /// Op::with_delayed_wgrad(), and adds them to `grad()`, or to their main_grad: one call for each
+  /// backward. Does nothing where there is no such op, or where all of these weights are frozen.
+  ///
+  /// Throws: c10::Error where there was no backward; where an input that they are computed from was
+  ///         written in place since.
+  void backward_dw();
 
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -86,6 +95,14 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   std::vector<StateOwner> state_owners_;
   /// As the pipeline takes them. Whoever replaces what one holds (`to`, `load`) does so in place.
   std::vector<at::Tensor> parameters_, main_grads_;
+  /// Of weights whose gradients come later: places among the parameters, main_grads, and what
+  /// backward has left of them, which graphs share.
+  struct DelayedWeight {
+    std::vector<size_t> parameters;
+    std::vector<at::Tensor> main_grads;
+  };
+  std::vector<DelayedWeight> delayed_;
+  std::shared_ptr<LeftByBackward> left_;
   std::unique_ptr<Pipeline> pipeline_;
   /// The ops without main_grads, for `verify`; empty where there are none.
   std::string ops_to_verify_;

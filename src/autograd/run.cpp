@@ -28,14 +28,12 @@ using torch::autograd::Node;
 void check_workspaces(const Plan& plan, const Arguments& arguments) {
   size_t next = 0;
   for (const CachedWeight& cached : plan.cached_weights) {
-    const auto param = std::find(plan.params.begin(), plan.params.end(), cached.weight);
     kernel_ops::Workspace workspace;
     for (size_t part = 0; part < workspace.size(); ++part)
       if (kernel_ops::has_part(*cached.quantizer, cached.parts, part))
         workspace[part] = arguments.workspaces[next++];
-    if (param == plan.params.end()) continue;  // joined of several: checked where it is written
-    kernel_ops::check_workspace(arguments.params[static_cast<size_t>(param - plan.params.begin())],
-                                workspace, *cached.quantizer);
+    kernel_ops::check_workspace(pieces_of(cached, plan, arguments.params), workspace,
+                                *cached.quantizer);
   }
 }
 
@@ -237,6 +235,15 @@ std::vector<QuantizedParam> quantized_params(at::TensorList params) {
     }
   }
   return found;
+}
+
+std::vector<at::Tensor> pieces_of(const CachedWeight& cached, const Plan& plan,
+                                  at::TensorList params) {
+  std::vector<at::Tensor> pieces;
+  for (const Value piece : cached.pieces)
+    pieces.push_back(
+        params[static_cast<size_t>(std::ranges::find(plan.params, piece) - plan.params.begin())]);
+  return pieces;
 }
 
 Value root_of(const Plan& plan, Value value) {

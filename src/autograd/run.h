@@ -78,6 +78,10 @@ Value root_of(const Plan& plan, Value value);
 /// memory: arguments may be parts of one tensor.
 const at::Tensor* argument_of(const Plan& plan, const Arguments& arguments, Value root);
 
+/// What a cached weight lies in, of the parameters of a call.
+std::vector<at::Tensor> pieces_of(const CachedWeight& cached, const Plan& plan,
+                                  at::TensorList params);
+
 /// The main output, then extra outputs.
 using Outputs = c10::SmallVector<at::Tensor, 4>;
 

@@ -126,15 +126,27 @@ void bind_op_call(py::module_& module) {
         std::vector<PlanKey::TensorTraits> traits;
         for (const auto& [requires_grad, dtype, device] : inputs)
           traits.push_back({true, c10::GradMode::is_enabled() && requires_grad, dtype, device});
-        std::vector<std::tuple<size_t, std::string, GroupMask>> specs;
+        std::vector<std::tuple<std::vector<size_t>, std::string, GroupMask>> specs;
         for (const WorkspaceSpec& spec : workspace_specs(description, traits, params))
-          specs.emplace_back(spec.param, spec.quantizer, spec.parts);
+          specs.emplace_back(spec.params, spec.quantizer, spec.parts);
         return specs;
       },
       py::arg("description"), py::arg("inputs"), py::arg("params"),
-      "Parameter, quantizer and wanted parts of each workspace that a traced call is given.");
-  module.def("make_workspace", &make_workspace, py::arg("weight"), py::arg("quantizer"),
-             py::arg("parts"));
+      "Parameters, quantizer and wanted parts of each workspace that a traced call is given.");
+  module.def(
+      "make_workspace",
+      [](const std::vector<at::Tensor>& weight, const std::string& quantizer, GroupMask parts,
+         bool has_other_parts, bool has_other_quantizer) {
+        using kernel_ops::CodesWere;
+        return make_workspace(weight, quantizer, parts,
+                              has_other_parts       ? CodesWere::lacking_a_direction
+                              : has_other_quantizer ? CodesWere::of_another_recipe
+                                                    : CodesWere::first_used);
+      },
+      py::arg("weight"), py::arg("quantizer"), py::arg("parts"), py::arg("has_other_parts"),
+      py::arg("has_other_quantizer"),
+      "A fresh workspace; whether codes of the weight were used in other directions, or in "
+      "others.");
   module.def(
       "quantize_weight",
       [](const at::Tensor& weight, const std::string& text, GroupMask parts,

@@ -67,6 +67,8 @@ struct CachedWeight {
   Value weight = Value::none;
   const Quantizer* quantizer = nullptr;
   GroupMask parts = {};
+  /// The parameters that it is joined of; itself where it is one.
+  Values pieces = {};
 };
 
 /// A module that keeps state of the recipe: how many slots of each direction are used, and by which

@@ -2,11 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "core/json_fields.h"
+#include "ops/deferred.h"
 #include "planner/description.h"
 
 namespace tandem {
@@ -42,21 +44,38 @@ std::string options_text(const std::string& op, const OptionValues& options) {
   return written.dump();
 }
 
+bool is_set(const OptionValues& options, std::string_view name) {
+  return std::ranges::any_of(options, [&](const auto& option) {
+    return option.first == name && option.second == OptionValue(true);
+  });
+}
+
 DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
+  std::vector<size_t> delaying;
   uint32_t state_holders = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
     SlotCount& slots = described.slots.emplace_back();
     std::vector<std::optional<size_t>> places(ops[i].parameters.size());
     for (const BasicOp& basic : ops[i].basic_ops) {
-      OpEntry& entry =
-          entries.emplace_back(OpEntry{.op = basic.name,
-                                       .options = options_text(basic.name, basic.options),
-                                       .joins = basic.joins,
-                                       .extra_inputs = bindings(basic.extra_inputs),
-                                       .extra_outputs = bindings(basic.extra_outputs),
-                                       .in_place = basic.in_place});
+      const bool delays = is_set(basic.options, kDelayWgrad);
+      OptionValues options = basic.options;
+      if (delays)  // nothing is added to a main_grad before backward_dw()
+        std::erase_if(options,
+                      [](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
+      OpEntry& entry = entries.emplace_back(OpEntry{.op = basic.name,
+                                                    .options = options_text(basic.name, options),
+                                                    .joins = basic.joins,
+                                                    .extra_inputs = bindings(basic.extra_inputs),
+                                                    .extra_outputs = bindings(basic.extra_outputs),
+                                                    .in_place = basic.in_place,
+                                                    .recompute = basic.recompute});
+      const size_t delayed_weights = !delays ? 0 : basic.joins.empty() ? 1 : basic.joins[0];
+      if (delayed_weights != 0) {
+        delaying.push_back(entries.size() - 1);
+        described.delayed.emplace_back();
+      }
       for (const size_t parameter : basic.parameters) {
         TORCH_CHECK_VALUE(parameter < places.size(), basic.name, ": expected the place of one of ",
                           places.size(), " parameters of ", ops[i].name, ", got ", parameter,
@@ -67,6 +86,11 @@ DescribedOps describe(const std::vector<Op>& ops) {
           described.parameters.push_back({i, parameter});
         }
         entry.params.push_back(*places[parameter]);
+        if (entry.params.size() <= delayed_weights) {
+          described.delayed.back().parameters.push_back(*places[parameter]);
+          described.delayed.back().main_grads.push_back(spec.main_grad);
+          continue;
+        }
         if (!spec.main_grad.defined()) continue;
         entry.buffers.push_back(described.main_grads.size());
         described.main_grads.push_back(spec.main_grad);
@@ -80,6 +104,9 @@ DescribedOps describe(const std::vector<Op>& ops) {
     }
     state_holders += slots.forward + slots.backward != 0;
   }
+  size_t next = described.main_grads.size();
+  for (const size_t entry : delaying)
+    for (size_t i = 0; i < ops::kDeferredProduct; ++i) entries[entry].buffers.push_back(next++);
   described.text = write_ops(entries);
   return described;
 }

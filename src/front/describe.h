@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,8 @@ namespace tandem {
 
 /// The option of an op that adds a gradient to a main_grad.
 inline constexpr const char* kAccumulateIntoMainGrad = "accumulate_into_main_grad";
+/// That of one that leaves gradients of weights for later.
+inline constexpr const char* kDelayWgrad = "delay_wgrad";
 
 /// The options of an op as JSON. Throws c10::ValueError where one is given twice, or JSON cannot
 /// hold it: a number that is not finite, a text that is not UTF-8.
@@ -28,9 +31,20 @@ struct DescribedOps {
   };
   std::vector<Parameter> parameters;
   std::vector<at::Tensor> main_grads;
+  /// Weights whose gradient comes later, as places among the parameters: several where they are
+  /// joined. The operands of each are left in ops::kDeferredProduct buffers behind the main_grads.
+  struct DelayedWeight {
+    std::vector<size_t> parameters;
+    /// Of each parameter; undefined: it goes into its `grad`.
+    std::vector<at::Tensor> main_grads;
+  };
+  std::vector<DelayedWeight> delayed;
   /// Of each op, how many tensors a recipe quantizes for it.
   std::vector<SlotCount> slots;
 };
+
+/// Whether an option of the op is given and true.
+bool is_set(const OptionValues& options, std::string_view name);
 
 /// Throws c10::ValueError where a channel is not named in UTF-8, which JSON cannot hold.
 TANDEM_API DescribedOps describe(const std::vector<Op>& ops);

@@ -1,5 +1,7 @@
 #include "tandem/functional.h"
 
+#include <c10/util/Exception.h>
+
 #include <nlohmann/json.hpp>
 
 #include "front/describe.h"
@@ -45,6 +47,10 @@ Plain plain(const Call& call) {
   for (const auto& [weight, main_grad] : call.common.main_grads)
     op = op.with_main_grad(weight, main_grad);
   DescribedOps described = describe({op});
+  TORCH_CHECK_VALUE(described.delayed.empty(), op.name,
+                    ": expected delay_wgrad_compute=false of a ",
+                    "plain function, whose backward returns all gradients, got true. Use the ",
+                    "module, which has backward_dw().");
   Plain made;
   made.arguments.ops = std::move(described.text);
   if (call.common.recipe) made.arguments.recipe = to_json(*call.common.recipe).dump();

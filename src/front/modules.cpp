@@ -49,9 +49,12 @@ void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefi
   parts.add_parameter(std::move(spec));
 }
 
-Op with_main_grads(Op op, const MainGrads& main_grads) {
-  for (const auto& [weight, main_grad] : main_grads) op = op.with_main_grad(weight, main_grad);
-  return op;
+/// What becomes of the gradients of weights.
+template <typename Options>
+Op with_gradients(Op op, const Options& options) {
+  for (const auto& [weight, main_grad] : options.main_grads)
+    op = op.with_main_grad(weight, main_grad);
+  return options.delay_wgrad_compute ? op.with_delayed_wgrad() : op;
 }
 
 Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
@@ -65,7 +68,7 @@ Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
   Parts parts(name);
   add_norm(parts, in, options, before);
   add_product(parts, in, out, "", options.init_method, after, options.bias, options.return_bias);
-  return with_main_grads(std::move(parts).op(), options.main_grads);
+  return with_gradients(std::move(parts).op(), options);
 }
 
 /// Whether an activation halves its input. Throws c10::ValueError for one that is none.
@@ -98,9 +101,10 @@ Op make_layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
   add_product(parts, hidden, gated ? 2 * inner : inner, "fc1_", options.init_method, first.after,
               options.bias, /*return_bias=*/false);
   parts.add(op(options.activation));
+  if (options.checkpoint) parts.recompute();
   add_product(parts, inner, hidden, "fc2_", options.output_layer_init_method, second.after,
               options.bias, options.return_bias);
-  return with_main_grads(std::move(parts).op(), options.main_grads);
+  return with_gradients(std::move(parts).op(), options);
 }
 
 Op for_list(Op op, bool return_bias) {

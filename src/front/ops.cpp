@@ -106,6 +106,25 @@ Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const 
   return made;
 }
 
+Op Op::with_delayed_wgrad() const {
+  Op made = *this;
+  bool has_product = false;
+  for (BasicOp& basic : made.basic_ops) {
+    const OpDef& def = op_def(basic.name);
+    const auto options = def.signature.options();
+    if (std::ranges::find(options, kDelayWgrad, &OptionDef::name) == options.end() ||
+        is_list(def.params[0].name))
+      continue;
+    has_product = true;
+    std::erase_if(basic.options, [](const auto& option) { return option.first == kDelayWgrad; });
+    basic.options.emplace_back(kDelayWgrad, true);
+  }
+  TORCH_CHECK_VALUE(
+      has_product, name, ": expected an op with a product of one weight, as ",
+      "gradients of such weights can be delayed, got one without. Leave it as it is.");
+  return made;
+}
+
 namespace ops {
 
 namespace {
@@ -133,13 +152,6 @@ std::vector<int64_t> checked_sizes(const OpDef& def,
     sizes.push_back(found->second);
   }
   return sizes;
-}
-
-/// Whether an option of the op is given and true.
-bool is_set(const OptionValues& options, std::string_view name) {
-  return std::ranges::any_of(options, [&](const auto& option) {
-    return option.first == name && option.second == OptionValue(true);
-  });
 }
 
 Init init_of(const ParamDef& param, const OptionValues& options) {

@@ -19,6 +19,10 @@ class Parts {
   /// A parameter that no part reads.
   void add_parameter(ParameterSpec spec) { op_.parameters.push_back(std::move(spec)); }
   ParameterSpec& parameter(const std::string& name);
+  /// Backward computes again what the parts so far give.
+  void recompute() {
+    for (BasicOp& part : op_.basic_ops) part.recompute = true;
+  }
   Op op() && { return std::move(op_); }
 
  private:

@@ -3,16 +3,20 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
 #include <torch/serialize/input-archive.h>
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <span>
 #include <utility>
 
 #include "front/describe.h"
 #include "kernel_ops/delayed.h"
+#include "ops/deferred.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"
 
@@ -44,6 +48,41 @@ struct ScalingBuffers : public torch::nn::Module {
   at::Tensor scale, amax_history;
   /// Whose amaxes wait: a region of this process, so it is in no checkpoint.
   at::Tensor pending;
+};
+
+/// What backward leaves of each weight whose gradient comes later, oldest first.
+struct LeftByBackward {
+  using Entry = std::vector<at::Tensor>;
+
+  explicit LeftByBackward(size_t weights) : entries(weights) {}
+
+  /// A tensor that backward is about to fill: those of one entry are asked for in their order.
+  at::Tensor tensor(size_t weight, size_t place) {
+    thread_local std::weak_ptr<Entry> filling;
+    if (place == 0) {
+      const auto entry = std::make_shared<Entry>();
+      for (size_t i = 0; i < ops::kDeferredProduct; ++i) entry->push_back(at::empty({0}));
+      filling = entry;
+      const std::lock_guard<std::mutex> lock(mutex);
+      entries[weight].push_back(entry);
+    }
+    return (*filling.lock())[place];
+  }
+
+  /// The oldest that was filled: backward may have failed before.
+  Entry pop(size_t weight) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& list = entries[weight]; !list.empty();) {
+      const std::shared_ptr<Entry> entry = list.front();
+      list.pop_front();
+      if (entry->back().numel() != 0) return *entry;
+    }
+    TORCH_CHECK(false, "backward_dw: expected a backward before it whose gradients of weights are ",
+                "delayed, got none. Call backward() first.");
+  }
+
+  std::mutex mutex;
+  std::vector<std::deque<std::shared_ptr<Entry>>> entries;
 };
 
 namespace {
@@ -80,8 +119,10 @@ std::vector<at::Tensor> empty_parameters(const Op& op, const at::TensorOptions& 
 }
 
 /// The ops with their gradients returned.
-std::vector<Op> without_main_grads(std::vector<Op> ops) {
-  for (Op& op : ops)
+std::vector<Op> with_gradients(std::vector<Op> ops) {
+  for (Op& op : ops) {
+    for (BasicOp& basic : op.basic_ops)
+      std::erase_if(basic.options, [](const auto& option) { return option.first == kDelayWgrad; });
     for (size_t place = 0; place < op.parameters.size(); ++place) {
       if (!op.parameters[place].main_grad.defined()) continue;
       op.parameters[place].main_grad = at::Tensor();
@@ -90,6 +131,7 @@ std::vector<Op> without_main_grads(std::vector<Op> ops) {
           std::erase_if(basic.options,
                         [](const auto& option) { return option.first == kAccumulateIntoMainGrad; });
     }
+  }
   return ops;
 }
 
@@ -101,7 +143,11 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
   DescribedOps described = describe(ops);
   pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // refuses before all else
   main_grads_ = std::move(described.main_grads);
-  if (!main_grads_.empty()) ops_to_verify_ = describe(without_main_grads(ops)).text;
+  for (DescribedOps::DelayedWeight& weight : described.delayed)
+    delayed_.push_back({std::move(weight.parameters), std::move(weight.main_grads)});
+  if (!delayed_.empty()) left_ = std::make_shared<LeftByBackward>(delayed_.size());
+  if (!main_grads_.empty() || !delayed_.empty())
+    ops_to_verify_ = describe(with_gradients(ops)).text;
   std::vector<std::vector<at::Tensor>> tensors(ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
     const bool has_state = described.slots[i].forward + described.slots[i].backward != 0;
@@ -137,10 +183,48 @@ PipelineModule::~PipelineModule() = default;
 std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList extra_inputs) {
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), extra_inputs.begin(), extra_inputs.end());
+  Buffers buffers = Buffers::of(main_grads_);
+  if (left_)
+    buffers = {main_grads_.size() + delayed_.size() * ops::kDeferredProduct,
+               [left = left_, main_grads = main_grads_](size_t i) {
+                 if (i < main_grads.size()) return main_grads[i];
+                 const size_t place = i - main_grads.size();
+                 return left->tensor(place / ops::kDeferredProduct, place % ops::kDeferredProduct);
+               }};
   const Outputs outputs =
-      (*pipeline_)(inputs, parameters_, is_training(), Buffers::of(main_grads_),
+      (*pipeline_)(inputs, parameters_, is_training(), std::move(buffers),
                    [this](int64_t history_length) { return state(history_length); });
   return {outputs.begin(), outputs.end()};
+}
+
+void PipelineModule::backward_dw() {
+  const c10::AutoGradMode no_grad(false);
+  for (size_t w = 0; w < delayed_.size(); ++w) {
+    const auto& [parameters, main_grads] = delayed_[w];
+    const bool is_frozen = std::ranges::none_of(
+        parameters, [&](size_t place) { return parameters_[place].requires_grad(); });
+    if (is_frozen) continue;
+    const std::vector<at::Tensor> left = left_->pop(w);
+    ops::check_left_unchanged(left);
+    if (parameters.size() == 1 && main_grads[0].defined()) {
+      ops::add_left_grad_weight(left, main_grads[0], /*accumulate=*/true);
+      continue;
+    }
+    const at::Tensor gradient = ops::left_grad_weight(left);
+    int64_t row = 0;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor& weight = parameters_[parameters[i]];
+      const int64_t rows = weight.size(0);
+      const at::Tensor own = gradient.narrow(0, std::exchange(row, row + rows), rows);
+      if (!weight.requires_grad()) continue;
+      if (main_grads[i].defined())
+        main_grads[i].add_(own);
+      else if (weight.grad().defined())
+        weight.mutable_grad().add_(own);
+      else
+        weight.mutable_grad() = own.to(weight.scalar_type());
+    }
+  }
 }
 
 std::string PipelineModule::explain(ExplainFormat format, const StepTimes& times) const {
@@ -160,9 +244,9 @@ int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }
 VerifyReport PipelineModule::verify(const at::Tensor& x, at::TensorList extra_inputs) {
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), extra_inputs.begin(), extra_inputs.end());
-  std::unique_ptr<Pipeline> without_main_grads;
-  if (!ops_to_verify_.empty()) without_main_grads = std::make_unique<Pipeline>(ops_to_verify_);
-  return tandem::verify(without_main_grads ? *without_main_grads : *pipeline_, inputs, parameters_,
+  std::unique_ptr<Pipeline> with_gradients;
+  if (!ops_to_verify_.empty()) with_gradients = std::make_unique<Pipeline>(ops_to_verify_);
+  return tandem::verify(with_gradients ? *with_gradients : *pipeline_, inputs, parameters_,
                         is_training(), /*masks=*/8,
                         [this](int64_t history_length) { return state(history_length); });
 }

@@ -327,21 +327,24 @@ void update_states(std::span<const PendingUpdate> states) {
 void set_region_reader(int64_t (*reader)()) { region_reader = reader; }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  // What region it is the host knows.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   library.def(
       "take_scale_(Tensor(a!) scale, Tensor(b!) amax_history, Tensor(c!) pending, Tensor region, "
       "int slot, str update, int stride=1, int count=0) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+      tags);
   library.impl("take_scale_", c10::DispatchKey::CPU, &take_scale_cpu);
   library.impl("take_scale_", c10::DispatchKey::Meta, &take_scale_shape);
   library.def(
       "record_amax_(Tensor(a!) amax_history, Tensor(b!) pending, Tensor amax, Tensor region, int "
       "slot, bool counts, int stride=1) -> ()",
-      {at::Tag::pt2_compliant_tag});
+      tags);
   library.impl("record_amax_", c10::DispatchKey::CPU, &record_amax_cpu);
   library.impl("record_amax_", c10::DispatchKey::Meta, &record_amax_shape);
   // Two draws of a number are two regions: no compiler may merge them.
-  library.def("region_number(Tensor like) -> Tensor",
-              {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  library.def(
+      "region_number(Tensor like) -> Tensor",
+      {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe, at::Tag::nondeterministic_seeded});
   library.impl("region_number", c10::DispatchKey::CPU, &region_number);
   library.impl("region_number", c10::DispatchKey::Meta, &region_number_shape);
   for (const char* name : {"take_scale_", "record_amax_", "region_number"})

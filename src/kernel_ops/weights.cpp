@@ -7,6 +7,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/hash.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/library.h>
@@ -21,6 +22,7 @@
 #include <utility>
 
 #include "kernel_ops/gradient.h"
+#include "kernel_ops/join.h"
 #include "kernel_ops/memory.h"
 #include "kernel_ops/quantize.h"
 #include "kernels/digest.h"
@@ -92,6 +94,19 @@ int64_t number_of_version_counter(const at::Tensor& tensor) {
   return counter == nullptr ? 0 : numbers.of(counter, version);
 }
 
+/// Whether the device records what it is given, to run it again when nobody asks here: then the
+/// codes are part of what is recorded. Up to torch 2.11 a stream cannot be asked.
+template <typename Stream = c10::Stream>
+bool is_recorded(Pieces weight) {
+  const c10::Device device = weight[0].device();
+  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
+    if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
+    const Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    return stream.is_capturing();
+  }
+  return false;
+}
+
 enum Stamp : int64_t {
   storage,
   data_pointer,
@@ -109,15 +124,35 @@ enum Stamp : int64_t {
 };
 using Signs = std::array<int64_t, content>;
 
+bool are_on_host(Pieces weight) { return is_on_host(weight[0]); }  // and so are the others
+
 /// Whether the bytes of a weight can be compared: on an accelerator that would wait for the device.
-bool is_readable(const at::Tensor& weight) {
-  return is_on_host(weight) && weight.is_non_overlapping_and_dense();
+bool is_readable(Pieces weight) {
+  return are_on_host(weight) && std::ranges::all_of(weight, [](const at::Tensor& piece) {
+           return piece.is_non_overlapping_and_dense();
+         });
 }
 
-int64_t content_of(const at::Tensor& weight) {
-  return is_readable(weight)
-             ? static_cast<int64_t>(kernels::cpu::digest(weight.const_data_ptr(), weight.nbytes()))
-             : 0;
+/// One number of those of all pieces, another where one of them is; of one piece its own.
+template <typename Of>
+int64_t combined(Pieces weight, Of&& number_of) {
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
+  auto number = static_cast<uint64_t>(number_of(weight[0]));
+  for (const at::Tensor& piece : weight.slice(1))
+    number = number * kOdd + static_cast<uint64_t>(number_of(piece));
+  return static_cast<int64_t>(number);
+}
+
+int64_t content_of(Pieces weight) {
+  if (!is_readable(weight)) return 0;
+  return combined(weight, [](const at::Tensor& piece) {
+    return kernels::cpu::digest(piece.const_data_ptr(), piece.nbytes());
+  });
+}
+
+/// Without a version counter a write inside inference mode leaves no sign.
+bool has_versions(Pieces weight) {
+  return std::ranges::none_of(weight, [](const at::Tensor& piece) { return piece.is_inference(); });
 }
 
 int64_t hash_of(const Quantizer& quantizer) {
@@ -135,15 +170,21 @@ int64_t hash_of(const at::Tensor& weight, GroupMask mask) {
 }
 
 /// All that is seen of a weight without a look at its bytes.
-Signs signs_of(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask) {
-  return {number_of_storage(weight),
-          reinterpret_cast<int64_t>(weight.const_data_ptr()),
-          number_of_version_counter(weight),
-          weight.is_inference() ? -1 : static_cast<int64_t>(weight._version()),
+Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask) {
+  const auto address_of = [](const at::Tensor& piece) {
+    return reinterpret_cast<int64_t>(piece.const_data_ptr());
+  };
+  const auto version_of = [](const at::Tensor& piece) {
+    return piece.is_inference() ? -1 : static_cast<int64_t>(piece._version());
+  };
+  return {combined(weight, number_of_storage),
+          combined(weight, address_of),
+          combined(weight, number_of_version_counter),
+          combined(weight, version_of),
           optimizer_epoch.load(),
           region,
           hash_of(quantizer),
-          hash_of(weight, mask)};
+          combined(weight, [&](const at::Tensor& piece) { return hash_of(piece, mask); })};
 }
 
 bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields) {
@@ -153,16 +194,15 @@ bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp
 
 /// Whether the codes serve, by the signs and, where that is needed, the bytes, which `content_now`
 /// then is the digest of.
-bool are_codes_of(const at::Tensor& weight, const int64_t* stamp, const Signs& signs, Said said,
-                  bool backward, std::optional<int64_t>& content_now) {
+bool are_codes_of(Pieces weight, const int64_t* stamp, const Signs& signs, Said said, bool backward,
+                  std::optional<int64_t>& content_now) {
   if (stamp[storage] == 0 || !agree(stamp, signs, {made_by, layout})) return false;
-  // Without a version counter a write inside inference mode leaves no sign.
   const bool has_signs =
-      !weight.is_inference() &&
+      has_versions(weight) &&
       agree(stamp, signs, {storage, data_pointer, version_counter, version, epoch});
   if (said == Said::unchanged && has_signs) return true;
   if (said == Said::first_microbatch && !backward) return false;
-  if (is_on_host(weight)) {
+  if (are_on_host(weight)) {
     if (!is_readable(weight)) return false;
     content_now = content_of(weight);
     return stamp[content] == *content_now;
@@ -172,20 +212,20 @@ bool are_codes_of(const at::Tensor& weight, const int64_t* stamp, const Signs& s
 }
 
 /// Why codes that do not serve do not.
-CodesWere reason(const at::Tensor& weight, const int64_t* stamp, const Signs& signs, Said said,
+CodesWere reason(Pieces weight, const int64_t* stamp, const Signs& signs, Said said,
                  bool backward) {
   if (stamp[storage] == 0)
     return stamp[in_forward] == 0 ? CodesWere::first_used
                                   : static_cast<CodesWere>(stamp[in_forward]);
   if (!agree(stamp, signs, {made_by})) return CodesWere::of_another_recipe;
   if (said == Said::first_microbatch && !backward) return CodesWere::of_the_last_step;
-  if (is_on_host(weight) && !is_readable(weight)) return CodesWere::not_comparable;
+  if (are_on_host(weight) && !is_readable(weight)) return CodesWere::not_comparable;
   if (!agree(stamp, signs, {storage, data_pointer, version_counter, layout}))
     return CodesWere::of_another_tensor;
   if (!agree(stamp, signs, {version})) return CodesWere::of_another_version;
   if (!agree(stamp, signs, {epoch})) return CodesWere::before_an_optimizer_step;
-  if (is_on_host(weight)) return CodesWere::of_other_bytes;
-  if (weight.is_inference()) return CodesWere::not_comparable;
+  if (are_on_host(weight)) return CodesWere::of_other_bytes;
+  if (!has_versions(weight)) return CodesWere::not_comparable;
   return signs[stamped_region] == 0 ? CodesWere::outside_any_region : CodesWere::of_another_region;
 }
 
@@ -206,7 +246,15 @@ Workspace workspace_of(std::array<const Part*, group_amax> parts, const at::Tens
   return workspace;
 }
 
-void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const Part& row_scale,
+/// What codes are made of: no gradient is recorded.
+at::Tensor whole(Pieces weight) {
+  if (weight.size() == 1) return weight[0].detach();
+  c10::SmallVector<at::Tensor, 4> detached;
+  for (const at::Tensor& piece : weight) detached.push_back(piece.detach());
+  return joined(detached, /*may_view=*/true);
+}
+
+void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_scale,
                           const Part& row_amax, const Part& column_codes, const Part& column_scale,
                           const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
                           std::string_view text, bool backward) {
@@ -225,9 +273,12 @@ void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const
   }
   const auto said = static_cast<Said>(stamped[said_last]);
   std::optional<int64_t> content_now;
-  const bool is_found = are_codes_of(weight, stamped, signs, said, backward, content_now);
-  const CodesWere were =
-      is_found ? CodesWere::found : reason(weight, stamped, signs, said, backward);
+  const bool recorded = is_recorded(weight);
+  const bool is_found =
+      !recorded && are_codes_of(weight, stamped, signs, said, backward, content_now);
+  const CodesWere were = is_found   ? CodesWere::found
+                         : recorded ? CodesWere::recorded
+                                    : reason(weight, stamped, signs, said, backward);
   stamped[backward ? in_backward : in_forward] = static_cast<int64_t>(were);
   if (!backward) stamped[in_backward] = 0;
   if (is_found) {
@@ -238,13 +289,13 @@ void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const
   if (!content_now) content_now = content_of(weight);
   // Another thread may read codes of this weight: they are written only where that changes them.
   const bool may_be_read =
-      is_on_host(weight) && stamped[storage] != 0 && stamped[content] == *content_now &&
+      are_on_host(weight) && stamped[storage] != 0 && stamped[content] == *content_now &&
       agree(stamped, signs, {made_by, layout}) &&
       (is_readable(weight) ||
        agree(stamped, signs, {storage, data_pointer, version_counter, version}));
   Group parts;
   std::copy_n(workspace.begin(), parts.size(), parts.begin());
-  const at::Tensor source = weight.detach();
+  const at::Tensor source = whole(weight);
   const std::optional<at::Tensor> no_scale;
   const Group results = run_choice<Quantize>(
       choose<Quantize>(source, no_scale, quantizer, mask),
@@ -259,10 +310,11 @@ void refresh_weight_plain(const at::Tensor& weight, const Part& row_codes, const
       parts[i].copy_(results[i]);
   std::ranges::copy(signs, stamped);
   stamped[content] = *content_now;
+  if (recorded) stamped[storage] = 0;  // nothing has been written yet
 }
 
 /// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
-void refresh_weight_shapes(const at::Tensor& weight, const Part& row_codes, const Part& row_scale,
+void refresh_weight_shapes(Pieces weight, const Part& row_codes, const Part& row_scale,
                            const Part& row_amax, const Part& column_codes, const Part& column_scale,
                            const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
                            std::string_view text, bool) {
@@ -279,8 +331,8 @@ SixTensors as_tuple(std::array<at::Tensor, group_amax>&& parts) {
                     std::move(parts));
 }
 
-SixTensors weight_codes_plain(const at::Tensor& weight, const Part& row_codes,
-                              const Part& row_scale, const Part& row_amax, const Part& column_codes,
+SixTensors weight_codes_plain(Pieces weight, const Part& row_codes, const Part& row_scale,
+                              const Part& row_amax, const Part& column_codes,
                               const Part& column_scale, const Part& column_amax,
                               const at::Tensor& amax, const at::Tensor& stamp,
                               const at::Tensor& /*gradient*/, std::string_view text,
@@ -291,13 +343,13 @@ SixTensors weight_codes_plain(const at::Tensor& weight, const Part& row_codes,
   check_workspace(weight, workspace, quantizer);
   const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
   std::array<at::Tensor, group_amax> result;
-  const at::Tensor source = weight.detach();
   bool is_found = false;
   {
     const std::lock_guard<std::mutex> lock(workspace_mutex());
     const auto* const stamped = stamp.const_data_ptr<int64_t>();
     std::optional<int64_t> content_now;
-    is_found = are_codes_of(weight, stamped, signs_of(weight, quantizer, mask_of(workspace)),
+    is_found = !is_recorded(weight) &&
+               are_codes_of(weight, stamped, signs_of(weight, quantizer, mask_of(workspace)),
                             static_cast<Said>(stamped[said_last]), /*backward=*/true, content_now);
     ++(is_found ? reused : made);
     if (is_found)
@@ -305,37 +357,39 @@ SixTensors weight_codes_plain(const at::Tensor& weight, const Part& row_codes,
         if (is_written(quantizer, asked, part)) result[part] = workspace[part].clone();
   }
   if (!is_found) {
-    Group group = dispatch<Quantize>(source, std::optional<at::Tensor>(), quantizer, asked);
+    Group group = dispatch<Quantize>(whole(weight), std::optional<at::Tensor>(), quantizer, asked);
     std::move(group.begin(), group.begin() + group_amax, result.begin());
   }
   for (size_t part = 0; part < result.size(); ++part)
     if (!result[part].defined())
       result[part] = at::empty(
-          {0}, source.options().dtype(part % kPartsOfCodes == 0   ? at::kByte
-                                      : part % kPartsOfCodes == 1 ? quantizer.format->layout.dtype
-                                                                  : at::kFloat));
+          {0}, amax.options().dtype(part % kPartsOfCodes == 0   ? at::kByte
+                                    : part % kPartsOfCodes == 1 ? quantizer.format->layout.dtype
+                                                                : at::kFloat));
   return as_tuple(std::move(result));
 }
 
-SixTensors weight_codes_shapes(const at::Tensor& weight, const Part& row_codes,
-                               const Part& row_scale, const Part& row_amax,
-                               const Part& column_codes, const Part& column_scale,
-                               const Part& column_amax, const at::Tensor& amax,
-                               const at::Tensor& stamp, const at::Tensor& /*gradient*/,
-                               std::string_view text, std::array<bool, 2> wanted) {
+SixTensors weight_codes_shapes(Pieces weight, const Part& row_codes, const Part& row_scale,
+                               const Part& row_amax, const Part& column_codes,
+                               const Part& column_scale, const Part& column_amax,
+                               const at::Tensor& amax, const at::Tensor& stamp,
+                               const at::Tensor& /*gradient*/, std::string_view text,
+                               std::array<bool, 2> wanted) {
   const Workspace workspace = workspace_of(
       {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
   const Quantizer& quantizer = tandem::quantizer(text);
   check_workspace(weight, workspace, quantizer);
   const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
-  const auto specs = group_specs("weight_codes", weight, std::nullopt, quantizer, asked);
+  const auto specs =
+      group_specs("weight_codes", like_joined(weight), std::nullopt, quantizer, asked);
   std::array<at::Tensor, group_amax> result;
   for (size_t part = 0; part < result.size(); ++part) {
     const bool is_there = is_written(quantizer, asked, part);
     const c10::SymInt none = 0;
     result[part] = at::empty_symint(
         is_there ? c10::SymIntArrayRef(specs[part].sizes) : c10::SymIntArrayRef(none),
-        weight.options()
+        weight[0]
+            .options()
             .dtype(specs[part].dtype)
             .memory_format(at::MemoryFormat::Contiguous)
             .requires_grad(false));
@@ -391,19 +445,22 @@ std::string_view text_of(CodesWere codes) {
       return "its bytes cannot be compared";
     case CodesWere::of_the_last_step:
       return "the first micro-batch";
+    case CodesWere::recorded:
+      return "a device graph is recorded";
   }
   return "";
 }
 
-Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
-                         CodesWere why) {
+Workspace make_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask, CodesWere why) {
   const c10::InferenceMode no_inference(false);  // it must serve in every mode
   Workspace workspace;
-  const auto specs = group_specs("refresh_weight_", weight, std::nullopt, quantizer, mask);
+  const auto specs =
+      group_specs("refresh_weight_", like_joined(weight), std::nullopt, quantizer, mask);
   for (size_t part = 0; part < group_size; ++part)
     if (has_part(quantizer, mask, part))
       workspace[part] = at::empty(C10_AS_INTARRAYREF_SLOW(specs[part].sizes),
-                                  weight.options()
+                                  weight[0]
+                                      .options()
                                       .dtype(specs[part].dtype)
                                       .memory_format(at::MemoryFormat::Contiguous)
                                       .requires_grad(false));
@@ -412,12 +469,13 @@ Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, G
   return workspace;
 }
 
-Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask,
                             const Workspace& workspace) {
   const at::Tensor& stamp = workspace[stamp_part];
   CodesWere why = CodesWere::first_used;
   if (stamp.defined()) {
-    const auto specs = group_specs("quantize_weight", weight, std::nullopt, quantizer, mask);
+    const auto specs =
+        group_specs("quantize_weight", like_joined(weight), std::nullopt, quantizer, mask);
     bool has_all = true, fits = true;
     for (size_t part = 0; part < group_size; ++part) {
       if (!has_part(quantizer, mask, part)) continue;
@@ -425,7 +483,7 @@ Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer
       has_all &= tensor.defined();
       fits &= tensor.defined() && tensor.scalar_type() == specs[part].dtype &&
               tensor.sym_sizes() == c10::SymIntArrayRef(specs[part].sizes) &&
-              tensor.device() == weight.device();
+              tensor.device() == weight[0].device();
     }
     if (fits) return workspace;
     const int64_t by = stamp.const_data_ptr<int64_t>()[made_by];
@@ -436,10 +494,10 @@ Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer
   return make_workspace(weight, quantizer, mask, why);
 }
 
-void check_workspace(const at::Tensor& weight, const Workspace& workspace,
-                     const Quantizer& quantizer) {
+void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer& quantizer) {
   const GroupMask mask = mask_of(workspace);
-  const auto specs = group_specs("refresh_weight_", weight, std::nullopt, quantizer, mask);
+  const auto specs =
+      group_specs("refresh_weight_", like_joined(weight), std::nullopt, quantizer, mask);
   const auto is_there = [&](size_t part) {
     return has_part(quantizer, mask, part) || workspace[part].defined();
   };
@@ -452,9 +510,9 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
     const c10::SymInt stamp_size = kStampSize;
     const c10::SymIntArrayRef sizes =
         is_stamp ? c10::SymIntArrayRef(stamp_size) : c10::SymIntArrayRef(specs[part].sizes);
-    const bool is_meta = weight.is_meta() && tensor.defined() && tensor.is_meta();
+    const bool is_meta = weight[0].is_meta() && tensor.defined() && tensor.is_meta();
     // the stamp is read on the host
-    const c10::Device device = is_stamp && !is_meta ? c10::Device(at::kCPU) : weight.device();
+    const c10::Device device = is_stamp && !is_meta ? c10::Device(at::kCPU) : weight[0].device();
     TORCH_CHECK_VALUE(tensor.defined() && tensor.scalar_type() == dtype &&
                           tensor.sym_sizes() == sizes && tensor.device() == device,
                       "refresh_weight_: expected ", name, " of shape ", sizes, ", ", dtype, ", on ",
@@ -477,7 +535,8 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
   };
   for (size_t part = 0; part < workspace_size; ++part) {
     if (!has_memory(part)) continue;
-    bool is_shared = workspace[part].is_alias_of(weight);
+    bool is_shared = std::ranges::any_of(
+        weight, [&](const at::Tensor& piece) { return workspace[part].is_alias_of(piece); });
     for (size_t other = 0; other < workspace_size; ++other)
       is_shared |=
           other != part && has_memory(other) &&
@@ -489,13 +548,13 @@ void check_workspace(const at::Tensor& weight, const Workspace& workspace,
   }
 }
 
-void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
-                    const Quantizer& quantizer, bool backward) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tandem::refresh_weight_", "")
-                             .typed<void(const at::Tensor&, const Part&, const Part&, const Part&,
-                                         const Part&, const Part&, const Part&, at::Tensor&,
-                                         at::Tensor&, std::string_view, bool)>();
+void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
+                    bool backward) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tandem::refresh_weight_", "")
+          .typed<void(Pieces, const Part&, const Part&, const Part&, const Part&, const Part&,
+                      const Part&, at::Tensor&, at::Tensor&, std::string_view, bool)>();
   const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
   at::Tensor amax = workspace[group_amax], stamp = workspace[stamp_part];
   op.call(weight, part(row_codes), part(row_scale), part(row_amax), part(column_codes),
@@ -517,17 +576,16 @@ WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer
   return codes;
 }
 
-std::array<at::Tensor, group_amax> weight_codes(const at::Tensor& weight,
-                                                const Workspace& workspace,
+std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& workspace,
                                                 const at::Tensor& gradient,
                                                 const Quantizer& quantizer,
                                                 std::array<bool, 2> wanted) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tandem::weight_codes", "")
-          .typed<SixTensors(const at::Tensor&, const Part&, const Part&, const Part&, const Part&,
-                            const Part&, const Part&, const at::Tensor&, const at::Tensor&,
-                            const at::Tensor&, std::string_view, std::array<bool, 2>)>();
+          .typed<SixTensors(Pieces, const Part&, const Part&, const Part&, const Part&, const Part&,
+                            const Part&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                            std::string_view, std::array<bool, 2>)>();
   const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
   return std::apply(
       [](auto&&... each) { return std::array<at::Tensor, group_amax>{std::move(each)...}; },
@@ -561,23 +619,26 @@ int64_t last_region() { return regions; }
 RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  // The host decides, at each call: Inductor leaves such ops between the CUDA graphs that it makes.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   library.def(
-      "refresh_weight_(Tensor weight, Tensor(a!)? row_codes, Tensor(b!)? row_scale, Tensor(c!)? "
+      "refresh_weight_(Tensor[] weight, Tensor(a!)? row_codes, Tensor(b!)? row_scale, Tensor(c!)? "
       "row_amax, Tensor(d!)? column_codes, Tensor(e!)? column_scale, Tensor(f!)? column_amax, "
       "Tensor(g!) amax, Tensor(h!) stamp, str quantizer, bool backward) -> ()",
-      {at::Tag::pt2_compliant_tag});
+      tags);
   library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
                &refresh_weight_plain);
   library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
   library.def(
-      "weight_codes(Tensor weight, Tensor? row_codes, Tensor? row_scale, Tensor? row_amax, Tensor? "
+      "weight_codes(Tensor[] weight, Tensor? row_codes, Tensor? row_scale, Tensor? row_amax, "
+      "Tensor? "
       "column_codes, Tensor? column_scale, Tensor? column_amax, Tensor amax, Tensor stamp, Tensor "
       "gradient, str quantizer, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
       "Tensor)",
-      {at::Tag::pt2_compliant_tag});
+      tags);
   library.impl("weight_codes", c10::DispatchKey::CompositeExplicitAutograd, &weight_codes_plain);
   library.impl("weight_codes", c10::DispatchKey::Meta, &weight_codes_shapes);
-  library.def("say_of_weight_(Tensor(a!) stamp, int said) -> ()", {at::Tag::pt2_compliant_tag});
+  library.def("say_of_weight_(Tensor(a!) stamp, int said) -> ()", tags);
   library.impl("say_of_weight_", c10::DispatchKey::CompositeExplicitAutograd, &say_of_weight_plain);
   library.impl("say_of_weight_", c10::DispatchKey::Meta, &say_of_weight_shapes);
   // torch's kernels of the last two write a mutable argument back from a result, which these ops

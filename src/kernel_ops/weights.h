@@ -25,6 +25,10 @@ inline constexpr const char* kWorkspaceNames[workspace_size] = {
     "row_codes",    "row_scale",   "row_amax", "column_codes",
     "column_scale", "column_amax", "amax",     "stamp"};
 
+/// A weight as it lies in memory: one tensor, or pieces that are one behind the other along their
+/// first dimension (kernel_ops/join.h).
+using Pieces = at::TensorList;
+
 /// A workspace as it is passed around: undefined where the weight's readers need no codes of that
 /// direction.
 using Workspace = std::array<at::Tensor, workspace_size>;
@@ -57,17 +61,18 @@ enum class CodesWere : int64_t {
   outside_any_region,
   not_comparable,
   of_the_last_step,
+  recorded,
 };
 /// "first use".
 TANDEM_API std::string_view text_of(CodesWere codes);
 
 /// A fresh one, whose stamp says that it holds nothing, and why there was none.
-Workspace make_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+Workspace make_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask,
                          CodesWere why = CodesWere::first_used);
 
 /// `workspace` where it can hold these codes of `weight`, those of further directions beside them;
 /// else a fresh one, whose stamp says why. Whose codes it holds is asked when they are used.
-Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
+Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask,
                             const Workspace& workspace);
 
 /// Writes codes, scales and amax of `weight` into the workspace unless they are there already.
@@ -80,15 +85,18 @@ Workspace fitting_workspace(const at::Tensor& weight, const Quantizer& quantizer
 /// writes. `backward` accepts the codes of any region: they belong to the weight that forward used.
 /// Storages and counters have numbers of their own, which no later one gets: an address comes back
 /// once its object is freed.
+/// Of pieces the signs and the bytes of all count, and they are joined only where codes are made.
+/// While the device records a graph (CUDA graphs) it always writes, and what is recorded does so
+/// whenever it runs; the stamp then says that it holds nothing.
 /// Where the caller says Said::unchanged, those signs are enough, of any region and without a look
 /// at the bytes; where it says Said::first_microbatch, forward writes. Backward goes by what its
 /// forward was told.
 ///
 /// Shapes: as Quantize of the weight writes them; stamp [kStampSize] int64 on the CPU, zeros at
 ///         first.
-/// Throws: as check_workspace.
-void refresh_weight(const at::Tensor& weight, const Workspace& workspace,
-                    const Quantizer& quantizer, bool backward);
+/// Throws: as check_workspace, and as check_pieces.
+void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
+                    bool backward);
 
 /// The codes of `weight` in the directions of `mask`, by these rules: those in `workspace`, written
 /// again where they are not its codes; in a fresh workspace where that does not fit
@@ -108,8 +116,7 @@ TANDEM_API WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer
 /// The codes of the directions in `wanted`, as tensors of their own: copies of those in the
 /// workspace where they are the codes of `weight`, else made. What backward of a traced plan reads:
 /// it mutates nothing, and a compiler takes what is read beside a gradient for no part of forward.
-std::array<at::Tensor, group_amax> weight_codes(const at::Tensor& weight,
-                                                const Workspace& workspace,
+std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& workspace,
                                                 const at::Tensor& gradient,
                                                 const Quantizer& quantizer,
                                                 std::array<bool, 2> wanted);
@@ -121,9 +128,9 @@ TANDEM_API std::array<CodesWere, 2> last_uses(const at::Tensor& stamp);
 
 /// A workspace is written in place, by whoever passed it: it must have the shapes and dtypes above,
 /// lie where the weight lies, be contiguous and no negated view, carry no gradient, and share no
-/// memory, neither among its parts nor with the weight. Throws c10::ValueError.
-void check_workspace(const at::Tensor& weight, const Workspace& workspace,
-                     const Quantizer& quantizer);
+/// memory, neither among its parts nor with the weight. Throws c10::ValueError, and as
+/// check_pieces.
+void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer& quantizer);
 
 /// Weights on an accelerator may have been written in a way that moves no version counter: every
 /// cached code is made again at its next use. torch.optim optimizers call this by a hook; others

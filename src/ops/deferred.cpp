@@ -22,6 +22,7 @@ enum Left : size_t { kGradY, kX, kGradScale, kGradAmax, kXScale, kXAmax, kText }
 struct Operands {
   kernel_ops::CodedMatrix grad_y, x;
   at::ScalarType dtype = at::kFloat;
+  int64_t version = 0;
 };
 
 Operands read(at::TensorList left) {
@@ -44,7 +45,7 @@ Operands read(at::TensorList left) {
     return made;
   };
   return {matrix(kGradY, kGradScale, of_grad, grad_quantizer),
-          matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype)};
+          matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype), version};
 }
 
 }  // namespace
@@ -90,6 +91,13 @@ void leave_product(const Call& call, size_t grad_y, size_t x) {
     if (const auto amax = call.amax_of_codes(read)) leave(call, scale + 1, *amax);
   }
   leave(call, kText, text.str());
+}
+
+void check_left_unchanged(at::TensorList left) {
+  TORCH_CHECK(version_of(left[kX]) == read(left).version,
+              "backward_dw: expected x unchanged since backward, as gradients of weights are ",
+              "computed from it, got an in-place write. Call backward_dw() before it, or write ",
+              "into a copy.");
 }
 
 Tensor left_grad_weight(at::TensorList left) {

@@ -32,6 +32,10 @@ void leave(const Call& call, size_t place, const std::string& text);
 /// to; the text begins with the version of x.
 void leave_product(const Call& call, size_t grad_y, size_t x);
 
+/// Throws c10::Error where x, of which leave_product has left the memory, was written in place
+/// since.
+void check_left_unchanged(at::TensorList left);
+
 /// The gradient that leave_product has left, in the dtype in which backward would have written it.
 TANDEM_API at::Tensor left_grad_weight(at::TensorList left);
 /// The same into `target`, or added to it: a main_grad [out_features, in_features].

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -120,6 +121,66 @@ json weights_json(const ExplainedPlan& explained) {
   return result;
 }
 
+/// Adds weights without a workspace, which are quantized in each call, by the steps that do it.
+class WeightsOfEachCall {
+ public:
+  WeightsOfEachCall(const ExplainedPlan& explained, json& weights)
+      : plan_(*explained.plan),
+        description_(explained.program->description()),
+        weights_(weights),
+        is_weight_(plan_.types.size(), {&plan_.params}) {
+    if (!description_.recipe || is_calibrating(*description_.recipe)) return;
+    look("forward", plan_.forward);
+    if (plan_.needs_backward) look("backward", full_backward(plan_)->steps);
+  }
+
+ private:
+  void look(const char* direction, const Steps& steps) {
+    for (const Step& step : steps) {
+      const bool is_weight = !step.reads.empty() && is_weight_(step.reads[0]);
+      const bool quantizes =
+          step.kind == StepKind::quantize || step.kind == StepKind::watched_quantize;
+      if ((step.kind == StepKind::cast || step.kind == StepKind::join) && is_weight)
+        is_weight_.add(step.writes);
+      if (quantizes && is_weight)
+        for (const Value codes : step.writes)
+          if (exists(codes) && plan_.types[index_of(codes)].format == Format::codes)
+            tell(direction, step.reads[0], *plan_.types[index_of(codes)].quantizer,
+                 history_length(*description_.recipe) != 0 ? "in each call: the scale is the step's"
+                 : description_.watched != 0               ? "in each call: it is watched"
+                                                           : "in each call: it has no workspace");
+      if (!step.quantizers.empty()) look_at_groups(direction, step);
+    }
+  }
+
+  /// What is multiplied in groups of rows is quantized there.
+  void look_at_groups(const char* direction, const Step& step) {
+    const OpNode& op = description_.ops[step.covers[0].op];
+    const Quantizer* const quantizer = quantizer_of(
+        *description_.recipe, {.role = Role::weight, .kind = op.kind->def.name, .op = op.label});
+    for (size_t read = 0; read < step.reads.size(); ++read)
+      if (quantizer != nullptr && is_weight_(step.reads[read]) &&
+          step.read_names[read].find("weight") != std::string_view::npos)
+        tell(direction, step.reads[read], *quantizer, "in each call: where it is multiplied");
+  }
+
+  void tell(const char* direction, Value weight, const Quantizer& quantizer, const char* why) {
+    const auto [known, is_new] = told_.try_emplace(weight, weights_.size());
+    if (is_new)
+      weights_.push_back({{"value", name_of(plan_, weight)},
+                          {"quantizer", quantizer.text},
+                          {"forward", kernel_ops::text_of(kernel_ops::CodesWere::unused)},
+                          {"backward", kernel_ops::text_of(kernel_ops::CodesWere::unused)}});
+    weights_[known->second][direction] = why;
+  }
+
+  const Plan& plan_;
+  const Description& description_;
+  json& weights_;
+  ValueSet is_weight_;
+  std::map<Value, size_t> told_;
+};
+
 json plan_json(const ExplainedPlan& explained) {
   const Plan& plan = *explained.plan;
   json result{{"training", explained.training},
@@ -151,7 +212,9 @@ json plan_json(const ExplainedPlan& explained) {
          {"bytes", bytes},
          {"costs_memory", type.origin != Origin::input && type.origin != Origin::param}});
   }
-  if (!explained.stamps.empty()) result["codes_of_weights"] = weights_json(explained);
+  json weights = weights_json(explained);
+  WeightsOfEachCall(explained, weights);
+  if (!weights.empty()) result["codes_of_weights"] = std::move(weights);
   if (plan.within) result["memory_budget"] = within_json(plan);
   std::vector<Decision> decisions = plan.decisions;
   if (plan.needs_backward) {

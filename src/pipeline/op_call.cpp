@@ -198,21 +198,18 @@ std::vector<WorkspaceSpec> workspace_specs(const std::string& description,
   PlanKey key(call, inputs.size());
   for (const PlanKey::TensorTraits& traits : inputs) key.add(traits);
   for (const at::Tensor& param : params) key.add(param, call.grad_mode);
-  const auto plan = program_of(description)->plan_for(key);
   std::vector<WorkspaceSpec> specs;
-  for (const CachedWeight& cached : plan->cached_weights)
-    specs.push_back(
-        {static_cast<size_t>(std::ranges::find(plan->params, cached.weight) - plan->params.begin()),
-         cached.quantizer->text, cached.parts});
+  for (const CachedParams& cached : cached_params(program_of(description)->description(), key))
+    specs.push_back({cached.params, cached.quantizer->text, cached.parts});
   return specs;
 }
 
-std::vector<at::Tensor> make_workspace(const at::Tensor& weight, const std::string& quantizer,
-                                       GroupMask parts) {
+std::vector<at::Tensor> make_workspace(at::TensorList weight, const std::string& quantizer,
+                                       GroupMask parts, kernel_ops::CodesWere why) {
   std::vector<at::Tensor> tensors;
-  std::ranges::copy_if(
-      kernel_ops::make_workspace(weight, tandem::quantizer(std::string_view(quantizer)), parts),
-      std::back_inserter(tensors), &at::Tensor::defined);
+  std::ranges::copy_if(kernel_ops::make_workspace(
+                           weight, tandem::quantizer(std::string_view(quantizer)), parts, why),
+                       std::back_inserter(tensors), &at::Tensor::defined);
   return tensors;
 }
 

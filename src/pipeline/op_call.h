@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "autograd/run.h"
+#include "kernel_ops/weights.h"
 #include "planner/key.h"
 #include "tandem/export.h"
 
@@ -52,8 +53,8 @@ TANDEM_API std::vector<at::Tensor> op_backward(const std::string& description,
 
 /// A weight whose codes a call through the dispatcher can be given a workspace for.
 struct WorkspaceSpec {
-  /// Among the parameters.
-  size_t param = 0;
+  /// Where it is among the parameters; several that it is joined of.
+  std::vector<size_t> params = {};
   std::string quantizer;
   GroupMask parts = {};
 };
@@ -64,9 +65,10 @@ TANDEM_API std::vector<WorkspaceSpec> workspace_specs(
     const std::string& description, const std::vector<PlanKey::TensorTraits>& inputs,
     at::TensorList params);
 
-/// The tensors of a fresh one.
-TANDEM_API std::vector<at::Tensor> make_workspace(const at::Tensor& weight,
-                                                  const std::string& quantizer, GroupMask parts);
+/// The tensors of a fresh one, for a weight that lies in these, and why there was none.
+TANDEM_API std::vector<at::Tensor> make_workspace(at::TensorList weight,
+                                                  const std::string& quantizer, GroupMask parts,
+                                                  kernel_ops::CodesWere why);
 
 /// The text of the quantizer that a recipe, as JSON, has for a role of an op of this kind; empty:
 /// none. Throws c10::ValueError on an unknown recipe.

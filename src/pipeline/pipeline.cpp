@@ -10,6 +10,7 @@
 #include "autograd/direct.h"
 #include "core/build_id.h"
 #include "core/json_fields.h"
+#include "kernel_ops/join.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "planner/planner.h"
@@ -126,46 +127,6 @@ void Pipeline::free_retired() const {
   has_retired_ = false;
 }
 
-namespace {
-
-/// What a workspace is made for: a parameter, or several that are joined along their first
-/// dimension.
-struct CachedTensor {
-  const at::Tensor* first = nullptr;
-  /// Of all of them.
-  c10::SymDimVector sizes = {};
-  bool is_joined = false;
-  /// One of these sizes: the parameter, or something that nobody reads.
-  at::Tensor whole() const {
-    return is_joined ? at::empty_symint(sizes, first->options().requires_grad(false)) : *first;
-  }
-};
-
-CachedTensor cached_tensor(const Plan& plan, const Arguments& arguments, Value value) {
-  CachedTensor result{argument_of(plan, arguments, value)};
-  if (result.first != nullptr) {
-    result.sizes = result.first->sym_sizes();
-    return result;
-  }
-  const auto join = std::ranges::find_if(plan.forward, [&](const Step& step) {
-    return step.kind == StepKind::join && step.writes[0] == value;
-  });
-  TORCH_INTERNAL_ASSERT(join != plan.forward.end());
-  result.is_joined = true;
-  for (const Value part : join->reads) {
-    const at::Tensor& tensor = *argument_of(plan, arguments, part);
-    if (result.first == nullptr) {
-      result.first = &tensor;
-      result.sizes = tensor.sym_sizes();
-    } else if (!result.sizes.empty() && tensor.dim() != 0) {
-      result.sizes[0] += tensor.sym_size(0);
-    }
-  }
-  return result;
-}
-
-}  // namespace
-
 kernel_ops::CodesWere Pipeline::why_none(size_t weight, const Quantizer& quantizer) const {
   using kernel_ops::CodesWere;
   bool has_other = false;
@@ -187,16 +148,23 @@ kernel_ops::CodesWere Pipeline::why_none(size_t weight, const Quantizer& quantiz
                          : CodesWere::first_used;
 }
 
+Pipeline::CodedWeight Pipeline::coded_weight(at::TensorList pieces) {
+  CodedWeight coded{.dtype = pieces[0].scalar_type()};
+  for (const at::Tensor& piece : pieces) {
+    coded.data.push_back(piece.const_data_ptr());
+    coded.strides.insert(coded.strides.end(), piece.strides().begin(), piece.strides().end());
+  }
+  return coded;
+}
+
 std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Arguments& arguments,
                                                  State& state) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<at::Tensor> tensors;
   for (size_t w = 0; w < plan.cached_weights.size(); ++w) {
-    const Value value = plan.cached_weights[w].weight;
     const auto& quantizer = plan.cached_weights[w].quantizer;
     const GroupMask& mask = plan.cached_weights[w].parts;
-    const CachedTensor cached = cached_tensor(plan, arguments, value);
-    const at::Tensor& weight = *cached.first;
+    const auto pieces = pieces_of(plan.cached_weights[w], plan, arguments.params);
     // Plans that read the codes of other directions have a workspace of their own.
     auto held = std::ranges::find_if(state.workspaces, [&](const HeldWorkspace& each) {
       return each.weight == w && each.quantizer == quantizer && each.mask == mask;
@@ -208,16 +176,17 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
     const at::Tensor& codes = held->parts[part_of(direction, 0)];
     // A call on another thread, or a graph, may still read the codes of another weight: those stay
     // as they are.
-    CodedWeight coded{weight.const_data_ptr(), weight.scalar_type(), weight.strides().vec()};
+    CodedWeight coded = coded_weight(pieces);
     const bool is_free = codes.use_count() <= 1 || held->coded == coded;
     held->coded = std::move(coded);
     if (!codes.defined() || !is_free)
       held->parts = kernel_ops::make_workspace(
-          cached.whole(), *quantizer, mask,
+          pieces, *quantizer, mask,
           is_free ? why_none(w, *quantizer) : kernel_ops::CodesWere::of_another_tensor);
-    else if (codes.sym_sizes() != sizes_of_codes(*quantizer, cached.sizes, direction) ||
-             codes.device() != weight.device())
-      held->parts = kernel_ops::fitting_workspace(cached.whole(), *quantizer, mask, held->parts);
+    else if (codes.sym_sizes() !=
+                 sizes_of_codes(*quantizer, kernel_ops::joined_sizes(pieces), direction) ||
+             codes.device() != pieces[0].device())
+      held->parts = kernel_ops::fitting_workspace(pieces, *quantizer, mask, held->parts);
     std::ranges::copy_if(held->parts, std::back_inserter(tensors), &at::Tensor::defined);
   }
   return tensors;

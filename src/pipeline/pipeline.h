@@ -108,11 +108,13 @@ class TANDEM_API Pipeline {
   /// Whose codes a workspace holds. Whoever uses the workspace holds the weight's memory: no other
   /// weight gets its address meanwhile.
   struct CodedWeight {
-    const void* data = nullptr;
+    /// Of its pieces, and their strides one behind the other.
+    c10::SmallVector<const void*, 4> data = {};
+    c10::SmallVector<int64_t, 8> strides = {};
     at::ScalarType dtype = at::kFloat;
-    std::vector<int64_t> strides = {};
     bool operator==(const CodedWeight&) const = default;
   };
+  static CodedWeight coded_weight(at::TensorList pieces);
   /// Of the nth weight of plans that read its codes in the directions of `mask`.
   struct HeldWorkspace {
     size_t weight;

@@ -61,8 +61,7 @@ struct Planned {
 
   void make_workspaces() {
     for (const CachedWeight& cached : plan->cached_weights) {
-      const auto place = std::ranges::find(plan->params, cached.weight) - plan->params.begin();
-      const auto made = kernel_ops::make_workspace(arguments.params[static_cast<size_t>(place)],
+      const auto made = kernel_ops::make_workspace(pieces_of(cached, *plan, arguments.params),
                                                    *cached.quantizer, cached.parts);
       std::ranges::copy_if(made, std::back_inserter(workspaces), &Tensor::defined);
     }

@@ -285,11 +285,21 @@ class Assembly {
       if (outcome_.ways[item] == Way::run_again)
         for (size_t w = 0; w < writes.size(); ++w)
           if (step.writes[w] == ways_.items()[item].value) writes[w] = step.writes[w];
+    if (traced && step.kind == StepKind::refresh) {  // a compiler would copy what backward mutates
+      backward.push_back(weight_codes_again_step(step, std::move(writes), given_gradients()));
+      return;
+    }
     Step again = again_step(step, std::move(writes));
-    if (traced && step.kind != StepKind::refresh &&
+    if (traced &&
         std::ranges::none_of(again.reads, [&](Value v) { return is_made_in_backward(v); }))
       hide(again, backward);
     backward.push_back(std::move(again));
+  }
+
+  Values given_gradients() const {
+    Values gradients;
+    std::ranges::copy_if(draft_.output_gradients, std::back_inserter(gradients), exists);
+    return gradients;
   }
 
   /// What it reads least of comes behind a gradient.
@@ -310,10 +320,8 @@ class Assembly {
     type.origin = Origin::intermediate;
     type.view_of = Value::none;
     type.name += " again";
-    Values gradients;
-    std::ranges::copy_if(draft_.output_gradients, std::back_inserter(gradients), exists);
     const Value shown = draft_.add(std::move(type));
-    backward.push_back(behind_step(hidden, gradients, shown));
+    backward.push_back(behind_step(hidden, given_gradients(), shown));
     std::ranges::replace(again.reads, hidden, shown);
   }
 

@@ -1,7 +1,5 @@
 #include "planner/glue.h"
 
-#include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/randint.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/grouped.h"
 #include "kernel_ops/inspection.h"
+#include "kernel_ops/join.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/weights.h"
@@ -41,46 +40,10 @@ void run_add(Call& call) {
   call.write<kernel_ops::AddBias>(call.in(0), std::optional<at::Tensor>(), call.maybe(1));
 }
 
-void check_parts(const Call& call, size_t count) {
-  const at::Tensor& first = call.in(0);
-  for (size_t i = 0; i < count; ++i) {
-    const at::Tensor& part = call.in(i);
-    TORCH_CHECK_VALUE(part.dim() == first.dim() && part.dim() != 0 &&
-                          part.sym_sizes().slice(1) == first.sym_sizes().slice(1),
-                      "join: expected parts of one parameter that differ in their first size at "
-                      "most, got ",
-                      first.sym_sizes(), " and ", part.sym_sizes(), ". Give parts that fit.");
-    TORCH_CHECK_VALUE(part.device() == first.device(), "join: expected parts of one parameter on ",
-                      "one device, got ", first.device(), " and ", part.device(),
-                      ". Move the module: it has .to(device).");
-  }
-}
-
-/// Whether the parts lie one behind the other in one memory.
-bool are_adjacent(const Call& call, size_t count) {
-  const at::Tensor& first = call.in(0);
-  int64_t end = first.storage_offset();
-  for (size_t i = 0; i < count; ++i) {
-    const at::Tensor& part = call.in(i);
-    if (!part.is_contiguous() || !part.is_alias_of(first) || part.storage_offset() != end)
-      return false;
-    end += part.numel();
-  }
-  return true;
-}
-
 void run_join(Call& call) {
-  const size_t count = call.step().reads.size();
-  check_parts(call, count);
-  if (call.path() == Path::direct && are_adjacent(call, count)) {
-    at::DimVector sizes(call.in(0).sizes().begin(), call.in(0).sizes().end());
-    for (size_t i = 1; i < count; ++i) sizes[0] += call.in(i).size(0);
-    call.out(0, at::native::as_strided_tensorimpl(call.in(0), sizes, call.in(0).strides()));
-    return;
-  }
-  std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < count; ++i) parts.push_back(call.in(i));
-  call.out(0, at::cat(parts));
+  c10::SmallVector<at::Tensor, 4> parts;
+  for (size_t i = 0; i < call.step().reads.size(); ++i) parts.push_back(call.in(i));
+  call.out(0, kernel_ops::joined(parts, /*may_view=*/call.path() == Path::direct));
 }
 
 void run_split(Call& call) {
@@ -206,17 +169,24 @@ void run_behind(Call& call) {
   call.note_sizes(call.step().writes[0], call.type(0), [&] { return call.sizes_of_numbers(0); });
 }
 
-/// Reads of the steps below: the weight, its workspace, and what else there is.
+/// Of the steps below, which read the pieces of the weight, its workspace, and the gradients that
+/// they stand behind.
 struct OfWeight {
-  static constexpr size_t weight = 0, first_part = 1,
-                          gradient = first_part + kernel_ops::workspace_size;
+  const Quantizer* quantizer;
+  size_t pieces;
 };
+
+c10::SmallVector<at::Tensor, 4> weight_of(const Call& call) {
+  c10::SmallVector<at::Tensor, 4> pieces;
+  for (size_t i = 0; i < call.options<OfWeight>().pieces; ++i) pieces.push_back(call.in(i));
+  return pieces;
+}
 
 kernel_ops::Workspace workspace_of(const Call& call) {
   kernel_ops::Workspace workspace;
   for (size_t part = 0; part < workspace.size(); ++part)
-    if (call.has(OfWeight::first_part + part))
-      workspace[part] = call.in(OfWeight::first_part + part);
+    if (const size_t read = call.options<OfWeight>().pieces + part; call.has(read))
+      workspace[part] = call.in(read);
   return workspace;
 }
 
@@ -227,8 +197,9 @@ void give_codes(Call& call, const Parts& parts) {
       const Type& type = call.out_type(write);
       for (size_t part = 0; part < tensors_per_value(type); ++part)
         call.out(write, parts[part_of(direction, part)], part);
-      call.note_sizes(call.step().writes[write], type,
-                      [&] { return kernel_ops::sizes_of(call.in(OfWeight::weight)); });
+      call.note_sizes(call.step().writes[write], type, [&] {
+        return kernel_ops::sizes_of(kernel_ops::like_joined(weight_of(call)));
+      });
     }
 }
 
@@ -236,16 +207,18 @@ template <bool kBackward>
 void run_refresh_weight(Call& call) {
   const kernel_ops::Workspace workspace = workspace_of(call);
   call.took(kernel_ops::kDispatcher);
-  kernel_ops::refresh_weight(call.in(OfWeight::weight), workspace, call.options<Quantizer>(),
+  kernel_ops::refresh_weight(weight_of(call), workspace, *call.options<OfWeight>().quantizer,
                              kBackward);
   give_codes(call, workspace);
 }
 
 void run_weight_codes(Call& call) {
   call.took(kernel_ops::kDispatcher);
-  give_codes(call, kernel_ops::weight_codes(call.in(OfWeight::weight), workspace_of(call),
-                                            call.in(OfWeight::gradient), call.options<Quantizer>(),
-                                            {call.wants(0), call.wants(1)}));
+  const auto& [quantizer, pieces] = call.options<OfWeight>();
+  size_t gradient = pieces + kernel_ops::workspace_size;
+  while (!call.has(gradient)) ++gradient;
+  give_codes(call, kernel_ops::weight_codes(weight_of(call), workspace_of(call), call.in(gradient),
+                                            *quantizer, {call.wants(0), call.wants(1)}));
 }
 
 }  // namespace
@@ -349,22 +322,29 @@ Step dequantize_step(Value codes, Value y) {
 }
 
 namespace {
-Step step_of_weight(const char* name, Run run, Value weight, const Values& workspace,
+Step step_of_weight(const char* name, Run run, const Values& weight, const Values& workspace,
                     const std::array<Value, 2>& codes, const Quantizer& quantizer) {
-  Names read_names{"weight"};
+  Names read_names(weight.size(), "weight");
   read_names.insert(read_names.end(), std::begin(kernel_ops::kWorkspaceNames),
                     std::end(kernel_ops::kWorkspaceNames));
-  Values reads{weight};
+  Values reads = weight;
   reads.insert(reads.end(), workspace.begin(), workspace.end());
   Step step = step_of(StepKind::refresh, name, run, std::move(read_names), std::move(reads),
                       {"row_codes", "column_codes"}, {codes.begin(), codes.end()});
-  step.options = {options_of(quantizer)};
+  step.options = {std::make_shared<OfWeight>(OfWeight{&quantizer, weight.size()})};
   return step;
+}
+
+/// `step` of a weight, run behind any of these gradients.
+void put_behind(Step& step, const Values& gradients) {
+  step.read_names.insert(step.read_names.end(), gradients.size(), "gradient");
+  step.reads.insert(step.reads.end(), gradients.begin(), gradients.end());
 }
 }  // namespace
 
-Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
-                         const Quantizer& quantizer, bool backward) {
+Step refresh_weight_step(const Values& weight, const Values& workspace,
+                         const std::array<Value, 2>& codes, const Quantizer& quantizer,
+                         bool backward) {
   Step step = step_of_weight("refresh_weight",
                              backward ? run_refresh_weight<true> : run_refresh_weight<false>,
                              weight, workspace, codes, quantizer);
@@ -372,12 +352,25 @@ Step refresh_weight_step(Value weight, const Values& workspace, const std::array
   return step;
 }
 
-Step weight_codes_step(Value weight, const Values& workspace, Value gradient,
+Step weight_codes_step(const Values& weight, const Values& workspace, Value gradient,
                        const std::array<Value, 2>& codes, const Quantizer& quantizer) {
   Step step = step_of_weight("weight_codes", run_weight_codes, weight, workspace, codes, quantizer);
-  step.read_names.push_back("gradient");
-  step.reads.push_back(gradient);
+  put_behind(step, {gradient});
   return step;
+}
+
+Step weight_codes_again_step(const Step& forward, Values writes, const Values& gradients) {
+  Step step = again_step(forward, std::move(writes));
+  step.name = "weight_codes";
+  step.run = run_weight_codes;
+  step.mutates.clear();
+  put_behind(step, gradients);
+  return step;
+}
+
+WeightOfStep weight_of_step(const Step& step) {
+  const auto& [quantizer, pieces] = *static_cast<const OfWeight*>(step.options[0].get());
+  return {quantizer, std::span(step.reads).first(pieces)};
 }
 
 }  // namespace tandem

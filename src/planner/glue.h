@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 
 #include "core/step.h"
 #include "kernel_ops/delayed.h"
@@ -61,11 +62,21 @@ Step behind_step(Value x, const Values& gradients, Value y);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
 /// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again
-/// where the weight has changed.
-Step refresh_weight_step(Value weight, const Values& workspace, const std::array<Value, 2>& codes,
-                         const Quantizer& quantizer, bool backward);
+/// where the weight has changed. `weight`: the parameter, or those that it is joined of.
+Step refresh_weight_step(const Values& weight, const Values& workspace,
+                         const std::array<Value, 2>& codes, const Quantizer& quantizer,
+                         bool backward);
 /// The same codes for backward, as tensors of their own, behind `gradient`: nothing is mutated.
-Step weight_codes_step(Value weight, const Values& workspace, Value gradient,
+Step weight_codes_step(const Values& weight, const Values& workspace, Value gradient,
                        const std::array<Value, 2>& codes, const Quantizer& quantizer);
+/// The same, of those that a refresh step of forward writes which `writes` has in their places,
+/// behind any of these gradients, of which one at least is there.
+Step weight_codes_again_step(const Step& forward, Values writes, const Values& gradients);
+/// What such steps read codes of.
+struct WeightOfStep {
+  const Quantizer* quantizer;
+  std::span<const Value> pieces;
+};
+WeightOfStep weight_of_step(const Step& step);
 
 }  // namespace tandem

@@ -207,6 +207,19 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   return plan;
 }
 
+std::vector<CachedParams> cached_params(const Description& description, const PlanKey& key) {
+  Draft draft = lower(description, key);
+  put_quantize_points(description, key, draft);
+  std::vector<CachedParams> result;
+  for (const CachedWeight& cached : draft.cached_weights) {
+    CachedParams& made = result.emplace_back(CachedParams{{}, cached.quantizer, cached.parts});
+    for (const Value piece : cached.pieces)
+      made.params.push_back(
+          static_cast<size_t>(std::ranges::find(draft.params, piece) - draft.params.begin()));
+  }
+  return result;
+}
+
 std::shared_ptr<const BackwardPlan> backward_plan(const Plan& plan, const BackwardMask& mask) {
   if (auto known = plan.backward_plans.find(mask)) return known;
   return plan.backward_plans.insert(mask, slice_backward(plan, mask));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "core/plan.h"
 #include "planner/description.h"
@@ -18,6 +19,17 @@ namespace tandem {
 ///         cannot be made, with the reason.
 std::unique_ptr<const Plan> make_plan(const Description& description, const PlanKey& key,
                                       const UserFusions& user_fusions);
+
+/// A weight whose codes the plan for a key caches, by the places of what it lies in among the
+/// parameters.
+struct CachedParams {
+  std::vector<size_t> params;
+  const Quantizer* quantizer;
+  GroupMask parts;
+};
+/// Those of make_plan's plan, in its order. A memory budget does not change them, so no size is
+/// asked for.
+std::vector<CachedParams> cached_params(const Description& description, const PlanKey& key);
 
 /// The backward program for a mask: sliced, then fused by the backward pass; made once per mask
 /// while the plan has it.

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <set>
 #include <tuple>
 
 #include "kernel_ops/checks.h"
@@ -21,11 +20,7 @@ namespace {
 class QuantizePoints {
  public:
   QuantizePoints(const Description& description, const PlanKey& key, Draft& draft)
-      : description_(description), traced_(key.call().traced), draft_(draft) {
-    caches_joined_ = !traced_;
-    for (size_t i = key.input_count(); i < key.tensor_count(); ++i)
-      caches_joined_ &= key.tensor(i).device.is_cpu();
-  }
+      : description_(description), traced_(key.call().traced), draft_(draft) {}
 
   void run() {
     is_stateful_ = history_length(*description_.recipe) != 0;
@@ -34,7 +29,9 @@ class QuantizePoints {
     if (is_stateful_) add_state();
     for (const Step& step : draft_.forward) {
       if (step.kind == StepKind::cast) uncast_[step.writes[0]] = step.reads[0];
-      if (step.kind == StepKind::join && caches_joined_) joined_.insert(step.writes[0]);
+      if (step.kind == StepKind::join &&
+          std::ranges::all_of(step.reads, [&](Value piece) { return is_plain_param(piece); }))
+        joined_[step.writes[0]] = step.reads;
     }
     if (caches_weights()) note_weights();
     rewrite(draft_.forward, forward_, Role::input);
@@ -361,8 +358,12 @@ class QuantizePoints {
     }
   }
 
-  /// Workspaces belong to tensors of the caller, or to what several of these are joined to where
-  /// its bytes are compared: a joined tensor has no version of its own.
+  bool is_plain_param(Value value) const {
+    return draft_.types[index_of(value)].origin == Origin::param &&
+           !draft_.codes_of_params.contains(value);
+  }
+
+  /// Workspaces belong to tensors of the caller, or to what several of these are joined to.
   bool has_workspace(Value value) const {
     return draft_.types[index_of(value)].origin == Origin::param ||
            draft_.codes_of_params.contains(value) || joined_.contains(value);
@@ -473,15 +474,17 @@ class QuantizePoints {
       return known->second;
     const GroupMask parts = written_of(quantizer, weight_parts_.at(weight));
     auto& workspace = workspaces_[{weight, &quantizer}];
-    if (workspace.empty()) workspace = add_workspace({weight, &quantizer, parts});
+    const auto joined = joined_.find(weight);
+    const Values pieces = joined == joined_.end() ? Values{weight} : joined->second;
+    if (workspace.empty()) workspace = add_workspace({weight, &quantizer, parts, pieces});
     Representations result = add_codes(weight, quantizer);
     const auto [row, column] = result.codes;
     const auto written = [&](size_t i, Value value) { return parts[i] ? value : Value::none; };
     const std::array<Value, 2> codes_to_write{written(0, row), written(1, column)};
     steps.push_back(
         is_behind
-            ? weight_codes_step(weight, workspace, gradient_, codes_to_write, quantizer)
-            : refresh_weight_step(weight, workspace, codes_to_write, quantizer, is_backward_));
+            ? weight_codes_step(pieces, workspace, gradient_, codes_to_write, quantizer)
+            : refresh_weight_step(pieces, workspace, codes_to_write, quantizer, is_backward_));
     return codes[{weight, &quantizer}] = result;
   }
 
@@ -537,13 +540,12 @@ class QuantizePoints {
 
   const Description& description_;
   const bool traced_;
-  bool caches_joined_ = false;
   Draft& draft_;
   /// Of the step that is rewritten, if it multiplies by one.
   Value gradient_ = Value::none;
   Codes forward_, backward_;
   std::map<Value, Value> uncast_;
-  std::set<Value> joined_;
+  std::map<Value, Values> joined_;  // to what of
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
   std::map<std::tuple<Value, at::ScalarType, bool>, Value> decoded_ = {};

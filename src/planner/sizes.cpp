@@ -10,8 +10,10 @@
 
 #include "core/call.h"
 #include "kernel_ops/format.h"
+#include "kernel_ops/join.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
+#include "planner/glue.h"
 
 namespace tandem {
 
@@ -125,10 +127,13 @@ class Measurement {
         return;
       case StepKind::record_amax:
         return;
-      case StepKind::refresh:
-        return put_codes(frame_.tensor(step.reads[0]),
-                         *static_cast<const Quantizer*>(step.options[0].get()), step.writes[0],
+      case StepKind::refresh: {
+        const auto [quantizer, pieces] = weight_of_step(step);
+        std::vector<at::Tensor> weight;
+        for (const Value piece : pieces) weight.push_back(frame_.tensor(piece));
+        return put_codes(kernel_ops::joined(weight, /*may_view=*/false), *quantizer, step.writes[0],
                          step.writes[1]);
+      }
       default:
         break;
     }

@@ -1,11 +1,12 @@
 #include "quantization/region.h"
 
 #include <ATen/ops/clone.h>
-#include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+
+#include "kernel_ops/memory.h"
 
 namespace tandem {
 
@@ -13,7 +14,11 @@ namespace {
 
 at::Tensor number_tensor(int64_t number) {
   const c10::InferenceMode no_inference(false);  // nodes hold it
-  return at::tensor({number}, at::kLong);
+  // No mode may see it: inside of one that makes tensors without memory, as exports do, a region is
+  // entered as well.
+  at::Tensor tensor = kernel_ops::empty_cpu({1}, at::kLong);
+  *tensor.mutable_data_ptr<int64_t>() = number;
+  return tensor;
 }
 
 bool is_same(const ScalingState& a, const ScalingState& b) {

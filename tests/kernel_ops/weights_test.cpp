@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_neg_view.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/complex.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -122,7 +123,7 @@ TEST_F(RefreshWeight, AStampTellsHowTheCodesCameThere) {
   say(Said::first_microbatch);
   EXPECT_EQ(forward_was(), CodesWere::of_the_last_step);
   say(Said::nothing);
-  for (int why = 0; why <= static_cast<int>(CodesWere::of_the_last_step); ++why)
+  for (int why = 0; why <= static_cast<int>(CodesWere::recorded); ++why)
     EXPECT_FALSE(text_of(static_cast<CodesWere>(why)).empty()) << why;
 }
 
@@ -446,6 +447,75 @@ TEST(WeightCodesOp, CopiesCodesThatServeAndMakesOthers) {
   weight.mul_(5);
   expect_codes(1);
   expect_codes(1);  // nothing is written
+}
+
+TEST(PiecesOfAWeight, AreQuantizedAsOneAndKnownByEach) {
+  const Quantizer& blocks = quantizer(kBlocks);
+  const at::Tensor whole = random({64, 64});
+  Tensors pieces{whole.narrow(0, 0, 16).clone(), whole.narrow(0, 16, 48).clone()};
+  const Workspace workspace = make_workspace(pieces, blocks, {true, true, true});
+  const auto makes = [&](bool backward = false) {
+    const int64_t before = refresh_counts().made;
+    refresh_weight(pieces, workspace, blocks, backward);
+    return refresh_counts().made != before;
+  };
+  const auto expect_codes = [&] {
+    const auto fresh = dispatch<Quantize>(at::cat(pieces), std::optional<at::Tensor>(), blocks,
+                                          std::array{true, true, true});
+    for (size_t part = 0; part < group_size; ++part) {
+      if (!workspace[part].defined()) continue;
+      EXPECT_TRUE(same(workspace[part], fresh[part])) << part;
+    }
+  };
+  EXPECT_TRUE(makes());
+  expect_codes();
+  EXPECT_FALSE(makes());
+  EXPECT_FALSE(makes(true));
+  for (at::Tensor& piece : pieces) {
+    piece.mutable_data_ptr<float>()[3] += 1;  // moves no version
+    EXPECT_TRUE(makes());
+    EXPECT_FALSE(makes());
+    piece.mul_(2);
+    EXPECT_TRUE(makes(true));
+    EXPECT_FALSE(makes());
+    piece = piece.clone();
+    EXPECT_FALSE(makes()) << "other tensors of the same bytes";
+    expect_codes();
+  }
+  pieces[0].add_(1);
+  EXPECT_TRUE(makes()) << "and the stamp names the tensors of now";
+  say(Said::unchanged);
+  EXPECT_FALSE(makes());
+  pieces[0].mutable_data_ptr<float>()[3] += 1;
+  EXPECT_FALSE(makes()) << "nobody looks";
+  pieces[1].add_(1);
+  EXPECT_TRUE(makes()) << "versions are seen";
+  say(Said::nothing);
+  expect_codes();
+  pieces = {pieces[0].narrow(0, 0, 8).clone(), at::cat({pieces[0].narrow(0, 8, 8), pieces[1]})};
+  EXPECT_TRUE(makes()) << "the same bytes, in other pieces";
+  EXPECT_TRUE(same(weight_codes(pieces, workspace, at::zeros({1}), blocks, {false, true})[3],
+                   workspace[column_codes]));
+  expect_codes();
+}
+
+TEST(PiecesOfAWeight, MustFit) {
+  const Quantizer& current = quantizer("fp8_e4m3");
+  const Tensors pieces{random({4, 8}), random({4, 8}, at::kFloat, 2)};
+  Workspace workspace = make_workspace(pieces, current, {true, true, true});
+  const auto refresh = [&](Tensors weight) {
+    return [&, weight] { refresh_weight(weight, workspace, current, false); };
+  };
+  EXPECT_THAT(refresh({pieces[0], random({4, 7})}),
+              ThrowsText<c10::ValueError>("join: expected parts of one parameter that differ in",
+                                          "got [4, 8] and [4, 7]"));
+  EXPECT_THAT(refresh({pieces[0], pieces[1].to(at::kMeta)}),
+              ThrowsText<c10::ValueError>("join: expected parts of one parameter on one device"));
+  EXPECT_THAT(refresh({pieces[0]}),
+              ThrowsText<c10::ValueError>("refresh_weight_: expected row_codes of shape [4, 8]"));
+  workspace[group_amax] = pieces[1][0][0];
+  EXPECT_THAT(refresh(pieces), ThrowsText<c10::ValueError>("refresh_weight_: expected amax",
+                                                           "or the weight shares"));
 }
 
 TEST(SayOfWeight, RefusesWhatIsNoStampAndUnknownWords) {

@@ -5,10 +5,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <torch/library.h>
@@ -19,6 +21,7 @@
 #include "kernel_ops/norm.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/quantize.h"
+#include "kernel_ops/weights.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/replay.h"
 #include "planner/planner.h"
@@ -87,7 +90,11 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kType>)
+bool is_recording = false;
+struct Guard : c10::impl::NoOpDeviceGuardImpl<kType> {
+  bool isStreamCapturing(const c10::Stream&) const override { return is_recording; }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
 }
@@ -229,6 +236,65 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   const std::string text = pipeline.explain(ExplainFormat::text);
   EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
                           HasSubstr("1.basic_linear.y   by cpu, tiles\n")));
+}
+
+/// Whether codes of a weight were made.
+bool refreshes(at::TensorList weight, const kernel_ops::Workspace& workspace,
+               bool backward = false) {
+  const int64_t before = kernel_ops::refresh_counts().made;
+  kernel_ops::refresh_weight(weight, workspace, quantizer("fp8_e4m3"), backward);
+  return kernel_ops::refresh_counts().made != before;
+}
+
+TEST_F(SecondDevice, PiecesOfAWeightAreKnownByTheirSigns) {
+  Tensors pieces = there({random({4, 8}), random({2, 8}, at::kFloat, 2)});
+  const auto workspace =
+      kernel_ops::make_workspace(pieces, quantizer("fp8_e4m3"), {true, true, true});
+  EXPECT_TRUE(refreshes(pieces, workspace));
+  EXPECT_TRUE(refreshes(pieces, workspace)) << "outside of any region";
+  const Autocast region;
+  EXPECT_TRUE(refreshes(pieces, workspace));
+  EXPECT_FALSE(refreshes(pieces, workspace));
+  EXPECT_FALSE(refreshes(pieces, workspace, /*backward=*/true));
+  for (Tensor& piece : pieces) {
+    piece.mul_(2);
+    EXPECT_TRUE(refreshes(pieces, workspace)) << "its version has moved";
+    EXPECT_FALSE(refreshes(pieces, workspace));
+    piece = piece.clone();
+    EXPECT_TRUE(refreshes(pieces, workspace)) << "another tensor";
+    EXPECT_FALSE(refreshes(pieces, workspace));
+  }
+  kernel_ops::weights_changed();
+  EXPECT_TRUE(refreshes(pieces, workspace));
+  const Tensor whole = at::cat({pieces[0].to(at::kCPU), pieces[1].to(at::kCPU)});
+  const auto codes = kernel_ops::quantize_weight(whole, quantizer("fp8_e4m3")).workspace;
+  for (const size_t part : {size_t{row_codes}, size_t{row_scale}, size_t{group_amax}})
+    EXPECT_TRUE(same(workspace[part].to(at::kCPU), codes[part])) << part;
+}
+
+TEST_F(SecondDevice, WhatIsRecordedQuantizesWheneverItRuns) {
+  const Tensors weight = there({random({4, 8})});
+  const auto workspace =
+      kernel_ops::make_workspace(weight, quantizer("fp8_e4m3"), {true, true, true});
+  const Autocast region;
+  const auto makes_codes = [&] {
+    const int64_t before = kernel_ops::refresh_counts().made;
+    kernel_ops::weight_codes(weight, workspace, at::zeros({1}), quantizer("fp8_e4m3"),
+                             {true, false});
+    return kernel_ops::refresh_counts().made != before;
+  };
+  EXPECT_TRUE(refreshes(weight, workspace));
+  EXPECT_FALSE(refreshes(weight, workspace));
+  EXPECT_FALSE(makes_codes());
+  is_recording = true;
+  EXPECT_TRUE(refreshes(weight, workspace));
+  EXPECT_EQ(kernel_ops::last_uses(workspace[kernel_ops::stamp_part])[0],
+            kernel_ops::CodesWere::recorded);
+  EXPECT_TRUE(refreshes(weight, workspace, /*backward=*/true));
+  EXPECT_TRUE(makes_codes());
+  is_recording = false;
+  EXPECT_TRUE(refreshes(weight, workspace)) << "nothing was written while it was recorded";
+  EXPECT_FALSE(refreshes(weight, workspace));
 }
 
 TEST(ImplementationNames, AreSets) {

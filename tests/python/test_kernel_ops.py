@@ -79,7 +79,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
         "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True],
-        "refresh_weight_": [matrix, row_codes, row_scale, None, None, None, None, amax, stamp, "fp8_e4m3", False],
+        "refresh_weight_": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, "fp8_e4m3", False],
         "region_number": [x],
         "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
         "rms_norm_forward": [x, weight, 1e-5, True],
@@ -90,7 +90,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "scale_product": [x, scale, scale, dtype],
         "sum_rows": [x, dtype],
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max"],
-        "weight_codes": [matrix, row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
+        "weight_codes": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
     }
 
 

@@ -337,9 +337,10 @@ class Prepared:
         objects, held = False if is_dynamo_compiling() else python_op.has_objects(kwargs), []
         for_codes: list[torch.Tensor] = []
         name, stamps, likes = "", (), ()
-        if described is not None and recipe != "null" and not budget and not kwargs and not torch.compiler.is_exporting():
+        if described is not None and recipe != "null" and not kwargs and not torch.compiler.is_exporting():
             traits = tuple([(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in (x, *extra)])
-            text, name, stamps, likes = self.text_with_workspaces(described, flags, training, recipe, version, written, traits, torch.is_grad_enabled())
+            grad_mode = torch.is_grad_enabled()
+            text, name, stamps, likes = self.text_with_workspaces(described, flags, training, recipe, version, written, budget, traits, grad_mode)
         if name:
             for_codes = getattr(self.workspaces, name)
         elif objects:
@@ -410,6 +411,7 @@ class Prepared:
         recipe: str,
         fusions_version: str | None,
         modes: tuple[Any, ...],
+        budget: str,
         traits: tuple[tuple[bool, torch.dtype, torch.device], ...],
         grad_mode: bool,
     ) -> tuple[str, str, tuple[int, ...], tuple[tuple[int, tuple[int, ...], torch.dtype], ...]]:
@@ -418,18 +420,19 @@ class Prepared:
         params = workspaces.plain([getattr(module, name, None) for module, name in (*self.places, *self.buffer_places)])
         if params is None:
             return "", "", (), ()
-        key = (described, flags, training, recipe, fusions_version, None, modes, "", "with workspaces")
+        key = (described, flags, training, recipe, fusions_version, None, modes, budget, "with workspaces")
         known = self.descriptions.get(key)
         if known is None or self.python_ops:
-            known = self.described_now(described, flags, training, recipe, None, modes, "", cache_weights=True)
+            known = self.described_now(described, flags, training, recipe, None, modes, budget, cache_weights=True)
         with torch.set_grad_enabled(grad_mode):
-            specs = tuple([(at, quantizer, tuple(parts)) for at, quantizer, parts in _C.workspace_specs(known[0], traits, params)])
+            found = _C.workspace_specs(known[0], traits, params)
+        specs = tuple([(tuple(places), quantizer, tuple(parts)) for places, quantizer, parts in found])
         if not specs:
             return "", "", (), ()
         _keep(self.descriptions, key, known)
         workspaces.note(described, specs)
         name = workspaces.fit(self.held_workspaces, specs, params)
-        likes = tuple([(at, tuple(params[at].shape), params[at].dtype) for at, _, _ in specs])
+        likes = tuple([(at, tuple(params[at].shape), params[at].dtype) for places, _, _ in specs for at in places])
         return known[0], name, workspaces.stamps(getattr(self.held_workspaces, name)), likes
 
     def _workspaces(self) -> workspaces.Held:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tandem import _C
 
-Specs = tuple[tuple[int, str, tuple[bool, bool, bool]], ...]  # by weight: place among the parameters, quantizer, wanted parts
+Spec = tuple[tuple[int, ...], str, tuple[bool, bool, bool]]  # of a weight: places among the parameters, quantizer, wanted parts
+Specs = tuple[Spec, ...]
 
 _names: dict[Specs, str] = {}
 _known: dict[str, dict[Specs, None]] = {}  # by description: what has been traced
@@ -23,10 +24,20 @@ _watching: dict[str, weakref.WeakSet[Any]] = {}  # by description: pipelines tha
 
 
 class Held:
-    """Lists of tensors as attributes, by `name`, and in `_likes` of what weights they are."""
+    """Lists of tensors as attributes, by `name`, and in `_likes` of what weights they are. `_made`: each workspace by itself."""
 
     def __init__(self) -> None:
         self._likes: dict[str, list[Any]] = {}
+        self._made: dict[str, list[tuple[Spec, list[torch.Tensor]]]] = {}
+
+    def make(self, spec: Spec, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A fresh one, which knows why the weight has none."""
+        places, quantizer, parts = spec
+        used = [other for made in self._made.values() for other, tensors in made if other[0] == places and tensors[-1][0].item()]
+        alike = [other[2] for other in used if other[1] == quantizer]
+        has_other_parts = bool(alike) and parts not in alike
+        has_other_quantizer = bool(used) and not alike
+        return _C.make_workspace([params[at] for at in places], quantizer, parts, has_other_parts, has_other_quantizer)
 
 
 def plain(params: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
@@ -57,11 +68,12 @@ def note(described: str, specs: Specs) -> None:
 def fit(held: Held, specs: Specs, params: Sequence[torch.Tensor]) -> str:
     """The name of workspaces that fit the weights; made where there are none yet."""
     name = _names.setdefault(specs, f"of_{len(_names)}")
-    likes = [(params[at].shape, params[at].dtype, params[at].device) for at, _, _ in specs]
+    likes = [(params[at].shape, params[at].dtype, params[at].device) for places, _, _ in specs for at in places]
     if held._likes.get(name) != likes:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            tensors = [tensor for at, quantizer, parts in specs for tensor in _C.make_workspace(params[at], quantizer, parts)]
-        held.__dict__[name] = tensors
+            made = [(spec, held.make(spec, params)) for spec in specs]
+        held.__dict__[name] = [tensor for _, tensors in made for tensor in tensors]
+        held._made[name] = made
         held._likes[name] = likes
     return name
 

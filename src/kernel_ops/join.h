@@ -1,0 +1,23 @@
+// Several tensors as one, one behind the other along their first dimension.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace tandem::kernel_ops {
+
+/// Throws: c10::ValueError where the pieces, of which there is one at least, differ in more than
+///         their first size, or in their device.
+void check_pieces(at::TensorList pieces);
+
+/// All in one tensor. `may_view`: without a copy where they lie so in one memory, which autograd is
+/// not told of; one piece is itself in any case.
+at::Tensor joined(at::TensorList pieces, bool may_view);
+
+/// Of all in one.
+c10::SymDimVector joined_sizes(at::TensorList pieces);
+
+/// A tensor with the sizes, dtype and device of all in one, but no memory for its elements. One
+/// piece is itself.
+at::Tensor like_joined(at::TensorList pieces);
+
+}  // namespace tandem::kernel_ops
