@@ -76,6 +76,8 @@ Refusal refuse_same_gradient_twice(const Match& match) {
 
 Refusal refuse_add_norm(const Match& match) {
   if (auto refusal = refuse_in_place(match, 0)) return refusal;
+  if (const at::ScalarType x = match.type({0, "x"}).dtype; !c10::isFloatingType(x))
+    return std::string("x is ") + c10::toString(x) + ", which no norm takes";
   return refuse_foreign_extra(match, 0, {1, "weight"});
 }
 

@@ -27,7 +27,7 @@ UNWRITABLE = "a tensor that an in-place sum may not write"
 # What the documentation says is refused: the condition on a case, and the text of the error.
 REFUSALS = [
     ("float64 under a recipe", r"expected float32, bfloat16 or float16 under a recipe, got float64"),
-    ("a Python op under torch.func", r"expected ops with a composite form under torch.func"),
+    ("an op without a composite form under torch.func", r"expected ops with a composite form under torch.func"),
     ("an in-place write to what backward reads", r"modified by an inplace operation|is a view and .* modified inplace|expected .* in place"),
     ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient|expected no recipe where torch.func differentiates"),
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
@@ -131,10 +131,11 @@ def _judge_masks(built: Built, case: Case, outcome: Outcome, untold: int, found:
 def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Reference) -> Verdict:
     mode, text = case["mode"], f"{type(outcome.error).__name__}: {outcome.error}"
     has_python = any(op["k"].startswith("py_") for op in built.resolved)
+    has_groups = mode.get("recipe") is not None and any(op["k"] == "grouped" for op in built.resolved)  # quantized ones have none
     in_place = any(op.get("ip") and op["k"] == "add" for op in built.resolved)
     is_outside = not mode.get("inside") or mode.get("bw") == "thread"  # a region belongs to its thread
     outside = mode.get("run") in ("ckpt", "ckpt_re") and mode.get("recipe") is not None and is_outside
-    applies = [reference.refuses_float64, has_python and bool(mode.get("func")), mode.get("mut") is not None, bool(mode.get("func") and mode.get("recipe") is not None), outside, reference.refuses_dtype, bool(mode.get("func")), True, in_place]
+    applies = [reference.refuses_float64, (has_python or has_groups) and bool(mode.get("func")), mode.get("mut") is not None, bool(mode.get("func") and mode.get("recipe") is not None), outside, reference.refuses_dtype, bool(mode.get("func")), True, in_place]
     for (name, pattern), is_possible in zip(REFUSALS, applies, strict=True):
         if is_possible and re.search(pattern, text):
             return Verdict("refused", name)

@@ -258,6 +258,8 @@ def _limit_mode(r: random.Random, case: Case) -> None:
             mode.pop("bw")
         if mode.get("run") in ("ckpt", "ckpt_re"):
             mode.pop("run")
+    if mode.get("bw") == "batched" and any(op["k"] == "grouped" for op in case["ops"]):
+        mode.pop("bw")  # torch batches no products of lists of matrices
     if "func" in mode:
         for key in ("mut", "bw", "give", "ask", "grad", "warm", "fuse"):
             mode.pop(key, None)

@@ -73,7 +73,7 @@ def regions(mode: Case):
 
 
 def _packed(t: torch.Tensor) -> tuple[bytes, torch.dtype, torch.Size]:
-    data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""  # empty ones have any stride
+    data = t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""  # empty ones have any stride
     return data, t.dtype, t.shape
 
 

@@ -276,14 +276,13 @@ class Reference:
         self.refuses_float64 |= self.recipe is not None and torch.float64 in (x.dtype, own)
         values = {name: self.param(param, x.dtype) for name, param in params.items()}
         rows, parts, first = x.value.reshape(-1, op["in"]), [], 0
+        names = ("weight", "bias")[: 1 + op.get("bias", 1)]
         for g, count in enumerate(op["splits"]):
-            of_group = {name: values[f"{name}{g}"] if f"{name}{g}" in values else values[name][g] for name in ("weight", "bias") if name in values or f"{name}{g}" in values}
+            of_group = {name: values[f"{name}{g}"] if f"{name}{g}" in values else values[name][g] for name in names}
             part = Valued(rows[first : first + count], x.dtype)
             first += count
-            if count == 0:
-                continue
-            part = self._product(part, of_group["weight"], own)
-            if "bias" in of_group:
+            part = self._product(part, of_group["weight"], own) if count else Valued(part.value @ of_group["weight"].t(), x.dtype)
+            if op.get("bias", 1):
                 part = self.noisy(part.value + of_group["bias"], x.dtype)
             parts.append(part.value)
         parts.append(torch.zeros(rows.shape[0] - first, op["out"], dtype=torch.float64))

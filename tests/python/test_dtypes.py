@@ -228,3 +228,11 @@ def test_weights_that_cannot_hold_the_input(requires_grad):
 def test_complex_parameters_never_detach_the_graph():
     with pytest.raises(NotImplementedError, match="expected floating-point operands where gradients are needed, got complex64"):
         ops.Linear(4, 4, dtype=torch.complex64)(torch.randn(2, 4, dtype=torch.complex64, requires_grad=True))
+
+
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+def test_a_sum_of_integers_and_fractions_before_a_norm(norm):
+    x, extra = torch.randint(0, 5, (3, 8)), torch.randn(3, 8)
+    box = ops.Sequential(ops.AddExtraInput(), norm(8))
+    torch.testing.assert_close(box(x, extra), norm(8)(x + extra))
+    assert "x is Long, which no norm takes" in box.explain()
