@@ -50,6 +50,14 @@ void scaled_gelu_backward(Call& call) {
   call.out(0, call.in(grad_y)*factor_of(call, 0) * gelu_derivative(call.in(x)));
 }
 
+/// grad_x, and y again where a product behind it reads that.
+void gelu_backward(Call& call) {
+  enum Read { grad_y, x };
+  enum Write { grad_x, y };
+  call.out(grad_x, call.in(grad_y)*gelu_derivative(call.in(x)));
+  if (call.wants(y)) call.out(y, at::gelu(call.in(x), "tanh"));
+}
+
 Fusion forward_fusion(std::string name = "test_scaled_gelu") {
   return {.name = std::move(name),
           .pass = Pass::forward,
@@ -217,13 +225,12 @@ TEST(UserFusion, OfOneDirectionComesBeforeBuiltInOnesOfBoth) {
       weights{leaf({3, 3}, at::kFloat, 2), leaf({3, 3}, at::kFloat, 3), leaf({3, 3}, at::kFloat, 4),
               leaf({3, 3}, at::kFloat, 5)};
   EXPECT_THAT(Planned(ops, inputs, weights).forward(), HasSubstr("grouped_mlp_activation: "));
-  const FusionHandle handle = register_fusion(
-      {.name = "test_gelu_backward",
-       .pass = Pass::backward,
-       .pattern = {"gelu.backward"},
-       .run = {.reads = {{0, "grad_y"}, {0, "x"}},
-               .writes = {{0, "grad_x"}},
-               .run = [](Call& call) { call.out(0, call.in(0) * gelu_derivative(call.in(1))); }}});
+  const FusionHandle handle = register_fusion({.name = "test_gelu_backward",
+                                               .pass = Pass::backward,
+                                               .pattern = {"gelu.backward"},
+                                               .run = {.reads = {{0, "grad_y"}, {0, "x"}},
+                                                       .writes = {{0, "grad_x"}, {0, "y"}},
+                                                       .run = gelu_backward}});
   const Planned planned(ops, inputs, weights);
   EXPECT_THAT(planned.decisions(),
               Contains(HasSubstr("the user's fusion \"test_gelu_backward\" covers op 1")));

@@ -505,6 +505,14 @@ def test_counts_of_operands_are_the_definition_s():
         entry["op"] = name
         with pytest.raises(ValueError, match='op: expected the name of a Python op to end in its numbers of operands, such as ":0x1x0x0", got "python:new'):
             torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
+    for dtypes, text in [
+        ("int65", 'op: expected dtypes of results by torch\'s names, got "int65". Descriptions are made by the fronts.'),
+        ("", 'op: expected dtypes of results by torch\'s names, got "". Descriptions'),
+        ("int64,-,bool", "op: expected dtypes of at most 2 results, got 3. Give extra_output_dtypes one entry for each extra output."),
+    ]:
+        entry["op"] = f"python:new:1x0x1x0>{dtypes}"
+        with pytest.raises(ValueError, match=text):
+            torch.ops.tandem.pipeline(x, [extra], [], [], [], [], json.dumps(description))
 
 
 def test_a_pipeline_has_run_once_it_was_called():
