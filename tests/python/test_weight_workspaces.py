@@ -155,6 +155,9 @@ def test_frozen_weights_are_quantized_once_whoever_steps(called, linear, x):
     for _ in range(3):
         optimizer.step()
         assert made_in(lambda: step(called(linear), x)) == (0, 2)
+    linear.weight.data.mul_(2)
+    assert made_in(lambda: step(called(linear), x)) == (1, 1), "loaded anew, it is another one"
+    assert_fresh(called(linear), linear, x)
 
 
 def test_a_frozen_weight_without_a_gradient_behind_it_has_no_column_codes():
@@ -242,6 +245,7 @@ def test_a_direction_that_is_missing(called, x):
         step(called(linear), x, RECIPES["mx"])
     assert made_in(lambda: step(called(linear), x, RECIPES["mx"])) == (1, 1)
     assert codes_told(linear)[0]["forward"] == "a direction was missing"
+    assert_fresh(called(linear), linear, x, RECIPES["mx"])
 
 
 def test_a_recipe_whose_value_changes(called, x):
@@ -251,6 +255,11 @@ def test_a_recipe_whose_value_changes(called, x):
     assert made_in(lambda: step(called(linear), x, other)) == (1, 1), "of the same class"
     assert codes_told(linear)[0]["forward"] == "the recipe changed"
     assert_fresh(called(linear), linear, x, other)
+    with torch.no_grad():
+        linear[0].weight.mul_(2)
+    for recipe in (Float8CurrentScaling(), other):
+        assert made_in(lambda: step(called(linear), x, recipe)) == (1, 1)  # noqa: B023
+        assert_fresh(called(linear), linear, x, recipe)
 
 
 def test_a_parameter_that_is_replaced(called, linear, x):
