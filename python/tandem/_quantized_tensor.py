@@ -253,14 +253,9 @@ class QuantizedTensor(torch.Tensor):
         return self._of(parts, (last - first, *self.shape[1:]))._sharing(is_sharing)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        attributes = {name: value for name, value in self.__dict__.items() if name not in (*PARTS, "quantizer", _SHARING)}
+        attributes = {name: value for name, value in self.__dict__.items() if name not in (*PARTS, "quantizer")}
         parts = [getattr(self, name) for name in PARTS]
         return _rebuilt, (self.quantizer._fields(), parts, self.dtype, tuple(self.shape), self.requires_grad, attributes)
-
-    def __copy__(self) -> QuantizedTensor:  # with the same parts
-        rebuilt, arguments = self.__reduce_ex__(2)
-        copied: QuantizedTensor = rebuilt(*arguments)
-        return copied._sharing(self.__dict__.get(_SHARING))
 
     # What torch.distributed.fsdp.fully_shard asks of a parameter: codes are gathered, not numbers.
 
