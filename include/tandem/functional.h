@@ -85,6 +85,8 @@ struct Results {
   std::vector<at::Tensor> weight_workspaces;
   /// What backward reads; undefined in the place of what the arguments have.
   std::vector<at::Tensor> saved;
+  /// In the place of each: memory and version of the argument, zeros where it is none.
+  std::vector<std::pair<int64_t, int64_t>> read;
   /// Sizes that it reads: place of a saved value, sizes.
   std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried;
 };
@@ -109,9 +111,11 @@ class TANDEM_API Context {
   std::unique_ptr<Inner> inner_;
 };
 
-/// Each throws c10::ValueError where tensors do not fit; setup where `results` are those of other
-/// arguments; backward where an argument that it reads was written since the setup, and c10::Error
-/// the second time, unless the first was told to `retain` what is kept.
+/// Each throws c10::ValueError where tensors do not fit; setup where an argument that backward
+/// reads is not the one that forward was given, or was written since; backward where one was
+/// written since the setup, and where gradients have not the shapes and devices of the outputs,
+/// c10::TypeError where not their dtypes, and c10::Error the second time, unless the first was told
+/// to `retain` what is kept.
 TANDEM_API Results linear_forward(const LinearArguments& arguments);
 TANDEM_API Context linear_setup_context(const LinearArguments& arguments, const Results& results);
 TANDEM_API Gradients linear_backward(Context& context, const at::Tensor& grad_y,

@@ -169,13 +169,15 @@ class PlainArguments:
 
 def plain_forward(
     arguments: PlainArguments,
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[tuple[int, list[int]]], list[torch.Tensor]]: ...
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[tuple[int, int]], list[tuple[int, list[int]]], list[torch.Tensor]]: ...
 
 class PlainContext:
     def __init__(
         self,
         arguments: PlainArguments,
+        outputs: Sequence[torch.Tensor],
         saved: Sequence[torch.Tensor | None],
+        read: Sequence[tuple[int, int]],
         carried: Sequence[tuple[int, Sequence[int]]],
         workspaces: Sequence[torch.Tensor],
     ) -> None: ...

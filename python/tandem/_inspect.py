@@ -23,8 +23,8 @@ class Watched(NamedTuple):
     amax: float
     least_scale: float
     largest_scale: float
-    underflow: float  # not 0, but its code is
-    saturation: float  # beyond what is rounded to the largest number that a code can mean
+    underflow: float  # not 0, but its code is, or the scale of its block
+    saturation: float  # beyond what is rounded to the largest number that a code can mean, the scale not being 0
     signal_to_noise: float  # 10 log10(sum x^2 / sum (x - y)^2), dB
     not_finite: int  # NaN and infinities
 
@@ -44,6 +44,7 @@ class Inspection:
         self._steps: dict[int, int] = {}  # by region
         self._rows: list[Watched] = []
         self._warned: set[tuple[str, str]] = set()
+        self._groups: set[str] = set()  # names of products of groups
 
     def __enter__(self) -> Inspection:
         if self in watchers:
@@ -68,6 +69,9 @@ class Inspection:
                 continue
             step = self._steps.setdefault(region, len(self._steps))
             row = Watched(step, self._name(pipeline, op), role, quantizer, *numbers)
+            prepared = self.pipelines[pipeline]()
+            if prepared is not None and prepared.basic_ops[op]._kind == "grouped_linear":
+                self._groups.add(row.name)
             self._rows.append(row)
             self._tell(row)
 
@@ -106,7 +110,17 @@ class Inspection:
             noise = f"{worst.signal_to_noise:.1f}"
             lines.append((f"{name}: {role}", worst.quantizer, steps, f"{worst.amax:.3g}", scale, *shares, noise, str(sum(row.not_finite for row in rows))))
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*table, *self._unseen()])
+
+    def _unseen(self) -> list[str]:
+        """A line for each product whose operands were quantized where nobody measures."""
+        seen = {(row.name, row.role) for row in self._rows}
+        return [
+            f"{name}: input and grad_output are quantized group by group within the product, and are not measured"
+            for name in sorted(self._groups)
+            if (name, "input") not in seen
+        ]
 
     def _by_tensor(self) -> dict[tuple[str, str], list[Watched]]:
         tensors: dict[tuple[str, str], list[Watched]] = {}
@@ -158,6 +172,7 @@ def _collect() -> None:
 def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspection:
     """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
     far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
+    Of a `GroupedLinear` the weights are: its product quantizes the rows of each group by itself. The table says so.
 
     >>> import torch, tandem
     >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))

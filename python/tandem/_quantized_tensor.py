@@ -23,6 +23,10 @@ PARTS = (  # in the order of the library's groups
 )
 
 
+_SHARING = "_shares_scales"  # of a slice of rows: what it is marked by
+_PLAIN_DATA: Any = torch.Tensor.data  # the descriptor: of shape, dtype and memory of a wrapper
+
+
 def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
     part.copy_(new)
     if not part.is_inference():
@@ -34,8 +38,9 @@ class QuantizedTensor(torch.Tensor):
 
     It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again. Copies, moves to another device
     or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last dimension alone, slices of rows and pickles
-    stay quantized; any other operation of torch reads its numbers and gives a plain tensor, so that other views are copies. State dicts hold the parts,
-    as plain tensors under the parameter's name.
+    stay quantized; any other operation of torch reads its numbers and gives a plain tensor, so that other views are copies. A slice of rows whose scales
+    serve other rows too cannot be written. `param.data = x` quantizes x, or takes the codes that it is in. State dicts hold the parts, as plain tensors
+    under the parameter's name.
 
     Attributes:
         rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
@@ -85,6 +90,24 @@ class QuantizedTensor(torch.Tensor):
         tensor.quantizer = quantizer
         return tensor
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same codes without a history. What is assigned is quantized, unless it is quantized already."""
+        return _PLAIN_DATA.__get__(self)
+
+    @data.setter
+    def data(self, x: torch.Tensor) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"data: expected a tensor, got {type(x).__name__}. Assign numbers or a quantized tensor.")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"data: expected numbers in float32, bfloat16 or float16, as a quantized tensor stands for, got {x.dtype}. Put plain numbers in the place of "
+                "the parameter: torch.nn.Parameter(weight.dequantize())."
+            )
+        made = x if isinstance(x, QuantizedTensor) else self.quantizer.quantize(x.detach())
+        _PLAIN_DATA.__set__(self, made)  # shape, dtype and device
+        self.__dict__.update({name: made.__dict__.get(name) for name in (*PARTS, "quantizer", _SHARING)})
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, seen = [], set()
         for name in PARTS:  # a part of both directions is one tensor
@@ -92,15 +115,16 @@ class QuantizedTensor(torch.Tensor):
             if part is not None and id(part) not in seen:
                 names.append(name)
                 seen.add(id(part))
-        return names, (self.quantizer, self.dtype, self.columnwise_data is not None, self.requires_grad)
+        return names, (self.quantizer, self.dtype, self.columnwise_data is not None, self.requires_grad, bool(self.__dict__.get(_SHARING)))
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> QuantizedTensor:
-        quantizer, dtype, has_columns, requires_grad = context
+        quantizer, dtype, has_columns, requires_grad, is_sharing = context
         row, row_scale, row_amax, column, column_scale, column_amax = [parts.get(name) for name in PARTS]
         if has_columns and column is None:
             column, column_scale = row, row_scale
-        return QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, size)
+        made = QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, size)
+        return made._sharing(is_sharing)
 
     def _stable_hash_for_caching(self) -> str:  # what compiled code depends on, besides parts and shapes
         return f"{self.quantizer.text} {[getattr(self, name) is not None for name in PARTS]}"
@@ -110,7 +134,7 @@ class QuantizedTensor(torch.Tensor):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if function in (aten.detach.default, aten.alias.default):
-            return args[0]._with(lambda part: part)
+            return args[0]._with(lambda part: part)._sharing(args[0].__dict__.get(_SHARING))
         if function is aten.clone.default:
             return args[0]._with(torch.clone)
         if function is aten._to_copy.default and (dtype := kwargs.get("dtype") or args[0].dtype) in _DTYPES:
@@ -120,6 +144,7 @@ class QuantizedTensor(torch.Tensor):
                 return changed
         if function is aten.copy_.default and isinstance(args[0], QuantizedTensor):
             source = args[1]
+            args[0]._check_writable()
             if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
                 for name in PARTS:
                     if (part := getattr(args[0], name)) is not None:
@@ -145,6 +170,19 @@ class QuantizedTensor(torch.Tensor):
                     tensor._write(plain[id(tensor)])
                     owners[id(plain[id(tensor)])] = tensor
         return tree_map(lambda value: owners.get(id(value), value), result) if owners else result
+
+    def _sharing(self, is_sharing: object) -> QuantizedTensor:
+        """Itself, marked as one whose parts serve other rows too."""
+        if is_sharing:
+            self.__dict__[_SHARING] = True
+        return self
+
+    def _check_writable(self) -> None:
+        if self.__dict__.get(_SHARING):
+            raise RuntimeError(
+                "QuantizedTensor: expected a write into a tensor that has its scales to itself, got one into a slice of rows whose scales serve other rows "
+                "too. Write into the whole, as in whole[first:last] = x, or into a clone of the slice."
+            )
 
     def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
         x = self.dequantize()
@@ -179,9 +217,10 @@ class QuantizedTensor(torch.Tensor):
         row_viewed = viewed(row)
         if column is row:
             column = row_viewed
-        elif column is not None and column.shape == self.shape:  # else it is packed, as a matrix
+        elif column is not None and not self.quantizer.text.startswith("nvfp4"):  # whose columns are packed as those of a matrix
             column = viewed(column)
-        return self._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)
+        viewed_parts = [row_viewed, row_scale, row_amax, column, column_scale, column_amax]
+        return self._of(viewed_parts, sizes)._sharing(self.__dict__.get(_SHARING))
 
     def _rows(self, first: int, last: int) -> QuantizedTensor | None:
         """A slice of the first dimension, where no block lies across its ends. Codes and scales are views where they need no padding of their own."""
@@ -191,6 +230,8 @@ class QuantizedTensor(torch.Tensor):
         sizes = _sizes_of_parts(self.quantizer.text, count, self.shape[-1])
         done: dict[int, torch.Tensor] = {}
         parts: list[torch.Tensor | None] = []
+        is_sharing = bool(self.__dict__.get(_SHARING))
+        is_all, ends = count == math.prod(self.shape[:-1]), last == self.shape[0]
         for name, place, size in zip(PARTS, places, sizes, strict=True):
             part = getattr(self, name)
             if part is not None and id(part) not in done:
@@ -198,14 +239,18 @@ class QuantizedTensor(torch.Tensor):
                     done[id(part)] = part[first:last]
                 elif place is None:
                     done[id(part)] = part
+                    is_sharing |= not is_all
                 elif begin % place.rows:
                     return None
                 else:
-                    done[id(part)] = _padded(part.narrow(place.dim, begin // place.rows, min(size[place.dim], part.shape[place.dim] - begin // place.rows)), size)
+                    own = part.narrow(place.dim, begin // place.rows, min(size[place.dim], part.shape[place.dim] - begin // place.rows))
+                    done[id(part)] = _padded(own, size)
+                    is_copy = done[id(part)] is not own
+                    is_sharing |= is_copy or not ends and own.shape[place.dim] * place.rows > count
             parts.append(None if part is None else done[id(part)])
         if any(place is not None and (last != self.shape[0] and (begin + count) % place.rows) for place in places):
             return None
-        return self._of(parts, (last - first, *self.shape[1:]))
+        return self._of(parts, (last - first, *self.shape[1:]))._sharing(is_sharing)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         attributes = {name: value for name, value in self.__dict__.items() if name not in (*PARTS, "quantizer")}
@@ -248,8 +293,7 @@ class QuantizedTensor(torch.Tensor):
             if place is None:
                 if any(not torch.equal(part, of_ranks[0]) for part in of_ranks):
                     raise ValueError(
-                        f"fully_shard: expected one {name} on all ranks, as one serves the whole tensor, got several. Quantize the parts with "
-                        "with_amax_reduction=True and their amax_reduction_group, or use a format with a scale per block."
+                        f"fully_shard: expected one {name} on all ranks, as one serves the whole tensor, got several. {_advice(quantizer)}"
                     )
                 part = of_ranks[0].view(own.shape)
             else:
@@ -269,11 +313,12 @@ class QuantizedTensor(torch.Tensor):
         return assembled([parts.get(name) for name in PARTS], quantizer, param_dtype, shape), tuple(made)
 
     def _has_parts_of(self, other: QuantizedTensor) -> bool:
-        there = [[getattr(tensor, name) is not None for name in PARTS] for tensor in (self, other)]
-        return self.quantizer.text == other.quantizer.text and there[0] == there[1]
+        there = [[None if part is None else part.shape for part in (getattr(tensor, name) for name in PARTS)] for tensor in (self, other)]
+        return self.quantizer.text == other.quantizer.text and self.shape == other.shape and there[0] == there[1]
 
     def _write(self, x: torch.Tensor) -> None:
         """Codes of x in place of those that are there."""
+        self._check_writable()
         made = self.quantizer.quantize(x.detach().to(self.dtype).expand(self.shape))
         for name in PARTS:
             part, new = getattr(self, name), getattr(made, name)
@@ -391,6 +436,16 @@ _SOME_ROWS = 1024  # whole blocks of every format
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _advice(quantizer: Quantizer) -> str:
+    """What to do where ranks have quantized their parts of a tensor by themselves, and one scale serves all."""
+    if quantizer.text.startswith("nvfp4"):  # whose first level is the amax of the tensor
+        return "Keep this parameter in plain numbers, or in a format whose scales are of blocks alone, such as MXFP8."
+    return (
+        "Quantize the parts with with_amax_reduction=True and their amax_reduction_group, or use a format whose scales are of blocks, such as MXFP8, also as "
+        "the recipe of quantized_model_init."
+    )
+
+
 def _padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The part at the beginning of a tensor of these sizes, whose rest nobody reads; itself where it has them."""
     if tuple(part.shape) == tuple(sizes):
@@ -420,7 +475,7 @@ def _zeros(x: QuantizedTensor, size: Sequence[int], **traits: Any) -> QuantizedT
 
 def _strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> QuantizedTensor | None:
     is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
-    return x._with(lambda part: part) if is_all else None
+    return x._with(lambda part: part)._sharing(x.__dict__.get(_SHARING)) if is_all else None
 
 
 def _unsqueezed(x: QuantizedTensor, dim: int) -> QuantizedTensor | None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import types
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -491,8 +492,9 @@ class CustomRecipe(Recipe):
     ...     y = linear(torch.randn(4, 64))
 
     Args:
-        qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. The codes of the
-            other operand of a product are decoded then. What products read decides which directions there are, not the quantizer.
+        qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. It is known by its
+            code and what it has captured, a method by its object, so that what it decides by must not change. Quantizers are the library's: one with
+            a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
         fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
         fp8_dpa, fp8_mha: False; no other value is known yet.
         backward_override: as of `Float8CurrentScaling`.
@@ -525,18 +527,45 @@ class CustomRecipe(Recipe):
 
 
 def _chosen_by(recipe: CustomRecipe) -> str:
-    """The name under which the library finds the function of a recipe, which is known by which object it is."""
-    key = id(recipe.qfactory)
+    """The name under which the library finds the function of a recipe."""
+    parts: list[object] = []
+    key = _identity(recipe.qfactory, parts)
     if key not in _choices:
         name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
         _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
-        _choices[key] = name
         _factories[name] = recipe.qfactory
-    return _choices[key]
+        _choices[key] = name, parts
+    return _choices[key][0]
 
 
-_choices: dict[int, str] = {}
-_factories: dict[str, _QuantizerFactory] = {}  # which keeps them, and so their numbers
+_choices: dict[object, tuple[str, list[object]]] = {}  # with what the key names by number, which nothing else gets while it lives
+_factories: dict[str, _QuantizerFactory] = {}
+
+
+def _identity(function: object, parts: list[object]) -> object:
+    """What tells a function from others: a method or a lambda is another object each time that its line runs. `parts` takes what has to stay."""
+
+    def held(value: object) -> object:
+        if isinstance(value, Quantizer):
+            return value._values()
+        if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+            return type(value), repr(value)
+        parts.append(value)
+        return id(value)
+
+    if isinstance(function, types.MethodType):
+        return "method", _identity(function.__func__, parts), held(function.__self__)
+    if type(function) is functools.partial:
+        return "partial", _identity(function.func, parts), *map(held, function.args), *[(name, held(value)) for name, value in function.keywords.items()]
+    if not isinstance(function, types.FunctionType) or function.__dict__:
+        return held(function)
+    try:
+        captured = [held(cell.cell_contents) for cell in function.__closure__ or ()]
+    except ValueError:  # of a name that has no value yet
+        return held(function)
+    defaults = [held(value) for value in function.__defaults__ or ()]
+    named = [(name, held(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+    return "function", held(function.__code__), held(function.__globals__), tuple(captured), tuple(defaults), tuple(named)
 
 
 def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: int) -> str:
@@ -545,7 +574,25 @@ def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: in
         return ""
     if not isinstance(chosen, Quantizer):
         raise TypeError(f"CustomRecipe: expected qfactory to return a quantizer or None, got {type(chosen).__name__}. Return for example tandem.MXFP8Quantizer(...).")
+    if any([getattr(getattr(chosen, method), "__module__", "") not in _QUANTIZER_MODULES for method in ("quantize", "_codes")]):
+        raise NotImplementedError(
+            f"CustomRecipe: expected a quantizer of tandem for the {role} of {op}, as products quantize by its format alone, got {type(chosen).__name__} "
+            "with a quantize of its own. Return one of the library's."
+        )
+    if getattr(chosen, "_amax_group", None) is not None:
+        raise NotImplementedError(
+            f"CustomRecipe: expected with_amax_reduction=False for the {role} of {op}, as products quantize by themselves, got True. Use a format whose "
+            "scales are of blocks."
+        )
+    if role == "weight" and ":sr=1" in chosen.text:
+        raise ValueError(
+            f"CustomRecipe: expected a quantizer that rounds to nearest for the weight of {op}, as its codes are kept from call to call, got "
+            "stochastic_rounding=True. Round gradients so, whose role is grad_output."
+        )
     return chosen.text
+
+
+_QUANTIZER_MODULES = (Quantizer.__module__, "tandem._quantize")
 
 
 _RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)

@@ -53,20 +53,31 @@ void bind_plain_call(py::module_& module) {
         const ContextRegion region;
         const py::gil_scoped_release no_gil;
         const PlainResults results = plain_forward(arguments);
-        return std::tuple(results.outputs, maybes_of(results.saved), results.carried,
-                          results.workspaces);
+        std::vector<std::pair<int64_t, int64_t>> read;
+        for (const ReadArgument& argument : results.read)
+          read.emplace_back(argument.memory, argument.version);
+        return std::tuple(results.outputs, maybes_of(results.saved), std::move(read),
+                          results.carried, results.workspaces);
       },
-      py::arg("arguments"), "Outputs, what backward reads, sizes that it reads, workspaces.");
+      py::arg("arguments"),
+      "Outputs, what backward reads, memory and version of what of it are arguments, sizes that it "
+      "reads, workspaces.");
   py::class_<PlainContext>(module, "PlainContext")
-      .def(py::init([](const PlainArguments& arguments, const std::vector<Maybe>& saved,
+      .def(py::init([](const PlainArguments& arguments, std::vector<at::Tensor> outputs,
+                       const std::vector<Maybe>& saved,
+                       const std::vector<std::pair<int64_t, int64_t>>& read,
                        std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried,
                        std::vector<at::Tensor> workspaces) {
-             return PlainContext(arguments, {.outputs = {},
+             std::vector<ReadArgument> arguments_read;
+             for (const auto& [memory, version] : read) arguments_read.push_back({memory, version});
+             return PlainContext(arguments, {.outputs = std::move(outputs),
                                              .saved = tensors_of(saved),
+                                             .read = std::move(arguments_read),
                                              .carried = std::move(carried),
                                              .workspaces = std::move(workspaces)});
            }),
-           py::arg("arguments"), py::arg("saved"), py::arg("carried"), py::arg("workspaces"))
+           py::arg("arguments"), py::arg("outputs"), py::arg("saved"), py::arg("read"),
+           py::arg("carried"), py::arg("workspaces"))
       .def(
           "backward",
           [](PlainContext& self, const std::vector<Maybe>& gradients, bool retain) {

@@ -72,15 +72,27 @@ Plain plain(const Call& call) {
 
 Results forward(const Call& call) {
   PlainResults results = plain_forward(plain(call).arguments);
-  return {results.outputs[0], results.outputs.size() > 1 ? results.outputs[1] : Tensor(),
-          std::move(results.workspaces), std::move(results.saved), std::move(results.carried)};
+  std::vector<std::pair<int64_t, int64_t>> read;
+  for (const ReadArgument& argument : results.read)
+    read.emplace_back(argument.memory, argument.version);
+  return {results.outputs[0],
+          results.outputs.size() > 1 ? results.outputs[1] : Tensor(),
+          std::move(results.workspaces),
+          std::move(results.saved),
+          std::move(read),
+          std::move(results.carried)};
 }
 
 Context setup_context(const Call& call, const Results& results) {
   const Plain made = plain(call);
+  std::vector<Tensor> outputs{results.y};
+  if (results.layernorm_output.defined()) outputs.push_back(results.layernorm_output);
+  std::vector<ReadArgument> read;
+  for (const auto& [memory, version] : results.read) read.push_back({memory, version});
   return Context(std::make_unique<Context::Inner>(
-      Context::Inner{PlainContext(made.arguments, {.outputs = {},
+      Context::Inner{PlainContext(made.arguments, {.outputs = std::move(outputs),
                                                    .saved = results.saved,
+                                                   .read = std::move(read),
                                                    .carried = results.carried,
                                                    .workspaces = results.weight_workspaces}),
                      made.names, results.layernorm_output.defined() ? size_t{2} : size_t{1}}));

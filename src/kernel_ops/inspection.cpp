@@ -68,7 +68,9 @@ QuantizationStatistics statistics_of(const at::Tensor& x, const Codes& codes,
   found.least_scale = scales.min().item<double>();
   found.largest_scale = scales.max().item<double>();
   found.underflow = share((finite != 0).logical_and(decoded == 0));
-  found.saturation = share(finite.abs() > scales * static_cast<double>(element.overflow_from));
+  // Where the scale of a block is rounded to 0, its numbers are too small for it, not too large.
+  const at::Tensor is_beyond = finite.abs() > scales * static_cast<double>(element.overflow_from);
+  found.saturation = share(is_beyond.logical_and(decoded != 0));
   const at::Tensor lost = at::where(is_finite, decoded - finite, zero);
   const double signal = finite.square().sum().item<double>(),
                noise = lost.square().sum().item<double>();

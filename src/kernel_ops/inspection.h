@@ -18,7 +18,8 @@ struct QuantizationStatistics {
   double least_scale = 0, largest_scale = 0;
   /// Elements that are not 0, and whose code is.
   double underflow = 0;
-  /// Elements beyond what is rounded to the largest number that a code can mean under its scale.
+  /// Elements beyond what is rounded to the largest number that a code can mean under its scale,
+  /// unless that scale is 0: those count as underflow.
   double saturation = 0;
   /// 10 log10(sum x^2 / sum (x - y)^2) over the finite elements, dB; infinity where y is x.
   double signal_to_noise = 0;

@@ -282,6 +282,11 @@ ProductChoice choose(const Product& product) {
 }
 
 ImplementationNames multiply(const Product& product, const at::Tensor& result) {
+  const ProductType::Operand &a = product.type.a, &b = product.type.b;
+  const bool are_numbers = a.quantizer == nullptr && b.quantizer == nullptr;  // packed codes differ
+  TORCH_CHECK_VALUE(!are_numbers || a.cols == b.rows,
+                    "product: expected matrices [m, k] and [k, n], got [", a.rows, ", ", a.cols,
+                    "] and [", b.rows, ", ", b.cols, "]. Reshape or transpose them.");
   if (const ProductChoice choice = choose(product)) {
     choice->row.run(product, result);
     return choice->bit;

@@ -78,7 +78,8 @@ ProductChoice choose(const Product& product);
 /// Shapes: a [m, k], b [k, n], result [m, n], which is plain memory of their device, contiguous, in
 ///         the product's dtype.
 /// Error:  that of a sum in float32 or wider, and one rounding to the result's dtype.
-ImplementationNames multiply(const Product& product, const at::Tensor& result);
+/// Throws: c10::ValueError where numbers are no matrices of these shapes.
+TANDEM_API ImplementationNames multiply(const Product& product, const at::Tensor& result);
 
 /// While it lives, this thread's products in MKL run on it alone, inside a parallel region too.
 class OneMklThread {

@@ -601,6 +601,12 @@ std::array<CodesWere, 2> last_uses(const at::Tensor& stamp) {
           static_cast<CodesWere>(stamped[in_backward])};
 }
 
+int64_t number_of_memory(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return 0;
+  const std::lock_guard<std::mutex> lock(workspace_mutex());
+  return number_of_storage(tensor);
+}
+
 bool is_stamp(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kLong && tensor.dim() == 1 &&
          tensor.sym_size(0) == kStampSize && tensor.is_contiguous();

@@ -121,6 +121,10 @@ std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& 
                                                 const Quantizer& quantizer,
                                                 std::array<bool, 2> wanted);
 
+/// A number of the memory that a tensor views, which no other memory gets, then or later; 0 of a
+/// tensor without memory.
+TANDEM_API int64_t number_of_memory(const at::Tensor& tensor);
+
 /// Whether a tensor is shaped as the stamp of a workspace is.
 TANDEM_API bool is_stamp(const at::Tensor& tensor);
 /// How forward and backward have last come by the codes in a workspace.

@@ -35,8 +35,7 @@ struct Planned {
                   .quantized = quantized_params(given.params)},
         plan(program->plan_for(key(given))),
         path(is_direct(arguments) ? Path::direct : Path::dispatch) {
-    if (given.workspaces) workspaces = *given.workspaces;
-    if (workspaces.empty()) make_workspaces();
+    if (given.workspaces) fit_workspaces(*given.workspaces);
     arguments.workspaces = workspaces;
   }
 
@@ -59,21 +58,37 @@ struct Planned {
     return key_of(marked, asks, /*traced=*/false, program->description().sizes_in_key);
   }
 
-  void make_workspaces() {
+  /// Those of another recipe, or that lack a direction, make room for fresh ones.
+  void fit_workspaces(at::TensorList given) {
+    const bool are_as_many = given.size() == plan->workspaces.size();
+    size_t next = 0;
     for (const CachedWeight& cached : plan->cached_weights) {
-      const auto made = kernel_ops::make_workspace(pieces_of(cached, *plan, arguments.params),
-                                                   *cached.quantizer, cached.parts);
+      kernel_ops::Workspace workspace;
+      for (size_t part = 0; part < workspace.size(); ++part)
+        if (are_as_many && kernel_ops::has_part(*cached.quantizer, cached.parts, part))
+          workspace[part] = given[next++];
+      Tensor& stamp = workspace[kernel_ops::stamp_part];
+      if (stamp.defined() && !kernel_ops::is_stamp(stamp)) stamp = Tensor();
+      const auto made = kernel_ops::fitting_workspace(pieces_of(cached, *plan, arguments.params),
+                                                      *cached.quantizer, cached.parts, workspace);
       std::ranges::copy_if(made, std::back_inserter(workspaces), &Tensor::defined);
     }
   }
 
-  bool is_an_argument(const Tensor& tensor) const {
-    const auto shares = [&](const Tensor& other) {
-      return other.defined() && shares_memory(other, tensor);
+  /// The argument whose memory this is, or part of one that is kept in codes; nullptr: none.
+  const Tensor* argument_behind(const Tensor& tensor) const {
+    const auto in = [&](const auto& list) -> const Tensor* {
+      for (const Tensor& other : list)
+        if (other.defined() && shares_memory(other, tensor)) return &other;
+      return nullptr;
     };
-    return std::ranges::any_of(arguments.inputs, shares) ||
-           std::ranges::any_of(arguments.params, shares);
+    const Tensor* found = in(arguments.inputs);
+    if (found == nullptr) found = in(arguments.params);
+    for (const QuantizedParam& param : arguments.quantized)
+      if (found == nullptr) found = in(param.parts);
+    return found;
   }
+  bool is_an_argument(const Tensor& tensor) const { return argument_behind(tensor) != nullptr; }
 
   std::shared_ptr<Program> program;
   Arguments arguments;
@@ -81,6 +96,12 @@ struct Planned {
   Path path;
   std::vector<Tensor> workspaces;
 };
+
+/// Views that steps make have no counter of the argument's versions: itself has.
+ReadArgument seen(const Tensor* argument) {
+  if (argument == nullptr) return {};
+  return {kernel_ops::number_of_memory(*argument), version_of(*argument)};
+}
 
 /// No output shares memory with an argument or with another output.
 std::vector<Tensor> fresh_outputs(const Planned& planned, Frame& frame) {
@@ -116,8 +137,11 @@ PlainResults plain_forward(const PlainArguments& given) {
     if (sizes != nullptr)
       results.carried.emplace_back(k, std::vector(sizes->begin(), sizes->end()));
     if (format == Format::shape) continue;
-    for (const Tensor& tensor : frame.tensors(value))
-      results.saved.push_back(planned.is_an_argument(tensor) ? Tensor() : tensor);
+    for (const Tensor& tensor : frame.tensors(value)) {
+      const Tensor* const argument = planned.argument_behind(tensor);
+      results.saved.push_back(argument == nullptr ? tensor : Tensor());
+      results.read.push_back(seen(argument));
+    }
   }
   results.workspaces = planned.workspaces;
   return results;
@@ -138,6 +162,14 @@ struct PlainContext::Kept {
     int64_t version;
   };
   std::vector<Read> reads;
+  /// What gradients of the outputs look like.
+  struct OutputTraits {
+    c10::SymDimVector sizes;
+    at::ScalarType dtype;
+    c10::Device device;
+  };
+  std::vector<OutputTraits> outputs;
+  void check(const Tensor& gradient, size_t place) const;
   /// Saved, and no argument.
   std::vector<Tensor> own;
   bool is_released = false;
@@ -171,6 +203,16 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
   TORCH_CHECK_VALUE(results.saved.size() == expected, "setup_context: expected the ", expected,
                     " tensors that forward of these arguments saves, got ", results.saved.size(),
                     ". Pass the arguments and results of one call.");
+  TORCH_CHECK_VALUE(
+      results.outputs.size() == plan.outputs.size() && results.read.size() == expected,
+      "setup_context: expected ", plan.outputs.size(),
+      " outputs, and of what is saved whether it is an argument, got ", results.outputs.size(),
+      " outputs and ", results.read.size(), " of ", expected,
+      ". Pass all that forward has returned.");
+  for (const Tensor& output : results.outputs) {
+    const c10::SymIntArrayRef sizes = output.sym_sizes();
+    kept_->outputs.push_back({{sizes.begin(), sizes.end()}, output.scalar_type(), output.device()});
+  }
   kept_->plan = planned.plan;
   kept_->path = planned.path;
   kept_->workspaces = planned.workspaces;
@@ -185,6 +227,7 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
     auto& parts = kept_->tensors.emplace_back();
     if (plan.types[index_of(value)].format == Format::shape) continue;
     for (size_t part = 0; part < tensors_per_value(plan.types[index_of(value)]); ++part) {
+      const ReadArgument& read = results.read[next];
       const Tensor& saved = results.saved[next++];
       if (saved.defined()) {
         parts.push_back(saved);
@@ -193,10 +236,33 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
       }
       arguments.provide(value);  // by steps that make views
       parts.push_back(arguments.frame().tensor(value, part));
-      kept_->reads.push_back(
-          {plan.types[index_of(value)].name, parts.back(), version_of(parts.back())});
+      const Tensor* const argument = planned.argument_behind(parts.back());
+      const ReadArgument now = seen(argument);
+      const std::string& name = plan.types[index_of(value)].name;
+      TORCH_CHECK_VALUE(argument != nullptr && now.memory == read.memory,
+                        "setup_context: expected results of these arguments, got other memory as ",
+                        name,
+                        ", which backward reads. Pass the arguments and results of one call.");
+      TORCH_CHECK_VALUE(now.version == read.version, "setup_context: expected ", name,
+                        " unchanged since forward, as backward reads it, got an in-place write. "
+                        "Write into a copy.");
+      kept_->reads.push_back({name, *argument, now.version});
     }
   }
+}
+
+void PlainContext::Kept::check(const Tensor& gradient, size_t place) const {
+  const OutputTraits& output = outputs[place];
+  TORCH_CHECK_VALUE(gradient.sym_sizes() == c10::SymIntArrayRef(output.sizes),
+                    "backward: expected a gradient of shape ", c10::SymIntArrayRef(output.sizes),
+                    ", as output ", place, " has, got ", gradient.sym_sizes(),
+                    ". Expand or reshape it.");
+  TORCH_CHECK_TYPE(gradient.scalar_type() == output.dtype, "backward: expected a gradient in ",
+                   output.dtype, ", as output ", place, " is, got ", gradient.scalar_type(),
+                   ". Convert it with .to().");
+  TORCH_CHECK_VALUE(gradient.device() == output.device, "backward: expected a gradient on ",
+                    output.device, ", where output ", place, " is, got one on ", gradient.device(),
+                    ". Move it with .to().");
 }
 
 std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain) {
@@ -207,6 +273,8 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
   TORCH_CHECK_VALUE(gradients.size() == plan.outputs.size(), "backward: expected ",
                     plan.outputs.size(), " gradients, one per output, got ", gradients.size(),
                     ". Pass None for an output that nobody differentiates.");
+  for (size_t i = 0; i < gradients.size(); ++i)
+    if (gradients[i].defined()) kept_->check(gradients[i], i);
   for (const Kept::Read& read : kept_->reads)
     TORCH_CHECK_VALUE(version_of(read.tensor) == read.version, "backward: expected ", read.name,
                       " unchanged since the setup of the context, as backward reads it, got an "
@@ -224,9 +292,7 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
     Frame frame(kept_->path, plan.types, plan.slot_of, plan.tensor_slots);
     frame.reserve_side_values(plan.opaques, plan.shapes);
     for (size_t i = 0; i < gradients.size(); ++i)
-      if (mask.given[i])
-        frame.tensor(plan.output_gradients[i]) =
-            gradients[i].to(plan.types[index_of(plan.output_gradients[i])].dtype).contiguous();
+      if (mask.given[i]) frame.tensor(plan.output_gradients[i]) = gradients[i].contiguous();
     for (size_t i = 0; i < kept_->workspaces.size(); ++i)
       frame.tensor(plan.workspaces[i]) = kept_->workspaces[i];
     for (size_t i = 0; i < kept_->state.size(); ++i) frame.tensor(plan.state[i]) = kept_->state[i];

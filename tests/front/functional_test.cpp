@@ -38,6 +38,16 @@ TEST(Functional, LinearIsTheModule) {
   EXPECT_TRUE(at::equal(gradients.at("x"), x.grad()));
   EXPECT_TRUE(at::equal(gradients.at("weight"), parameters["0.weight"].grad()));
   EXPECT_TRUE(at::equal(gradients.at("bias"), parameters["0.bias"].grad()));
+  Context another = linear_setup_context(arguments, results);
+  EXPECT_THAT(
+      [&] {
+        linear_backward(another, at::ones({2, 4, 4}));
+      },
+      ThrowsText<c10::ValueError>("backward: expected a gradient of shape [2, 3, 4]",
+                                  "got [2, 4, 4]"));
+  arguments.weight.add_(1);
+  EXPECT_THAT([&] { linear_setup_context(arguments, results); },
+              ThrowsText<c10::ValueError>("unchanged since forward", "got an in-place write"));
   EXPECT_THAT([&] { linear_backward(context, grad_y); },
               ThrowsText<c10::Error>("backward: expected a context whose activations are there",
                                      "got one whose backward has run"));

@@ -71,6 +71,14 @@ TEST(QuantizationStatistics, OfNumbersThatAreNotFinite) {
   EXPECT_EQ(statistics(at::empty({0, 4}), "fp8_e4m3:current").amax, 0);
 }
 
+TEST(QuantizationStatistics, ABlockWhoseScaleIsZeroUnderflows) {
+  at::Tensor x = at::full({1, 32}, 1e6f);
+  x.slice(1, 16).fill_(1e-3f);
+  const auto found = statistics(x, "nvfp4");
+  EXPECT_EQ(found.underflow, 0.5);
+  EXPECT_EQ(found.saturation, 0);
+}
+
 class StatisticsOf : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Formats, StatisticsOf, ::testing::ValuesIn(quantizer_texts()),
                          [](const auto& info) { return word_of(info.param); });

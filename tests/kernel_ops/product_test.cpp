@@ -7,10 +7,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
+#include <gmock/gmock.h>
 
 #include <array>
 
 #include "support/tensors.h"
+#include "support/throws.h"
 
 namespace tandem::testing {
 namespace {
@@ -111,6 +113,14 @@ TEST(ProductInTiles, NumbersThatAreNoBfloat16AreNotRounded) {
     const at::Tensor tiny = at::full({1, 1}, other), one = at::full({1, 1}, 1.0);
     EXPECT_TRUE(same(independent_of_threads(tiny, one), tiny)) << other;
   }
+}
+
+TEST(ProductErrors, NumbersWithoutACommonDimensionAreNotRead) {
+  const at::Tensor a = random({8, 5}), b = random({4, 3});
+  EXPECT_THAT(
+      [&] { independent_of_threads(a, b); },
+      ThrowsText<c10::ValueError>("product: expected matrices [m, k] and [k, n], got [8, 5] "
+                                  "and [4, 3]. Reshape or transpose them."));
 }
 
 TEST(ProductInTiles, HasTheSameBitsOnAnyNumberOfThreads) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from support import llama_mlp, randomize
 
 import tandem
 from tandem import ops
+from tandem import recipe as recipe_module
 from tandem.recipe import CustomRecipe, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, QuantizerRole
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -220,3 +222,97 @@ def test_errors_of_the_recipe():
     other = CustomRecipe(as_mxfp8).to_json().replace("python-", "of-another-process-")
     with pytest.raises(ValueError, match='CustomRecipe: expected the name of a function that was registered in this process, got "of-another-process-'):
         tandem._C.recipe_quantizer(other, "input", "basic_linear")
+
+
+class Doubled(tandem.MXFP8Quantizer):
+    def quantize(self, x):
+        return super().quantize(2 * x)
+
+
+class Renamed(tandem.MXFP8Quantizer):
+    def __init__(self):
+        super().__init__(E4M3)
+
+
+def test_what_products_would_not_do_is_refused():
+    linear, x = ops.Linear(32, 16), torch.randn(4, 32)
+
+    def patched(role):
+        made = tandem.MXFP8Quantizer(E4M3)
+        made.quantize = lambda x: x
+        return made
+
+    def sharing(role):
+        made = tandem.Float8CurrentScalingQuantizer(E4M3)
+        made._amax_group = object()  # as with_amax_reduction=True sets it among processes
+        return made
+
+    refused = [
+        (sharing, NotImplementedError, "CustomRecipe: expected with_amax_reduction=False for the input of 0.basic_linear, .* got True. Use a format"),
+        (lambda role: Doubled(E4M3), NotImplementedError, "CustomRecipe: expected a quantizer of tandem for the input of 0.basic_linear, .* got Doubled with a qu"),
+        (patched, NotImplementedError, "CustomRecipe: expected a quantizer of tandem for the input of 0.basic_linear, .* got MXFP8Quantizer with a quantize"),
+        (
+            lambda role: tandem.NVFP4Quantizer(stochastic_rounding=True),
+            ValueError,
+            "CustomRecipe: expected a quantizer that rounds to nearest for the weight of 0.basic_linear, .* got stochastic_rounding=True",
+        ),
+    ]
+    for qfactory, kind, text in refused:
+        with tandem.autocast(recipe=CustomRecipe(qfactory)), pytest.raises(kind, match=text):
+            linear(x)
+    for actual, wanted in zip(step(linear, x, CustomRecipe(lambda role: Renamed())), step(linear, x, MXFP8BlockScaling()), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+class Factory:
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def choose(self, role):
+        return tandem.MXFP8Quantizer(self.dtype)
+
+
+def of_dtype(role, dtype, *, more=None):
+    return tandem.MXFP8Quantizer(dtype)
+
+
+def test_a_function_is_known_by_what_it_is():
+    factory, other = Factory(E4M3), Factory(E5M2)
+    name = lambda qfactory: CustomRecipe(qfactory).to_json()  # noqa: E731
+    made = {
+        "method": lambda: factory.choose,
+        "other method": lambda: other.choose,
+        "partial": lambda: functools.partial(of_dtype, dtype=E4M3),
+        "other partial": lambda: functools.partial(of_dtype, dtype=E5M2),
+        **{f"captured {dtype}": lambda dtype=dtype: (lambda role: tandem.MXFP8Quantizer(dtype)) for dtype in (E4M3, E5M2)},
+        **{f"default {dtype}": lambda dtype=dtype: (lambda role, given=dtype: tandem.MXFP8Quantizer(given)) for dtype in (E4M3, E5M2)},
+        "quantizer": lambda: (lambda role, given=tandem.MXFP8Quantizer(E4M3): given),
+        "other quantizer": lambda: (lambda role, given=tandem.MXFP8Quantizer(E5M2): given),
+    }
+    names = {key: name(make()) for key, make in made.items()}
+    assert len({*names.values()}) == len(made)
+    known = len(recipe_module._factories)
+    for key, make in made.items():
+        assert name(make()) == names[key]
+    assert len(recipe_module._factories) == known
+    held = [name(lambda role, at=object(): None) for _ in range(3)]
+    assert len({*held}) == 3  # what was captured stays, so that nothing else gets its number
+
+
+def test_a_name_without_a_value_and_attributes_make_a_function_one_of_a_kind():
+    def make():
+        def choose(role):
+            return later
+
+        made = CustomRecipe(choose).to_json()
+        later = None
+        return made
+
+    def marked():
+        def choose(role):
+            return None
+
+        choose.mark = 1
+        return CustomRecipe(choose).to_json()
+
+    assert make() != make() and marked() != marked()

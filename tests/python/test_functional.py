@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import tandem
 from tandem.modules import functional
 
+MXFP8 = tandem.recipe.MXFP8BlockScaling()
 RECIPES = {
     "none": None,
     "current": tandem.recipe.Float8CurrentScaling(),
@@ -246,3 +247,105 @@ def test_errors():
         functional.linear_setup_context(args, other)
     with pytest.raises(ValueError, match=r"backward: expected 1 gradients, one per output, got 2"):
         context._inner.backward([torch.ones(4, 6), None], False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_checked_before_any_work(recipe):
+    x, weight = torch.randn(17, 32), torch.randn(48, 32)
+    args = functional.LinearArgs(inp=x, weight=weight, recipe=RECIPES[recipe])
+    context = functional.linear_setup_context(args, functional.linear_forward(args))
+    for shape in ((18, 48), (16, 48), (2_000_000, 48), (1, 48), (48,), (17, 40), (1, 17, 48)):
+        with pytest.raises(ValueError, match=r"backward: expected a gradient of shape \[17, 48\], as output 0 has, got \[.*\]. Expand or reshape it."):
+            functional.linear_backward(context, torch.ones(1).expand(shape))
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.complex64):
+        with pytest.raises(TypeError, match="backward: expected a gradient in Float, as output 0 is, got .*. Convert it with .to()"):
+            functional.linear_backward(context, torch.ones(17, 48, dtype=dtype))
+    with pytest.raises(ValueError, match="backward: expected a gradient on cpu, where output 0 is, got one on meta. Move it with .to()"):
+        functional.linear_backward(context, torch.ones(17, 48, device="meta"))
+    assert functional.linear_backward(context, torch.ones(17, 48))["weight"].isfinite().all()  # nothing has run before
+
+
+@pytest.mark.parametrize("groups", [None, MXFP8])
+def test_gradients_of_groups_are_checked(groups):
+    args = functional.GroupedLinearArgs(inp=torch.randn(9, 64), m_splits=[4, 5], weights=[torch.randn(48, 64)] * 2, recipe=groups)
+    context = functional.grouped_linear_setup_context(args, functional.grouped_linear_forward(args))
+    with pytest.raises(ValueError, match=r"backward: expected a gradient of shape \[9, 48\], as output 0 has, got \[5000, 48\]"):
+        functional.grouped_linear_backward(context, torch.ones(5000, 48))
+
+
+@pytest.mark.parametrize("recipe", [None, tandem.recipe.MXFP8BlockScaling(backward_override="high_precision")])
+@pytest.mark.parametrize("shape", [(4, 32), (2, 2, 32)])
+@pytest.mark.parametrize("which", ["inp", "weight"])
+def test_writes_between_the_functions_are_noticed(recipe, shape, which):
+    fields_ = {"inp": torch.randn(shape), "weight": torch.randn(48, 32)}
+    args = functional.LinearArgs(**fields_, recipe=recipe)
+    results = functional.linear_forward(args)
+    fields_[which].mul_(2)
+    with pytest.raises(ValueError, match="setup_context: expected .* unchanged since forward, as backward reads it, got an in-place write"):
+        functional.linear_setup_context(args, results)
+    results = functional.linear_forward(args)
+    context = functional.linear_setup_context(args, results)
+    fields_[which].mul_(2)
+    with pytest.raises(ValueError, match="backward: expected .* unchanged since the setup of the context, as backward reads it, got an in-place write"):
+        functional.linear_backward(context, torch.ones(results.y.shape))
+    others = functional.LinearArgs(**(fields_ | {which: fields_[which].clone()}), recipe=recipe)
+    with pytest.raises(ValueError, match="setup_context: expected results of these arguments, got other memory as .*, which backward reads. Pass the arguments"):
+        functional.linear_setup_context(others, functional.linear_forward(args))
+
+
+def test_all_that_forward_has_returned_is_asked_for():
+    args = functional.LinearArgs(inp=torch.randn(4, 8), weight=torch.randn(6, 8))
+    results = functional.linear_forward(args)
+    with pytest.raises(ValueError, match="setup_context: expected 1 outputs, and of what is saved whether it is an argument, got 1 outputs and 0 of 2"):
+        functional.linear_setup_context(args, results._replace(read=[]))
+
+
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+def test_quantized_weights(recipe):
+    numbers = torch.randn(48, 32)
+    weight = tandem.quantize(numbers, tandem.MXFP8Quantizer(torch.float8_e4m3fn))
+    args = functional.LinearArgs(inp=torch.randn(16, 32), weight=weight, recipe=RECIPES[recipe])
+    results, _, gradients = run("linear", args, torch.ones(16, 48))
+    assert_close(gradients["inp"], torch.ones(16, 48) @ weight.dequantize(columnwise=recipe == "mxfp8"))
+    context = functional.linear_setup_context(args, results)
+    weight.quantize_(2 * numbers)
+    if recipe == "none":  # forward has decoded it, and backward reads that
+        assert torch.equal(functional.linear_backward(context, torch.ones(16, 48))["inp"], gradients["inp"])
+        return
+    with pytest.raises(ValueError, match="expected .* unchanged since the setup of the context"):
+        functional.linear_backward(context, torch.ones(16, 48))
+
+
+def test_workspaces_that_do_not_fit_are_replaced():
+    x, weight = torch.randn(16, 32), torch.randn(48, 32)
+    for before, more in ((RECIPES["nvfp4"], {}), (MXFP8, {"needs_grad": []}), (RECIPES["current"], {})):
+        first = functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=before, weight_workspaces=(), **more))
+        args = functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8, weight_workspaces=first.weight_workspaces)
+        results, _, gradients = run("linear", args, torch.ones(16, 48))
+        wanted, _, expected = run("linear", functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8), torch.ones(16, 48))
+        assert torch.equal(results.y, wanted.y) and torch.equal(gradients["inp"], expected["inp"])
+        kept = functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8, weight_workspaces=results.weight_workspaces))
+        assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(kept.weight_workspaces, results.weight_workspaces, strict=True))
+
+
+def test_errors_of_fields():
+    x, weight, ones = torch.randn(4, 8), torch.randn(6, 8), torch.ones(8)
+    of_linear = {"inp": x, "weight": weight}
+    of_norm = {**of_linear, "layer_norm_weight": ones, "normalization": "RMSNorm"}
+    cases = [
+        (functional.LinearArgs(**(of_linear | {"inp": [1]})), TypeError, "LinearArgs: expected inp to be a tensor, got list"),
+        (functional.LinearArgs(**(of_linear | {"weight": None})), TypeError, "LinearArgs: expected weight to be a tensor, got NoneType"),
+        (functional.LinearArgs(**of_linear, recipe="fp8"), TypeError, "LinearArgs: expected recipe to be a recipe of tandem.recipe or None, got str"),
+        (functional.LinearArgs(**of_linear, main_grads={"wieght": weight}), ValueError, "LinearArgs: expected main_grads to name some of weight, got 'wieght'"),
+    ]
+    for args, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            functional.linear_forward(args)
+    with pytest.raises(ValueError, match="LayerNormLinearArgs: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor"):
+        functional.layernorm_linear_forward(functional.LayerNormLinearArgs(**of_norm, layer_norm_bias=ones))
+    with pytest.raises(TypeError, match=r"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got \[1.5, 2\]"):
+        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[1.5, 2], weights=[weight, weight]))
+    with pytest.raises(TypeError, match=r"GroupedLinearArgs: expected weights\[1\] to be a tensor, got NoneType"):
+        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[2, 2], weights=[weight, None]))
+    with pytest.raises(ValueError, match="GroupedLinearArgs: expected weights to be one matrix for each group, got none"):
+        functional.grouped_linear_forward(functional.GroupedLinearArgs(inp=x, m_splits=[], weights=[]))

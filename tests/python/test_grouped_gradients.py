@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 import tandem
 from tandem import ops
-from tandem.ops.buffers import Delayed
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -249,8 +248,7 @@ def test_delayed_gradients_need_direct_calls():
             y.backward(torch.ones(9, 5))
 
 
-def test_compiled_code_computes_delayed_gradients_in_its_backward(monkeypatch):
-    monkeypatch.setattr(Delayed, "has_graphs", False)
+def test_compiled_code_computes_delayed_gradients_in_its_backward():
     module, splits = made(delay_wgrad_compute=True), torch.tensor([3, 0, 5, 1])
     x, grad, fired = rows_of(), torch.randn(9, 5), []
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(module.weight0.grad is not None))
@@ -269,13 +267,24 @@ def test_compiled_code_computes_delayed_gradients_in_its_backward(monkeypatch):
     assert fired == [True] * 3
 
 
-def test_a_weight_that_is_computed_gets_its_delayed_gradient_in_backward(monkeypatch):
-    monkeypatch.setattr(Delayed, "has_graphs", False)
+def test_a_weight_that_is_computed_gets_its_delayed_gradient_in_backward():
     module, splits = made(delay_wgrad_compute=True, bias=False), torch.tensor([3, 0, 5, 1])
     torch.nn.utils.parametrizations.weight_norm(module, "weight0")
     module(rows_of(), splits).square().sum().backward()
     assert all(param.grad is not None for param in module.parameters())
     module.backward_dw()
+
+
+def test_a_missing_backward_is_told_of_though_other_code_was_compiled():
+    compiled, alike, other = [tandem.Linear(8, width, delay_wgrad_compute=True) for width in (8, 8, 8)]
+    other = tandem.ops.Sequential(tandem.Linear(8, 8, delay_wgrad_compute=True), tandem.ops.ReLU())
+    torch.compile(compiled, backend="aot_eager")(torch.randn(4, 8)).sum().backward()
+    for calls in (compiled, alike):  # `alike` could run the compiled code too
+        calls(torch.randn(4, 8))
+        calls.backward_dw()
+    other(torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match="backward_dw: expected a backward before it whose gradients of weights are delayed, got none"):
+        other[0].backward_dw()
 
 
 # Tensors of the caller.
@@ -329,7 +338,7 @@ def test_tensors_that_do_not_fit_are_told(tensor, got):
 
 def test_other_arguments_and_paths_are_told():
     module, splits = made(), torch.tensor([3, 0, 5, 1])
-    with pytest.raises(TypeError, match="GroupedLinear: expected output or grad_input as arguments of a call, got out. Leave it out"):
+    with pytest.raises(TypeError, match="GroupedLinear: expected output or grad_input as arguments of a call, got an unexpected keyword argument 'out'. Leave it out"):
         module(rows_of(), splits, out=torch.empty(9, 5))
     with pytest.raises(TypeError, match="GroupedLinear: expected a tensor as output, got int"):
         module(rows_of(), splits, output=3)

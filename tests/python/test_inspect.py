@@ -1,6 +1,7 @@
 """`tandem.inspect`: what is measured, under which names, and that watching changes no number."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -111,3 +112,25 @@ def test_where_nobody_watches_nothing_is_kept():
     assert seen.rows == []
     with seen, pytest.raises(RuntimeError, match="inspect: expected an inspection that is not open, got one that is. Leave it first, or make another."):
         seen.__enter__()
+
+
+def test_a_block_whose_scale_is_zero_does_not_saturate():
+    x = torch.full((4, 32), 1e6)
+    x[:, 16:] = 1e-3
+    linear = tandem.Linear(32, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tandem.inspect(linear) as seen:
+            step(linear, x, tandem.recipe.NVFP4BlockScaling())
+    row = next(row for row in seen.rows if row.role == "input")
+    assert row.underflow == 0.5 and row.saturation == 0
+
+
+def test_operands_of_groups_are_said_to_be_unseen():
+    experts = ops.GroupedLinear(2, 64, 32)
+    with tandem.inspect(torch.nn.ModuleDict({"experts": experts})) as seen:
+        with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
+            experts(torch.randn(9, 64, requires_grad=True), torch.tensor([4, 5])).sum().backward()
+    assert {row.role for row in seen.rows} == {"weight"}
+    last = "experts: input and grad_output are quantized group by group within the product, and are not measured"
+    assert seen.table().splitlines()[-1] == last

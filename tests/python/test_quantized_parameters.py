@@ -291,3 +291,41 @@ def test_writes_reach_the_codes(write):
 def _with_gradient(weight):
     weight.grad = torch.ones(4, 32)
     return weight
+
+
+@QUANTIZERS
+@pytest.mark.parametrize("form", ["numbers", "codes", "vector"])
+def test_assigned_data_is_quantized(quantizer, form):
+    torch.manual_seed(0)
+    linear, x = quantized(ops.Linear(48, 40, bias=False), quantizer), torch.randn(6, 48)
+    param, before, new = linear.weight, linear(x), torch.randn(40, 48)
+    with tandem.autocast(recipe=RECIPE_OF[quantizer]):
+        linear(x)  # whatever is kept of the old codes
+    if form == "numbers":
+        param.data = new
+    elif form == "codes":
+        param.data = tandem.quantize(new, quantizer)
+    else:
+        torch.nn.utils.vector_to_parameters(new.view(-1), linear.parameters())
+    assert linear.weight is param and param.requires_grad and isinstance(param, torch.nn.Parameter)
+    expected = quantized(ops.Linear(48, 40, bias=False), quantizer)
+    expected.weight = torch.nn.Parameter(tandem.quantize(new, quantizer))
+    assert torch.equal(param.dequantize(), expected.weight.dequantize()) and not torch.equal(linear(x), before)
+    for recipe in (None, RECIPE_OF[quantizer]):
+        with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+            assert torch.equal(linear(x), expected(x))
+
+
+def test_assigned_data_may_differ_in_dtype_shape_and_quantizer():
+    param = torch.nn.Parameter(tandem.quantize(torch.randn(32, 64), CURRENT))
+    new = torch.randn(64, 32, dtype=torch.bfloat16)
+    param.data = tandem.quantize(new, MX)
+    assert (param.shape, param.dtype, param.quantizer) == (new.shape, new.dtype, MX)
+    assert torch.equal(param.dequantize(), tandem.quantize(new, MX).dequantize()) and param.data.grad_fn is None
+    with pytest.raises(TypeError, match="data: expected numbers in float32, bfloat16 or float16, as a quantized tensor stands for, got torch.float64"):
+        torch.nn.ParameterList([param]).to(torch.float64)
+    with pytest.raises(TypeError, match="data: expected a tensor, got list"):
+        param.data = [1.0]
+    compiled = torch.compile(lambda weight, x: x @ weight.data.t(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    assert torch.equal(compiled(param, x), x @ param.dequantize().t())

@@ -293,8 +293,10 @@ def check_fsdp_errors(rank: int, size: int) -> None:
 
     with pytest.raises(ValueError, match="fully_shard: expected 2 ranks to share the first dimension of a quantized parameter evenly, each a multiple of 32 rows, got 96"):
         sharded(96, QUANTIZERS["mxfp8"])(torch.randn(2, 64))
-    with pytest.raises(ValueError, match="fully_shard: expected one rowwise_scale_inv on all ranks, as one serves the whole tensor, got several"):
+    with pytest.raises(ValueError, match="fully_shard: expected one rowwise_scale_inv on all ranks, as one serves the whole tensor, got several. Quantize the parts with"):
         sharded(64, QUANTIZERS["current"])(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="fully_shard: expected one amax_rowwise on all ranks, .* got several. Keep this parameter in plain numbers, or in a format"):
+        sharded(64, QUANTIZERS["nvfp4"])(torch.randn(2, 64))
 
 
 def test_sharded_parameters_are_gathered_in_codes(tmp_path):
@@ -320,3 +322,61 @@ def check_amax(rank: int, size: int) -> None:
         assert torch.equal(codes.rowwise_data, wanted.rowwise_data.chunk(size)[rank]) and codes.columnwise_data is codes.rowwise_data
         assert copy.deepcopy(codes).quantizer == quantizer
         same(pickle.loads(pickle.dumps(codes)), codes)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_no_write_into_a_slice_reaches_other_rows(name):
+    text = "QuantizedTensor: expected a write into a tensor that has its scales to itself, got one into a slice of rows whose scales serve other rows too"
+    for rows in (32, 64, 128, 256):
+        for write in (
+            lambda part: part.zero_(),
+            lambda part: part.mul_(2),
+            lambda part: part.copy_(1000 * torch.randn(part.shape)),
+            lambda part: part.copy_(tandem.quantize(torch.ones(part.shape), part.quantizer)),
+            lambda part: part.detach().zero_(),
+            lambda part: part.view(2, -1, 256).zero_(),
+        ):
+            whole = tandem.quantize(torch.randn(256, 256), QUANTIZERS[name])
+            numbers = whole.dequantize()
+            part = whole[:rows]
+            if not isinstance(part, tandem.QuantizedTensor):
+                continue
+            try:
+                write(part)
+            except RuntimeError as error:
+                assert text in str(error) and rows < 256
+                assert torch.equal(whole.dequantize(), numbers)
+            else:
+                assert torch.equal(whole.dequantize()[rows:], numbers[rows:])
+                assert torch.equal(whole.dequantize()[:rows], part.dequantize()) and not torch.equal(part.dequantize(), numbers[:rows])
+            assert torch.equal(whole[:rows].clone().zero_().dequantize(), torch.zeros(rows, 256))  # a clone is its own
+
+
+def test_slices_of_tensors_with_one_scale_are_not_written():
+    whole = tandem.quantize(torch.randn(64, 64), QUANTIZERS["current"])
+    for part in (whole[:32], whole.split(32)[1], whole[:32].detach(), whole[:32].view(2, 16, 64), copy.copy(whole[:32].view(32, 64))):
+        with pytest.raises(RuntimeError, match="got one into a slice of rows whose scales serve other rows too. Write into the whole"):
+            part.zero_()
+    together = copy.deepcopy((whole, whole[:32]))  # which share memory as these do
+    with pytest.raises(RuntimeError, match="got one into a slice of rows"):
+        together[1].zero_()
+    assert whole[:32].clone().zero_().dequantize().count_nonzero() == 0
+    whole[:64].zero_()
+    assert whole.dequantize().count_nonzero() == 0
+
+
+@EACH
+def test_a_quantized_source_is_broadcast(quantizer):
+    for shape in ((1, 64), (64,), (1, 1), (64, 1)):
+        numbers = torch.full(shape, 3.0)
+        source = tandem.quantize(numbers, quantizer)
+        target = tandem.quantize(torch.randn(64, 64), quantizer)
+        wanted = tandem.quantize(source.dequantize().expand(64, 64).contiguous(), quantizer)
+        assert torch.equal(target.copy_(source).dequantize(), wanted.dequantize())
+
+
+@EACH
+def test_columns_of_views_without_rows(quantizer):
+    codes = tandem.quantize(torch.zeros(0, 64), quantizer).view(1, 0, 64)
+    if codes.columnwise_data is not None:
+        assert codes.dequantize(columnwise=True).numel() == 0

@@ -467,3 +467,18 @@ def test_quantize_weight_refuses():
         tandem.quantize_weight(weight.requires_grad_(), quantizer)
     with pytest.raises(ValueError, match='weights: expected "", "first micro-batch" or "unchanged" as what is said of them, got'):
         tandem._C.in_force.said_of_weights = "stale"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_code_that_recomputes_has_no_workspaces(fresh_dynamo, inside):
+    torch.manual_seed(0)
+    mlp = tandem.LayerNormMLP(32, 48, checkpoint=True)
+    module = ops.Sequential(mlp) if inside else mlp
+    x, results = torch.randn(8, 32), []
+    for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
+            y = function(leaf)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *mlp.parameters()])])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)

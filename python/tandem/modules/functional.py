@@ -4,8 +4,9 @@ Each module has three: `*_forward(args)` computes, `*_setup_context(args, result
 `*_backward(context, gradients)` gives the gradients by the names of the fields of `args`. They run the plan that the module's pipeline has:
 the same steps, fused in the same way, and so the same bits.
 
-No output shares memory with an argument, and nothing that forward saves does: the setup finds arguments again in `args`. What is saved goes
-with the last step of backward that reads it.
+No output shares memory with an argument, and nothing that forward saves does: the setup finds arguments again in `args`. It raises a ValueError where
+one that backward reads is another tensor than forward was given, or was written since; backward does where one was written since the setup. What is
+saved goes with the last step of backward that reads it.
 
 >>> import torch
 >>> from tandem.modules import functional
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ class _Args:
         recipe_state: the number of the region as an int64 tensor [1], then `scale`, `amax_history` and `pending` of forward and of backward, as
             `tandem.recipe_state` keeps them. They are written.
         weight_workspaces: tensors that an earlier call has returned, none at first: codes of weights live there, and are made again where the
-            weight has changed. None: weights are quantized in each call.
+            weight has changed. Those of another recipe are replaced by others, which are returned. None: weights are quantized in each call.
         main_grads: by the name of a weight's field, what its gradient is added to, instead of being returned.
         overwrite_main_grad: whether the gradient takes the place of what is there.
     """
@@ -154,6 +156,7 @@ class Results(NamedTuple):
     weight_workspaces: list[torch.Tensor] | None  # where there are such
     saved: list[torch.Tensor | None]  # what backward reads; None for what the arguments have
     carried: list[tuple[int, list[int]]]  # sizes that it reads: place of a saved value, sizes
+    read: list[tuple[int, int]]  # in the place of each saved tensor: memory and version of the argument there, zeros where it is none
 
 
 class Context:
@@ -189,14 +192,29 @@ class _Call:
         self.buffers: list[torch.Tensor] = []
         self.outputs = 1
         self.slots = [0, 0]
+        self.products: list[str] = []  # fields that are weights of products
+        if args.recipe is not None and not isinstance(args.recipe, Recipe):
+            raise TypeError(
+                f"{type(args).__name__}: expected recipe to be a recipe of tandem.recipe or None, got {type(args.recipe).__name__}. Pass for example "
+                "tandem.recipe.MXFP8BlockScaling()."
+            )
+
+    def check_tensor(self, value: object, name: str) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{type(self.args).__name__}: expected {name} to be a tensor, got {type(value).__name__}. Pass one.")
 
     def give(self, tensor: torch.Tensor, name: str | None) -> None:
         """An input, and the field that it is."""
+        self.check_tensor(tensor, name or "m_splits")
         self.inputs.append(tensor)
         self.input_fields.append(None if name is None else (name, -1))
 
     def add(self, op: str, options: Mapping[str, Any], operands: Sequence[tuple[Field, torch.Tensor]] = (), **more: Any) -> None:
         """An op with its parameters."""
+        for (name, element), tensor in operands:
+            self.check_tensor(tensor, name if element < 0 else f"{name}[{element}]")
+        if op in ("basic_linear", "grouped_linear"):
+            self.products.append(operands[0][0][0])
         places = range(len(self.params), len(self.params) + len(operands))
         self.params += [tensor for _, tensor in operands]
         self.param_fields += [name for name, _ in operands]
@@ -230,6 +248,8 @@ class _Call:
             if args.layer_norm_bias is None:
                 raise ValueError(f"{type(args).__name__}: expected layer_norm_bias of a LayerNorm, got None. Pass it, or use RMSNorm.")
             operands.append((("layer_norm_bias", -1), args.layer_norm_bias))
+        elif args.layer_norm_bias is not None:
+            raise ValueError(f"{type(args).__name__}: expected layer_norm_bias=None with RMSNorm, which adds none, got a tensor. Leave it out, or use LayerNorm.")
         self.add(_NORMS[args.normalization], {"eps": args.eps, "zero_centered_gamma": args.zero_centered_gamma}, operands, recompute=recompute)
         if args.return_layernorm_output:
             self.outputs += 1
@@ -263,6 +283,11 @@ class _Call:
 
     def arguments(self) -> _C.PlainArguments:
         args = self.args
+        if unknown := set(args.main_grads) - set(self.products):
+            raise ValueError(
+                f"{type(args).__name__}: expected main_grads to name some of {', '.join(self.products)}, got {sorted(unknown)[0]!r}. Name fields that are "
+                "weights of products."
+            )
         workspaces = args.weight_workspaces
         return _C.PlainArguments(
             ops=_C.write_ops(self.entries),
@@ -306,7 +331,17 @@ def _grouped_linear(args: GroupedLinearArgs) -> _Call:
     call = _Call(args)
     call.give(args.inp, "inp")
     splits = args.m_splits
-    call.give(splits if isinstance(splits, torch.Tensor) else torch.tensor(list(splits), dtype=torch.int64), None)
+    if not isinstance(splits, torch.Tensor):
+        try:
+            rows_of_groups = [operator.index(rows) for rows in splits]
+        except TypeError:
+            raise TypeError(f"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got {splits!r}. Convert them.") from None
+        known, made = args.__dict__.get("_splits", (None, None))  # the setup finds what forward has read
+        splits = made if known == rows_of_groups else torch.tensor(rows_of_groups, dtype=torch.int64)
+        args.__dict__["_splits"] = rows_of_groups, splits
+    if not args.weights:
+        raise ValueError("GroupedLinearArgs: expected weights to be one matrix for each group, got none. Pass them.")
+    call.give(splits, None)
     options = {"num_groups": len(args.weights), "bias": args.biases is not None}
     operands = [(("weights", group), weight) for group, weight in enumerate(args.weights)]
     operands += [(("biases", group), bias) for group, bias in enumerate(args.biases or ())]
@@ -316,14 +351,16 @@ def _grouped_linear(args: GroupedLinearArgs) -> _Call:
 
 def _forward(make: Callable[[Any], _Call], args: _Args) -> Results:
     call = make(args)
-    outputs, saved, carried, workspaces = _C.plain_forward(call.arguments())
+    outputs, saved, read, carried, workspaces = _C.plain_forward(call.arguments())
     normed = outputs[1] if len(outputs) > 1 else None
-    return Results(outputs[0], normed, None if args.weight_workspaces is None else workspaces, saved, carried)
+    return Results(outputs[0], normed, None if args.weight_workspaces is None else workspaces, saved, carried, read)
 
 
 def _setup_context(make: Callable[[Any], _Call], args: _Args, results: Results) -> Context:
     call = make(args)
-    return Context(_C.PlainContext(call.arguments(), results.saved, results.carried, results.weight_workspaces or []), call)
+    outputs = [results.y] if results.layernorm_output is None else [results.y, results.layernorm_output]
+    workspaces = results.weight_workspaces or []
+    return Context(_C.PlainContext(call.arguments(), outputs, results.saved, results.read, results.carried, workspaces), call)
 
 
 def _backward(

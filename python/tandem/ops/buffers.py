@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ class Modes(NamedTuple):
 class Delayed:
     """What gradients of weights that are computed later are computed from: entries of grad_y, x and what else a step leaves, last a text."""
 
-    has_graphs = False  # of any op: ops of equal descriptions share compiled code, and are not traced
+    graphs: ClassVar[set[str]] = set()  # descriptions of compiled pipelines: equal ones share the code, and are not traced again
 
     def __init__(self, delay_wgrad_compute: bool = False, tensors: int = 4) -> None:
         """Makes a store without entries.
@@ -36,6 +37,8 @@ class Delayed:
         """
         self.enabled, self.tensors = delay_wgrad_compute, tensors
         self.context: deque[list[torch.Tensor]] = deque()
+        self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()  # `Prepared`s that its op is in
+        self.has_graphs = False  # of calls through torch's dispatcher, compiled ones aside
         self._making = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,6 +59,11 @@ class Delayed:
                 return entry
         raise RuntimeError("backward_dw: expected a backward before it whose gradients of weights are delayed, got none. Call backward() first.")
 
+    def may_be_computed(self) -> bool:
+        """Whether a backward may have computed the gradients itself: that of a call through torch's dispatcher, or of compiled code of a pipeline
+        that is described as one of its op's is."""
+        return self.has_graphs or any([pipeline.described in Delayed.graphs for pipeline in [*self.pipelines]])
+
     def makers(self) -> list[Any]:
         """What returns the tensors of an entry, one after the other, when backward is about to fill them."""
         return [partial(self._tensor, place) for place in range(self.tensors)]
@@ -70,9 +78,10 @@ class Delayed:
 
 
 @constant_while_traced
-def note_graph() -> None:
-    """To be called where a call goes through torch's dispatcher: backward computes what it would leave to be computed later."""
-    Delayed.has_graphs = True
+def note_graph(described: str | None) -> None:
+    """To be called where a pipeline of this description is traced: backward computes what it would leave to be computed later."""
+    if described is not None:
+        Delayed.graphs.add(described)
 
 
 def check_takes(op: Any, names: Iterable[str]) -> None:

@@ -37,13 +37,13 @@ class DelayedMixin:
     def backward_dw(self: Any) -> None:
         """Computes the gradients of the weights that the oldest backward has left, and adds them to `grad`, or to `main_grad`. Does nothing
         where backward leaves none; of calls in compiled code and under modes, whose backward has computed them, it calls the registered hooks alone.
-        RuntimeError where there was no backward."""
+        RuntimeError where there was no backward, unless code was compiled of a pipeline that is described as this op's is: it may have run."""
         if not self.need_backward_dw():
             return
         weights = self._weights()
         if not self.wgrad_store.context and not any(weight.requires_grad for weight in weights):
             return  # all frozen: backward has left nothing
-        if self.wgrad_store.context or not Delayed.has_graphs:
+        if self.wgrad_store.context or not self.wgrad_store.may_be_computed():
             with torch.no_grad():
                 self._compute_left(self.wgrad_store.pop(), weights)
         for hook in self.__dict__.get("_wgrad_accumulation_and_reduce_hooks", ()):

@@ -135,6 +135,8 @@ class Prepared:
         self.main_grad_places = tuple(self.places[at] for at in self.main_grad_params)
         self._delaying = tuple(index for index, op in enumerate(self.basic_ops) if not op.is_python_op and getattr(op, "delay_wgrad_compute", False))
         self.has_modes = bool(self.main_grad_places or self._delaying)
+        for index in self._delaying:
+            self.basic_ops[index].wgrad_store.pipelines.add(self)
 
     def _absorbed(self, index: int, op: BasicUnit) -> list[int]:
         """Of an op that is written in Python, none: its backward is its own."""
@@ -330,7 +332,9 @@ class Prepared:
         modes = self.modes() if self.has_modes else None
         self._check_traceable(modes, kwargs)
         if modes is not None and modes.delayed:  # nobody could ask a graph for gradients later: its backward computes them
-            note_graph()
+            note_graph(described)
+            for index in () if described else modes.delayed:
+                self.basic_ops[index].wgrad_store.has_graphs = True
             modes = modes._replace(delayed=())
         written = () if modes is None else tuple(modes)
         budget = self.terms.memory_budget or _C.in_force.memory_budget
