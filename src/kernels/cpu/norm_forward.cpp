@@ -19,6 +19,11 @@ class SumRow {
   SumRow(ConstRows x, ConstRows extra, Element element, Rows sum, float* buffer)
       : x_(x), extra_(extra), element_(element), sum_(sum), buffer_(buffer) {}
 
+  HWY_INLINE void fetch(size_t r) const {
+    fetch_row(x_, r);
+    fetch_row(extra_, r);
+  }
+
   HWY_INLINE ConstRows operator()(size_t r) const {
     return with_element(element_, [&](auto element) HWY_ATTR {
       using E = decltype(element);
@@ -52,7 +57,18 @@ class SumRow {
   float* buffer_;
 };
 
-/// `source(x_buffer)` gives what makes row r, in a matrix whose row r it is. `mean` is null for
+/// The rows of a matrix as they are.
+class PlainRow {
+ public:
+  explicit PlainRow(ConstRows x) : x_(x) {}
+  HWY_INLINE void fetch(size_t r) const { fetch_row(x_, r); }
+  HWY_INLINE ConstRows operator()(size_t) const { return x_; }
+
+ private:
+  ConstRows x_;
+};
+
+/// `source(x_buffer)` gives what fetches row r and makes it, in a matrix whose row r it is. `mean` is null for
 /// RMSNorm.
 template <bool kCentered, typename Source>
 HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, const Source& source,
@@ -74,6 +90,7 @@ HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, cons
         const RowStatistics statistics = row_statistics<kCentered>(x, r, options);
         const auto* x_row = row_to_read(element, x, r, x_buffer);
         auto* y_row = row_to_write(element, y, r, y_buffer);
+        row_of.fetch(r + 1);
         normalize_row<kCentered>(element, x_row, parameters, statistics, hidden, y_row);
         finish_row(element, y, r, y_buffer);
         if constexpr (kCentered) mean[r] = statistics.mean;
@@ -86,7 +103,7 @@ HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, cons
 template <bool kCentered>
 HWY_INLINE void norm_forward(ConstRows x, ConstVector weight, ConstVector bias,
                              const NormOptions& options, Rows y, float* mean, float* inv_norm) {
-  const auto as_it_is = [x](float*) { return [x](size_t) { return x; }; };
+  const auto as_it_is = [x](float*) { return PlainRow(x); };
   norm_forward<kCentered>(x.rows, x.cols, x.element, as_it_is, weight, bias, options, y, mean,
                           inv_norm);
 }
