@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <tandem/tandem.h>
+#include <tandem/weights.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <chrono>
@@ -90,6 +91,8 @@ double Training::learning_rate(int64_t step) const {
 at::Tensor Training::forward(const at::Tensor& bytes) {
   std::optional<Autocast> region;
   if (recipe_) region.emplace(true, *recipe_);
+  // All that writes parameters here moves their versions.
+  const WeightsUnchanged nothing_else_writes;
   return model_.forward(bytes);
 }
 
