@@ -204,8 +204,9 @@ PerRow measured(const Description& description, const PlanKey& key, const Draft&
     for (size_t s = 0; s < result.flops.size(); ++s)
       result.flops[s] = many.flops()[s] - few.flops()[s];
   }
+  // Without rows there are no bytes of them.
   for (auto* list : {&result.bytes, &result.flops})
-    for (double& number : *list) number /= rows;
+    for (double& number : *list) number /= std::max(rows, 1.0);
   return result;
 }
 

@@ -200,6 +200,16 @@ def test_a_plan_depends_on_no_number_of_rows():
     assert tandem._C.plans_made() == before
 
 
+@pytest.mark.parametrize("sizes", [(0, 24), (2, 0, 24), (0, 2, 24), (2, 0, 3, 24)])
+def test_an_empty_batch(sizes):
+    box = tandem.ops.Sequential(tandem.ops.Linear(24, 48), tandem.ops.GELU(), tandem.ops.Linear(48, 33))
+    x = torch.randn(sizes, requires_grad=True)
+    with tandem.memory_budget(400):
+        y = box(x)
+    y.sum().backward()
+    assert y.shape == (*sizes[:-1], 33) and torch.equal(x.grad, torch.zeros(sizes)) and not box[0].weight.grad.any()
+
+
 def test_a_reshape_makes_rows_count():
     box = ops.Sequential(ops.Linear(8, 8), ops.Reshape((4, 16)), ops.GELU(), ops.Linear(16, 8))
     torch.manual_seed(0)
