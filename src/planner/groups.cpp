@@ -113,6 +113,14 @@ Refusal refuse_contexts(const StepList& steps, const std::set<size_t>& members,
                ", whose scale comes of the amaxes that steps of the library record: use a recipe "
                "without a history, or register the fusion for both directions";
     }
+    const auto keeps_amaxes = [](const ByGroup& own) {
+      return own.quantizer != nullptr &&
+             (own.amaxes != npos || given_to(*own.quantizer) == Given::scale);
+    };
+    if (std::ranges::any_of(step.quantizers, keeps_amaxes))
+      return "step " + step.name +
+             " records the amaxes of each group, of which the next step's scales come: use a "
+             "recipe without a history";
   }
   return std::nullopt;
 }

@@ -212,7 +212,8 @@ class QuantizePoints {
     const bool is_of_direction = is_backward_ == (contract.role == Role::grad_output);
     if (!is_stateful_ || !is_of_direction) return;
     const std::string name = draft_.name(plain) + ".amaxes";
-    const Value amaxes = draft_.add({at::kFloat, Format::plain, Origin::result, Value::none, name});
+    const Origin origin = is_backward_ ? Origin::intermediate : Origin::result;
+    const Value amaxes = draft_.add({at::kFloat, Format::plain, origin, Value::none, name});
     if (is_weight) {
       steps.push_back(matrix_amaxes_step(plain, amaxes));
     } else {

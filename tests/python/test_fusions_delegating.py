@@ -402,6 +402,36 @@ def test_a_fusion_of_backward_over_products_is_refused_where_the_recipe_keeps_am
     assert "made    fuse_into_Backward at ops 0 to 0" in text
 
 
+@pytest.mark.parametrize("is_calibrating", [False, True])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_asked: bool, is_calibrating: bool) -> None:
+    region = {"enabled": not is_calibrating, "calibrating": is_calibrating, "recipe": tandem.recipe.DelayedScaling(amax_history_len=4)}
+
+    def trained(box: ops.Sequential) -> tuple[list[torch.Tensor], str]:
+        kept = []
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(8, 32, requires_grad=is_asked)
+            with tandem.autocast(**region):
+                y = box(x, torch.tensor([5, 3]))
+            kept += torch.autograd.grad((y * y).sum(), [*([x] if is_asked else []), *box.parameters()])
+        return [*kept, box[0].recipe_state.forward.amax_history, box[0].recipe_state.backward.amax_history], box.explain()
+
+    boxes = [randomize(ops.Sequential(ops.GroupedLinear(2, 32, 16))) for _ in range(2)]
+    boxes[1].load_state_dict(boxes[0].state_dict())
+    expected, _ = trained(boxes[0])
+    with BACKWARD(replacing([ops.GroupedLinear], Backward)):
+        got, text = trained(boxes[1])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and expected[-1].any()
+    assert "made    fuse_into_Backward" not in text
+    if not (is_asked and not is_calibrating):  # else codes of weights are the reason that is told
+        assert re.search(
+            r"refused fuse_into_Backward at ops 0 to 0: step grouped_linear.grad_\w+ records the amaxes of each group, of which the next step's scales "
+            "come: use a recipe without a history",
+            text,
+        )
+
+
 def test_the_products_of_groups_are_quantized_in_a_delegated_backward_too() -> None:
     box, x, splits = randomize(ops.Sequential(ops.GroupedLinear(2, 32, 32))), torch.randn(64, 32, requires_grad=True), torch.tensor([32, 32])
     with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
