@@ -62,6 +62,7 @@ class BackwardLowering {
   /// What was joined is joined again where backward reads it: the parts are there, and what they
   /// are joined to may be a copy.
   void join_again() {
+    if (draft_.backward.empty()) return;
     for (const Event& event : flow_.events)
       if (event.kind == Event::join)
         draft_.backward.insert(draft_.backward.begin(),

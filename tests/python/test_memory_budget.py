@@ -411,6 +411,17 @@ def test_a_weight_of_several_parts(recipe):
         check(box, torch.randn(128, 64, requires_grad=True), constant=CONSTANT + codes / len(box))
 
 
+@pytest.mark.parametrize("recipe", [None, tandem.recipe.MXFP8BlockScaling()])
+def test_a_weight_of_several_parts_without_gradients(recipe):
+    box = ops.Sequential(ops.Linear(32, 64, bias=False, parameters_split=("gate", "up")), ops.SwiGLU(), ops.Linear(32, 32, bias=False))
+    x = torch.randn(32, 32)
+    with torch.no_grad(), tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        expected = box(x)
+        with tandem.memory_budget(0):
+            assert torch.equal(box(x), expected)
+            assert torch.equal(torch.compile(box, fullgraph=True, backend="aot_eager")(x), expected)
+
+
 def test_codes_with_padding():
     """Packed codes tell of the sizes of their numbers wherever they are made again."""
     box = randomize(ops.Sequential(ops.LayerNorm(49), ops.Linear(49, 71), ops.GELU(), ops.Linear(71, 49)))
