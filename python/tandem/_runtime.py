@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -354,6 +355,12 @@ class Runtime:
         both = [*codes, *codes] if serves_both else [*absent, *codes] if is_of_columns else [*codes, *absent]
         quantizer = quantizer_of_text(text, serves_both or not is_of_columns, serves_both or is_of_columns)
         return assembled(both, quantizer, dtype, shape)
+
+    def written_in_backward(self, state: torch.Tensor) -> None:
+        """Tells AOTAutograd, if it traces, that backward takes what the tensor holds by then: another backward may have written it since forward."""
+        proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        for proxy in proxies._get_proxies(state) if hasattr(proxies, "_get_proxies") else ():  # torch 2.11 has it under no name
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
     def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
         return fusions.groups(pass_name, instances, recipe)

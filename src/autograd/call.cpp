@@ -4,7 +4,10 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "autograd/direct.h"
+#include "kernel_ops/delayed.h"
 
 namespace tandem {
 
@@ -67,6 +70,16 @@ std::vector<Tensor> run_composite(const Arguments& arguments, std::string_view d
   return returned(run_pipeline(plan, arguments, Path::composite));
 }
 
+std::atomic<void (*)(const Tensor&)> told_of_written_state = nullptr;
+
+void tell_of_written_state(at::TensorList state) {
+  const auto told = told_of_written_state.load();
+  if (told == nullptr || !c10::GradMode::is_enabled()) return;
+  for (size_t holder = 0; scaling_state_place(holder, true) < state.size(); ++holder)
+    for (size_t i = 0; i < kScalingState.size(); ++i)
+      told(state[scaling_state_place(holder, true) + i]);
+}
+
 std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       const c10::List<std::optional<Tensor>>& extra,
                                       at::TensorList params, at::TensorList workspaces,
@@ -76,6 +89,7 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
   const Arguments arguments{
       inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
+  tell_of_written_state(state);
   const auto program = program_of(description);
   const auto plan = program->plan_for(key_for(*program, arguments, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
@@ -115,6 +129,8 @@ std::vector<Tensor> pipeline_traced(const Tensor& x, const c10::List<std::option
 }
 
 }  // namespace
+
+void set_told_of_written_state(void (*told)(const Tensor& state)) { told_of_written_state = told; }
 
 bool is_direct(const Arguments& arguments) {
   if (is_watched()) return false;

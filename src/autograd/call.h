@@ -19,6 +19,12 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced,
 /// That of a call of this program in the grad mode of this thread.
 PlanKey key_for(const Program& program, const Arguments& arguments, bool traced);
 
+/// Has `told` called with the state that backward of a call will write, before the call is
+/// recorded through the dispatcher. The next call writes that state as well, while autograd would
+/// hold every tensor that backward reads to the version that forward has seen: who traces may tell
+/// its tracer that these are to be read as they are by then.
+TANDEM_API void set_told_of_written_state(void (*told)(const at::Tensor& state));
+
 /// Through the dispatcher op tandem::pipeline: what everything that is not direct takes.
 Outputs call_op(const Arguments& arguments, const std::string& description);
 

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
+#include "autograd/call.h"
 #include "bindings/hold.h"
 #include "core/call.h"
 #include "core/json_fields.h"
@@ -562,6 +563,11 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
   return groups;
 }
 
+void tell_runtime_of_written_state(const at::Tensor& state) {
+  const py::gil_scoped_acquire gil;
+  runtime().attr("written_in_backward")(state);
+}
+
 }  // namespace
 
 void bind_python_ops(py::module_& module) {
@@ -569,6 +575,7 @@ void bind_python_ops(py::module_& module) {
     runtime() = std::move(object);
     set_group_fusions(groups_from_python);
     set_op_source(python_kind);
+    set_told_of_written_state(tell_runtime_of_written_state);
   });
   module.def("bump_fusions_version", bump_fusions_version);
 }
