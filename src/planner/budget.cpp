@@ -364,7 +364,7 @@ BudgetFit::BudgetFit(const Description& description, const PlanKey& key,
                      const std::vector<OpGroup>& backward_groups, const Draft& draft)
     : description_(description),
       key_(key),
-      never_again_(written_again_by(description, backward_groups, draft)),
+      never_again_(kept_for_groups(description, backward_groups, draft)),
       recomputed_(recomputed_values(description, draft)),
       whole_(draft.backward) {
   const BackwardBase base(whole_, draft, never_again_);

@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-ValueSet written_again_by(const Description& description, const std::vector<OpGroup>& groups,
+ValueSet kept_for_groups(const Description& description, const std::vector<OpGroup>& groups,
                           const Draft& draft) {
   ValueSet values(draft.types.size());
   std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
@@ -17,9 +17,10 @@ ValueSet written_again_by(const Description& description, const std::vector<OpGr
               group_end.begin() + static_cast<std::ptrdiff_t>(group.last) + 1, group.last + 1);
   for (const Step& step : draft.backward)
     if (!step.covers.empty() && step.covers.back().op < group_end[step.covers.front().op])
-      for (const Value value : step.writes)
-        if (exists(value) && draft.types[index_of(value)].origin != Origin::gradient)
-          values.add(value);
+      for (const Values* list : {&step.writes, &step.reads})
+        for (const Value value : *list)
+          if (exists(value) && draft.types[index_of(value)].origin != Origin::gradient)
+            values.add(value);
   return values;
 }
 
@@ -38,7 +39,7 @@ void settle_backward(Draft& draft, Plan& plan) {
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan) {
   // What backward may read at no cost, or must not write again.
-  ValueSet is_free = written_again_by(description, backward_groups, draft);
+  ValueSet is_free = kept_for_groups(description, backward_groups, draft);
   for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs})
     is_free.add(*list);
   choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands);

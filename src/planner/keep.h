@@ -12,12 +12,13 @@ namespace tandem {
 /// notes in `plan` what is kept.
 ///
 /// `backward_groups`: user fusions of backward, which write gradients only; what their ops would
-/// write again is kept.
+/// write again is kept, and what these read, as who writes it again may need such a gradient.
 void choose_kept(const Description& description, const std::vector<OpGroup>& backward_groups,
                  Draft& draft, Plan& plan);
 
-/// What the ops of these groups would write again, and so what is kept, if backward reads it.
-ValueSet written_again_by(const Description& description, const std::vector<OpGroup>& groups,
+/// What the ops of these groups would write again or read, and so what is kept, if backward reads
+/// it.
+ValueSet kept_for_groups(const Description& description, const std::vector<OpGroup>& groups,
                           const Draft& draft);
 
 /// The end of every choice: orders backward, drops what nobody needs, and notes what is kept.

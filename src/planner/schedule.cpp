@@ -100,14 +100,19 @@ class Waiting {
   size_t search_ = 0;
 };
 
-/// Appends the quantize steps of forward whose codes backward reads; returns how many.
-size_t quantize_again(const Steps& forward, Steps& backward) {
+/// Appends the quantize steps of forward whose codes backward reads, where those are not free to
+/// keep; returns how many.
+size_t quantize_again(const Steps& forward, Steps& backward,
+                      const std::vector<bool>& is_free_to_keep) {
   Steps again;
   {
     const Readers readers(backward);
     for (const Step& step : forward)
       if (step.kind == StepKind::quantize && step.mutates.empty() &&
-          std::ranges::any_of(step.writes, [&](Value value) { return !readers.of(value).empty(); }))
+          std::ranges::any_of(step.writes, [&](Value value) {
+            return exists(value) && !is_free_to_keep[index_of(value)] &&
+                   !readers.of(value).empty();
+          }))
         again.push_back(step);
   }
   backward.insert(backward.end(), again.begin(), again.end());
@@ -145,7 +150,7 @@ bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
                       const std::vector<OperandTable>& operands) {
-  const size_t quantized_again = quantize_again(forward, backward);
+  const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep);
   // All candidates are taken out first, so that what steps write is what is sure to be written.
   struct Candidate {
     size_t step, write;

@@ -402,6 +402,20 @@ def test_a_fusion_of_backward_over_products_is_refused_where_the_recipe_keeps_am
     assert "made    fuse_into_Backward at ops 0 to 0" in text
 
 
+@pytest.mark.parametrize("recipe", [None, tandem.recipe.Float8CurrentScaling(), tandem.recipe.MXFP8BlockScaling()], ids=str)
+@pytest.mark.parametrize("first", [ops.RMSNorm, lambda _: ops.GELU()], ids=["norm", "activation"])
+def test_a_fusion_of_backward_over_products_behind_what_backward_could_write_again(first: Any, recipe: Any) -> None:
+    """It writes the gradient that this needs, and reads what this would write: that is kept."""
+    box, x = randomize(ops.Sequential(first(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))), torch.randn(32, 32, requires_grad=True)
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        expected = torch.autograd.grad(box(x).square().sum(), [x, *box.parameters()])
+        with BACKWARD(replacing([ops.BasicLinear, ops.Bias], Backward)):
+            got = torch.autograd.grad(box(x).square().sum(), [x, *box.parameters()])
+            text = box.explain()
+    assert text.count("made    fuse_into_Backward") == 2, text
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("is_calibrating", [False, True])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_refused_fusion_over_groups_leaves_their_amaxes(is_asked: bool, is_calibrating: bool) -> None:
