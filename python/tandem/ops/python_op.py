@@ -81,6 +81,11 @@ def entry(op: BasicUnit, params: int, buffers: int, kwargs: _Kwargs, *, shared: 
 
 def _dtypes(op: BasicUnit) -> str:
     """Those of results that the op declares, as the end of its name."""
+    if not isinstance(op.extra_output_dtypes, (tuple, list)):
+        raise TypeError(
+            f"{op._get_name()}: expected extra_output_dtypes to be a tuple or a list, got {type(op.extra_output_dtypes).__name__}. Leave it out where "
+            "extra outputs have the dtype to which the op's tensors promote."
+        )
     declared = [op.output_dtype, *op.extra_output_dtypes]
     for dtype in declared:
         if dtype is not None and not isinstance(dtype, torch.dtype):

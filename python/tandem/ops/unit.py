@@ -243,6 +243,8 @@ class BasicUnit(DirectionsMixin, ChannelsMixin, Unit):
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         if self.is_python_op:
+            if name in _RESULT_DTYPES:
+                self.__dict__["_changes"] = self.changes + 1
             self._tell()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
