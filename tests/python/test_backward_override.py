@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from experts import by_group, made
@@ -9,6 +11,7 @@ from support import llama_mlp, randomize
 
 import tandem
 from tandem import ops
+from tandem.ops import OperationContext
 from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 E4M3 = torch.float8_e4m3fn
@@ -226,6 +229,27 @@ def test_experts_as_one_fusion(recipe, override, packed):
     with tandem.autocast(recipe=recipe):
         report = tandem.verify(box, x.requires_grad_(), splits, splits)
     assert report, report
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+def test_groups_by_parts(override, delay):
+    recipe, splits = MXFP8BlockScaling(backward_override=override), torch.tensor(SPLITS)
+    experts = made(4, 64, 48, bias=False, delay_wgrad_compute=delay)
+    other, ctx, x, grad = copy.deepcopy(experts), OperationContext(), torch.randn(sum(SPLITS), 64), torch.randn(sum(SPLITS), 48)
+    with tandem.autocast(recipe=recipe):
+        y, _ = experts.fuser_forward([ctx], x, basic_op_extra_inputs=[(splits,)])
+        expected = other(leaf := x.clone().requires_grad_(), splits)
+    ctx.saved_tensors = ctx.to_save
+    grad_x, (of_weights,), _ = experts.fuser_backward([ctx], grad, basic_op_grad_extra_outputs=[()])
+    expected.backward(grad)
+    if delay:
+        experts.backward_dw()
+        other.backward_dw()
+        of_weights = [param.grad for param in experts.parameters()]
+    assert torch.equal(y, expected) and torch.equal(grad_x, leaf.grad)
+    for actual, param in zip(of_weights, other.parameters(), strict=True):
+        assert torch.equal(actual, param.grad)
 
 
 def test_autocast_of_torch_decodes_to_the_dtype_of_the_product():
