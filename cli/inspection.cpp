@@ -33,9 +33,10 @@ void Inspection::take(const std::string& run, int64_t step, bool quiet,
   for (const WatchedQuantization& each : take_watched()) {
     const QuantizationStatistics& found = each.statistics;
     const bool is_exact = !std::isfinite(found.signal_to_noise);
+    const std::string of_group = each.group < 0 ? "" : ", group " + std::to_string(each.group);
     json row{{"run", run},
              {"step", step},
-             {"tensor", name(each.pipeline, each.op) + ": " + each.role},
+             {"tensor", name(each.pipeline, each.op) + of_group + ": " + each.role},
              {"quantizer", each.quantizer},
              {"amax", found.amax},
              {"scale", found.largest_scale},

@@ -17,7 +17,7 @@ class Watched(NamedTuple):
     """One quantization. Shares are of the finite elements of the tensor; scales are what codes are multiplied by."""
 
     step: int  # counted from 0: an outermost autocast region is one
-    name: str  # of the module that multiplies by the tensor
+    name: str  # of the module that multiplies by the tensor; of a GroupedLinear with the group: "experts, group 3"
     role: str  # "input", "weight" or "grad_output"
     quantizer: str
     amax: float
@@ -44,7 +44,6 @@ class Inspection:
         self._steps: dict[int, int] = {}  # by region
         self._rows: list[Watched] = []
         self._warned: set[tuple[str, str]] = set()
-        self._groups: set[str] = set()  # names of products of groups
 
     def __enter__(self) -> Inspection:
         if self in watchers:
@@ -64,14 +63,12 @@ class Inspection:
         return list(self._rows)
 
     def _take(self, found: list[tuple[Any, ...]]) -> None:
-        for pipeline, op, role, region, quantizer, *numbers in found:
+        for pipeline, op, role, group, region, quantizer, *numbers in found:
             if pipeline not in self.pipelines:
                 continue
             step = self._steps.setdefault(region, len(self._steps))
-            row = Watched(step, self._name(pipeline, op), role, quantizer, *numbers)
-            prepared = self.pipelines[pipeline]()
-            if prepared is not None and prepared.basic_ops[op]._kind == "grouped_linear":
-                self._groups.add(row.name)
+            name = self._name(pipeline, op)
+            row = Watched(step, name if group < 0 else f"{name}, group {group}", role, quantizer, *numbers)
             self._rows.append(row)
             self._tell(row)
 
@@ -111,16 +108,7 @@ class Inspection:
             lines.append((f"{name}: {role}", worst.quantizer, steps, f"{worst.amax:.3g}", scale, *shares, noise, str(sum(row.not_finite for row in rows))))
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([*table, *self._unseen()])
-
-    def _unseen(self) -> list[str]:
-        """A line for each product whose operands were quantized where nobody measures."""
-        seen = {(row.name, row.role) for row in self._rows}
-        return [
-            f"{name}: input and grad_output are quantized group by group within the product, and are not measured"
-            for name in sorted(self._groups)
-            if (name, "input") not in seen
-        ]
+        return "\n".join(table)
 
     def _by_tensor(self) -> dict[tuple[str, str], list[Watched]]:
         tensors: dict[tuple[str, str], list[Watched]] = {}
@@ -172,7 +160,7 @@ def _collect() -> None:
 def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspection:
     """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
     far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
-    Of a `GroupedLinear` the weights are: its product quantizes the rows of each group by itself. The table says so.
+    A `GroupedLinear` has a row for each group that has rows, under a name of its own ("experts, group 3"); while it is watched, experts are not one fusion.
 
     >>> import torch, tandem
     >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))

@@ -449,8 +449,8 @@ PYBIND11_MODULE(_C, module) {
     py::list rows;
     for (const WatchedQuantization& each : take_watched()) {
       const QuantizationStatistics& found = each.statistics;
-      rows.append(py::make_tuple(each.pipeline, each.op, each.role, each.region, each.quantizer,
-                                 found.amax, found.least_scale, found.largest_scale,
+      rows.append(py::make_tuple(each.pipeline, each.op, each.role, each.group, each.region,
+                                 each.quantizer, found.amax, found.least_scale, found.largest_scale,
                                  found.underflow, found.saturation, found.signal_to_noise,
                                  found.not_finite));
     }

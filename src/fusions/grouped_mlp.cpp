@@ -37,17 +37,21 @@ constexpr size_t kQuantizedInForward = 2, kQuantizedInBackward = 4;
 /// One product of the two.
 struct Layer {
   /// `quantized`: how many operands each product of this direction may quantize.
-  Layer(const Call& call, size_t number, size_t quantized, size_t input, size_t splits,
-        size_t factors)
+  Layer(Call& call, size_t number, size_t quantized, size_t input, size_t splits, size_t factors)
       : options(call.options<ops::GroupedLinearOptions>(2 * number)),
         splits(call.in(splits)),
+        places(number * quantized),
         matrices(ops::matrices_of(call, 2 * number, options.packed_weight,
-                                  ops::quantizer_at(call, number * quantized + weight_in))),
+                                  ops::quantizer_at(call, places + weight_in))),
         biases(ops::biases_of(call, 2 * number + 1, factors, options, input)),
-        rows_quantizer(ops::quantizer_at(call, number * quantized + rows_in)) {
-    if (quantized == kQuantizedInBackward)
-      of_weight = {ops::quantizer_at(call, number * quantized + gradient_of_weight),
-                   ops::quantizer_at(call, number * quantized + input_of_weight)};
+        rows_quantizer(ops::quantizer_at(call, places + rows_in)) {
+    // A product that nobody asks for quantizes nothing: zeros stay.
+    ops::collect_amaxes(call, places + rows_in, call.in(input), groups(), rows_quantizer);
+    if (quantized != kQuantizedInBackward) return;
+    of_weight = {ops::quantizer_at(call, places + gradient_of_weight),
+                 ops::quantizer_at(call, places + input_of_weight)};
+    ops::collect_amaxes(call, places + gradient_of_weight, call.in(input), groups(),
+                        of_weight.grad_y);
   }
 
   int64_t groups() const { return static_cast<int64_t>(options.num_groups); }
@@ -62,6 +66,8 @@ struct Layer {
 
   const ops::GroupedLinearOptions& options;
   const Tensor& splits;
+  /// Of what the products quantize, the first.
+  const size_t places;
   GroupMatrices matrices;
   GroupBiases biases;
   /// Of what is multiplied by the weights.
@@ -147,6 +153,7 @@ Tensor unflat(const Tensor& y, const Tensor& like) {
 Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBiases& biases,
                bool transposed) {
   call.took(call.path() == Path::composite ? kernel_ops::kReference : kernel_ops::kDispatcher);
+  ops::write_amaxes(call, layer.places + rows_in, rows, layer.splits, layer.groups());
   return call.path() == Path::composite
              ? kernel_ops::composite::grouped_product(rows, layer.splits, layer.matrices.matrices,
                                                       biases.biases, biases.scales, transposed)
@@ -275,6 +282,7 @@ class GradWeights {
   void write_all(const Tensor& of_sums, const Tensor& input, bool is_callers) {
     if (goes_ == Goes::nowhere) return;
     if (is_deferred()) return defer(of_sums, input, is_callers);
+    write_amaxes(of_sums);
     const Tensor all = kernel_ops::grouped_grad_weight(of_sums, input, layer_.splits,
                                                        layer_.groups(), layer_.of_weight);
     if (goes_ == Goes::to_its_writes)
@@ -310,13 +318,19 @@ class GradWeights {
   }
   /// Leaves it to the caller, where that is asked for.
   void defer(const Tensor& of_sums, const Tensor& input, bool is_callers) const {
-    if (is_deferred())
-      ops::defer(call_,
-                 {is_callers ? of_sums.clone() : of_sums, input, layer_.splits, layer_.of_weight},
-                 first_);
+    if (!is_deferred()) return;
+    write_amaxes(of_sums);
+    ops::defer(call_,
+               {is_callers ? of_sums.clone() : of_sums, input, layer_.splits, layer_.of_weight},
+               first_);
   }
 
  private:
+  /// Of all groups, where no product of one quantizes them.
+  void write_amaxes(const Tensor& of_sums) const {
+    ops::write_amaxes(call_, layer_.places + gradient_of_weight, of_sums, layer_.splits,
+                      layer_.groups());
+  }
   void check(const c10::SymInt& out, const c10::SymInt& in) const {
     ops::check_main_grads(call_, layer_.options, out, in, first_);
   }
@@ -484,8 +498,8 @@ Refusal refuse(const Match& match) {
   }
   for (const uint32_t member : {0u, 2u})
     for (const ByGroup& how : match.steps[member]->quantizers)
-      if (how.amaxes != npos)
-        return "the recipe keeps the amaxes of the rows of each group, also between the products";
+      if (how.amaxes != npos && !how.is_multiplied)
+        return "the amaxes of numbers that no product quantizes are kept (calibrating)";
   const auto groups = [&](uint32_t member) {
     return static_cast<const ops::GroupedLinearOptions*>(match.steps[member]->options[0].get())
         ->num_groups;

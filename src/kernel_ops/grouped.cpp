@@ -78,6 +78,17 @@ CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Grou
                                             : Tensor()};
 }
 
+/// The numbers that the row codes of a group stand for.
+Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
+               size_t group, at::ScalarType dtype) {
+  const CodedMatrix codes = operand(took, numbers, how, group, Direction::row);
+  const c10::SymDimVector sizes = sizes_of(numbers);
+  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
+  return run<Dequantize>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
+                         codes.direction == Direction::column, dtype, amax,
+                         at::OptionalSymIntArrayRef(sizes))[0];
+}
+
 /// The numbers of codes in float32, but for a scale that the product gets at its end.
 CodedMatrix decoded(ImplementationNames& took, const CodedMatrix& codes) {
   const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
@@ -212,7 +223,10 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
   const Tensor& matrix = matrices.matrices[group];
   const Direction along = transposed ? Direction::row : Direction::column;
   if (quantizer.quantizer == nullptr) {
-    const Tensor right = transposed ? matrix.t() : matrix;
+    const Tensor numbers = matrices.quantizer.quantizer == nullptr
+                               ? matrix
+                               : rounded(took, matrix, matrices.quantizer, group, x.scalar_type());
+    const Tensor right = transposed ? numbers.t() : numbers;
     took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
   } else {
     const CodedMatrix weight =
@@ -251,7 +265,11 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
     if (!accumulate) target.zero_();
     return took;
   }
-  const bool is_quantized = quantizers.x.quantizer != nullptr;
+  const bool is_quantized = quantizers.grad_y.quantizer != nullptr;
+  if (!is_quantized && quantizers.x.quantizer != nullptr) {
+    const Tensor numbers = rounded(took, x, quantizers.x, group, x.scalar_type());
+    return took | grad_weight_of_group(grad_y, numbers, {}, group, target, accumulate);
+  }
   const bool is_writable =
       target.is_contiguous() && is_plain(target) && target.device() == x.device();
   if (is_quantized || !is_writable) {
@@ -294,6 +312,11 @@ ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedM
   multiply_codes(took, grad_y, true, x, false, Rows::contracted, sums);
   if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
+}
+
+CodedMatrix codes_of_group(const Tensor& numbers, const GroupQuantizer& how, size_t group) {
+  ImplementationNames took = 0;
+  return operand(took, numbers, how, group, Direction::row);
 }
 
 Tensor amax_of_rows(const Tensor& rows) {

@@ -42,7 +42,8 @@ struct GroupQuantizer {
 };
 
 /// The matrices of groups: numbers, which each product quantizes where there is a quantizer and no
-/// scale, or codes.
+/// scale, or codes. Where what they are multiplied by has no quantizer, they are multiplied as the
+/// numbers that their row codes stand for.
 struct GroupMatrices {
   std::vector<at::Tensor> matrices;
   /// Of codes: one for each, amaxes where the format has them.
@@ -72,7 +73,8 @@ ImplementationNames product_of_groups(const at::Tensor& x, const std::vector<int
                                       bool transposed, const GroupQuantizer& quantizer,
                                       const at::Tensor& y);
 
-/// How the operands of the gradient of a weight are quantized.
+/// How the operands of the gradient of a weight are quantized. Where only x is, it is multiplied as
+/// the numbers that its row codes, those of forward, stand for.
 struct GradQuantizers {
   GroupQuantizer grad_y, x;
 };
@@ -97,6 +99,9 @@ struct CodedMatrix {
 /// The same of operands that are in codes already, or of numbers.
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
                                          const at::Tensor& target, bool accumulate);
+
+/// The row codes of a group's numbers, as its product makes them.
+CodedMatrix codes_of_group(const at::Tensor& numbers, const GroupQuantizer& how, size_t group);
 
 /// The largest magnitude, NaN aside, in float32: []. Zero where there are no rows.
 at::Tensor amax_of_rows(const at::Tensor& rows);

@@ -41,6 +41,8 @@ struct WatchedQuantization {
   size_t op = 0;
   /// "input", "weight" or "grad_output".
   std::string role = {};
+  /// Of an op with groups, which; else -1.
+  int64_t group = -1;
   /// The recipe's region in which it happened, which grows from step to step.
   int64_t region = 0;
   std::string quantizer = {};

@@ -12,7 +12,8 @@ namespace tandem::ops {
 /// One with a state keeps it of each: of x_0, weight_0, x_1, ... and of grad_y_0, grad_y_1, ...
 /// Gradients of weights go to the caller, into main_grad, or are left to be computed later from
 /// grad_y, x, splits, what the quantizers of the first two are given, and a text, put into
-/// `deferred`: versions of x and splits, and the texts of the quantizers, one per line.
+/// `deferred`: versions of x and splits, and the texts of the quantizers, one per line, empty where
+/// there is none. An x that alone has one is decoded.
 ///
 /// Shapes:  x [..., in_features], splits integers [groups]: rows of each group; scales [...];
 ///          weight [out_features, in_features] and bias [out_features] each, or packed

@@ -39,16 +39,37 @@ kernel_ops::GroupQuantizer quantizer_at(const Call& call, size_t place) {
 kernel_ops::GroupQuantizer rows_quantizer_at(Call& call, size_t place, const Tensor& rows,
                                              const Tensor& splits, int64_t groups, bool later) {
   kernel_ops::GroupQuantizer how = quantizer_at(call, place);
-  const auto& quantizers = call.step().quantizers;
-  const size_t amaxes = place < quantizers.size() ? quantizers[place].amaxes : npos;
-  if (amaxes == npos || !call.wants(amaxes)) return how;
   if (later || how.quantizer == nullptr || call.path() != Path::direct) {
-    call.out(amaxes, kernel_ops::grouped_amaxes(rows, splits, groups));
+    write_amaxes(call, place, rows, splits, groups);
   } else {
-    how.amaxes = at::zeros({groups}, rows.options().dtype(at::kFloat));
-    call.out(amaxes, how.amaxes);
+    collect_amaxes(call, place, rows, groups, how);
   }
   return how;
+}
+
+namespace {
+
+/// Of what the contract at `place` names; npos where nobody asks for them.
+size_t amaxes_write(const Call& call, size_t place) {
+  const auto& quantizers = call.step().quantizers;
+  const size_t write = place < quantizers.size() ? quantizers[place].amaxes : npos;
+  return write != npos && call.wants(write) ? write : npos;
+}
+
+}  // namespace
+
+void write_amaxes(Call& call, size_t place, const Tensor& rows, const Tensor& splits,
+                  int64_t groups) {
+  if (const size_t write = amaxes_write(call, place); write != npos)
+    call.out(write, kernel_ops::grouped_amaxes(rows, splits, groups));
+}
+
+void collect_amaxes(Call& call, size_t place, const Tensor& like, int64_t groups,
+                    kernel_ops::GroupQuantizer& how) {
+  const size_t write = amaxes_write(call, place);
+  if (write == npos) return;
+  how.amaxes = at::zeros({groups}, like.options().dtype(at::kFloat));
+  call.out(write, how.amaxes);
 }
 
 std::vector<Tensor> by_group(const Call& call, size_t list, bool is_packed) {
@@ -196,7 +217,7 @@ void defer(const Call& call, const Deferred& deferred, size_t first) {
        {&deferred.quantizers.grad_y, &deferred.quantizers.x}) {
     if (how->given) leave(call, place, *how->given);
     ++place;
-    if (how->quantizer != nullptr) lines += "\n" + how->quantizer->text;
+    lines += "\n" + (how->quantizer == nullptr ? std::string() : how->quantizer->text);
   }
   leave(call, first, deferred.grad_y);
   leave(call, first + 1, as_matrix(deferred.x), &deferred.x);

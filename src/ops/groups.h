@@ -27,6 +27,13 @@ kernel_ops::GroupQuantizer rows_quantizer_at(Call& call, size_t place, const at:
                                              const at::Tensor& splits, int64_t groups,
                                              bool later = false);
 
+/// Writes those amaxes, where they are asked for, of rows that are there.
+void write_amaxes(Call& call, size_t place, const at::Tensor& rows, const at::Tensor& splits,
+                  int64_t groups);
+/// Zeros instead, which each product that quantizes by `how` writes those of its group into.
+void collect_amaxes(Call& call, size_t place, const at::Tensor& like, int64_t groups,
+                    kernel_ops::GroupQuantizer& how);
+
 /// The elements of a list operand by group, those of a packed one too.
 std::vector<at::Tensor> by_group(const Call& call, size_t list, bool is_packed);
 

@@ -96,9 +96,25 @@ c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRe
   return extra == c10::SymIntArrayRef(wide) || is_callers(call, read) ? wide : own;
 }
 
+namespace {
+
+void check_holds(c10::SymIntArrayRef target, c10::SymIntArrayRef x) {
+  TORCH_CHECK_VALUE(target == x, "add_extra_input: expected the extra input of the shape of x, ", x,
+                    ", got ", target, ". Expand or reshape the extra input before the call.");
+}
+
+}  // namespace
+
+const Options& caller_holds_sum() {
+  static const Options mark = std::make_shared<char>();
+  return mark;
+}
+
 at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes) {
   const at::Tensor& extra = call.in(read);
   if (extra.sym_sizes() == sizes) return extra;
+  if (std::ranges::find(call.step().options, caller_holds_sum()) != call.step().options.end())
+    check_holds(extra.sym_sizes(), sizes);
   if (!is_callers(call, read) || !at::is_expandable_to(extra.sym_sizes(), sizes)) return extra;
   return broadcast_to(extra, sizes);
 }
@@ -115,7 +131,7 @@ at::Tensor sum_of_sizes(Call& call, const at::Tensor& x, size_t extra, c10::SymI
 void check_target(const Call& call, const at::Tensor& target, const at::Tensor& x) {
   if (call.step().broadcasts_input && at::is_expandable_to(x.sym_sizes(), target.sym_sizes()))
     return;
-  check_same_shape("add_extra_input", target, "the extra input", x, "x");
+  check_holds(target.sym_sizes(), x.sym_sizes());
 }
 
 const OpDef kIdentity{

@@ -39,8 +39,13 @@ extern const OpDef kAddExtraInput;
 /// both broadcast to these and gradients allow it, else those of x.
 c10::SymDimVector sizes_of_sum(const Call& call, size_t read, c10::SymIntArrayRef sizes);
 
+/// Instead of its options, of a sum that `in_place` asks for where the plan is traced, and whose
+/// result is a tensor of its own: the caller's has to have room for it all the same.
+const Options& caller_holds_sum();
+
 /// The extra input of a sum, a read of `call`, as large as the sum: a tensor of the caller's is
-/// expanded. Any other is what it is, for the kernel to check.
+/// expanded. Any other is what it is, for the kernel to check. Throws c10::ValueError where the
+/// caller's has to hold the sum and does not.
 at::Tensor extra_of(const Call& call, size_t read, c10::SymIntArrayRef sizes);
 
 /// Itself, or a larger copy.

@@ -140,8 +140,9 @@ class WeightsOfEachCall {
       const bool is_weight = !step.reads.empty() && is_weight_(step.reads[0]);
       const bool quantizes =
           step.kind == StepKind::quantize || step.kind == StepKind::watched_quantize;
-      if ((step.kind == StepKind::cast || step.kind == StepKind::join) && is_weight)
-        is_weight_.add(step.writes);
+      const bool passes_on = step.kind == StepKind::cast || step.kind == StepKind::join ||
+                             step.kind == StepKind::watched_quantize;
+      if (passes_on && is_weight) is_weight_.add(step.writes);
       if (quantizes && is_weight)
         for (const Value codes : step.writes)
           if (exists(codes) && plan_.types[index_of(codes)].format == Format::codes)

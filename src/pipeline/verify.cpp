@@ -106,6 +106,8 @@ class Verification {
   void run(int masks) {
     std::mt19937_64 random(0);
     Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
+    for (const Step& step : unfused_.plan->forward)
+      if (step.broadcasts_input && is_wider(forward, step)) wider_.push_back(step.covers[0]);
     if (!unfused_.plan->needs_backward) masks = 0;
     for (int m = 0; m <= masks && report_.passed; ++m) {
       choose(m == 0 ? nullptr : &random, forward);
@@ -125,7 +127,23 @@ class Verification {
                      std::to_string(masks + 1) + " backward masks agree, fused against unfused.";
   }
 
+  /// The ops whose results are larger than what flows into them.
+  const std::vector<Part>& wider() const { return wider_; }
+  /// Whether each of these may be.
+  bool allows(const std::vector<Part>& wider) const {
+    return std::ranges::none_of(unfused_.plan->forward, [&](const Step& step) {
+      return !step.broadcasts_input && !step.covers.empty() &&
+             std::ranges::find(wider, step.covers[0]) != wider.end();
+    });
+  }
+
  private:
+  static bool is_wider(Replay& forward, const Step& step) {
+    Frame& frame = forward.frame();
+    return frame.tensor(step.reads[step.main_read]).sizes() !=
+           frame.tensor(step.writes[step.main_write]).sizes();
+  }
+
   struct Planned {
     std::shared_ptr<Program> program;
     std::shared_ptr<const Plan> plan;
@@ -329,6 +347,7 @@ class Verification {
   /// By output, undefined where none is given.
   Tensors grads_;
   BackwardMask mask_;
+  std::vector<Part> wider_;
 };
 
 }  // namespace
@@ -336,13 +355,19 @@ class Verification {
 VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorList params,
                     bool training, int masks, const StateOf& state_of) {
   VerifyReport report;
-  Verification(pipeline, inputs, params, training, state_of, report).run(masks);
+  Verification as_given(pipeline, inputs, params, training, state_of, report);
+  as_given.run(masks);
   if (!report.passed || inputs.empty() || inputs[0].requires_grad() ||
       !c10::GradMode::is_enabled() || !c10::isFloatingType(inputs[0].scalar_type()))
     return report;
   Tensors with_gradient = inputs.vec();  // a call behind other modules asks for it too
   with_gradient[0] = inputs[0].detach().set_requires_grad(true);
-  Verification(pipeline, with_gradient, params, training, state_of, report).run(masks);
+  Verification behind_others(pipeline, with_gradient, params, training, state_of, report);
+  if (behind_others.allows(as_given.wider())) {
+    behind_others.run(masks);
+  } else {
+    report.text += " Without a gradient of x: a call that asks for it refuses these sizes.";
+  }
   return report;
 }
 

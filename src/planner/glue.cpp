@@ -89,6 +89,13 @@ std::string_view name_of(Role role) {
   return "";
 }
 
+void tell(const WatchOptions& options, int64_t group, const at::Tensor& x, const Codes& codes) {
+  const Watch& watch = options.watch;
+  keep_watched({watch.pipeline, watch.op, std::string(name_of(watch.role)), group,
+                kernel_ops::last_region(), options.quantizer->text,
+                statistics_of(x, codes, *options.quantizer)});
+}
+
 void run_watched_quantize(Call& call) {
   enum Read { x, given };
   enum Write { rows, columns };
@@ -104,9 +111,34 @@ void run_watched_quantize(Call& call) {
   const at::TensorList parts = call.frame().tensors(call.step().writes[write]);
   const Codes codes{parts[0], parts[1], parts.size() > 2 ? std::optional(parts[2]) : std::nullopt,
                     write == rows ? Direction::row : Direction::column};
-  keep_watched({options.watch.pipeline, options.watch.op, std::string(name_of(options.watch.role)),
-                kernel_ops::last_region(), quantizer.text,
-                statistics_of(call.in(x), codes, quantizer)});
+  tell(options, options.watch.group, call.in(x), codes);
+}
+
+void run_watched_groups(Call& call) {
+  enum Read { x, splits, given };
+  const at::Tensor& numbers = call.in(x);
+  call.out(0, numbers);
+  if (numbers.is_meta()) return;
+  const auto& options = call.options<WatchOptions>();
+  const kernel_ops::GroupQuantizer how{options.quantizer, call.maybe(given)};
+  const int64_t groups = options.watch.group;
+  const bool is_of_rows = call.has(splits);
+  const at::Tensor rows =
+      is_of_rows ? numbers.reshape({kernel_ops::rows_of(numbers).guard_int(__FILE__, __LINE__),
+                                    numbers.size(-1)})
+                 : numbers;
+  const auto offsets = is_of_rows ? kernel_ops::group_offsets(call.in(splits), groups, rows.size(0))
+                                  : std::vector<int64_t>();
+  for (int64_t group = 0; group < groups; ++group) {
+    const auto g = static_cast<size_t>(group);
+    const at::Tensor part = is_of_rows ? kernel_ops::rows_between(rows, offsets[g], offsets[g + 1])
+                                       : rows.select(0, group);
+    if (part.numel() == 0) continue;
+    const kernel_ops::CodedMatrix made = kernel_ops::codes_of_group(part, how, g);
+    tell(options, group, part,
+         {made.matrix, made.scale, made.amax.defined() ? std::optional(made.amax) : std::nullopt,
+          made.direction});
+  }
 }
 
 void run_dequantize(Call& call) {
@@ -274,6 +306,14 @@ Step watched_quantize_step(Value x, Value given, const GroupValues& group,
   return step;
 }
 
+Step watched_groups_step(Value x, Value splits, Value given, Value y, const Quantizer& quantizer,
+                         const Watch& watch) {
+  Step step = step_of(StepKind::watched_quantize, "quantize_groups", run_watched_groups,
+                      {"x", "splits", "given"}, {x, splits, given}, {"y"}, {y});
+  step.options = {std::make_shared<WatchOptions>(WatchOptions{&quantizer, watch})};
+  return step;
+}
+
 Step take_scale_step(const StateSlot& slot, Value scale) {
   Step step = state_step(StepKind::take_scale, "take_scale", run_take_scale, slot, {});
   step.write_names = {"scale"};
@@ -302,7 +342,7 @@ Step again_step(const Step& forward, Values writes) {
   step.writes = std::move(writes);
   if (forward.kind == StepKind::refresh) step.run = run_refresh_weight<true>;
   if (forward.kind == StepKind::watched_quantize) {  // it has told already
-    step.run = run_quantize;
+    step.run = forward.run == run_watched_groups ? run_rename : run_quantize;
     step.options = {
         options_of(*static_cast<const WatchOptions*>(forward.options[0].get())->quantizer)};
   }

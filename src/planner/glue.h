@@ -31,15 +31,22 @@ Step seed_step(Value x, Value seed);
 using GroupValues = std::array<Value, 3>;
 /// codes and amax of x; `given`, a scale or a seed, where the quantizer takes one.
 Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer);
-/// Of whom a watched quantization tells: number of the pipeline, place of the op, role.
+/// Of whom a watched quantization tells: number of the pipeline, place of the op, role, and of an
+/// op with groups which group, else -1.
 struct Watch {
   int64_t pipeline = 0;
   size_t op = 0;
   Role role = Role::input;
+  int64_t group = -1;
 };
 /// The same, which keeps what it has done for take_watched (kernel_ops/inspection.h).
 Step watched_quantize_step(Value x, Value given, const GroupValues& group,
                            const Quantizer& quantizer, const Watch& watch);
+/// y = x, whose groups the op multiplies by their own codes: tells what quantizing does to each
+/// that is not empty. `splits`: rows of each group; Value::none where x is a matrix for each.
+/// `watch.group`: how many there are.
+Step watched_groups_step(Value x, Value splits, Value given, Value y, const Quantizer& quantizer,
+                         const Watch& watch);
 /// Slots of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
 /// number.
 struct StateSlot {

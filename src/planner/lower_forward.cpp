@@ -7,6 +7,7 @@
 #include <span>
 
 #include "kernel_ops/checks.h"
+#include "ops/structure.h"
 #include "planner/glue.h"
 #include "planner/lower.h"
 #include "tandem/op_options.h"
@@ -337,6 +338,7 @@ class ForwardLowering {
     if (resolved.def->applies != nullptr && !resolved.def->applies(node.options.get())) return;
     const OperandTable& operands = draft_.operands[index];
     Step step = step_of_op(node, resolved, part, operands);
+    if (call_.traced && node.writes_caller()) step.options = {ops::caller_holds_sum()};
     for (const OperandRef& ref : resolved.writes)
       for (size_t element = 0; element < operands.count(ref.operand); ++element)
         step.writes.push_back(operands.value(ref, element));

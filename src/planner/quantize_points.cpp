@@ -133,7 +133,6 @@ class QuantizePoints {
         case StepKind::op:
           quantize_reads(step, steps, codes);
           steps.push_back(std::move(step));
-          std::ranges::move(std::exchange(records_, {}), std::back_inserter(steps));
           break;
         case StepKind::round:
           round(step, steps, codes, rounded);
@@ -146,6 +145,7 @@ class QuantizePoints {
           steps.push_back(std::move(step));
       }
     }
+    std::ranges::move(std::exchange(records_, {}), std::back_inserter(steps));
   }
 
   /// What the step multiplies becomes codes, or the step is told how to make them by itself.
@@ -160,8 +160,7 @@ class QuantizePoints {
     }
     const Part part = step.covers[0];
     const OpNode& op = description_.ops[part.op];
-    const auto& contracts =
-        (part.is_backward ? op.kind->backward : op.kind->forward)[part.nth].contracts;
+    const auto& contracts = contracts_of(step);
     const Values plain = step.reads;
     std::vector<size_t> coded, uncoded;
     bool is_any_by_group = false;
@@ -210,6 +209,8 @@ class QuantizePoints {
       step.reads.push_back(given);
     }
     const bool is_of_direction = is_backward_ == (contract.role == Role::grad_output);
+    if (is_watched() && is_of_direction)
+      step.reads[read] = watched_by_group(step, read, contract.role, quantizer, steps);
     if (!is_stateful_ || !is_of_direction) return;
     const std::string name = draft_.name(plain) + ".amaxes";
     const Origin origin = is_backward_ ? Origin::intermediate : Origin::result;
@@ -223,6 +224,41 @@ class QuantizePoints {
     }
     records_.push_back(record_amax_step(state_of(slot_of(op, contract.role), groups_of(op)), amaxes,
                                         draft_.grad_mode));
+  }
+
+  /// What the step reads instead of an operand that it quantizes in groups: the same, behind a step
+  /// that measures each group, once for all steps of the op.
+  Value watched_by_group(const Step& step, size_t read, Role role, const Quantizer& quantizer,
+                         Steps& steps) {
+    const size_t op = step.covers[0].op;
+    const auto [known, is_new] = watched_by_group_.try_emplace({op, role}, Value::none);
+    if (!is_new) return known->second;
+    const Value x = step.reads[read];
+    known->second = draft_.add(draft_.types[index_of(x)]);
+    Type& type = draft_.types[index_of(known->second)];
+    type.origin = is_backward_ ? Origin::gradient : Origin::result;
+    const auto given = given_by_group_.find({op, role});
+    const bool is_of_rows = role != Role::weight;
+    steps.push_back(watched_groups_step(
+        x, is_of_rows ? index_read_by(step) : Value::none,
+        given == given_by_group_.end() ? Value::none : given->second, known->second, quantizer,
+        {description_.watched, op, role, static_cast<int64_t>(groups_of(op))}));
+    return known->second;
+  }
+
+  /// What a step of an op with groups counts their rows by.
+  Value index_read_by(const Step& step) const {
+    const Part part = step.covers[0];
+    const OperandTable& operands = draft_.operands[part.op];
+    const OpKind& op = operands.kind();
+    Value found = Value::none;
+    for_each_read(
+        (part.is_backward ? op.backward : op.forward)[part.nth], operands,
+        [&](size_t read, OperandRef ref, size_t) {
+          if (!ref.is_gradient && std::ranges::find(op.indices, ref.operand) != op.indices.end())
+            found = step.reads[read];
+        });
+    return found;
   }
 
   size_t groups_of(size_t op) const {
@@ -245,6 +281,13 @@ class QuantizePoints {
     return known->second;
   }
 
+  /// Of the step of an op.
+  const std::vector<OpStep::ContractOf>& contracts_of(const Step& step) const {
+    const Part part = step.covers[0];
+    const OpKind& op = *description_.ops[part.op].kind;
+    return (part.is_backward ? op.backward : op.forward)[part.nth].contracts;
+  }
+
   /// The quantizer that the recipe has for an operand; null: none.
   const Quantizer* asked(Role role, size_t op, size_t slot = 0) const {
     const OpNode& node = description_.ops[op];
@@ -262,9 +305,7 @@ class QuantizePoints {
       bool is_rotated;
     };
     std::vector<Operand> factors;
-    const Part part = step.covers[0];
-    const OpKind& op = *description_.ops[part.op].kind;
-    const auto& contracts = (part.is_backward ? op.backward : op.forward)[part.nth].contracts;
+    const auto& contracts = contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
       const Type& type = draft_.types[index_of(step.reads[read])];
       const auto place = static_cast<size_t>(&contract - contracts.data());
@@ -299,14 +340,16 @@ class QuantizePoints {
   /// are.
   void read_decoded(Step& step, Steps& steps, Codes& codes) {
     const size_t op = step.covers[0].op;
+    const auto& contracts = contracts_of(step);
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       const Quantizer* const quantizer = asked(contract.role, op, slot);
       if (contract.role == Role::grad_output || quantizer == nullptr) return;
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          !is_by_group(contract, op), description_.ops[op].label,
-          ": expected backward_override=None or \"high_precision\", as groups of rows are ",
-          "quantized where they are multiplied and leave no codes, got \"dequantized\". Use one ",
-          "of them, or call the op outside of the tandem.autocast region.");
+      if (is_by_group(contract, op)) {  // the gradient has none: the step decodes row codes
+        step.quantizers.resize(contracts.size());
+        return quantize_by_group(step, read, contract,
+                                 static_cast<size_t>(&contract - contracts.data()), *quantizer,
+                                 steps);
+      }
       Value& value = step.reads[read];
       OpStep::ContractOf forward = contract;
       forward.along = Direction::row;
@@ -396,8 +439,9 @@ class QuantizePoints {
       } else if (caches_weights() && has_workspace(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
-    const Representations numbers = quantized(
-        {plain, &quantizer, slot_of(op, contract.role, group)}, op, contract.role, steps, codes);
+    const Representations numbers =
+        quantized({plain, &quantizer, slot_of(op, contract.role, group)}, op, contract.role, steps,
+                  codes, group);
     return is_calibrating_ ? itself : numbers.of(contract.along);
   }
 
@@ -432,8 +476,9 @@ class QuantizePoints {
     return seed;
   }
 
-  /// `op` and `role`: of whom the codes are first asked for.
-  Representations quantized(const Key& key, size_t op, Role role, Steps& steps, Codes& codes) {
+  /// `op`, `role` and place in a list: of whom the codes are first asked for.
+  Representations quantized(const Key& key, size_t op, Role role, Steps& steps, Codes& codes,
+                            size_t element = 0) {
     for (const Codes* known : {&forward_, &codes})
       for (const Slot& slot : {key.slot, Slot()})
         if (const auto found = known->find({key.value, key.quantizer, slot}); found != known->end())
@@ -448,9 +493,12 @@ class QuantizePoints {
     const GroupValues group{is_calibrating_ ? Value::none : row,
                             column == row ? Value::none : column, amax};
     const auto quantize = [&](Value given) {
-      steps.push_back(is_watched() ? watched_quantize_step(plain, given, group, quantizer,
-                                                           {description_.watched, op, role})
-                                   : quantize_step(plain, given, group, quantizer));
+      const bool is_of_group = description_.ops[op].kind->def.groups != nullptr;
+      steps.push_back(
+          is_watched() ? watched_quantize_step(plain, given, group, quantizer,
+                                               {description_.watched, op, role,
+                                                is_of_group ? static_cast<int64_t>(element) : -1})
+                       : quantize_step(plain, given, group, quantizer));
     };
     if (key.slot.op == npos) {
       quantize(seed_of(plain, quantizer, steps));
@@ -550,8 +598,9 @@ class QuantizePoints {
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;
   std::map<std::tuple<Value, at::ScalarType, bool>, Value> decoded_ = {};
-  std::map<std::pair<size_t, Role>, Value> given_by_group_ = {};
-  /// What keeps the amaxes that the step under way writes.
+  std::map<std::pair<size_t, Role>, Value> given_by_group_ = {}, watched_by_group_ = {};
+  /// What keeps the amaxes that steps write which quantize in groups: at the end, as a fusion of
+  /// several such steps takes all their scales before it writes any amax.
   Steps records_ = {};
   BackwardOverride override_ = BackwardOverride::none;
   bool is_backward_ = false, is_stateful_ = false, is_calibrating_ = false;

@@ -48,6 +48,11 @@ void add_quantizer(Step& fused, const MemberOperand& operand, const std::vector<
       if (contracts[i].operand != operand.name || own.quantizer != nullptr) continue;
       const ByGroup& of_step = step->quantizers[i];
       own = {of_step.quantizer, of_step.is_multiplied};
+      if (of_step.amaxes != npos) {
+        own.amaxes = fused.writes.size();
+        fused.write_names.push_back("amaxes");
+        fused.writes.push_back(step->writes[of_step.amaxes]);
+      }
       if (of_step.given == npos) continue;
       own.given = fused.reads.size();
       fused.read_names.push_back("given");

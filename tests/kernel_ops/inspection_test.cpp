@@ -100,6 +100,7 @@ TEST(WatchedQuantizations, AreTakenOnce) {
   const auto taken = take_watched();
   ASSERT_EQ(taken.size(), 1u);
   EXPECT_EQ(taken[0].pipeline, 3);
+  EXPECT_EQ(taken[0].group, -1) << "no group";
   EXPECT_TRUE(take_watched().empty());
 }
 

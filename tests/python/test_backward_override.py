@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from experts import by_group, made
 from support import llama_mlp, randomize
 
 import tandem
 from tandem import ops
+from tandem.ops import OperationContext
 from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 E4M3 = torch.float8_e4m3fn
@@ -142,10 +146,123 @@ def test_groups_of_rows():
     wanted = torch.autograd.grad(experts(x, splits), [x, *experts.parameters()], grad)
     for actual, plain in zip(grads, wanted, strict=True):
         torch.testing.assert_close(actual, plain)
-    with tandem.autocast(recipe=MXFP8BlockScaling(backward_override="dequantized")), pytest.raises(
-        NotImplementedError, match='grouped_linear: expected backward_override=None or "high_precision", as groups of rows are quantized where .* got "dequantized"'
-    ):
-        experts(x, splits)
+
+
+SPLITS = [33, 0, 5, 64]
+
+
+@RECIPES
+@OVERRIDES
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_group_is_what_a_linear_of_its_own_is(recipe, override, packed, dtype):
+    recipe = recipe(backward_override=override)
+    experts = made(4, 64, 48, dtype=dtype, bias=False, single_grouped_weight=packed)
+    weights = by_group(dict(experts.named_parameters()), "weight", 4)
+    with torch.no_grad():  # groups of other sizes have other scales
+        for g, weight in enumerate(weights):
+            weight.mul_(4.0**g)
+    x, grad = torch.randn(sum(SPLITS), 64).to(dtype), torch.randn(sum(SPLITS), 48).to(dtype)
+    leaf = x.clone().requires_grad_()
+    with tandem.autocast(recipe=recipe):
+        y = experts(leaf, torch.tensor(SPLITS))
+    y.backward(grad)
+    gradients = experts.weight.grad.unbind(0) if packed else [weight.grad for weight in weights]
+    parts = zip(x.split(SPLITS), grad.split(SPLITS), y.split(SPLITS), leaf.grad.split(SPLITS), weights, gradients, strict=True)
+    for rows, of_y, own, of_x, weight, of_weight in parts:
+        if not len(rows):
+            assert of_weight is None or not of_weight.any()
+            continue
+        linear = ops.BasicLinear(64, 48, dtype=dtype)
+        linear.weight = torch.nn.Parameter(weight.detach().clone())
+        for actual, wanted in zip((own, of_x, of_weight), step(linear, rows, recipe, of_y), strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("run", ["compiled", "main_grad", "later"])
+@pytest.mark.parametrize("packed", [False, True])
+@RECIPES
+def test_decoded_operands_of_groups_wherever_gradients_go(recipe, packed, run):
+    recipe, splits = recipe(backward_override="dequantized"), torch.tensor(SPLITS)
+    plain = made(4, 64, 48, bias=False, single_grouped_weight=packed)
+    arguments = {"main_grad": {"accumulate_into_main_grad": True}, "later": {"delay_wgrad_compute": True}}.get(run, {})
+    other = ops.GroupedLinear(4, 64, 48, bias=False, single_grouped_weight=packed, **arguments)
+    other.load_state_dict(plain.state_dict())
+    for param in other.parameters():
+        param.main_grad = torch.zeros_like(param)
+    x, grad = torch.randn(sum(SPLITS), 64), torch.randn(sum(SPLITS), 48)
+    torch._dynamo.reset()
+    call = torch.compile(other, fullgraph=True, backend="aot_eager") if run == "compiled" else other
+    results = []
+    for module in (plain, call):
+        leaf = x.clone().requires_grad_()
+        with tandem.autocast(recipe=recipe):
+            y = module(leaf, splits)
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad))
+    if run == "later":
+        assert all(param.grad is None for param in other.parameters())
+        other.backward_dw()
+    for actual, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, wanted)
+    for param, wanted in zip(other.parameters(), plain.parameters(), strict=True):
+        actual = param.main_grad if run == "main_grad" else param.grad
+        torch.testing.assert_close(actual, wanted.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@OVERRIDES
+@RECIPES
+def test_experts_as_one_fusion(recipe, override, packed):
+    recipe = recipe(backward_override=override)
+    box = ops.Sequential(made(4, 64, 96, single_grouped_weight=packed), ops.SwiGLU(), made(4, 48, 64, single_grouped_weight=packed))
+    x, splits, grad = torch.randn(sum(SPLITS), 64), torch.tensor(SPLITS), torch.randn(sum(SPLITS), 64)
+    results = []
+    for fused in (True, False):
+        leaf = x.clone().requires_grad_()
+        with tandem.autocast(recipe=recipe):
+            y = box(leaf, splits, splits) if fused else box[2](box[1](box[0](leaf, splits)), splits)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *box.parameters()], grad)])
+    assert "made    grouped_mlp_glu" in box.explain()
+    for actual, wanted in zip(*results, strict=True):
+        assert torch.equal(actual, wanted)
+    with tandem.autocast(recipe=recipe):
+        report = tandem.verify(box, x.requires_grad_(), splits, splits)
+    assert report, report
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+def test_groups_by_parts(override, delay):
+    recipe, splits = MXFP8BlockScaling(backward_override=override), torch.tensor(SPLITS)
+    experts = made(4, 64, 48, bias=False, delay_wgrad_compute=delay)
+    other, ctx, x, grad = copy.deepcopy(experts), OperationContext(), torch.randn(sum(SPLITS), 64), torch.randn(sum(SPLITS), 48)
+    with tandem.autocast(recipe=recipe):
+        y, _ = experts.fuser_forward([ctx], x, basic_op_extra_inputs=[(splits,)])
+        expected = other(leaf := x.clone().requires_grad_(), splits)
+    ctx.saved_tensors = ctx.to_save
+    grad_x, (of_weights,), _ = experts.fuser_backward([ctx], grad, basic_op_grad_extra_outputs=[()])
+    expected.backward(grad)
+    if delay:
+        experts.backward_dw()
+        other.backward_dw()
+        of_weights = [param.grad for param in experts.parameters()]
+    assert torch.equal(y, expected) and torch.equal(grad_x, leaf.grad)
+    for actual, param in zip(of_weights, other.parameters(), strict=True):
+        assert torch.equal(actual, param.grad)
+
+
+def test_autocast_of_torch_decodes_to_the_dtype_of_the_product():
+    for packed in (False, True):
+        experts = made(4, 64, 48, bias=False, single_grouped_weight=packed)
+        x, grad = torch.randn(sum(SPLITS), 64, requires_grad=True), torch.randn(sum(SPLITS), 48).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16), tandem.autocast(recipe=MXFP8BlockScaling(backward_override="dequantized")):
+            y = experts(x, torch.tensor(SPLITS))
+        y.backward(grad)
+        weight = by_group(dict(experts.named_parameters()), "weight", 4)[3].detach()
+        decoded = tandem.quantize(weight, tandem.MXFP8Quantizer(E4M3)).dequantize()
+        wanted = grad[38:].double() @ decoded.double()
+        assert y.dtype == torch.bfloat16 and (x.grad[38:] - wanted).norm() < 1e-2 * wanted.norm()
 
 
 def test_another_value_at_the_next_call_makes_another_plan():

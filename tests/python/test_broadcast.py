@@ -116,3 +116,47 @@ def test_channels_and_sums_in_place_have_the_shape_of_x():
     )
     with pytest.raises(ValueError, match=r"expected the extra input of the shape of x, \[8, 8\], got \[8, 1\]"):
         narrow(torch.randn(8, 1))
+
+
+BEHIND = {
+    "gelu": lambda: [ops.GELU(), ops.AddExtraInput()],
+    "between": lambda: [ops.GELU(), ops.AddExtraInput(), ops.GELU()],
+    "linear": lambda: [ops.Linear(8, 8), ops.AddExtraInput()],
+    "norm": lambda: [ops.ConstantScale(2.0), ops.AddExtraInput(), ops.RMSNorm(8)],
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", BEHIND)
+def test_verify_where_x_broadcasts_behind_other_ops(name, needs_grad):
+    box, x = ops.Sequential(*BEHIND[name]()).requires_grad_(False), torch.randn(1, 8)
+    extra = torch.randn(3, 8, requires_grad=needs_grad)
+    assert box(x, extra).shape == (3, 8)
+    report = box.verify(x, extra)
+    assert report and "Without a gradient of x: a call that asks for it refuses these sizes." in report.text
+    with pytest.raises(ValueError, match=r"expected the extra input of the shape of x, \[1, 8\], got \[3, 8\]"):
+        box(x.requires_grad_(), extra)
+    same = box.verify(torch.randn(3, 8), extra)
+    assert same and "Without" not in same.text
+
+
+IN_PLACE = {
+    "alone": lambda: [],
+    "gelu": lambda: [ops.GELU()],
+    "linear": lambda: [ops.Linear(8, 8)],
+    "linear_scale": lambda: [ops.Linear(8, 8, bias=False), ops.ConstantScale(2.0)],
+    "dropout": lambda: [ops.Dropout(0.0)],
+}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_callers_tensor_that_cannot_hold_the_sum_is_refused(name, backend, norm):
+    box = ops.Sequential(*IN_PLACE[name](), ops.AddExtraInput(in_place=True), *([ops.RMSNorm(8)] if norm else []))
+    run = box if backend is None else torch.compile(box, fullgraph=True, backend=backend)
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match=r"add_extra_input: expected the extra input of the shape of x, \[3, 8\], got \[8\]\. Expand"):
+        run(x, torch.randn(8))
+    whole = torch.randn(3, 8)
+    torch.testing.assert_close(run(x, whole.clone()), box(x, whole.clone()))

@@ -148,6 +148,36 @@ def test_a_recipe_with_a_state_is_refused():
         ops.BasicLinear(4, 4).op_forward(OperationContext(), torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("op", [lambda: ops.GELU(), lambda: ops.RMSNorm(8), lambda: ops.Bias(8), lambda: ops.SwiGLU(), lambda: ops.ConstantScale(3.0)])
+def test_ops_that_quantize_nothing_take_any_recipe(op):
+    op, ctx, x = randomize(op()), OperationContext(), torch.randn(4, 8, requires_grad=True)
+    expected = op(x)
+    with tandem.autocast(recipe=tandem.recipe.DelayedScaling()):
+        y = op.op_forward(ctx, x)
+    grad = torch.randn_like(y)
+    ctx.saved_tensors = ctx.to_save
+    grad_x, of_params = op.op_backward(ctx, grad)
+    wanted = torch.autograd.grad(expected, [x, *op.parameters()], grad)
+    same(y, expected.detach())
+    for actual, each in zip((grad_x, *of_params), wanted, strict=True):
+        same(actual, each)
+
+
+def test_an_op_that_delegates_runs_under_a_recipe_with_a_state():
+    box, x = ops.Sequential(ops.Linear(8, 8), DoubledGELU(), SplitDoubledGELU()), torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        with tandem.autocast(recipe=tandem.recipe.DelayedScaling(amax_history_len=2)):
+            y, h = box(x), box[0](x)
+        (of_h,) = torch.autograd.grad(doubled(doubled(leaf := h.detach().requires_grad_())).sum(), leaf)
+        (of_x,) = torch.autograd.grad(h, x, of_h, retain_graph=True)
+        torch.testing.assert_close(y, doubled(doubled(h)))
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], of_x, rtol=1e-2, atol=1e-2)
+
+
+def doubled(x):
+    return 2 * torch.nn.functional.gelu(x, approximate="tanh")
+
+
 class DoubledGELU(ops.GELU):
     """2 gelu(x), in the one-piece style."""
 

@@ -143,25 +143,156 @@ def test_compiled(packed):
             assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1]), splits
 
 
-def test_in_a_pipeline_the_fusion_says_why_not():
-    first, last = made(GROUPS, 64, 96), made(GROUPS, 48, 64)
-    box = ops.Sequential(ops.RMSNorm(64), first, ops.SwiGLU(), last)
-    x, splits = torch.randn(ROWS, 64, requires_grad=True), torch.tensor(STEPS[0])
-    for _ in range(2):
-        with tandem.autocast(recipe=RECIPE):
-            y = box(x, splits, splits)
-        y.sum().backward()
-        box.zero_grad()
-    text = box.explain()
-    assert "refused grouped_mlp_glu" in text and "the recipe keeps the amaxes of the rows of each group, also between the products" in text
+UNITS = {
+    "SwiGLU": (ops.SwiGLU, 2, "grouped_mlp_glu"),
+    "GELU": (ops.GELU, 1, "grouped_mlp_activation"),
+    "ScaledSwiGLU": (ops.ScaledSwiGLU, 2, "grouped_mlp_scaled_glu"),
+    "ScaledSReLU": (ops.ScaledSReLU, 1, "grouped_mlp_scaled_activation"),
+}
+FROZEN = {  # names of parameters that ask for no gradient, and whether x does
+    "all": ((), True),
+    "no x": ((), False),
+    "first weights": (("0.weight",), True),
+    "all weights": (("0.weight", "2.weight"), True),
+    "one group": (("0.weight1", "2.weight2"), False),
+    "second layer": (("2.",), False),
+}
+
+
+def experts(unit, packed=False, **arguments):
+    made_of, factor, _ = UNITS[unit]
+    return ops.Sequential(
+        made(GROUPS, 64, 48 * factor, single_grouped_weight=packed, **arguments), made_of(), made(GROUPS, 48, 64, single_grouped_weight=packed, **arguments)
+    )
+
+
+def train(box, unit, x, splits, needs_x=True, fused=True, recipe=RECIPE):
+    """Output and gradients by name of one step, as one pipeline or op by op."""
+    box.zero_grad()
+    leaf, counts = x.detach().requires_grad_(needs_x), torch.tensor(splits)
+    scales = [torch.rand(len(x), generator=torch.Generator().manual_seed(2)).requires_grad_()] if unit.startswith("Scaled") else []
+    with tandem.autocast(recipe=recipe):
+        y = box(leaf, counts, *scales, counts) if fused else box[2](box[1](box[0](leaf, counts), *scales), counts)
+    y.backward(gradients(y))
+    found = {"y": y.detach(), "x": leaf.grad, **{name: param.grad for name, param in box.named_parameters()}}
+    return found | {f"scales {i}": scale.grad for i, scale in enumerate(scales)}
+
+
+def same_bits(actual, expected):
+    for name, wanted in expected.items():
+        assert (actual[name] is None) == (wanted is None) and (wanted is None or torch.equal(actual[name], wanted)), name
+
+
+def same_tables(box, other):
+    for at in (0, 2):
+        for own, wanted in zip(tables(box[at]), tables(other[at]), strict=True):
+            assert torch.equal(own[0], wanted[0]) and torch.equal(own[1], wanted[1]), at
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("unit", UNITS)
+def test_experts_are_one_fusion_with_the_bits_of_their_ops(unit, packed):
+    box = experts(unit, packed)
+    other = copy.deepcopy(box)
+    for x, splits in zip(batches(), STEPS, strict=True):
+        same_bits(train(box, unit, x, splits), train(other, unit, x, splits, fused=False))
+        same_tables(box, other)
+    assert f"made    {UNITS[unit][2]} " in box.explain()
+    scales = [torch.rand(ROWS)] if unit.startswith("Scaled") else []
+    counts = torch.tensor(STEPS[0])
     with tandem.autocast(recipe=RECIPE):
-        report = tandem.verify(box, x, splits, splits)
+        report = tandem.verify(box, batches()[0].requires_grad_(), counts, *scales, counts)
     assert report, report
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_amaxes_of_a_fusion_are_those_of_the_products_that_run(frozen):
+    names, needs_x = FROZEN[frozen]
+    box = experts("SwiGLU")
+    for name, param in box.named_parameters():
+        param.requires_grad_(not name.startswith(names) if names else True)
+    other = copy.deepcopy(box)
+    for x, splits in zip(batches(3), STEPS, strict=False):
+        same_bits(train(box, "SwiGLU", x, splits, needs_x), train(other, "SwiGLU", x, splits, needs_x, fused=False))
+        same_tables(box, other)
+
+
+def test_a_fusion_whose_gradients_go_elsewhere():
+    plain, x = experts("SwiGLU"), batches()[0]
+    into, later = copy.deepcopy(plain), experts("SwiGLU", delay_wgrad_compute=True)
+    later.load_state_dict(plain.state_dict())
+    for at in (0, 2):
+        into[at].accumulate_into_main_grad = True
+    for param in into.parameters():
+        param.main_grad = torch.zeros_like(param)
+    for splits in STEPS[:3]:
+        expected = train(plain, "SwiGLU", x, splits)
+        for param in into.parameters():
+            param.main_grad.zero_()
+        train(into, "SwiGLU", x, splits)
+        train(later, "SwiGLU", x, splits)
+        for at in (0, 2):
+            later[at].backward_dw()
+            for name in plain[at]._main_grad_names:
+                wanted = expected[f"{at}.{name}"]
+                assert torch.equal(getattr(into[at], name).main_grad, wanted) and torch.equal(getattr(later[at], name).grad, wanted), name
+        same_tables(into, plain)
+        same_tables(later, plain)
+    for box in (into, later):
+        assert "made    grouped_mlp_glu " in box.explain()
+
+
+def test_a_fusion_compiled_checkpointed_and_without_gradients():
+    box, x = experts("SwiGLU"), batches()[1]
+    compiled, checkpointed, counts = copy.deepcopy(box), copy.deepcopy(box), torch.tensor(STEPS[0])
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        results = []
+        for each in (box, run, checkpointed):
+            leaf = x.detach().requires_grad_()
+            with tandem.autocast(recipe=RECIPE):
+                y = tandem.checkpoint(each, leaf, counts, counts) if each is checkpointed else each(leaf, counts, counts)
+            y.backward(gradients(y))
+            results.append((y.detach(), leaf.grad))
+        for actual in results[1:]:
+            torch.testing.assert_close(actual, results[0], rtol=1e-5, atol=1e-5 * results[0][1].abs().max().item())
+        same_tables(checkpointed, box)
+        for at in (0, 2):
+            for own, wanted in zip(tables(compiled[at]), tables(box[at]), strict=True):
+                torch.testing.assert_close(own, wanted)
     with torch.no_grad(), tandem.autocast(recipe=RECIPE):
-        box(x, splits, splits)
-    with tandem.autocast(recipe=Float8CurrentScaling()):
-        box(x, splits, splits)
-    assert "made    grouped_mlp_glu" in box.explain()
+        y = box(x, counts, counts)
+    with torch.no_grad(), tandem.autocast(recipe=RECIPE):
+        assert torch.equal(y, checkpointed[2](checkpointed[1](checkpointed[0](x, counts)), counts))
+    assert "made    grouped_mlp_glu_forward " in box.explain() or "made    grouped_mlp_glu " in box.explain()
+
+
+def test_splits_that_differ_between_the_products():
+    box = experts("SwiGLU")
+    other, x, first, second = copy.deepcopy(box), batches()[0], torch.tensor([10, 0, 5, 25]), torch.tensor([0, 20, 10, 10])
+    for _ in range(2):
+        results = []
+        for each, fused in ((box, True), (other, False)):
+            leaf = x.detach().requires_grad_()
+            with tandem.autocast(recipe=RECIPE):
+                y = each(leaf, first, second) if fused else each[2](each[1](each[0](leaf, first)), second)
+            results.append([y.detach(), *torch.autograd.grad(y, [leaf, *each.parameters()], gradients(y))])
+        for actual, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(actual, wanted)
+        same_tables(box, other)
+
+
+def test_calibrating_experts_are_no_fusion():
+    box, x, counts = experts("SwiGLU"), batches()[0].requires_grad_(), torch.tensor(STEPS[0])
+    other = copy.deepcopy(box)
+    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        y = box(x, counts, counts)
+    y.backward(gradients(y))
+    assert "the amaxes of numbers that no product quantizes are kept (calibrating)" in box.explain()
+    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        y = other[2](other[1](other[0](x, counts)), counts)
+    y.backward(gradients(y))
+    same_tables(box, other)
 
 
 def test_calibrating_keeps_amaxes_and_multiplies_numbers():

@@ -1,5 +1,7 @@
 """`tandem.inspect`: what is measured, under which names, and that watching changes no number."""
 
+import contextlib
+import copy
 import math
 import warnings
 
@@ -126,11 +128,63 @@ def test_a_block_whose_scale_is_zero_does_not_saturate():
     assert row.underflow == 0.5 and row.saturation == 0
 
 
-def test_operands_of_groups_are_said_to_be_unseen():
-    experts = ops.GroupedLinear(2, 64, 32)
-    with tandem.inspect(torch.nn.ModuleDict({"experts": experts})) as seen:
-        with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
-            experts(torch.randn(9, 64, requires_grad=True), torch.tensor([4, 5])).sum().backward()
-    assert {row.role for row in seen.rows} == {"weight"}
-    last = "experts: input and grad_output are quantized group by group within the product, and are not measured"
-    assert seen.table().splitlines()[-1] == last
+def noise(x, quantizer):
+    """Signal to noise in dB, in float64."""
+    wide, codes = x.double(), tandem.quantize(x, quantizer).dequantize().double()
+    return 10 * math.log10((wide.square().sum() / (wide - codes).square().sum()).item())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: type(recipe).__name__)
+def test_each_group_is_measured(recipe, packed):
+    torch.manual_seed(0)
+    counts, experts = [5, 0, 9], randomize(ops.GroupedLinear(3, 64, 32, single_grouped_weight=packed))
+    plain = copy.deepcopy(experts)
+    x, grad = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None], torch.randn(16, 32)
+
+    def run(module):
+        leaf = x.clone().requires_grad_()
+        with tandem.autocast(recipe=recipe):
+            y = module(leaf, torch.tensor(counts))
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], grad)]
+
+    with tandem.inspect(torch.nn.ModuleDict({"experts": experts}), warn=False) as seen:
+        actual = run(experts)
+    assert all(torch.equal(a, b) for a, b in zip(actual, run(plain), strict=True))
+    rows = {(row.name, row.role): row for row in seen.rows}
+    assert len(rows) == len(seen.rows) and {row.step for row in seen.rows} == {0}
+    weights = experts.weight.unbind(0) if packed else [getattr(experts, f"weight{g}") for g in range(3)]
+    wanted = {}
+    for g, (own, of_y) in enumerate(zip(x.split([*counts, 2])[:3], grad.split([*counts, 2])[:3], strict=True)):
+        wanted[f"experts, group {g}", "weight"] = weights[g].detach()
+        if counts[g]:
+            wanted |= {(f"experts, group {g}", "input"): own, (f"experts, group {g}", "grad_output"): of_y}
+    assert rows.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert rows[key].amax == tensor.double().abs().max().item(), key
+        if isinstance(recipe, (tandem.recipe.Float8CurrentScaling, tandem.recipe.MXFP8BlockScaling)):
+            dtype = torch.float8_e5m2 if "e5m2" in rows[key].quantizer else torch.float8_e4m3fn
+            quantizer = tandem.MXFP8Quantizer(dtype) if recipe.mxfp8() else tandem.Float8CurrentScalingQuantizer(dtype)
+            assert rows[key].signal_to_noise == pytest.approx(noise(tensor, quantizer), rel=1e-6), key
+    table = seen.table().splitlines()
+    assert len(table) == 1 + len(wanted) and any(line.startswith("experts, group 2: grad_output") for line in table)
+
+
+@pytest.mark.parametrize("budget", [None, 300.0])
+def test_experts_that_are_one_fusion_are_measured_in_parts(budget):
+    torch.manual_seed(0)
+    model = randomize(ops.Sequential(ops.GroupedLinear(2, 64, 64, bias=False), ops.SwiGLU(), ops.GroupedLinear(2, 32, 64, bias=False)))
+    x, splits = torch.randn(9, 64, requires_grad=True), torch.tensor([4, 5])
+
+    def run():
+        with tandem.autocast(recipe=tandem.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+            y = model(x, splits, splits)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+    expected = run()
+    assert "made    grouped_mlp_glu" in model.explain()
+    with tandem.inspect(model) as seen, tandem.memory_budget(budget) if budget else contextlib.nullcontext():
+        actual = run()  # within a budget forward's steps run again, which have told already
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) and len(seen.rows) == 12
+    names = {(f"{place}, group {g}", role) for place in "02" for g in range(2) for role in ("input", "weight", "grad_output")}
+    assert {(row.name, row.role) for row in seen.rows} == names

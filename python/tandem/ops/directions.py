@@ -257,7 +257,8 @@ class DirectionsMixin:
             )
 
     def _described(self: Any, params: int, call: Call) -> str:
-        if history_length(call.recipe):
+        recipe = call.recipe if any(self._quantize_slots()) else "null"
+        if history_length(recipe):
             raise NotImplementedError(
                 f"{self._get_name()}: expected a recipe without a state where an op of the library is called by its parts, got one that keeps amaxes. "
                 "Call the op in a pipeline, or use Float8CurrentScaling."
@@ -265,7 +266,7 @@ class DirectionsMixin:
         options = json.dumps(self._options(), sort_keys=True)
         in_place = getattr(self, "in_place", False)
         inputs = (self.num_extra_inputs, params, self._joins)
-        return _description(self._kind, options, *inputs, call.recipe, call.training, in_place, _C.fusions_version())
+        return _description(self._kind, options, *inputs, recipe, call.training, in_place, _C.fusions_version())
 
     def _library_forward_of(self: Any, x: torch.Tensor, extra: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], Tensors]:
         params = [getattr(self, name) for name in self._parameter_names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -149,8 +150,10 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
                 f"{self._get_name()}: expected delay_wgrad_compute=False where the call goes through torch's dispatcher, got True. Build the op without "
                 "for compiled code."
             )
-        texts = [] if call.recipe == "null" else [_C.recipe_quantizer(call.recipe, role, self._kind) for role in ("grad_output", "input")]
-        given = [_seed_of(text, grad_y.device) for text in texts] or [torch.empty(0)] * 2
+        override = "high_precision" if call.recipe == "null" else json.loads(call.recipe).get("backward_override", "none")
+        coded = {"none": ("grad_output", "input"), "dequantized": ("input",), "high_precision": ()}[override]
+        texts = [_C.recipe_quantizer(call.recipe, role, self._kind) if role in coded else "" for role in ("grad_output", "input")]
+        given = [_seed_of(text, grad_y.device) for text in texts]
         versions = " ".join([str(0 if tensor.is_inference() else tensor._version) for tensor in (x, splits)])
         lines = torch.tensor([*"\n".join([versions, *texts]).encode()], dtype=torch.uint8)
         self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
@@ -161,8 +164,8 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         versions, *texts = texts_of(left)
         for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
             check_unchanged(name, tensor, int(version))
-        given = [tensor if tensor.numel() else None for tensor in given] if texts else []
-        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts, *given)
+        operands = [tensor if tensor.numel() else None for tensor in given]
+        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts, *operands)
         parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
         for weight, part in zip(weights, parts, strict=True):
             (add_to_main_grad if self.accumulate_into_main_grad else add_gradient)(weight, part)

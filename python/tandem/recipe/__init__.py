@@ -1,0 +1,48 @@
+"""Recipes: the choice of low-precision format and scaling, as frozen values."""
+
+from __future__ import annotations
+
+import json
+
+from tandem.recipe.base import Format, MMParams, QParams, Recipe
+from tandem.recipe.custom import _factories, CustomRecipe, QuantizerRole
+from tandem.recipe.delayed import _with_functions, DelayedScaling
+from tandem.recipe.scaling import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "QuantizerRole",
+    "Recipe",
+]
+
+_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+
+
+def recipe_from_json(text: str) -> Recipe:
+    """The recipe of `to_json`: its fields are what the constructor calls them."""
+    values = json.loads(text)
+    name = values.pop("name")
+    for of_the_region in ("amax_reduction_group", "calibrating"):
+        values.pop(of_the_region, None)
+    if (function := values.pop("scale_update", "")) in _with_functions:
+        return _with_functions[function]
+    if values.get("backward_override") == "none":
+        values["backward_override"] = None
+    if (function := values.pop("quantizers", "")) in _factories:
+        return CustomRecipe(_factories[function], **values)
+    known = {recipe._name: recipe for recipe in _RECIPES}
+    if name not in known:
+        raise ValueError(f"recipe: expected one of {', '.join(known)}, got {name!r}. Use the version of tandem that wrote it.")
+    return known[name](**{field: Format[value] if field == "fp8_format" else value for field, value in values.items()})
+
+
+def __dir__() -> list[str]:
+    return __all__

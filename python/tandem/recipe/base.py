@@ -1,0 +1,156 @@
+"""What recipes have in common: formats of operands, and fields as the library has them."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from typing import Any, ClassVar, NamedTuple
+
+from tandem import _C
+
+
+class _Largest(NamedTuple):
+    """The largest numbers of a format: of inputs and weights, and of gradients."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    """Formats of the operands of a product: one for all of them, or, HYBRID, E4M3 for inputs and weights and E5M2 for gradients."""
+
+    E2M1 = _Largest(max_fwd=6, max_bwd=6)
+    E4M3 = _Largest(max_fwd=448, max_bwd=448)
+    E5M2 = _Largest(max_fwd=57344, max_bwd=57344)
+    HYBRID = _Largest(max_fwd=448, max_bwd=57344)
+
+
+class MMParams(NamedTuple):
+    """How a product sums.
+
+    Args:
+        use_split_accumulator: of no meaning here: sums are float32 or wider.
+    """
+
+    use_split_accumulator: bool = True
+
+
+class QParams(NamedTuple):
+    """How an operand is quantized: what a recipe's `fp8_quant_fwd_inp`, `fp8_quant_fwd_weight` and `fp8_quant_bwd_grad` tell.
+
+    Args:
+        power_2_scale: whether scales are powers of two.
+        amax_epsilon: the least amax.
+        random_hadamard_transform: whether codes of columns are of rotated ones.
+        stochastic_rounding: whether codes are rounded by chance.
+        fp4_2d_quantization: whether blocks are squares.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+class _Row(NamedTuple):
+    """A field of a recipe, as the library has it: reading, writing and checks follow it."""
+
+    name: str
+    type: str
+    default: Any
+    expected: str
+    least: float | None
+    greatest: float | None
+    words: list[str]
+    doc: str
+
+    def allows(self, value: Any) -> bool:
+        if self.name == "fp8_format":
+            return isinstance(value, Format) and value.name in self.words
+        if self.name == "backward_override":
+            return value is None or isinstance(value, str) and value in self.words[1:]
+        if self.type == "flag":
+            return type(value) is bool
+        if self.type == "text":
+            return isinstance(value, str) and value in self.words
+        if self.type == "whole":
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+        else:
+            is_number = hasattr(value, "__float__") and -math.inf < value < math.inf
+        return is_number and (self.least is None or value >= self.least) and (self.greatest is None or value <= self.greatest)
+
+    def written(self, value: Any) -> str:
+        """As JSON; by hand, as Dynamo traces it."""
+        if self.type == "text":
+            text = f'"{value.name if isinstance(value, Format) else "none" if value is None else value}"'
+        elif self.type == "flag":
+            text = "true" if value else "false"
+        else:
+            text = str(value if self.type == "whole" else float(value))
+        return f'"{self.name}":{text}'
+
+
+class Recipe:
+    """Base of all recipes."""
+
+    fp8_format: Format
+    _name: ClassVar[str] = ""  # what the library calls it, and those that inherit from it
+    _rows: ClassVar[tuple[_Row, ...]]
+    _only_defaults: ClassVar[tuple[tuple[str, object], ...]] = ()  # arguments of TransformerEngine that the library has not
+
+    def __init_subclass__(cls) -> None:
+        if Recipe in cls.__bases__:
+            cls._name, rows = cls.__name__, json.loads(_C.recipe_signature(cls.__name__))
+            cls._rows = tuple([_Row(*[row[name] for name in _Row._fields]) for row in rows])
+
+    def __post_init__(self) -> None:
+        for row in self._rows:
+            self._check(row)
+        for name, default in self._only_defaults:
+            if getattr(self, name) != default:
+                raise NotImplementedError(
+                    f"{self._name}: expected {name}={default}, got {getattr(self, name)!r}. This version knows the default only."
+                )
+
+    def _check(self, row: _Row) -> None:
+        value = getattr(self, row.name)
+        if not row.allows(value):
+            named = {
+                "fp8_format": "Format.HYBRID or Format.E4M3",
+                "amax_compute_algo": f"{row.expected} or a function",
+                "backward_override": 'None, "high_precision" or "dequantized"',
+            }
+            expected = named.get(row.name, row.expected)
+            expected = "True or False" if row.type == "flag" else expected
+            raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
+
+    def delayed(self) -> bool:
+        return self._name == "DelayedScaling"
+
+    def float8_current_scaling(self) -> bool:
+        return self._name == "Float8CurrentScaling"
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return self.delayed() or self.float8_current_scaling()
+
+    def float8_block_scaling(self) -> bool:
+        return self._name == "Float8BlockScaling"
+
+    def mxfp8(self) -> bool:
+        return self._name == "MXFP8BlockScaling"
+
+    def nvfp4(self) -> bool:
+        return self._name == "NVFP4BlockScaling"
+
+    def custom(self) -> bool:
+        return self._name == "CustomRecipe"
+
+    def to_json(self) -> str:
+        """The recipe as canonical JSON: what descriptions of pipelines hold."""
+        return self._written({})
+
+    def _written(self, instead: dict[str, object]) -> str:
+        fields = [row.written(instead[row.name] if row.name in instead else getattr(self, row.name)) for row in self._rows]
+        return "{" + ",".join(sorted([*fields, f'"name":"{self._name}"'])) + "}"

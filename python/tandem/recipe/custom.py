@@ -1,0 +1,155 @@
+"""The recipe that asks a function of the user which quantizer each operand has."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem import _C
+from tandem._quantized_tensor import Quantizer
+from tandem.recipe.base import _Row, Format, Recipe
+from tandem.recipe.scaling import Float8CurrentScaling
+
+
+class QuantizerRole(NamedTuple):
+    """What a `CustomRecipe` is asked about: an operand of a product.
+
+    Args:
+        module_type: "linear", "grouped_linear", or "quantize" for `ops.Quantize`.
+        tensor_type: "input", "weight" or "grad_output".
+        name: the op as `explain` names it, with its place in the pipeline: "2.basic_linear"; empty where nobody calls it yet.
+        slot: which of a list of operands.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+    slot: int = 0
+
+
+_numbers = itertools.count(1)
+_QuantizerFactory = Callable[[QuantizerRole], Quantizer | None]
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Each operand of a product as a function says.
+
+    >>> import torch, tandem
+    >>> def four_bits_forward(role: tandem.recipe.QuantizerRole) -> tandem.Quantizer | None:
+    ...     if role.tensor_type == "grad_output":
+    ...         return tandem.MXFP8Quantizer(torch.float8_e5m2)
+    ...     return tandem.NVFP4Quantizer()
+    >>> linear = tandem.ops.Linear(64, 64)
+    >>> with tandem.autocast(recipe=tandem.recipe.CustomRecipe(four_bits_forward)):
+    ...     y = linear(torch.randn(4, 64))
+
+    Args:
+        qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. It is known by its
+            code and what it has captured, a method by its object, so that what it decides by must not change. Quantizers are the library's: one with
+            a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
+        fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
+        backward_override: as of `Float8CurrentScaling`.
+    """
+
+    qfactory: _QuantizerFactory
+    fp8_format: Format = Format.HYBRID
+    quantization_alignment: int = 128
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    _only_defaults = Float8CurrentScaling._only_defaults
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise ValueError(f"CustomRecipe: expected qfactory to be a function of a QuantizerRole, got {self.qfactory!r}. Return a quantizer in it, or None.")
+        super().__post_init__()
+        object.__setattr__(self, "_function", _chosen_by(self))
+
+    def _check(self, row: _Row) -> None:
+        if row.name != "quantizers":
+            super()._check(row)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # functions have another name in another process
+        return type(self), tuple([getattr(self, field.name) for field in fields(self)])
+
+    def to_json(self) -> str:
+        return self._written({"quantizers": self._function})  # type: ignore[attr-defined]
+
+
+def _chosen_by(recipe: CustomRecipe) -> str:
+    """The name under which the library finds the function of a recipe."""
+    parts: list[object] = []
+    key = _identity(recipe.qfactory, parts)
+    if key not in _choices:
+        name = f"python-{uuid.uuid4().hex[:12]}-{next(_numbers)}"
+        _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
+        _factories[name] = recipe.qfactory
+        _choices[key] = name, parts
+    return _choices[key][0]
+
+
+_choices: dict[object, tuple[str, list[object]]] = {}  # with what the key names by number, which nothing else gets while it lives
+_factories: dict[str, _QuantizerFactory] = {}
+
+
+def _identity(function: object, parts: list[object]) -> object:
+    """What tells a function from others: a method or a lambda is another object each time that its line runs. `parts` takes what has to stay."""
+
+    def held(value: object) -> object:
+        if isinstance(value, Quantizer):
+            return value._values()
+        if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+            return type(value), repr(value)
+        parts.append(value)
+        return id(value)
+
+    if isinstance(function, types.MethodType):
+        return "method", _identity(function.__func__, parts), held(function.__self__)
+    if type(function) is functools.partial:
+        return "partial", _identity(function.func, parts), *map(held, function.args), *[(name, held(value)) for name, value in function.keywords.items()]
+    if not isinstance(function, types.FunctionType) or function.__dict__:
+        return held(function)
+    try:
+        captured = [held(cell.cell_contents) for cell in function.__closure__ or ()]
+    except ValueError:  # of a name that has no value yet
+        return held(function)
+    defaults = [held(value) for value in function.__defaults__ or ()]
+    named = [(name, held(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+    return "function", held(function.__code__), held(function.__globals__), tuple(captured), tuple(defaults), tuple(named)
+
+
+def _choose(qfactory: _QuantizerFactory, kind: str, role: str, op: str, slot: int) -> str:
+    chosen = qfactory(QuantizerRole("linear" if kind == "basic_linear" else kind, role, op, slot))
+    if chosen is None:
+        return ""
+    if not isinstance(chosen, Quantizer):
+        raise TypeError(f"CustomRecipe: expected qfactory to return a quantizer or None, got {type(chosen).__name__}. Return for example tandem.MXFP8Quantizer(...).")
+    if any([getattr(getattr(chosen, method), "__module__", "") not in _QUANTIZER_MODULES for method in ("quantize", "_codes")]):
+        raise NotImplementedError(
+            f"CustomRecipe: expected a quantizer of tandem for the {role} of {op}, as products quantize by its format alone, got {type(chosen).__name__} "
+            "with a quantize of its own. Return one of the library's."
+        )
+    if getattr(chosen, "_amax_group", None) is not None:
+        raise NotImplementedError(
+            f"CustomRecipe: expected with_amax_reduction=False for the {role} of {op}, as products quantize by themselves, got True. Use a format whose "
+            "scales are of blocks."
+        )
+    if role == "weight" and ":sr=1" in chosen.text:
+        raise ValueError(
+            f"CustomRecipe: expected a quantizer that rounds to nearest for the weight of {op}, as its codes are kept from call to call, got "
+            "stochastic_rounding=True. Round gradients so, whose role is grad_output."
+        )
+    return chosen.text
+
+
+_QUANTIZER_MODULES = (Quantizer.__module__, "tandem._quantize")

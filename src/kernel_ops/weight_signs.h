@@ -1,0 +1,62 @@
+// What is seen of a weight: by these signs, in the stamp of a workspace, codes are known to be its
+// own.
+#pragma once
+
+#include <array>
+#include <initializer_list>
+#include <mutex>
+#include <optional>
+
+#include "kernel_ops/weights.h"
+
+namespace tandem::kernel_ops {
+
+/// Two threads that call one pipeline must not write one workspace at once. Numbers of storages and
+/// version counters are given under it too.
+std::mutex& workspace_mutex();
+
+/// Places in a stamp.
+enum Stamp : int64_t {
+  storage,
+  data_pointer,
+  version_counter,
+  version,
+  epoch,
+  stamped_region,
+  made_by,
+  layout,
+  content,
+  said_for_next,
+  said_last,
+  in_forward,
+  in_backward
+};
+/// The first of them.
+using Signs = std::array<int64_t, content>;
+
+/// All that is seen of a weight without a look at its bytes.
+Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask);
+/// Whether the stamp has these signs.
+bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields);
+
+bool are_on_host(Pieces weight);
+/// Whether the bytes of a weight can be compared: on an accelerator that would wait for the device.
+bool is_readable(Pieces weight);
+/// A digest of the bytes; 0 where they cannot be read.
+int64_t content_of(Pieces weight);
+int64_t hash_of(const Quantizer& quantizer);
+/// Whether the device records what it is given, to run it again when nobody asks here: then the
+/// codes are part of what is recorded.
+bool is_recorded(Pieces weight);
+
+/// Whether the codes serve, by the signs and, where that is needed, the bytes, which `content_now`
+/// then is the digest of.
+bool are_codes_of(Pieces weight, const int64_t* stamp, const Signs& signs, Said said, bool backward,
+                  std::optional<int64_t>& content_now);
+/// Why codes that do not serve do not.
+CodesWere reason(Pieces weight, const int64_t* stamp, const Signs& signs, Said said, bool backward);
+
+/// Which codes a workspace has room for.
+GroupMask mask_of(const Workspace& workspace);
+
+}  // namespace tandem::kernel_ops
