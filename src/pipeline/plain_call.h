@@ -77,10 +77,9 @@ class TANDEM_API PlainContext {
   /// goes with the last step that reads it.
   ///
   /// Throws: c10::ValueError where gradients are not as many as outputs, or have not their shapes
-  ///         and devices, and where an argument that backward reads, or a workspace, was written since
-  ///         the setup;
-  ///         c10::TypeError where they have not their dtypes; c10::Error the second time, unless
-  ///         the first has retained.
+  ///         and devices, and where an argument that backward reads, or a workspace, was written
+  ///         since the setup; c10::TypeError where they have not their dtypes; c10::Error the
+  ///         second time, unless the first has retained.
   std::vector<at::Tensor> backward(at::TensorList gradients, bool retain);
 
   /// Bytes of what is kept, arguments aside.
