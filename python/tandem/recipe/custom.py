@@ -6,6 +6,7 @@ import functools
 import itertools
 import types
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantized_tensor import Quantizer
+from tandem._quantizer import Quantizer
 from tandem.recipe.base import _Row, Format, Recipe
 from tandem.recipe.scaling import Float8CurrentScaling
 
@@ -53,8 +54,8 @@ class CustomRecipe(Recipe):
 
     Args:
         qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. It is known by its
-            code and what it has captured, a method by its object, so that what it decides by must not change. Quantizers are the library's: one with
-            a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
+            code and what it has captured, a method by its object, so that what it decides by must not change; one that differs each time is kept each time, of
+            which a warning tells. Quantizers are the library's: one with a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
         fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
         fp8_dpa, fp8_mha: False; no other value is known yet.
         backward_override: as of `Float8CurrentScaling`.
@@ -95,7 +96,32 @@ def _chosen_by(recipe: CustomRecipe) -> str:
         _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
         _factories[name] = recipe.qfactory
         _choices[key] = name, parts
+        _count(recipe.qfactory)
     return _choices[key][0]
+
+
+def _count(function: Any) -> None:
+    """Warns, once for each line, of functions that are new each time that it runs."""
+    while type(function) is functools.partial:
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", type(function))
+    _made_of[code] = _made_of.get(code, 0) + 1
+    if _made_of[code] == _MANY:
+        where = f" at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+        warnings.warn(
+            f"CustomRecipe: expected a qfactory that has captured what others of its code have, got {_MANY} of {_name_of(code)}{where} that "
+            "differ. Each stays for good, as plans and files name it. Build the recipe once, outside of the loop.",
+            stacklevel=5,
+        )
+
+
+def _name_of(code: Any) -> str:
+    return code.co_name if isinstance(code, types.CodeType) else code.__qualname__
+
+
+_MANY = 64
+_made_of: dict[object, int] = {}  # functions by their code
 
 
 _choices: dict[object, tuple[str, list[object]]] = {}  # with what the key names by number, which nothing else gets while it lives
