@@ -1,4 +1,6 @@
 // LayerNormLinear and LayerNormMLP in C++: names, numbers, results, state, checkpoints.
+#include "support/modules.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/gelu.h>
@@ -24,20 +26,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr int64_t kHidden = 8, kWide = 12, kRows = 5;
-
-std::vector<std::string> names_of(const torch::nn::Module& module) {
-  return module.named_parameters().keys();
-}
-
-/// Numbers that tell norms, biases and weights apart.
-template <typename Holder>
-Holder randomized(Holder module) {
-  const c10::AutoGradMode no_grad(false);
-  uint64_t seed = 10;
-  for (at::Tensor& param : module->parameters())
-    param.copy_(random(param.sizes(), at::kFloat, ++seed));
-  return module;
-}
 
 TEST(LayerNormLinear, HasTheNamesOfTransformerEngine) {
   EXPECT_THAT(names_of(*LayerNormLinear(kHidden, kWide)),
@@ -114,7 +102,7 @@ TEST(LayerNormLinear, ReturnsWhatIsAskedFor) {
       LayerNormLinear(kHidden, kWide, {.return_bias = true, .return_layernorm_output = true}));
   const auto p = layer->named_parameters();
   EXPECT_THAT(p.keys(), ElementsAre("layer_norm_weight", "layer_norm_bias", "weight", "bias"));
-  const LayerNormOutputs outputs = layer->forward_all(x);
+  const ModuleOutputs outputs = layer->forward_all(x);
   const at::Tensor norm =
       at::layer_norm(x, {kHidden}, p["layer_norm_weight"], p["layer_norm_bias"]);
   EXPECT_TRUE(near(outputs.layernorm_output.detach(), norm.detach()));
