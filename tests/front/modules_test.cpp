@@ -80,6 +80,26 @@ TEST(LayerNormMLP, IsTwoProductsAndAnActivation) {
   EXPECT_TRUE(near(swiglu->forward(x).detach(), z, z.abs().max().item<double>() * 10));
 }
 
+TEST(LayerNormMLP, HandsItsActivationItsOptions) {
+  const at::Tensor x = random({kRows, kHidden});
+  LayerNormMLP mlp = randomized(LayerNormMLP(
+      kHidden, kWide,
+      {.activation = "clamped_swiglu", .activation_params = {{"limit", 0.5}, {"alpha", 1.0}}}));
+  const auto p = mlp->named_parameters();
+  const at::Tensor norm =
+      at::layer_norm(x, {kHidden}, p["layer_norm_weight"], p["layer_norm_bias"]);
+  const std::vector<at::Tensor> halves =
+      at::linear(norm, p["fc1_weight"], p["fc1_bias"]).chunk(2, -1);
+  const at::Tensor wide = at::silu(halves[0].clamp_max(0.5)) * (halves[1].clamp(-0.5, 0.5) + 1);
+  EXPECT_TRUE(near(mlp->forward(x).detach(),
+                   at::linear(wide, p["fc2_weight"], p["fc2_bias"]).detach(), 10));
+  EXPECT_THAT(
+      [] {
+        LayerNormMLP(8, 8, {.activation = "gelu", .activation_params = {{"limit", 0.5}}});
+      },
+      ThrowsText<c10::ValueError>("gelu: expected "));
+}
+
 TEST(LayerNormMLP, StartsAsTransformerEnginesDoes) {
   LayerNormMLP mlp(64, 256);
   const auto p = mlp->named_parameters();
