@@ -1,5 +1,6 @@
 // A module with TransformerEngine's parameter names under delayed scaling, a head that shares the
-// weight of the embedding, and a gradient that is accumulated in float32.
+// weight of the embedding, a gradient that is accumulated in float32, and a layer with keys and
+// values of earlier positions.
 #include <tandem/tandem.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
@@ -39,6 +40,20 @@ int main() {
     optimizer.step();
     std::cout << "step " << step << ": loss " << loss.item<float>() << "\n";
   }
+
+  // A layer that generates, one position after the other.
+  tandem::TransformerLayer layer(kHidden, 64, 4,
+                                 {.hidden_dropout = 0, .attention_dropout = 0, .layer_number = 1});
+  layer->eval();
+  const at::Tensor angles = tandem::RotaryPositionEmbedding(kHidden / 4)->forward(8);
+  tandem::InferenceParams cache(/*max_batch_size=*/2, /*max_sequence_length=*/8);
+  for (const at::Tensor& piece : at::randn({8, 2, kHidden}).split(1)) {
+    const at::Tensor y =
+        layer->forward(piece, {.rotary_pos_emb = angles, .inference_params = &cache});
+    cache.sequence_len_offset += piece.size(0);
+  }
+  std::cout << "keys of layer 1 " << cache.key_value_memory_dict.at(1).first.sizes() << "\n";
+
   for (const auto& parameter : mlp->named_parameters())
     std::cout << parameter.key() << " " << parameter.value().sizes() << "\n";
   for (const auto& buffer : mlp->named_buffers())

@@ -4,9 +4,9 @@
 //
 //   using namespace tandem::functional;
 //   const LinearArguments arguments{.x = x, .weight = weight, .bias = bias};
-//   const Results results = linear_forward(arguments);
-//   Context context = linear_setup_context(arguments, results);
-//   const Gradients gradients = linear_backward(context, grad_y);  // "x", "weight", "bias"
+//   const Results results = forward(arguments);
+//   Context context = setup_context(arguments, results);
+//   const Gradients gradients = backward(context, grad_y);  // "x", "weight", "bias"
 //
 // No output shares memory with an argument, and nothing that forward saves does: the setup finds
 // arguments again. What is saved goes with the last step of backward that reads it.
@@ -20,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "tandem/export.h"
@@ -111,34 +112,24 @@ class TANDEM_API Context {
   std::unique_ptr<Inner> inner_;
 };
 
-/// Each throws c10::ValueError where tensors do not fit; setup where an argument that backward
-/// reads is not the one that forward was given, or was written since; backward where one was
-/// written since the setup, and where gradients have not the shapes and devices of the outputs,
-/// c10::TypeError where not their dtypes, and c10::Error the second time, unless the first was told
-/// to `retain` what is kept.
-TANDEM_API Results linear_forward(const LinearArguments& arguments);
-TANDEM_API Context linear_setup_context(const LinearArguments& arguments, const Results& results);
-TANDEM_API Gradients linear_backward(Context& context, const at::Tensor& grad_y,
-                                     bool retain = false);
+/// A module, by its arguments.
+using Arguments = std::variant<LinearArguments, LayerNormLinearArguments, LayerNormMLPArguments,
+                               GroupedLinearArguments>;
 
-TANDEM_API Results layer_norm_linear_forward(const LayerNormLinearArguments& arguments);
-TANDEM_API Context layer_norm_linear_setup_context(const LayerNormLinearArguments& arguments,
-                                                   const Results& results);
-TANDEM_API Gradients layer_norm_linear_backward(Context& context, const at::Tensor& grad_y,
-                                                const at::Tensor& grad_layernorm_output = {},
-                                                bool retain = false);
+/// Throws: c10::ValueError where tensors do not fit.
+TANDEM_API Results forward(const Arguments& arguments);
 
-TANDEM_API Results layer_norm_mlp_forward(const LayerNormMLPArguments& arguments);
-TANDEM_API Context layer_norm_mlp_setup_context(const LayerNormMLPArguments& arguments,
-                                                const Results& results);
-TANDEM_API Gradients layer_norm_mlp_backward(Context& context, const at::Tensor& grad_y,
-                                             const at::Tensor& grad_layernorm_output = {},
-                                             bool retain = false);
+/// Throws: c10::ValueError where an argument that backward reads is not the one that forward was
+///         given, or was written since.
+TANDEM_API Context setup_context(const Arguments& arguments, const Results& results);
 
-TANDEM_API Results grouped_linear_forward(const GroupedLinearArguments& arguments);
-TANDEM_API Context grouped_linear_setup_context(const GroupedLinearArguments& arguments,
-                                                const Results& results);
-TANDEM_API Gradients grouped_linear_backward(Context& context, const at::Tensor& grad_y,
-                                             bool retain = false);
+/// Keeps what is saved where it is told to `retain`. A gradient may be undefined.
+///
+/// Throws: c10::ValueError where an argument was written since the setup, where gradients have not
+///         the shapes and devices of the outputs, and for a gradient of a norm's output that was
+///         not returned; c10::TypeError where they have not their dtypes; c10::Error the second
+///         time, unless the first has retained.
+TANDEM_API Gradients backward(Context& context, const at::Tensor& grad_y,
+                              const at::Tensor& grad_layernorm_output = {}, bool retain = false);
 
 }  // namespace tandem::functional

@@ -9,6 +9,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tandem/export.h"
 #include "tandem/ops.h"
@@ -21,7 +23,21 @@ enum class Normalization : uint8_t { layer_norm, rms_norm };
 /// What gradients of weights are added to, by the names of the weights, as Op::with_main_grad says.
 using MainGrads = std::map<std::string, at::Tensor>;
 
-// The two structs share members and no base: designated initializers name none of a base's.
+// The structs share members and no base: designated initializers name none of a base's.
+
+struct LinearOptions {
+  bool bias = true;
+  /// The bias is not added but returned.
+  bool return_bias = false;
+  /// Of the weight, or of each of its parts.
+  Init init_method = init::normal(0.023);
+  TensorParallel tensor_parallel = {};
+  /// As of ops::linear.
+  std::vector<std::pair<std::string, int64_t>> parameters_split = {};
+  MainGrads main_grads = {};
+  /// Backward leaves the gradients of weights to `backward_dw()` of the module.
+  bool delay_wgrad_compute = false;
+};
 
 struct LayerNormLinearOptions {
   /// Of the norm.
@@ -36,9 +52,11 @@ struct LayerNormLinearOptions {
   bool return_layernorm_output = false;
   /// With sequence_parallel and a column-parallel product: as the rows of all ranks.
   bool return_layernorm_output_gathered = false;
-  /// Of the weight.
+  /// Of the weight, or of each of its parts.
   Init init_method = init::normal(0.023);
   TensorParallel tensor_parallel = {};
+  /// As of ops::linear.
+  std::vector<std::pair<std::string, int64_t>> parameters_split = {};
   MainGrads main_grads = {};
   /// Backward leaves the gradients of weights to `backward_dw()` of the module.
   bool delay_wgrad_compute = false;
@@ -60,6 +78,8 @@ struct LayerNormMLPOptions {
   /// An activation or gated unit of docs/ops.md; before a gated unit there are twice as many
   /// features.
   std::string activation = "gelu";
+  /// Options of that op, such as {{"limit", 5.0}} of "clamped_swiglu".
+  OptionValues activation_params = {};
   /// Of the two weights.
   Init init_method = init::normal(0.023), output_layer_init_method = init::normal(0.023);
   /// Unless `mode` is none, the first product is column-parallel, the second row-parallel.
@@ -78,7 +98,7 @@ namespace ops {
 /// weight, bias.
 ///
 /// Throws: c10::ValueError where return_bias is set: the next op of a list takes y alone; for sizes
-///         that are not positive, or that ranks cannot share evenly.
+///         that are not positive, or that ranks cannot share evenly; as ops::linear of the parts.
 TANDEM_API Op layer_norm_linear(int64_t in_features, int64_t out_features,
                                 const LayerNormLinearOptions& options = {});
 
@@ -91,43 +111,64 @@ TANDEM_API Op layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
 
 }  // namespace ops
 
-/// What a module with a norm in front returns; undefined what it was not asked for.
-struct LayerNormOutputs {
+/// What a module of products returns; undefined what it was not asked for.
+struct ModuleOutputs {
   at::Tensor y;
   /// That was not added, in the dtype of y.
   at::Tensor bias;
   at::Tensor layernorm_output;
 };
 
-/// A norm, and products behind it.
-class TANDEM_API LayerNormModule : public PipelineModule {
+/// One op, with products or without.
+class TANDEM_API OpModule : public PipelineModule {
  public:
+  /// Its parameters have their names. A parameter that nothing in the op reads is part of the bias
+  /// that `forward_all` returns.
+  OpModule(const char* name, const Op& op, const at::TensorOptions& options,
+           bool returns_bias = false, bool returns_norm = false);
   /// y. Throws c10::ValueError where the options ask for more: `forward_all` returns it.
   at::Tensor forward(const at::Tensor& x);
-  LayerNormOutputs forward_all(const at::Tensor& x);
-
- protected:
-  /// `bias`: name of the one that return_bias is about, where there is one.
-  LayerNormModule(const char* name, const Op& op, bool returns_bias, bool returns_norm,
-                  const std::string& bias, const at::TensorOptions& options);
+  ModuleOutputs forward_all(const at::Tensor& x);
 
  private:
   bool returns_bias_, returns_norm_;
-  at::Tensor bias_;
+  /// Those of the parts.
+  std::vector<at::Tensor> biases_;
 };
 
-class TANDEM_API LayerNormLinearImpl : public LayerNormModule {
+class TANDEM_API LinearImpl : public OpModule {
+ public:
+  LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& linear = {},
+             const at::TensorOptions& options = {});
+};
+
+class TANDEM_API LayerNormLinearImpl : public OpModule {
  public:
   LayerNormLinearImpl(int64_t in_features, int64_t out_features,
                       const LayerNormLinearOptions& layer_norm_linear = {},
                       const at::TensorOptions& options = {});
 };
 
-class TANDEM_API LayerNormMLPImpl : public LayerNormModule {
+class TANDEM_API LayerNormMLPImpl : public OpModule {
  public:
   LayerNormMLPImpl(int64_t hidden_size, int64_t ffn_hidden_size,
                    const LayerNormMLPOptions& layer_norm_mlp = {},
                    const at::TensorOptions& options = {});
+};
+
+/// y = x weight^T + bias, as one pipeline; in a tensor-parallel group the bias is added behind the
+/// sum over ranks.
+///
+///   tandem::Linear qkv(h, 3 * h, {.parameters_split = {{"query", h}, {"key", h}, {"value", h}}});
+///
+/// Throws: as ops::linear.
+class Linear : public torch::nn::ModuleHolder<LinearImpl> {
+ public:
+  using torch::nn::ModuleHolder<LinearImpl>::ModuleHolder;
+  using Impl = LinearImpl;
+  Linear(int64_t in_features, int64_t out_features, const LinearOptions& linear = {},
+         const at::TensorOptions& options = {})
+      : ModuleHolder(std::make_shared<LinearImpl>(in_features, out_features, linear, options)) {}
 };
 
 /// y = norm(x) weight^T + bias, as one pipeline.

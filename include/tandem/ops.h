@@ -96,7 +96,7 @@ struct TANDEM_API Op {
   /// The same op, whose backward leaves the gradients of its products' weights to `backward_dw()`
   /// of the module: a pipeline schedule computes them while it would wait.
   ///
-  /// Throws: c10::ValueError where the op has no product of one weight.
+  /// Throws: c10::ValueError where the op has no product.
   Op with_delayed_wgrad() const;
 };
 

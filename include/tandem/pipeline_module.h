@@ -61,6 +61,9 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   void backward_dw();
 
   void load(torch::serialize::InputArchive& archive) override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
 
  protected:
   enum class Names : uint8_t {
@@ -69,21 +72,30 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
     /// "<name>".
     plain,
   };
-  /// Makes the parameters that no other module has, and the pipeline.
+  /// Makes the parameters that no other module has, and the pipeline. `owners`: by place in the
+  /// list, modules of one op whose recipe state is that of this op too; null, or none at all: this
+  /// module's own.
   PipelineModule(const char* name, const std::vector<Op>& ops, Names names,
-                 const at::TensorOptions& options);
+                 const at::TensorOptions& options,
+                 const std::vector<std::shared_ptr<PipelineModule>>& owners = {});
+
+  /// The op of a module of one, on the module's parameters.
+  static const Op& op_of(const PipelineModule& module) { return module.ops_[0]; }
 
   /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
   /// input, in list order.
   std::vector<at::Tensor> run(const at::Tensor& x, at::TensorList extra_inputs);
 
  private:
+  /// Puts weights that run as one product, and lie apart, behind each other in one memory.
+  void bring_together();
   /// The recipe's state, made where it is not there yet.
   std::vector<at::Tensor> state(int64_t history_length);
 
-  /// Of an op with products: the module that keeps the state, this one where it is null, and how
-  /// many slots each direction has.
+  /// Of an op with products: who keeps the state, or the module that it is registered with, this
+  /// one where both are null, and how many slots each direction has.
   struct StateOwner {
+    std::shared_ptr<PipelineModule> owner;
     std::string name;
     std::shared_ptr<torch::nn::Module> module;
     std::array<int64_t, 2> slots;
@@ -95,15 +107,11 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   std::vector<StateOwner> state_owners_;
   /// As the pipeline takes them. Whoever replaces what one holds (`to`, `load`) does so in place.
   std::vector<at::Tensor> parameters_, main_grads_;
-  /// Of weights whose gradients come later: places among the parameters, main_grads, and what
-  /// backward has left of them, which graphs share.
-  struct DelayedWeight {
-    std::vector<size_t> parameters;
-    std::vector<at::Tensor> main_grads;
-  };
-  std::vector<DelayedWeight> delayed_;
+  /// Weights whose gradients come later, and what backward has left of them, which graphs share.
   std::shared_ptr<LeftByBackward> left_;
   std::unique_ptr<Pipeline> pipeline_;
+  /// On the parameters.
+  std::vector<Op> ops_;
   /// The ops without main_grads, for `verify`; empty where there are none.
   std::string ops_to_verify_;
 };

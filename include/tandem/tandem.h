@@ -1,6 +1,7 @@
 // Tandem, the operation fuser for training with PyTorch: everything a C++ program includes.
 #pragma once
 
+#include "tandem/attention.h"
 #include "tandem/autocast.h"
 #include "tandem/functional.h"
 #include "tandem/memory.h"
@@ -8,4 +9,5 @@
 #include "tandem/ops.h"
 #include "tandem/recipe.h"
 #include "tandem/sequential.h"
+#include "tandem/transformer.h"
 #include "tandem/version.h"

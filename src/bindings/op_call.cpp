@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "bindings/autocast.h"
+#include "front/attention_rules.h"
 #include "kernel_ops/weights.h"
 #include "ops/deferred.h"
+#include "ops/groups.h"
 #include "pipeline/op_call.h"
 #include "pipeline/plain_call.h"
 
@@ -90,13 +92,31 @@ void bind_plain_call(py::module_& module) {
       .def("saved", &PlainContext::saved);
 }
 
+void bind_attention(py::module_& module) {
+  module.attr("attn_mask_types") =
+      py::tuple(py::cast(std::vector<std::string>(kAttnMaskNames.begin(), kAttnMaskNames.end())));
+  module.def("attention_heads", [](const std::string& op, int64_t hidden_size,
+                                   int64_t num_attention_heads,
+                                   std::optional<int64_t> num_gqa_groups,
+                                   std::optional<int64_t> kv_channels, int64_t ranks) {
+    const AttentionHeads own =
+        attention_heads(op, hidden_size, num_attention_heads, num_gqa_groups, kv_channels, ranks);
+    return std::tuple(own.channels, own.heads, own.groups);
+  });
+}
+
 }  // namespace
 
 void bind_op_call(py::module_& module) {
   bind_plain_call(module);
+  bind_attention(module);
   module.def("left_grad_weight", [](const std::vector<at::Tensor>& left) {
     const py::gil_scoped_release no_gil;
     return ops::left_grad_weight(left);
+  });
+  module.def("left_grad_weights", [](const std::vector<at::Tensor>& left) {
+    const py::gil_scoped_release no_gil;
+    return ops::left_grad_weights(left);
   });
   module.def("add_left_grad_weight",
              [](const std::vector<at::Tensor>& left, const at::Tensor& target, bool accumulate) {

@@ -8,7 +8,6 @@
 #include <optional>
 
 #include "core/json_fields.h"
-#include "ops/deferred.h"
 #include "planner/description.h"
 
 namespace tandem {
@@ -50,6 +49,14 @@ bool is_set(const OptionValues& options, std::string_view name) {
   });
 }
 
+size_t weights_of(const BasicOp& basic) {
+  if (!basic.joins.empty()) return basic.joins[0];
+  const OpDef& def = op_def(basic.name);
+  if (def.params.empty() || !is_list(def.params[0].name)) return 1;
+  const auto options = parse_json(options_text(basic.name, basic.options), basic.name);
+  return def.list_length(def.signature.parse(def.name, options).get(), def.params[0].name);
+}
+
 DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
@@ -71,10 +78,10 @@ DescribedOps describe(const std::vector<Op>& ops) {
                                                     .extra_outputs = bindings(basic.extra_outputs),
                                                     .in_place = basic.in_place,
                                                     .recompute = basic.recompute});
-      const size_t delayed_weights = !delays ? 0 : basic.joins.empty() ? 1 : basic.joins[0];
-      if (delayed_weights != 0) {
+      const size_t delayed_weights = delays ? weights_of(basic) : 0;
+      if (delays) {
         delaying.push_back(entries.size() - 1);
-        described.delayed.emplace_back();
+        described.delayed.push_back({.of_groups = is_list(op_def(basic.name).params[0].name)});
       }
       for (const size_t parameter : basic.parameters) {
         TORCH_CHECK_VALUE(parameter < places.size(), basic.name, ": expected the place of one of ",
@@ -105,8 +112,9 @@ DescribedOps describe(const std::vector<Op>& ops) {
     state_holders += slots.forward + slots.backward != 0;
   }
   size_t next = described.main_grads.size();
-  for (const size_t entry : delaying)
-    for (size_t i = 0; i < ops::kDeferredProduct; ++i) entries[entry].buffers.push_back(next++);
+  for (size_t d = 0; d < delaying.size(); ++d)
+    for (size_t i = 0; i < described.delayed[d].left(); ++i)
+      entries[delaying[d]].buffers.push_back(next++);
   described.text = write_ops(entries);
   return described;
 }

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "core/op_def.h"
+#include "ops/deferred.h"
+#include "ops/groups.h"
 #include "tandem/export.h"
 #include "tandem/ops.h"
 
@@ -31,17 +33,25 @@ struct DescribedOps {
   };
   std::vector<Parameter> parameters;
   std::vector<at::Tensor> main_grads;
-  /// Weights whose gradient comes later, as places among the parameters: several where they are
-  /// joined. The operands of each are left in ops::kDeferredProduct buffers behind the main_grads.
-  struct DelayedWeight {
-    std::vector<size_t> parameters;
+  /// Of an op, weights whose gradients come later, as places among the parameters: several where
+  /// they are joined, or of groups. What they are computed from is left in buffers behind the
+  /// main_grads.
+  struct DelayedWeights {
+    std::vector<size_t> parameters = {};
     /// Of each parameter; undefined: it goes into its `grad`.
-    std::vector<at::Tensor> main_grads;
+    std::vector<at::Tensor> main_grads = {};
+    bool of_groups = false;
+    /// How many buffers.
+    size_t left() const { return of_groups ? ops::kDeferred : ops::kDeferredProduct; }
   };
-  std::vector<DelayedWeight> delayed;
+  std::vector<DelayedWeights> delayed;
   /// Of each op, how many tensors a recipe quantizes for it.
   std::vector<SlotCount> slots;
 };
+
+/// How many of an op's first parameters are weights of a product: one, those that are joined to
+/// one, or a list.
+size_t weights_of(const BasicOp& basic);
 
 /// Whether an option of the op is given and true.
 bool is_set(const OptionValues& options, std::string_view name);

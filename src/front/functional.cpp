@@ -70,7 +70,7 @@ Plain plain(const Call& call) {
   return made;
 }
 
-Results forward(const Call& call) {
+Results forward_of(const Call& call) {
   PlainResults results = plain_forward(plain(call).arguments);
   std::vector<std::pair<int64_t, int64_t>> read;
   for (const ReadArgument& argument : results.read)
@@ -83,7 +83,7 @@ Results forward(const Call& call) {
           std::move(results.carried)};
 }
 
-Context setup_context(const Call& call, const Results& results) {
+Context context_of(const Call& call, const Results& results) {
   const Plain made = plain(call);
   std::vector<Tensor> outputs{results.y};
   if (results.layernorm_output.defined()) outputs.push_back(results.layernorm_output);
@@ -96,15 +96,6 @@ Context setup_context(const Call& call, const Results& results) {
                                                    .carried = results.carried,
                                                    .workspaces = results.weight_workspaces}),
                      made.names, results.layernorm_output.defined() ? size_t{2} : size_t{1}}));
-}
-
-Gradients backward(Context& context, std::vector<Tensor> gradients, bool retain) {
-  gradients.resize(context.inner().outputs);
-  const std::vector<Tensor> results = context.inner().context.backward(gradients, retain);
-  Gradients named;
-  for (size_t i = 0; i < results.size(); ++i)
-    if (!context.inner().names[i].empty()) named[context.inner().names[i]] = results[i];
-  return named;
 }
 
 Call call_of(const LinearArguments& a) {
@@ -156,47 +147,27 @@ Call call_of(const GroupedLinearArguments& a) {
 
 }  // namespace
 
-Results linear_forward(const LinearArguments& arguments) { return forward(call_of(arguments)); }
-Context linear_setup_context(const LinearArguments& arguments, const Results& results) {
-  return setup_context(call_of(arguments), results);
-}
-Gradients linear_backward(Context& context, const Tensor& grad_y, bool retain) {
-  return backward(context, {grad_y}, retain);
+Results forward(const Arguments& arguments) {
+  return std::visit([](const auto& own) { return forward_of(call_of(own)); }, arguments);
 }
 
-Results layer_norm_linear_forward(const LayerNormLinearArguments& arguments) {
-  return forward(call_of(arguments));
-}
-Context layer_norm_linear_setup_context(const LayerNormLinearArguments& arguments,
-                                        const Results& results) {
-  return setup_context(call_of(arguments), results);
-}
-Gradients layer_norm_linear_backward(Context& context, const Tensor& grad_y,
-                                     const Tensor& grad_layernorm_output, bool retain) {
-  return backward(context, {grad_y, grad_layernorm_output}, retain);
+Context setup_context(const Arguments& arguments, const Results& results) {
+  return std::visit([&](const auto& own) { return context_of(call_of(own), results); }, arguments);
 }
 
-Results layer_norm_mlp_forward(const LayerNormMLPArguments& arguments) {
-  return forward(call_of(arguments));
-}
-Context layer_norm_mlp_setup_context(const LayerNormMLPArguments& arguments,
-                                     const Results& results) {
-  return setup_context(call_of(arguments), results);
-}
-Gradients layer_norm_mlp_backward(Context& context, const Tensor& grad_y,
-                                  const Tensor& grad_layernorm_output, bool retain) {
-  return backward(context, {grad_y, grad_layernorm_output}, retain);
-}
-
-Results grouped_linear_forward(const GroupedLinearArguments& arguments) {
-  return forward(call_of(arguments));
-}
-Context grouped_linear_setup_context(const GroupedLinearArguments& arguments,
-                                     const Results& results) {
-  return setup_context(call_of(arguments), results);
-}
-Gradients grouped_linear_backward(Context& context, const Tensor& grad_y, bool retain) {
-  return backward(context, {grad_y}, retain);
+Gradients backward(Context& context, const Tensor& grad_y, const Tensor& grad_layernorm_output,
+                   bool retain) {
+  auto& [inner, names, outputs] = context.inner();
+  TORCH_CHECK_VALUE(outputs == 2 || !grad_layernorm_output.defined(),
+                    "backward: expected a gradient of y alone, as no output of a norm was ",
+                    "returned, got grad_layernorm_output. Leave it out.");
+  std::vector<Tensor> gradients{grad_y, grad_layernorm_output};
+  gradients.resize(outputs);
+  const std::vector<Tensor> results = inner.backward(gradients, retain);
+  Gradients named;
+  for (size_t i = 0; i < results.size(); ++i)
+    if (!names[i].empty()) named[names[i]] = results[i];
+  return named;
 }
 
 }  // namespace tandem::functional

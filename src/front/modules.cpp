@@ -1,6 +1,9 @@
 #include "tandem/modules.h"
 
+#include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #include "core/json_fields.h"
 #include "core/op_def.h"
@@ -57,18 +60,36 @@ Op with_gradients(Op op, const Options& options) {
   return options.delay_wgrad_compute ? op.with_delayed_wgrad() : op;
 }
 
-Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
-                          const LayerNormLinearOptions& options) {
-  const std::string name = "layer_norm_linear";
+/// A product of `features` of one rank, behind a norm where `add_first` puts one.
+template <typename Options, typename AddFirst>
+Op make_one_product(const std::string& name, int64_t in_features, int64_t out_features,
+                    const Options& options, AddFirst&& add_first) {
   const TensorParallel& parallel = options.tensor_parallel;
   const auto [before, after, ranks] = collectives(name, parallel);
   const bool is_column = parallel.mode == TensorParallel::Mode::column;
   const int64_t in = share(name, "in_features", in_features, is_column ? 1 : ranks),
                 out = share(name, "out_features", out_features, is_column ? ranks : 1);
   Parts parts(name);
-  add_norm(parts, in, options, before);
+  add_first(parts, in, before);
   add_product(parts, in, out, "", options.init_method, after, options.bias, options.return_bias);
-  return with_gradients(std::move(parts).op(), options);
+  Op made = std::move(parts).op();
+  split_parameters(made, options.parameters_split, out_features, is_column ? ranks : 1);
+  return with_gradients(std::move(made), options);
+}
+
+Op make_linear(int64_t in_features, int64_t out_features, const tandem::LinearOptions& options) {
+  return make_one_product("linear", in_features, out_features, options,
+                          [](Parts& parts, int64_t /*in*/, const std::vector<Op>& before) {
+                            for (const Op& part : before) parts.add(part);
+                          });
+}
+
+Op make_layer_norm_linear(int64_t in_features, int64_t out_features,
+                          const LayerNormLinearOptions& options) {
+  return make_one_product("layer_norm_linear", in_features, out_features, options,
+                          [&](Parts& parts, int64_t in, const std::vector<Op>& before) {
+                            add_norm(parts, in, options, before);
+                          });
 }
 
 /// Whether an activation halves its input. Throws c10::ValueError for one that is none.
@@ -100,7 +121,7 @@ Op make_layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
   add_norm(parts, hidden, options, first.before);
   add_product(parts, hidden, gated ? 2 * inner : inner, "fc1_", options.init_method, first.after,
               options.bias, /*return_bias=*/false);
-  parts.add(op(options.activation));
+  parts.add(op(options.activation, {}, options.activation_params));
   if (options.checkpoint) parts.recompute();
   add_product(parts, inner, hidden, "fc2_", options.output_layer_init_method, second.after,
               options.bias, options.return_bias);
@@ -127,45 +148,61 @@ Op layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
 
 }  // namespace ops
 
-LayerNormModule::LayerNormModule(const char* name, const Op& op, bool returns_bias,
-                                 bool returns_norm, const std::string& bias,
-                                 const at::TensorOptions& options)
-    : PipelineModule(name, {op}, Names::plain, options),
-      returns_bias_(returns_bias),
-      returns_norm_(returns_norm) {
-  const auto parameters = named_parameters();
-  if (returns_bias && parameters.contains(bias)) bias_ = parameters[bias];
+namespace {
+
+/// The parameters that none of its parts reads.
+std::vector<at::Tensor> unread_parameters(const Op& op) {
+  std::vector<at::Tensor> unread;
+  for (size_t place = 0; place < op.parameters.size(); ++place)
+    if (std::ranges::none_of(op.basic_ops, [&](const BasicOp& basic) {
+          return std::ranges::count(basic.parameters, place) != 0;
+        }))
+      unread.push_back(op.parameters[place].tensor);
+  return unread;
 }
 
-LayerNormOutputs LayerNormModule::forward_all(const at::Tensor& x) {
+}  // namespace
+
+OpModule::OpModule(const char* name, const Op& op, const at::TensorOptions& options,
+                   bool returns_bias, bool returns_norm)
+    : PipelineModule(name, {op}, Names::plain, options),
+      returns_bias_(returns_bias),
+      returns_norm_(returns_norm),
+      biases_(unread_parameters(op_of(*this))) {}
+
+ModuleOutputs OpModule::forward_all(const at::Tensor& x) {
   std::vector<at::Tensor> outputs = run(x, {});
-  LayerNormOutputs all{std::move(outputs[0]), {}, {}};
-  if (bias_.defined()) all.bias = bias_.to(all.y.scalar_type());
+  ModuleOutputs all{std::move(outputs[0]), {}, {}};
+  if (!biases_.empty())
+    all.bias = (biases_.size() == 1 ? biases_[0] : at::cat(biases_)).to(all.y.scalar_type());
   if (returns_norm_) all.layernorm_output = std::move(outputs[1]);
   return all;
 }
 
-at::Tensor LayerNormModule::forward(const at::Tensor& x) {
+at::Tensor OpModule::forward(const at::Tensor& x) {
   TORCH_CHECK_VALUE(!returns_bias_ && !returns_norm_, name(), ": expected one output, got ",
                     "return_bias or return_layernorm_output. Call forward_all(x), which returns "
                     "all of them.");
   return run(x, {})[0];
 }
 
+LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& linear,
+                       const at::TensorOptions& options)
+    : OpModule("Linear", ops::make_linear(in_features, out_features, linear), options,
+               linear.return_bias) {}
+
 LayerNormLinearImpl::LayerNormLinearImpl(int64_t in_features, int64_t out_features,
                                          const LayerNormLinearOptions& layer_norm_linear,
                                          const at::TensorOptions& options)
-    : LayerNormModule("LayerNormLinear",
-                      ops::make_layer_norm_linear(in_features, out_features, layer_norm_linear),
-                      layer_norm_linear.return_bias, layer_norm_linear.return_layernorm_output,
-                      "bias", options) {}
+    : OpModule("LayerNormLinear",
+               ops::make_layer_norm_linear(in_features, out_features, layer_norm_linear), options,
+               layer_norm_linear.return_bias, layer_norm_linear.return_layernorm_output) {}
 
 LayerNormMLPImpl::LayerNormMLPImpl(int64_t hidden_size, int64_t ffn_hidden_size,
                                    const LayerNormMLPOptions& layer_norm_mlp,
                                    const at::TensorOptions& options)
-    : LayerNormModule(
-          "LayerNormMLP", ops::make_layer_norm_mlp(hidden_size, ffn_hidden_size, layer_norm_mlp),
-          layer_norm_mlp.return_bias, layer_norm_mlp.return_layernorm_output, "fc2_bias", options) {
-}
+    : OpModule("LayerNormMLP",
+               ops::make_layer_norm_mlp(hidden_size, ffn_hidden_size, layer_norm_mlp), options,
+               layer_norm_mlp.return_bias, layer_norm_mlp.return_layernorm_output) {}
 
 }  // namespace tandem

@@ -68,19 +68,6 @@ Op Op::with_parameter(const std::string& parameter, at::Tensor tensor) const {
   return made;
 }
 
-namespace {
-
-/// How many of an op's first parameters are weights of a product: one, or a list.
-std::ptrdiff_t weights_of(const BasicOp& basic) {
-  const OpDef& def = op_def(basic.name);
-  if (def.params.empty() || !is_list(def.params[0].name)) return 1;
-  const auto options = parse_json(options_text(basic.name, basic.options), basic.name);
-  return static_cast<std::ptrdiff_t>(
-      def.list_length(def.signature.parse(def.name, options).get(), def.params[0].name));
-}
-
-}  // namespace
-
 Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const {
   Op made = *this;
   const size_t place = place_of_parameter(made, parameter);
@@ -90,7 +77,8 @@ Op Op::with_main_grad(const std::string& parameter, at::Tensor main_grad) const 
   size_t count = 0;
   for (BasicOp& basic : made.basic_ops) {
     const auto found = std::ranges::find(basic.parameters, place);
-    if (found == basic.parameters.end() || found - basic.parameters.begin() >= weights_of(basic))
+    if (found == basic.parameters.end() ||
+        found - basic.parameters.begin() >= static_cast<std::ptrdiff_t>(weights_of(basic)))
       continue;
     const auto options = op_def(basic.name).signature.options();
     if (std::ranges::find(options, kAccumulateIntoMainGrad, &OptionDef::name) == options.end())
@@ -110,18 +98,14 @@ Op Op::with_delayed_wgrad() const {
   Op made = *this;
   bool has_product = false;
   for (BasicOp& basic : made.basic_ops) {
-    const OpDef& def = op_def(basic.name);
-    const auto options = def.signature.options();
-    if (std::ranges::find(options, kDelayWgrad, &OptionDef::name) == options.end() ||
-        is_list(def.params[0].name))
-      continue;
+    const auto options = op_def(basic.name).signature.options();
+    if (std::ranges::find(options, kDelayWgrad, &OptionDef::name) == options.end()) continue;
     has_product = true;
     std::erase_if(basic.options, [](const auto& option) { return option.first == kDelayWgrad; });
     basic.options.emplace_back(kDelayWgrad, true);
   }
-  TORCH_CHECK_VALUE(
-      has_product, name, ": expected an op with a product of one weight, as ",
-      "gradients of such weights can be delayed, got one without. Leave it as it is.");
+  TORCH_CHECK_VALUE(has_product, name, ": expected an op with a product, as gradients of its ",
+                    "weights can be delayed, got one without. Leave it as it is.");
   return made;
 }
 
@@ -259,19 +243,19 @@ namespace {
 using Split = std::vector<std::pair<std::string, int64_t>>;
 
 /// The features of one rank of `ranks`, by part.
-Split checked_split(const Split& parts, int64_t out_features, int64_t ranks) {
+Split checked_split(const std::string& op, const Split& parts, int64_t out_features,
+                    int64_t ranks) {
   Split own;
   int64_t sum = 0;
   for (const auto& [name, features] : parts) {
     TORCH_CHECK_VALUE(!name.empty() && name.find('.') == std::string::npos &&
                           std::ranges::count(own, name, &Split::value_type::first) == 0,
-                      "linear: expected names in parameters_split that differ and have no dot, got "
-                      "\"",
-                      shown(name), "\". Rename the part.");
-    own.emplace_back(name, share("linear", "features in parameters_split", features, ranks));
+                      op, ": expected names in parameters_split that differ and have no dot, got ",
+                      "\"", shown(name), "\". Rename the part.");
+    own.emplace_back(name, share(op, "features in parameters_split", features, ranks));
     sum += features;
   }
-  TORCH_CHECK_VALUE(sum == out_features, "linear: expected parameters_split to sum up to ",
+  TORCH_CHECK_VALUE(sum == out_features, op, ": expected parameters_split to sum up to ",
                     "out_features, ", out_features, ", got ", sum, ". Give the features of each.");
   return own;
 }
@@ -302,6 +286,14 @@ void split_parameter(Op& op, const std::string& operand, const Split& parts) {
 
 }  // namespace
 
+void split_parameters(Op& op, const Split& parts, int64_t out_features, int64_t ranks) {
+  if (parts.empty()) return;
+  const Split own = checked_split(op.name, parts, out_features, ranks);
+  for (const char* operand : {"weight", "bias"})
+    if (std::ranges::count(op.parameters, operand, &ParameterSpec::name) != 0)
+      split_parameter(op, operand, own);
+}
+
 Op linear(int64_t in_features, int64_t out_features, const LinearOptions& options) {
   const TensorParallel& parallel = options.tensor_parallel;
   const auto [before, after, ranks] = collectives("linear", parallel);
@@ -314,12 +306,7 @@ Op linear(int64_t in_features, int64_t out_features, const LinearOptions& option
   if (options.bias) parts.add(op("bias", {{"features", out}}));
   for (const Op& part : after) parts.add(part);
   Op made = std::move(parts).op();
-  if (!options.parameters_split.empty()) {
-    const Split split =
-        checked_split(options.parameters_split, out_features, is_column ? ranks : 1);
-    split_parameter(made, "weight", split);
-    if (options.bias) split_parameter(made, "bias", split);
-  }
+  split_parameters(made, options.parameters_split, out_features, is_column ? ranks : 1);
   return made;
 }
 

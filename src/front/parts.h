@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tandem/ops.h"
@@ -40,5 +41,13 @@ Collectives collectives(const std::string& op, const TensorParallel& parallel);
 /// The features of one rank. Throws c10::ValueError where they are not positive, or where ranks
 /// cannot share them evenly.
 int64_t share(const std::string& op, const char* name, int64_t features, int64_t ranks);
+
+/// Makes "weight" and "bias" of an op parameters of their own for each part of the output features,
+/// which are those of all ranks: "<name>_weight". Does nothing where there are no parts.
+///
+/// Throws: c10::ValueError where the parts do not sum up to out_features, have no names that
+///         differ, or where ranks cannot share them evenly.
+void split_parameters(Op& op, const std::vector<std::pair<std::string, int64_t>>& parts,
+                      int64_t out_features, int64_t ranks);
 
 }  // namespace tandem::ops

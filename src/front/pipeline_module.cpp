@@ -1,5 +1,6 @@
 #include "tandem/pipeline_module.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -50,29 +51,35 @@ struct ScalingBuffers : public torch::nn::Module {
   at::Tensor pending;
 };
 
-/// What backward leaves of each weight whose gradient comes later, oldest first.
+/// What backward leaves of weights whose gradients come later, oldest first.
 struct LeftByBackward {
   using Entry = std::vector<at::Tensor>;
+  using Weights = DescribedOps::DelayedWeights;
 
-  explicit LeftByBackward(size_t weights) : entries(weights) {}
+  explicit LeftByBackward(std::vector<Weights> delayed)
+      : weights(std::move(delayed)), entries(weights.size()) {
+    for (size_t w = 0; w < weights.size(); ++w)
+      for (size_t place = 0; place < weights[w].left(); ++place) places.emplace_back(w, place);
+  }
 
   /// A tensor that backward is about to fill: those of one entry are asked for in their order.
-  at::Tensor tensor(size_t weight, size_t place) {
+  at::Tensor tensor(size_t i) {
     thread_local std::weak_ptr<Entry> filling;
+    const auto [w, place] = places[i];
     if (place == 0) {
       const auto entry = std::make_shared<Entry>();
-      for (size_t i = 0; i < ops::kDeferredProduct; ++i) entry->push_back(at::empty({0}));
+      for (size_t each = 0; each < weights[w].left(); ++each) entry->push_back(at::empty({0}));
       filling = entry;
       const std::lock_guard<std::mutex> lock(mutex);
-      entries[weight].push_back(entry);
+      entries[w].push_back(entry);
     }
     return (*filling.lock())[place];
   }
 
   /// The oldest that was filled: backward may have failed before.
-  Entry pop(size_t weight) {
+  Entry pop(size_t w) {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (auto& list = entries[weight]; !list.empty();) {
+    for (auto& list = entries[w]; !list.empty();) {
       const std::shared_ptr<Entry> entry = list.front();
       list.pop_front();
       if (entry->back().numel() != 0) return *entry;
@@ -81,32 +88,57 @@ struct LeftByBackward {
                 "delayed, got none. Call backward() first.");
   }
 
+  const std::vector<Weights> weights;
+  /// Of each tensor: which weights, place in the entry.
+  std::vector<std::pair<size_t, size_t>> places;
   std::mutex mutex;
   std::vector<std::deque<std::shared_ptr<Entry>>> entries;
 };
 
 namespace {
 
+/// Calls `work` with the places of parameters that are joined to one.
+template <typename Work>
+void for_each_join(const Op& op, Work&& work) {
+  for (const BasicOp& basic : op.basic_ops) {
+    auto first = basic.parameters.begin();
+    for (const size_t count : basic.joins)
+      work(std::span(std::exchange(first, first + static_cast<std::ptrdiff_t>(count)), count));
+  }
+}
+
+/// A tensor as rows of another one, which lie behind each other.
+class RowsOf {
+ public:
+  explicit RowsOf(at::Tensor whole) : whole_(std::move(whole)) {}
+  at::Tensor next(int64_t rows) { return whole_.narrow(0, std::exchange(row_, row_ + rows), rows); }
+
+ private:
+  at::Tensor whole_;
+  int64_t row_ = 0;
+};
+
+bool lie_together(at::TensorList parts) {
+  int64_t end = parts[0].storage_offset();
+  for (const at::Tensor& part : parts)
+    if (!part.is_alias_of(parts[0]) || !part.is_contiguous() ||
+        part.storage_offset() != std::exchange(end, end + part.numel()))
+      return false;
+  return true;
+}
+
 /// Tensors for the parameters that the op has not been given. Those that are joined to one lie one
 /// behind the other in one memory.
 std::vector<at::Tensor> empty_parameters(const Op& op, const at::TensorOptions& options) {
   std::vector<at::Tensor> made(op.parameters.size());
-  for (const BasicOp& basic : op.basic_ops) {
-    auto first = basic.parameters.begin();
-    for (const size_t count : basic.joins) {
-      const std::span places(std::exchange(first, first + static_cast<std::ptrdiff_t>(count)),
-                             count);
-      std::vector<int64_t> sizes = op.parameters[places[0]].shape;
-      sizes[0] = 0;
-      for (const size_t place : places) sizes[0] += op.parameters[place].shape[0];
-      const at::Tensor memory = at::empty(sizes, options);
-      int64_t row = 0;
-      for (const size_t place : places) {
-        const int64_t rows = op.parameters[place].shape[0];
-        made[place] = memory.narrow(0, std::exchange(row, row + rows), rows).detach();
-      }
-    }
-  }
+  for_each_join(op, [&](std::span<const size_t> places) {
+    std::vector<int64_t> sizes = op.parameters[places[0]].shape;
+    sizes[0] = 0;
+    for (const size_t place : places) sizes[0] += op.parameters[place].shape[0];
+    RowsOf memory(at::empty(sizes, options));
+    for (const size_t place : places)
+      made[place] = memory.next(op.parameters[place].shape[0]).detach();
+  });
   for (size_t place = 0; place < made.size(); ++place) {
     const ParameterSpec& spec = op.parameters[place];
     if (spec.tensor.defined()) {
@@ -138,44 +170,42 @@ std::vector<Op> with_gradients(std::vector<Op> ops) {
 }  // namespace
 
 PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Names names,
-                               const at::TensorOptions& options)
-    : torch::nn::Module(name) {
+                               const at::TensorOptions& options,
+                               const std::vector<std::shared_ptr<PipelineModule>>& owners)
+    : torch::nn::Module(name), ops_(ops) {
   DescribedOps described = describe(ops);
   pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // refuses before all else
   main_grads_ = std::move(described.main_grads);
-  for (DescribedOps::DelayedWeight& weight : described.delayed)
-    delayed_.push_back({std::move(weight.parameters), std::move(weight.main_grads)});
-  if (!delayed_.empty()) left_ = std::make_shared<LeftByBackward>(delayed_.size());
-  if (!main_grads_.empty() || !delayed_.empty())
-    ops_to_verify_ = describe(with_gradients(ops)).text;
-  std::vector<std::vector<at::Tensor>> tensors(ops.size());
+  if (!described.delayed.empty())
+    left_ = std::make_shared<LeftByBackward>(std::move(described.delayed));
+  if (!main_grads_.empty() || left_) ops_to_verify_ = describe(with_gradients(ops)).text;
   for (size_t i = 0; i < ops.size(); ++i) {
+    const std::shared_ptr<PipelineModule> owner = i < owners.size() ? owners[i] : nullptr;
     const bool has_state = described.slots[i].forward + described.slots[i].backward != 0;
     const bool makes = std::ranges::any_of(
         ops[i].parameters, [](const ParameterSpec& spec) { return !spec.tensor.defined(); });
     std::shared_ptr<torch::nn::Module> child;
-    if (names == Names::by_place && (makes || has_state))
+    if (names == Names::by_place && (makes || (has_state && !owner)))
       child = register_module(std::to_string(i), std::make_shared<torch::nn::Module>(ops[i].name));
     torch::nn::Module& holder = child ? *child : *this;
-    tensors[i] = empty_parameters(ops[i], options);
-    for (size_t place = 0; place < ops[i].parameters.size(); ++place) {
-      const ParameterSpec& spec = ops[i].parameters[place];
-      at::Tensor& tensor = tensors[i][place];
-      if (spec.tensor.defined()) {
-        tensor = spec.tensor;
-        continue;
-      }
+    const std::vector<at::Tensor> made = empty_parameters(ops[i], options);
+    for (size_t place = 0; place < made.size(); ++place) {
+      ParameterSpec& spec = ops_[i].parameters[place];
+      if (spec.tensor.defined()) continue;
       TORCH_CHECK_VALUE(spec.init, ops[i].name, ": expected a function that gives ", spec.name,
                         " its first values, got none. Use tandem::init::zeros() or another.");
-      spec.init(tensor);
-      holder.register_parameter(spec.name, tensor);
+      spec.tensor = made[place];
+      spec.init(spec.tensor);
+      holder.register_parameter(spec.name, spec.tensor);
     }
     if (has_state)
-      state_owners_.push_back({child ? std::to_string(i) : "",
+      state_owners_.push_back({owner,
+                               child ? std::to_string(i) : "",
                                child,
                                {described.slots[i].forward, described.slots[i].backward}});
   }
-  for (const auto& [op, place] : described.parameters) parameters_.push_back(tensors[op][place]);
+  for (const auto& [op, place] : described.parameters)
+    parameters_.push_back(ops_[op].parameters[place].tensor);
 }
 
 PipelineModule::~PipelineModule() = default;
@@ -185,11 +215,9 @@ std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList 
   inputs.insert(inputs.end(), extra_inputs.begin(), extra_inputs.end());
   Buffers buffers = Buffers::of(main_grads_);
   if (left_)
-    buffers = {main_grads_.size() + delayed_.size() * ops::kDeferredProduct,
+    buffers = {main_grads_.size() + left_->places.size(),
                [left = left_, main_grads = main_grads_](size_t i) {
-                 if (i < main_grads.size()) return main_grads[i];
-                 const size_t place = i - main_grads.size();
-                 return left->tensor(place / ops::kDeferredProduct, place % ops::kDeferredProduct);
+                 return i < main_grads.size() ? main_grads[i] : left->tensor(i - main_grads.size());
                }};
   const Outputs outputs =
       (*pipeline_)(inputs, parameters_, is_training(), std::move(buffers),
@@ -199,23 +227,23 @@ std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList 
 
 void PipelineModule::backward_dw() {
   const c10::AutoGradMode no_grad(false);
-  for (size_t w = 0; w < delayed_.size(); ++w) {
-    const auto& [parameters, main_grads] = delayed_[w];
+  for (size_t w = 0; left_ && w < left_->weights.size(); ++w) {
+    const auto& [parameters, main_grads, of_groups] = left_->weights[w];
     const bool is_frozen = std::ranges::none_of(
         parameters, [&](size_t place) { return parameters_[place].requires_grad(); });
     if (is_frozen) continue;
     const std::vector<at::Tensor> left = left_->pop(w);
-    ops::check_left_unchanged(left);
-    if (parameters.size() == 1 && main_grads[0].defined()) {
+    if (!of_groups && parameters.size() == 1 && main_grads[0].defined()) {
       ops::add_left_grad_weight(left, main_grads[0], /*accumulate=*/true);
       continue;
     }
-    const at::Tensor gradient = ops::left_grad_weight(left);
-    int64_t row = 0;
+    // Of groups, each has a weight of its own unless one parameter holds all.
+    at::Tensor all = of_groups ? ops::left_grad_weights(left) : ops::left_grad_weight(left);
+    if (of_groups && all.dim() != parameters_[parameters[0]].dim()) all = all.flatten(0, 1);
+    RowsOf gradients(all);
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& weight = parameters_[parameters[i]];
-      const int64_t rows = weight.size(0);
-      const at::Tensor own = gradient.narrow(0, std::exchange(row, row + rows), rows);
+      const at::Tensor own = gradients.next(weight.size(0));
       if (!weight.requires_grad()) continue;
       if (main_grads[i].defined())
         main_grads[i].add_(own);
@@ -266,6 +294,11 @@ std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
   const std::lock_guard<std::mutex> lock(state_mutex_);  // the first calls of threads
   std::vector<at::Tensor> state;
   for (StateOwner& owner : state_owners_) {
+    if (owner.owner) {
+      const std::vector<at::Tensor> kept = owner.owner->state(history_length);
+      state.insert(state.end(), kept.begin(), kept.end());
+      continue;
+    }
     make_state(owner, history_length);
     for (const auto& direction : owner.directions) {
       at::Tensor& history = direction->amax_history;
@@ -281,6 +314,7 @@ std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
 void PipelineModule::load(torch::serialize::InputArchive& archive) {
   for (StateOwner& owner : state_owners_) {
     torch::serialize::InputArchive own, kept, direction;
+    if (owner.owner) continue;  // who loads it
     if (!owner.name.empty() && !archive.try_read(owner.name, own)) continue;
     if (!(owner.name.empty() ? archive : own).try_read("recipe_state", kept)) continue;
     at::Tensor history;
@@ -293,6 +327,32 @@ void PipelineModule::load(torch::serialize::InputArchive& archive) {
         made->amax_history.set_data(resized_history(made->amax_history, history.size(0)));
   }
   torch::nn::Module::load(archive);
+  bring_together();
+}
+
+void PipelineModule::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  torch::nn::Module::to(device, dtype, non_blocking);
+  bring_together();
+}
+void PipelineModule::to(torch::Dtype dtype, bool non_blocking) {
+  torch::nn::Module::to(dtype, non_blocking);
+  bring_together();
+}
+void PipelineModule::to(torch::Device device, bool non_blocking) {
+  torch::nn::Module::to(device, non_blocking);
+  bring_together();
+}
+
+void PipelineModule::bring_together() {
+  const c10::AutoGradMode no_grad(false);
+  for (Op& op : ops_)
+    for_each_join(op, [&](std::span<const size_t> places) {
+      std::vector<at::Tensor> parts;
+      for (const size_t place : places) parts.push_back(op.parameters[place].tensor);
+      if (lie_together(parts)) return;
+      RowsOf memory(at::cat(parts));
+      for (at::Tensor& part : parts) part.set_data(memory.next(part.size(0)));
+    });
 }
 
 }  // namespace tandem

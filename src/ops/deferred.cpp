@@ -22,19 +22,17 @@ enum Left : size_t { kGradY, kX, kGradScale, kGradAmax, kXScale, kXAmax, kText }
 struct Operands {
   kernel_ops::CodedMatrix grad_y, x;
   at::ScalarType dtype = at::kFloat;
-  int64_t version = 0;
 };
 
 Operands read(at::TensorList left) {
-  const Tensor& text = left[kText];
-  std::istringstream lines(std::string(static_cast<const char*>(text.const_data_ptr()),
-                                       static_cast<size_t>(text.numel())));
+  std::istringstream lines(text_of(left));
   int64_t version = 0;
   int dtype = 0, of_grad = 0, of_x = 0;
   std::string grad_quantizer, x_quantizer;
   lines >> version >> dtype >> of_grad >> of_x >> std::ws;
   std::getline(lines, grad_quantizer);
   std::getline(lines, x_quantizer);
+  check_unchanged("x", left[kX], version);
   const auto matrix = [&](size_t codes, size_t scale, int direction, const std::string& text) {
     kernel_ops::CodedMatrix made{left[codes]};
     if (text.empty()) return made;
@@ -45,7 +43,7 @@ Operands read(at::TensorList left) {
     return made;
   };
   return {matrix(kGradY, kGradScale, of_grad, grad_quantizer),
-          matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype), version};
+          matrix(kX, kXScale, of_x, x_quantizer), static_cast<at::ScalarType>(dtype)};
 }
 
 }  // namespace
@@ -93,11 +91,15 @@ void leave_product(const Call& call, size_t grad_y, size_t x) {
   leave(call, kText, text.str());
 }
 
-void check_left_unchanged(at::TensorList left) {
-  TORCH_CHECK(version_of(left[kX]) == read(left).version,
-              "backward_dw: expected x unchanged since backward, as gradients of weights are ",
-              "computed from it, got an in-place write. Call backward_dw() before it, or write ",
-              "into a copy.");
+void check_unchanged(const char* name, const Tensor& left, int64_t version) {
+  TORCH_CHECK(version_of(left) == version, "backward_dw: expected ", name,
+              " unchanged since backward, as gradients of weights are computed from it, got an ",
+              "in-place write. Call backward_dw() before it, or write into a copy.");
+}
+
+std::string text_of(at::TensorList left) {
+  const Tensor& text = left.back();
+  return {static_cast<const char*>(text.const_data_ptr()), static_cast<size_t>(text.numel())};
 }
 
 Tensor left_grad_weight(at::TensorList left) {

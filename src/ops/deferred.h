@@ -32,15 +32,20 @@ void leave(const Call& call, size_t place, const std::string& text);
 /// to; the text begins with the version of x.
 void leave_product(const Call& call, size_t grad_y, size_t x);
 
-/// Throws c10::Error where x, of which leave_product has left the memory, was written in place
-/// since.
-void check_left_unchanged(at::TensorList left);
+/// Throws c10::Error where the memory that was left of what `name` says was written in place since
+/// it had this version.
+void check_unchanged(const char* name, const at::Tensor& left, int64_t version);
+
+/// The text that was left behind the tensors of an entry.
+std::string text_of(at::TensorList left);
 
 /// The gradient that leave_product has left, in the dtype in which backward would have written it.
+///
+/// Throws: c10::Error where x was written in place since.
 TANDEM_API at::Tensor left_grad_weight(at::TensorList left);
 /// The same into `target`, or added to it: a main_grad [out_features, in_features].
 ///
-/// Throws: c10::ValueError where target has another shape or requires grad.
+/// Throws: as above; c10::ValueError where target has another shape or requires grad.
 TANDEM_API void add_left_grad_weight(at::TensorList left, const at::Tensor& target,
                                      bool accumulate);
 

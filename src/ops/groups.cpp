@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <sstream>
+
 #include "kernel_ops/shapes.h"
 #include "ops/deferred.h"
 
@@ -223,6 +225,27 @@ void defer(const Call& call, const Deferred& deferred, size_t first) {
   leave(call, first + 1, as_matrix(deferred.x), &deferred.x);
   leave(call, first + 2, deferred.splits, &deferred.splits);
   leave(call, place, lines);
+}
+
+Tensor left_grad_weights(at::TensorList left) {
+  enum Left : size_t { kGradY, kX, kSplits, kGiven };
+  std::istringstream lines(text_of(left));
+  int64_t of_x = 0, of_splits = 0;
+  lines >> of_x >> of_splits;
+  std::string text;
+  std::getline(lines, text);
+  check_unchanged("x", left[kX], of_x);
+  check_unchanged("the numbers of rows", left[kSplits], of_splits);
+  kernel_ops::GradQuantizers quantizers;
+  size_t place = kGiven;
+  for (kernel_ops::GroupQuantizer* how : {&quantizers.grad_y, &quantizers.x}) {
+    std::getline(lines, text);
+    if (!text.empty()) how->quantizer = &quantizer(text);
+    if (left[place].numel() != 0) how->given = left[place];
+    ++place;
+  }
+  return kernel_ops::grouped_grad_weight(left[kGradY], left[kX], left[kSplits],
+                                         left[kSplits].numel(), quantizers);
 }
 
 }  // namespace tandem::ops

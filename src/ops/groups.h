@@ -5,12 +5,14 @@
 
 #include "core/call.h"
 #include "kernel_ops/grouped.h"
+#include "tandem/export.h"
 #include "tandem/op_options.h"
 
 namespace tandem::ops {
 
 /// How many tensors hold what delayed gradients of weights are computed from: grad_y, x, splits,
-/// what the quantizers of the first two are given, and the texts of these.
+/// what the quantizers of the first two are given, and a text: the versions of x and splits, the
+/// texts of the two quantizers, empty where there is none, one per line.
 inline constexpr size_t kDeferred = 6;
 
 /// A tensor as a matrix over its last dimension.
@@ -103,5 +105,9 @@ struct Deferred {
 /// the version is written down.
 /// Throws c10::NotImplementedError where the call does not take the direct path.
 void defer(const Call& call, const Deferred& deferred, size_t first = 0);
+/// The gradients of weights that `defer` has left: [groups, out_features, in_features].
+///
+/// Throws: c10::Error where x or splits was written in place since.
+TANDEM_API at::Tensor left_grad_weights(at::TensorList left);
 
 }  // namespace tandem::ops

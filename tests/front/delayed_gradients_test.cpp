@@ -1,8 +1,15 @@
 // Modules in C++ whose backward leaves gradients of weights for later, or computes forward again.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <gmock/gmock.h>
 
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "support/modules.h"
 #include "support/tensors.h"
 #include "support/throws.h"
 #include "tandem/functional.h"
@@ -15,25 +22,15 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kHidden = 32, kWide = 64, kRows = 32;
 
-/// The same first values of every module of one shape.
 template <typename Holder>
-Holder randomized(Holder module) {
-  const c10::AutoGradMode no_grad(false);
-  uint64_t seed = 10;
-  for (at::Tensor& param : module->parameters())
-    param.copy_(random(param.sizes(), at::kFloat, ++seed));
-  return module;
-}
-
-template <typename Holder>
-at::Tensor grad(Holder& module, const char* name) {
+at::Tensor grad(Holder& module, const std::string& name) {
   return module->named_parameters()[name].grad();
 }
 
 template <typename Holder>
 void expect_same_gradients(Holder& got, Holder& expected) {
   for (const auto& param : expected->named_parameters())
-    EXPECT_TRUE(same(grad(got, param.key().c_str()), param.value().grad())) << param.key();
+    EXPECT_TRUE(same(grad(got, param.key()), param.value().grad())) << param.key();
 }
 
 LayerNormMLP mlp(const LayerNormMLPOptions& options = {}) {
@@ -117,6 +114,138 @@ TEST_P(DelayedGradients, GoIntoMainGrad) {
   EXPECT_TRUE(same(grad(delayed, "fc2_weight"), grad(plain, "fc2_weight")));
 }
 
+TEST_P(DelayedGradients, GoIntoTheMainGradOfEachPart) {
+  const at::Tensor gate = at::zeros({kWide, kHidden}), up = at::zeros({kWide, kHidden});
+  const LinearOptions split{.bias = false, .parameters_split = {{"gate", kWide}, {"up", kWide}}};
+  LinearOptions later = split;
+  later.main_grads = {{"gate_weight", gate}, {"up_weight", up}};
+  later.delay_wgrad_compute = true;
+  Linear plain = randomized(Linear(kHidden, 2 * kWide, split)),
+         delayed = randomized(Linear(kHidden, 2 * kWide, later));
+  for (Linear* module : {&plain, &delayed}) forward(*module, x_).square().sum().backward();
+  delayed->backward_dw();
+  EXPECT_TRUE(same(gate, grad(plain, "gate_weight")));
+  EXPECT_TRUE(same(up, grad(plain, "up_weight")));
+  EXPECT_FALSE(grad(delayed, "up_weight").defined());
+}
+
+/// Experts with and without delayed gradients, one of which has no rows.
+class DelayedGroups
+    : public ::testing::TestWithParam<std::tuple<std::optional<Recipe>, bool, bool>> {
+ protected:
+  static constexpr int64_t kGroups = 3;
+
+  /// `main_grads`: of the last layer.
+  Sequential experts(bool delays, const std::vector<at::Tensor>& main_grads = {}) const {
+    const auto& [recipe, is_packed, is_fused] = GetParam();
+    const auto layer = [&](int64_t out) {
+      const Op op =
+          ops::grouped_linear(kHidden, out, {.num_groups = kGroups, .packed_weight = is_packed});
+      return delays ? op.with_delayed_wgrad() : op;
+    };
+    Op last = layer(kHidden);
+    for (size_t g = 0; g < main_grads.size(); ++g)
+      last = last.with_main_grad(weight_of_group(g), main_grads[g]);
+    return randomized(is_fused ? Sequential({layer(2 * kHidden), ops::swiglu(), last})
+                               : Sequential({last}));
+  }
+
+  static std::string weight_of_group(size_t group) {
+    return std::get<1>(GetParam()) ? "weight" : "weight" + std::to_string(group);
+  }
+
+  at::Tensor forward(Sequential& module, const at::Tensor& x) const {
+    const auto& [recipe, is_packed, is_fused] = GetParam();
+    const Autocast region(recipe.has_value(), recipe.value_or(Float8CurrentScaling{}));
+    std::vector<at::Tensor> splits(is_fused ? 2 : 1, splits_);
+    return module->forward(x, splits)[0];
+  }
+
+  const at::Tensor splits_ = at::tensor({20, 0, 12}), x_ = random({kRows, kHidden}),
+                   other_ = random({kRows, kHidden}, at::kFloat, 2);
+};
+const std::vector<std::optional<Recipe>> kRecipes = {std::nullopt, Float8CurrentScaling{},
+                                                     MXFP8BlockScaling{},
+                                                     DelayedScaling{.amax_history_len = 4}};
+
+std::string name_of(const ::testing::TestParamInfo<DelayedGroups::ParamType>& info) {
+  const auto& [recipe, is_packed, is_fused] = info.param;
+  const char* names[] = {"current", "delayed", "", "mxfp8"};
+  return std::string(recipe ? names[recipe->index()] : "plain") + (is_packed ? "_packed" : "") +
+         (is_fused ? "_two" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, DelayedGroups,
+                         ::testing::Combine(::testing::ValuesIn(kRecipes), ::testing::Bool(),
+                                            ::testing::Bool()),
+                         name_of);
+
+TEST_P(DelayedGroups, ComeWithBackwardDwOldestFirst) {
+  Sequential plain = experts(false), delayed = experts(true);
+  for (const at::Tensor& x : {x_, other_}) forward(delayed, x).square().sum().backward();
+  for (const auto& param : delayed->named_parameters())
+    EXPECT_EQ(param.value().grad().defined(), param.key().find("bias") != std::string::npos);
+  for (const at::Tensor& x : {x_, other_}) {
+    forward(plain, x).square().sum().backward();
+    delayed->backward_dw();
+    for (const auto& param : plain->named_parameters())
+      if (param.key().find("weight") != std::string::npos) {
+        EXPECT_TRUE(near(grad(delayed, param.key()), param.value().grad())) << param.key();
+      }
+  }
+  EXPECT_THAT([&] { delayed->backward_dw(); },
+              ThrowsText<c10::Error>("backward_dw: expected a backward before it"));
+}
+
+TEST_P(DelayedGroups, AreThoseOfWeightsThatAreNotFrozen) {
+  Sequential plain = experts(false), delayed = experts(true);
+  for (Sequential* module : {&plain, &delayed}) {
+    (*module)->named_parameters()["0." + weight_of_group(2)].set_requires_grad(false);
+    forward(*module, x_).square().sum().backward();
+  }
+  delayed->backward_dw();
+  EXPECT_FALSE(grad(delayed, "0." + weight_of_group(2)).defined());
+  for (const auto& param : plain->named_parameters())
+    EXPECT_TRUE(near(grad(delayed, param.key()), param.value().grad())) << param.key();
+}
+
+TEST_P(DelayedGroups, GoIntoMainGrads) {
+  const auto& [recipe, is_packed, is_fused] = GetParam();
+  std::vector<at::Tensor> main_grads = {at::zeros({kGroups, kHidden, kHidden})};
+  if (!is_packed) main_grads = main_grads[0].unbind(0);
+  Sequential plain = experts(false), delayed = experts(true, main_grads);
+  for (Sequential* module : {&plain, &delayed}) forward(*module, x_).square().sum().backward();
+  for (const at::Tensor& main_grad : main_grads)
+    EXPECT_TRUE(same(main_grad, at::zeros_like(main_grad)));
+  delayed->backward_dw();
+  for (size_t g = 0; g < main_grads.size(); ++g) {
+    const std::string name = (is_fused ? "2." : "0.") + weight_of_group(g);
+    EXPECT_TRUE(near(main_grads[g], grad(plain, name))) << name;
+    EXPECT_FALSE(grad(delayed, name).defined());
+  }
+}
+
+TEST(DelayedGroupsAlone, AreProductsOfFloat64) {
+  const at::Tensor x = random({5, 8}, at::kDouble), splits = at::tensor({2, 3});
+  Sequential delayed(
+      {ops::grouped_linear(8, 4, {.num_groups = 2, .bias = false}).with_delayed_wgrad()},
+      at::TensorOptions().dtype(at::kDouble));
+  const at::Tensor y = delayed->forward(x, {splits})[0];
+  const at::Tensor grad_y = random({5, 4}, at::kDouble, 3);
+  y.backward(grad_y);
+  delayed->backward_dw();
+  for (const auto& [name, first, rows] : {std::tuple("0.weight0", 0, 2), {"0.weight1", 2, 3}})
+    EXPECT_TRUE(
+        near(grad(delayed, name), grad_y.narrow(0, first, rows).t().mm(x.narrow(0, first, rows))));
+  EXPECT_TRUE(delayed->verify(x, {splits}).passed);
+  delayed->forward(x, {splits})[0].sum().backward();
+  splits.add_(0);
+  EXPECT_THAT(
+      [&] { delayed->backward_dw(); },
+      ThrowsText<c10::Error>("backward_dw: expected the numbers of rows unchanged since backward",
+                             "got an in-place write. Call backward_dw() before it"));
+}
+
 TEST_P(DelayedGradients, OfFrozenWeightsAreNone) {
   LayerNormMLP delayed = mlp({.delay_wgrad_compute = true});
   for (at::Tensor& param : delayed->parameters()) param.set_requires_grad(param.dim() == 1);
@@ -150,19 +279,19 @@ TEST(DelayedGradientErrors, AnInputThatWasWrittenIsFoundOut) {
                                      "got an in-place write. Call backward_dw() before it"));
 }
 
-TEST(DelayedGradientErrors, OnlyProductsOfOneWeightDelayThem) {
-  for (const Op& op : {ops::gelu(), ops::rms_norm(4), ops::grouped_linear(4, 4, {.num_groups = 2})})
-    EXPECT_THAT(
-        [&] { op.with_delayed_wgrad(); },
-        ThrowsText<c10::ValueError>(op.name + ": expected an op with a product of one weight, as ",
-                                    "got one without. Leave it as it is."));
+TEST(DelayedGradientErrors, OnlyProductsDelayThem) {
+  for (const Op& op : {ops::gelu(), ops::rms_norm(4)})
+    EXPECT_THAT([&] { op.with_delayed_wgrad(); },
+                ThrowsText<c10::ValueError>(op.name + ": expected an op with a product, as ",
+                                            "got one without. Leave it as it is."));
   EXPECT_THAT(
       [] {
-        functional::layer_norm_linear_forward({.x = random({3, 4}),
-                                               .layer_norm_weight = at::zeros({4}),
-                                               .layer_norm_bias = at::zeros({4}),
-                                               .weight = random({4, 4}),
-                                               .options = {.delay_wgrad_compute = true}});
+        functional::forward(
+            functional::LayerNormLinearArguments{.x = random({3, 4}),
+                                                 .layer_norm_weight = at::zeros({4}),
+                                                 .layer_norm_bias = at::zeros({4}),
+                                                 .weight = random({4, 4}),
+                                                 .options = {.delay_wgrad_compute = true}});
       },
       ThrowsText<c10::ValueError>("layer_norm_linear: expected delay_wgrad_compute=false of a ",
                                   "plain function", "got true. Use the module"));

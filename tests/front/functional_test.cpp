@@ -29,26 +29,26 @@ TEST(Functional, LinearIsTheModule) {
   const LinearArguments arguments{.x = x.detach(),
                                   .weight = parameters["0.weight"].detach(),
                                   .bias = parameters["0.bias"].detach()};
-  const Results results = linear_forward(arguments);
+  const Results results = forward(arguments);
   EXPECT_TRUE(at::equal(results.y, y));
   EXPECT_FALSE(results.y.requires_grad());
-  Context context = linear_setup_context(arguments, results);
+  Context context = setup_context(arguments, results);
   EXPECT_EQ(context.saved_bytes(), 0);  // arguments alone
-  const Gradients gradients = linear_backward(context, grad_y);
+  const Gradients gradients = backward(context, grad_y);
   EXPECT_TRUE(at::equal(gradients.at("x"), x.grad()));
   EXPECT_TRUE(at::equal(gradients.at("weight"), parameters["0.weight"].grad()));
   EXPECT_TRUE(at::equal(gradients.at("bias"), parameters["0.bias"].grad()));
-  Context another = linear_setup_context(arguments, results);
+  Context another = setup_context(arguments, results);
   EXPECT_THAT(
       [&] {
-        linear_backward(another, at::ones({2, 4, 4}));
+        backward(another, at::ones({2, 4, 4}));
       },
       ThrowsText<c10::ValueError>("backward: expected a gradient of shape [2, 3, 4]",
                                   "got [2, 4, 4]"));
   arguments.weight.add_(1);
-  EXPECT_THAT([&] { linear_setup_context(arguments, results); },
+  EXPECT_THAT([&] { setup_context(arguments, results); },
               ThrowsText<c10::ValueError>("unchanged since forward", "got an in-place write"));
-  EXPECT_THAT([&] { linear_backward(context, grad_y); },
+  EXPECT_THAT([&] { backward(context, grad_y); },
               ThrowsText<c10::Error>("backward: expected a context whose activations are there",
                                      "got one whose backward has run"));
 }
@@ -74,13 +74,13 @@ TEST(Functional, MlpIsTheModuleUnderARecipe) {
                                         .fc2_bias = parameter("fc2_bias"),
                                         .options = {.activation = "swiglu"},
                                         .common = {.recipe = MXFP8BlockScaling{}}};
-  const Results results = layer_norm_mlp_forward(arguments);
+  const Results results = forward(arguments);
   EXPECT_TRUE(at::equal(results.y, y));
-  Context context = layer_norm_mlp_setup_context(arguments, results);
+  Context context = setup_context(arguments, results);
   EXPECT_GT(context.saved_bytes(), 0);
-  const Gradients kept = layer_norm_mlp_backward(context, at::ones_like(y), {}, /*retain=*/true);
+  const Gradients kept = backward(context, at::ones_like(y), {}, /*retain=*/true);
   EXPECT_GT(context.saved_bytes(), 0);
-  const Gradients gradients = layer_norm_mlp_backward(context, at::ones_like(y));
+  const Gradients gradients = backward(context, at::ones_like(y));
   EXPECT_EQ(context.saved_bytes(), 0);
   EXPECT_TRUE(at::equal(gradients.at("x"), x.grad()));
   for (const auto& each : parameters) {
@@ -89,15 +89,26 @@ TEST(Functional, MlpIsTheModuleUnderARecipe) {
   }
 }
 
+TEST(Functional, AGradientOfANormsOutputThatWasNotReturned) {
+  const LinearArguments arguments{.x = at::randn({3, 6}), .weight = at::randn({4, 6})};
+  Context context = setup_context(arguments, forward(arguments));
+  EXPECT_THAT(
+      [&] {
+        backward(context, at::ones({3, 4}), at::ones({3, 6}));
+      },
+      ThrowsText<c10::ValueError>("backward: expected a gradient of y alone, as no output of a "
+                                  "norm was returned, got grad_layernorm_output. Leave it out."));
+}
+
 TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
   at::manual_seed(3);
   const std::vector<at::Tensor> weights{at::randn({4, 6}), at::randn({4, 6})};
   const GroupedLinearArguments arguments{
       .x = at::randn({5, 6}), .m_splits = at::tensor({2, 3}), .weights = weights};
-  const Results results = grouped_linear_forward(arguments);
+  const Results results = forward(arguments);
   EXPECT_TRUE(results.y.slice(0, 0, 2).allclose(arguments.x.slice(0, 0, 2).mm(weights[0].t())));
-  Context context = grouped_linear_setup_context(arguments, results);
-  const Gradients gradients = grouped_linear_backward(context, at::ones({5, 4}));
+  Context context = setup_context(arguments, results);
+  const Gradients gradients = backward(context, at::ones({5, 4}));
   EXPECT_TRUE(gradients.at("weight1").allclose(at::ones({4, 3}).mm(arguments.x.slice(0, 2, 5))));
 
   const LayerNormLinearArguments normed{.x = at::randn({3, 6}),
@@ -105,11 +116,11 @@ TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
                                         .layer_norm_bias = at::zeros({6}),
                                         .weight = weights[0],
                                         .options = {.return_layernorm_output = true}};
-  const Results outputs = layer_norm_linear_forward(normed);
+  const Results outputs = forward(normed);
   EXPECT_TRUE(outputs.y.allclose(outputs.layernorm_output.mm(weights[0].t())));
   Results others = outputs;
   others.saved.pop_back();
-  EXPECT_THAT([&] { layer_norm_linear_setup_context(normed, others); },
+  EXPECT_THAT([&] { setup_context(normed, others); },
               ThrowsText<c10::ValueError>("setup_context: expected the ",
                                           "tensors that forward of these arguments saves"));
 }

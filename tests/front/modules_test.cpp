@@ -1,4 +1,6 @@
 // LayerNormLinear and LayerNormMLP in C++: names, numbers, results, state, checkpoints.
+#include "support/modules.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/gelu.h>
@@ -24,20 +26,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr int64_t kHidden = 8, kWide = 12, kRows = 5;
-
-std::vector<std::string> names_of(const torch::nn::Module& module) {
-  return module.named_parameters().keys();
-}
-
-/// Numbers that tell norms, biases and weights apart.
-template <typename Holder>
-Holder randomized(Holder module) {
-  const c10::AutoGradMode no_grad(false);
-  uint64_t seed = 10;
-  for (at::Tensor& param : module->parameters())
-    param.copy_(random(param.sizes(), at::kFloat, ++seed));
-  return module;
-}
 
 TEST(LayerNormLinear, HasTheNamesOfTransformerEngine) {
   EXPECT_THAT(names_of(*LayerNormLinear(kHidden, kWide)),
@@ -92,6 +80,26 @@ TEST(LayerNormMLP, IsTwoProductsAndAnActivation) {
   EXPECT_TRUE(near(swiglu->forward(x).detach(), z, z.abs().max().item<double>() * 10));
 }
 
+TEST(LayerNormMLP, HandsItsActivationItsOptions) {
+  const at::Tensor x = random({kRows, kHidden});
+  LayerNormMLP mlp = randomized(LayerNormMLP(
+      kHidden, kWide,
+      {.activation = "clamped_swiglu", .activation_params = {{"limit", 0.5}, {"alpha", 1.0}}}));
+  const auto p = mlp->named_parameters();
+  const at::Tensor norm =
+      at::layer_norm(x, {kHidden}, p["layer_norm_weight"], p["layer_norm_bias"]);
+  const std::vector<at::Tensor> halves =
+      at::linear(norm, p["fc1_weight"], p["fc1_bias"]).chunk(2, -1);
+  const at::Tensor wide = at::silu(halves[0].clamp_max(0.5)) * (halves[1].clamp(-0.5, 0.5) + 1);
+  EXPECT_TRUE(near(mlp->forward(x).detach(),
+                   at::linear(wide, p["fc2_weight"], p["fc2_bias"]).detach(), 10));
+  EXPECT_THAT(
+      [] {
+        LayerNormMLP(8, 8, {.activation = "gelu", .activation_params = {{"limit", 0.5}}});
+      },
+      ThrowsText<c10::ValueError>("gelu: expected "));
+}
+
 TEST(LayerNormMLP, StartsAsTransformerEnginesDoes) {
   LayerNormMLP mlp(64, 256);
   const auto p = mlp->named_parameters();
@@ -114,7 +122,7 @@ TEST(LayerNormLinear, ReturnsWhatIsAskedFor) {
       LayerNormLinear(kHidden, kWide, {.return_bias = true, .return_layernorm_output = true}));
   const auto p = layer->named_parameters();
   EXPECT_THAT(p.keys(), ElementsAre("layer_norm_weight", "layer_norm_bias", "weight", "bias"));
-  const LayerNormOutputs outputs = layer->forward_all(x);
+  const ModuleOutputs outputs = layer->forward_all(x);
   const at::Tensor norm =
       at::layer_norm(x, {kHidden}, p["layer_norm_weight"], p["layer_norm_bias"]);
   EXPECT_TRUE(near(outputs.layernorm_output.detach(), norm.detach()));

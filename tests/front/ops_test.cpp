@@ -13,6 +13,7 @@
 
 #include "core/call.h"
 #include "core/op_def.h"
+#include "support/modules.h"
 #include "support/tensors.h"
 #include "support/throws.h"
 #include "tandem/tandem.h"
@@ -21,10 +22,6 @@ namespace tandem::testing {
 namespace {
 
 using ::testing::ElementsAre;
-
-std::vector<std::string> names_of(const torch::nn::Module& module) {
-  return module.named_parameters().keys();
-}
 
 std::vector<std::string> basics_of(const Op& op) {
   std::vector<std::string> names;

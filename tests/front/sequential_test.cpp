@@ -8,6 +8,7 @@
 
 #include "core/call.h"
 #include "planner/registry.h"
+#include "support/modules.h"
 #include "support/tensors.h"
 #include "support/throws.h"
 #include "tandem/tandem.h"
@@ -18,20 +19,14 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::vector<std::string> names_of(const Sequential& model) {
-  std::vector<std::string> names;
-  for (const auto& parameter : model->named_parameters()) names.push_back(parameter.key());
-  return names;
-}
-
 Sequential mlp() {
   return Sequential(
       {ops::rms_norm(8), ops::linear(8, 24, {.bias = false}), ops::swiglu(), ops::linear(12, 8)});
 }
 
 TEST(Sequential, ParametersAreNamedByPlaceInTheList) {
-  EXPECT_THAT(names_of(mlp()), ElementsAre("0.weight", "1.weight", "3.weight", "3.bias"));
-  EXPECT_THAT(names_of(Sequential({ops::gelu(), ops::layer_norm(4), ops::linear(4, 2)})),
+  EXPECT_THAT(names_of(*mlp()), ElementsAre("0.weight", "1.weight", "3.weight", "3.bias"));
+  EXPECT_THAT(names_of(*Sequential({ops::gelu(), ops::layer_norm(4), ops::linear(4, 2)})),
               ElementsAre("1.weight", "1.bias", "2.weight", "2.bias"));
 }
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
+import tandem
+from tandem.recipe import DelayedScaling, MXFP8BlockScaling
+
 CONSUMER = Path(__file__).parents[1] / "consumer"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -56,6 +59,41 @@ def test_an_exported_pipeline_runs_in_a_program_that_names_nothing_of_tandem(bui
 
     assert numbers(here).shape == (4, 8)
     torch.testing.assert_close(numbers(there), numbers(here + here[:3]), rtol=1e-6, atol=1e-7)
+
+
+RECIPES = {"plain": None, "post_norm": None, "mxfp8": MXFP8BlockScaling(), "delayed": DelayedScaling(amax_history_len=4)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_transformer_layer_is_the_same_in_both_languages(build, tmp_path, recipe):
+    def made():
+        return tandem.TransformerLayer(
+            *(64, 96, 4, 2), hidden_dropout=0, attention_dropout=0, bias=False, activation="swiglu", normalization="RMSNorm", qk_norm_type="RMSNorm",
+            output_layernorm=recipe == "post_norm",
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    layer = made()
+    given = {**layer.state_dict(), "x": torch.randn(32, 2, 64), "grad_y": torch.randn(32, 2, 64)}
+    torch.save(given, tmp_path / "given.pt")
+    run(build / "transformer", recipe, tmp_path / "given.pt", tmp_path / "layer.pt", tmp_path / "computed.pt")
+    x, angles = given["x"].requires_grad_(), tandem.RotaryPositionEmbedding(16)(32)
+    for _ in range(2):
+        with tandem.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x, rotary_pos_emb=angles)
+        y.backward(given["grad_y"])
+    state = {name: tensor for name, tensor in layer.state_dict().items() if "recipe_state" in name}
+    own = {"y": y.detach(), "x": x.grad, **{name: param.grad for name, param in layer.named_parameters()}, **state}
+    computed = torch.load(tmp_path / "computed.pt", weights_only=False)  # tags of types are in it
+    assert {*computed} == {*own}
+    for name, tensor in own.items():
+        assert torch.equal(computed[name], tensor), name
+    saved = torch.jit.load(tmp_path / "layer.pt").state_dict()
+    assert {*saved} == {*layer.state_dict()}
+    loaded = made()
+    loaded.load_state_dict(saved)
+    with torch.no_grad(), tandem.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        assert torch.equal(loaded(x, rotary_pos_emb=angles), layer(x, rotary_pos_emb=angles))
 
 
 LOADS_THE_LIBRARY = """

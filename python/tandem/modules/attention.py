@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from tandem._weights import in_microbatch
-from tandem import ops
+from tandem import _C, ops
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops.arguments import at_default, flag, positive
-from tandem.ops.linear import share
 from tandem.ops.unit import drop_extra_state
 
 Window = tuple[int, int]
 
 _FORMATS = ("sbhd", "bshd")
-_MASKS = ("no_mask", "causal", "padding", "padding_causal", "causal_bottom_right", "arbitrary")
+_MASKS = _C.attn_mask_types
 _QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
@@ -240,20 +239,15 @@ class MultiheadAttention(torch.nn.Module):
         op = self._get_name()
         at_default(op, get_rng_state_tracker=get_rng_state_tracker)
         at_default(op, "self", attention_type=attention_type)
-        heads = positive(op, "num_attention_heads", num_attention_heads)
-        groups = heads if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
-        if heads % groups:
-            raise ValueError(f"{op}: expected num_gqa_groups that divides the {heads} attention heads, got {groups}. Use a divisor.")
-        if kv_channels is None and hidden_size % heads:
-            raise ValueError(f"{op}: expected hidden_size that {heads} heads share evenly, got {hidden_size}. Give kv_channels.")
-        self.channels = positive(op, "hidden_size", hidden_size) // heads if kv_channels is None else positive(op, "kv_channels", kv_channels)
+        hidden, heads = positive(op, "hidden_size", hidden_size), positive(op, "num_attention_heads", num_attention_heads)
+        groups = None if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
+        channels = None if kv_channels is None else positive(op, "kv_channels", kv_channels)
+        together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
+        ranks = tp_group.size() if together else 1
+        self.channels, self.num_heads, self.num_groups = _C.attention_heads(op, hidden, heads, groups, channels, ranks)
         _check_format(op, "qkv_format", qkv_format)
         _check_mask(op, attn_mask_type)
         check_window(op, window_size, attn_mask_type)
-        together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
-        ranks = tp_group.size() if together else 1
-        self.num_heads = share(op, "num_attention_heads", heads, ranks)
-        self.num_groups = share(op, "num_gqa_groups", groups, ranks)
         self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
         self.attention_dropout = float(attention_dropout)
         self.return_bias, self.input_layernorm = flag(op, "return_bias", return_bias), flag(op, "input_layernorm", input_layernorm)
@@ -270,7 +264,7 @@ class MultiheadAttention(torch.nn.Module):
             "params_dtype": params_dtype,
             "device": device,
         }
-        query, key = heads * self.channels, groups * self.channels
+        query, key = ranks * self.num_heads * self.channels, ranks * self.num_groups * self.channels
         first: dict[str, Any] = {
             **shared,
             "init_method": init_method,

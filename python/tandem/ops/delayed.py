@@ -57,15 +57,6 @@ class DelayedMixin:
         self.__dict__.setdefault("_wgrad_accumulation_and_reduce_hooks", []).append(wgrad_accumulation_and_reduce_hook)
 
 
-def check_unchanged(name: str, tensor: torch.Tensor, version: int) -> None:
-    """Raises where what gradients are computed from was written since backward."""
-    if not tensor.is_inference() and tensor._version != version:
-        raise RuntimeError(
-            f"backward_dw: expected {name} unchanged since backward, as gradients of weights are computed from it, got an in-place write. "
-            "Call backward_dw() before it, or write into a copy."
-        )
-
-
 def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """What backward does with a gradient that it returns."""
     if not weight.requires_grad:
@@ -87,9 +78,4 @@ def product_into_main_grad(weight: Any, left: Sequence[torch.Tensor]) -> None:
     _C.add_left_grad_weight(list(left), main_grad.take(weight), not getattr(weight, "overwrite_main_grad", False))
 
 
-def texts_of(left: Sequence[torch.Tensor]) -> list[str]:
-    """The lines of the last tensor of an entry."""
-    return bytes(left[-1].tolist()).decode().split("\n")
-
-
-__all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "check_unchanged", "product_into_main_grad", "texts_of"]
+__all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "product_into_main_grad"]

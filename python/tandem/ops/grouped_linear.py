@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from tandem import _C
 from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
 from tandem.ops.deferred import DeferredMixin
-from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad, check_unchanged, texts_of
+from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad
 from tandem.ops.directions import Call
 from tandem.ops.op import BasicOperation
 
@@ -160,12 +160,7 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         return [*[False] * count, *asked[count:]]
 
     def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
-        grad_y, x, splits, *given, _ = left
-        versions, *texts = texts_of(left)
-        for name, tensor, version in zip(("x", "the numbers of rows"), (x, splits), versions.split(), strict=True):
-            check_unchanged(name, tensor, int(version))
-        operands = [tensor if tensor.numel() else None for tensor in given]
-        gradients = torch.ops.tandem.grouped_grad_weight(grad_y, x, splits, self.num_groups, *texts, *operands)
+        gradients = _C.left_grad_weights(list(left))
         parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
         for weight, part in zip(weights, parts, strict=True):
             (add_to_main_grad if self.accumulate_into_main_grad else add_gradient)(weight, part)

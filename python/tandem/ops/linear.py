@@ -18,7 +18,7 @@ from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceSc
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
-from tandem.ops.delayed import DelayedMixin, add_gradient, check_unchanged, product_into_main_grad, texts_of
+from tandem.ops.delayed import DelayedMixin, add_gradient, product_into_main_grad
 from tandem.ops.directions import Call
 from tandem.ops.joined import JoinedMixin, Split, split_sizes
 from tandem.ops.op import BasicOperation
@@ -142,7 +142,6 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
         return super()._checked_option(name, value)
 
     def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
-        check_unchanged("x", left[1], int(texts_of(left)[0].split()[0]))
         if self.accumulate_into_main_grad:
             return product_into_main_grad(weights[0], left)
         gradient = _C.left_grad_weight(list(left))

@@ -1,0 +1,346 @@
+#include "front/attention.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "front/attention_rules.h"
+#include "front/parts.h"
+#include "tandem/modules.h"
+
+namespace tandem {
+
+using at::Tensor;
+
+namespace {
+
+bool is_causal(AttnMaskType type) {
+  return type == AttnMaskType::causal || type == AttnMaskType::padding_causal ||
+         type == AttnMaskType::causal_bottom_right;
+}
+
+bool takes_mask(AttnMaskType type) {
+  return type == AttnMaskType::padding || type == AttnMaskType::padding_causal ||
+         type == AttnMaskType::arbitrary;
+}
+
+std::string_view name_of(AttnMaskType type) { return kAttnMaskNames[static_cast<size_t>(type)]; }
+
+}  // namespace
+
+AttentionHeads attention_heads(const std::string& op, int64_t hidden_size,
+                               int64_t num_attention_heads, std::optional<int64_t> num_gqa_groups,
+                               std::optional<int64_t> kv_channels, int64_t ranks) {
+  const int64_t hidden = ops::share(op, "hidden_size", hidden_size, 1),
+                heads = ops::share(op, "num_attention_heads", num_attention_heads, 1),
+                groups = ops::share(op, "num_gqa_groups", num_gqa_groups.value_or(heads), 1);
+  TORCH_CHECK_VALUE(heads % groups == 0, op, ": expected num_gqa_groups that divides the ", heads,
+                    " attention heads, got ", groups, ". Use a divisor.");
+  TORCH_CHECK_VALUE(kv_channels || hidden % heads == 0, op, ": expected hidden_size that ", heads,
+                    " heads share evenly, got ", hidden, ". Give kv_channels.");
+  return {ops::share(op, "kv_channels", kv_channels.value_or(hidden / heads), 1),
+          ops::share(op, "num_attention_heads", heads, ranks),
+          ops::share(op, "num_gqa_groups", groups, ranks)};
+}
+
+void check_window(const std::string& op, std::optional<Window> window, AttnMaskType mask_type) {
+  const Window allowed{-1, is_causal(mask_type) ? 0 : -1};
+  TORCH_CHECK_NOT_IMPLEMENTED(!window || *window == allowed || *window == Window(-1, -1), op,
+                              ": expected window_size (", allowed.first, ", ", allowed.second,
+                              ") or None, got (", window->first, ", ", window->second,
+                              "). Leave positions out with attention_mask.");
+}
+
+MainGrads main_grads_of(const std::string& op, const MainGrads& main_grads,
+                        const std::string& child, std::initializer_list<const char*> children) {
+  MainGrads own;
+  for (const auto& [name, main_grad] : main_grads) {
+    const std::string first = name.substr(0, name.find('.'));
+    TORCH_CHECK_VALUE(std::ranges::count(children, first) != 0 && first != name, op,
+                      ": expected main_grads of weights by names that begin with a child's, such ",
+                      "as \"", *children.begin(), ".\", got \"", name, "\". Give the whole name.");
+    if (first == child) own[name.substr(first.size() + 1)] = main_grad;
+  }
+  return own;
+}
+
+// Rotary position embedding.
+
+RotaryPositionEmbeddingImpl::RotaryPositionEmbeddingImpl(int64_t dim, const RotaryOptions& rotary)
+    : torch::nn::Module("RotaryPositionEmbedding"), options_(rotary) {
+  const auto rotated = static_cast<int64_t>(static_cast<double>(ops::share(name(), "dim", dim, 1)) *
+                                            rotary.rotary_percent);
+  TORCH_CHECK_VALUE(rotated % 2 == 0 && rotated > 0 && rotated <= dim, name(),
+                    ": expected an even number of features to rotate, up to dim, got ", rotated,
+                    ". Change rotary_percent.");
+  inv_freq_ = at::pow(rotary.rotary_base,
+                      -(at::arange(0, rotated, 2, at::kFloat) / static_cast<double>(rotated)));
+}
+
+Tensor RotaryPositionEmbeddingImpl::forward(int64_t max_seq_len, int64_t offset) const {
+  Tensor positions = at::arange(max_seq_len, inv_freq_.options()) + offset;
+  const auto trained = options_.pretrained_max_position_embeddings;
+  if (options_.seq_len_interpolation_factor && (!trained || max_seq_len > *trained))
+    positions = positions / *options_.seq_len_interpolation_factor;
+  const Tensor angles = at::outer(positions, inv_freq_);
+  const Tensor both = options_.interleaved ? at::stack({angles, angles}, -1).flatten(-2)
+                                           : at::cat({angles, angles}, -1);
+  return both.unsqueeze(1).unsqueeze(1);
+}
+
+void RotaryPositionEmbeddingImpl::to(torch::Dtype /*dtype*/, bool /*non_blocking*/) {}
+void RotaryPositionEmbeddingImpl::to(torch::Device device, torch::Dtype /*dtype*/,
+                                     bool non_blocking) {
+  to(device, non_blocking);
+}
+void RotaryPositionEmbeddingImpl::to(torch::Device device, bool non_blocking) {
+  inv_freq_ = inv_freq_.to(device, non_blocking);
+}
+
+Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tensor_format,
+                            bool interleaved) {
+  const bool is_sbhd = tensor_format == QkvFormat::sbhd;
+  const int64_t length = t.size(is_sbhd ? 0 : 1), rotated = freqs.size(-1), all = t.size(-1);
+  TORCH_CHECK_VALUE(freqs.size(0) >= length && rotated <= all,
+                    "apply_rotary_pos_emb: expected freqs of at least ", length,
+                    " positions and at most ", all, " features, got ", freqs.sizes(),
+                    ". Make them for the sequence.");
+  Tensor angles = freqs.narrow(0, 0, length);
+  if (!is_sbhd) angles = angles.transpose(0, 1);
+  const Tensor turned = t.narrow(-1, 0, rotated).to(at::kFloat);
+  Tensor partner;
+  if (interleaved) {
+    const Tensor pairs = turned.unflatten(-1, {-1, 2});
+    partner = at::stack({-pairs.select(-1, 1), pairs.select(-1, 0)}, -1).flatten(-2);
+  } else {
+    const std::vector<Tensor> halves = turned.chunk(2, -1);
+    partner = at::cat({-halves[1], halves[0]}, -1);
+  }
+  const Tensor result = (turned * angles.cos() + partner * angles.sin()).to(t.scalar_type());
+  return rotated == all ? result : at::cat({result, t.narrow(-1, rotated, all - rotated)}, -1);
+}
+
+// Keys and values of earlier positions.
+
+InferenceParams::InferenceParams(int64_t batch, int64_t length)
+    : max_batch_size(ops::share("InferenceParams", "max_batch_size", batch, 1)),
+      max_sequence_length(ops::share("InferenceParams", "max_sequence_length", length, 1)) {}
+
+void InferenceParams::swap_key_value_dict(const Tensor& batch_indices) {
+  for (auto& [layer, memory] : key_value_memory_dict)
+    memory = {memory.first.index_select(1, batch_indices),
+              memory.second.index_select(1, batch_indices)};
+}
+
+std::pair<Tensor, Tensor> InferenceParams::step(int64_t layer, const Tensor& key,
+                                                const Tensor& value) {
+  const int64_t length = key.size(0), batch = key.size(1), end = sequence_len_offset + length,
+                last = batch_size_offset + batch;
+  TORCH_CHECK_VALUE(end <= max_sequence_length && last <= max_batch_size,
+                    "InferenceParams: expected at most ", max_sequence_length, " positions of ",
+                    max_batch_size, " sequences, got ", end, " of ", last, ". Make it larger.");
+  const auto room = [&](const Tensor& like) {
+    return at::zeros({max_sequence_length, max_batch_size, like.size(2), like.size(3)},
+                     like.options());
+  };
+  auto found = key_value_memory_dict.find(layer);
+  if (found == key_value_memory_dict.end())
+    found = key_value_memory_dict.emplace(layer, std::pair(room(key), room(value))).first;
+  const auto kept = [&](const Tensor& memory, const Tensor& fresh) {
+    const Tensor own = memory.narrow(1, batch_size_offset, batch);
+    own.narrow(0, sequence_len_offset, length).copy_(fresh.detach());
+    return own.narrow(0, 0, end);
+  };
+  return {kept(found->second.first, key), kept(found->second.second, value)};
+}
+
+// The module.
+
+MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_attention_heads,
+                                               const MultiheadAttentionOptions& attention,
+                                               const at::TensorOptions& options)
+    : torch::nn::Module("MultiheadAttention"), options_(attention) {
+  using Mode = TensorParallel::Mode;
+  TensorParallel parallel = attention.tensor_parallel;
+  const bool is_parallel = parallel.mode != Mode::none;
+  const int64_t ranks = is_parallel ? parallel.size : 1;
+  const auto own = attention_heads(name(), hidden_size, num_attention_heads,
+                                   attention.num_gqa_groups, attention.kv_channels, ranks);
+  channels_ = own.channels, heads_ = own.heads, groups_ = own.groups;
+  check_window(name(), attention.window_size, attention.attn_mask_type);
+
+  const int64_t query = ranks * heads_ * channels_, key = ranks * groups_ * channels_;
+  const char* first = attention.input_layernorm ? "layernorm_qkv" : "qkv";
+  const auto main_grads = [&](const char* child) {
+    return main_grads_of(name(), attention.main_grads, child, {first, "proj"});
+  };
+  std::vector<std::pair<std::string, int64_t>> split;
+  if (!attention.fuse_qkv_params) split = {{"query", query}, {"key", key}, {"value", key}};
+  if (is_parallel) parallel.mode = Mode::column;
+  if (attention.input_layernorm) {
+    projection_in_ = std::make_shared<LayerNormLinearImpl>(
+        hidden_size, query + 2 * key,
+        LayerNormLinearOptions{.eps = attention.layernorm_epsilon,
+                               .normalization = attention.normalization,
+                               .zero_centered_gamma = attention.zero_centered_gamma,
+                               .bias = attention.bias,
+                               .return_layernorm_output = attention.return_layernorm_output,
+                               .init_method = attention.init_method,
+                               .tensor_parallel = parallel,
+                               .parameters_split = split,
+                               .main_grads = main_grads(first)},
+        options);
+  } else {
+    options_.return_layernorm_output = false;
+    projection_in_ =
+        std::make_shared<LinearImpl>(hidden_size, query + 2 * key,
+                                     LinearOptions{.bias = attention.bias,
+                                                   .init_method = attention.init_method,
+                                                   .tensor_parallel = parallel,
+                                                   .parameters_split = split,
+                                                   .main_grads = main_grads(first)},
+                                     options);
+  }
+  register_module(first, projection_in_);
+  const auto qk_norm = [&](const char* child) -> std::shared_ptr<OpModule> {
+    const ops::NormOptions norm{.eps = attention.qk_norm_eps};
+    switch (attention.qk_norm_type) {
+      case QkNormType::none:
+        return nullptr;
+      case QkNormType::rms_norm:
+        return register_module(
+            child, std::make_shared<OpModule>("RMSNorm", ops::rms_norm(channels_, norm), options));
+      case QkNormType::layer_norm:
+        return register_module(child, std::make_shared<OpModule>(
+                                          "LayerNorm", ops::layer_norm(channels_, norm), options));
+      case QkNormType::l2_normalization:
+        break;
+    }
+    return register_module(
+        child, std::make_shared<OpModule>("L2Normalization",
+                                          ops::l2_normalization({attention.qk_norm_eps}), options));
+  };
+  q_norm_ = qk_norm("q_norm");
+  k_norm_ = qk_norm("k_norm");
+  if (is_parallel) parallel.mode = Mode::row;
+  projection_out_ = register_module(
+      "proj",
+      std::make_shared<LinearImpl>(query, hidden_size,
+                                   LinearOptions{.bias = attention.bias,
+                                                 .return_bias = attention.return_bias,
+                                                 .init_method = attention.output_layer_init_method,
+                                                 .tensor_parallel = parallel,
+                                                 .main_grads = main_grads("proj")},
+                                   options));
+}
+
+MultiheadAttentionImpl::Heads MultiheadAttentionImpl::split(const Tensor& mixed) const {
+  const int64_t per_group = heads_ / groups_;
+  std::vector<Tensor> parts;
+  if (options_.fuse_qkv_params && options_.qkv_weight_interleaved) {
+    parts = mixed.unflatten(-1, {groups_, per_group + 2, channels_})
+                .split_with_sizes({per_group, 1, 1}, -2);
+    for (Tensor& part : parts) part = part.flatten(-3, -2);
+  } else if (per_group == 1) {  // one view for all three
+    parts = mixed.unflatten(-1, {3, heads_, channels_}).unbind(-3);
+  } else {
+    const int64_t query = heads_ * channels_, key = groups_ * channels_;
+    parts = mixed.split_with_sizes({query, key, key}, -1);
+    for (Tensor& part : parts) part = part.unflatten(-1, {-1, channels_});
+  }
+  return {parts[0], parts[1], parts[2]};
+}
+
+void MultiheadAttentionImpl::norm(Heads& heads) const {
+  if (!q_norm_) return;
+  heads.query = q_norm_->forward(heads.query);
+  heads.key = k_norm_->forward(heads.key);
+}
+
+void MultiheadAttentionImpl::rotate(Heads& heads, const RotaryAngles& angles,
+                                    int64_t offset) const {
+  for (const auto& [t, freqs] : {std::pair(&heads.query, &angles.query), {&heads.key, &angles.key}})
+    if (freqs->defined())
+      *t = apply_rotary_pos_emb(*t, freqs->slice(0, offset), options_.qkv_format,
+                                options_.rotary_pos_interleaved);
+}
+
+void MultiheadAttentionImpl::take_up(Heads& heads, InferenceParams& params) const {
+  TORCH_CHECK_VALUE(options_.layer_number, name(), ": expected layer_number where ",
+                    "inference_params are given, got None. Build each layer with its own.");
+  const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
+  const auto turned = [&](const Tensor& t) { return is_sbhd ? t : t.transpose(0, 1); };
+  const auto [key, value] =
+      params.step(*options_.layer_number, turned(heads.key), turned(heads.value));
+  heads.key = turned(key);
+  heads.value = turned(value);
+}
+
+Tensor MultiheadAttentionImpl::attend(const Heads& heads, const AttentionArguments& arguments,
+                                      int64_t offset) const {
+  const AttnMaskType type = mask_type(arguments);
+  const Tensor& mask = arguments.attention_mask;
+  TORCH_CHECK_VALUE(takes_mask(type) == mask.defined(), name(), ": expected an attention_mask ",
+                    "with the mask types \"padding\", \"padding_causal\" and \"arbitrary\" and ",
+                    "with no other, got ", mask.defined() ? "one" : "none", " with '",
+                    name_of(type), "'. True in it leaves a position out.");
+  const int64_t rows = heads.query.size(-2), columns = heads.key.size(-2);
+  std::optional<Tensor> seen;
+  if (mask.defined()) seen = mask.logical_not();
+  // Torch's own causal mask has the first positions at one place.
+  const bool at_end = type == AttnMaskType::causal_bottom_right;
+  const int64_t diagonal = offset != 0 ? offset : at_end ? columns - rows : 0;
+  if (is_causal(type) && (seen || diagonal != 0)) {
+    const Tensor causal =
+        at::ones({rows, columns}, heads.query.options().dtype(at::kBool)).tril(diagonal);
+    seen = seen ? *seen & causal : causal;
+  }
+  return at::scaled_dot_product_attention(
+      heads.query, heads.key, heads.value, seen, is_training() ? options_.attention_dropout : 0.0,
+      is_causal(type) && !seen, /*scale=*/std::nullopt, /*enable_gqa=*/heads_ != groups_);
+}
+
+std::pair<Tensor, Tensor> MultiheadAttentionImpl::context(const Tensor& x,
+                                                          const AttentionArguments& arguments) {
+  const ModuleOutputs first = projection_in_->forward_all(x);
+  Heads heads = split(first.y);
+  InferenceParams* const params = arguments.inference_params;
+  const int64_t offset = params != nullptr ? params->sequence_len_offset : 0;
+  if (options_.qk_norm_before_rope) norm(heads);
+  rotate(heads, arguments.rotary_pos_emb, offset);
+  if (!options_.qk_norm_before_rope) norm(heads);
+  if (params != nullptr) take_up(heads, *params);
+  const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
+  for (Tensor* t : {&heads.query, &heads.key, &heads.value})
+    *t = is_sbhd ? t->permute({1, 2, 0, 3}) : t->transpose(1, 2);
+  const Tensor y = attend(heads, arguments, offset);
+  return {(is_sbhd ? y.permute({2, 0, 1, 3}) : y.transpose(1, 2)).flatten(-2),
+          first.layernorm_output};
+}
+
+ModuleOutputs MultiheadAttentionImpl::forward_all(const Tensor& x,
+                                                  const AttentionArguments& arguments) {
+  check_window(name(), arguments.window_size, mask_type(arguments));
+  auto [attended, normed] = context(x, arguments);
+  ModuleOutputs all = projection_out_->forward_all(attended);
+  all.layernorm_output = std::move(normed);
+  return all;
+}
+
+Tensor MultiheadAttentionImpl::forward(const Tensor& x, const AttentionArguments& arguments) {
+  TORCH_CHECK_VALUE(!options_.return_bias && !options_.return_layernorm_output, name(),
+                    ": expected one output, got return_bias or return_layernorm_output. Call ",
+                    "forward_all(x), which returns all of them.");
+  return forward_all(x, arguments).y;
+}
+
+}  // namespace tandem

@@ -1,0 +1,132 @@
+#include "tandem/transformer.h"
+
+#include "front/attention.h"
+
+namespace tandem {
+
+namespace {
+
+/// An entry of the tail: a module of one op, or an op without state.
+struct Entry {
+  Op op;
+  std::shared_ptr<PipelineModule> owner = nullptr;
+};
+
+}  // namespace
+
+/// What follows the attention, over the parameters and the state of its modules.
+class TransformerLayerImpl::Tail : public PipelineModule {
+ public:
+  static Entry entry(const std::shared_ptr<OpModule>& module) { return {op_of(*module), module}; }
+
+  explicit Tail(const std::vector<Entry>& entries) : Tail(ops_of(entries), owners_of(entries)) {}
+
+  at::Tensor forward(const at::Tensor& attended, const at::Tensor& residual) {
+    return run(attended, residual)[0];
+  }
+
+ private:
+  Tail(const std::vector<Op>& ops, const std::vector<std::shared_ptr<PipelineModule>>& owners)
+      : PipelineModule("TransformerLayer", ops, Names::by_place, {}, owners) {}
+  static std::vector<Op> ops_of(const std::vector<Entry>& entries) {
+    std::vector<Op> ops;
+    for (const Entry& entry : entries) ops.push_back(entry.op);
+    return ops;
+  }
+  static std::vector<std::shared_ptr<PipelineModule>> owners_of(const std::vector<Entry>& entries) {
+    std::vector<std::shared_ptr<PipelineModule>> owners;
+    for (const Entry& entry : entries) owners.push_back(entry.owner);
+    return owners;
+  }
+};
+
+TransformerLayerImpl::TransformerLayerImpl(int64_t hidden_size, int64_t ffn_hidden_size,
+                                           int64_t num_attention_heads,
+                                           const TransformerLayerOptions& layer,
+                                           const at::TensorOptions& options)
+    : torch::nn::Module("TransformerLayer"), attention_(nullptr) {
+  const auto main_grads = [&](const char* child) {
+    return main_grads_of(name(), layer.main_grads, child, {"self_attention", "layernorm_mlp"});
+  };
+  attention_ = register_module(
+      "self_attention",
+      MultiheadAttention(
+          hidden_size, num_attention_heads,
+          MultiheadAttentionOptions{.kv_channels = layer.kv_channels,
+                                    .attention_dropout = layer.attention_dropout,
+                                    .layernorm_epsilon = layer.layernorm_epsilon,
+                                    .init_method = layer.init_method,
+                                    .output_layer_init_method = layer.output_layer_init_method,
+                                    .layer_number = layer.layer_number,
+                                    .attn_mask_type = layer.self_attn_mask_type,
+                                    .window_size = layer.window_size,
+                                    .tensor_parallel = layer.tensor_parallel,
+                                    .num_gqa_groups = layer.num_gqa_groups,
+                                    .main_grads = main_grads("self_attention"),
+                                    .input_layernorm = !layer.output_layernorm,
+                                    .fuse_qkv_params = layer.fuse_qkv_params,
+                                    .zero_centered_gamma = layer.zero_centered_gamma,
+                                    .qkv_weight_interleaved = layer.qkv_weight_interleaved,
+                                    .bias = layer.bias,
+                                    .normalization = layer.normalization,
+                                    .qkv_format = layer.attn_input_format,
+                                    .qk_norm_type = layer.qk_norm_type,
+                                    .qk_norm_eps = layer.qk_norm_eps,
+                                    .qk_norm_before_rope = layer.qk_norm_before_rope,
+                                    .rotary_pos_interleaved = layer.rotary_pos_interleaved},
+          options));
+  const auto mlp = register_module(
+      "layernorm_mlp",
+      std::make_shared<LayerNormMLPImpl>(
+          hidden_size, ffn_hidden_size,
+          LayerNormMLPOptions{.eps = layer.layernorm_epsilon,
+                              .normalization = layer.normalization,
+                              .zero_centered_gamma = layer.zero_centered_gamma,
+                              .bias = layer.bias,
+                              .activation = layer.activation,
+                              .activation_params = layer.activation_params,
+                              .init_method = layer.init_method,
+                              .output_layer_init_method = layer.output_layer_init_method,
+                              .tensor_parallel = layer.tensor_parallel,
+                              .main_grads = main_grads("layernorm_mlp")},
+          options));
+
+  const char* kResidual = "residual";
+  std::vector<Entry> tail{Tail::entry(attention_->projection_out())};
+  const auto drop = [&] {
+    if (layer.hidden_dropout != 0) tail.push_back({ops::dropout({layer.hidden_dropout})});
+  };
+  drop();
+  tail.push_back({ops::add_extra_input()});
+  tail.push_back({ops::make_extra_output({kResidual, /*output_to_caller=*/false})});
+  tail.push_back(Tail::entry(mlp));
+  drop();
+  tail.push_back({ops::add_extra_input({.channel = kResidual})});
+  if (layer.output_layernorm) {
+    const ops::NormOptions norm{layer.layernorm_epsilon, layer.zero_centered_gamma};
+    const bool is_layer_norm = layer.normalization == Normalization::layer_norm;
+    const auto last = register_module(
+        "layernorm", std::make_shared<OpModule>(is_layer_norm ? "LayerNorm" : "RMSNorm",
+                                                is_layer_norm ? ops::layer_norm(hidden_size, norm)
+                                                              : ops::rms_norm(hidden_size, norm),
+                                                options));
+    tail.push_back(Tail::entry(last));
+  }
+  tail_ = std::make_shared<Tail>(tail);
+}
+
+at::Tensor TransformerLayerImpl::forward(const at::Tensor& x, const AttentionArguments& arguments) {
+  check_window(name(), arguments.window_size, attention_->mask_type(arguments));
+  return tail_->forward(attention_->context(x, arguments).first, x);
+}
+
+std::string TransformerLayerImpl::explain(ExplainFormat format) const {
+  return tail_->explain(format);
+}
+
+void TransformerLayerImpl::train(bool on) {
+  torch::nn::Module::train(on);
+  tail_->train(on);
+}
+
+}  // namespace tandem

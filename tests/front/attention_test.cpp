@@ -1,0 +1,237 @@
+// MultiheadAttention in C++, what it is made of and given: rotary embedding, masks, windows, Linear
+// with parts.
+#include "tandem/attention.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/zeros.h>
+#include <gmock/gmock.h>
+
+#include "support/modules.h"
+#include "support/tensors.h"
+#include "support/throws.h"
+#include "tandem/tandem.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kHidden = 32, kHeads = 4, kLength = 7, kBatch = 2;
+
+MultiheadAttention attention(MultiheadAttentionOptions options = {},
+                             at::ScalarType dtype = at::kDouble) {
+  options.attention_dropout = 0;
+  return randomized(MultiheadAttention(kHidden, kHeads, options, dtype), 0.3);
+}
+
+/// As torch computes it.
+at::Tensor reference(const MultiheadAttention& made, const at::Tensor& x, const at::Tensor& seen) {
+  const auto p = made->named_parameters();
+  const auto by_head = [&](const std::string& name) {
+    return at::linear(x, p["qkv." + name + "_weight"], p["qkv." + name + "_bias"])
+        .unflatten(-1, {kHeads, -1})
+        .permute({1, 2, 0, 3});
+  };
+  const at::Tensor y =
+      at::scaled_dot_product_attention(by_head("query"), by_head("key"), by_head("value"), seen);
+  return at::linear(y.permute({2, 0, 1, 3}).flatten(-2), p["proj.weight"], p["proj.bias"]);
+}
+
+TEST(MultiheadAttention, Masks) {
+  MultiheadAttention made = attention();
+  const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble),
+                   all = at::ones({kLength, kLength}, at::kBool), causal = all.tril();
+  at::Tensor padding = at::zeros({kBatch, 1, 1, kLength}, at::kBool);
+  padding.narrow(0, 1, 1).narrow(-1, 5, 2).fill_(true);
+  const at::Tensor left = padding.logical_not();
+  const std::vector<std::tuple<AttnMaskType, at::Tensor, at::Tensor>> masks = {
+      {AttnMaskType::causal, {}, causal},
+      {AttnMaskType::no_mask, {}, all},
+      {AttnMaskType::causal_bottom_right, {}, causal},
+      {AttnMaskType::padding, padding, left.expand({kBatch, 1, kLength, kLength})},
+      {AttnMaskType::padding_causal, padding, left & causal},
+      {AttnMaskType::arbitrary, causal.logical_not(), causal}};
+  for (const auto& [type, mask, seen] : masks)
+    EXPECT_TRUE(made->forward(x, {.attention_mask = mask, .attn_mask_type = type})
+                    .allclose(reference(made, x, seen), 1e-9, 1e-10))
+        << static_cast<int>(type);
+  EXPECT_TRUE(made->forward(x, {.window_size = Window(-1, 0)}).equal(made->forward(x)));
+}
+
+TEST(MultiheadAttention, TheLastOfQueriesAndKeysMayBeAtOnePlace) {
+  // Keys of a cache come first: a causal mask from the bottom right sees them all.
+  MultiheadAttentionOptions options{.layer_number = 1,
+                                    .attn_mask_type = AttnMaskType::causal_bottom_right};
+  MultiheadAttention made = attention(options);
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble);
+  InferenceParams cache(kBatch, kLength);
+  made->forward(x.narrow(0, 0, 4), {.inference_params = &cache});
+  cache.sequence_len_offset = 4;
+  EXPECT_TRUE(made->forward(x.narrow(0, 4, 3), {.inference_params = &cache})
+                  .allclose(made->forward(x).narrow(0, 4, 3), 1e-9, 1e-10));
+}
+
+TEST(MultiheadAttention, ReturnsWhatIsAskedFor) {
+  MultiheadAttention made =
+      attention({.return_bias = true, .return_layernorm_output = true, .input_layernorm = true});
+  const auto p = made->named_parameters();
+  EXPECT_THAT(p.keys(), ElementsAre("layernorm_qkv.layer_norm_weight",
+                                    "layernorm_qkv.layer_norm_bias", "layernorm_qkv.query_weight",
+                                    "layernorm_qkv.key_weight", "layernorm_qkv.value_weight",
+                                    "layernorm_qkv.query_bias", "layernorm_qkv.key_bias",
+                                    "layernorm_qkv.value_bias", "proj.weight", "proj.bias"));
+  const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble);
+  const ModuleOutputs all = made->forward_all(x);
+  const at::Tensor normed = at::layer_norm(x, {kHidden}, p["layernorm_qkv.layer_norm_weight"],
+                                           p["layernorm_qkv.layer_norm_bias"]);
+  EXPECT_TRUE(all.layernorm_output.allclose(normed));
+  EXPECT_TRUE(same(all.bias, p["proj.bias"]));
+  MultiheadAttention plain = attention();
+  {
+    const c10::AutoGradMode no_grad(false);
+    for (auto& param : plain->named_parameters()) {
+      const std::string name = param.key();
+      param.value().copy_(p[name.starts_with("qkv") ? "layernorm_" + name : name]);
+    }
+  }
+  EXPECT_TRUE((all.y + all.bias).allclose(plain->forward(normed), 1e-9, 1e-10));
+  EXPECT_THAT([&] { made->forward(x); },
+              ThrowsText<c10::ValueError>("MultiheadAttention: expected one output, got ",
+                                          "return_bias or return_layernorm_output. Call "));
+  EXPECT_FALSE(attention({.return_layernorm_output = true})->forward_all(x).bias.defined())
+      << "no norm, none of its outputs";
+}
+
+TEST(MultiheadAttention, DropsWeightsInTraining) {
+  MultiheadAttention made(kHidden, kHeads);
+  const at::Tensor x = random({kLength, kBatch, kHidden});
+  EXPECT_FALSE(same(made->forward(x), made->forward(x)));
+  made->eval();
+  EXPECT_TRUE(same(made->forward(x), made->forward(x)));
+}
+
+TEST(MultiheadAttention, OverRanks) {
+  const MultiheadAttention made(
+      kHidden, kHeads,
+      {.tensor_parallel = {TensorParallel::Mode::column, "0", 2}, .num_gqa_groups = 2});
+  const auto p = made->named_parameters();
+  EXPECT_EQ(p["qkv.query_weight"].sizes(), (std::vector<int64_t>{kHidden / 2, kHidden}));
+  EXPECT_EQ(p["qkv.key_bias"].sizes(), (std::vector<int64_t>{kHidden / 4}));
+  EXPECT_EQ(p["proj.weight"].sizes(), (std::vector<int64_t>{kHidden, kHidden / 2}));
+  EXPECT_EQ(p["proj.bias"].sizes(), (std::vector<int64_t>{kHidden}));
+  EXPECT_THAT(
+      [] {
+        MultiheadAttention(
+            kHidden, kHeads,
+            {.tensor_parallel = {TensorParallel::Mode::column, "0", 4}, .num_gqa_groups = 2});
+      },
+      ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that 4 ranks share "
+                                  "evenly, got 2. Use a multiple of 4."));
+}
+
+TEST(RotaryPositionEmbedding, IsInterpolated) {
+  RotaryPositionEmbedding rotary(8, {.rotary_percent = 0.5,
+                                     .seq_len_interpolation_factor = 2,
+                                     .pretrained_max_position_embeddings = 4});
+  EXPECT_EQ(rotary->forward(4)[3].flatten()[0].item<float>(), 3);
+  EXPECT_EQ(rotary->forward(5)[4].flatten()[0].item<float>(), 2);
+  EXPECT_EQ(rotary->forward(4, /*offset=*/2)[0].flatten()[0].item<float>(), 2);
+  EXPECT_EQ(rotary->forward(4).sizes(), (std::vector<int64_t>{4, 1, 1, 4}));
+  const at::Tensor x = random({4, 1, 2, 8});
+  EXPECT_TRUE(
+      same(apply_rotary_pos_emb(x, rotary->forward(4)).narrow(-1, 4, 4), x.narrow(-1, 4, 4)));
+  rotary->to(at::kBFloat16);
+  EXPECT_EQ(rotary->forward(4).scalar_type(), at::kFloat);
+  EXPECT_EQ(apply_rotary_pos_emb(x.to(at::kBFloat16), rotary->forward(4)).scalar_type(),
+            at::kBFloat16);
+  EXPECT_TRUE(rotary->named_buffers().is_empty()) << "in no checkpoint";
+}
+
+TEST(RotaryPositionEmbedding, EachHasAngles) {
+  MultiheadAttention made = attention();
+  const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble),
+                   angles = RotaryPositionEmbedding(kHidden / kHeads)->forward(kLength);
+  const at::Tensor both = made->forward(x, {.rotary_pos_emb = angles});
+  EXPECT_TRUE(same(made->forward(x, {.rotary_pos_emb = {angles, angles}}), both));
+  EXPECT_FALSE(same(made->forward(x, {.rotary_pos_emb = {angles, angles * 2}}), both));
+}
+
+TEST(Linear, HasPartsAndABiasOfItsOwn) {
+  Linear linear = randomized(
+      Linear(8, 12, {.return_bias = true, .parameters_split = {{"gate", 8}, {"up", 4}}}));
+  EXPECT_THAT(names_of(*linear), ElementsAre("gate_weight", "up_weight", "gate_bias", "up_bias"));
+  const auto p = linear->named_parameters();
+  const at::Tensor x = random({5, 8});
+  const ModuleOutputs all = linear->forward_all(x);
+  EXPECT_TRUE(
+      near(all.y.detach(), at::linear(x, at::cat({p["gate_weight"], p["up_weight"]})).detach()));
+  EXPECT_TRUE(same(all.bias, at::cat({p["gate_bias"], p["up_bias"]})));
+  Linear plain = randomized(Linear(8, 12));
+  const auto q = plain->named_parameters();
+  EXPECT_TRUE(near(plain->forward(x).detach(), at::linear(x, q["weight"], q["bias"]).detach()));
+  Linear drawn(64, 256, {.bias = false});
+  EXPECT_NEAR(drawn->parameters()[0].std().item<double>(), 0.023, 0.001);
+}
+
+TEST(Linear, OverRanksTheBiasComesLast) {
+  Linear row(8, 12, {.tensor_parallel = {TensorParallel::Mode::row, "0", 2}});
+  const auto p = row->named_parameters();
+  EXPECT_EQ(p["weight"].sizes(), (std::vector<int64_t>{12, 4}));
+  EXPECT_EQ(p["bias"].sizes(), (std::vector<int64_t>{12}));
+}
+
+TEST(AttentionErrors, TellWhatIsExpected) {
+  EXPECT_THAT([] { attention({.num_gqa_groups = 3}); },
+              ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that "
+                                          "divides the 4 attention heads, got 3. Use a divisor."));
+  EXPECT_THAT([] { MultiheadAttention(30, 4); },
+              ThrowsText<c10::ValueError>("MultiheadAttention: expected hidden_size that 4 heads "
+                                          "share evenly, got 30. Give kv_channels."));
+  EXPECT_THAT([] { attention({.window_size = Window(4, 0)}); },
+              ThrowsText<c10::NotImplementedError>(
+                  "MultiheadAttention: expected window_size (-1, 0) or None, got (4, 0). Leave "
+                  "positions out with attention_mask."));
+  EXPECT_THAT([] { RotaryPositionEmbedding(7); },
+              ThrowsText<c10::ValueError>("RotaryPositionEmbedding: expected an even number of "
+                                          "features to rotate, up to dim, got 7."));
+  EXPECT_THAT([] { InferenceParams(0, 4); },
+              ThrowsText<c10::ValueError>("InferenceParams: expected max_batch_size > 0, got 0"));
+  const at::Tensor x = random({2, 1, kHidden}, at::kDouble);
+  InferenceParams cache(1, 4);
+  EXPECT_THAT([&] { attention()->forward(x, {.inference_params = &cache}); },
+              ThrowsText<c10::ValueError>(
+                  "MultiheadAttention: expected layer_number where inference_params are given, got "
+                  "None. Build each layer with its own."));
+  EXPECT_THAT(
+      [&] {
+        attention()->forward(x, {.attention_mask = at::zeros({1, 1, 1, 2}, at::kBool)});
+      },
+      ThrowsText<c10::ValueError>("MultiheadAttention: expected an attention_mask with the mask "
+                                  "types \"padding\", \"padding_causal\" and \"arbitrary\" and "
+                                  "with no other, got one with 'causal'. True in it leaves "));
+  EXPECT_THAT([&] { attention()->forward(x, {.attn_mask_type = AttnMaskType::padding}); },
+              ThrowsText<c10::ValueError>("got none with 'padding'"));
+  EXPECT_THAT(
+      [] {
+        apply_rotary_pos_emb(random({5, 1, 1, 4}), random({3, 1, 1, 4}));
+      },
+      ThrowsText<c10::ValueError>("apply_rotary_pos_emb: expected freqs of at least 5 positions "
+                                  "and at most 4 features, got [3, 1, 1, 4]. Make them for the "));
+  EXPECT_THAT(
+      [] {
+        Linear(8, 8,
+               {.parameters_split = {{"a", 4}, {"b", 4}},
+                .main_grads = {{"b_weight", at::zeros({4, 8})}}});
+      },
+      ThrowsText<c10::ValueError>("0.basic_linear: expected no main_grad of a parameter that is "
+                                  "several tensors, got one."));
+}
+
+}  // namespace
+}  // namespace tandem::testing
