@@ -8,7 +8,7 @@
 namespace tandem::kernels {
 
 /// Sums over the rows of a matrix, one per column, in float32: blocks of rows are summed apart,
-/// each from its first row to its last, and then added in order. The blocks depend on the number of rows
+/// each from its first row to its last, then added in order. Blocks depend on the number of rows
 /// alone, so bits depend neither on threads nor on which rows a kernel is given at a time.
 struct PartialSums {
   /// [blocks, cols], of undefined value; null where no sums are wanted.

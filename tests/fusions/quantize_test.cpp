@@ -166,8 +166,7 @@ TEST(QuantizeFusion, RefusesABiasOfAnotherDtype) {
 }
 
 /// Products are computed on numbers; what is quantized is looked at for its amax alone.
-const std::string kCalibrating =
-    R"({"recipe": {"name": "DelayedScaling", "calibrating": true}})";
+const std::string kCalibrating = R"({"recipe": {"name": "DelayedScaling", "calibrating": true}})";
 
 TEST(QuantizeFusion, RefusesWhereOnlyTheAmaxIsAskedFor) {
   const std::string reason = "no codes are asked for, only the amax of what is read as it is";
