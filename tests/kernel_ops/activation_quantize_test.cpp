@@ -41,6 +41,7 @@ void expect_the_bits_of_both(int64_t width_step) {
         EXPECT_TRUE(same(fused[1], mask[1] ? z : z.new_empty({0})));
         for (size_t part = 0; part < group_size; ++part)
           EXPECT_TRUE(same(fused[part + 2], codes[part])) << quantizer->text << " part " << part;
+        if (!mask[0]) continue;  // composite forms are slow
         const auto reference =
             Fused::reference(x, bias, given, std::string_view("gelu"), *quantizer, mask);
         for (size_t i = 0; i < reference.size(); ++i)
@@ -80,6 +81,7 @@ void expect_the_bits_of_backward(int64_t width_step) {
         EXPECT_TRUE(same(fused[2], mask[2] ? made[1] : made[1].new_empty({0})));
         for (size_t part = 0; part < group_size; ++part)
           EXPECT_TRUE(same(fused[part + 3], codes[part])) << quantizer->text << " part " << part;
+        if (!mask[0]) continue;  // composite forms are slow
         const auto reference =
             Fused::reference(grad_y, z, given, std::string_view("gelu"), *quantizer, mask);
         for (size_t i = 0; i < reference.size(); ++i)

@@ -28,11 +28,12 @@ void expect_the_bits_of_both(const at::Tensor& x) {
       const auto dtype = mask[0] ? at::kFloat : at::kBFloat16;
       const auto sums = dispatch<SumRows>(x, dtype);
       const auto codes = dispatch<Quantize>(x, given, *quantizer, mask);
-      const auto fused = dispatch<SumRowsQuantize>(x, given, dtype, *quantizer, mask),
-                 reference = SumRowsQuantize::reference(x, given, dtype, *quantizer, mask);
+      const auto fused = dispatch<SumRowsQuantize>(x, given, dtype, *quantizer, mask);
       EXPECT_TRUE(same(fused[0], sums[0])) << quantizer->text;
       for (size_t part = 0; part < group_size; ++part)
         EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << " part " << part;
+      if (!mask[2]) continue;  // composite forms are slow
+      const auto reference = SumRowsQuantize::reference(x, given, dtype, *quantizer, mask);
       for (size_t i = 0; i < reference.size(); ++i)
         EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << quantizer->text << " result " << i;
     }
