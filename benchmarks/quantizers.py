@@ -67,7 +67,8 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     x, z = (Rotation(lambda cols=cols: (torch.randn(ROWS, cols).to(dtype),)) for cols in (HIDDEN, 2 * HIDDEN))
     g_z = Rotation(lambda: (torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(ROWS, 2 * HIDDEN).to(dtype)))
     rows = []
-    for name, quantizer in (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0")):
+    kinds = (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0"), ("NVFP4", "nvfp4"))
+    for name, quantizer in kinds:
         both = name != "current scaling"  # whose codes serve both directions
         codes = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [True, both, True])  # noqa: E731
         as_one = {"quantizer": quantizer, "mask": [True, both, True]}
@@ -78,16 +79,24 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
             ),
             "SwiGLU": (
                 lambda codes=codes: codes(op.glu_forward(*z(), None, "silu", [False, True])[1]),
-                lambda one=as_one: op.glu_quantize(*z(), None, "silu", one["quantizer"], [False, *one["mask"]]),
+                lambda one=as_one: op.glu_quantize(*z(), None, None, "silu", one["quantizer"], [False, False, *one["mask"]]),
             ),
             "SwiGLU backward": (
                 lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, False, False])[0]),
-                lambda one=as_one: op.glu_backward_quantize(*g_z(), None, "silu", one["quantizer"], [False, False, *one["mask"]]),
+                lambda one=as_one: op.glu_backward_quantize(*g_z(), None, "silu", one["quantizer"], [False, False, False, *one["mask"]]),
+            ),
+            "SwiGLU backward, bias": (
+                lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, True, False])[0]),
+                lambda one=as_one: op.glu_backward_quantize(*g_z(), None, "silu", one["quantizer"], [False, False, True, *one["mask"]]),
+            ),
+            "sum of a bias's gradient": (
+                lambda codes=codes: (lambda g: (op.sum_rows(g, dtype), codes(g)))(*x()),
+                lambda one=as_one: op.sum_rows_quantize(*x(), None, dtype, one["quantizer"], one["mask"]),
             ),
         }
         for what, (apart, together) in pairs.items():
             times = interleaved({"apart": apart, "together": together}, rounds=9, seconds=0.03)
-            ratio, has_bar = times["apart"] / times["together"], what == "RMSNorm" and both
+            ratio, has_bar = times["apart"] / times["together"], what == "RMSNorm" and name in ("1x128 blocks", "MXFP8")
             rows.append([f"{what}, {name}", str(dtype).removeprefix("torch."), f"{times['apart'] * 1e6:.0f}", f"{times['together'] * 1e6:.0f}",
                          f"{ratio:.2f}", f">= {FUSED_BAR}" if has_bar else "-", verdict(ratio >= FUSED_BAR) if has_bar else ""])
     return rows

@@ -184,10 +184,15 @@ class Call {
   }
 
   /// The same for a K that writes codes: the step's last writes are row codes, column codes and
-  /// amax, K's last results their group. `sizes()` are those of what the codes are of.
+  /// amax, K's last results their group, K's first results what the step writes before. `sizes()`
+  /// are those of what the codes are of.
   template <typename K, typename Sizes, typename... Args>
   void write_codes(Sizes&& sizes, const Args&... args) {
-    auto results = run<K>(args...);
+    hand_out_codes(sizes, run<K>(args...));
+  }
+  template <typename Sizes, size_t N>
+  void hand_out_codes(Sizes&& sizes, kernel_ops::Results<N> results) {
+    constexpr size_t kGroup = N - group_size;
     const size_t first = step_.writes.size() - std::tuple_size_v<GroupMask>;
     for (size_t i = 0; i < first; ++i)
       if (wants(i)) out(i, std::move(results[i]));
@@ -195,11 +200,11 @@ class Call {
       if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
         const Type& type = out_type(write);
         for (size_t part = 0; part < tensors_per_value(type); ++part)
-          out(write, std::move(results[first + part_of(direction, part)]), part);
+          out(write, std::move(results[kGroup + part_of(direction, part)]), part);
         note_sizes(step_.writes[write], type, sizes);
       }
     if (const size_t write = step_.writes.size() - 1; wants(write))
-      out(write, std::move(results[first + group_amax]));
+      out(write, std::move(results[kGroup + group_amax]));
   }
 
   /// Packed codes do not tell how long the lines of their numbers are: it is written down for those

@@ -35,8 +35,8 @@ inline constexpr std::string_view kOtherRead = "*";
 inline constexpr std::string_view kAnyRead = "*";
 
 /// A step of a pattern: which steps it stands for, and through what the chain comes to it from the
-/// step before. That is a value: a result of the one that is an operand of the other. Unless named
-/// they are the main ones, y and x, in backward grad_x and grad_y.
+/// step before. That is a value: a result of the one, or by name what it reads, and an operand of
+/// the other. Unless named they are the main ones, y and x, in backward grad_x and grad_y.
 struct PatternStep {
   // NOLINTBEGIN(google-explicit-constructor): a pattern is written as a list of names
   PatternStep(const char* op_step) : name(op_step) {}
@@ -49,7 +49,7 @@ struct PatternStep {
     step.is_family = true;
     return step;
   }
-  /// The same, reached through these: `result` of the step before it, `operand` of its own.
+  /// The same, reached through what the step before calls `from_result`, and it `as_operand`.
   PatternStep through(std::string_view from_result, std::string_view as_operand) const {
     PatternStep step = *this;
     step.result = from_result;

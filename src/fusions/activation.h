@@ -1,5 +1,6 @@
-// An activation together with the bias before it, where that stands behind no product, or with the
-// quantizer behind it; and its backward with the gradient of the bias.
+// An activation with the bias before it, where that stands behind no product, and the quantizer
+// behind it; and its backward, or a bias alone, with the gradient of the bias and with the
+// quantizer.
 #pragma once
 
 #include "core/fusion.h"
@@ -19,6 +20,13 @@ extern const Fusion kBiasActivation, kBiasGlu;
 ///   z -> act -> y (if demanded) -> codes, dequant_scale, amax
 extern const Fusion kActivationQuantize, kGluQuantize;
 
+/// bias -> activation -> quantize, and the same for gated units
+///
+///   x -> + bias -> act -> y (if demanded) -> codes, dequant_scale, amax
+///           |
+///           +--> z, written only if demanded
+extern const Fusion kBiasActivationQuantize, kBiasGluQuantize;
+
 /// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient
 /// of z and its column sums
 ///
@@ -34,5 +42,21 @@ extern const Fusion kActivationBackwardBias, kGluBackwardBias;
 ///                    |
 ///                    +--> y, written again if a later product reads it
 extern const Fusion kActivationBackwardQuantize, kGluBackwardQuantize;
+
+/// activation.backward -> bias.grad_bias and quantize, and the same for gated units: the sums and
+/// the codes of one read, with the bits of one after the other
+///
+///   grad_y, z -> act.backward -> grad_z (if demanded) -> sum over rows -> grad_bias
+///                    |             |
+///                    |             +--> codes, dequant_scale, amax
+///                    +--> y, written again if a later product reads it
+extern const Fusion kActivationBackwardBiasQuantize, kGluBackwardBiasQuantize;
+
+/// bias.grad_bias and quantize of the same gradient, likewise
+///
+///   grad_y -> sum over rows -> grad_bias
+///      |
+///      +--> codes, dequant_scale, amax
+extern const Fusion kBiasBackwardQuantize;
 
 }  // namespace tandem::fusions

@@ -5,6 +5,7 @@
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/activation.h"
+#include "kernel_ops/activation_quantize.h"
 #include "kernel_ops/checks.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/shapes.h"
@@ -128,6 +129,21 @@ void linear_activation(Call& call) {
   if (call.wants(y)) call.out(y, std::move(results[y]));
 }
 
+template <typename K>
+void linear_bias_activation_quantize(Call& call) {
+  enum OfUnit { given = bias + 1 };
+  enum Write { y, z, row, column, amax };
+  const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
+  kernel_ops::ResultsOf<K> spare;
+  spare[call.wants(z) ? z : y] = product;
+  call.hand_out_codes(
+      [&] { return K::sizes_of_y(product); },
+      call.run_into<K>(spare, product, call.maybe(bias), call.maybe(given),
+                       call.options<ops::ActivationOptions>(2).function, call.options<Quantizer>(3),
+                       std::array{call.wants(y), call.wants(z), call.wants(row), call.wants(column),
+                                  call.wants(amax)}));
+}
+
 Refusal refuse_bias(const Match& match) {
   return refuse_mixed(match, {1, "bias"}, "the bias", {0, "y"}, "the product");
 }
@@ -177,6 +193,24 @@ Fusion activated(std::string_view name, std::string_view family, std::string_vie
   fusion.run.writes = {{last - 1, "y"}, {last, "y"}};
   fusion.run.run = linear_activation<K, kParts>;
   if (kParts.bias) fusion.refuse = refuse_bias;
+  fusion.picture = picture;
+  return fusion;
+}
+
+Refusal refuse_bias_or_codes(const Match& match) {
+  if (auto refusal = refuse_bias(match)) return refusal;
+  return refuse_without_codes(match);
+}
+
+template <typename K>
+Fusion quantized(std::string_view name, std::string_view family, std::string_view picture) {
+  Fusion fusion = begun<Parts{.bias = true}>(name);
+  fusion.pattern.push_back(PatternStep::any_of(family));
+  fusion.pattern.emplace_back(StepKind::quantize);
+  fusion.run.reads.push_back({3, "given"});
+  fusion.run.writes = {{2, "y"}, {1, "y"}, {3, "row_codes"}, {3, "column_codes"}, {3, "amax"}};
+  fusion.run.run = linear_bias_activation_quantize<K>;
+  fusion.refuse = refuse_bias_or_codes;
   fusion.picture = picture;
   return fusion;
 }
@@ -249,6 +283,15 @@ const Fusion kLinearBiasGlu = activated<kernel_ops::GluForward, kBias>(
     "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
 const Fusion kLinearGlu = activated<kernel_ops::GluForward, kNone>(
     "linear_glu", "glu", "x, weight -> product z = [a, b] (if demanded) -> act(a) b -> y");
+
+const Fusion kLinearBiasActivationQuantize = quantized<kernel_ops::ActivationQuantize>(
+    "linear_bias_activation_quantize", "activation",
+    "x, weight -> product -> + bias -> z (if demanded) -> act -> y (if demanded) -> codes, scales, "
+    "amax");
+const Fusion kLinearBiasGluQuantize = quantized<kernel_ops::GluQuantize>(
+    "linear_bias_glu_quantize", "glu",
+    "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y (if demanded) -> "
+    "codes, scales, amax");
 
 const Fusion kLinearBackwardAdd{
     .name = "linear_backward_add",

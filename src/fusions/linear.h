@@ -26,6 +26,14 @@ extern const Fusion kLinearBiasActivation, kLinearActivation;
 /// linear (-> bias) -> gated linear unit, likewise
 extern const Fusion kLinearBiasGlu, kLinearGlu;
 
+/// linear -> bias -> activation -> quantize, and the same for gated units. Without a bias the
+/// product is z, and the unit and its quantizer are a fusion of their own.
+///
+///   x, weight -> product -> + bias -> act -> y (if demanded) -> codes, dequant_scale, amax
+///                              |
+///                              +--> z, written only if demanded, into the memory of the product
+extern const Fusion kLinearBiasActivationQuantize, kLinearBiasGluQuantize;
+
 /// Backward of a linear that reads the residual stream: grad_x = grad_y W + grad_residual
 ///
 ///   grad_y, weight -> product -> + grad_residual -> grad_x

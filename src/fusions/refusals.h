@@ -54,9 +54,10 @@ inline Refusal refuse_foreign_extra(const Match& match, uint32_t sum, const Memb
   return std::string("the extra input is ") + c10::toString(extra) + ", which no kernel takes";
 }
 
-/// A quantize step that is member 1 wants no codes: there is nothing to fuse with.
+/// A quantize step that is the last member wants no codes: there is nothing to fuse with.
 inline Refusal refuse_without_codes(const Match& match) {
-  if (exists(match.written({1, "row_codes"})) || exists(match.written({1, "column_codes"})))
+  const auto last = static_cast<uint32_t>(match.steps.size() - 1);
+  if (exists(match.written({last, "row_codes"})) || exists(match.written({last, "column_codes"})))
     return std::nullopt;
   return "no codes are asked for, only the amax of what is read as it is";
 }

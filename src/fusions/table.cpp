@@ -30,6 +30,8 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
   static const auto joint = longest_first(
       {kGroupedMlpActivation, kGroupedMlpGlu, kGroupedMlpScaledActivation, kGroupedMlpScaledGlu});
   static const auto forward = longest_first({kLinearBiasScaleAdd,
+                                             kLinearBiasActivationQuantize,
+                                             kLinearBiasGluQuantize,
                                              kGroupedMlpActivationForward,
                                              kGroupedMlpGluForward,
                                              kGroupedMlpScaledActivationForward,
@@ -40,6 +42,8 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kLinearBiasScale,
                                              kLinearScaleAdd,
                                              kBiasDropoutAdd,
+                                             kBiasActivationQuantize,
+                                             kBiasGluQuantize,
                                              kAddRmsNorm,
                                              kAddLayerNorm,
                                              kDropoutAdd,
@@ -55,8 +59,9 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kRmsNormQuantize,
                                              kLayerNormQuantize});
   static const auto backward = longest_first(
-      {kLinearBackwardScale, kActivationBackwardBias, kGluBackwardBias, kActivationBackwardQuantize,
-       kGluBackwardQuantize, kDropoutBackwardBias, kRmsNormBackwardAdd, kLayerNormBackwardAdd,
+      {kLinearBackwardScale, kActivationBackwardBiasQuantize, kGluBackwardBiasQuantize,
+       kActivationBackwardBias, kGluBackwardBias, kActivationBackwardQuantize, kGluBackwardQuantize,
+       kDropoutBackwardBias, kBiasBackwardQuantize, kRmsNormBackwardAdd, kLayerNormBackwardAdd,
        kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});
   switch (pass) {
     case Pass::forward:

@@ -1,9 +1,9 @@
 #include "kernel_ops/activation_quantize.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
-#include "kernel_ops/memory.h"
+#include "kernel_ops/activation_function.h"
+#include "kernel_ops/made.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/register.h"
@@ -13,129 +13,116 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-constexpr std::array<bool, 2> kOnlyY{false, true};
+template <typename Unit>
+constexpr bool kIsGated = std::is_same_v<Unit, GluForward> || std::is_same_v<Unit, GluBackward>;
 
-/// The last three.
-template <size_t N>
-GroupMask group_mask(const std::array<bool, N>& output_mask) {
-  return {output_mask[N - 3], output_mask[N - 2], output_mask[N - 1]};
+ResultSpec unwanted(at::ScalarType dtype) { return {{0}, dtype, false}; }
+Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
+
+/// What is made, and some rows of it.
+kernels::Rows shape_of(const ResultSpec& spec, size_t rows, size_t cols) {
+  return {nullptr, element_of(spec.dtype), rows, cols, cols};
 }
-
-/// All rows of a tensor as a matrix, and some of them.
-Tensor as_matrix(const Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
-Tensor rows_of(const Tensor& matrix, size_t first, size_t count) {
-  return matrix.narrow(0, static_cast<int64_t>(first), static_cast<int64_t>(count));
-}
-
-/// Rows as a kernel op writes them: `make(first, count, rows)` fills a tensor [count, cols] like
-/// `result`, which may be undefined, of `spec`.
-template <typename Make>
-kernels::cpu::MadeRows made_rows(const Tensor& result, const ResultSpec& spec, int64_t rows,
-                                 const Make& make) {
-  const int64_t cols = spec.sizes.back().expect_int();
-  const auto width = static_cast<size_t>(cols);
-  return {{result.defined() ? result.data_ptr() : nullptr, element_of(spec.dtype),
-           static_cast<size_t>(rows), width, width},
-          [&make, cols, dtype = spec.dtype](size_t first, size_t count, void* to) {
-            make(first, count, at::from_blob(to, {static_cast<int64_t>(count), cols}, dtype));
-          }};
+kernels::Rows rows_at(void* to, kernels::Rows whole, size_t count) {
+  return {to, whole.element, count, whole.cols, whole.cols};
 }
 
 }  // namespace
 
 template <typename Forward>
-Specs<1 + group_size> ThenQuantize<Forward>::shapes(const Tensor& z,
-                                                    const std::optional<Tensor>& given,
-                                                    std::string_view activation,
-                                                    const Quantizer& quantizer,
-                                                    std::array<bool, 4> output_mask) {
-  ResultSpec y = Forward::shapes(z, std::nullopt, activation, kOnlyY)[1];
-  // A view of the sizes of y, where they are not those of z.
-  const Tensor like_y = z.slice_symint(-1, 0, y.sizes.back());
+c10::SymDimVector ThenQuantize<Forward>::sizes_of_y(const Tensor& x) {
+  c10::SymDimVector sizes = sizes_of(x);
+  if (kIsGated<Forward>) sizes.back() = sizes.back() / 2;
+  return sizes;
+}
+
+template <typename Forward>
+Specs<2 + group_size> ThenQuantize<Forward>::shapes(
+    const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& given,
+    std::string_view activation, const Quantizer& quantizer, std::array<bool, 5> output_mask) {
+  auto [z, y] = Forward::shapes(x, bias, activation, {output_mask[1], true});
+  // A view of the sizes of y, where they are not those of x.
+  const Tensor like_y = kIsGated<Forward> ? x.slice_symint(-1, 0, y.sizes.back()) : x;
   auto group =
       group_specs("activation_quantize", like_y, given, quantizer, group_mask(output_mask));
-  if (!output_mask[0]) y = {{0}, y.dtype, false};
-  return joined(Specs<1>{std::move(y)}, std::move(group));
+  return joined(Specs<2>{output_mask[0] ? std::move(y) : unwanted(y.dtype), std::move(z)},
+                std::move(group));
 }
 
 template <typename Forward>
-void ThenQuantize<Forward>::cpu(const Tensor& z, const std::optional<Tensor>& given,
-                                std::string_view activation, const Quantizer& quantizer,
-                                std::array<bool, 4>, Results<1 + group_size>& results) {
-  const ResultSpec spec = Forward::shapes(z, std::nullopt, activation, kOnlyY)[1];
-  Group group;
-  std::copy(results.begin() + 1, results.end(), group.begin());
-  const Tensor from = as_matrix(z);
-  const auto make = [&](size_t first, size_t count, Tensor y) {
-    Results<2> rows{Tensor(), std::move(y)};
-    Forward::cpu(rows_of(from, first, count), std::nullopt, activation, kOnlyY, rows);
+void ThenQuantize<Forward>::cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                                const std::optional<Tensor>& given, std::string_view activation,
+                                const Quantizer& quantizer, std::array<bool, 5>,
+                                Results<2 + group_size>& results) {
+  const ResultSpec spec = Forward::shapes(x, bias, activation, {false, true})[1];
+  const ActivationFunction function(activation, kIsGated<Forward>);
+  const RowsIn of_x(x);
+  const VectorIn of_bias(bias);
+  const kernels::ConstRows from = of_x;
+  const kernels::Rows z = rows_out(results[1]),
+                      y = shape_of(spec, from.rows, kIsGated<Forward> ? from.cols / 2 : from.cols);
+  const auto run =
+      kIsGated<Forward> ? &kernels::cpu::glu_forward : &kernels::cpu::activation_forward;
+  const auto make = [&](size_t first, size_t count, void* to) {
+    run(function.kernel(), rows_from(from, first, count), of_bias, y.element,
+        rows_from(z, first, count), rows_at(to, y, count));
   };
-  if (quantize_made(made_rows(results[0], spec, from.size(0), make), given, quantizer, group))
-    return;
-  const Tensor y = results[0].defined()
-                       ? results[0]
-                       : empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
-  Results<2> whole{Tensor(), y};
-  Forward::cpu(z, std::nullopt, activation, kOnlyY, whole);
-  quantizer.scaling->quantize(y, given, quantizer, group);
+  make_and_quantize({.y = y, .make = make, .sources = {from}}, results[0], spec.sizes, given,
+                    quantizer, group_of(results));
 }
 
 template <typename Forward>
-Results<1 + group_size> ThenQuantize<Forward>::reference(const Tensor& z,
-                                                         const std::optional<Tensor>& given,
-                                                         std::string_view activation,
-                                                         const Quantizer& quantizer,
-                                                         std::array<bool, 4> output_mask) {
-  const Tensor y = Forward::reference(z, std::nullopt, activation, kOnlyY)[1];
-  return joined(Results<1>{output_mask[0] ? y : at::empty({0}, y.options())},
+Results<2 + group_size> ThenQuantize<Forward>::reference(
+    const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& given,
+    std::string_view activation, const Quantizer& quantizer, std::array<bool, 5> output_mask) {
+  const auto [z, y] = Forward::reference(x, bias, activation, {output_mask[1], true});
+  return joined(Results<2>{output_mask[0] ? y : masked_out(y), z},
                 Quantize::reference(y, given, quantizer, group_mask(output_mask)));
 }
 
 template <typename Backward>
-Specs<2 + group_size> BackwardThenQuantize<Backward>::shapes(const Tensor& grad_y, const Tensor& z,
+Specs<3 + group_size> BackwardThenQuantize<Backward>::shapes(const Tensor& grad_y, const Tensor& z,
                                                              const std::optional<Tensor>& given,
                                                              std::string_view activation,
                                                              const Quantizer& quantizer,
-                                                             std::array<bool, 5> output_mask) {
-  auto specs = Backward::shapes(grad_y, z, activation, {output_mask[0], false, output_mask[1]});
+                                                             std::array<bool, 6> output_mask) {
+  auto [grad_z, grad_bias, y] =
+      Backward::shapes(grad_y, z, activation, {output_mask[0], output_mask[2], output_mask[1]});
   auto group =
       group_specs("activation_backward_quantize", z, given, quantizer, group_mask(output_mask));
-  return joined(Specs<2>{std::move(specs[0]), std::move(specs[2])}, std::move(group));
+  return joined(Specs<3>{std::move(grad_z), std::move(y), std::move(grad_bias)}, std::move(group));
 }
 
 template <typename Backward>
 void BackwardThenQuantize<Backward>::cpu(const Tensor& grad_y, const Tensor& z,
                                          const std::optional<Tensor>& given,
                                          std::string_view activation, const Quantizer& quantizer,
-                                         std::array<bool, 5>, Results<2 + group_size>& results) {
-  const std::array<bool, 3> mask{true, false, results[1].defined()};
-  const ResultSpec spec = Backward::shapes(grad_y, z, activation, mask)[0];
-  Group group;
-  std::copy(results.begin() + 2, results.end(), group.begin());
-  const Tensor grads = as_matrix(grad_y), from = as_matrix(z),
-               all_y = mask[2] ? as_matrix(results[1]) : Tensor();
-  const auto make = [&](size_t first, size_t count, Tensor grad_z) {
-    Results<3> rows{std::move(grad_z), Tensor(), mask[2] ? rows_of(all_y, first, count) : Tensor()};
-    Backward::cpu(rows_of(grads, first, count), rows_of(from, first, count), activation, mask,
-                  rows);
+                                         std::array<bool, 6>, Results<3 + group_size>& results) {
+  const ActivationFunction function(activation, kIsGated<Backward>);
+  const RowsIn of_grad(grad_y), of_z(z);
+  const kernels::ConstRows grads = of_grad, from = of_z;
+  const kernels::Rows y = rows_out(results[1]), grad_z = shape_of(like(z), from.rows, from.cols);
+  const SumsOfMade sums(from.rows, vector_out(results[2]));
+  const auto make = [&](size_t first, size_t count, void* to) {
+    kernels::cpu::some_rows_backward(function.kernel(), kIsGated<Backward>,
+                                     rows_from(grads, first, count), rows_from(from, first, count),
+                                     rows_at(to, grad_z, count), sums.from_row(first),
+                                     rows_from(y, first, count));
   };
-  if (quantize_made(made_rows(results[0], spec, from.size(0), make), given, quantizer, group))
-    return;
-  const Tensor grad_z = results[0].defined()
-                            ? results[0]
-                            : empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
-  Results<3> whole{grad_z, Tensor(), results[1]};
-  Backward::cpu(grad_y, z, activation, mask, whole);
-  quantizer.scaling->quantize(grad_z, given, quantizer, group);
+  make_and_quantize(
+      {.y = grad_z, .make = make, .sources = {grads, from}, .in_order = sums.in_order()},
+      results[0], z.sym_sizes(), given, quantizer, group_of(results));
+  sums.finish();
 }
 
 template <typename Backward>
-Results<2 + group_size> BackwardThenQuantize<Backward>::reference(
+Results<3 + group_size> BackwardThenQuantize<Backward>::reference(
     const Tensor& grad_y, const Tensor& z, const std::optional<Tensor>& given,
-    std::string_view activation, const Quantizer& quantizer, std::array<bool, 5> output_mask) {
-  const auto made = Backward::reference(grad_y, z, activation, {true, false, output_mask[1]});
-  return joined(Results<2>{output_mask[0] ? made[0] : at::empty({0}, made[0].options()), made[2]},
-                Quantize::reference(made[0], given, quantizer, group_mask(output_mask)));
+    std::string_view activation, const Quantizer& quantizer, std::array<bool, 6> output_mask) {
+  const auto [grad_z, grad_bias, y] =
+      Backward::reference(grad_y, z, activation, {true, output_mask[2], output_mask[1]});
+  return joined(Results<3>{output_mask[0] ? grad_z : masked_out(grad_z), y, grad_bias},
+                Quantize::reference(grad_z, given, quantizer, group_mask(output_mask)));
 }
 
 template struct ThenQuantize<ActivationForward>;
@@ -145,9 +132,11 @@ template struct BackwardThenQuantize<GluBackward>;
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<ActivationQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, ActivationQuantize::cpu}});
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these, ActivationQuantize::cpu}});
   register_kernel_op<GluQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, GluQuantize::cpu}});
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these, GluQuantize::cpu}});
   register_kernel_op<ActivationBackwardQuantize>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these,
                  ActivationBackwardQuantize::cpu}});

@@ -6,57 +6,61 @@
 
 namespace tandem::kernel_ops {
 
-/// `Forward` without a bias, and Quantize of its y, in one: the same bits. Where a kernel can, y is
-/// quantized while rows of it are in the cache, and does not come to memory unless it is asked for.
+/// `Forward` and Quantize of its y in one: the same bits. Where a kernel can, y is quantized while
+/// rows of it are in the cache, and does not come to memory unless it is asked for.
 ///
-/// output_mask: y, then as of Quantize.
+/// output_mask: y, z, then as of Quantize.
 template <typename Forward>
 struct ThenQuantize {
-  static Specs<1 + group_size> shapes(const Tensor& z, const std::optional<Tensor>& given,
+  static c10::SymDimVector sizes_of_y(const Tensor& x);
+  static Specs<2 + group_size> shapes(const Tensor& x, const std::optional<Tensor>& bias,
+                                      const std::optional<Tensor>& given,
                                       std::string_view activation, const Quantizer& quantizer,
-                                      std::array<bool, 4> output_mask);
-  static void cpu(const Tensor& z, const std::optional<Tensor>& given, std::string_view activation,
-                  const Quantizer& quantizer, std::array<bool, 4> output_mask,
-                  Results<1 + group_size>& results);
-  static Results<1 + group_size> reference(const Tensor& z, const std::optional<Tensor>& given,
+                                      std::array<bool, 5> output_mask);
+  static void cpu(const Tensor& x, const std::optional<Tensor>& bias,
+                  const std::optional<Tensor>& given, std::string_view activation,
+                  const Quantizer& quantizer, std::array<bool, 5> output_mask,
+                  Results<2 + group_size>& results);
+  static Results<2 + group_size> reference(const Tensor& x, const std::optional<Tensor>& bias,
+                                           const std::optional<Tensor>& given,
                                            std::string_view activation, const Quantizer& quantizer,
-                                           std::array<bool, 4> output_mask);
+                                           std::array<bool, 5> output_mask);
 };
 
 struct ActivationQuantize : ThenQuantize<ActivationForward> {
   static constexpr const char* kName = "activation_quantize";
   static constexpr const char* kQualifiedName = "tandem::activation_quantize";
   static constexpr const char* kSchema =
-      "activation_quantize(Tensor z, Tensor? given, str activation, str quantizer, bool[4] "
-      "output_mask) -> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor "
-      "column_codes, Tensor column_scale, Tensor column_amax, Tensor amax)";
+      "activation_quantize(Tensor x, Tensor? bias, Tensor? given, str activation, str quantizer, "
+      "bool[5] output_mask) -> (Tensor y, Tensor z, Tensor row_codes, Tensor row_scale, Tensor "
+      "row_amax, Tensor column_codes, Tensor column_scale, Tensor column_amax, Tensor amax)";
 };
 
 struct GluQuantize : ThenQuantize<GluForward> {
   static constexpr const char* kName = "glu_quantize";
   static constexpr const char* kQualifiedName = "tandem::glu_quantize";
   static constexpr const char* kSchema =
-      "glu_quantize(Tensor z, Tensor? given, str activation, str quantizer, bool[4] output_mask) "
-      "-> (Tensor y, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, "
-      "Tensor column_scale, Tensor column_amax, Tensor amax)";
+      "glu_quantize(Tensor x, Tensor? bias, Tensor? given, str activation, str quantizer, bool[5] "
+      "output_mask) -> (Tensor y, Tensor z, Tensor row_codes, Tensor row_scale, Tensor row_amax, "
+      "Tensor column_codes, Tensor column_scale, Tensor column_amax, Tensor amax)";
 };
 
-/// `Backward` without a bias, and Quantize of its grad_z, in one, likewise.
+/// `Backward` and Quantize of its grad_z in one, likewise.
 ///
-/// output_mask: grad_z, y, then as of Quantize.
+/// output_mask: grad_z, y, grad_bias, then as of Quantize.
 template <typename Backward>
 struct BackwardThenQuantize {
-  static Specs<2 + group_size> shapes(const Tensor& grad_y, const Tensor& z,
+  static Specs<3 + group_size> shapes(const Tensor& grad_y, const Tensor& z,
                                       const std::optional<Tensor>& given,
                                       std::string_view activation, const Quantizer& quantizer,
-                                      std::array<bool, 5> output_mask);
+                                      std::array<bool, 6> output_mask);
   static void cpu(const Tensor& grad_y, const Tensor& z, const std::optional<Tensor>& given,
                   std::string_view activation, const Quantizer& quantizer,
-                  std::array<bool, 5> output_mask, Results<2 + group_size>& results);
-  static Results<2 + group_size> reference(const Tensor& grad_y, const Tensor& z,
+                  std::array<bool, 6> output_mask, Results<3 + group_size>& results);
+  static Results<3 + group_size> reference(const Tensor& grad_y, const Tensor& z,
                                            const std::optional<Tensor>& given,
                                            std::string_view activation, const Quantizer& quantizer,
-                                           std::array<bool, 5> output_mask);
+                                           std::array<bool, 6> output_mask);
 };
 
 struct ActivationBackwardQuantize : BackwardThenQuantize<ActivationBackward> {
@@ -64,9 +68,9 @@ struct ActivationBackwardQuantize : BackwardThenQuantize<ActivationBackward> {
   static constexpr const char* kQualifiedName = "tandem::activation_backward_quantize";
   static constexpr const char* kSchema =
       "activation_backward_quantize(Tensor grad_y, Tensor z, Tensor? given, str activation, str "
-      "quantizer, bool[5] output_mask) -> (Tensor grad_z, Tensor y, Tensor row_codes, Tensor "
-      "row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, Tensor column_amax, "
-      "Tensor amax)";
+      "quantizer, bool[6] output_mask) -> (Tensor grad_z, Tensor y, Tensor grad_bias, Tensor "
+      "row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, "
+      "Tensor column_amax, Tensor amax)";
 };
 
 struct GluBackwardQuantize : BackwardThenQuantize<GluBackward> {
@@ -74,9 +78,9 @@ struct GluBackwardQuantize : BackwardThenQuantize<GluBackward> {
   static constexpr const char* kQualifiedName = "tandem::glu_backward_quantize";
   static constexpr const char* kSchema =
       "glu_backward_quantize(Tensor grad_y, Tensor z, Tensor? given, str activation, str "
-      "quantizer, bool[5] output_mask) -> (Tensor grad_z, Tensor y, Tensor row_codes, Tensor "
-      "row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, Tensor column_amax, "
-      "Tensor amax)";
+      "quantizer, bool[6] output_mask) -> (Tensor grad_z, Tensor y, Tensor grad_bias, Tensor "
+      "row_codes, Tensor row_scale, Tensor row_amax, Tensor column_codes, Tensor column_scale, "
+      "Tensor column_amax, Tensor amax)";
 };
 
 }  // namespace tandem::kernel_ops

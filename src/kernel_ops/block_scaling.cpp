@@ -15,6 +15,7 @@
 
 #include "kernel_ops/operands.h"
 #include "kernels/fp8_block.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem {
 

@@ -8,8 +8,10 @@
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/quantizer.h"
 #include "kernels/fp8.h"
-#include "kernels/norm.h"
-#include "kernels/quantize_made.h"
+
+namespace tandem::kernels::cpu {
+struct MadeRows;
+}
 
 namespace tandem {
 

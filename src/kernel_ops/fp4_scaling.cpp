@@ -14,6 +14,7 @@
 
 #include <cfloat>
 
+#include "kernel_ops/made.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/random.h"
 #include "kernels/nvfp4.h"
@@ -98,18 +99,30 @@ kernels::Fp4Scaling scaling_of(const Quantizer& quantizer, const std::optional<T
   return scaling;
 }
 
+kernels::Fp4Output output(const Group& group, Direction direction) {
+  const Tensor& codes = group[part_of(direction, 0)];
+  if (!codes.defined()) return {};
+  return {codes.data_ptr<uint8_t>(), group[part_of(direction, 1)].data_ptr<uint8_t>(),
+          group[part_of(direction, 2)].data_ptr<float>()};
+}
+float* amax_in(const Group& group) {
+  const Tensor& amax = group[group_amax];
+  return amax.defined() ? amax.data_ptr<float>() : nullptr;
+}
+
 void quantize(const Tensor& x, const std::optional<Tensor>& given, const Quantizer& quantizer,
               Group& group) {
-  const auto output = [&](Direction direction) -> kernels::Fp4Output {
-    const Tensor& codes = group[part_of(direction, 0)];
-    if (!codes.defined()) return {};
-    return {codes.data_ptr<uint8_t>(), group[part_of(direction, 1)].data_ptr<uint8_t>(),
-            group[part_of(direction, 2)].data_ptr<float>()};
-  };
-  const Tensor& amax = group[group_amax];
   kernels::cpu::nvfp4_quantize(kernel_ops::RowsIn(x), scaling_of(quantizer, given),
-                               output(Direction::row), output(Direction::column),
-                               amax.defined() ? amax.data_ptr<float>() : nullptr);
+                               output(group, Direction::row), output(group, Direction::column),
+                               amax_in(group));
+}
+
+void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& given,
+                   const Quantizer& quantizer, Group& group) {
+  const kernel_ops::MadeInMemory kept(made);  // the scale of the tensor comes before the first code
+  kernels::cpu::nvfp4_quantize_made(kept.rows(), scaling_of(quantizer, given),
+                                    output(group, Direction::row), output(group, Direction::column),
+                                    amax_in(group));
 }
 
 /// Groups of 16 of the last dimension, rotated: sums in float64 in the order of kernels::hadamard.
@@ -223,6 +236,7 @@ const ScalingDef kFp4Scaling{
     .has_stochastic_rounding = true,
     .quantize = quantize,
     .reference = reference,
+    .quantize_made = quantize_made,
 };
 
 }  // namespace tandem

@@ -16,6 +16,7 @@
 #include "kernel_ops/operands.h"
 #include "kernel_ops/shapes.h"
 #include "kernels/mxfp8.h"
+#include "kernels/quantize_made.h"
 
 namespace tandem {
 

@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "kernel_ops/checks.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/made.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/register.h"
@@ -72,75 +72,39 @@ void check_row_shape(std::string_view op, const Tensor& x, const Tensor& paramet
 
 float* statistics_out(const Tensor& tensor) { return tensor.data_ptr<float>(); }
 
-GroupMask group_mask(const std::array<bool, 4>& output_mask) {
-  return {output_mask[1], output_mask[2], output_mask[3]};
-}
-
-/// The last results of a norm that quantizes.
-template <size_t N>
-Group group_of(const Results<N>& results) {
-  Group group;
-  std::copy(results.end() - group_size, results.end(), group.begin());
-  return group;
-}
-
-/// `count` rows from `first` on.
-kernels::ConstRows rows_from(kernels::ConstRows whole, size_t first, size_t count) {
-  const size_t offset = first * whole.stride * bytes_per_element(whole.element);
-  whole.data = static_cast<const std::byte*>(whole.data) + offset;
-  whole.rows = count;
-  return whole;
-}
-
 /// A norm whose result is quantized.
 struct NormToQuantize {
   kernels::ConstRows x;
   kernels::ConstVector weight, bias;
   kernels::cpu::NormOptions options;
   kernels::Element y_element;
-  /// null where it is not wanted.
-  kernels::Rows y;
-  /// LayerNorm, which has a mean.
-  bool is_centered = false;
-  float* mean = nullptr;
-  float* inv_norm = nullptr;
+  /// null for RMSNorm.
+  float* mean;
+  float* inv_norm;
 };
 
-void run_norm(const NormToQuantize& norm) {
-  if (norm.is_centered) {
-    kernels::cpu::layer_norm_forward(norm.x, norm.weight, norm.bias, norm.options, norm.y,
-                                     norm.mean, norm.inv_norm);
-  } else {
-    kernels::cpu::rms_norm_forward(norm.x, norm.weight, norm.options, norm.y, norm.inv_norm);
-  }
-}
-
 /// The norm of some rows, to contiguous memory.
-void run_norm_of_rows(NormToQuantize norm, size_t first, size_t count, void* to) {
-  norm.x = rows_from(norm.x, first, count);
-  norm.y = {to, norm.y_element, count, norm.x.cols, norm.x.cols};
-  if (norm.mean != nullptr) norm.mean += first;
-  norm.inv_norm += first;
-  run_norm(norm);
+void run_norm_of_rows(const NormToQuantize& norm, size_t first, size_t count, void* to) {
+  const kernels::ConstRows x = rows_from(norm.x, first, count);
+  const kernels::Rows y{to, norm.y_element, count, x.cols, x.cols};
+  if (norm.mean != nullptr) {
+    kernels::cpu::layer_norm_forward(x, norm.weight, norm.bias, norm.options, y, norm.mean + first,
+                                     norm.inv_norm + first);
+  } else {
+    kernels::cpu::rms_norm_forward(x, norm.weight, norm.options, y, norm.inv_norm + first);
+  }
 }
 
-/// Runs a norm and quantizes y, rows of it while they are in the cache where a kernel can, else one
-/// after the other.
-void norm_quantize(NormToQuantize norm, const Tensor& x, const Tensor& weight,
-                   const std::optional<Tensor>& given, const Quantizer& quantizer, Tensor y,
-                   Group group) {
-  // Codes of a column lie along the last dimension but one of y, which a row then goes beyond.
-  if (weight.dim() == 1) {
-    const kernels::Rows of_y{norm.y.data, norm.y_element, norm.x.rows, norm.x.cols, norm.x.cols};
-    const auto make = [&](size_t first, size_t count, void* to) {
-      run_norm_of_rows(norm, first, count, to);
-    };
-    if (quantize_made({of_y, make}, given, quantizer, group)) return;
-  }
-  if (!y.defined()) y = empty_cpu(x.sizes(), weight.scalar_type());
-  norm.y = rows_out(y, weight.dim());
-  run_norm(norm);
-  quantizer.scaling->quantize(y, given, quantizer, group);
+/// Runs a norm and quantizes y, of the sizes of x.
+void norm_quantize(const NormToQuantize& norm, const Tensor& x, const std::optional<Tensor>& given,
+                   const Quantizer& quantizer, const Tensor& y, Group group) {
+  const auto make = [&](size_t first, size_t count, void* to) {
+    run_norm_of_rows(norm, first, count, to);
+  };
+  make_and_quantize({.y = {nullptr, norm.y_element, norm.x.rows, norm.x.cols, norm.x.cols},
+                     .make = make,
+                     .sources = {norm.x}},
+                    y, x.sym_sizes(), given, quantizer, std::move(group));
 }
 
 /// The bias of a norm has the shape of its weight.
@@ -404,9 +368,9 @@ void RmsNormQuantize::cpu(const Tensor& x, const Tensor& weight, const std::opti
                  .bias = {},
                  .options = options,
                  .y_element = element_of(weight.scalar_type()),
-                 .y = rows_out(results[0]),
+                 .mean = nullptr,
                  .inv_norm = inv_rms},
-                x, weight, given, quantizer, results[0], group_of(results));
+                x, given, quantizer, results[0], group_of(results));
 }
 
 Results<2 + group_size> RmsNormQuantize::reference(const Tensor& x, const Tensor& weight,
@@ -444,11 +408,9 @@ void LayerNormQuantize::cpu(const Tensor& x, const Tensor& weight, const Tensor&
                  .bias = beta,
                  .options = options,
                  .y_element = element_of(weight.scalar_type()),
-                 .y = rows_out(results[0]),
-                 .is_centered = true,
                  .mean = mean,
                  .inv_norm = inv_std},
-                x, weight, given, quantizer, results[0], group_of(results));
+                x, given, quantizer, results[0], group_of(results));
 }
 
 Results<3 + group_size> LayerNormQuantize::reference(const Tensor& x, const Tensor& weight,

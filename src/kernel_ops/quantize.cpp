@@ -158,14 +158,6 @@ Results<1> ScaleProduct::reference(const Tensor& product, const std::optional<Te
   return {scaled.to(dtype)};
 }
 
-bool quantize_made(const kernels::cpu::MadeRows& y, const std::optional<Tensor>& given,
-                   const Quantizer& quantizer, Group& group) {
-  const bool has_codes = group[row_codes].defined() || group[column_codes].defined();
-  if (!has_codes || quantizer.scaling->quantize_made == nullptr) return false;
-  quantizer.scaling->quantize_made(y, given, quantizer, group);
-  return true;
-}
-
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<Quantize>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kGiven>::these, Quantize::cpu}});

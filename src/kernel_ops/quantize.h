@@ -85,9 +85,4 @@ struct ScaleProduct {
                               const std::optional<Tensor>& b_scale, at::ScalarType dtype);
 };
 
-/// Quantizes the rows of `y` while they are made, with the same bits as Quantize. On the CPU.
-/// False, and nothing is done, where the kind of scale cannot, or nobody wants codes.
-bool quantize_made(const kernels::cpu::MadeRows& y, const std::optional<Tensor>& given,
-                   const Quantizer& quantizer, Group& group);
-
 }  // namespace tandem::kernel_ops

@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "kernel_ops/block_scaling.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/made.h"
 #include "kernel_ops/operands.h"
 #include "kernels/quantize.h"
 
@@ -97,14 +97,8 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
 
 void quantize_current_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
                            const Quantizer& quantizer, Group& group) {
-  kernels::cpu::MadeRows kept = made;
-  Tensor memory;  // the scale needs all of y before the first code
-  if (!kept.y) {
-    const size_t size = kept.y.rows * kept.y.cols * bytes_per_element(kept.y.element);
-    memory = kernel_ops::empty_cpu({static_cast<int64_t>(size)}, at::kByte);
-    kept.y.data = memory.data_ptr();
-  }
-  kernels::cpu::quantize_current_made(kept, options_of(quantizer), Target(group).out);
+  const kernel_ops::MadeInMemory kept(made);  // the scale needs all of y before the first code
+  kernels::cpu::quantize_current_made(kept.rows(), options_of(quantizer), Target(group).out);
 }
 
 void quantize_delayed_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& scale,

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "kernels/partial_sums.h"
 #include "kernels/views.h"
 #include "tandem/activations.h"
 
@@ -90,6 +91,11 @@ void glu_forward(const Function& function, ConstRows x, ConstVector bias, Elemen
 /// grad_z = [grad_y * b * act'(a), grad_y * act(a)]; grad_bias and y as in activation_backward.
 void glu_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                   Vector grad_bias, Rows y);
+
+/// Either of these backwards for some rows of a matrix, added to the sums of their blocks:
+/// with add_partial_sums of all of them the same bits. Optional: sums, y.
+void some_rows_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows z,
+                        Rows grad_z, const PartialSums& part, Rows y);
 
 /// y = act(x) * row_factors, of a gated unit glu(x) * row_factors: one rounding more than these
 /// have, none between.

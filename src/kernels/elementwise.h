@@ -1,6 +1,7 @@
 // Sums, scaling and dropout: one pass over memory each.
 #pragma once
 
+#include "kernels/partial_sums.h"
 #include "kernels/views.h"
 
 namespace tandem::kernels::cpu {
@@ -14,6 +15,11 @@ void multiply_twice(ConstRows x, float a, float b, Rows out);
 
 /// sums[c] = sum over rows of x[r, c], in float32, rounded once; 0 for no rows.
 void sum_rows(ConstRows x, Vector sums);
+
+/// The same by parts: adds rows of a matrix to the sums of their blocks; and sums[c] = what all
+/// `rows` rows have given. Together the bits of sum_rows.
+void sum_some_rows(ConstRows x, const PartialSums& part);
+void add_partial_sums(const PartialSums& part, size_t rows, Vector sums);
 
 /// out = keep ? x * factor : 0, factor = 1 / (1 - p) rounded to float32, with keep = u >= p and u =
 /// (word >> 8) * 2^-24; word e of Philox4x32-10 with key = seed and counter e / 4, word e % 4, e

@@ -1,7 +1,6 @@
 // RMSNorm and LayerNorm over the last dimension, forward and backward.
 #pragma once
 
-#include "kernels/quantize.h"
 #include "kernels/views.h"
 
 namespace tandem::kernels::cpu {

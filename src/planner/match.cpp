@@ -70,7 +70,7 @@ void check_named(const Fusion& fusion, size_t place, std::string_view name,
                     "\". Register the op before the fusion, or name another step.");
 }
 
-/// `names`: what the steps of a pattern's place write, or read; empty where only the planner knows.
+/// `names`: what the steps of a pattern's place write or read; empty where only the planner knows.
 void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                 const std::set<std::string_view>& names, std::string_view link) {
   TORCH_CHECK_VALUE(link.empty() || link == kAnyRead || names.empty() || names.contains(link),
@@ -84,11 +84,14 @@ size_t source_of(const PatternStep& pattern, size_t place) {
   return pattern.source == npos ? place - 1 : pattern.source;
 }
 
-/// The value through which a chain leaves a step on the way to `next`.
+/// The value through which a chain leaves a step on the way to `next`: of a name that the step does
+/// not write, what it reads.
 Value link_from(const Step& step, const PatternStep& next) {
   const size_t write =
       next.result.empty() ? step.main_write : position(step.write_names, next.result);
-  return write < step.writes.size() ? step.writes[write] : Value::none;
+  if (write < step.writes.size()) return step.writes[write];
+  const size_t read = position(step.read_names, next.result);
+  return read < step.reads.size() ? step.reads[read] : Value::none;
 }
 
 /// Whether a step takes the chain up where `pattern` says: a sum by either of its terms.
@@ -125,7 +128,7 @@ Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
 }  // namespace
 
 void check_pattern(const Fusion& fusion) {
-  std::vector<std::set<std::string_view>> written;  // by the steps before
+  std::vector<std::set<std::string_view>> linked;  // what the steps before write, and read
   for (size_t place = 0; place < fusion.pattern.size(); ++place) {
     const PatternStep& pattern = fusion.pattern[place];
     TORCH_CHECK_VALUE(pattern.source == npos || pattern.source < place, "fusion \"", fusion.name,
@@ -146,10 +149,11 @@ void check_pattern(const Fusion& fusion) {
       });
     }
     if (place > 0)
-      check_link(fusion, place, "the step before", written[source_of(pattern, place)],
+      check_link(fusion, place, "the step before", linked[source_of(pattern, place)],
                  pattern.result);
     check_link(fusion, place, "its own", reads, pattern.operand);
-    written.push_back(std::move(writes));
+    linked.push_back(std::move(writes));
+    if (!linked.back().empty()) linked.back().insert(reads.begin(), reads.end());
   }
 }
 

@@ -41,6 +41,10 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                                               "linear_bias_add",
                                               "linear_bias_glu",
                                               "linear_bias_activation",
+                                              "linear_bias_activation_quantize",
+                                              "linear_bias_glu_quantize",
+                                              "bias_activation_quantize",
+                                              "bias_glu_quantize",
                                               "linear_add",
                                               "linear_glu",
                                               "linear_activation",
@@ -65,6 +69,9 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                                               "glu_backward_bias",
                                               "glu_backward_quantize",
                                               "activation_backward_quantize",
+                                              "glu_backward_bias_quantize",
+                                              "activation_backward_bias_quantize",
+                                              "bias_backward_quantize",
                                               "dropout_backward_bias",
                                               "activation_backward_bias"}));
 }

@@ -8,7 +8,11 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <thread>
 
+#include "kernels/partial_sums.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 #include "support/thread_pool.h"
@@ -41,7 +45,8 @@ MadeRows copies_of(const Matrix& x, Matrix* kept) {
                           static_cast<const std::byte*>(from.data) +
                               (first + r) * from.stride * bytes_per_element(from.element),
                           bytes);
-          }};
+          },
+          {from}};
 }
 
 /// All that one of the functions writes.
@@ -86,7 +91,8 @@ class QuantizeMade : public ::testing::TestWithParam<int64_t> {
           run(x.view(), nullptr, expected);
           Matrix kept(element, x.rows(), x.cols());
           for (Matrix* memory : {static_cast<Matrix*>(nullptr), &kept}) {
-            const MadeRows made = copies_of(x, memory);
+            MadeRows made = copies_of(x, memory);
+            if (memory == nullptr) made.in_order = kernels::sum_block_rows(x.rows());
             Written got;
             run(x.view(), &made, got);
             EXPECT_TRUE(got == expected) << name_of(element) << " " << rows << "x" << cols
@@ -176,6 +182,83 @@ TEST_P(QuantizeMade, WithAScaleOfItsOwn) {
                                       {got.code(0, x.view()), &got.numbers[0], &got.numbers[1]});
   EXPECT_TRUE(got == expected);
   EXPECT_EQ(kept.bits(), x.bits());
+}
+
+TEST_P(QuantizeMade, InFp4Blocks) {
+  const ScopedTarget target(GetParam());
+  for (const kernels::Fp4Scaling& scaling :
+       {kernels::Fp4Scaling{}, kernels::Fp4Scaling{.square_blocks = true},
+        kernels::Fp4Scaling{.rotates_columns = true, .stochastic = true, .seed = 5, .offset = 2}})
+    for (const Element element : kElements)
+      for (const auto& [rows, cols] : {std::pair{0, 5}, std::pair{1, 1}, std::pair{300, 700}}) {
+        const Matrix x =
+            Matrix::random(element, static_cast<size_t>(rows), static_cast<size_t>(cols), 0, 11);
+        Matrix kept(element, x.rows(), x.cols());
+        const auto run = [&](Written& to, const auto& quantize) {
+          std::array<float, 2> amaxes{-1.0f, -1.0f};
+          std::array<kernels::Fp4Output, 2> out;
+          for (const size_t i : {0u, 1u}) {
+            const auto direction = static_cast<kernels::Fp4Direction>(i);
+            to.codes[i].assign(kernels::fp4_code_shape(direction, x.rows(), x.cols()).size() + 1,
+                               kUnwritten);
+            out[i] = {to.codes[i].data(),
+                      to.scale<uint8_t>(
+                          i, kernels::fp4_scale_shape(direction, x.rows(), x.cols()).size()),
+                      &amaxes[i]};
+          }
+          quantize(out[0], out[1], &to.numbers[0]);
+          to.numbers[1] = amaxes[0] + 2 * amaxes[1];
+        };
+        Written expected, got;
+        run(expected, [&](auto row, auto column, float* amax) {
+          kernels::cpu::nvfp4_quantize(x.view(), scaling, row, column, amax);
+        });
+        run(got, [&](auto row, auto column, float* amax) {
+          kernels::cpu::nvfp4_quantize_made(copies_of(x, &kept), scaling, row, column, amax);
+        });
+        EXPECT_TRUE(got == expected) << name_of(element) << " " << rows << "x" << cols;
+        EXPECT_EQ(kept.bits(), x.bits());
+      }
+}
+
+TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
+  const ScopedTarget target(GetParam());
+  const ScopedThreadPool pool(3);
+  for (const auto& [rows, cols] :
+       {std::pair{300, 5}, std::pair{1100, 700}, std::pair{1100, 3}, std::pair{5000, 70}}) {
+    const Matrix x = Matrix::random(Element::bfloat16, static_cast<size_t>(rows),
+                                    static_cast<size_t>(cols), 0, 3);
+    Matrix kept(x.element(), x.rows(), x.cols());
+    std::vector<uint8_t> codes(x.size());
+    float numbers[2];
+    for (const size_t kind : {0u, 1u, 2u, 3u}) {
+      MadeRows made = copies_of(x, &kept);
+      made.in_order = kernels::sum_block_rows(x.rows());
+      std::mutex lock;
+      std::map<size_t, std::pair<std::thread::id, size_t>> next_of_block;
+      made.make = [&, copy = made.make](size_t first, size_t count, void* to) {
+        copy(first, count, to);
+        const std::scoped_lock locked(lock);
+        for (size_t r = first; r < first + count; ++r) {
+          const auto [place, is_first] = next_of_block.try_emplace(
+              r / made.in_order, std::this_thread::get_id(), r / made.in_order * made.in_order);
+          EXPECT_EQ(place->second.first, std::this_thread::get_id()) << "row " << r;
+          EXPECT_EQ(place->second.second++, r) << is_first;
+        }
+      };
+      if (kind == 0) {
+        kernels::cpu::mxfp8_quantize_made(made, {}, {}, {}, numbers);
+      } else if (kind == 1) {
+        kernels::cpu::fp8_block_quantize_made(made, {}, {}, {}, {}, numbers);
+      } else if (kind == 2) {
+        kernels::cpu::quantize_delayed_made(made, Fp8Format::e4m3, 2.0f,
+                                            {codes.data(), &numbers[0], &numbers[1]});
+      } else {
+        EXPECT_GT(kernels::cpu::amax_made(made), 0.0f);
+      }
+      EXPECT_EQ(next_of_block.size(), kernels::sum_blocks(x.rows())) << kind;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, QuantizeMade, ::testing::ValuesIn(all_targets()),

@@ -257,7 +257,7 @@ TEST(PatternErrors, StepsThatNoOpHas) {
       registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("z", "x")}),
       ThrowsText<c10::ValueError>(
           "fusion \"test_steps\": expected step 1 of its pattern to be reached through one "
-          "of y of the step before, got \"z\". Name one of them."));
+          "of x, y of the step before, got \"z\". Name one of them."));
   EXPECT_THAT(
       registering(Pass::forward, {"silu", PatternStep("add_extra_input").through("y", "other")}),
       ThrowsText<c10::ValueError>("to be reached through one of extra, x of its own, got "

@@ -258,13 +258,16 @@ def test_errors(make, kind, text):
 
 @pytest.mark.parametrize("recipe", sorted({"Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"}))
 @pytest.mark.parametrize("unit", ["SwiGLU", "GELU"])
-def test_gradients_of_units_go_to_codes_in_their_kernel(unit, recipe):
+@pytest.mark.parametrize("bias", [False, True])
+def test_units_and_their_gradients_go_to_codes_in_their_kernels(bias, unit, recipe):
     wide = 96 if unit == "SwiGLU" else 48
     box = tandem.ops.Sequential(
-        tandem.ops.Linear(32, wide, bias=False), getattr(tandem.ops, unit)(), tandem.ops.Linear(48, 32, bias=False)
+        tandem.ops.Linear(32, wide, bias=bias), getattr(tandem.ops, unit)(), tandem.ops.Linear(48, 32, bias=bias)
     )
     x = torch.randn(64, 32, requires_grad=True)
     with tandem.autocast(recipe=getattr(tandem.recipe, recipe)()):
         assert box.verify(x), box.verify(x)
-        text = box.explain()
-    assert f"{'glu' if unit == 'SwiGLU' else 'activation'}_backward_quantize at 1.{unit.lower()}.backward + quantize" in text
+        made = box.fusions_made()
+    kind = "glu" if unit == "SwiGLU" else "activation"
+    expected = {f"linear_bias_{kind}_quantize", f"{kind}_backward_bias_quantize", "bias_backward_quantize"}
+    assert set(made) >= (expected if bias else {f"{kind}_quantize", f"{kind}_backward_quantize"}), made

@@ -325,9 +325,10 @@ class InRegion(torch.nn.Module):
 
 
 def quantized_in(program):
-    """Shapes of what the program quantizes."""
+    """Shapes of what the program quantizes, by itself or together with the activation before."""
     nodes = program.run_decompositions().graph.nodes
-    return [tuple(node.args[0].meta["val"].shape) for node in nodes if node.target == torch.ops.tandem.quantize.default]
+    quantizing = (torch.ops.tandem.quantize.default, torch.ops.tandem.activation_quantize.default)
+    return [tuple(node.args[0].meta["val"].shape) for node in nodes if node.target in quantizing]
 
 
 def linears():

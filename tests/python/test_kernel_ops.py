@@ -47,9 +47,9 @@ def cases(layout="contiguous", dtype=torch.float32):
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     return {
         "activation_backward": [y, x, "gelu", [True, True, True]],
-        "activation_backward_quantize": [y, x, None, "gelu", "fp8_e5m2", [True] * 5],
+        "activation_backward_quantize": [y, x, None, "gelu", "fp8_e5m2", [True] * 6],
         "activation_forward": [x, bias, "silu", [True, True]],
-        "activation_quantize": [x, None, "gelu", "fp8_e4m3", [True, True, True, True]],
+        "activation_quantize": [x, bias, None, "gelu", "fp8_e4m3", [True] * 5],
         "add_bias": [x, bias, y],
         "add_scaled_bias": [x, bias, -0.75, y],
         "add_norm_forward": [x, y, weight, bias, 1e-5, False, [True]],
@@ -62,9 +62,9 @@ def cases(layout="contiguous", dtype=torch.float32):
         "dropout_backward_bias": [y, SEED, 0.25, dtype, [True, True]],
         "dropout_add": [x, bias, SEED, 0.25, y],
         "glu_backward": [y, wide, "silu", [True, True, True]],
-        "glu_backward_quantize": [y, wide, None, "silu", "mxfp8_e5m2", [True] * 5],
+        "glu_backward_quantize": [y, wide, None, "silu", "mxfp8_e5m2", [True] * 6],
         "glu_forward": [wide, None, "gelu", [False, True]],
-        "glu_quantize": [wide, None, "silu", "fp8_e4m3", [True, True, True, True]],
+        "glu_quantize": [wide, None, None, "silu", "fp8_e4m3", [True] * 5],
         "grouped_amaxes": [flat, splits, 3],
         "grouped_grad_weight": [flat_y, flat, splits, 3, "fp8_e5m2", "fp8_e4m3"],
         "grouped_grad_bias": [flat_y, splits, rows.reshape(-1).to(dtype), 3],
@@ -89,6 +89,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
         "sum_rows": [x, dtype],
+        "sum_rows_quantize": [x, None, dtype, "mxfp8_e4m3", [True] * 3],
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max"],
         "weight_codes": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
     }

@@ -158,10 +158,11 @@ void backward_buffered(const Act& act, const Backward& b, size_t r, size_t first
   });
 }
 
-template <bool kGated>
-void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
-              Vector grad_bias, Rows y) {
-  if (!kGated && !grad_bias && is_flat(grad_y) && is_flat(z) && is_flat(grad_z) && is_flat(y)) {
+/// `sum_over(body)`, where sums are wanted, calls body(row, sums) for every row.
+template <bool kGated, typename SumOver>
+void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z, Rows y,
+              bool sums_up, const SumOver& sum_over) {
+  if (!kGated && !sums_up && is_flat(grad_y) && is_flat(z) && is_flat(grad_z) && is_flat(y)) {
     flatten(grad_y);
     flatten(z);
     flatten(grad_z);
@@ -179,9 +180,8 @@ void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad
       else
         backward_buffered<kGated>(act, b, r, c, count, sums, nullptr);
     };
-    if (grad_bias) {
-      for_each_row_summing(grad_y.rows, grad_z.cols, grad_bias,
-                           [&](size_t r, float* sums) HWY_ATTR { run(r, 0, grad_y.cols, sums); });
+    if (sums_up) {
+      sum_over([&](size_t r, float* sums) HWY_ATTR { run(r, 0, grad_y.cols, sums); });
     } else {
       for_each_piece(grad_y.rows, grad_y.cols,
                      [&](size_t r, size_t c, size_t count) HWY_ATTR { run(r, c, count, nullptr); });
@@ -212,14 +212,35 @@ void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
   });
 }
 
+template <bool kGated>
+void backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
+                     Vector grad_bias, Rows y) {
+  backward<kGated>(function, grad_y, z, grad_z, y, static_cast<bool>(grad_bias),
+                   [&](const auto& body) HWY_ATTR {
+                     for_each_row_summing(grad_z.rows, grad_z.cols, grad_bias, body);
+                   });
+}
+
 void activation_backward_target(const Function& function, ConstRows grad_y, ConstRows z,
                                 Rows grad_z, Vector grad_bias, Rows y) {
-  backward<false>(function, grad_y, z, grad_z, grad_bias, y);
+  backward_target<false>(function, grad_y, z, grad_z, grad_bias, y);
 }
 
 void glu_backward_target(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y) {
-  backward<true>(function, grad_y, z, grad_z, grad_bias, y);
+  backward_target<true>(function, grad_y, z, grad_z, grad_bias, y);
+}
+
+void some_rows_backward_target(const Function& function, bool is_gated, ConstRows grad_y,
+                               ConstRows z, Rows grad_z, const PartialSums& part, Rows y) {
+  const auto sum_over = [&](const auto& body)
+                            HWY_ATTR { for_each_row_summing(grad_z.rows, part, body); };
+  const bool sums_up = static_cast<bool>(part);
+  if (is_gated) {
+    backward<true>(function, grad_y, z, grad_z, y, sums_up, sum_over);
+  } else {
+    backward<false>(function, grad_y, z, grad_z, y, sums_up, sum_over);
+  }
 }
 
 void scaled_backward_target(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,
@@ -236,6 +257,7 @@ namespace tandem::kernels::cpu {
 
 HWY_EXPORT(activation_backward_target);
 HWY_EXPORT(glu_backward_target);
+HWY_EXPORT(some_rows_backward_target);
 HWY_EXPORT(scaled_backward_target);
 
 void activation_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
@@ -246,6 +268,11 @@ void activation_backward(const Function& function, ConstRows grad_y, ConstRows z
 void glu_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                   Vector grad_bias, Rows y) {
   HWY_DYNAMIC_DISPATCH(glu_backward_target)(function, grad_y, z, grad_z, grad_bias, y);
+}
+
+void some_rows_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows z,
+                        Rows grad_z, const PartialSums& part, Rows y) {
+  HWY_DYNAMIC_DISPATCH(some_rows_backward_target)(function, is_gated, grad_y, z, grad_z, part, y);
 }
 
 void scaled_backward(const Function& function, bool is_gated, ConstRows grad_y, ConstRows x,

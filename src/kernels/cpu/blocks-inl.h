@@ -18,8 +18,8 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/quantize-inl.h"
 #include "kernels/cpu/scratch.h"
+#include "kernels/cpu/source_rows.h"
 #include "kernels/parallel.h"
-#include "kernels/quantize_made.h"
 
 // Whether a block is a whole number of vectors of more than one lane.
 #undef TANDEM_HAS_ELEMENT_PAIRS
@@ -331,16 +331,16 @@ HWY_INLINE void fetch_row(E, ConstRows x, const Tile<kBlock>& tile, size_t r) {
   for (size_t c = 0; c < tile.cols; c += kLine) hwy::Prefetch(from + c);
 }
 
-/// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: meanwhile
-/// `next`, if there is one, is fetched.
+/// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: with each
+/// row `fetch(row)` may bring what comes next into the cache.
 ///
 /// A Scaling has kFormat, kBlock, is_square, row_codes and column_codes (null where nobody wants
 /// them), and makes scales and factors of the amaxes in `work`: scale_rows, scale_columns, of
 /// square blocks scale_squares.
-template <class Scaling, typename E, size_t kBlock = Scaling::kBlock>
-HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile,
-                              const Tile<kBlock>* next, const Scaling& scaling,
-                              TileWork<E, kBlock>& work, Extremes& extremes) {
+template <class Scaling, typename E, typename Fetch, size_t kBlock = Scaling::kBlock>
+HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile, const Fetch& fetch,
+                              const Scaling& scaling, TileWork<E, kBlock>& work,
+                              Extremes& extremes) {
   look_at_tile<false>(element, x, tile, work);
   const bool is_finite = take_extremes(element, x, tile, work, extremes);
   if (scaling.is_square) {
@@ -352,7 +352,7 @@ HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile,
     scaling.scale_columns(element, tile, work);
   }
   for (size_t r = 0; r < tile.rows; ++r) {
-    if (next != nullptr) fetch_row(element, x, *next, r);
+    fetch(r);
     const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
     const size_t to = (tile.row + r) * x.cols + tile.col;
     const auto convert = [&](auto by_row, auto by_column, RowCodes codes) HWY_ATTR {
@@ -386,21 +386,24 @@ HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) 
   // Narrow tiles go to a thread in numbers.
   const auto grain = static_cast<int64_t>(std::max<size_t>(1, kCols / std::max<size_t>(1, x.cols)));
   SharedExtremes shared;
-  parallel_for(
-      0, static_cast<int64_t>(bands * chunks), grain, [&](int64_t first, int64_t last) HWY_ATTR {
-        const ScopedFloatMode mode;
-        Extremes extremes;
-        TileWork<E, kBlock> work;
-        const auto tile_at = [&](int64_t i) {
-          const auto at = static_cast<size_t>(i);
-          return Tile<kBlock>(x, at / chunks * kBlock, at % chunks * kCols);
-        };
-        for (int64_t i = first; i < last; ++i) {
-          const auto tile = tile_at(i), next = tile_at(std::min(i + 1, last - 1));
-          quantize_tile(element, x, tile, i + 1 < last ? &next : nullptr, scaling, work, extremes);
-        }
-        shared.add(extremes);
-      });
+  parallel_for(0, static_cast<int64_t>(bands * chunks), grain,
+               [&](int64_t first, int64_t last) HWY_ATTR {
+                 const ScopedFloatMode mode;
+                 Extremes extremes;
+                 TileWork<E, kBlock> work;
+                 const auto tile_at = [&](int64_t i) {
+                   const auto at = static_cast<size_t>(i);
+                   return Tile<kBlock>(x, at / chunks * kBlock, at % chunks * kCols);
+                 };
+                 for (int64_t i = first; i < last; ++i) {
+                   const auto tile = tile_at(i), next = tile_at(std::min(i + 1, last - 1));
+                   const auto fetch = [&](size_t r) TANDEM_INLINE_LAMBDA {
+                     if (i + 1 < last) fetch_row(element, x, next, r);
+                   };
+                   quantize_tile(element, x, tile, fetch, scaling, work, extremes);
+                 }
+                 shared.add(extremes);
+               });
   return value_of_bits(element, shared.get().amax_bits);
 }
 
@@ -412,24 +415,30 @@ HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scal
   using Stored = typename E::Stored;
   const Rows& y = made.y;
   const size_t cols = y.cols;
-  const size_t height = kBlock * std::max<size_t>(1, kCols / std::max<size_t>(1, cols));
-  const size_t bands = cols == 0 ? 0 : (y.rows + height - 1) / height;
+  const MadeBands bands(made, kBlock * std::max<size_t>(1, kCols / std::max<size_t>(1, cols)));
+  const size_t height = bands.height;
   SharedExtremes shared;
-  parallel_for(0, static_cast<int64_t>(bands), 1, [&](int64_t first, int64_t last) HWY_ATTR {
+  parallel_for(0, static_cast<int64_t>(bands.count), 1, [&](int64_t first, int64_t last) HWY_ATTR {
     Extremes extremes;
     TileWork<E, kBlock> work;
-    for (auto b = static_cast<size_t>(first); b < static_cast<size_t>(last); ++b) {
-      const size_t row = b * height, count = std::min(height, y.rows - row);
+    const size_t end = std::min(y.rows, static_cast<size_t>(last) * bands.together);
+    for (size_t row = static_cast<size_t>(first) * bands.together; row < end; row += height) {
+      const size_t count = std::min(height, end - row);
       Stored* rows = y ? E::at(y.data, row * cols)
                        : reinterpret_cast<Stored*>(scratch(ScratchUse::made, height * cols));
       made.make(row, count, rows);
       const ScopedFloatMode mode;
       const ConstRows band{rows, E::kElement, count, cols, cols};
       const Scaling own = scaling.behind(row, cols);
-      const Tile<kBlock>* none = nullptr;  // what comes next is there
+      const SourceRows next(made, row + count, end);
       for (size_t r = 0; r < count; r += kBlock)
-        for (size_t c = 0; c < cols; c += kCols)
-          quantize_tile(element, band, Tile<kBlock>(band, r, c), none, own, work, extremes);
+        for (size_t c = 0; c < cols; c += kCols) {
+          const Tile<kBlock> tile(band, r, c);
+          const auto fetch = [&](size_t of_tile) TANDEM_INLINE_LAMBDA {
+            next.fetch(r + of_tile, tile.col, tile.cols);
+          };
+          quantize_tile(element, band, tile, fetch, own, work, extremes);
+        }
     }
     shared.add(extremes);
   });

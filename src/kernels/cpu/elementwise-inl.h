@@ -13,6 +13,7 @@
 #include "kernels/cpu/element-inl.h"
 #include "kernels/cpu/scratch.h"
 #include "kernels/parallel.h"
+#include "kernels/partial_sums.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
@@ -108,16 +109,44 @@ HWY_INLINE void accumulate(const float* values, float* sums, size_t count) {
   });
 }
 
-/// Calls `body(row, sums)` for every row, to add the row's columns to `sums` (float32; null where
-/// `totals` is absent), and leaves the totals, rounded once, in `totals`. Blocks of rows are summed
-/// apart and added in order; the blocks depend on `rows` alone.
+/// Calls `body(row, sums)` for each of some rows of a matrix, to add the row's columns to `sums`
+/// (float32; null where none are wanted).
+template <typename Body>
+HWY_INLINE void for_each_row_summing(size_t rows, const PartialSums& part, const Body& body) {
+  const size_t begin = part.first, end = begin + rows, height = part.block_rows;
+  const auto run_blocks = [&](int64_t first, int64_t last) {
+    for (size_t block = static_cast<size_t>(first); block < static_cast<size_t>(last); ++block) {
+      const size_t top = block * height, bottom = std::min(end, top + height);
+      float* sums = part ? part.sums + block * part.cols : nullptr;
+      if (sums && top >= begin) std::fill_n(sums, part.cols, 0.0f);
+      for (size_t r = std::max(begin, top); r < bottom; ++r) body(r - begin, sums);
+    }
+  };
+  const auto first = static_cast<int64_t>(begin / height),
+             last = static_cast<int64_t>((end + height - 1) / height);
+  if (rows * part.cols <= kTaskElements) return run_blocks(first, last);
+  const size_t grain = std::max<size_t>(1, kTaskElements / (height * part.cols));
+  parallel_for(first, last, static_cast<int64_t>(grain),
+               [&](int64_t some, int64_t more) { run_blocks(some, more); });
+}
+
+/// totals = the sums of all `rows` rows of a matrix, rounded once; the first block's may be there.
+HWY_INLINE void add_up(const PartialSums& part, size_t rows, Vector totals) {
+  const size_t cols = part.cols;
+  if (rows == 0) std::fill_n(part.sums, cols, 0.0f);
+  for (size_t block = 1; block < sum_blocks(rows); ++block)
+    accumulate(part.sums + block * cols, part.sums, cols);
+  if (part.sums == totals.data) return;
+  with_element(totals.element, [&](auto element) HWY_ATTR {
+    narrow(element, part.sums, cols, decltype(element)::at(totals.data, 0));
+  });
+}
+
+/// Both for all rows of a matrix. Optional: totals.
 template <typename Body>
 HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, const Body& body) {
   if (cols == 0) return;
-  constexpr size_t kMinBlockRows = 32, kMaxBlocks = 32;
-  const size_t block_rows = std::max(kMinBlockRows, (rows + kMaxBlocks - 1) / kMaxBlocks);
-  const size_t blocks = std::max<size_t>(1, (rows + block_rows - 1) / block_rows);
-
+  const size_t blocks = sum_blocks(rows);
   constexpr size_t kInline = 1024;
   HWY_ALIGN float few[kInline];
   float* partial = nullptr;
@@ -131,28 +160,9 @@ HWY_INLINE void for_each_row_summing(size_t rows, size_t cols, Vector totals, co
     }
   }
 
-  const auto run_blocks = [&](int64_t begin, int64_t end) {
-    for (size_t block = static_cast<size_t>(begin); block < static_cast<size_t>(end); ++block) {
-      float* sums = partial ? partial + block * cols : nullptr;
-      if (sums) std::fill_n(sums, cols, 0.0f);
-      const size_t last = std::min(rows, (block + 1) * block_rows);
-      for (size_t r = block * block_rows; r < last; ++r) body(r, sums);
-    }
-  };
-  if (rows * cols <= kTaskElements) {
-    run_blocks(0, static_cast<int64_t>(blocks));
-  } else {
-    const size_t grain = std::max<size_t>(1, kTaskElements / (block_rows * cols));
-    parallel_for(0, static_cast<int64_t>(blocks), static_cast<int64_t>(grain),
-                 [&](int64_t begin, int64_t end) { run_blocks(begin, end); });
-  }
-
-  if (!totals) return;
-  for (size_t block = 1; block < blocks; ++block) accumulate(partial + block * cols, partial, cols);
-  if (partial == totals.data) return;
-  with_element(totals.element, [&](auto element) HWY_ATTR {
-    narrow(element, partial, cols, decltype(element)::at(totals.data, 0));
-  });
+  const PartialSums all{partial, cols, sum_block_rows(rows)};
+  for_each_row_summing(rows, all, body);
+  if (totals) add_up(all, rows, totals);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE

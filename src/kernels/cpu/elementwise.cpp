@@ -94,18 +94,34 @@ void multiply_twice_target(ConstRows x, float a, float b, Rows out) {
   });
 }
 
+/// Adds a row to the sums of its columns.
+template <typename E>
+HWY_INLINE void add_row(E element, ConstRows x, size_t r, float* into) {
+  const auto* row = element.at(x.data, r * x.stride);
+  const hn::ScalableTag<float> d;
+  for_each_vector(x.cols, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto sum =
+        hn::Add(load_part(Float32{}, d, into + i, part), load_part(element, d, row + i, part));
+    store_part(Float32{}, d, sum, into + i, part);
+  });
+}
+
 void sum_rows_target(ConstRows x, Vector sums) {
   with_element(x.element, [&](auto element) HWY_ATTR {
-    for_each_row_summing(x.rows, x.cols, sums, [&](size_t r, float* into) HWY_ATTR {
-      const auto* row = element.at(x.data, r * x.stride);
-      const hn::ScalableTag<float> d;
-      for_each_vector(x.cols, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-        const auto sum =
-            hn::Add(load_part(Float32{}, d, into + i, part), load_part(element, d, row + i, part));
-        store_part(Float32{}, d, sum, into + i, part);
-      });
-    });
+    for_each_row_summing(x.rows, x.cols, sums,
+                         [&](size_t r, float* into) HWY_ATTR { add_row(element, x, r, into); });
   });
+}
+
+void sum_some_rows_target(ConstRows x, const PartialSums& part) {
+  with_element(x.element, [&](auto element) HWY_ATTR {
+    for_each_row_summing(x.rows, part,
+                         [&](size_t r, float* into) HWY_ATTR { add_row(element, x, r, into); });
+  });
+}
+
+void add_partial_sums_target(const PartialSums& part, size_t rows, Vector sums) {
+  add_up(part, rows, sums);
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -117,6 +133,8 @@ namespace tandem::kernels::cpu {
 HWY_EXPORT(add_bias_target);
 HWY_EXPORT(multiply_twice_target);
 HWY_EXPORT(sum_rows_target);
+HWY_EXPORT(sum_some_rows_target);
+HWY_EXPORT(add_partial_sums_target);
 
 void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out) {
   HWY_DYNAMIC_DISPATCH(add_bias_target)(x, bias, sum_element, extra, out);
@@ -127,6 +145,14 @@ void multiply_twice(ConstRows x, float a, float b, Rows out) {
 }
 
 void sum_rows(ConstRows x, Vector sums) { HWY_DYNAMIC_DISPATCH(sum_rows_target)(x, sums); }
+
+void sum_some_rows(ConstRows x, const PartialSums& part) {
+  HWY_DYNAMIC_DISPATCH(sum_some_rows_target)(x, part);
+}
+
+void add_partial_sums(const PartialSums& part, size_t rows, Vector sums) {
+  HWY_DYNAMIC_DISPATCH(add_partial_sums_target)(part, rows, sums);
+}
 
 }  // namespace tandem::kernels::cpu
 #endif  // HWY_ONCE

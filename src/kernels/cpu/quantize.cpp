@@ -120,13 +120,14 @@ template <typename E, typename Body>
 Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
   using Stored = typename E::Stored;
   const Rows& y = made.y;
-  const size_t block = std::max<size_t>(1, kPart / std::max<size_t>(1, y.cols));
-  const size_t blocks = y.cols == 0 ? 0 : (y.rows + block - 1) / block;
+  const MadeBands bands(made, std::max<size_t>(1, kPart / std::max<size_t>(1, y.cols)));
+  const size_t block = bands.height;
   SharedExtremes shared;
-  parallel_for(0, static_cast<int64_t>(blocks), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, static_cast<int64_t>(bands.count), 1, [&](int64_t begin, int64_t last) {
     Extremes extremes;
-    for (size_t b = static_cast<size_t>(begin); b < static_cast<size_t>(end); ++b) {
-      const size_t first = b * block, count = std::min(block, y.rows - first);
+    const size_t end = std::min(y.rows, static_cast<size_t>(last) * bands.together);
+    for (size_t first = static_cast<size_t>(begin) * bands.together; first < end; first += block) {
+      const size_t count = std::min(block, end - first);
       Stored* rows = y ? E::at(y.data, first * y.cols)
                        : reinterpret_cast<Stored*>(scratch(ScratchUse::made, block * y.cols));
       made.make(first, count, rows);
@@ -228,6 +229,13 @@ void quantize_current(ConstRows x, const CurrentScaling& scaling, Fp8Output out)
   bool has_nan = false;
   HWY_DYNAMIC_DISPATCH(amax_of)(x, largest, has_nan);
   quantize_with_amax(x, largest, has_nan, scaling, out);
+}
+
+float amax_made(const MadeRows& made) {
+  float largest = 0.0f;
+  bool has_nan = false;
+  HWY_DYNAMIC_DISPATCH(amax_while_made)(made, largest, has_nan);
+  return largest;
 }
 
 void quantize_current_made(const MadeRows& made, const CurrentScaling& scaling, Fp8Output out) {

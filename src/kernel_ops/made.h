@@ -1,0 +1,71 @@
+// What a kernel op makes and quantizes in one.
+#pragma once
+
+#include "kernel_ops/format.h"
+#include "kernels/partial_sums.h"
+#include "kernels/quantize_made.h"
+
+namespace tandem::kernel_ops {
+
+/// `count` rows from `first` on; of a view that is absent nothing.
+template <typename View>
+View rows_from(View whole, size_t first, size_t count) {
+  if (!whole) return whole;
+  const size_t offset = first * whole.stride * bytes_per_element(whole.element);
+  if constexpr (std::is_same_v<View, kernels::Rows>) {
+    whole.data = static_cast<std::byte*>(whole.data) + offset;
+  } else {
+    whole.data = static_cast<const std::byte*>(whole.data) + offset;
+  }
+  whole.rows = count;
+  return whole;
+}
+
+/// The sums of a matrix's columns while its rows are made; nothing where nobody wants them.
+class SumsOfMade {
+ public:
+  SumsOfMade(size_t rows, kernels::Vector totals);
+  /// What adds rows from this one on.
+  kernels::PartialSums from_row(size_t row) const { return part_.from_row(row); }
+  /// As of MadeRows.
+  size_t in_order() const { return part_ ? part_.block_rows : 1; }
+  /// Once all rows are made.
+  void finish() const;
+
+ private:
+  size_t rows_;
+  kernels::Vector totals_;
+  Tensor memory_;
+  kernels::PartialSums part_;
+};
+
+/// Makes the rows of y, of these sizes, and writes their codes, with the bits of Quantize. Where
+/// the kind of scale can, y is quantized while rows of it are in the cache, and does not come to
+/// memory unless `y` is defined; else one after the other. On the CPU.
+void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
+                       const std::optional<Tensor>& given, const Quantizer& quantizer, Group group);
+
+/// The same matrix, in memory: this one's own where it had none.
+class MadeInMemory {
+ public:
+  explicit MadeInMemory(kernels::cpu::MadeRows made);
+  const kernels::cpu::MadeRows& rows() const { return made_; }
+
+ private:
+  kernels::cpu::MadeRows made_;
+  Tensor memory_;
+};
+
+/// The last results of what quantizes, and the last places of its mask.
+template <size_t N>
+Group group_of(const Results<N>& results) {
+  Group group;
+  std::copy(results.end() - group_size, results.end(), group.begin());
+  return group;
+}
+template <size_t N>
+GroupMask group_mask(const std::array<bool, N>& output_mask) {
+  return {output_mask[N - 3], output_mask[N - 2], output_mask[N - 1]};
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,36 @@
+// What rows to come are made of, brought into the cache ahead of time.
+#pragma once
+
+#include "hwy/cache_control.h"
+#include "kernels/quantize_made.h"
+
+namespace tandem::kernels::cpu {
+
+/// Rows [first, end) of the sources of what is made.
+class SourceRows {
+ public:
+  SourceRows(const MadeRows& made, size_t first, size_t end)
+      : made_(made), first_(first), end_(end) {}
+
+  /// Starts to fetch what columns [col, col + cols) of the nth row are made of: the same share of
+  /// each source's row, wherever in it the numbers lie.
+  void fetch(size_t n, size_t col, size_t cols) const {
+    if (first_ + n >= end_) return;
+    constexpr size_t kLine = 64;
+    for (const ConstRows& source : made_.sources) {
+      if (!source) continue;
+      const size_t bytes = bytes_per_element(source.element),
+                   begin = col * source.cols / made_.y.cols * bytes,
+                   end = (col + cols) * source.cols / made_.y.cols * bytes;
+      const auto* row =
+          static_cast<const char*>(source.data) + (first_ + n) * source.stride * bytes;
+      for (size_t b = begin; b < end; b += kLine) hwy::Prefetch(row + b);
+    }
+  }
+
+ private:
+  const MadeRows& made_;
+  size_t first_, end_;
+};
+
+}  // namespace tandem::kernels::cpu

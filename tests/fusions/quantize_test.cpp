@@ -1,0 +1,186 @@
+// Fusions of units and biases with the quantizer behind them: that they are made, with the bits of
+// the unfused steps, and why not.
+#include <gmock/gmock.h>
+
+#include "support/plans.h"
+
+namespace tandem::testing {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const char* const kRecipes[] = {"Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
+                                "NVFP4BlockScaling"};
+
+std::string fields_of(const std::string& recipe, const std::string& more = "") {
+  return R"({"recipe": {"name": ")" + recipe + R"("})" + more + "}";
+}
+
+bool is_gated(const std::string& op) { return op.find("glu") != std::string::npos; }
+
+/// Every output and gradient of the fused program has the bits of the unfused one.
+void expect_the_same_bits(const Ops& ops, const Tensors& inputs, const Tensors& params,
+                          const std::string& recipe) {
+  const auto fused = run(ops, inputs, params, fields_of(recipe)),
+             unfused = run(ops, inputs, params, fields_of(recipe, R"(, "fuse": false)"));
+  for (size_t i = 0; i < fused.outputs.size(); ++i)
+    EXPECT_TRUE(same(fused.outputs[i], unfused.outputs[i])) << "output " << i << " " << recipe;
+  for (size_t i = 0; i < fused.gradients.size(); ++i) {
+    ASSERT_EQ(fused.gradients[i].defined(), unfused.gradients[i].defined());
+    if (!fused.gradients[i].defined()) continue;
+    EXPECT_TRUE(same(fused.gradients[i], unfused.gradients[i]))
+        << "gradient " << i << " " << recipe;
+  }
+}
+
+/// linear -> bias -> unit -> linear.
+struct Mlp {
+  explicit Mlp(std::string unit) : op(std::move(unit)) {}
+  Ops ops() const { return {"basic_linear", "bias", op, "basic_linear"}; }
+  Tensors params(at::ScalarType dtype = at::kFloat) const {
+    return {leaf({64, 32}, dtype, 2), leaf({64}, dtype, 3),
+            leaf({32, is_gated(op) ? 32 : 64}, dtype, 4)};
+  }
+  std::string op;
+};
+
+const char* const kUnits[] = {"gelu", "silu", "relu", "swiglu", "geglu"};
+
+TEST(QuantizeFusion, OfAnMlpWithABiasFiresInBothDirections) {
+  for (const std::string op : kUnits) {
+    const Mlp mlp(op);
+    const Planned planned(mlp.ops(), {leaf({32, 32})}, mlp.params(),
+                          fields_of("MXFP8BlockScaling"));
+    const std::string unit = is_gated(op) ? "glu" : "activation";
+    EXPECT_THAT(planned.forward(), HasSubstr("linear_bias_" + unit + "_quantize: x in "));
+    EXPECT_THAT(planned.backward(), HasSubstr(unit + "_backward_bias_quantize: grad of "));
+    EXPECT_THAT(planned.decisions(),
+                Contains("linear_bias_" + unit + "_quantize at 0.basic_linear + 1.bias + 2." + op +
+                         " + quantize: made"));
+    EXPECT_THAT(planned.decisions(), Contains(unit + "_backward_bias_quantize at 2." + op +
+                                              ".backward + 1.bias.grad_bias + quantize: made"));
+  }
+}
+
+TEST(QuantizeFusion, OfAnMlpWithABiasEqualsBitwise) {
+  for (const std::string op : kUnits)
+    for (const std::string recipe : kRecipes)
+      for (const auto dtype : kKernelDtypes)
+        expect_the_same_bits(Mlp(op).ops(), {leaf({32, 32}, dtype)}, Mlp(op).params(dtype), recipe);
+}
+
+TEST(QuantizeFusion, OfAnMlpOfManyRows) {
+  for (const std::string op : {"gelu", "swiglu"})
+    for (const std::string recipe : kRecipes)
+      expect_the_same_bits(Mlp(op).ops(), {leaf({1120, 32}, at::kBFloat16)},
+                           Mlp(op).params(at::kBFloat16), recipe);
+}
+
+TEST(QuantizeFusion, OfAnMlpKeepsWhatTheUnfusedStepsKeep) {
+  for (const std::string op : {"gelu", "swiglu"})
+    EXPECT_TRUE(fused_equals_unfused(Mlp(op).ops(), {leaf({32, 32})}, Mlp(op).params(),
+                                     fields_of("MXFP8BlockScaling")))
+        << op;
+}
+
+TEST(QuantizeFusion, OfAnMlpThroughTheDispatcher) {
+  for (const std::string op : {"gelu", "swiglu"}) {
+    const auto fields = fields_of("Float8CurrentScaling");
+    const auto direct = run(Mlp(op).ops(), {leaf({32, 32})}, Mlp(op).params(), fields),
+               dispatched =
+                   run(Mlp(op).ops(), {leaf({32, 32})}, Mlp(op).params(), fields, Path::dispatch);
+    EXPECT_TRUE(near(direct.outputs, dispatched.outputs));
+    EXPECT_TRUE(near(direct.gradients, dispatched.gradients));
+  }
+}
+
+TEST(QuantizeFusion, OfAFrozenBiasSumsNothing) {
+  Tensors params = Mlp("gelu").params();
+  params[1] = params[1].detach();
+  const Planned planned(Mlp("gelu").ops(), {leaf({32, 32})}, params,
+                        fields_of("MXFP8BlockScaling"));
+  EXPECT_THAT(planned.backward(), HasSubstr("activation_backward_quantize: "));
+  EXPECT_THAT(planned.backward(), Not(HasSubstr("bias_quantize")));
+  expect_the_same_bits(Mlp("gelu").ops(), {leaf({32, 32})}, params, "MXFP8BlockScaling");
+}
+
+TEST(QuantizeFusion, OfABiasBehindNoProduct) {
+  for (const std::string op : kUnits) {
+    const std::string unit = is_gated(op) ? "glu" : "activation";
+    const Ops ops = {"bias", op, "basic_linear"};
+    const auto params = [&](at::ScalarType dtype) {
+      return Tensors{leaf({64}, dtype, 3), leaf({32, is_gated(op) ? 32 : 64}, dtype, 4)};
+    };
+    EXPECT_THAT(Planned(ops, {leaf({32, 64})}, params(at::kFloat), fields_of("MXFP8BlockScaling"))
+                    .forward(),
+                HasSubstr("bias_" + unit + "_quantize: x, "));
+    for (const auto dtype : kKernelDtypes)
+      expect_the_same_bits(ops, {leaf({32, 64}, dtype)}, params(dtype), "MXFP8BlockScaling");
+    expect_the_same_bits(ops, {leaf({32, 64}, at::kBFloat16)}, params(at::kFloat),
+                         "MXFP8BlockScaling");
+  }
+}
+
+TEST(QuantizeFusion, WritesYWhereItIsDemanded) {
+  for (const std::string op : {"gelu", "swiglu"}) {
+    Ops ops = Mlp(op).ops();
+    ops.insert(ops.begin() + 3, "make_extra_output");
+    EXPECT_THAT(
+        Planned(ops, {leaf({32, 32})}, Mlp(op).params(), fields_of("MXFP8BlockScaling")).forward(),
+        ::testing::ContainsRegex("linear_bias_[a-z]*_quantize: .* -> 2." + op + ".y, "));
+    expect_the_same_bits(ops, {leaf({32, 32})}, Mlp(op).params(), "MXFP8BlockScaling");
+  }
+}
+
+TEST(QuantizeFusion, OfAGradientAndTheBiasThatItIsOf) {
+  const Ops ops = {"basic_linear", "bias"};
+  const auto params = [](at::ScalarType dtype) {
+    return Tensors{leaf({64, 32}, dtype, 2), leaf({64}, dtype, 3)};
+  };
+  const Planned planned(ops, {leaf({32, 32})}, params(at::kFloat), fields_of("MXFP8BlockScaling"));
+  EXPECT_THAT(planned.backward(),
+              HasSubstr("bias_backward_quantize: grad of 1.bias.y -> grad of 1.bias.bias, "));
+  EXPECT_THAT(planned.decisions(),
+              Contains("bias_backward_quantize at 1.bias.grad_bias + quantize: made"));
+  for (const std::string recipe : kRecipes)
+    for (const auto dtype : kKernelDtypes)
+      expect_the_same_bits(ops, {leaf({1120, 32}, dtype)}, params(dtype), recipe);
+  EXPECT_TRUE(fused_equals_unfused(ops, {leaf({32, 32})}, params(at::kFloat),
+                                   fields_of("MXFP8BlockScaling")));
+}
+
+TEST(QuantizeFusion, RefusesABiasOfAnotherDtype) {
+  Tensors params = Mlp("gelu").params();
+  params[1] = leaf({64}, at::kBFloat16, 3);
+  const Planned planned(Mlp("gelu").ops(), {leaf({32, 32})}, params,
+                        fields_of("MXFP8BlockScaling"));
+  EXPECT_THAT(planned.decisions(),
+              Contains("linear_bias_activation_quantize at 0.basic_linear + 1.bias + 2.gelu + "
+                       "quantize: the bias is BFloat16 and the product Float"));
+  EXPECT_THAT(planned.decisions(),
+              Contains("activation_backward_bias_quantize at 2.gelu.backward + 1.bias.grad_bias + "
+                       "quantize: the bias is BFloat16 and the activation's input Float"));
+  expect_the_same_bits(Mlp("gelu").ops(), {leaf({32, 32})}, params, "MXFP8BlockScaling");
+}
+
+/// Products are computed on numbers; what is quantized is looked at for its amax alone.
+const std::string kCalibrating = R"({"recipe": {"name": "DelayedScaling", "calibrating": true}})";
+
+TEST(QuantizeFusion, RefusesWhereOnlyTheAmaxIsAskedFor) {
+  const std::string reason = "no codes are asked for, only the amax of what is read as it is";
+  const Planned planned(Mlp("gelu").ops(), {leaf({32, 32})}, Mlp("gelu").params(), kCalibrating);
+  EXPECT_THAT(planned.decisions(),
+              Contains("linear_bias_activation_quantize at 0.basic_linear + 1.bias + 2.gelu + "
+                       "quantize: " +
+                       reason));
+  EXPECT_THAT(planned.forward(), HasSubstr("linear_bias_activation: "));
+  const Planned alone({"bias", "swiglu", "basic_linear"}, {leaf({32, 64})},
+                      {leaf({64}, at::kFloat, 3), leaf({32, 32}, at::kFloat, 4)}, kCalibrating);
+  EXPECT_THAT(alone.decisions(),
+              Contains("bias_glu_quantize at 0.bias + 1.swiglu + quantize: " + reason));
+}
+
+}  // namespace
+}  // namespace tandem::testing

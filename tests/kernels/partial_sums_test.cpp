@@ -1,0 +1,123 @@
+// Sums of columns by parts of the rows: the bits of all rows at once, on every target.
+#include "kernels/partial_sums.h"
+
+#include <gtest/gtest.h>
+
+#include "kernels/activation.h"
+#include "kernels/elementwise.h"
+#include "support/matrix.h"
+#include "support/targets.h"
+
+namespace tandem::testing {
+namespace {
+
+using kernels::ConstRows;
+using kernels::Element;
+using kernels::PartialSums;
+using kernels::Rows;
+
+constexpr bool fits_blocks_of_quantizers() {
+  for (size_t rows = 0; rows < 20000; ++rows) {
+    const size_t block = kernels::sum_block_rows(rows);
+    if (block % 32 != 0 || (block % 128 != 0 && 128 % block != 0)) return false;
+    if (kernels::sum_blocks(rows) > 32) return false;
+    if (kernels::sum_blocks(rows) * block < rows) return false;
+  }
+  return true;
+}
+static_assert(fits_blocks_of_quantizers());
+static_assert(kernels::sum_block_rows(4096) == 128 && kernels::sum_block_rows(4097) == 256);
+
+/// Some rows of a matrix.
+template <typename View>
+View part_of(View whole, size_t first, size_t count) {
+  using Byte = std::conditional_t<std::is_same_v<View, Rows>, uint8_t, const uint8_t>;
+  whole.data =
+      static_cast<Byte*>(whole.data) + first * whole.stride * bytes_per_element(whole.element);
+  whole.rows = count;
+  return whole;
+}
+
+/// Calls `body(first, count)` for parts of a matrix, those of a block of sums in order, the blocks
+/// from the last to the first.
+template <typename Body>
+void for_each_part(size_t rows, const Body& body) {
+  const size_t height = kernels::sum_block_rows(rows);
+  for (size_t block = (rows + height - 1) / height; block-- > 0;) {
+    const size_t end = std::min(rows, (block + 1) * height);
+    for (size_t first = block * height; first < end; first += 7)
+      body(first, std::min<size_t>(7, end - first));
+  }
+}
+
+class SumsByParts : public ::testing::TestWithParam<int64_t> {
+ protected:
+  /// `whole(sums)` gives the sums of all rows at once, `part(first, count, sums)` adds some.
+  template <typename Whole, typename Part>
+  void expect_same_bits(size_t rows, size_t cols, const Whole& whole, const Part& part) {
+    for (const Element element : {Element::float32, Element::bfloat16}) {
+      Matrix expected(element, 1, cols), got(element, 1, cols);
+      whole(expected.vector());
+      std::vector<float> memory(kernels::sum_blocks(rows) * cols, 123.0f);
+      const PartialSums sums{memory.data(), cols, kernels::sum_block_rows(rows)};
+      for_each_part(rows,
+                    [&](size_t first, size_t count) { part(first, count, sums.from_row(first)); });
+      kernels::cpu::add_partial_sums(sums, rows, got.vector());
+      EXPECT_EQ(got.bits(), expected.bits()) << rows << "x" << cols << " " << name_of(element);
+    }
+  }
+};
+
+TEST_P(SumsByParts, OfAMatrix) {
+  const ScopedTarget target(GetParam());
+  for (const size_t rows : {0, 1, 31, 33, 1025, 3001, 9000})
+    for (const Element element : kElements) {
+      const Matrix x = Matrix::random(element, rows, 19, 2, 9);
+      expect_same_bits(
+          rows, 19, [&](kernels::Vector sums) { kernels::cpu::sum_rows(x.view(), sums); },
+          [&](size_t first, size_t count, const PartialSums& sums) {
+            kernels::cpu::sum_some_rows(part_of(x.view(), first, count), sums);
+          });
+    }
+}
+
+TEST_P(SumsByParts, OfGradients) {
+  const ScopedTarget target(GetParam());
+  for (const bool is_gated : {false, true})
+    for (const size_t rows : {1, 33, 1100})
+      for (const Element element : kElements)
+        for (const bool wants_y : {false, true}) {
+          constexpr size_t kCols = 37;
+          const kernels::Function function(kernels::Activation::gelu);
+          const Matrix grad_y = Matrix::random(element, rows, kCols, 0, 4),
+                       z = Matrix::random(Element::bfloat16, rows, kCols * (is_gated ? 2 : 1), 3,
+                                          5);
+          Matrix grad_z(z.element(), rows, z.cols()), y(element, rows, kCols),
+              other_grad_z = grad_z, other_y = y;
+          const auto wanted = [&](Matrix& to) { return wants_y ? to.view() : Rows(); };
+          expect_same_bits(
+              rows, z.cols(),
+              [&](kernels::Vector sums) {
+                const auto run =
+                    is_gated ? &kernels::cpu::glu_backward : &kernels::cpu::activation_backward;
+                run(function, std::as_const(grad_y).view(), std::as_const(z).view(), grad_z.view(),
+                    sums, wanted(y));
+              },
+              [&](size_t first, size_t count, const PartialSums& sums) {
+                Rows of_y = wanted(other_y);
+                if (of_y) of_y = part_of(of_y, first, count);
+                kernels::cpu::some_rows_backward(
+                    function, is_gated, part_of(grad_y.view(), first, count),
+                    part_of(z.view(), first, count), part_of(other_grad_z.view(), first, count),
+                    sums, of_y);
+              });
+          EXPECT_EQ(other_grad_z.bits(), grad_z.bits());
+          EXPECT_EQ(other_y.bits(), y.bits());
+        }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, SumsByParts, ::testing::ValuesIn(all_targets()),
+                         [](const auto& info) { return target_name(info.param); });
+
+}  // namespace
+}  // namespace tandem::testing
