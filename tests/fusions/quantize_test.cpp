@@ -165,22 +165,5 @@ TEST(QuantizeFusion, RefusesABiasOfAnotherDtype) {
   expect_the_same_bits(Mlp("gelu").ops(), {leaf({32, 32})}, params, "MXFP8BlockScaling");
 }
 
-/// Products are computed on numbers; what is quantized is looked at for its amax alone.
-const std::string kCalibrating = R"({"recipe": {"name": "DelayedScaling", "calibrating": true}})";
-
-TEST(QuantizeFusion, RefusesWhereOnlyTheAmaxIsAskedFor) {
-  const std::string reason = "no codes are asked for, only the amax of what is read as it is";
-  const Planned planned(Mlp("gelu").ops(), {leaf({32, 32})}, Mlp("gelu").params(), kCalibrating);
-  EXPECT_THAT(planned.decisions(),
-              Contains("linear_bias_activation_quantize at 0.basic_linear + 1.bias + 2.gelu + "
-                       "quantize: " +
-                       reason));
-  EXPECT_THAT(planned.forward(), HasSubstr("linear_bias_activation: "));
-  const Planned alone({"bias", "swiglu", "basic_linear"}, {leaf({32, 64})},
-                      {leaf({64}, at::kFloat, 3), leaf({32, 32}, at::kFloat, 4)}, kCalibrating);
-  EXPECT_THAT(alone.decisions(),
-              Contains("bias_glu_quantize at 0.bias + 1.swiglu + quantize: " + reason));
-}
-
 }  // namespace
 }  // namespace tandem::testing

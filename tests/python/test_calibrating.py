@@ -169,6 +169,17 @@ def test_calibrating_a_pipeline_writes_no_codes():
     assert " in fp8_" not in text and "dequantize" not in text
 
 
+@pytest.mark.parametrize("biased, fusion, steps", [
+    (True, "linear_bias_activation_quantize", "0.basic_linear + 1.bias + 2.gelu + quantize"),
+    (False, "activation_quantize", "1.gelu + quantize"),
+])
+def test_units_do_not_fuse_with_what_writes_no_codes(biased, fusion, steps):
+    box, x = tandem.ops.Sequential(tandem.ops.Linear(16, 32, bias=biased), tandem.ops.GELU(), tandem.ops.Linear(32, 16)), torch.randn(6, 16)
+    with tandem.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        text = box.explain() if box(x) is not None else ""
+    assert f"{fusion} at {steps}: no codes are asked for, only the amax of what is read as it is" in text, text
+
+
 def test_calibrating_asks_for_no_gradient_that_nobody_wants():
     box, x = ops.Sequential(ops.Linear(8, 8), ops.Linear(8, 8)), inputs(1)[0]
     for parameter in box[0].parameters():
