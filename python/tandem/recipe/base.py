@@ -126,26 +126,33 @@ class Recipe:
             expected = "True or False" if row.type == "flag" else expected
             raise ValueError(f"{self._name}: expected {row.name} to be {expected}, got {value!r}. {row.name}: {row.doc}.")
 
-    def delayed(self) -> bool:
-        return self._name == "DelayedScaling"
+    @classmethod
+    def delayed(cls) -> bool:
+        return cls._name == "DelayedScaling"
 
-    def float8_current_scaling(self) -> bool:
-        return self._name == "Float8CurrentScaling"
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return cls._name == "Float8CurrentScaling"
 
-    def float8_per_tensor_scaling(self) -> bool:
-        return self.delayed() or self.float8_current_scaling()
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return cls.delayed() or cls.float8_current_scaling()
 
-    def float8_block_scaling(self) -> bool:
-        return self._name == "Float8BlockScaling"
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return cls._name == "Float8BlockScaling"
 
-    def mxfp8(self) -> bool:
-        return self._name == "MXFP8BlockScaling"
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return cls._name == "MXFP8BlockScaling"
 
-    def nvfp4(self) -> bool:
-        return self._name == "NVFP4BlockScaling"
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return cls._name == "NVFP4BlockScaling"
 
-    def custom(self) -> bool:
-        return self._name == "CustomRecipe"
+    @classmethod
+    def custom(cls) -> bool:
+        return cls._name == "CustomRecipe"
 
     def to_json(self) -> str:
         """The recipe as canonical JSON: what descriptions of pipelines hold."""

@@ -18,6 +18,7 @@ class Float8CurrentScaling(Recipe):
         fp8_format: formats of the operands.
         amax_epsilon_input, amax_epsilon_weight, amax_epsilon_grad_output: least amax of inputs, weights and gradients, at least 0.
         fp8_dpa, fp8_mha: False; no other value is known yet.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of no meaning: products sum in float32 or wider.
         backward_override: what backward multiplies by: None: codes, of gradients too; "high_precision": the numbers that forward has quantized, which are
             kept; "dequantized": the numbers that the codes of forward stand for, which are kept instead. Gradients are as they are then.
     """
@@ -30,6 +31,9 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    fp8_gemm_fprop: MMParams = MMParams(False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
 
     _only_defaults = (("fp8_dpa", False), ("fp8_mha", False))
 
@@ -54,15 +58,18 @@ class MXFP8BlockScaling(Recipe):
         margin: 0; these scales have no margin.
         fp8_format: formats of the operands.
         enable_2d_quantization: whether blocks of weights are 32 by 32, so that forward and backward see the same codes.
+        fp8_dpa, fp8_mha: False; no other value is known yet.
         backward_override: as of `Float8CurrentScaling`.
     """
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: str | None = None
 
-    _only_defaults = (("margin", 0),)
+    _only_defaults = (("margin", 0), *Float8CurrentScaling._only_defaults)
 
 
 @dataclass(frozen=True)
