@@ -5,15 +5,51 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from typing_extensions import Self
+from torch.compiler import is_dynamo_compiling
 
+from tandem import _C, ops
 from tandem._weights import in_microbatch
-from tandem import ops
 from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_window
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
+from tandem.ops import hooks
 from tandem.ops.arguments import at_default
+
+
+_FORWARD = MultiheadAttention.forward
+
+
+class Tail:
+    """What follows the attention: one pipeline where the parts are ops. No child of the layer: what it consists of has its place already."""
+
+    def __init__(
+        self, attention: Any, proj: torch.nn.Module | None, mlp: torch.nn.Module, last: torch.nn.Module | None, dropout: float
+    ) -> None:
+        """Makes the pipeline.
+
+        Args:
+            attention: what comes before it.
+            proj: the projection behind the attention; None: the attention is called as a module, and has called it.
+            mlp: what comes behind the first residual.
+            last: the norm that comes last, if there is one.
+            dropout: probability with which an element becomes zero before it is added to a residual.
+        """
+        self.attention, self.proj, self.mlp, self.last, self.dropout = attention, proj, mlp, last, dropout
+        self.training = True
+        self.dropped = [ops.Dropout(float(dropout)) for _ in range(2)] if dropout else []
+        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
+        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+        join.set_extra_input_channel(0, "residual")
+        first = [] if proj is None else [proj]
+        behind = [] if last is None else [last]
+        self.pipeline = ops.Sequential(*first, *self.dropped[:1], ops.AddExtraInput(), fork, mlp, *self.dropped[1:], join, *behind)
+
+    def train(self, mode: bool) -> None:
+        """Sets the training flag of what belongs to no other module."""
+        self.training = self.pipeline.training = mode
+        for drop in self.dropped:
+            drop.training = mode
 
 
 class TransformerLayer(torch.nn.Module):
@@ -27,6 +63,8 @@ class TransformerLayer(torch.nn.Module):
     >>> layer(torch.randn(5, 2, 32)).shape
     torch.Size([5, 2, 32])
     """
+
+    _tail: Tail | None = None  # of the parts as the last call found them
 
     def __init__(
         self,
@@ -140,34 +178,50 @@ class TransformerLayer(torch.nn.Module):
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, activation_params=activation_params, **shared
         )
-        last: list[torch.nn.Module] = []
         if output_layernorm:
             norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             self.layernorm = norm(
                 hidden_size, layernorm_epsilon, sequence_parallel, params_dtype, zero_centered_gamma=zero_centered_gamma, device=device
             )
-            last.append(self.layernorm)
-        self.hidden_dropout = float(hidden_dropout)
-        self._make_tail(last)
+        self.hidden_dropout = hidden_dropout
+        self._tail_now()  # errors come before the first tensor
 
-    def _make_tail(self, last: list[torch.nn.Module]) -> None:
-        """From the result of the attention on. No child: what it consists of has its place already."""
-        dropped = [[ops.Dropout(self.hidden_dropout)] if self.hidden_dropout else [] for _ in range(2)]
-        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
-        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
-        join.set_extra_input_channel(0, "residual")
-        middle = [self.self_attention.proj, *dropped[0], ops.AddExtraInput(), fork, self.layernorm_mlp, *dropped[1], join]
-        self.__dict__["_tail"] = ops.Sequential(*middle, *last)
+    def _tail_now(self) -> Tail:
+        """What follows the attention, of the parts and attributes as they are now."""
+        modules = self._modules
+        attention: Any = modules["self_attention"]
+        is_split = (
+            attention.__class__.forward is _FORWARD
+            and "forward" not in attention.__dict__
+            and attention._compiled_call_impl is None
+            and not hooks.any_of(attention)
+            and not hooks.any_of_all_modules()
+        )
+        proj = attention._modules["proj"] if is_split else None
+        mlp, last, dropout, training = modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout, self.training
+        tail = self._tail
+        if (
+            tail is None
+            or tail.attention is not attention
+            or tail.proj is not proj
+            or tail.mlp is not mlp
+            or tail.last is not last
+            or tail.dropout != dropout
+        ):
+            tail = Tail(attention, proj, mlp, last, dropout)
+            self.__dict__["_tail"] = tail
+        if tail.training is not training:
+            tail.train(training)
+        return tail
 
-    def train(self, mode: bool = True) -> Self:
-        """Sets the training flag."""
-        super().train(mode)
-        self._tail.train(mode)
-        return self
+    _traced_tail = property(_C.native_getter(_tail_now))  # as Dynamo sees it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tail"}
 
     def explain(self, format: str = "text") -> str:
         """The plans of what follows the attention, as `tandem.explain` gives them; those before it are `self_attention.layernorm_qkv`'s."""
-        text: str = self._tail.explain(format)
+        text: str = self._tail_now().pipeline.explain(format)
         return text
 
     def forward(
@@ -198,10 +252,26 @@ class TransformerLayer(torch.nn.Module):
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
                 )
-        attention = self.self_attention
-        check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
-        context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
-        y: torch.Tensor = self._tail(context, hidden_states)
+        tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
+        attention = tail.attention
+        if tail.proj is not None:
+            check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
+            context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
+        else:
+            context = attention(
+                hidden_states,
+                attention_mask,
+                attn_mask_type=self_attn_mask_type,
+                window_size=window_size,
+                rotary_pos_emb=rotary_pos_emb,
+                inference_params=inference_params,
+            )
+            if not isinstance(context, torch.Tensor):
+                raise TypeError(
+                    f"{self._get_name()}: expected self_attention to return y alone, got {type(context).__name__}. Build it with "
+                    "return_bias=False and return_layernorm_output=False."
+                )
+        y: torch.Tensor = tail.pipeline(context, hidden_states)
         return y
 
 
