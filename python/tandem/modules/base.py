@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem._quantized_init import quantize_weights
 from tandem._weights import in_microbatch
-from tandem.ops.arguments import Fixed, at_default, flag
+from tandem.ops.arguments import Fixed, flag
 from tandem.ops.collective import _Collective
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
@@ -30,6 +32,14 @@ _NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "R
 def draw(weight: torch.Tensor) -> None:
     """Gives a weight the first values that it has where nobody says more about it: TransformerEngine's."""
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = None) -> AbstractContextManager[Any]:
+    """In which weights are drawn: `fork(name)` of what the function returns; without one the global generator draws."""
+    if get_rng_state_tracker is None:
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = get_rng_state_tracker().fork(name) if name else get_rng_state_tracker().fork()
+    return context
 
 
 class Module(JoinedMixin, CompositeOperation):
@@ -182,9 +192,11 @@ class Module(JoinedMixin, CompositeOperation):
         for part in self.basic_ops:
             if isinstance(part, (LayerNorm, RMSNorm)):
                 part.reset_parameters()
+        tracker, name_of_tracker = self.__dict__.get("get_rng_state_tracker"), self.__dict__.get("rng_tracker_name")
         for name, param in self.named_parameters(recurse=False):
             if name in self._inits:
-                (self._inits[name] or draw)(param)
+                with forked(tracker, name_of_tracker):
+                    (self._inits[name] or draw)(param)
             elif not name.startswith("layer_norm"):
                 torch.nn.init.zeros_(param)
         for name, param in self.named_parameters(recurse=False):
@@ -207,14 +219,6 @@ class Module(JoinedMixin, CompositeOperation):
             raise ValueError(
                 f"{self._get_name()}: expected a module whose output is what the next op takes, got one with return_bias=True. Call it outside "
                 "of the container, or build it with return_bias=False."
-            )
-
-    def _check_call(self, is_first_microbatch: bool | None, **unknown: bool) -> None:
-        at_default(self._get_name(), False, **unknown)
-        if is_first_microbatch is not None and self.fuse_wgrad_accumulation:
-            raise NotImplementedError(
-                f"{self._get_name()}: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got {is_first_microbatch}. Set "
-                "overwrite_main_grad of the weights where main_grad starts anew."
             )
 
     def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
@@ -318,4 +322,4 @@ def names_of(operand: str, split: Rows | None) -> str | Rows:
     return operand if split is None else {f"{part}_{operand}": rows for part, rows in split.items()}
 
 
-__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_group", "draw", "linear_parts", "names_of", "refuse_main_grad"]
+__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_group", "draw", "forked", "linear_parts", "names_of", "refuse_main_grad"]

@@ -10,7 +10,7 @@ import torch
 
 from tandem._weights import in_microbatch
 from tandem import ops
-from tandem.modules.base import Init, check_group, draw
+from tandem.modules.base import Init, check_group, draw, forked
 from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.linear import share
 
@@ -67,12 +67,11 @@ class GroupedLinear(ops.GroupedLinear):
             params_dtype, device: of the parameters.
             parallel_mode: "column": each rank holds a part of the output features; "row": of the input features; None: all.
             delay_wgrad_compute, single_grouped_weight, single_grouped_bias: as for `ops.GroupedLinear`.
-            sequence_parallel, rng_tracker_name, ub_name, save_original_input, name, use_grouped_tensor: not used.
-            get_rng_state_tracker: None; no other value is known yet.
-            ub_overlap_rs, ub_overlap_ag: False, likewise.
+            sequence_parallel, ub_name, save_original_input, name, use_grouped_tensor: not used.
+            get_rng_state_tracker, rng_tracker_name: as for `Linear`.
+            ub_overlap_rs, ub_overlap_ag: False; no other value is known yet.
         """
         op = type(self).__name__
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
         at_default(op, False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
         if parallel_mode not in (None, "column", "row"):
             raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
@@ -88,7 +87,7 @@ class GroupedLinear(ops.GroupedLinear):
             rows = share(op, "out_features", rows, ranks)
         elif parallel_mode == "row":
             columns = share(op, "in_features", columns, ranks)
-        self.__dict__["_init_method"] = init_method or draw
+        self.__dict__.update(_init_method=init_method or draw, get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name)
         super().__init__(
             num_gemms,
             columns,
@@ -128,7 +127,7 @@ class GroupedLinear(ops.GroupedLinear):
         for name, param in self.named_parameters(recurse=False):
             if name in self._main_grad_names:
                 for own in param if self.single_grouped_weight else [param]:
-                    with torch.no_grad():
+                    with torch.no_grad(), forked(self.get_rng_state_tracker, self.rng_tracker_name):
                         self._init_method(own)
             else:
                 torch.nn.init.zeros_(param)
@@ -159,11 +158,6 @@ class GroupedLinear(ops.GroupedLinear):
             out: where y is written; None: a fresh tensor.
             dgrad_out: where the gradient of x is written, likewise.
         """
-        if is_first_microbatch is not None and self.fuse_wgrad_accumulation:
-            raise NotImplementedError(
-                f"{self._get_name()}: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got {is_first_microbatch}. Set "
-                "overwrite_main_grad of the weights where main_grad starts anew."
-            )
         splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(list(m_splits), dtype=torch.int64)
         buffers = {name: value for name, value in (("output", out), ("grad_input", dgrad_out)) if value is not None}
         with in_microbatch(is_first_microbatch) if is_first_microbatch is not None else contextlib.nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
 from tandem._weights import in_microbatch
-from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_window
+from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_unused, check_window
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
@@ -93,6 +94,7 @@ class TransformerLayer(torch.nn.Module):
         sequence_parallel: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
         layer_type: str = "encoder",
         drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False,
@@ -100,6 +102,12 @@ class TransformerLayer(torch.nn.Module):
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
         bias: bool = True,
         activation: str = "gelu",
         activation_params: dict[str, Any] | None = None,
@@ -110,6 +118,7 @@ class TransformerLayer(torch.nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
     ) -> None:
         """Makes the attention and the MLP.
 
@@ -131,19 +140,23 @@ class TransformerLayer(torch.nn.Module):
             attn_input_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
             seq_length, micro_batch_size, name, enc_dec_attn_mask_type, enc_dec_window_size: not used.
             layer_type: "encoder"; no other value is known yet.
-            get_rng_state_tracker: None, likewise.
+            softmax_type: "vanilla", likewise.
+            parallel_attention_mlp, ub_tp_comm_overlap: False, likewise.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: not used: they say how `ub_tp_comm_overlap` overlaps.
+            get_rng_state_tracker: as for `MultiheadAttention`.
             apply_residual_connection_post_layernorm: False, likewise.
             drop_path_rate: 0, likewise.
         """
         super().__init__()
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, False, parallel_attention_mlp=parallel_attention_mlp, ub_tp_comm_overlap=ub_tp_comm_overlap)
         at_default(op, False, apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm)
         at_default(op, "encoder", layer_type=layer_type)
         at_default(op, 0.0, drop_path_rate=drop_path_rate)
         shared: dict[str, Any] = {
             "tp_group": tp_group,
             "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "sequence_parallel": sequence_parallel,
             "set_parallel_mode": set_parallel_mode,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -173,6 +186,7 @@ class TransformerLayer(torch.nn.Module):
             qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope,
             rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=softmax_type,
             **shared,
         )
         self.layernorm_mlp = LayerNormMLP(
@@ -224,16 +238,31 @@ class TransformerLayer(torch.nn.Module):
         text: str = self._tail_now().pipeline.explain(format)
         return text
 
+    def _hidden_containers(self) -> dict[str, ops.Sequential]:
+        """What is no child, for `explain`."""
+        return {"behind the attention": self._tail_now().pipeline}
+
+    def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
+        """The parts and what they are called with, for `verify`."""
+        tail = self._tail_now()
+        if tail.proj is None:
+            yield tail.pipeline, tail.attention(x, *arguments).detach(), x
+            return
+        first, _ = tail.attention._calls_of_parts(x, *arguments)
+        yield first
+        yield tail.pipeline, tail.attention.context(x, *arguments)[0].detach(), x
+
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *,
         self_attn_mask_type: str | None = None,
         window_size: Window | None = None,
+        *,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
+        **unused: Any,
     ) -> torch.Tensor:
         """y, of the shape of x.
 
@@ -241,7 +270,10 @@ class TransformerLayer(torch.nn.Module):
             hidden_states: x, as `attn_input_format` says.
             attention_mask, rotary_pos_emb, inference_params, is_first_microbatch: as for `MultiheadAttention`.
             self_attn_mask_type, window_size: instead of those of the constructor.
+            unused: the other arguments of TransformerEngine at their defaults; no other value is known yet.
         """
+        if unused:
+            check_unused(self._get_name(), **unused)
         if is_first_microbatch is not None:
             with in_microbatch(is_first_microbatch):
                 return self.forward(
