@@ -184,6 +184,7 @@ def prepare_to_load(module: torch.nn.Module, slots: tuple[int, int], state_dict:
     history = state_dict.get(f"{prefix}{NAME}.forward.amax_history")
     if not any(slots) or NAME in module._modules:
         return
+    vars(module).pop(_LOADED_WITHOUT, None)
     if isinstance(history, torch.Tensor) and history.dim() == 2:
         of(vars(module), slots, history.shape[0])
     else:
@@ -191,11 +192,11 @@ def prepare_to_load(module: torch.nn.Module, slots: tuple[int, int], state_dict:
 
 
 def _warn_of_lost_scales() -> None:
-    # One text for all modules: Python shows it once.
+    # One text at one place for all modules: Python shows it once.
     warnings.warn(
         "tandem: expected recipe_state of every module in the state dict that was loaded, got none of one, or a part. Its scales start afresh. "
         "Where the checkpoint has them, call tandem.make_recipe_state(model, recipe) before it is read.",
-        stacklevel=2,
+        stacklevel=1,
     )
 
 

@@ -129,6 +129,7 @@ def test_nothing_is_told_where_nothing_is_lost():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model)
+        fresh.load_state_dict(tandem.Linear(16, 16).state_dict())
         fresh.load_state_dict(model.state_dict())
         step(fresh)
         untouched.load_state_dict(tandem.Linear(16, 16).state_dict())

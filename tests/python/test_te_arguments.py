@@ -138,3 +138,105 @@ def test_other_values_in_a_call_are_refused(name):
             module(x, **{name: "other"})
         with pytest.raises(TypeError, match=f"{type(module).__name__}: expected arguments of its forward, got an unexpected keyword argument 'wrong'."):
             module(x, wrong=1)
+
+
+ATTRIBUTES = {
+    "Linear": {"params_dtype": torch.float32, "name": "n", "weight_names": ("weight",), "bias_names": ("bias",), "apply_bias": True},
+    "LayerNormLinear": {"params_dtype": torch.float32, "name": "n", "weight_names": ("weight",), "apply_bias": True},
+    "LayerNormMLP": {"params_dtype": torch.float32, "name": "n", "activation_params": None},
+    "GroupedLinear": {"params_dtype": torch.float32, "name": "n"},
+    "MultiheadAttention": {"num_attention_heads": 2, "num_gqa_groups": 2, "hidden_size_per_attention_head": 4, "hidden_size_kv": 8, "name": "n"},
+    "TransformerLayer": {
+        "layer_type": "encoder",
+        "self_attn_mask_type": "causal",
+        "attn_input_format": "sbhd",
+        "window_size": None,
+        "output_layernorm": False,
+        "layer_number": None,
+        "name": "n",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_attributes_of_transformer_engine(kind):
+    module = MAKERS[kind](name="n")
+    for name, value in ATTRIBUTES[kind].items():
+        assert getattr(module, name) == value, name
+    module.set_tensor_parallel_group(None)
+
+
+def test_attributes_of_parts_and_activations():
+    split = tandem.Linear(8, 8, parameters_split=("a", "b"), return_bias=True)
+    assert split.weight_names == ("a_weight", "b_weight") and split.bias_names == ("a_bias", "b_bias") and not split.apply_bias
+    assert tandem.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": 2.0}).activation_params == {"limit": 2.0}
+
+
+def test_norms_are_reset_under_their_older_names():
+    made = [tandem.LayerNorm(8), tandem.RMSNorm(8), tandem.LayerNormLinear(8, 8), tandem.LayerNormMLP(8, 8)]
+    for module in made:
+        weight = module.get_parameter("layer_norm_weight" if hasattr(module, "layer_norm_weight") else "weight")
+        with torch.no_grad():
+            weight.fill_(5.0)
+        (module.reset_rms_norm_parameters if isinstance(module, tandem.RMSNorm) else module.reset_layer_norm_parameters)()
+        assert (weight == 1).all()
+
+
+def test_attributes_of_a_layer_count_at_the_next_call():
+    layer, x = tandem.TransformerLayer(8, 16, 2, hidden_dropout=0, attention_dropout=0), torch.randn(3, 2, 8)
+    expected = layer(x, self_attn_mask_type="no_mask")
+    layer.self_attn_mask_type = "no_mask"
+    assert torch.equal(layer(x), expected)
+    layer.window_size = (4, 0)
+    with pytest.raises(NotImplementedError, match="TransformerLayer: expected window_size .* got \\(4, 0\\). Leave positions out with attention_mask."):
+        layer(x)
+    layer.window_size, layer.layer_number = None, 2
+    cache = tandem.InferenceParams(2, 3)
+    with torch.no_grad():
+        layer(x, inference_params=cache)
+    assert [*cache.key_value_memory_dict] == [2]
+    for name, value in (("layer_type", "decoder"), ("output_layernorm", True)):
+        with pytest.raises(ValueError, match=f"TransformerLayer: expected {name}=.*, with which it was built, got {value!r}"):
+            setattr(layer, name, value)
+
+
+def test_another_group_must_have_as_many_ranks(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        layer, x = tandem.TransformerLayer(8, 16, 2, set_parallel_mode=True, tp_group=group, hidden_dropout=0, attention_dropout=0), torch.randn(3, 2, 8)
+        expected = layer(x)
+        layer.set_tensor_parallel_group(torch.distributed.new_group([0]))
+        assert torch.equal(layer(x), expected)
+
+        class Two:
+            group_name = "two"
+
+            def size(self):
+                return 2
+
+        with pytest.raises((ValueError, TypeError), match="Linear: expected"):
+            tandem.Linear(8, 8).set_tensor_parallel_group(Two())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_another_dtype_than_that_of_the_parameters_is_refused(kind):
+    others = ([2, 2],) if kind == "GroupedLinear" else ()
+    sizes = (4, 8) if others else (4, 2, 8)
+    module, x = MAKERS[kind](params_dtype=torch.bfloat16), torch.randn(sizes)
+    with pytest.raises(TypeError, match=r"expected x of dtype torch.bfloat16, that of .*, outside of torch.autocast, got torch.float32. Cast one of them."):
+        module(x, *others)
+    assert module(x.bfloat16(), *others).dtype == torch.bfloat16
+    module.float()
+    with pytest.raises(TypeError, match="expected x of dtype torch.float32, that of .*, outside of torch.autocast, got torch.bfloat16."):
+        module(x.bfloat16(), *others)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x, *others) is not None and module(x.bfloat16(), *others) is not None
+    assert module(x, *others).dtype == torch.float32
+
+
+def test_numbers_of_rows_are_whole():
+    with pytest.raises(TypeError, match="GroupedLinear: expected m_splits of whole numbers, got 4.0. Pass the rows of each group."):
+        tandem.GroupedLinear(2, 8, 8)(torch.randn(8, 8), [4.0, 4])

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from tandem._weights import in_microbatch
 from tandem import ops
-from tandem.modules.base import Init, forked
+from tandem.modules.base import Init, Module, forked
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.linear import share
 from tandem.ops.unit import drop_extra_state
 
@@ -165,6 +165,9 @@ class MultiheadAttention(torch.nn.Module):
     (torch.Size([5, 2, 32]), ['qkv.query_weight', 'qkv.key_weight', 'qkv.value_weight', 'proj.weight'])
     """
 
+    num_attention_heads, num_gqa_groups, hidden_size_per_attention_head = Fixed(), Fixed(), Fixed()
+    hidden_size_q, hidden_size_kv = Fixed(), Fixed()
+
     def __init__(
         self,
         hidden_size: int,
@@ -240,7 +243,8 @@ class MultiheadAttention(torch.nn.Module):
             qk_norm_eps: of these.
             qk_norm_before_rope: whether they come before rotary position embedding.
             rotary_pos_interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
-            name, seq_length, micro_batch_size: not used.
+            name: kept as an attribute.
+            seq_length, micro_batch_size: not used.
             get_rng_state_tracker: as for `Linear`; without `sequence_parallel` the dropout of the attention is drawn in its `fork()` too.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; no other value is known yet.
             softmax_type: "vanilla", likewise.
@@ -261,6 +265,9 @@ class MultiheadAttention(torch.nn.Module):
         _check_format(op, "qkv_format", qkv_format)
         _check_mask(op, attn_mask_type)
         check_window(op, window_size, attn_mask_type)
+        self.num_attention_heads, self.num_gqa_groups, self.hidden_size_per_attention_head = heads, groups, self.channels
+        self.hidden_size_q, self.hidden_size_kv = heads * self.channels, groups * self.channels
+        self.window_size, self.name = window_size, name
         together = flag(op, "set_parallel_mode", set_parallel_mode) and tp_group is not None
         ranks = tp_group.size() if together else 1
         self.num_heads = share(op, "num_attention_heads", heads, ranks)
@@ -376,6 +383,10 @@ class MultiheadAttention(torch.nn.Module):
         y = self._attend(by_head, attention_mask, attn_mask_type or self.attn_mask_type, offset)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Does so of all parts, as `Linear` says."""
+        set_group_inside(self, tp_group)
+
     def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
         """The parts and what they are called with, for `verify`."""
         yield (self.layernorm_qkv if self.input_layernorm else self.qkv), x
@@ -456,13 +467,20 @@ class MultiheadAttention(torch.nn.Module):
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
                 )
-        check_window(self._get_name(), window_size, attn_mask_type or self.attn_mask_type)
+        check_window(self._get_name(), self.window_size if window_size is None else window_size, attn_mask_type or self.attn_mask_type)
         context, normed = self.context(hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params)
         outputs = self.proj(context)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if normed is not None:
             outputs = (*outputs, normed)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def set_group_inside(module: torch.nn.Module, tp_group: Any) -> None:
+    """Calls `set_tensor_parallel_group` of the modules inside."""
+    for part in module.modules():
+        if part is not module and isinstance(part, (Module, MultiheadAttention)):
+            part.set_tensor_parallel_group(tp_group)
 
 
 _UNUSED = {  # what TransformerEngine has further, with its defaults
@@ -500,4 +518,4 @@ def check_window(op: str, window: Window | None, mask_type: str) -> None:
         raise NotImplementedError(f"{op}: expected window_size {allowed[-1]} or None, got {window}. Leave positions out with attention_mask.")
 
 
-__all__ = ["InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_unused", "check_window"]
+__all__ = ["InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_unused", "check_window", "set_group_inside"]

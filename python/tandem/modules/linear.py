@@ -86,14 +86,22 @@ class OneProduct:
 
     parallel_mode, parameters_split = Fixed(), Fixed()
 
+    @property
+    def weight_names(self: Any) -> tuple[str, ...]:
+        """The names of the weight, or of its parts."""
+        return tuple(_each("weight", self.parameters_split))
+
+    @property
+    def bias_names(self: Any) -> tuple[str, ...]:
+        """The names of the bias, or of its parts."""
+        return tuple(_each("bias", self.parameters_split))
+
     def _sharded_dimensions(self: Any) -> dict[str, int]:
         if self.tp_size == 1:
             return {}
-        names = {operand: names_of(operand, self.parameters_split) for operand in ("weight", "bias")}
-        each = {operand: [ours] if isinstance(ours, str) else [*ours] for operand, ours in names.items()}
         if self.parallel_mode == "column":
-            return dict.fromkeys([*each["weight"], *each["bias"]], 0)
-        return dict.fromkeys(each["weight"], 1)
+            return dict.fromkeys((*self.weight_names, *self.bias_names), 0)
+        return dict.fromkeys(self.weight_names, 1)
 
     def forward(
         self: Any,
@@ -115,6 +123,11 @@ class OneProduct:
         if fp8_output is not False or fp8_grad is not False:
             at_default(self._get_name(), False, fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._outputs(inp, _run, is_first_microbatch)
+
+
+def _each(operand: str, split: Rows | None) -> list[str]:
+    names = names_of(operand, split)
+    return [names] if isinstance(names, str) else [*names]
 
 
 def split_repr(module: Any) -> str:
@@ -186,7 +199,8 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
             device: where the parameters are made; None: torch's default device.
             save_original_input: not used: an input is kept as it is, and its codes are made again where that gives the same bits.
             rng_tracker_name: what its `fork` is given; None: nothing.
-            ub_name, name: not used.
+            name: kept as an attribute.
+            ub_name: not used.
             delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
             get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
             symmetric_ar_type: None; no other value is known yet.
@@ -200,6 +214,7 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        self.name = name
         sizes.give(self)
         self._build(
             [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)],

@@ -10,12 +10,12 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
 from tandem._weights import in_microbatch
-from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_unused, check_window
+from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_unused, check_window, set_group_inside
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops import hooks
-from tandem.ops.arguments import at_default
+from tandem.ops.arguments import Fixed, at_default, flag
 
 
 _FORWARD = MultiheadAttention.forward
@@ -65,6 +65,7 @@ class TransformerLayer(torch.nn.Module):
     torch.Size([5, 2, 32])
     """
 
+    layer_type, output_layernorm = Fixed(), Fixed()
     _tail: Tail | None = None  # of the parts as the last call found them
 
     def __init__(
@@ -138,7 +139,8 @@ class TransformerLayer(torch.nn.Module):
             bias: whether the projections have biases.
             activation, activation_params: as for `LayerNormMLP`.
             attn_input_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
-            seq_length, micro_batch_size, name, enc_dec_attn_mask_type, enc_dec_window_size: not used.
+            name: kept as an attribute.
+            seq_length, micro_batch_size, enc_dec_attn_mask_type, enc_dec_window_size: not used.
             layer_type: "encoder"; no other value is known yet.
             softmax_type: "vanilla", likewise.
             parallel_attention_mlp, ub_tp_comm_overlap: False, likewise.
@@ -197,7 +199,9 @@ class TransformerLayer(torch.nn.Module):
             self.layernorm = norm(
                 hidden_size, layernorm_epsilon, sequence_parallel, params_dtype, zero_centered_gamma=zero_centered_gamma, device=device
             )
-        self.hidden_dropout = hidden_dropout
+        self.hidden_dropout, self.name = hidden_dropout, name
+        self.layer_type, self.output_layernorm = layer_type, flag(op, "output_layernorm", output_layernorm)
+        self.get_rng_state_tracker = get_rng_state_tracker
         self._tail_now()  # errors come before the first tensor
 
     def _tail_now(self) -> Tail:
@@ -237,6 +241,46 @@ class TransformerLayer(torch.nn.Module):
         """The plans of what follows the attention, as `tandem.explain` gives them; those before it are `self_attention.layernorm_qkv`'s."""
         text: str = self._tail_now().pipeline.explain(format)
         return text
+
+    @property
+    def layer_number(self) -> int | None:
+        """That of the attention."""
+        number: int | None = self.self_attention.layer_number
+        return number
+
+    @layer_number.setter
+    def layer_number(self, value: int | None) -> None:
+        self.self_attention.layer_number = value
+
+    @property
+    def self_attn_mask_type(self) -> str:
+        """`attn_mask_type` of the attention."""
+        mask_type: str = self.self_attention.attn_mask_type
+        return mask_type
+
+    @self_attn_mask_type.setter
+    def self_attn_mask_type(self, value: str) -> None:
+        self.self_attention.attn_mask_type = value
+
+    @property
+    def window_size(self) -> Window | None:
+        """That of the attention."""
+        window: Window | None = self.self_attention.window_size
+        return window
+
+    @window_size.setter
+    def window_size(self, value: Window | None) -> None:
+        self.self_attention.window_size = value
+
+    @property
+    def attn_input_format(self) -> str:
+        """`qkv_format` of the attention."""
+        form: str = self.self_attention.qkv_format
+        return form
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Does so of all parts, as `Linear` says."""
+        set_group_inside(self, tp_group)
 
     def _hidden_containers(self) -> dict[str, ops.Sequential]:
         """What is no child, for `explain`."""
@@ -287,7 +331,7 @@ class TransformerLayer(torch.nn.Module):
         tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
         attention = tail.attention
         if tail.proj is not None:
-            check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
+            check_window(self._get_name(), attention.window_size if window_size is None else window_size, self_attn_mask_type or attention.attn_mask_type)
             context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
         else:
             context = attention(
