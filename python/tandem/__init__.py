@@ -61,6 +61,7 @@ from tandem.modules import (  # noqa: E402
     apply_rotary_pos_emb,
 )
 from tandem._inspect import Inspection, inspect  # noqa: E402
+from tandem._recipe_state import make_recipe_state  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
 __version__: str = _C.version()
@@ -101,6 +102,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_recipe_state",
     "memory_budget",
     "ops",
     "quantize",

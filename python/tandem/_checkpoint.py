@@ -11,21 +11,30 @@ import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
+from tandem.ops.arguments import at_default, flag
 
 
 class _Recompute:
     """Puts what was in force in forward in force where backward recomputes it: recipe, region, and the scales that the region used."""
 
-    def __init__(self) -> None:
+    def __init__(self, get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self.region = _C.region_now()
+        self.tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+        self.states = None if self.tracker is None else self.tracker.get_states()  # of the generators in forward
+        self._now: Any = None
 
     def __enter__(self) -> None:
+        if self.tracker is not None:
+            self._now = self.tracker.get_states()
+            self.tracker.set_states(self.states)
         _C.enter_recompute(self.region, self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _C.exit_autocast(self)
+        if self.tracker is not None:
+            self.tracker.set_states(self._now)
 
 
 def checkpoint(
@@ -34,7 +43,7 @@ def checkpoint(
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[..., Any] | None = None,
     tp_group: Any = None,
-    use_reentrant: bool = False,
+    use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
     """`function(*args, **kwargs)`, whose activations are computed again in backward, under the recipe and with the scales of this call.
@@ -45,8 +54,9 @@ def checkpoint(
     Args:
         function: what is called, and called again.
         args: its arguments.
-        distribute_saved_activations, get_rng_state_tracker, tp_group: False and None; no other value is known yet.
-        use_reentrant: False; torch's older way is not supported.
+        distribute_saved_activations: False; no other value is known yet.
+        get_rng_state_tracker: what returns an object with `get_states()` and `set_states(states)`, whose generators are set back for backward.
+        tp_group, use_reentrant: not used. It is torch's newer way that does the work, with the same numbers.
         kwargs: keyword arguments of torch's function, or of `function`.
 
     >>> import torch, tandem
@@ -55,18 +65,10 @@ def checkpoint(
     ...     y = tandem.checkpoint(linear, torch.randn(4, 16))
     >>> y.sum().backward()
     """
-    for name, value, default in (
-        ("distribute_saved_activations", distribute_saved_activations, False),
-        ("get_rng_state_tracker", get_rng_state_tracker, None),
-        ("tp_group", tp_group, None),
-        ("use_reentrant", use_reentrant, False),
-    ):
-        if value != default:
-            raise NotImplementedError(
-                f"checkpoint: expected {name}={default!r}, got {value!r}. This version knows the default only."
-            )
+    at_default("checkpoint", False, distribute_saved_activations=distribute_saved_activations)
+    flag("checkpoint", "use_reentrant", use_reentrant)
     if is_dynamo_compiling():  # the recipe is in what is traced, and scales are values of the graph
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _Recompute()), **kwargs
+        function, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _Recompute(get_rng_state_tracker)), **kwargs
     )

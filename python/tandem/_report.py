@@ -7,36 +7,39 @@ from typing import Any
 import torch
 
 from tandem.ops import Sequential
-from tandem.ops.reporting import Verification
+from tandem.ops.reporting import Verification, explained, verified
 
 
-def explain(pipeline: Sequential, format: str = "text", profile: Any = None) -> str:
-    """What was planned for a container, and why; see `tandem.ops.Sequential.explain`.
+def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) -> str:
+    """What was planned for a container, an op, a module or a whole model, and why; see `tandem.ops.Sequential.explain`. Of what is no container all
+    pipelines are told that its calls have made, under the names of the modules that they are of.
 
     Args:
-        pipeline: the container, after a call.
+        module: what it is, after a call.
         format: "text", "svg", "html", "dot" or "json".
         profile: a torch.profiler.profile of calls, or microseconds by name of a step.
     """
-    return _container("explain", pipeline).explain(format, profile)
+    _check("explain", module)
+    return module.explain(format, profile) if isinstance(module, Sequential) else explained(module, format, profile)
 
 
-def verify(pipeline: Sequential, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
-    """Compares fused with unfused; see `tandem.ops.Sequential.verify`.
+def verify(module: torch.nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
+    """Compares fused with unfused; see `tandem.ops.Sequential.verify`. Of `MultiheadAttention` and `TransformerLayer` the pipelines before and behind
+    the attention.
 
     Args:
-        pipeline: the container.
+        module: the container, op or module of this library.
         x: its input.
         extra_inputs: its extra inputs.
         masks: random subsets of the gradients that are compared, besides all of them.
     """
-    return _container("verify", pipeline).verify(x, *extra_inputs, masks=masks)
+    _check("verify", module)
+    return verified(module, x, extra_inputs, masks)
 
 
-def _container(function: str, pipeline: Sequential) -> Sequential:
-    if not isinstance(pipeline, Sequential):
-        raise TypeError(f"{function}: expected a tandem.ops.Sequential, got {type(pipeline).__name__}. Put the ops into one.")
-    return pipeline
+def _check(function: str, module: torch.nn.Module) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{function}: expected a container, an op or a module, got {type(module).__name__}. Pass what is called.")
 
 
 __all__ = ["Verification", "explain", "verify"]

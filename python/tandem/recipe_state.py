@@ -15,6 +15,7 @@ from tandem import _C
 from tandem._tracing import constant_while_traced
 
 NAME = "recipe_state"  # of the child that holds it
+_LOADED_WITHOUT = "_loaded_without_recipe_state"  # attribute of a module without one, whose parameters came from a state dict
 _DIRECTIONS = ("forward", "backward")
 _SAVED = ("scale", "amax_history")
 
@@ -90,8 +91,7 @@ class DelayedScalingState(torch.nn.Module):
         found = {name: state_dict.get(prefix + name) for name in _SAVED}
         missing = [prefix + name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor)]
         if missing:
-            state = prefix[:-1].rpartition(".")[0]
-            warnings.warn(f"tandem: expected {state} in the state dict, got none of it, or a part. Scales start afresh.", stacklevel=2)
+            _warn_of_lost_scales()
             for name in _SAVED:
                 state_dict[prefix + name] = getattr(DelayedScalingState(self.scale.shape[0], self.amax_history.shape[0]), name)
         else:
@@ -144,6 +144,8 @@ def of(fields: dict[str, Any], slots: tuple[int, int], length: int) -> RecipeSta
     # It outlives the modes and regions of this call.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         if state is None:
+            if fields.pop(_LOADED_WITHOUT, False):
+                _warn_of_lost_scales()
             like = next((param for param in fields["_parameters"].values() if param is not None), None)
             state = RecipeState(slots, length, "cpu" if like is None else like.device)
             state = fields["_modules"].setdefault(NAME, state)  # another thread may be as far
@@ -180,8 +182,22 @@ def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 def prepare_to_load(module: torch.nn.Module, slots: tuple[int, int], state_dict: dict[str, Any], prefix: str) -> None:
     """Makes the state where a state dict has one for the module: before it is looked through for what nobody expects."""
     history = state_dict.get(f"{prefix}{NAME}.forward.amax_history")
-    if isinstance(history, torch.Tensor) and history.dim() == 2 and any(slots) and NAME not in module._modules:
+    if not any(slots) or NAME in module._modules:
+        return
+    vars(module).pop(_LOADED_WITHOUT, None)
+    if isinstance(history, torch.Tensor) and history.dim() == 2:
         of(vars(module), slots, history.shape[0])
+    else:
+        vars(module)[_LOADED_WITHOUT] = True
+
+
+def _warn_of_lost_scales() -> None:
+    # One text at one place for all modules: Python shows it once.
+    warnings.warn(
+        "tandem: expected recipe_state of every module in the state dict that was loaded, got none of one, or a part. Its scales start afresh. "
+        "Where the checkpoint has them, call tandem.make_recipe_state(model, recipe) before it is read.",
+        stacklevel=1,
+    )
 
 
 __all__ = ["DelayedScalingState", "RecipeState"]

@@ -212,7 +212,6 @@ REFUSED = [
         (cls, {name: value}, rf"{cls.__name__}: expected {name}=(None|False), got .*\. This version knows the default only")
         for cls in (tandem.Linear, tandem.LayerNormLinear, tandem.LayerNormMLP)
         for name, value in {
-            "get_rng_state_tracker": print,
             "symmetric_ar_type": "one_shot",
             **dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), True),
         }.items()
@@ -248,9 +247,6 @@ def test_an_activation_has_numbers() -> None:
 def test_what_a_call_refuses() -> None:
     with pytest.raises(NotImplementedError, match=r"LayerNormLinear: expected fp8_output=False, got True\. This version knows the default only"):
         linear()(torch.randn(2, HIDDEN), fp8_output=True)
-    module = mlp(fuse_wgrad_accumulation=True)
-    with pytest.raises(NotImplementedError, match=r"expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got True\. Set"):
-        module(torch.randn(2, HIDDEN), is_first_microbatch=True)
     with pytest.raises(ValueError, match=r"MLP: expected no fc1_bias, as it was built with bias=False, got a parameter\. Build it with bias"):
         mlp(bias=False).fc1_bias = torch.nn.Parameter(torch.zeros(WIDE))
     with pytest.raises(ValueError, match=r'expected no layer_norm_bias, as it was built with normalization="RMSNorm", got a parameter\. Build it'):

@@ -22,6 +22,34 @@ def test_they_are_modules_of_torch_by_inheritance():
     norm = ops.LayerNorm(4, eps=0.5)
     assert norm.normalized_shape == (4,) and norm.elementwise_affine and norm.eps == 0.5
     assert not isinstance(ops.BasicLinear(4, 2), nn.Linear)  # it has no bias to ask for
+    assert isinstance(tandem.Linear(4, 2), nn.Linear) and isinstance(tandem.RMSNorm(4), nn.RMSNorm) and isinstance(tandem.LayerNorm(4), nn.LayerNorm)
+
+
+class LowRank(nn.Module):
+    """As an adapter library takes the place of a torch.nn.Linear: by its attributes."""
+
+    def __init__(self, base):
+        super().__init__()
+        assert isinstance(base, nn.Linear) and base.weight.shape == (base.out_features, base.in_features)
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"parameters_split": ("a", "b")}])
+def test_initialisers_and_adapters_find_modules(options):
+    linear, x = tandem.Linear(6, 4, **options), torch.randn(3, 6)
+    linear.apply(init_weights)
+    assert linear.weight.std() < 0.1 and (linear.bias is None or (linear.bias == 0.5).all())
+    adapted = LowRank(linear)
+    adapted.base.requires_grad_(False)
+    expected = nn.functional.linear(x, linear.weight, linear.bias) + adapted.up(adapted.down(x))
+    torch.testing.assert_close(adapted(x), expected)
+    with torch.no_grad():
+        linear.weight.add_(adapted.up.weight @ adapted.down.weight)  # merged
+    torch.testing.assert_close(linear(x), expected)
+    assert tandem.ops.Sequential(linear, ops.GELU())(x).shape == (3, 4)
 
 
 def test_they_fuse_all_the_same():

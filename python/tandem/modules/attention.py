@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ import torch.nn.functional as F
 
 from tandem._weights import in_microbatch
 from tandem import _C, ops
-from tandem.modules.base import Init
+from tandem.modules.base import Init, Module, forked
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.unit import drop_extra_state
 
 Window = tuple[int, int]
@@ -163,6 +164,9 @@ class MultiheadAttention(torch.nn.Module):
     (torch.Size([5, 2, 32]), ['qkv.query_weight', 'qkv.key_weight', 'qkv.value_weight', 'proj.weight'])
     """
 
+    num_attention_heads, num_gqa_groups, hidden_size_per_attention_head = Fixed(), Fixed(), Fixed()
+    hidden_size_q, hidden_size_kv = Fixed(), Fixed()
+
     def __init__(
         self,
         hidden_size: int,
@@ -190,6 +194,11 @@ class MultiheadAttention(torch.nn.Module):
         fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
@@ -201,6 +210,7 @@ class MultiheadAttention(torch.nn.Module):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         rotary_pos_interleaved: bool = False,
+        softmax_type: str = "vanilla",
     ) -> None:
         """Makes the projections.
 
@@ -232,12 +242,17 @@ class MultiheadAttention(torch.nn.Module):
             qk_norm_eps: of these.
             qk_norm_before_rope: whether they come before rotary position embedding.
             rotary_pos_interleaved: how pairs lie, as for `RotaryPositionEmbedding`.
-            name, seq_length, micro_batch_size: not used.
-            get_rng_state_tracker: None; no other value is known yet.
+            name: kept as an attribute.
+            seq_length, micro_batch_size: not used.
+            get_rng_state_tracker: as for `Linear`; without `sequence_parallel` the dropout of the attention is drawn in its `fork()` too.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False; no other value is known yet.
+            softmax_type: "vanilla", likewise.
         """
         super().__init__()
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
+        at_default(op, False, ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
+        at_default(op, "vanilla", softmax_type=softmax_type)
         at_default(op, "self", attention_type=attention_type)
         hidden, heads = positive(op, "hidden_size", hidden_size), positive(op, "num_attention_heads", num_attention_heads)
         groups = None if num_gqa_groups is None else positive(op, "num_gqa_groups", num_gqa_groups)
@@ -248,8 +263,13 @@ class MultiheadAttention(torch.nn.Module):
         _check_format(op, "qkv_format", qkv_format)
         _check_mask(op, attn_mask_type)
         check_window(op, window_size, attn_mask_type)
+        groups = heads if groups is None else groups
+        self.num_attention_heads, self.num_gqa_groups, self.hidden_size_per_attention_head = heads, groups, self.channels
+        self.hidden_size_q, self.hidden_size_kv = heads * self.channels, groups * self.channels
+        self.window_size, self.name = window_size, name
         self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
         self.attention_dropout = float(attention_dropout)
+        self.dropout_tracker = None if sequence_parallel else get_rng_state_tracker
         self.return_bias, self.input_layernorm = flag(op, "return_bias", return_bias), flag(op, "input_layernorm", input_layernorm)
         self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output) and self.input_layernorm
         self.is_interleaved = flag(op, "fuse_qkv_params", fuse_qkv_params) and flag(op, "qkv_weight_interleaved", qkv_weight_interleaved)
@@ -258,6 +278,7 @@ class MultiheadAttention(torch.nn.Module):
         shared: dict[str, Any] = {
             "tp_group": tp_group if together else None,
             "tp_size": ranks,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "bias": bias,
@@ -357,6 +378,15 @@ class MultiheadAttention(torch.nn.Module):
         y = self._attend(by_head, attention_mask, attn_mask_type or self.attn_mask_type, offset)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Does so of all parts, as `Linear` says."""
+        set_group_inside(self, tp_group)
+
+    def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
+        """The parts and what they are called with, for `verify`."""
+        yield (self.layernorm_qkv if self.input_layernorm else self.qkv), x
+        yield self.proj, self.context(x, *arguments)[0].detach()
+
     def _cached(self, key: torch.Tensor, value: torch.Tensor, params: InferenceParams) -> tuple[torch.Tensor, torch.Tensor]:
         if self.layer_number is None:
             raise ValueError(f"{self._get_name()}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
@@ -382,26 +412,30 @@ class MultiheadAttention(torch.nn.Module):
         if is_causal and (seen is not None or diagonal):
             causal = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(diagonal)
             seen = causal if seen is None else seen & causal
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=seen,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=is_causal and seen is None,
-            enable_gqa=self.num_heads != self.num_groups,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        with forked(self.dropout_tracker if dropout else None):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=seen,
+                dropout_p=dropout,
+                is_causal=is_causal and seen is None,
+                enable_gqa=self.num_heads != self.num_groups,
+            )
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *,
+        encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
+        *,
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
         is_first_microbatch: bool | None = None,
+        **unused: Any,
     ) -> Any:
         """y, then the bias if it is not added, then the output of the norm if it was asked for.
 
@@ -413,7 +447,11 @@ class MultiheadAttention(torch.nn.Module):
             rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
             inference_params: keys and values of earlier positions.
             is_first_microbatch: as for `Linear`.
+            encoder_output: None; no other value is known yet.
+            unused: the other arguments of TransformerEngine at their defaults, likewise.
         """
+        if unused or encoder_output is not None:
+            check_unused(self._get_name(), encoder_output=encoder_output, **unused)
         if is_first_microbatch is not None:
             with in_microbatch(is_first_microbatch):
                 return self.forward(
@@ -424,13 +462,38 @@ class MultiheadAttention(torch.nn.Module):
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
                 )
-        check_window(self._get_name(), window_size, attn_mask_type or self.attn_mask_type)
+        check_window(self._get_name(), self.window_size if window_size is None else window_size, attn_mask_type or self.attn_mask_type)
         context, normed = self.context(hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params)
         outputs = self.proj(context)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if normed is not None:
             outputs = (*outputs, normed)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def set_group_inside(module: torch.nn.Module, tp_group: Any) -> None:
+    """Calls `set_tensor_parallel_group` of the modules inside."""
+    for part in module.modules():
+        if part is not module and isinstance(part, (Module, MultiheadAttention)):
+            part.set_tensor_parallel_group(tp_group)
+
+
+_UNUSED = {  # what TransformerEngine has further, with its defaults
+    **dict.fromkeys(("encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")),
+    **dict.fromkeys(("core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs")),
+    "checkpoint_core_attention": False,
+    "core_attention_bias_type": "no_bias",
+    "fast_zero_fill": True,
+}
+
+
+def check_unused(op: str, **arguments: Any) -> None:
+    """Raises where an argument of a call is none of TransformerEngine's, or not at its default."""
+    for name, value in arguments.items():
+        if name not in _UNUSED:
+            raise TypeError(f"{op}: expected arguments of its forward, got an unexpected keyword argument {name!r}. Leave it out.")
+        at_default(op, _UNUSED[name], **{name: value})
 
 
 def _check_format(op: str, name: str, value: str) -> None:
@@ -450,4 +513,4 @@ def check_window(op: str, window: Window | None, mask_type: str) -> None:
         raise NotImplementedError(f"{op}: expected window_size {allowed[-1]} or None, got {window}. Leave positions out with attention_mask.")
 
 
-__all__ = ["InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_window"]
+__all__ = ["InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb", "check_unused", "check_window", "set_group_inside"]

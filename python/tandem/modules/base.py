@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
 
 from tandem._quantized_init import quantize_weights
 from tandem._weights import in_microbatch
-from tandem.ops.arguments import Fixed, at_default, flag
+from tandem.ops.arguments import Fixed, flag
 from tandem.ops.collective import _Collective
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
-from tandem.ops.linear import BasicLinear, Bias
+from tandem.ops.linear import BasicLinear, Bias, _replacement
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
 from tandem.ops.run import NO_EXTRAS
@@ -32,11 +35,21 @@ def draw(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def forked(get_rng_state_tracker: Callable[[], Any] | None, name: str | None = None) -> AbstractContextManager[Any]:
+    """In which weights are drawn: `fork(name)` of what the function returns; without one the global generator draws."""
+    if get_rng_state_tracker is None:
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = get_rng_state_tracker().fork(name) if name else get_rng_state_tracker().fork()
+    return context
+
+
 class Module(JoinedMixin, CompositeOperation):
     """Products, with a norm before them or without."""
 
     use_bias, return_bias = Fixed(), Fixed()
     sequence_parallel, tp_size = Fixed(), Fixed()
+    name: str | None
+    _x_dtype: torch.dtype | None = None  # of the last x that `check_dtype` has let through
 
     def _build(
         self,
@@ -176,15 +189,42 @@ class Module(JoinedMixin, CompositeOperation):
         """The ranks that share the weights; None where none do."""
         return next((part.process_group for part in self.basic_ops if isinstance(part, _Collective)), None)
 
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Replaces the ranks that share the weights by another group of as many; with `tp_size=1` there is nothing to replace.
+
+        Args:
+            tp_group: the ranks. ValueError where these are not `tp_size`.
+        """
+        _replacement(self._get_name(), tp_group, self.tp_size)
+        for part in self.basic_ops:
+            if isinstance(part, _Collective):
+                part.process_group = tp_group
+
+    @property
+    def apply_bias(self) -> bool:
+        """Whether the bias is added here, and not returned."""
+        return self.use_bias and not self.return_bias
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """That of the parameters."""
+        return next(self.parameters()).dtype
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.__dict__.pop("_x_dtype", None)
+        return super()._apply(fn, recurse)
+
     def reset_parameters(self) -> None:
         """Draws the weights as their init_method says, sets biases to zero, and makes a norm one that neither scales nor shifts. Tells
         what reduces gradients over ranks, as TransformerEngine does, which parameters all ranks hold."""
         for part in self.basic_ops:
             if isinstance(part, (LayerNorm, RMSNorm)):
                 part.reset_parameters()
+        tracker, name_of_tracker = self.__dict__.get("get_rng_state_tracker"), self.__dict__.get("rng_tracker_name")
         for name, param in self.named_parameters(recurse=False):
             if name in self._inits:
-                (self._inits[name] or draw)(param)
+                with forked(tracker, name_of_tracker):
+                    (self._inits[name] or draw)(param)
             elif not name.startswith("layer_norm"):
                 torch.nn.init.zeros_(param)
         for name, param in self.named_parameters(recurse=False):
@@ -209,16 +249,10 @@ class Module(JoinedMixin, CompositeOperation):
                 "of the container, or build it with return_bias=False."
             )
 
-    def _check_call(self, is_first_microbatch: bool | None, **unknown: bool) -> None:
-        at_default(self._get_name(), False, **unknown)
-        if is_first_microbatch is not None and self.fuse_wgrad_accumulation:
-            raise NotImplementedError(
-                f"{self._get_name()}: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got {is_first_microbatch}. Set "
-                "overwrite_main_grad of the weights where main_grad starts anew."
-            )
-
     def _outputs(self, inp: torch.Tensor, run: Any, is_first_microbatch: bool | None) -> Any:
         """What a call returns: y, the bias that is not added, the output of the norm."""
+        if getattr(inp, "dtype", None) is not self._x_dtype:
+            check_dtype(self, inp)
         if is_first_microbatch is None:
             is_plain = run is None and not is_dynamo_compiling()
             outputs = self._call_alone(inp, NO_EXTRAS, None) if is_plain else super().forward(inp, _run=run)
@@ -259,6 +293,10 @@ class NormedModule(Module):
         between = [*gathers, *fork] if self.return_layernorm_output_gathered and self.sequence_parallel else [*fork, *gathers]
         return [(norm, {own: f"layer_norm_{own}" for own in norm._parameter_names}), *between, *behind]
 
+    def reset_layer_norm_parameters(self) -> None:
+        """Makes the norm one that neither scales nor shifts."""
+        self._norm.reset_parameters()
+
     @property
     def eps(self) -> float:
         """That of the norm."""
@@ -280,6 +318,19 @@ class NormedModule(Module):
     @property
     def _norm(self) -> Any:
         return self.basic_ops[0]
+
+
+def check_dtype(module: Any, x: Any) -> None:
+    """Raises TypeError, as TransformerEngine does, where x has not the dtype of the parameters and `torch.autocast` is not there to choose one."""
+    if not isinstance(x, torch.Tensor) or torch.is_autocast_enabled(x.device.type):
+        return
+    for name, param in module._parameters.items():
+        if param is not None and param.dtype != x.dtype:
+            raise TypeError(
+                f"{module._get_name()}: expected x of dtype {param.dtype}, that of {name}, outside of torch.autocast, got {x.dtype}. Cast one of them."
+            )
+    if not is_dynamo_compiling():
+        module.__dict__["_x_dtype"] = x.dtype
 
 
 def check_group(op: str, group: Any, size: int) -> None:
@@ -318,4 +369,4 @@ def names_of(operand: str, split: Rows | None) -> str | Rows:
     return operand if split is None else {f"{part}_{operand}": rows for part, rows in split.items()}
 
 
-__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_group", "draw", "linear_parts", "names_of", "refuse_main_grad"]
+__all__ = ["Init", "Module", "NormedModule", "Parts", "Rows", "check_dtype", "check_group", "draw", "forked", "linear_parts", "names_of", "refuse_main_grad"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from tandem._weights import in_microbatch
 from tandem import ops
-from tandem.modules.base import Init, check_group, draw
-from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.modules.base import Init, check_dtype, check_group, draw, forked
+from tandem.ops.arguments import Fixed, at_default, flag, positive, whole
 from tandem.ops.linear import share
 
 
@@ -24,6 +25,8 @@ class GroupedLinear(ops.GroupedLinear):
     (torch.Size([5, 2]), ['weight0', 'weight1', 'weight2', 'bias0', 'bias1', 'bias2'])
     """
 
+    name: str | None
+    _x_dtype: torch.dtype | None = None  # of the last x that `check_dtype` has let through
     num_gemms, use_bias, return_bias, parallel_mode, tp_size = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
 
     def __init__(
@@ -67,12 +70,12 @@ class GroupedLinear(ops.GroupedLinear):
             params_dtype, device: of the parameters.
             parallel_mode: "column": each rank holds a part of the output features; "row": of the input features; None: all.
             delay_wgrad_compute, single_grouped_weight, single_grouped_bias: as for `ops.GroupedLinear`.
-            sequence_parallel, rng_tracker_name, ub_name, save_original_input, name, use_grouped_tensor: not used.
-            get_rng_state_tracker: None; no other value is known yet.
-            ub_overlap_rs, ub_overlap_ag: False, likewise.
+            sequence_parallel, ub_name, save_original_input, use_grouped_tensor: not used.
+            name: kept as an attribute.
+            get_rng_state_tracker, rng_tracker_name: as for `Linear`.
+            ub_overlap_rs, ub_overlap_ag: False; no other value is known yet.
         """
         op = type(self).__name__
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
         at_default(op, False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
         if parallel_mode not in (None, "column", "row"):
             raise ValueError(f'{op}: expected parallel_mode None, "column" or "row", got {parallel_mode!r}. Name how ranks share the weight.')
@@ -88,7 +91,7 @@ class GroupedLinear(ops.GroupedLinear):
             rows = share(op, "out_features", rows, ranks)
         elif parallel_mode == "row":
             columns = share(op, "in_features", columns, ranks)
-        self.__dict__["_init_method"] = init_method or draw
+        self.__dict__.update(_init_method=init_method or draw, get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name)
         super().__init__(
             num_gemms,
             columns,
@@ -103,6 +106,7 @@ class GroupedLinear(ops.GroupedLinear):
         )
         self.num_gemms, self.use_bias, self.return_bias = self.num_groups, has_bias, is_returned
         self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, ranks, tp_group
+        self.name = name
         self._returned: tuple[str, ...] = ()
         if has_bias and is_returned:
             sizes = (self.num_groups, rows) if self.single_grouped_bias else (rows,)
@@ -123,12 +127,25 @@ class GroupedLinear(ops.GroupedLinear):
     def fuse_wgrad_accumulation(self, value: bool) -> None:
         self.accumulate_into_main_grad = flag(self._get_name(), "fuse_wgrad_accumulation", value)
 
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """That of the parameters."""
+        return next(self.parameters()).dtype
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Replaces the ranks that share the weights, which exchange nothing here."""
+        self.tp_group = tp_group
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.__dict__.pop("_x_dtype", None)
+        return super()._apply(fn, recurse)
+
     def reset_parameters(self) -> None:
         """Draws the weights as init_method says and sets biases to zero."""
         for name, param in self.named_parameters(recurse=False):
             if name in self._main_grad_names:
                 for own in param if self.single_grouped_weight else [param]:
-                    with torch.no_grad():
+                    with torch.no_grad(), forked(self.get_rng_state_tracker, self.rng_tracker_name):
                         self._init_method(own)
             else:
                 torch.nn.init.zeros_(param)
@@ -159,12 +176,9 @@ class GroupedLinear(ops.GroupedLinear):
             out: where y is written; None: a fresh tensor.
             dgrad_out: where the gradient of x is written, likewise.
         """
-        if is_first_microbatch is not None and self.fuse_wgrad_accumulation:
-            raise NotImplementedError(
-                f"{self._get_name()}: expected is_first_microbatch=None with fuse_wgrad_accumulation=True, got {is_first_microbatch}. Set "
-                "overwrite_main_grad of the weights where main_grad starts anew."
-            )
-        splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(list(m_splits), dtype=torch.int64)
+        if getattr(inp, "dtype", None) is not self._x_dtype:
+            check_dtype(self, inp)
+        splits = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(_whole_numbers(self._get_name(), m_splits), dtype=torch.int64)
         buffers = {name: value for name, value in (("output", out), ("grad_input", dgrad_out)) if value is not None}
         with in_microbatch(is_first_microbatch) if is_first_microbatch is not None else contextlib.nullcontext():
             y = super().forward(inp, splits, _run=_run, **buffers)
@@ -175,6 +189,14 @@ class GroupedLinear(ops.GroupedLinear):
     def extra_repr(self) -> str:
         parallel = f", parallel_mode={self.parallel_mode}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
         return f"num_gemms={self.num_gemms}, {self.in_features}, {self.out_features}, bias={self.use_bias}{parallel}"
+
+
+def _whole_numbers(op: str, splits: Sequence[int]) -> list[int]:
+    numbers = list(splits)
+    for number in numbers:
+        if type(number) is not int and whole(number) is None:
+            raise TypeError(f"{op}: expected m_splits of whole numbers, got {number!r}. Pass the rows of each group.")
+    return numbers
 
 
 GroupedLinear._library_forward = GroupedLinear.forward  # so that containers take it into their pipelines

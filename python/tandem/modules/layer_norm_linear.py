@@ -76,18 +76,21 @@ class LayerNormLinear(OneProduct, NormedModule):  # type: ignore[misc]
             return_layernorm_output_gathered: whether with `sequence_parallel` and "column" that output is the rows of all ranks.
             zero_centered_gamma: whether the norm's factor is 1 + weight rather than weight.
             device: where the parameters are made; None: torch's default device.
-            ub_name, name: not used.
+            name: kept as an attribute.
+            ub_name: not used.
             parameters_split: as for `Linear`.
             delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
-            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; no other value is known yet.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
+        self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
         sizes.give(self)
         self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
         behind = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)

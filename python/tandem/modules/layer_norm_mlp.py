@@ -30,7 +30,7 @@ class LayerNormMLP(NormedModule):
     fc1_bias: torch.nn.Parameter | None
     fc2_weight: torch.nn.Parameter
     fc2_bias: torch.nn.Parameter | None
-    activation, set_parallel_mode = Fixed(), Fixed()
+    activation, activation_params, set_parallel_mode = Fixed(), Fixed(), Fixed()
 
     def __init__(
         self,
@@ -80,15 +80,17 @@ class LayerNormMLP(NormedModule):
             activation: an activation or gated unit of docs/ops.md; before a gated unit there are twice as many features.
             set_parallel_mode: whether the ranks of `tp_group` compute together: the first product column-parallel, the second row-parallel
                 with its bias behind the sum over ranks. False: a rank computes with its part alone.
-            seq_length, micro_batch_size, name: not used.
+            name: kept as an attribute.
+            seq_length, micro_batch_size: not used.
             activation_params: arguments of the class of the activation, such as {"limit": 5.0} for "clamped_swiglu".
-            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; no other value is known yet.
             delay_wgrad_compute: whether backward leaves the gradients of the weights to `backward_dw`.
             checkpoint: whether backward computes the norm, the first product and the activation again, instead of keeping what they give.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         families = {kind: signature_of(kind).family for kind in _C.op_names()}
@@ -119,6 +121,8 @@ class LayerNormMLP(NormedModule):
         ]
 
         torch.nn.Module.__init__(self)
+        self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
+        self.activation_params = dict(activation_params) if activation_params else None
         self.hidden_size, self.size_per_partition, self.activation = hidden, inner, activation
         self.set_parallel_mode, self.tp_size, self.sequence_parallel = together, size, sequence_parallel and size > 1
         self._read_norm(normalization, return_layernorm_output, return_layernorm_output_gathered)
@@ -154,7 +158,6 @@ class LayerNormMLP(NormedModule):
             inp: x.
             is_first_microbatch: as for `LayerNormLinear`.
         """
-        self._check_call(is_first_microbatch)
         return self._outputs(inp, _run, is_first_microbatch)
 
     def extra_repr(self) -> str:

@@ -86,14 +86,22 @@ class OneProduct:
 
     parallel_mode, parameters_split = Fixed(), Fixed()
 
+    @property
+    def weight_names(self: Any) -> tuple[str, ...]:
+        """The names of the weight, or of its parts."""
+        return tuple(_each("weight", self.parameters_split))
+
+    @property
+    def bias_names(self: Any) -> tuple[str, ...]:
+        """The names of the bias, or of its parts."""
+        return tuple(_each("bias", self.parameters_split))
+
     def _sharded_dimensions(self: Any) -> dict[str, int]:
         if self.tp_size == 1:
             return {}
-        names = {operand: names_of(operand, self.parameters_split) for operand in ("weight", "bias")}
-        each = {operand: [ours] if isinstance(ours, str) else [*ours] for operand, ours in names.items()}
         if self.parallel_mode == "column":
-            return dict.fromkeys([*each["weight"], *each["bias"]], 0)
-        return dict.fromkeys(each["weight"], 1)
+            return dict.fromkeys((*self.weight_names, *self.bias_names), 0)
+        return dict.fromkeys(self.weight_names, 1)
 
     def forward(
         self: Any,
@@ -109,12 +117,17 @@ class OneProduct:
         Args:
             inp: x.
             is_first_microbatch: False: the weights are those of the last call, and nothing is compared; True: their codes are made anew; None: what has changed is
-                seen. None with `fuse_wgrad_accumulation`.
+                seen. With `fuse_wgrad_accumulation` True also says that gradients take the place of what main_grad holds.
             fp8_output, fp8_grad: False; no other value is known yet.
         """
-        if is_first_microbatch is not None or fp8_output is not False or fp8_grad is not False:
-            self._check_call(is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        if fp8_output is not False or fp8_grad is not False:
+            at_default(self._get_name(), False, fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._outputs(inp, _run, is_first_microbatch)
+
+
+def _each(operand: str, split: Rows | None) -> list[str]:
+    names = names_of(operand, split)
+    return [names] if isinstance(names, str) else [*names]
 
 
 def split_repr(module: Any) -> str:
@@ -122,11 +135,12 @@ def split_repr(module: Any) -> str:
     return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
 
 
-class Linear(OneProduct, Module):  # type: ignore[misc]
+class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias, as one pipeline.
 
     The parameters are `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part; state dicts of TransformerEngine are read as
-    they are. `ops.Linear` is the same with the arguments of `transformer_engine.pytorch.ops`.
+    they are. `ops.Linear` is the same with the arguments of `transformer_engine.pytorch.ops`. Both are a `torch.nn.Linear` to libraries that
+    look for these.
 
     >>> import torch, tandem
     >>> qkv = tandem.Linear(8, 12, parameters_split={"query": 8, "key": 2, "value": 2}, bias=False)
@@ -134,8 +148,8 @@ class Linear(OneProduct, Module):  # type: ignore[misc]
     (torch.Size([2, 12]), ['query_weight', 'key_weight', 'value_weight'])
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # type: ignore[assignment]
+    bias: torch.Tensor | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -184,18 +198,23 @@ class Linear(OneProduct, Module):  # type: ignore[misc]
                 has parameters of its own, in one memory behind each other: they run as one product, without a copy.
             device: where the parameters are made; None: torch's default device.
             save_original_input: not used: an input is kept as it is, and its codes are made again where that gives the same bits.
-            rng_tracker_name, ub_name, name: not used.
+            rng_tracker_name: what its `fork` is given; None: nothing.
+            name: kept as an attribute.
+            ub_name: not used.
             delay_wgrad_compute: whether backward leaves the gradient of the weight to `backward_dw`.
-            get_rng_state_tracker, symmetric_ar_type: None; no other value is known yet.
+            get_rng_state_tracker: what returns an object whose `fork()` is a context in which weights are drawn; None: the global generator draws.
+            symmetric_ar_type: None; no other value is known yet.
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad: False, likewise.
         """
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker, symmetric_ar_type=symmetric_ar_type)
+        at_default(op, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
         flag(op, "save_original_input", save_original_input)
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        self.name = name
         sizes.give(self)
         self._build(
             [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)],

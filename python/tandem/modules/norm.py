@@ -68,6 +68,10 @@ class LayerNorm(_Norm, ops.LayerNorm):
     True
     """
 
+    def reset_layer_norm_parameters(self) -> None:
+        """The older name of `reset_parameters`."""
+        self.reset_parameters()
+
 
 class RMSNorm(_Norm, ops.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions: `ops.RMSNorm`.
@@ -76,6 +80,10 @@ class RMSNorm(_Norm, ops.RMSNorm):
     >>> tandem.RMSNorm(8)(torch.full((1, 8), 3.0)).allclose(torch.ones(1, 8))
     True
     """
+
+    def reset_rms_norm_parameters(self) -> None:
+        """The older name of `reset_parameters`."""
+        self.reset_parameters()
 
 
 __all__ = ["LayerNorm", "RMSNorm"]

@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from typing_extensions import Self
+from torch.compiler import is_dynamo_compiling
 
+from tandem import _C, ops
 from tandem._weights import in_microbatch
-from tandem import ops
-from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_window
+from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_unused, check_window, set_group_inside
 from tandem.modules.base import Init
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import at_default
+from tandem.ops import hooks
+from tandem.ops.arguments import Fixed, at_default, flag
+
+
+_FORWARD = MultiheadAttention.forward
+
+
+class Tail:
+    """What follows the attention: one pipeline where the parts are ops. No child of the layer: what it consists of has its place already."""
+
+    def __init__(
+        self, attention: Any, proj: torch.nn.Module | None, mlp: torch.nn.Module, last: torch.nn.Module | None, dropout: float
+    ) -> None:
+        """Makes the pipeline.
+
+        Args:
+            attention: what comes before it.
+            proj: the projection behind the attention; None: the attention is called as a module, and has called it.
+            mlp: what comes behind the first residual.
+            last: the norm that comes last, if there is one.
+            dropout: probability with which an element becomes zero before it is added to a residual.
+        """
+        self.attention, self.proj, self.mlp, self.last, self.dropout = attention, proj, mlp, last, dropout
+        self.training = True
+        self.dropped = [ops.Dropout(float(dropout)) for _ in range(2)] if dropout else []
+        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
+        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+        join.set_extra_input_channel(0, "residual")
+        first = [] if proj is None else [proj]
+        behind = [] if last is None else [last]
+        self.pipeline = ops.Sequential(*first, *self.dropped[:1], ops.AddExtraInput(), fork, mlp, *self.dropped[1:], join, *behind)
+
+    def train(self, mode: bool) -> None:
+        """Sets the training flag of what belongs to no other module."""
+        self.training = self.pipeline.training = mode
+        for drop in self.dropped:
+            drop.training = mode
 
 
 class TransformerLayer(torch.nn.Module):
@@ -27,6 +64,9 @@ class TransformerLayer(torch.nn.Module):
     >>> layer(torch.randn(5, 2, 32)).shape
     torch.Size([5, 2, 32])
     """
+
+    layer_type, output_layernorm = Fixed(), Fixed()
+    _tail: Tail | None = None  # of the parts as the last call found them
 
     def __init__(
         self,
@@ -55,6 +95,7 @@ class TransformerLayer(torch.nn.Module):
         sequence_parallel: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
         layer_type: str = "encoder",
         drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False,
@@ -62,6 +103,12 @@ class TransformerLayer(torch.nn.Module):
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
         bias: bool = True,
         activation: str = "gelu",
         activation_params: dict[str, Any] | None = None,
@@ -72,6 +119,7 @@ class TransformerLayer(torch.nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
     ) -> None:
         """Makes the attention and the MLP.
 
@@ -91,21 +139,26 @@ class TransformerLayer(torch.nn.Module):
             bias: whether the projections have biases.
             activation, activation_params: as for `LayerNormMLP`.
             attn_input_format: "sbhd": x is [sequence, batch, features]; "bshd": [batch, sequence, features].
-            seq_length, micro_batch_size, name, enc_dec_attn_mask_type, enc_dec_window_size: not used.
+            name: kept as an attribute.
+            seq_length, micro_batch_size, enc_dec_attn_mask_type, enc_dec_window_size: not used.
             layer_type: "encoder"; no other value is known yet.
-            get_rng_state_tracker: None, likewise.
+            softmax_type: "vanilla", likewise.
+            parallel_attention_mlp, ub_tp_comm_overlap: False, likewise.
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: not used: they say how `ub_tp_comm_overlap` overlaps.
+            get_rng_state_tracker: as for `MultiheadAttention`.
             apply_residual_connection_post_layernorm: False, likewise.
             drop_path_rate: 0, likewise.
         """
         super().__init__()
         op = self._get_name()
-        at_default(op, get_rng_state_tracker=get_rng_state_tracker)
+        at_default(op, False, parallel_attention_mlp=parallel_attention_mlp, ub_tp_comm_overlap=ub_tp_comm_overlap)
         at_default(op, False, apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm)
         at_default(op, "encoder", layer_type=layer_type)
         at_default(op, 0.0, drop_path_rate=drop_path_rate)
         shared: dict[str, Any] = {
             "tp_group": tp_group,
             "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "sequence_parallel": sequence_parallel,
             "set_parallel_mode": set_parallel_mode,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
@@ -135,51 +188,125 @@ class TransformerLayer(torch.nn.Module):
             qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope,
             rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=softmax_type,
             **shared,
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, activation_params=activation_params, **shared
         )
-        last: list[torch.nn.Module] = []
         if output_layernorm:
             norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
             self.layernorm = norm(
                 hidden_size, layernorm_epsilon, sequence_parallel, params_dtype, zero_centered_gamma=zero_centered_gamma, device=device
             )
-            last.append(self.layernorm)
-        self.hidden_dropout = float(hidden_dropout)
-        self._make_tail(last)
+        self.hidden_dropout, self.name = hidden_dropout, name
+        self.layer_type, self.output_layernorm = layer_type, flag(op, "output_layernorm", output_layernorm)
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self._tail_now()  # errors come before the first tensor
 
-    def _make_tail(self, last: list[torch.nn.Module]) -> None:
-        """From the result of the attention on. No child: what it consists of has its place already."""
-        dropped = [[ops.Dropout(self.hidden_dropout)] if self.hidden_dropout else [] for _ in range(2)]
-        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
-        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
-        join.set_extra_input_channel(0, "residual")
-        middle = [self.self_attention.proj, *dropped[0], ops.AddExtraInput(), fork, self.layernorm_mlp, *dropped[1], join]
-        self.__dict__["_tail"] = ops.Sequential(*middle, *last)
+    def _tail_now(self) -> Tail:
+        """What follows the attention, of the parts and attributes as they are now."""
+        modules = self._modules
+        attention: Any = modules["self_attention"]
+        is_split = (
+            attention.__class__.forward is _FORWARD
+            and "forward" not in attention.__dict__
+            and attention._compiled_call_impl is None
+            and not hooks.any_of(attention)
+            and not hooks.any_of_all_modules()
+        )
+        proj = attention._modules["proj"] if is_split else None
+        mlp, last, dropout, training = modules["layernorm_mlp"], modules.get("layernorm"), self.hidden_dropout, self.training
+        tail = self._tail
+        if (
+            tail is None
+            or tail.attention is not attention
+            or tail.proj is not proj
+            or tail.mlp is not mlp
+            or tail.last is not last
+            or tail.dropout != dropout
+        ):
+            tail = Tail(attention, proj, mlp, last, dropout)
+            self.__dict__["_tail"] = tail
+        if tail.training is not training:
+            tail.train(training)
+        return tail
 
-    def train(self, mode: bool = True) -> Self:
-        """Sets the training flag."""
-        super().train(mode)
-        self._tail.train(mode)
-        return self
+    _traced_tail = property(_C.native_getter(_tail_now))  # as Dynamo sees it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tail"}
 
     def explain(self, format: str = "text") -> str:
         """The plans of what follows the attention, as `tandem.explain` gives them; those before it are `self_attention.layernorm_qkv`'s."""
-        text: str = self._tail.explain(format)
+        text: str = self._tail_now().pipeline.explain(format)
         return text
+
+    @property
+    def layer_number(self) -> int | None:
+        """That of the attention."""
+        number: int | None = self.self_attention.layer_number
+        return number
+
+    @layer_number.setter
+    def layer_number(self, value: int | None) -> None:
+        self.self_attention.layer_number = value
+
+    @property
+    def self_attn_mask_type(self) -> str:
+        """`attn_mask_type` of the attention."""
+        mask_type: str = self.self_attention.attn_mask_type
+        return mask_type
+
+    @self_attn_mask_type.setter
+    def self_attn_mask_type(self, value: str) -> None:
+        self.self_attention.attn_mask_type = value
+
+    @property
+    def window_size(self) -> Window | None:
+        """That of the attention."""
+        window: Window | None = self.self_attention.window_size
+        return window
+
+    @window_size.setter
+    def window_size(self, value: Window | None) -> None:
+        self.self_attention.window_size = value
+
+    @property
+    def attn_input_format(self) -> str:
+        """`qkv_format` of the attention."""
+        form: str = self.self_attention.qkv_format
+        return form
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Does so of all parts, as `Linear` says."""
+        set_group_inside(self, tp_group)
+
+    def _hidden_containers(self) -> dict[str, ops.Sequential]:
+        """What is no child, for `explain`."""
+        return {"behind the attention": self._tail_now().pipeline}
+
+    def _calls_of_parts(self, x: torch.Tensor, *arguments: Any) -> Iterator[tuple[Any, ...]]:
+        """The parts and what they are called with, for `verify`."""
+        tail = self._tail_now()
+        if tail.proj is None:
+            yield tail.pipeline, tail.attention(x, *arguments).detach(), x
+            return
+        first, _ = tail.attention._calls_of_parts(x, *arguments)
+        yield first
+        yield tail.pipeline, tail.attention.context(x, *arguments)[0].detach(), x
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *,
         self_attn_mask_type: str | None = None,
         window_size: Window | None = None,
+        *,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
+        **unused: Any,
     ) -> torch.Tensor:
         """y, of the shape of x.
 
@@ -187,7 +314,10 @@ class TransformerLayer(torch.nn.Module):
             hidden_states: x, as `attn_input_format` says.
             attention_mask, rotary_pos_emb, inference_params, is_first_microbatch: as for `MultiheadAttention`.
             self_attn_mask_type, window_size: instead of those of the constructor.
+            unused: the other arguments of TransformerEngine at their defaults; no other value is known yet.
         """
+        if unused:
+            check_unused(self._get_name(), **unused)
         if is_first_microbatch is not None:
             with in_microbatch(is_first_microbatch):
                 return self.forward(
@@ -198,10 +328,26 @@ class TransformerLayer(torch.nn.Module):
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
                 )
-        attention = self.self_attention
-        check_window(self._get_name(), window_size, self_attn_mask_type or attention.attn_mask_type)
-        context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
-        y: torch.Tensor = self._tail(context, hidden_states)
+        tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
+        attention = tail.attention
+        if tail.proj is not None:
+            check_window(self._get_name(), attention.window_size if window_size is None else window_size, self_attn_mask_type or attention.attn_mask_type)
+            context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
+        else:
+            context = attention(
+                hidden_states,
+                attention_mask,
+                attn_mask_type=self_attn_mask_type,
+                window_size=window_size,
+                rotary_pos_emb=rotary_pos_emb,
+                inference_params=inference_params,
+            )
+            if not isinstance(context, torch.Tensor):
+                raise TypeError(
+                    f"{self._get_name()}: expected self_attention to return y alone, got {type(context).__name__}. Build it with "
+                    "return_bias=False and return_layernorm_output=False."
+                )
+        y: torch.Tensor = tail.pipeline(context, hidden_states)
         return y
 
 

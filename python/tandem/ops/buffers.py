@@ -21,6 +21,13 @@ class Modes(NamedTuple):
     main_grads: tuple[main_grad.Mode, ...] = ()  # by place of a parameter whose gradient goes into its main_grad
     delayed: tuple[int, ...] = ()  # ops that leave gradients of weights to be computed later
     given: tuple[tuple[int, tuple[str, ...]], ...] = ()  # ops that write tensors that come with the call, and the options that say so
+    is_first: bool = False  # whether gradients that are computed later take the place of what main_grad holds
+
+
+class Entry(list[torch.Tensor]):
+    """What gradients of an op's weights are computed from: grad_y, x and what else a step leaves, last a text."""
+
+    is_first = False  # of the first micro-batch
 
 
 class Delayed:
@@ -36,7 +43,7 @@ class Delayed:
             tensors: how many an entry has.
         """
         self.enabled, self.tensors = delay_wgrad_compute, tensors
-        self.context: deque[list[torch.Tensor]] = deque()
+        self.context: deque[Entry] = deque()
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()  # `Prepared`s that its op is in
         self.has_graphs = False  # of calls through torch's dispatcher, compiled ones aside
         self._making = threading.local()
@@ -51,7 +58,7 @@ class Delayed:
         """Whether the op delays gradients."""
         return self.enabled
 
-    def pop(self) -> list[torch.Tensor]:
+    def pop(self) -> Entry:
         """Takes out the oldest entry. RuntimeError where there is none."""
         while self.context:
             entry = self.context.popleft()
@@ -64,13 +71,14 @@ class Delayed:
         that is described as one of its op's is."""
         return self.has_graphs or any([pipeline.described in Delayed.graphs for pipeline in [*self.pipelines]])
 
-    def makers(self) -> list[Any]:
+    def makers(self, is_first: bool = False) -> list[Any]:
         """What returns the tensors of an entry, one after the other, when backward is about to fill them."""
-        return [partial(self._tensor, place) for place in range(self.tensors)]
+        return [partial(self._tensor, place, is_first) for place in range(self.tensors)]
 
-    def _tensor(self, place: int) -> torch.Tensor:
+    def _tensor(self, place: int, is_first: bool) -> torch.Tensor:
         if place == 0:
-            self._making.entry = []
+            self._making.entry = Entry()
+            self._making.entry.is_first = is_first
             self.context.append(self._making.entry)
         made = torch.empty(0, device="cpu")
         self._making.entry.append(made)

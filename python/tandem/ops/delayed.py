@@ -9,7 +9,7 @@ import torch
 
 from tandem import _C
 from tandem.ops import main_grad
-from tandem.ops.buffers import Delayed
+from tandem.ops.buffers import Delayed, Entry
 from tandem.ops.places import places
 
 
@@ -49,7 +49,7 @@ class DelayedMixin:
         for hook in self.__dict__.get("_wgrad_accumulation_and_reduce_hooks", ()):
             hook()
 
-    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+    def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         raise NotImplementedError
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
@@ -67,15 +67,16 @@ def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         weight.grad.add_(gradient)
 
 
-def add_to_main_grad(weight: Any, gradient: torch.Tensor) -> None:
+def add_to_main_grad(weight: Any, gradient: torch.Tensor, is_first: bool) -> None:
     """What backward does with a gradient of a weight that has a `main_grad`."""
     if weight.requires_grad:
-        main_grad.absorb("backward_dw", weight, gradient)
+        main_grad.absorb("backward_dw", weight, gradient, is_first)
 
 
-def product_into_main_grad(weight: Any, left: Sequence[torch.Tensor]) -> None:
+def product_into_main_grad(weight: Any, left: Entry) -> None:
     """The same of one product, which adds to `main_grad` itself."""
-    _C.add_left_grad_weight(list(left), main_grad.take(weight), not getattr(weight, "overwrite_main_grad", False))
+    is_added = not left.is_first and not getattr(weight, "overwrite_main_grad", False)
+    _C.add_left_grad_weight(list(left), main_grad.take(weight), is_added)
 
 
 __all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "product_into_main_grad"]

@@ -12,6 +12,7 @@ from torch._guards import detect_fake_mode
 
 from tandem import _C
 from tandem.ops.arguments import Fixed, drawing, flag, parameter_dtype, positive
+from tandem.ops.buffers import Entry
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.delayed import DelayedMixin, add_gradient, add_to_main_grad
 from tandem.ops.directions import Call
@@ -159,11 +160,14 @@ class GroupedLinear(DeferredMixin, DelayedMixin, BasicOperation):
         self.wgrad_store.context.append([grad_y.reshape(-1, grad_y.shape[-1]).clone(), x.reshape(-1, x.shape[-1]), splits, *given, lines])
         return [*[False] * count, *asked[count:]]
 
-    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+    def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         gradients = _C.left_grad_weights(list(left))
         parts = [gradients] if self.single_grouped_weight else gradients.unbind(0)
         for weight, part in zip(weights, parts, strict=True):
-            (add_to_main_grad if self.accumulate_into_main_grad else add_gradient)(weight, part)
+            if self.accumulate_into_main_grad:
+                add_to_main_grad(weight, part, left.is_first)
+            else:
+                add_gradient(weight, part)
 
     # State dicts.
 

@@ -12,6 +12,7 @@ import torch
 from tandem import _C
 from tandem._quantized_init import quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
+from tandem.ops.buffers import Entry
 from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
 from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
@@ -141,7 +142,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
             return self._set_delay(flag("BasicLinear", name, value))
         return super()._checked_option(name, value)
 
-    def _compute_left(self, left: Sequence[torch.Tensor], weights: Sequence[torch.nn.Parameter]) -> None:
+    def _compute_left(self, left: Entry, weights: Sequence[torch.nn.Parameter]) -> None:
         if self.accumulate_into_main_grad:
             return product_into_main_grad(weights[0], left)
         gradient = _C.left_grad_weight(list(left))

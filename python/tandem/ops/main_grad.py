@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from tandem import _C
+
 Mode = tuple[str, bool] | None  # the gradient that is returned instead, and whether main_grad is overwritten; None: no gradient is needed
 
 
 def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
-    """How the gradients of these parameters are given back in a call. Raises RuntimeError where a parameter has no `main_grad`."""
+    """How the gradients of these parameters are given back in a call: in the first micro-batch each takes the place of what `main_grad` holds.
+    Raises RuntimeError where a parameter has no `main_grad`."""
     if not torch.is_grad_enabled():
         return (None,) * len(places)
+    is_first = in_first_microbatch()
     found: list[Mode] = []
     overwriting: list[Any] = []
     for module, name in places:
@@ -26,7 +30,7 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
         dummy = "none"
         if hasattr(param, "grad_added_to_main_grad"):  # whose owner waits for a gradient to know that main_grad is there
             dummy = "zeros" if getattr(param, "zero_out_wgrad", False) else "empty"
-        overwrites = bool(getattr(param, "overwrite_main_grad", False))
+        overwrites = is_first or bool(getattr(param, "overwrite_main_grad", False))
         if overwrites:
             if any([param is other for other in overwriting]):
                 raise RuntimeError(
@@ -36,6 +40,11 @@ def modes(places: Sequence[tuple[torch.nn.Module, str]]) -> tuple[Mode, ...]:
             overwriting.append(param)
         found.append((dummy, overwrites))
     return tuple(found)
+
+
+def in_first_microbatch() -> bool:
+    """Whether a module's `is_first_microbatch` says so of the call."""
+    return _C.in_force.said_of_weights == "first micro-batch"
 
 
 def buffer(param: Any, op: str = "Linear") -> torch.Tensor:
@@ -63,12 +72,12 @@ def take(param: Any) -> torch.Tensor:
     return buffer(param)
 
 
-def absorb(op: str, param: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds. Returns what is given back instead: nothing, or a
-    gradient without meaning where the parameter's owner waits for one."""
+def absorb(op: str, param: Any, gradient: torch.Tensor, is_first: bool = False) -> torch.Tensor | None:
+    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds, in the first micro-batch too. Returns what is
+    given back instead: nothing, or a gradient without meaning where the parameter's owner waits for one."""
     announce(param)
     target = buffer(param, op)
-    if getattr(param, "overwrite_main_grad", False):
+    if is_first or getattr(param, "overwrite_main_grad", False):
         target.copy_(gradient)
     else:
         target.add_(gradient)
@@ -86,4 +95,4 @@ def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]
     return [buffer(param) for param in params]
 
 
-__all__ = ["absorb", "announce", "buffer", "buffers", "modes", "take"]
+__all__ = ["absorb", "announce", "buffer", "buffers", "in_first_microbatch", "modes", "take"]

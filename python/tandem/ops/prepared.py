@@ -183,7 +183,8 @@ class Prepared:
                     f"grad_added_to_main_grad and zero_out_wgrad, as accumulate_into_main_grad=True asks, got {len(alike)} kinds. Set them for all."
                 )
         delayed = [index for index in self._delaying if any(self._delayed_params(index))] if torch.is_grad_enabled() else ()
-        return Modes(found, tuple(delayed))
+        into_main_grad = any([self.basic_ops[index].accumulate_into_main_grad for index in delayed])
+        return Modes(found, tuple(delayed), is_first=into_main_grad and main_grad.in_first_microbatch())
 
     def _delayed_params(self, index: int) -> Iterator[bool]:
         return (weight.requires_grad for weight in self.basic_ops[index]._weights())
@@ -247,7 +248,7 @@ class Prepared:
             list(self.terms.required),
             float(self.terms.memory_budget) if self.terms.memory_budget else None,
             [at for at, mode in zip(self.main_grad_params, modes.main_grads, strict=False) if mode is not None],
-            [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers()],
+            [maker for index in modes.delayed for maker in self.basic_ops[index].wgrad_store.makers(modes.is_first)],
             [(vars(owner), forward, backward) for owner, forward, backward in self.state_owners],
         )
         if number := inspected.number_of(self):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tandem import _C, recipe_state
 from tandem._picture import step_times, told
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
+from tandem.ops.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ class ReportingMixin:
                 Graphviz lays a picture out where its program `dot` is installed.
             profile: a torch.profiler.profile of calls, or microseconds by name of a step: pictures show them.
         """
-        if format not in _FORMATS:
-            raise ValueError(f'explain: expected format "text", "svg", "html", "dot" or "json", got "{format}". Name one of them.')
+        _check_format(format)
         times = step_times(profile)
         reports = [report for run in self._op_runs() for report in _reports(run, format, times)]
         if not reports:
@@ -94,8 +94,7 @@ class ReportingMixin:
             with recipe_state.unchanged([owner for owner, _, _ in now.state_owners]):
                 outputs = _verified(run, x, given, self.training, masks, outcomes)
             x, _ = run.give(outputs, channels)
-        passed = all(outcome.passed for outcome in outcomes)
-        return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
+        return _together(outcomes)
 
     def require_fusion(self: Any, names: str | Iterable[str]) -> Self:
         """Makes it an error, with the reason, if one of these fusions is not made."""
@@ -118,6 +117,65 @@ class ReportingMixin:
     def fusions_made(self) -> list[str]:
         """Names of the fusions that any plan so far has made, those of parts and of compiled code too."""
         return sorted({name for run in self._op_runs() for name in _fusions(run)})
+
+
+def runs_inside(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, OpRun]]:
+    """The pipelines that calls of a module have made, each with the name of whose it is."""
+    if isinstance(module, Unit):
+        if run := module.__dict__.get("_alone"):
+            yield name, run
+        return
+    if isinstance(module, ReportingMixin):
+        runs: Any = module._made[3] or ()  # type: ignore[attr-defined]
+        yield from ((name, run) for run in runs if isinstance(run, OpRun))
+    for own, child in module.named_children():
+        if not (isinstance(module, ReportingMixin) and isinstance(child, Unit)):
+            yield from runs_inside(child, f"{name}.{own}" if name else own)
+    for own, container in getattr(module, "_hidden_containers", dict)().items():
+        yield from runs_inside(container, f"{name}.{own}" if name else own)
+
+
+def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
+    """What was planned for a module that is no container, and for those inside it."""
+    _check_format(format)
+    times = step_times(profile)
+    told_of = [(name, _reports(run, format, times)) for name, run in runs_inside(module)]
+    entries: list[str] = []
+    for name, reports in told_of:
+        if reports and name and format in ("text", "html"):
+            entries.append(f"{name}:" if format == "text" else f"<h4>{html.escape(name)}</h4>")
+        entries += reports
+    if not entries:
+        raise ValueError(f"explain: expected a module with pipelines that have been called, got {module._get_name()} without. Call it once with an input.")
+    if format == "json":
+        return entries[0] if len(entries) == 1 else f"[{','.join(entries)}]"
+    return "\n".join(entries)
+
+
+def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
+    """Compares fused with unfused, for an op or a module that says which pipelines of it there are."""
+    if isinstance(module, Unit):
+        run, outcomes = module._run_alone(), []
+        run.now.check_count(extra)
+        with recipe_state.unchanged([owner for owner, _, _ in run.now.state_owners]):
+            _verified(run, x, extra, module.training, masks, outcomes)
+        return _together(outcomes)
+    if isinstance(module, ReportingMixin):
+        return module.verify(x, *extra, masks=masks)
+    if not hasattr(module, "_calls_of_parts"):
+        raise TypeError(f"verify: expected a container, an op or a module of this library, got {module._get_name()}. Put the ops into a Sequential.")
+    parts = [(part, given) for part, *given in module._calls_of_parts(x, *extra) if isinstance(part, (Unit, ReportingMixin))]
+    return _together([verified(part, given[0], given[1:], masks) for part, given in parts])
+
+
+def _together(outcomes: Sequence[Any]) -> Verification:
+    passed = all(outcome.passed for outcome in outcomes)
+    return Verification(passed, sum(outcome.comparisons for outcome in outcomes), "\n".join(outcome.text for outcome in outcomes))
+
+
+def _check_format(format: str) -> None:
+    if format not in _FORMATS:
+        raise ValueError(f'explain: expected format "text", "svg", "html", "dot" or "json", got "{format}". Name one of them.')
 
 
 def _parts_now(run: OpRun) -> list[OpRun]:

@@ -1,0 +1,48 @@
+"""`tandem.make_recipe_state`."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from tandem import recipe_state
+from tandem.ops.unit import Unit
+from tandem.recipe import Recipe
+
+Root = TypeVar("Root", bound=torch.nn.Module)
+
+
+def make_recipe_state(module: Root, recipe: Recipe) -> Root:
+    """Makes the buffers that modules keep for a recipe, `recipe_state.forward.scale` and so on, which the first call under it would make.
+
+    What looks at buffers before that call then sees them: `torch.optim.swa_utils.AveragedModel`, `torch.distributed.checkpoint.load` into a fresh
+    model, `from_pretrained`. State that is there stays, with as many rows of its history as the recipe says. Recipes without a state make none.
+
+    >>> import tandem
+    >>> linear = tandem.make_recipe_state(tandem.Linear(16, 16), tandem.recipe.DelayedScaling(amax_history_len=4))
+    >>> linear.recipe_state.forward.amax_history.shape
+    torch.Size([4, 2])
+
+    Args:
+        module: whose ops get them, and those of the modules inside it.
+        recipe: under which it will be called.
+
+    Returns:
+        the module.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"make_recipe_state: expected recipe to be a recipe of tandem.recipe, got {type(recipe).__name__}. Pass for example "
+            "tandem.recipe.DelayedScaling()."
+        )
+    length = recipe_state.history_length(recipe.to_json())
+    for unit in list(module.modules()) if length else ():
+        for op in unit.flat_ops() if isinstance(unit, Unit) else ():
+            if any(op._quantize_slots()):
+                holder = op._holder
+                recipe_state.of(vars(holder), holder._quantize_slots(), length)  # type: ignore[operator]
+    return module
+
+
+__all__ = ["make_recipe_state"]
