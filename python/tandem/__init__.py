@@ -41,7 +41,8 @@ from tandem._quantize import (  # noqa: E402
     cast_back,
     quantize,
 )
-from tandem._quantized_tensor import QuantizedTensor, Quantizer  # noqa: E402
+from tandem._quantized_tensor import QuantizedTensor  # noqa: E402
+from tandem._quantizer import Quantizer  # noqa: E402
 from tandem._quantized_init import fp8_model_init, quantized_model_init  # noqa: E402
 from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem import ops  # noqa: E402

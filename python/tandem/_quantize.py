@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
-from tandem._quantized_tensor import PARTS, QuantizedTensor, Quantizer, assembled, quantizer_of_text
+from tandem._quantized_parts import PARTS
+from tandem._quantized_tensor import QuantizedTensor, assembled
+from tandem._quantized_views import ZEROS, Zeros, rows_of
+from tandem._quantizer import Quantizer, quantizer_of_text
 
+_FP4_ROWS = 16  # of a block of NVFP4 along columns
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -27,6 +31,23 @@ def _only_defaults(quantizer: Quantizer, given: dict[str, tuple[object, object]]
             raise NotImplementedError(
                 f"{type(quantizer).__name__}: expected {name}={default}, got {value!r}. This version knows the default only."
             )
+
+
+def _group_of(quantizer: Quantizer, group: Any) -> Any:
+    """The processes that share an amax."""
+    if group is not None and not hasattr(group, "group_name"):
+        raise TypeError(
+            f"{type(quantizer).__name__}: expected amax_reduction_group to be a process group of torch.distributed or None, got {type(group).__name__}. Pass "
+            "what torch.distributed.new_group returns."
+        )
+    return torch.distributed.group.WORLD if group is None else group
+
+
+def _amax_of_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest magnitude in the parts of all processes of a group, [1]; of NaNs that of the other numbers."""
+    amax = x.detach().abs().nan_to_num(0.0, torch.inf).amax().reshape(1) if x.numel() else x.new_zeros(1)
+    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+    return amax
 
 
 def _epsilon(quantizer: Quantizer, amax_epsilon: float) -> float:
@@ -50,7 +71,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
         scale, amax: None, likewise.
     """
 
-    _amax_group: Any = None  # of a reduction
     _heads = ("fp8_e4m3:current", "fp8_e5m2:current")
 
     def __init__(
@@ -71,29 +91,23 @@ class Float8CurrentScalingQuantizer(Quantizer):
         _only_defaults(self, {"use_existing_amax": (use_existing_amax, False), "scale": (scale, None), "amax": (amax, None)})
         if not with_amax_reduction:
             _only_defaults(self, {"amax_reduction_group": (amax_reduction_group, None)})
-        elif amax_reduction_group is not None and not hasattr(amax_reduction_group, "group_name"):
-            raise TypeError(
-                "Float8CurrentScalingQuantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got "
-                f"{type(amax_reduction_group).__name__}. Pass what torch.distributed.new_group returns."
-            )
         else:
-            self._amax_group = torch.distributed.group.WORLD if amax_reduction_group is None else amax_reduction_group
+            self._amax_group = _group_of(self, amax_reduction_group)
         options = f"eps={_epsilon(self, amax_epsilon)}:pow2={int(force_pow_2_scales)}"
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:current:{options}", rowwise, columnwise)
 
     def quantize(self, x: torch.Tensor) -> QuantizedTensor:
         if self._amax_group is None:
             return super().quantize(x)
-        amax = x.detach().abs().nan_to_num(0.0, torch.inf).amax().reshape(1) if x.numel() else x.new_zeros(1)
-        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self._amax_group)
+        amax = _amax_of_all(x, self._amax_group)
         codes = super().quantize(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
         parts = [getattr(codes, name) for name in PARTS]
         data = next(part for name, part in zip(PARTS, parts, strict=True) if name.endswith("data") and part is not None)[:-1].view(x.shape).clone()
         made = [data if name.endswith("data") and part is not None else part for name, part in zip(PARTS, parts, strict=True)]
         return assembled(made, self, x.dtype, x.shape)
 
-    def _values(self) -> tuple[object, ...]:
-        return (*super()._values(), id(self._amax_group))
+    def _has_scale_of_all(self) -> bool:
+        return True
 
 
 class Float8Quantizer(Quantizer):
@@ -188,8 +202,8 @@ class NVFP4Quantizer(Quantizer):
         with_post_rht_amax: whether their amax is that of the rotated columns: as `with_rht`; there is no other.
         with_2d_quantization: whether blocks are 16 by 16, so that both directions have the same codes.
         stochastic_rounding: whether codes are rounded up or down by chance, right on average, by a seed from the generator of x's device.
-        with_amax_reduction, row_scaled_nvfp4, nvfp4_use_4over6: False; no other value is known yet.
-        amax_reduction_group: None, likewise.
+        with_amax_reduction, amax_reduction_group: as of `Float8CurrentScalingQuantizer`; not with `with_rht`, as the largest rotated number is another one.
+        row_scaled_nvfp4, nvfp4_use_4over6: False; no other value is known yet.
         nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_random_sign_mask: 448, "MAE" and True, likewise.
     """
 
@@ -217,8 +231,6 @@ class NVFP4Quantizer(Quantizer):
         _only_defaults(
             self,
             {
-                "with_amax_reduction": (with_amax_reduction, False),
-                "amax_reduction_group": (amax_reduction_group, None),
                 "with_post_rht_amax": (bool(with_post_rht_amax), bool(with_rht)),
                 "row_scaled_nvfp4": (row_scaled_nvfp4, False),
                 "nvfp4_use_4over6": (nvfp4_use_4over6, False),
@@ -227,6 +239,15 @@ class NVFP4Quantizer(Quantizer):
                 "with_random_sign_mask": (with_random_sign_mask, True),
             },
         )
+        if not with_amax_reduction:
+            _only_defaults(self, {"amax_reduction_group": (amax_reduction_group, None)})
+        elif with_rht:
+            raise NotImplementedError(
+                "NVFP4Quantizer: expected with_rht=False with with_amax_reduction=True, as the largest rotated number is not that of x, got True. Rotate what each "
+                "process has as a whole."
+            )
+        else:
+            self._amax_group = _group_of(self, amax_reduction_group)
         options = {"2d": with_2d_quantization, "rht": with_rht, "sr": stochastic_rounding}
         super().__init__("nvfp4" + "".join([f":{name}=1" for name, value in options.items() if value]), rowwise, columnwise)
 
@@ -235,9 +256,26 @@ class NVFP4Quantizer(Quantizer):
         """Whether codes are rounded up or down by chance."""
         return ":sr=1" in self.text
 
+    def _has_scale_of_all(self) -> bool:
+        return ":rht=1" not in self.text
+
     def quantize(self, x: torch.Tensor) -> QuantizedTensor:
         seed = torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None
-        return self._codes(x, seed)[0]
+        if self._amax_group is None:
+            return self._codes(x, seed)[0]
+        if x.dim() < 2 or not x.shape[-1]:
+            raise ValueError(
+                f"NVFP4Quantizer: expected a tensor of rows, which processes share, where they share its amax, got shape {list(x.shape)}. Quantize it without "
+                "with_amax_reduction."
+            )
+        matrix, amax = x.reshape(-1, x.shape[-1]), _amax_of_all(x, self._amax_group)
+        rows = matrix.shape[0]
+        more = matrix.new_zeros(-rows % _FP4_ROWS + _FP4_ROWS, x.shape[-1])  # blocks of their own behind, of which one holds the amax of all
+        more[-1, 0] = amax[0]
+        codes = self._codes(torch.cat([matrix, more]), seed)[0]
+        codes.__dict__[ZEROS] = Zeros()  # as blocks that x ends in have behind
+        own: Any = rows_of(codes, 0, rows)
+        return own.clone().view(x.shape)
 
 
 def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantized_tensor import QuantizedTensor, Quantizer, quantizer_of_text
+from tandem._quantized_parts import PARTS, rows_of_blocks
+from tandem._quantized_tensor import QuantizedTensor
+from tandem._quantizer import Quantizer, quantizer_of_text
 from tandem.recipe import Float8CurrentScaling, Recipe
 
 
@@ -75,6 +77,19 @@ def _quantizer(recipe: Recipe, kind: str) -> Quantizer | None:
     return quantizer_of_text(text.replace(_AS_GIVEN, ":current:eps=0:pow2=0")) if text else None
 
 
+def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
+    """Parts of a weight are multiplied as one where no block of a part would lie in two; a scale of a whole part is not shared, but its numbers are multiplied."""
+    if quantizer.text.startswith("nvfp4"):
+        return
+    for name in parts[:-1]:
+        rows, columns = module._parameters[name].shape
+        if rows % (unit := rows_of_blocks(quantizer.text, columns, PARTS)):
+            raise ValueError(
+                f"{module._get_name()}: expected parts in whole blocks inside quantized_model_init, each but the last a multiple of {unit} rows, got {name} with "
+                f"{rows}. Build one module for each part, or use a format with smaller blocks."
+            )
+
+
 def quantize_weights(module: Any, names: Iterable[str], kind: str) -> None:
     """To be called where a module has drawn its parameters: those of these names become codes where `quantized_model_init` is in force, or was where the
     module was made. `kind` is that of the op that multiplies by them."""
@@ -83,11 +98,8 @@ def quantize_weights(module: Any, names: Iterable[str], kind: str) -> None:
     quantizer = _quantizer(init.recipe, kind) if init is not None and own else None
     if init is None or quantizer is None:
         return
-    if module.__dict__.get("_joined"):
-        raise NotImplementedError(
-            f"{module._get_name()}: expected parameters_split=None inside quantized_model_init, as codes of several weights are no codes of one, got "
-            "parts. Build one module for each part."
-        )
+    for parts in module.__dict__.get("_joined", {}).values():
+        _check_blocks(module, [name for name in parts if name in own], quantizer)
     for name in own:
         param = module._parameters[name]
         if isinstance(param, QuantizedTensor):
@@ -100,6 +112,8 @@ def quantize_weights(module: Any, names: Iterable[str], kind: str) -> None:
         if init.keeps_numbers:
             codes._high_precision_init_val = param.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
         setattr(module, name, codes)
+    if hasattr(module, "_bring_together"):
+        module._bring_together()
 
 
 __all__ = ["fp8_model_init", "quantize_weights", "quantized_model_init"]

@@ -9,6 +9,7 @@ import json
 import math
 import types
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from tandem import _C
-from tandem._quantized_tensor import Quantizer
+from tandem._quantizer import Quantizer
 
 __all__ = [
     "CustomRecipe",
@@ -493,7 +494,7 @@ class CustomRecipe(Recipe):
 
     Args:
         qfactory: given a `QuantizerRole`, the quantizer of the tensor, or None where it is not quantized; asked once for each role. It is known by its
-            code and what it has captured, a method by its object, so that what it decides by must not change. Quantizers are the library's: one with
+            code and what it has captured, a method by its object, so that what it decides by must not change; one that differs each time is kept each time, of which a warning tells. Quantizers are the library's: one with
             a `quantize` of its own is refused. The codes of the other operand of a product are decoded where there is none. What products read decides which directions there are, not the quantizer.
         fp8_format, quantization_alignment: of no meaning: quantizers have formats, and padding is inside.
         fp8_dpa, fp8_mha: False; no other value is known yet.
@@ -535,7 +536,32 @@ def _chosen_by(recipe: CustomRecipe) -> str:
         _C.register_quantizer_choice(name, functools.partial(_choose, recipe.qfactory))
         _factories[name] = recipe.qfactory
         _choices[key] = name, parts
+        _count(recipe.qfactory)
     return _choices[key][0]
+
+
+def _count(function: Any) -> None:
+    """Warns, once for each line, of functions that are new each time that it runs."""
+    while type(function) is functools.partial:
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", type(function))
+    _made_of[code] = _made_of.get(code, 0) + 1
+    if _made_of[code] == _MANY:
+        where = f" at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+        warnings.warn(
+            f"CustomRecipe: expected a qfactory that has captured what others of its code have, got {_MANY} of {_name_of(code)}{where} that "
+            "differ. Each stays for good, as plans and files name it. Build the recipe once, outside of the loop.",
+            stacklevel=5,
+        )
+
+
+def _name_of(code: Any) -> str:
+    return code.co_name if isinstance(code, types.CodeType) else code.__qualname__
+
+
+_MANY = 64
+_made_of: dict[object, int] = {}  # functions by their code
 
 
 _choices: dict[object, tuple[str, list[object]]] = {}  # with what the key names by number, which nothing else gets while it lives

@@ -5,6 +5,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <vector>
+
+#include "kernel_ops/format.h"
+
 namespace tandem::kernel_ops {
 
 namespace {
@@ -19,6 +23,22 @@ bool are_adjacent(at::TensorList pieces) {
     end += piece.numel();
   }
   return true;
+}
+
+/// Along which dimension scales go with rows, and how many of these have one in common; 0: all.
+struct OfRows {
+  int64_t dim = 0, rows = 0;
+};
+OfRows rows_of_scales(const Quantizer& quantizer, Direction direction) {
+  constexpr int64_t kSome = 1024;  // whole blocks of every format
+  const auto sizes = [&](int64_t rows) {
+    return quantizer.format->layout.sizes(MatrixSize(c10::SymDimVector{rows, kSome}), direction);
+  };
+  const auto few = sizes(kSome), many = sizes(2 * kSome);
+  for (size_t dim = 0; dim < few.size(); ++dim)
+    if (const auto more = (many[dim] - few[dim]).expect_int(); more != 0)
+      return {static_cast<int64_t>(dim), kSome / more};
+  return {};
 }
 
 }  // namespace
@@ -45,6 +65,34 @@ at::Tensor joined(at::TensorList pieces, bool may_view) {
   at::DimVector sizes(first.sizes().begin(), first.sizes().end());
   for (const at::Tensor& piece : pieces.slice(1)) sizes[0] += piece.size(0);
   return at::native::as_strided_tensorimpl(first, sizes, first.strides());
+}
+
+bool codes_join(const Quantizer& quantizer) {
+  return !quantizer.format->layout.has_amax && !is_packed(quantizer) &&
+         rows_of_scales(quantizer, Direction::row).rows != 0 &&
+         rows_of_scales(quantizer, Direction::column).rows != 0;
+}
+
+at::Tensor joined_scales(at::TensorList scales, at::TensorList codes, const Quantizer& quantizer,
+                         Direction direction, bool may_view) {
+  const auto [dim, height] = rows_of_scales(quantizer, direction);
+  std::vector<at::Tensor> own;
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const c10::SymInt rows = MatrixSize(codes[i].sym_sizes()).rows;
+    TORCH_CHECK_VALUE(height == 1 || i + 1 == scales.size() || rows % height == 0,
+                      "join: expected parts in codes of whole blocks, each but the last a multiple "
+                      "of ",
+                      height, " rows, got ", rows, ". Keep them in plain numbers, or in a format ",
+                      "with smaller blocks.");
+    own.push_back(scales[i].narrow_symint(dim, 0, (rows + height - 1) / height));
+  }
+  const at::Tensor all = dim == 0 ? joined(own, may_view) : at::cat(own, dim);
+  const auto sizes = quantizer.format->layout.sizes(MatrixSize(joined_sizes(codes)), direction);
+  const c10::SymInt missing = sizes[static_cast<size_t>(dim)] - all.sym_size(dim);
+  if (missing == 0) return all;
+  c10::SymDimVector padding(all.sym_sizes().begin(), all.sym_sizes().end());
+  padding[static_cast<size_t>(dim)] = missing;  // where a matrix has some behind its scales too
+  return at::cat({all, all.new_zeros_symint(padding)}, dim);
 }
 
 c10::SymDimVector joined_sizes(at::TensorList pieces) {

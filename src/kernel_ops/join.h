@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "kernel_ops/quantizer.h"
+
 namespace tandem::kernel_ops {
 
 /// Throws: c10::ValueError where the pieces, of which there is one at least, differ in more than
@@ -12,6 +14,14 @@ void check_pieces(at::TensorList pieces);
 /// All in one tensor. `may_view`: without a copy where they lie so in one memory, which autograd is
 /// not told of; one piece is itself in any case.
 at::Tensor joined(at::TensorList pieces, bool may_view);
+
+/// Whether codes of matrices, one behind the other, are those of one, whose first rows end where a
+/// block does: no scale serves more.
+bool codes_join(const Quantizer& quantizer);
+/// The scales of such matrices, as those of one in a direction. `codes`: of each.
+/// Throws: c10::ValueError where one but the last ends inside of a block.
+at::Tensor joined_scales(at::TensorList scales, at::TensorList codes, const Quantizer& quantizer,
+                         Direction direction, bool may_view);
 
 /// Of all in one.
 c10::SymDimVector joined_sizes(at::TensorList pieces);

@@ -1,6 +1,7 @@
 #include "kernel_ops/weights.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
@@ -304,6 +305,7 @@ void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_
                            : parts[i];
       },
       source, no_scale, quantizer, mask);
+  const at::AutoDispatchBelowADInplaceOrView no_versions;  // which tell of others' writes
   for (size_t i = 0; i < parts.size(); ++i)
     if (parts[i].defined() && !results[i].is_same(parts[i]) &&
         !(may_be_read && at::equal(results[i], parts[i])))

@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
+#include <span>
 
 #include "autograd/call.h"
 #include "autograd/direct.h"
@@ -103,6 +105,15 @@ ReadArgument seen(const Tensor* argument) {
   return {kernel_ops::number_of_memory(*argument), version_of(*argument)};
 }
 
+/// Of the codes in workspaces, which the library writes below the counters of versions: whoever
+/// else has written there has moved one. A stamp tells of the library alone.
+std::vector<ReadArgument> seen_codes(at::TensorList workspaces) {
+  std::vector<ReadArgument> seen_of_each;
+  for (const Tensor& tensor : workspaces)
+    seen_of_each.push_back(tensor.scalar_type() == at::kLong ? ReadArgument() : seen(&tensor));
+  return seen_of_each;
+}
+
 /// No output shares memory with an argument or with another output.
 std::vector<Tensor> fresh_outputs(const Planned& planned, Frame& frame) {
   std::vector<Tensor> outputs;
@@ -144,6 +155,7 @@ PlainResults plain_forward(const PlainArguments& given) {
     }
   }
   results.workspaces = planned.workspaces;
+  std::ranges::copy(seen_codes(results.workspaces), std::back_inserter(results.read));
   return results;
 }
 
@@ -154,6 +166,7 @@ struct PlainContext::Kept {
   std::vector<std::vector<Tensor>> tensors;
   std::vector<std::pair<size_t, c10::SymDimVector>> carried;
   std::vector<Tensor> workspaces, state;
+  std::vector<ReadArgument> codes;  // in the workspaces
   Buffers buffers;
   /// Arguments that backward reads, with their versions.
   struct Read {
@@ -203,16 +216,21 @@ PlainContext::PlainContext(const PlainArguments& given, const PlainResults& resu
   TORCH_CHECK_VALUE(results.saved.size() == expected, "setup_context: expected the ", expected,
                     " tensors that forward of these arguments saves, got ", results.saved.size(),
                     ". Pass the arguments and results of one call.");
-  TORCH_CHECK_VALUE(
-      results.outputs.size() == plan.outputs.size() && results.read.size() == expected,
-      "setup_context: expected ", plan.outputs.size(),
-      " outputs, and of what is saved whether it is an argument, got ", results.outputs.size(),
-      " outputs and ", results.read.size(), " of ", expected,
-      ". Pass all that forward has returned.");
+  TORCH_CHECK_VALUE(results.outputs.size() == plan.outputs.size() &&
+                        results.read.size() == expected + results.workspaces.size(),
+                    "setup_context: expected ", plan.outputs.size(),
+                    " outputs, and of what is saved whether it is an argument, got ",
+                    results.outputs.size(), " outputs and ", results.read.size(), " of ",
+                    expected + results.workspaces.size(), ". Pass all that forward has returned.");
   for (const Tensor& output : results.outputs) {
     const c10::SymIntArrayRef sizes = output.sym_sizes();
     kept_->outputs.push_back({{sizes.begin(), sizes.end()}, output.scalar_type(), output.device()});
   }
+  kept_->codes = seen_codes(results.workspaces);
+  TORCH_CHECK_VALUE(std::ranges::equal(kept_->codes, std::span(results.read).subspan(expected)),
+                    "setup_context: expected the tensors of weight_workspaces unchanged since "
+                    "forward but by the library, as backward reads the codes in them, got an "
+                    "in-place write, or others. Write into copies.");
   kept_->plan = planned.plan;
   kept_->path = planned.path;
   kept_->workspaces = planned.workspaces;
@@ -279,6 +297,11 @@ std::vector<Tensor> PlainContext::backward(at::TensorList gradients, bool retain
     TORCH_CHECK_VALUE(version_of(read.tensor) == read.version, "backward: expected ", read.name,
                       " unchanged since the setup of the context, as backward reads it, got an "
                       "in-place write. Write into a copy.");
+  if (!kept_->codes.empty())
+    TORCH_CHECK_VALUE(seen_codes(kept_->workspaces) == kept_->codes,
+                      "backward: expected the tensors of weight_workspaces unchanged since the "
+                      "setup of the context but by the library, as backward reads the codes in "
+                      "them, got an in-place write. Write into copies.");
   std::vector<Tensor> results(plan.gradients.size());
   BackwardMask mask;
   for (size_t i = 0; i < gradients.size(); ++i)

@@ -47,7 +47,8 @@ struct PlainResults {
   /// What backward reads of forward. Undefined in the place of what arguments are or share memory
   /// with: the setup finds it again.
   std::vector<at::Tensor> saved;
-  /// In the place of each tensor of `saved`: what the argument there was, where it is one.
+  /// In the place of each tensor of `saved`: what the argument there was, where it is one. Then
+  /// for each of `workspaces`: what it was, where it holds codes.
   std::vector<ReadArgument> read;
   /// What it reads besides tensors: the place of a saved value, and sizes.
   std::vector<std::pair<size_t, std::vector<c10::SymInt>>> carried;
@@ -66,7 +67,7 @@ class TANDEM_API PlainContext {
   /// Of the outputs only shapes, dtypes and devices are kept: gradients have those.
   ///
   /// Throws: c10::ValueError where `results` are not those of forward of these arguments, or one
-  ///         that backward reads was written since.
+  ///         that backward reads, or a workspace, was written since.
   PlainContext(const PlainArguments& arguments, const PlainResults& results);
   ~PlainContext();
   PlainContext(PlainContext&&) noexcept;
@@ -76,9 +77,9 @@ class TANDEM_API PlainContext {
   /// goes with the last step that reads it.
   ///
   /// Throws: c10::ValueError where gradients are not as many as outputs, or have not their shapes
-  ///         and devices, and where an argument that backward reads was written since the setup;
-  ///         c10::TypeError where they have not their dtypes; c10::Error the second time, unless
-  ///         the first has retained.
+  ///         and devices, and where an argument that backward reads, or a workspace, was written
+  ///         since the setup; c10::TypeError where they have not their dtypes; c10::Error the
+  ///         second time, unless the first has retained.
   std::vector<at::Tensor> backward(at::TensorList gradients, bool retain);
 
   /// Bytes of what is kept, arguments aside.

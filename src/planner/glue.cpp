@@ -46,6 +46,19 @@ void run_join(Call& call) {
   call.out(0, kernel_ops::joined(parts, /*may_view=*/call.path() == Path::direct));
 }
 
+void run_join_codes(Call& call) {
+  c10::SmallVector<at::Tensor, 4> codes, scales;
+  for (size_t i = 0; i < call.step().reads.size(); ++i) {
+    codes.push_back(call.in(i));
+    scales.push_back(call.in(i, 1));
+  }
+  const bool may_view = call.path() == Path::direct;
+  const Type& type = call.out_type(0);
+  call.out(0, kernel_ops::joined(codes, may_view));
+  call.out(0, kernel_ops::joined_scales(scales, codes, *type.quantizer, type.direction, may_view),
+           1);
+}
+
 void run_split(Call& call) {
   enum Read { gradient, first_part };
   c10::SymInt begin = 0;
@@ -233,6 +246,11 @@ Step add_step(Value a, Value b, Value y) {
 
 Step join_step(const Values& parts, Value y) {
   return step_of(StepKind::join, "join", run_join, Names(parts.size(), "part"), parts, {"y"}, {y});
+}
+
+Step join_codes_step(const Values& parts, Value y) {
+  return step_of(StepKind::join, "join_codes", run_join_codes, Names(parts.size(), "part"), parts,
+                 {"y"}, {y});
 }
 
 Step split_step(Value gradient, const Values& parts, const Values& gradients) {

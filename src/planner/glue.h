@@ -18,6 +18,8 @@ Step add_step(Value a, Value b, Value y);
 /// y = the parts of a parameter, one behind the other along the first dimension: no copy where they
 /// lie so in memory.
 Step join_step(const Values& parts, Value y);
+/// y = the codes, of one direction, of such parts, in codes as well.
+Step join_codes_step(const Values& parts, Value y);
 /// The gradients of the parts (Value::none where not wanted) of a joined value, which is looked at
 /// for the parts' sizes: views of `gradient`.
 Step split_step(Value gradient, const Values& parts, const Values& gradients);

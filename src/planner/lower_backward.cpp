@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 
 #include "planner/glue.h"
 #include "planner/lower.h"
@@ -63,10 +64,20 @@ class BackwardLowering {
   /// are joined to may be a copy.
   void join_again() {
     if (draft_.backward.empty()) return;
-    for (const Event& event : flow_.events)
-      if (event.kind == Event::join)
-        draft_.backward.insert(draft_.backward.begin(),
-                               join_step(values_of(event.parts), event.to.value));
+    Steps again;
+    std::set<Value> decoded;
+    for (const Step& step : draft_.forward)
+      if (step.kind == StepKind::join) {
+        for (const Value part : step.reads)
+          if (const auto known = draft_.codes_of_params.find(part);
+              known != draft_.codes_of_params.end() && decoded.insert(part).second)
+            again.push_back(decoded_again(part, known->second));
+        again.push_back(step);
+      }
+    draft_.backward.insert(draft_.backward.begin(), again.begin(), again.end());
+  }
+  static Step decoded_again(Value numbers, const ParamCodes& codes) {
+    return dequantize_step(codes.codes[exists(codes.codes[0]) ? 0 : 1], numbers);
   }
 
   /// Autograd sums the gradient of the caller's x to its sizes, as long as nothing else adds to it.
@@ -81,12 +92,22 @@ class BackwardLowering {
     }
   }
 
+  /// What has as many rows as a part: of one in codes, these, which nobody has to decode.
+  Value with_rows_of(Value part) const {
+    const auto known = draft_.codes_of_params.find(part);
+    if (known == draft_.codes_of_params.end()) return part;
+    const Value codes = known->second.codes[0];
+    return exists(codes) ? codes : part;
+  }
+
   void split(const Event& event, Value gradient) {
     Values gradients;
     for (const Flow& part : event.parts)
       gradients.push_back(draft_.needs_grad(part.value) ? draft_.add_gradient(part.value)
                                                         : Value::none);
-    draft_.backward.push_back(split_step(gradient, values_of(event.parts), gradients));
+    Values rows = values_of(event.parts);
+    for (Value& part : rows) part = with_rows_of(part);
+    draft_.backward.push_back(split_step(gradient, rows, gradients));
     for (size_t i = 0; i < gradients.size(); ++i)
       if (exists(gradients[i])) contribute(event.parts[i], gradients[i]);
   }

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "kernel_ops/checks.h"
+#include "kernel_ops/join.h"
 #include "planner/glue.h"
 #include "planner/lower.h"
 #include "tandem/op_options.h"
@@ -266,7 +267,38 @@ class ForwardLowering {
     draft_.requires_grad[index_of(result.value)] = any_grad;
     draft_.forward.push_back(join_step(values, result.value));
     flow_.events.push_back({Event::join, npos, {}, result, std::move(parts)});
+    join_codes(values, result.value);
     return joined_[values] = result;
+  }
+
+  /// Of parts that are all in codes of one kind, so is what they are joined to. Where a scale
+  /// serves all of a part it has their numbers alone, which are not rounded again.
+  void join_codes(const Values& parts, Value whole) {
+    const auto& known = draft_.codes_of_params;
+    const auto first = known.find(parts[0]);
+    if (first == known.end()) return;
+    ParamCodes result{first->second.quantizer};
+    for (const Value part : parts)
+      if (const auto own = known.find(part);
+          own == known.end() || own->second.quantizer != result.quantizer)
+        return;
+    for (size_t direction = 0; kernel_ops::codes_join(*result.quantizer) && direction < 2;
+         ++direction) {
+      Values codes;
+      for (const Value part : parts) codes.push_back(known.at(part).codes[direction]);
+      if (!std::ranges::all_of(codes, exists)) continue;
+      if (serves_both_directions(*result.quantizer) && exists(result.codes[0])) {
+        result.codes[direction] = result.codes[0];
+        continue;
+      }
+      Type type{draft_.dtype(whole), Format::codes, Origin::result, Value::none,
+                draft_.name(whole) + " in " + std::string(format_name(*result.quantizer))};
+      type.quantizer = result.quantizer;
+      type.direction = static_cast<Direction>(direction);
+      result.codes[direction] = draft_.add(std::move(type));
+      draft_.forward.push_back(join_codes_step(codes, result.codes[direction]));
+    }
+    draft_.codes_of_params[whole] = result;
   }
 
   Flow extra_input(const Binding& binding) {

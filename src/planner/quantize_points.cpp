@@ -167,7 +167,8 @@ class QuantizePoints {
     bool is_any_by_group = false;
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       Value& value = step.reads[read];
-      const Quantizer* const quantizer = asked(contract.role, part.op, slot);
+      const Quantizer* quantizer = asked(contract.role, part.op, slot);
+      if (quantizer != nullptr && is_numbers_of(value, contract, *quantizer)) quantizer = nullptr;
       if (!is_by_group(contract, part.op)) {
         if (quantizer != nullptr)
           value = codes_of(value, contract, part.op, *quantizer, steps, codes, slot);
@@ -302,6 +303,7 @@ class QuantizePoints {
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       const Quantizer* const quantizer = asked(contract.role, op, slot);
       if (contract.role == Role::grad_output || quantizer == nullptr) return;
+      if (is_numbers_of(step.reads[read], contract, *quantizer)) return;
       TORCH_CHECK_NOT_IMPLEMENTED(
           !is_by_group(contract, op), description_.ops[op].label,
           ": expected backward_override=None or \"high_precision\", as groups of rows are ",
@@ -343,6 +345,17 @@ class QuantizePoints {
     });
   }
 
+  /// Whether the operand is a weight of parts in the quantizer's format that have but numbers as a
+  /// whole: these are what codes stand for already.
+  bool is_numbers_of(Value value, const OpStep::ContractOf& contract,
+                     const Quantizer& quantizer) const {
+    if (contract.role != Role::weight) return false;
+    const auto known = draft_.codes_of_params.find(uncast(value));
+    return known != draft_.codes_of_params.end() &&
+           std::ranges::none_of(known->second.codes, exists) &&
+           known->second.quantizer->format == quantizer.format;
+  }
+
   /// In which directions each weight will be read: its workspace holds these, made in one pass.
   void note_weights() {
     for (const Steps* steps : {&draft_.forward, &draft_.backward}) {
@@ -360,8 +373,8 @@ class QuantizePoints {
   }
 
   bool is_plain_param(Value value) const {
-    return draft_.types[index_of(value)].origin == Origin::param &&
-           !draft_.codes_of_params.contains(value);
+    const Type& type = draft_.types[index_of(value)];
+    return type.origin == Origin::param && type.format == Format::plain;
   }
 
   /// Workspaces belong to tensors of the caller, or to what several of these are joined to.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -316,3 +317,22 @@ def test_a_name_without_a_value_and_attributes_make_a_function_one_of_a_kind():
         return CustomRecipe(choose).to_json()
 
     assert make() != make() and marked() != marked()
+
+
+def test_functions_that_are_new_each_time_are_told_of_once():
+    def recipe(captured):
+        return CustomRecipe(lambda role: tandem.MXFP8Quantizer(E4M3) if captured else None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same_one = object()
+        for _ in range(200):
+            recipe(same_one)
+        for _ in range(62):
+            recipe(object())
+    with pytest.warns(UserWarning, match=r"CustomRecipe: expected a qfactory that has captured what others of its code have, got 64 of <lambda> at .*test_custom_recipe.py:"):
+        recipe(object())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            recipe(object())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -291,6 +292,33 @@ def test_writes_between_the_functions_are_noticed(recipe, shape, which):
     others = functional.LinearArgs(**(fields_ | {which: fields_[which].clone()}), recipe=recipe)
     with pytest.raises(ValueError, match="setup_context: expected results of these arguments, got other memory as .*, which backward reads. Pass the arguments"):
         functional.linear_setup_context(others, functional.linear_forward(args))
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_writes_into_workspaces_are_noticed(case, recipe):
+    kind, _, make = case
+    forward, setup, backward = FUNCTIONS[kind]
+    x, more = torch.randn(16, 32), {"recipe": RECIPES[recipe], "weight_workspaces": ()}
+    args = make(x, **more)
+    results = forward(args)
+    grads = [torch.ones_like(each) for each in (results.y, results.layernorm_output) if each is not None]
+    wanted = backward(setup(args, results), *grads)
+    codes = [place for place, tensor in enumerate(results.weight_workspaces) if tensor.dtype != torch.int64]
+    assert codes
+    for place in codes:
+        results = forward(args)
+        context = setup(args, results)
+        results.weight_workspaces[place].zero_()
+        with pytest.raises(ValueError, match="backward: expected the tensors of weight_workspaces unchanged since the setup of the context but by the library"):
+            backward(context, *grads)
+        with pytest.raises(ValueError, match="setup_context: expected the tensors of weight_workspaces unchanged since forward but by the library, as backward"):
+            setup(args, results)
+    results = forward(args)
+    context = setup(args, results)
+    doubled = {field.name: 2 * getattr(args, field.name) for field in dataclasses.fields(args) if field.name.endswith("weight")}
+    forward(dataclasses.replace(args, **doubled, weight_workspaces=results.weight_workspaces))  # the library writes them, and knows of what
+    for name, gradient in backward(context, *grads).items():
+        assert torch.equal(gradient, wanted[name])
 
 
 def test_all_that_forward_has_returned_is_asked_for():

@@ -1,4 +1,4 @@
-"""What a QuantizedTensor survives: copies, moves, views, slices, pickles, checkpoints, workers, sharding."""
+"""What a QuantizedTensor survives: copies, moves, views, slices, pickles, checkpoints, workers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from test_collectives import spawn
-from torch.distributed.fsdp import fully_shard
 
 import tandem
 from tandem import ops
-from tandem._quantized_tensor import PARTS
-from tandem.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem._quantized_parts import PARTS
+from tandem.recipe import Float8CurrentScaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTIZERS = {
@@ -79,7 +76,7 @@ def test_views_of_rows_share_the_codes(quantizer):
     flat = codes.view(-1)
     assert torch.equal(flat * 2, codes.dequantize().view(-1) * 2) and "QuantizedTensor" in repr(flat) and flat.shape == (8 * 16 * 160,)
     for plain in (codes.transpose(0, 1), codes[0], codes.expand(2, 8, 16, 160)):
-        assert type(plain) is torch.Tensor
+        assert not isinstance(plain, tandem.QuantizedTensor) and type(plain + 1) is type(plain.clone()) is torch.Tensor
 
 
 @EACH
@@ -223,107 +220,6 @@ def test_as_input_and_output_of_ops(quantizer):
     assert torch.equal(compiled(codes), codes.dequantize().view(8, 8, 160) * 2)
 
 
-# Sharded by FSDP2: codes are gathered.
-
-RECIPES = {"current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True)}
-
-
-def trained(model, masters, recipe, shards, steps=3):
-    losses = []
-    optimizer = torch.optim.SGD([masters.get(name, param) for name, param in model.named_parameters()], lr=0.05)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(32, 64, generator=generator).chunk(shards[1])[shards[0]]
-        with tandem.autocast(recipe=recipe):
-            loss = model(x).square().mean()
-        loss.backward()
-        for name, master in masters.items():
-            param = model.get_parameter(name)
-            grad = param.grad
-            master.grad, param.grad = (grad.to_local() if hasattr(grad, "to_local") else grad), None
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, master in masters.items():
-            param = model.get_parameter(name)
-            with torch.no_grad():
-                (param.to_local() if hasattr(param, "to_local") else param).quantize_(master)
-        losses.append(loss.item())
-    return losses
-
-
-def check_fsdp(rank: int, size: int, name: str) -> None:
-    recipe = RECIPES[name]
-    quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True) if name == "current" else QUANTIZERS[name]
-    torch.manual_seed(0)
-    model = ops.Sequential(ops.Linear(64, 128), ops.ReLU(), ops.Linear(128, 64))
-    numbers = {name: param.detach().clone() for name, param in model.named_parameters() if param.dim() == 2}
-    for linear_ in (model[0], model[2]):
-        linear_.weight = torch.nn.Parameter(tandem.quantize(linear_.weight.detach(), quantizer))
-    whole = copy.deepcopy(model)
-    fully_shard(model)
-    shard = model[0].weight.to_local()
-    assert isinstance(shard, tandem.QuantizedTensor) and shard.shape[0] == 128 // size
-    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
-    with torch.no_grad(), tandem.autocast(recipe=recipe):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
-        assert torch.equal(model(x), whole(x))
-    model.unshard()
-    for name_, param in model.named_parameters():
-        if name_ in wanted:
-            assert isinstance(param, tandem.QuantizedTensor)
-            same(param.detach(), wanted[name_].detach())
-    model.reshard()
-    if name == "nvfp4":
-        return  # one amax for the whole tensor, and nobody shares it
-    masters = {name: value.chunk(size)[rank].clone().requires_grad_() for name, value in numbers.items()}
-    wholes = {name: value.clone().requires_grad_() for name, value in numbers.items()}
-    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
-    dist.all_reduce(losses)
-    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
-    torch.testing.assert_close(losses / size, expected, rtol=0.02, atol=1e-4)
-    for name_, master in masters.items():
-        assert (master - wholes[name_].chunk(size)[rank]).abs().max() < 0.01
-
-
-def check_fsdp_errors(rank: int, size: int) -> None:
-    def sharded(rows, quantizer):
-        layer = ops.Linear(64, rows, bias=False)
-        layer.weight = torch.nn.Parameter(tandem.quantize(torch.ones(rows, 64) * (rank + 1), quantizer))
-        return fully_shard(layer)
-
-    with pytest.raises(ValueError, match="fully_shard: expected 2 ranks to share the first dimension of a quantized parameter evenly, each a multiple of 32 rows, got 96"):
-        sharded(96, QUANTIZERS["mxfp8"])(torch.randn(2, 64))
-    with pytest.raises(ValueError, match="fully_shard: expected one rowwise_scale_inv on all ranks, as one serves the whole tensor, got several. Quantize the parts with"):
-        sharded(64, QUANTIZERS["current"])(torch.randn(2, 64))
-    with pytest.raises(ValueError, match="fully_shard: expected one amax_rowwise on all ranks, .* got several. Keep this parameter in plain numbers, or in a format"):
-        sharded(64, QUANTIZERS["nvfp4"])(torch.randn(2, 64))
-
-
-def test_sharded_parameters_are_gathered_in_codes(tmp_path):
-    spawn(tmp_path, 2, *[(check_fsdp, name) for name in RECIPES], (check_fsdp_errors,))
-
-
-def test_processes_share_an_amax(tmp_path):
-    spawn(tmp_path, 2, (check_amax,))
-
-
-def test_a_group_of_an_amax_is_one_of_processes():
-    with pytest.raises(TypeError, match="Float8CurrentScalingQuantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got str"):
-        tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group="0")
-
-
-def check_amax(rank: int, size: int) -> None:
-    x = torch.randn(8, 21, generator=torch.Generator().manual_seed(0))
-    for group in (None, dist.group.WORLD):
-        quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=group)
-        codes = tandem.quantize(x.chunk(size)[rank], quantizer)
-        wanted = tandem.quantize(x, QUANTIZERS["current"])
-        assert torch.equal(codes.rowwise_scale_inv, wanted.rowwise_scale_inv)
-        assert torch.equal(codes.rowwise_data, wanted.rowwise_data.chunk(size)[rank]) and codes.columnwise_data is codes.rowwise_data
-        assert copy.deepcopy(codes).quantizer == quantizer
-        same(pickle.loads(pickle.dumps(codes)), codes)
-
-
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_no_write_into_a_slice_reaches_other_rows(name):
     text = "QuantizedTensor: expected a write into a tensor that has its scales to itself, got one into a slice of rows whose scales serve other rows too"
@@ -380,3 +276,70 @@ def test_columns_of_views_without_rows(quantizer):
     codes = tandem.quantize(torch.zeros(0, 64), quantizer).view(1, 0, 64)
     if codes.columnwise_data is not None:
         assert codes.dequantize(columnwise=True).numel() == 0
+
+
+@EACH
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda codes: [row.zero_() for row in codes.unbind()],
+        lambda codes: codes.view(-1).zero_(),
+        lambda codes: codes.flatten().add_(1),
+        lambda codes: codes.view(-1)[:5].fill_(0),
+        lambda codes: codes.t().copy_(torch.zeros(160, 64)),
+        lambda codes: codes[0].mul_(0),
+        lambda codes: codes[:, 3].zero_(),
+        lambda codes: codes[5:9].zero_() if not isinstance(codes[5:9], tandem.QuantizedTensor) else codes.t().zero_(),
+        lambda codes: codes.t()[0].__setitem__(3, 0.0),
+        lambda codes: torch.add(codes.t(), 1, out=codes.t()),
+        lambda codes: torch._foreach_mul_([codes.view(-1)], 2),
+        lambda codes: codes.data.view(-1).zero_(),
+    ],
+)
+def test_no_write_into_a_copy_is_lost(quantizer, write):
+    codes = tandem.quantize(torch.randn(64, 160), quantizer)
+    numbers = codes.dequantize()
+    with pytest.raises(RuntimeError, match="QuantizedTensor: expected a write into the tensor itself, got .* of a view that is a copy of its numbers, where it"):
+        write(codes)
+    assert torch.equal(codes.dequantize(), numbers)
+    param = torch.nn.Parameter(codes)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="expected a write into the tensor itself, got zero_"):
+        param.unbind()[0].zero_()
+
+
+def test_copies_are_read_as_plain_tensors():
+    codes = tandem.quantize(torch.randn(64, 96), QUANTIZERS["mxfp8"])
+    numbers = codes.dequantize()
+    for view, wanted in ((codes.t(), numbers.t()), (codes.view(-1), numbers.view(-1)), (codes[3], numbers[3]), (codes.t()[:5].unsqueeze(0), numbers.t()[:5].unsqueeze(0))):
+        assert view.shape == wanted.shape and view.stride() == wanted.stride()
+        assert torch.equal(view, wanted) and (view.numpy() == wanted.numpy()).all() and view.tolist() == wanted.tolist()
+        file = io.BytesIO()
+        torch.save(view, file)
+        file.seek(0)
+        for other in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), torch.load(file, weights_only=True), view.clone(), view.contiguous() + 0):
+            assert type(other) is torch.Tensor and torch.equal(other, wanted)
+    view = codes.t().clone()
+    view.zero_()
+    assert view.count_nonzero() == 0 and torch.equal(codes.dequantize(), numbers)
+    assert repr(codes[3]) == repr(numbers[3])
+
+
+def test_safetensors_of_a_bare_one_say_what_to_do(tmp_path):
+    codes = tandem.quantize(torch.randn(64, 64), QUANTIZERS["mxfp8"])
+    with pytest.raises(TypeError, match=r"QuantizedTensor: expected a tensor that lies in one memory, got one in codes, which has several parts. Save the state_dict"):
+        save_file({"weight": codes}, tmp_path / "bare.safetensors")
+
+
+def test_zeros_of_which_the_first_rows_are_written():
+    """As fully_shard fills up a share: the rows behind mean zeros under any scale, until somebody writes them."""
+    for quantizer in QUANTIZERS.values():
+        zeros = tandem.quantize(torch.randn(64, 160), quantizer).new_zeros(64, 160)
+        first, x = zeros[:43], torch.randn(43, 160)
+        first.copy_(x)
+        wanted = tandem.quantize(x, quantizer).dequantize()
+        assert torch.equal(first.dequantize(), wanted) and torch.equal(zeros[:43].dequantize(), wanted)
+        assert torch.equal(zeros.dequantize()[:43], wanted) and not zeros.dequantize()[43:].any()
+        zeros.fill_(1.0)
+        with pytest.raises(RuntimeError, match="got one into a slice of rows whose scales serve other rows too"):
+            first.zero_()
+        assert torch.equal(zeros.dequantize(), torch.ones(64, 160))

@@ -48,7 +48,8 @@ class _Args:
         recipe_state: the number of the region as an int64 tensor [1], then `scale`, `amax_history` and `pending` of forward and of backward, as
             `tandem.recipe_state` keeps them. They are written.
         weight_workspaces: tensors that an earlier call has returned, none at first: codes of weights live there, and are made again where the
-            weight has changed. Those of another recipe are replaced by others, which are returned. None: weights are quantized in each call.
+            weight has changed. Those of another recipe are replaced by others, which are returned. None: weights are quantized in each call. Whoever else
+            writes them between forward and backward gets a ValueError there.
         main_grads: by the name of a weight's field, what its gradient is added to, instead of being returned.
         overwrite_main_grad: whether the gradient takes the place of what is there.
     """
@@ -156,7 +157,7 @@ class Results(NamedTuple):
     weight_workspaces: list[torch.Tensor] | None  # where there are such
     saved: list[torch.Tensor | None]  # what backward reads; None for what the arguments have
     carried: list[tuple[int, list[int]]]  # sizes that it reads: place of a saved value, sizes
-    read: list[tuple[int, int]]  # in the place of each saved tensor: memory and version of the argument there, zeros where it is none
+    read: list[tuple[int, int]]  # memory and version of the argument in the place of each saved tensor, zeros where it is none; of the workspaces likewise
 
 
 class Context:

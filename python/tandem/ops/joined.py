@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from tandem._quantized_tensor import QuantizedTensor, distinct
+
 Split = Mapping[str, int] | Sequence[str]
 
 
@@ -100,8 +102,9 @@ def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
         return torch.cat(list(parts))
     if not are_adjacent(parts):
         if what and not any(part.is_meta for part in parts):
+            how = "are in codes" if any(isinstance(part, QuantizedTensor) for part in parts) else "lie apart"
             warnings.warn(
-                f"tandem: expected {what} to be read of parts that lie one behind the other, got parts that lie apart: what is read is a copy, and "
+                f"tandem: expected {what} to be read of parts that lie one behind the other, got parts that {how}: what is read is a copy, and "
                 "writing to it changes no part. Write to the parts.",
                 stacklevel=3,
             )
@@ -111,7 +114,9 @@ def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
 
 
 def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
-    """Gives plain parameters one memory, the parts one behind the other. They stay the same objects."""
+    """Gives plain parameters one memory, the parts one behind the other, and so codes where they lie as the numbers do. They stay the same objects."""
+    if parts and all(isinstance(part, QuantizedTensor) for part in parts):
+        return _bring_codes_together(parts)  # type: ignore[arg-type]
     present = [part for part in parts if part is not None and type(part) is torch.nn.Parameter]
     first = present[0] if present else None
     if first is None or len(present) != len(parts) or first.is_meta or are_adjacent(present):
@@ -122,6 +127,22 @@ def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
         memory = torch.cat([part.detach() for part in present])
         for part, rows in zip(present, memory.split([part.shape[0] for part in present]), strict=True):
             part.data = rows
+
+
+def _bring_codes_together(parts: Sequence[QuantizedTensor]) -> None:
+    first = parts[0]
+    alike = [(part.quantizer, part.dtype, part.device, part.shape[1:], [*distinct(part)]) for part in parts]
+    if first.is_meta or any(each != alike[0] for each in alike):
+        return
+    for name in distinct(first):
+        pieces = [getattr(part, name) for part in parts]
+        if not name.endswith("data") or any(piece.shape != part.shape for piece, part in zip(pieces, parts, strict=True)) or are_adjacent(pieces):
+            continue
+        memory = torch.cat([piece.detach() for piece in pieces])
+        for part, own, piece in zip(parts, memory.split([piece.shape[0] for piece in pieces]), pieces, strict=True):
+            for each in ("rowwise_data", "columnwise_data"):  # one may be the other
+                if getattr(part, each) is piece:
+                    setattr(part, each, own.data)  # with a version of its own
 
 
 class JoinedMixin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tandem import _C
-from tandem._quantized_init import quantize_weights
+from tandem._quantized_init import quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
@@ -296,14 +297,15 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
                     "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
                     "Build one Linear for each part."
                 )
-        linear = BasicLinear(
-            local_in,
-            local_out,
-            device=device,
-            dtype=dtype,
-            rng_state_tracker_function=rng_state_tracker_function,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-        )
+        with contextlib.nullcontext() if parts is None else quantized_model_init(enabled=False):  # parts are quantized each by itself
+            linear = BasicLinear(
+                local_in,
+                local_out,
+                device=device,
+                dtype=dtype,
+                rng_state_tracker_function=rng_state_tracker_function,
+                accumulate_into_main_grad=accumulate_into_main_grad,
+            )
         added = [Bias(local_out, device=device, dtype=dtype)] if bias else []
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = int(in_features), int(out_features)

@@ -1,0 +1,74 @@
+"""Of what a tensor in codes consists: the sizes of its parts, and where they go with its rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+PARTS = (  # in the order of the library's groups
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "amax_rowwise",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_columnwise",
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of numbers that have codes
+
+_SOME_ROWS = 1024  # whole blocks of every format
+
+
+class Place(NamedTuple):
+    """Where a part has something for each so many rows: along which dimension."""
+
+    dim: int
+    rows: int
+
+
+@functools.cache
+def sizes_of_parts(text: str, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """Those of a matrix that a quantizer of this text has quantized, in the order of PARTS."""
+    x = torch.empty(rows, columns, device="meta")
+    given = torch.empty((), device="meta", dtype=torch.int64 if ":sr=1" in text else torch.float32) if ":sr=1" in text or ":delayed" in text else None
+    *parts, _ = torch.ops.tandem.quantize(x, given, text, [True, True, True])
+    if parts[3].shape != x.shape and parts[5].numel() == 0:  # one value serves both directions
+        parts[3:5] = parts[:2]
+    return tuple(tuple(part.shape) for part in parts)
+
+
+@functools.cache
+def places_of_rows(text: str, columns: int) -> tuple[Place | None, ...]:
+    """For each part; None where it has one value for all rows."""
+    some, more = (sizes_of_parts(text, rows, columns) for rows in (_SOME_ROWS, 2 * _SOME_ROWS))
+    places: list[Place | None] = []
+    for few, many in zip(some, more, strict=True):
+        growing = [dim for dim, (less, greater) in enumerate(zip(few, many, strict=True)) if greater != less]
+        places.append(Place(growing[0], _SOME_ROWS // (many[growing[0]] - few[growing[0]])) if growing else None)
+    return tuple(places)
+
+
+def rows_of_blocks(text: str, columns: int, names: Sequence[str]) -> int:
+    """Of how many rows the highest block of these parts is."""
+    rows = [place.rows for name, place in zip(PARTS, places_of_rows(text, columns), strict=True) if place is not None and name in names]
+    return max(rows, default=1)
+
+
+def padded(part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The part at the beginning of a tensor of these sizes, whose rest nobody reads; itself where it has them."""
+    if tuple(part.shape) == tuple(sizes):
+        return part
+    whole = part.new_zeros(sizes)
+    whole[tuple(slice(0, size) for size in part.shape)] = part
+    return whole
+
+
+def matrix_rows(x: Any) -> int:
+    """The rows of a tensor as a matrix over its last dimension."""
+    return math.prod(x.shape[:-1])
+
+
+__all__ = ["DTYPES", "PARTS", "Place", "matrix_rows", "padded", "places_of_rows", "rows_of_blocks", "sizes_of_parts"]

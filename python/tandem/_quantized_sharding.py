@@ -1,0 +1,147 @@
+"""What torch.distributed.fsdp.fully_shard asks of a parameter in codes: codes are gathered, not numbers.
+
+Ranks that share a tensor unevenly must give tensors of the sizes of the greatest share, all of the parameter's shape: there the parts travel as the bytes of
+as many such tensors as they fill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem._quantized_parts import PARTS, Place, padded, places_of_rows, rows_of_blocks, sizes_of_parts
+
+
+class _Shared(NamedTuple):
+    """A parameter that ranks share, as its gathered parts are put together again."""
+
+    quantizer: Any
+    names: Sequence[str]  # of the parts
+    has_columns: bool
+    shape: tuple[int, ...]  # of the whole
+    dtypes: Sequence[torch.dtype]
+    sizes: Sequence[Sequence[int]]  # of a part of the greatest share
+    rows: Sequence[int]  # of the first dimension, by rank
+    is_even: bool
+
+    @property
+    def places(self) -> dict[str, Place | None]:
+        """Where the parts go with the rows."""
+        return dict(zip(PARTS, places_of_rows(self.quantizer.text, self.shape[-1]), strict=True))
+
+
+def pre_all_gather(
+    self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[tuple[torch.Tensor, ...], _Shared]:
+    """The parts of this rank's rows, and what `post_all_gather` has to know. From now on the ranks quantize what is written with one scale, where a scale
+    serves the whole tensor."""
+    ranks = mesh.size()
+    names, _ = self.__tensor_flatten__()
+    text, inner = self.quantizer.text, math.prod(self.shape[1:-1])
+    greatest = -(-outer_size[0] // ranks)
+    unit = rows_of_blocks(text, self.shape[-1], names)
+    if ranks > 1 and greatest * inner % unit:
+        raise ValueError(
+            f"fully_shard: expected {ranks} ranks to share the first dimension of a quantized parameter in whole blocks, each a multiple of {unit} rows but "
+            f"the last, got {greatest} of {outer_size[0]}. Keep this parameter in plain numbers, or in a format with smaller blocks."
+        )
+    alone = self.quantizer._of_its_own()
+    if ranks > 1:
+        self.quantizer = self.quantizer._of_all(mesh.get_group())
+    rows = [min(max(outer_size[0] - rank * greatest, 0), greatest) for rank in range(ranks)]
+    parts = [getattr(self, name) for name in names]
+    sizes = dict(zip(PARTS, sizes_of_parts(text, greatest * inner, self.shape[-1]), strict=True))
+    greatest_sizes = [_sizes_of_share(self, name, part, greatest, sizes) for name, part in zip(names, parts, strict=True)]
+    is_even = len(set(rows)) == 1
+    shared = _Shared(
+        alone, names, self.columnwise_data is not None, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
+    )
+    if is_even:
+        return tuple(part.contiguous() for part in parts), shared
+    spread = [padded(part, size).contiguous().view(-1).view(torch.uint8) for part, size in zip(parts, greatest_sizes, strict=True)]
+    shape = (greatest, *self.shape[1:])
+    return tuple(_in_pieces(torch.cat(spread), shape)), shared
+
+
+def post_all_gather(
+    self: Any, all_gather_outputs: tuple[torch.Tensor, ...], metadata: _Shared, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> Any:
+    """The whole parameter of the parts of all ranks: the tensor, and what of it is no memory of the gathered parts; or into `out`."""
+    whole = getattr(out, "_local_tensor", out)
+    of_ranks = _of_ranks(all_gather_outputs, metadata)
+    sizes = dict(zip(PARTS, sizes_of_parts(metadata.quantizer.text, math.prod(metadata.shape[:-1]), metadata.shape[-1]), strict=True))
+    parts: dict[str, torch.Tensor] = {}
+    made: list[torch.Tensor] = []
+    for index, name in enumerate(metadata.names):
+        is_like_x = name.endswith("data") and metadata.sizes[index][:-1] == (max(metadata.rows), *metadata.shape[1:-1])
+        if is_like_x and metadata.is_even:
+            parts[name] = all_gather_outputs[index]
+            continue
+        part = _joined(name, [each[index] for each in of_ranks], metadata, sizes[name], is_like_x)
+        if whole is None:
+            parts[name] = part.clone()
+            made.append(parts[name])
+        else:
+            target = getattr(whole, name)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+                target.copy_(part)
+    if whole is not None:
+        return None
+    if metadata.has_columns and "columnwise_data" not in parts:
+        parts["columnwise_data"], parts["columnwise_scale_inv"] = parts["rowwise_data"], parts["rowwise_scale_inv"]
+    gathered = self._of([parts.get(name) for name in PARTS], metadata.shape, param_dtype)
+    gathered.quantizer = metadata.quantizer
+    return gathered, tuple(made)
+
+
+def _sizes_of_share(x: Any, name: str, part: torch.Tensor, rows: int, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Those of a part of so many rows of x."""
+    is_like_x = name.endswith("data") and part.shape[:-1] == x.shape[:-1]
+    return (rows, *part.shape[1:]) if is_like_x else sizes[name]
+
+
+def _in_pieces(data: torch.Tensor, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    """Bytes as tensors of this shape, the last filled up."""
+    length = math.prod(shape)
+    count = -(-data.numel() // length)
+    return padded(data, (count * length,)).view(count, *shape).unbind(0)
+
+
+def _of_ranks(gathered: Sequence[torch.Tensor], shared: _Shared) -> list[list[torch.Tensor]]:
+    """The parts of each rank."""
+    ranks = len(shared.rows)
+    by_rank = [each.unflatten(0, (ranks, -1)).unbind(0) for each in gathered]
+    if shared.is_even:
+        return [[each.view(size) for each, size in zip(parts, shared.sizes, strict=True)] for parts in zip(*by_rank, strict=True)]
+    lengths = [math.prod(size) * dtype.itemsize for size, dtype in zip(shared.sizes, shared.dtypes, strict=True)]
+    found = []
+    for pieces in zip(*by_rank, strict=True):
+        data = torch.cat([piece.reshape(-1) for piece in pieces])[: sum(lengths)].split(lengths)
+        found.append([each.clone().view(dtype).view(size) for each, dtype, size in zip(data, shared.dtypes, shared.sizes, strict=True)])
+    return found
+
+
+def _joined(name: str, of_ranks: Sequence[torch.Tensor], shared: _Shared, sizes: Sequence[int], is_like_x: bool) -> torch.Tensor:
+    """A part of the whole, of those of ranks that have rows."""
+    with_rows = [(part, rows) for part, rows in zip(of_ranks, shared.rows, strict=True) if rows]
+    if is_like_x:
+        return torch.cat([part[:rows] for part, rows in with_rows])
+    place = shared.places[name]
+    if place is None:
+        first = with_rows[0][0]
+        if any(not torch.equal(part, first) for part, _ in with_rows):
+            raise ValueError(f"fully_shard: expected one {name} on all ranks, as one serves the whole tensor, got several. {_ADVICE}")
+        return first
+    inner = math.prod(shared.shape[1:-1])
+    return padded(torch.cat([part.narrow(place.dim, 0, -(-rows * inner // place.rows)) for part, rows in with_rows], place.dim), sizes)
+
+
+_ADVICE = (
+    "Write shards behind the first call, from which on ranks share their amax, quantize them with with_amax_reduction=True, or use a format whose scales are "
+    "of blocks, such as MXFP8, also as the recipe of quantized_model_init."
+)
+
+__all__ = ["post_all_gather", "pre_all_gather"]

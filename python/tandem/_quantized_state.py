@@ -1,0 +1,68 @@
+"""Quantized parameters in files: the parts in state dicts, as plain tensors, and what pickles hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tandem._quantized_parts import PARTS, matrix_rows, sizes_of_parts
+from tandem._quantized_tensor import QuantizedTensor, assembled, distinct
+from tandem._quantizer import quantizer_of_text
+
+_QUANTIZER = "quantizer"  # under which a state dict holds the text, as bytes
+_TEXT_BYTES = 64  # at least, so that a checkpoint in another format can be read in place
+
+
+def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Puts the parts of quantized parameters in their place in a state dict, and what quantized them."""
+    for name, param in parameters.items():
+        if isinstance(param, QuantizedTensor):
+            destination.pop(prefix + name, None)
+            for part, tensor in distinct(param).items():
+                destination[f"{prefix}{name}.{part}"] = tensor if keep_vars else tensor.detach()
+            text = list(param.quantizer.text.encode().ljust(_TEXT_BYTES))
+            destination[f"{prefix}{name}.{_QUANTIZER}"] = torch.tensor(text, dtype=torch.uint8)
+
+
+def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> None:
+    """Puts quantized parameters together again, of the parts in a state dict. What another quantizer has made is decoded, and so is what becomes a
+    parameter in plain numbers."""
+    for name, param in parameters.items():
+        key = f"{prefix}{name}."
+        given = {part: state_dict.pop(key + part) for part in PARTS if key + part in state_dict}
+        saved = state_dict.pop(key + _QUANTIZER, None)
+        if not given or param is None:
+            continue
+        held = distinct(param) if isinstance(param, QuantizedTensor) else {}
+        own = param.quantizer.text if isinstance(param, QuantizedTensor) else ""
+        text = own if saved is None else bytes(saved.tolist()).decode().rstrip()
+        if text == own and set(held) <= set(given) and isinstance(param, QuantizedTensor):
+            for part, tensor in held.items():
+                if given[part].shape != tensor.shape:
+                    raise RuntimeError(
+                        f"{key}{part}: expected shape {list(tensor.shape)}, got {list(given[part].shape)}. Load the state of the same module."
+                    )
+            made = {part: given.get(part) for part in held}
+            if param.columnwise_data is not None and "columnwise_data" not in held:
+                made.update({part: made[part.replace("column", "row")] for part in ("columnwise_data", "columnwise_scale_inv")})
+            state_dict[prefix + name] = param._of([made.get(part) for part in PARTS])
+            continue
+        if not text:
+            raise RuntimeError(
+                f"{prefix}{name}: expected plain numbers in the state dict, as the parameter has, got {', '.join(given)}. Quantize the parameter as "
+                "the saved one was: torch.nn.Parameter(tandem.quantize(...))."
+            )
+        expected = dict(zip(PARTS, sizes_of_parts(text, matrix_rows(param), param.shape[-1] if param.dim() else 1), strict=True))
+        for part, tensor in given.items():
+            if math.prod(expected[part]) != tensor.numel():
+                raise RuntimeError(f"{key}{part}: expected shape {list(expected[part])}, got {list(tensor.shape)}. Load the state of the same module.")
+        if "rowwise_data" not in given and "columnwise_data" not in given:
+            raise RuntimeError(f"{prefix}{name}: expected codes among its parts in the state dict, got {', '.join(given)}. Save all parts.")
+        codes = assembled([given.get(part) for part in PARTS], quantizer_of_text(text), param.dtype, param.shape)
+        state_dict[prefix + name] = codes.dequantize()
+
+
+__all__ = ["load_parts", "save_parts"]

@@ -1,0 +1,198 @@
+"""Views of tensors in codes: those that stay so, and those that are copies of the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tandem._quantized_parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
+
+SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
+ZEROS = "_zeros"  # of new zeros: their Zeros
+
+
+class Zeros:
+    """Rows of new zeros behind the first, which mean zeros under any scale: the scales of the first are their own, until somebody writes the whole."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None  # how many they are, once somebody has asked for them
+        self.is_written = False
+
+    def begin(self, first: int, last: int) -> bool:
+        """Whether a slice is of those at the beginning."""
+        if self.first is None and first == 0:
+            self.first = last
+        return not self.is_written and first == 0 and last == self.first
+
+
+def is_view(function: Any) -> bool:
+    """Whether an operator gives memory of what it is given, unwritten."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
+
+
+class Decoded(torch.Tensor):
+    """A view of a quantized tensor that has no codes of its own: a copy of the numbers, into which no write may go, as nobody would see it. Of all numbers
+    one behind the other the copy is made where it is read: fully_shard holds such a one of each parameter, and never reads it."""
+
+    _numbers: Any  # a plain tensor, or the quantized one
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> Decoded:
+        """A plain tensor, or the quantized one that is to be read in one dimension."""
+        is_plain = type(numbers) is torch.Tensor
+        sizes, strides = (numbers.shape, numbers.stride()) if is_plain else ((numbers.numel(),), (1,))
+        made: Decoded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, sizes, strides=strides, dtype=numbers.dtype, device=numbers.device
+        )
+        made._numbers = numbers
+        return made
+
+    def read(self) -> torch.Tensor:
+        """The numbers, as a plain tensor."""
+        numbers = self._numbers
+        return numbers if type(numbers) is torch.Tensor else numbers.dequantize().view(-1)
+
+    @classmethod
+    def of(cls, result: Any) -> Any:
+        """What an operator has returned, with each plain tensor as such a view."""
+        return tree_map(lambda value: cls(value) if type(value) is torch.Tensor else value, result)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if any(isinstance(tensor, Decoded) for tensor in (given if isinstance(given, (list, tuple)) else (given,))):
+                raise RuntimeError(
+                    f"QuantizedTensor: expected a write into the tensor itself, got {function._schema.name.removeprefix('aten::')} of a view that is a copy "
+                    "of its numbers, where it would be lost. Write into the whole, as in whole[index] = x, or into view.clone()."
+                )
+        read = lambda value: value.read() if isinstance(value, Decoded) else value  # noqa: E731
+        result = function(*tree_map(read, args), **tree_map(read, kwargs))
+        return cls.of(result) if is_view(function) and isinstance(args[0], Decoded) else result
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor."""
+        return self.read().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.read().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.read().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self._numbers) if type(self._numbers) is torch.Tensor else f"{self._numbers!r}.view(-1)"
+
+
+def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
+    """The same codes under another shape, where rows stay what they are."""
+    sizes = list(shape)
+    if sizes == [-1] and x.dim() > 1 and type(x.rowwise_data if x.rowwise_data is not None else x.columnwise_data) is torch.Tensor:
+        return Decoded(x)
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = x.numel() // rest if rest else -1
+    if not sizes or not x.dim() or sizes[-1] != x.shape[-1] or math.prod(sizes) != x.numel():
+        return None
+
+    def viewed(part: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part is None else part.view(*sizes[:-1], part.shape[-1])
+
+    row, row_scale, row_amax, column, column_scale, column_amax = [getattr(x, name) for name in PARTS]
+    row_viewed = viewed(row)
+    if column is row:
+        column = row_viewed
+    elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # whose columns are packed as those of a matrix
+        column = viewed(column)
+    return x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)._sharing(x.__dict__.get(SHARING))
+
+
+def rows_of(x: Any, first: int, last: int) -> Any:
+    """A slice of the first dimension, where no block lies across its ends. Codes and scales are views where they need no padding of their own."""
+    inner = math.prod(x.shape[1:-1])
+    begin, count = first * inner, (last - first) * inner
+    places = places_of_rows(x.quantizer.text, x.shape[-1])
+    sizes = sizes_of_parts(x.quantizer.text, count, x.shape[-1])
+    done: dict[int, torch.Tensor] = {}
+    parts: list[torch.Tensor | None] = []
+    zeros: Zeros | None = x.__dict__.get(ZEROS)
+    is_before_zeros = zeros is not None and zeros.begin(first, last)
+    is_all, ends = count == matrix_rows(x) or is_before_zeros, last == x.shape[0] or is_before_zeros
+    mark = x.__dict__.get(SHARING)
+    is_sharing = mark is True or mark is not None and not is_all
+    for name, place, size in zip(PARTS, places, sizes, strict=True):
+        part = getattr(x, name)
+        if part is not None and id(part) not in done:
+            if name.endswith("data") and part.shape[:-1] == x.shape[:-1]:
+                done[id(part)] = part[first:last]
+            elif place is None:
+                done[id(part)] = part
+                is_sharing |= not is_all
+            elif begin % place.rows:
+                return None
+            else:
+                own = part.narrow(place.dim, begin // place.rows, min(size[place.dim], part.shape[place.dim] - begin // place.rows))
+                done[id(part)] = padded(own, size)
+                is_copy = done[id(part)] is not own
+                is_sharing |= is_copy or not ends and own.shape[place.dim] * place.rows > count
+        parts.append(None if part is None else done[id(part)])
+    if any(place is not None and (not ends and (begin + count) % place.rows) for place in places):
+        return None
+    return x._of(parts, (last - first, *x.shape[1:]))._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
+
+
+def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    first, last, _ = slice(start, end).indices(x.shape[0]) if x.dim() else (0, 0, 1)
+    return rows_of(x, first, max(first, last)) if x.dim() > 1 and dim in (0, -x.dim()) and step == 1 else None
+
+
+def _split(x: Any, size: int, dim: int = 0) -> Any:
+    if x.dim() < 2 or dim not in (0, -x.dim()) or size <= 0:
+        return None
+    made = [rows_of(x, first, min(first + size, x.shape[0])) for first in range(0, max(x.shape[0], 1), size)]
+    return None if any(part is None for part in made) else made
+
+
+def _zeros(x: Any, size: Sequence[int], **traits: Any) -> Any:
+    if not size or not x.dim() or size[-1] != x.shape[-1] or traits.get("dtype") not in (None, x.dtype):
+        return None
+    made = x.quantizer._of_its_own().quantize(torch.zeros(size, dtype=x.dtype, device=traits.get("device") or x.device))
+    made.quantizer = x.quantizer
+    made.__dict__[ZEROS] = Zeros()
+    return made
+
+
+def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
+    return x._with(lambda part: part)._sharing(x.__dict__.get(SHARING)) if is_all else None
+
+
+def _unsqueezed(x: Any, dim: int) -> torch.Tensor | None:
+    at = dim if dim >= 0 else dim + x.dim() + 1
+    return _viewed(x, [*x.shape[:at], 1, *x.shape[at:]]) if at < x.dim() else None
+
+
+STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or None where it must be decoded
+    torch.ops.aten.view.default: _viewed,
+    torch.ops.aten._unsafe_view.default: _viewed,
+    torch.ops.aten.unsqueeze.default: _unsqueezed,
+    torch.ops.aten.slice.Tensor: _sliced,
+    torch.ops.aten.split.Tensor: _split,
+    torch.ops.aten.new_zeros.default: _zeros,
+    torch.ops.aten.as_strided.default: _strided,
+}
+
+__all__ = ["SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "is_view", "rows_of"]

@@ -1,0 +1,229 @@
+"""Quantized parameters that fully_shard of FSDP2 shards: codes are gathered, evenly or not, and ranks share the amax of what they write."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_collectives import spawn
+from test_quantized_tensors import E4M3, QUANTIZERS, same
+from torch.distributed.fsdp import fully_shard
+
+import tandem
+from tandem import ops
+from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+RECIPES = {"current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True)}
+
+
+def trained(model, masters, recipe, shards, steps=3):
+    losses = []
+    optimizer = torch.optim.SGD([masters.get(name, param) for name, param in model.named_parameters()], lr=0.05)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 64, generator=generator).chunk(shards[1])[shards[0]]
+        with tandem.autocast(recipe=recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        for name, master in masters.items():
+            param = model.get_parameter(name)
+            grad = param.grad
+            master.grad, param.grad = (grad.to_local() if hasattr(grad, "to_local") else grad), None
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, master in masters.items():
+            param = model.get_parameter(name)
+            with torch.no_grad():
+                (param.to_local() if hasattr(param, "to_local") else param).quantize_(master)
+        losses.append(loss.item())
+    return losses
+
+
+def check_fsdp(rank: int, size: int, name: str) -> None:
+    recipe = RECIPES[name]
+    quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True) if name == "current" else QUANTIZERS[name]
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.Linear(64, 128), ops.ReLU(), ops.Linear(128, 64))
+    numbers = {name: param.detach().clone() for name, param in model.named_parameters() if param.dim() == 2}
+    for linear_ in (model[0], model[2]):
+        linear_.weight = torch.nn.Parameter(tandem.quantize(linear_.weight.detach(), quantizer))
+    whole = copy.deepcopy(model)
+    fully_shard(model)
+    shard = model[0].weight.to_local()
+    assert isinstance(shard, tandem.QuantizedTensor) and shard.shape[0] == 128 // size
+    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
+    with torch.no_grad(), tandem.autocast(recipe=recipe):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
+        assert torch.equal(model(x), whole(x))
+    model.unshard()
+    for name_, param in model.named_parameters():
+        if name_ in wanted:
+            assert isinstance(param, tandem.QuantizedTensor)
+            same(param.detach(), wanted[name_].detach())
+    model.reshard()
+    if name == "nvfp4":
+        return  # one amax for the whole tensor, and nobody shares it
+    masters = {name: value.chunk(size)[rank].clone().requires_grad_() for name, value in numbers.items()}
+    wholes = {name: value.clone().requires_grad_() for name, value in numbers.items()}
+    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
+    dist.all_reduce(losses)
+    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
+    torch.testing.assert_close(losses / size, expected, rtol=0.02, atol=1e-4)
+    for name_, master in masters.items():
+        assert (master - wholes[name_].chunk(size)[rank]).abs().max() < 0.01
+
+
+def check_fsdp_errors(rank: int, size: int) -> None:
+    def sharded(rows, quantizer):
+        layer = ops.Linear(64, rows, bias=False)
+        layer.weight = torch.nn.Parameter(tandem.quantize(torch.ones(rows, 64) * (rank + 1), quantizer))
+        return fully_shard(layer)
+
+    with pytest.raises(ValueError, match="fully_shard: expected 2 ranks to share the first dimension of a quantized parameter in whole blocks, each a multiple of 32 rows but the last, got 48 of 96"):
+        sharded(96, QUANTIZERS["mxfp8"])(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="fully_shard: expected one rowwise_scale_inv on all ranks, as one serves the whole tensor, got several. Write shards behind the first call"):
+        sharded(64, QUANTIZERS["current"])(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="fully_shard: expected one amax_rowwise on all ranks, .* got several. Write shards behind the first call, from which on"):
+        sharded(64, QUANTIZERS["nvfp4"])(torch.randn(2, 64))
+
+
+def test_sharded_parameters_are_gathered_in_codes(tmp_path):
+    spawn(tmp_path, 2, *[(check_fsdp, name) for name in RECIPES], (check_fsdp_errors,))
+
+
+def test_processes_share_an_amax(tmp_path):
+    spawn(tmp_path, 2, (check_amax,))
+
+
+def test_a_group_of_an_amax_is_one_of_processes():
+    with pytest.raises(TypeError, match="Float8CurrentScalingQuantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got str"):
+        tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group="0")
+
+
+def check_amax(rank: int, size: int) -> None:
+    x = torch.randn(8, 21, generator=torch.Generator().manual_seed(0))
+    for group in (None, dist.group.WORLD):
+        quantizer = tandem.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=group)
+        codes = tandem.quantize(x.chunk(size)[rank], quantizer)
+        wanted = tandem.quantize(x, QUANTIZERS["current"])
+        assert torch.equal(codes.rowwise_scale_inv, wanted.rowwise_scale_inv)
+        assert torch.equal(codes.rowwise_data, wanted.rowwise_data.chunk(size)[rank]) and codes.columnwise_data is codes.rowwise_data
+        assert copy.deepcopy(codes).quantizer == quantizer
+        same(pickle.loads(pickle.dumps(codes)), codes)
+    for rows, squares in ((64, True), (37, True), (41, False)):
+        x = torch.randn(2 * rows, 32, generator=torch.Generator().manual_seed(1))
+        alone = tandem.NVFP4Quantizer(with_2d_quantization=squares)
+        codes = tandem.quantize(x.chunk(size)[rank], tandem.NVFP4Quantizer(with_2d_quantization=squares, with_amax_reduction=True))
+        wanted = tandem.quantize(x, alone)
+        for part in ("amax_rowwise", "amax_columnwise"):
+            assert torch.equal(getattr(codes, part), getattr(wanted, part))
+        if squares and rows % 16:
+            continue  # other blocks
+        assert torch.equal(codes.dequantize(), wanted.dequantize().chunk(size)[rank])
+        codes.zero_()
+        assert not codes.dequantize().any()
+    with pytest.raises(ValueError, match=r"NVFP4Quantizer: expected a tensor of rows, which processes share, where they share its amax, got shape \[4\]"):
+        tandem.quantize(torch.ones(4), tandem.NVFP4Quantizer(with_amax_reduction=True))
+
+
+MADE = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=4),
+    "mxfp8": MXFP8BlockScaling(),
+    "blocks": Float8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+def check_made(rank: int, size: int, name: str, rows: int) -> None:
+    """Weights of quantized_model_init, trained with sharded master copies, against one process with the whole."""
+    recipe = MADE[name]
+    torch.manual_seed(0)
+    with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        model = ops.Sequential(ops.Linear(64, rows), ops.ReLU(), ops.Linear(rows, rows))
+    numbers = {name: param.get_high_precision_init_val() for name, param in model.named_parameters() if isinstance(param, tandem.QuantizedTensor)}
+    whole = copy.deepcopy(model)
+    fully_shard(model)
+    wanted = {name: param.detach() for name, param in whole.named_parameters() if name in numbers}
+
+    def check() -> None:
+        model.unshard()
+        for key, param in model.named_parameters():
+            if key in wanted:
+                same(param.detach(), wanted[key].detach())
+        model.reshard()
+
+    check()
+    lengths = {key: model.get_parameter(key).to_local().shape[0] for key in numbers}
+    assert lengths["0.weight"] == min(-(-rows // size), max(rows - rank * -(-rows // size), 0)), "as torch shares it"
+    masters = {key: torch.chunk(value, size)[rank].clone().requires_grad_() for key, value in numbers.items()}
+    wholes = {key: value.clone().requires_grad_() for key, value in numbers.items()}
+    for master, part in ((masters[key], lengths[key]) for key in masters):
+        assert master.shape[0] == part
+    losses = torch.tensor(trained(model, masters, recipe, (rank, size)))
+    dist.all_reduce(losses)
+    expected = torch.tensor(trained(whole, wholes, recipe, (0, 1)))
+    torch.testing.assert_close(losses / size, expected, rtol=0.03, atol=2e-4)
+    for key, master in masters.items():
+        assert (master - torch.chunk(wholes[key], size)[rank]).abs().max() < 0.02
+    gathered = {}
+    for key, master in masters.items():  # what is gathered is what one process makes of all masters
+        lists = [torch.empty_like(part) for part in torch.chunk(numbers[key], size)]
+        dist.all_gather(lists, master.detach()) if len({part.shape for part in lists}) == 1 else _all_gather_uneven(lists, master.detach(), rank)
+        gathered[key] = tandem.quantize(torch.cat(lists), whole.get_parameter(key).quantizer)
+    wanted.update(gathered)
+    check()
+
+
+def _all_gather_uneven(parts: list[torch.Tensor], own: torch.Tensor, rank: int) -> None:
+    parts[rank] = own.clone()
+    for source, part in enumerate(parts):
+        dist.broadcast(part, source)
+
+
+def check_empty_share(rank: int, size: int) -> None:
+    """Of two rows on three ranks the last has none."""
+    torch.manual_seed(0)
+    layer = ops.Linear(64, 2, bias=False)
+    layer.weight = torch.nn.Parameter(tandem.quantize(layer.weight.detach(), QUANTIZERS["current"]))
+    whole = copy.deepcopy(layer)
+    fully_shard(layer)
+    x = torch.randn(4, 64)
+    assert torch.equal(layer(x), whole(x))
+    layer.reshard()
+    new = torch.randn(2, 64)
+    with torch.no_grad():
+        layer.weight.to_local().quantize_(new[rank : rank + 1])
+    whole.weight.quantize_(new)
+    assert torch.equal(layer(x), whole(x))
+    layer.reshard()
+    same(pickle.loads(pickle.dumps(layer.weight.to_local().detach())), layer.weight.to_local().detach())
+
+
+def check_first_write_before_a_call(rank: int, size: int) -> None:
+    layer = ops.Linear(64, 64, bias=False)
+    layer.weight = torch.nn.Parameter(tandem.quantize(torch.ones(64, 64), QUANTIZERS["current"]))
+    fully_shard(layer)
+    with torch.no_grad():
+        layer.weight.to_local().quantize_(torch.full((64 // size, 64), rank + 1.0))
+    with pytest.raises(ValueError, match="expected one rowwise_scale_inv on all ranks, .* got several. Write shards behind the first call, from which on ranks"):
+        layer(torch.randn(2, 64))
+
+
+def test_ranks_train_what_quantized_model_init_made(tmp_path):
+    spawn(tmp_path, 2, *[(check_made, name, 256) for name in MADE], (check_first_write_before_a_call,))
+
+
+def test_shares_may_be_uneven(tmp_path):
+    # Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing.
+    spawn(tmp_path, 3, *[(check_made, *each) for each in (("current", 100), ("delayed", 64), ("mxfp8", 95), ("nvfp4", 95))], (check_empty_share,))
+
+
+def test_parts_of_one_amax_in_four_bits():
+    with pytest.raises(NotImplementedError, match="NVFP4Quantizer: expected with_rht=False with with_amax_reduction=True, as the largest rotated number"):
+        tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_amax_reduction=True)
+    with pytest.raises(TypeError, match="NVFP4Quantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got str"):
+        tandem.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="0")
