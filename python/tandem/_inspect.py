@@ -114,7 +114,9 @@ class Inspection:
         return "\n".join([*table, *self._unseen()])
 
     def _unseen(self) -> list[str]:
-        """A line for each product whose operands were quantized where nobody measures."""
+        """A line for each product whose operands were quantized where nobody measures, or for all of them."""
+        if not self._rows:
+            return ["nothing was measured: no eager call quantized a tensor, and calls in code that torch.compile has compiled are not measured"]
         seen = {(row.name, row.role) for row in self._rows}
         return [
             f"{name}: input and grad_output are quantized group by group within the product, and are not measured"
@@ -172,6 +174,7 @@ def _collect() -> None:
 def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspection:
     """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
     far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
+    Saturation is warned of while the block is open, and only then: nobody else counts.
     Of a `GroupedLinear` the weights are: its product quantizes the rows of each group by itself. The table says so.
 
     >>> import torch, tandem

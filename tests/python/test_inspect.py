@@ -134,3 +134,10 @@ def test_operands_of_groups_are_said_to_be_unseen():
     assert {row.role for row in seen.rows} == {"weight"}
     last = "experts: input and grad_output are quantized group by group within the product, and are not measured"
     assert seen.table().splitlines()[-1] == last
+
+
+def test_an_empty_table_says_why() -> None:
+    linear = tandem.Linear(32, 32)
+    with tandem.inspect(linear) as seen:
+        linear(torch.randn(4, 32))
+    assert "nothing was measured" in seen.table() and "torch.compile has compiled are not measured" in seen.table()
