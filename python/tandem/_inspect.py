@@ -108,6 +108,8 @@ class Inspection:
             lines.append((f"{name}: {role}", worst.quantizer, steps, f"{worst.amax:.3g}", scale, *shares, noise, str(sum(row.not_finite for row in rows))))
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        if not self._rows:
+            table.append("nothing was measured: no eager call quantized a tensor, and calls in code that torch.compile has compiled are not measured")
         return "\n".join(table)
 
     def _by_tensor(self) -> dict[tuple[str, str], list[Watched]]:
@@ -161,6 +163,7 @@ def inspect(model: torch.nn.Module | None = None, *, warn: bool = True) -> Inspe
     """Measures what quantizing does to each tensor, while the block is open: amax, scales, the shares that underflow and saturate, and how
     far the signal is above the noise. Eager calls are measured, each quantization by itself, which makes them slower; compiled code is not.
     A `GroupedLinear` has a row for each group that has rows, under a name of its own ("experts, group 3"); while it is watched, experts are not one fusion.
+    Saturation is warned of while the block is open, and only then: nobody else counts.
 
     >>> import torch, tandem
     >>> model = torch.nn.Sequential(tandem.Linear(32, 32), tandem.Linear(32, 32))

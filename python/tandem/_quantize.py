@@ -96,11 +96,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
         options = f"eps={_epsilon(self, amax_epsilon)}:pow2={int(force_pow_2_scales)}"
         super().__init__(f"fp8_{_element(self, fp8_dtype)}:current:{options}", rowwise, columnwise)
 
-    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
+    def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         if self._amax_group is None:
-            return super().quantize(x)
+            return super()._quantized(x)
         amax = _amax_of_all(x, self._amax_group)
-        codes = super().quantize(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
+        codes = super()._quantized(torch.cat([x.reshape(-1), amax]))  # one more number, so that the scale is that of all
         parts = [getattr(codes, name) for name in PARTS]
         data = next(part for name, part in zip(PARTS, parts, strict=True) if name.endswith("data") and part is not None)[:-1].view(x.shape).clone()
         made = [data if name.endswith("data") and part is not None else part for name, part in zip(PARTS, parts, strict=True)]
@@ -130,10 +130,13 @@ class Float8Quantizer(Quantizer):
         self.scale, self.amax = scale, amax
 
     def _values(self) -> tuple[object, ...]:
-        return (*super()._values(), id(self.scale), id(self.amax))
+        return (*self._traits(), id(self.scale), id(self.amax))
 
     def _fields(self) -> tuple[Any, ...]:
         return (*super()._fields(), self.scale, self.amax)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.scale, self.amax
 
     def _take(self, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None) -> None:
         self.scale, self.amax = torch.ones(1) if scale is None else scale, torch.zeros(1) if amax is None else amax
@@ -142,10 +145,13 @@ class Float8Quantizer(Quantizer):
         text, rowwise, columnwise, *own = self._fields()
         return quantizer_of_text(text, rowwise, columnwise, *copy.deepcopy(own, memo))
 
-    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
+    def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         codes, amax = self._codes(x, self.scale)
         self.amax.copy_(amax.view_as(self.amax))
         return codes
+
+    def _codes_of_zeros(self, zeros: torch.Tensor) -> QuantizedTensor:
+        return self._codes(zeros, self.scale)[0]
 
 
 class MXFP8Quantizer(Quantizer):
@@ -259,7 +265,7 @@ class NVFP4Quantizer(Quantizer):
     def _has_scale_of_all(self) -> bool:
         return ":rht=1" not in self.text
 
-    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
+    def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         seed = torch.randint(torch.iinfo(torch.int64).max, (), device=x.device) if self.stochastic_rounding else None
         if self._amax_group is None:
             return self._codes(x, seed)[0]
@@ -282,7 +288,7 @@ def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     """x in the codes that a quantizer makes of it.
 
     Args:
-        x: a tensor that needs no gradient.
+        x: a tensor. Its gradient is that of the codes' numbers: rounding counts as none.
         quantizer: a `Float8CurrentScalingQuantizer`, `Float8Quantizer`, `Float8BlockQuantizer`, `MXFP8Quantizer` or `NVFP4Quantizer`.
 
     >>> import torch, tandem

@@ -32,12 +32,24 @@ class Place(NamedTuple):
 @functools.cache
 def sizes_of_parts(text: str, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
     """Those of a matrix that a quantizer of this text has quantized, in the order of PARTS."""
+    parts = _parts_of_nothing(text, rows, columns)
+    if serves_both(text):
+        parts[3:5] = parts[:2]
+    return tuple(tuple(part.shape) for part in parts)
+
+
+@functools.cache
+def serves_both(text: str) -> bool:
+    """Whether the codes of rows are those of columns."""
+    parts = _parts_of_nothing(text, _SOME_ROWS, _SOME_ROWS)
+    return parts[3].numel() == 0 and parts[5].numel() == 0
+
+
+def _parts_of_nothing(text: str, rows: int, columns: int) -> list[torch.Tensor]:
     x = torch.empty(rows, columns, device="meta")
     given = torch.empty((), device="meta", dtype=torch.int64 if ":sr=1" in text else torch.float32) if ":sr=1" in text or ":delayed" in text else None
     *parts, _ = torch.ops.tandem.quantize(x, given, text, [True, True, True])
-    if parts[3].shape != x.shape and parts[5].numel() == 0:  # one value serves both directions
-        parts[3:5] = parts[:2]
-    return tuple(tuple(part.shape) for part in parts)
+    return parts
 
 
 @functools.cache
@@ -71,4 +83,4 @@ def matrix_rows(x: Any) -> int:
     return math.prod(x.shape[:-1])
 
 
-__all__ = ["DTYPES", "PARTS", "Place", "matrix_rows", "padded", "places_of_rows", "rows_of_blocks", "sizes_of_parts"]
+__all__ = ["DTYPES", "PARTS", "Place", "matrix_rows", "padded", "places_of_rows", "rows_of_blocks", "serves_both", "sizes_of_parts"]

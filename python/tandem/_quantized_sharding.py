@@ -39,7 +39,7 @@ def pre_all_gather(
     """The parts of this rank's rows, and what `post_all_gather` has to know. From now on the ranks quantize what is written with one scale, where a scale
     serves the whole tensor."""
     ranks = mesh.size()
-    names, _ = self.__tensor_flatten__()
+    names = [name for name in self.__tensor_flatten__()[0] if name in PARTS]
     text, inner = self.quantizer.text, math.prod(self.shape[1:-1])
     greatest = -(-outer_size[0] // ranks)
     unit = rows_of_blocks(text, self.shape[-1], names)

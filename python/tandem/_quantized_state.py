@@ -62,7 +62,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
         if "rowwise_data" not in given and "columnwise_data" not in given:
             raise RuntimeError(f"{prefix}{name}: expected codes among its parts in the state dict, got {', '.join(given)}. Save all parts.")
         codes = assembled([given.get(part) for part in PARTS], quantizer_of_text(text), param.dtype, param.shape)
-        state_dict[prefix + name] = codes.dequantize()
+        state_dict[prefix + name] = codes._numbers()
 
 
 __all__ = ["load_parts", "save_parts"]

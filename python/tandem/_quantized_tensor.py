@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
 
-from tandem._quantized_parts import DTYPES, PARTS
+from tandem._quantized_parts import DTYPES, PARTS, serves_both
 from tandem._quantized_sharding import post_all_gather, pre_all_gather
 from tandem._quantized_views import SHARING, STAYING, ZEROS, Decoded, is_view
 
+_GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
 _PLAIN_DATA: Any = torch.Tensor.data  # the descriptor: of shape, dtype and memory of a wrapper
 
 
@@ -97,22 +98,20 @@ class QuantizedTensor(torch.Tensor):
         self.__dict__.update({name: made.__dict__.get(name) for name in (*PARTS, "quantizer", SHARING)})
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names, seen = [], set()
-        for name in PARTS:  # a part of both directions is one tensor
-            part = getattr(self, name)
-            if part is not None and id(part) not in seen:
-                names.append(name)
-                seen.add(id(part))
-        return names, (self.quantizer, self.dtype, self.columnwise_data is not None, self.requires_grad, self._is_sharing())
+        names = [*distinct(self), *_GIVEN[: len(self.quantizer._tensors())]]
+        return names, (_Held(self.quantizer), self.dtype, self.columnwise_data is not None, self.requires_grad, self._is_sharing())
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> QuantizedTensor:
-        quantizer, dtype, has_columns, requires_grad, is_sharing = context
+        held, dtype, has_columns, requires_grad, is_sharing = context
+        quantizer = held.quantizer._holding([parts[name] for name in _GIVEN if name in parts])
         row, row_scale, row_amax, column, column_scale, column_amax = [parts.get(name) for name in PARTS]
         if has_columns and column is None:
             column, column_scale = row, row_scale
         made = QuantizedTensor(row, row_scale, column, column_scale, quantizer, dtype, requires_grad, row_amax, column_amax, size)
         return made._sharing(is_sharing)
+
+    _given_scale, _given_amax = property(lambda self: self.quantizer.scale), property(lambda self: self.quantizer.amax)
 
     def _stable_hash_for_caching(self) -> str:  # what compiled code depends on, besides parts and shapes
         return f"{self.quantizer.text} {[getattr(self, name) is not None for name in PARTS]}"
@@ -134,18 +133,19 @@ class QuantizedTensor(torch.Tensor):
             source = args[1]
             args[0]._check_writable()
             if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
-                for name in PARTS:
-                    if (part := getattr(args[0], name)) is not None:
-                        _copy_into(part, getattr(source, name))
-                return args[0]
-            args[0]._write(source.dequantize() if isinstance(source, QuantizedTensor) else source)
+                args[0]._take_parts_of(source)
+                for amax, new in zip(args[0].quantizer._tensors()[1:], source.quantizer._tensors()[1:], strict=True):
+                    if amax is not new:  # which is that of what was written
+                        _copy_into(amax, new)
+            else:
+                args[0]._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
             return args[0]
         plain: dict[int, torch.Tensor] = {}
 
         def decoded(value: Any) -> Any:
             if not isinstance(value, QuantizedTensor):
                 return value
-            return plain.setdefault(id(value), value.dequantize())
+            return plain.setdefault(id(value), value._numbers())
 
         result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if is_view(function) and isinstance(args[0], QuantizedTensor):
@@ -211,11 +211,36 @@ class QuantizedTensor(torch.Tensor):
     def _write(self, x: torch.Tensor) -> None:
         """Codes of x in place of those that are there."""
         self._check_writable()
-        made = self.quantizer.quantize(x.detach().to(self.dtype).expand(self.shape))
-        for name in PARTS:
-            part, new = getattr(self, name), getattr(made, name)
-            if part is not None and new is not None:
-                _copy_into(part, new)
+        self._take_parts_of(self.quantizer._wanting(self)._quantized(x.detach().to(self.dtype).expand(self.shape)))
+
+    def _take_parts_of(self, other: QuantizedTensor) -> None:
+        for name, part in distinct(self).items():
+            _copy_into(part, getattr(other, name))
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drops the codes of a direction, for False, or gives those that are to be there, for True, where one set of codes serves both; None: as it is."""
+        there = self.get_usages()
+        wanted = [there[name] if usage is None else bool(usage) for name, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))]
+        if not any(wanted):
+            raise ValueError("update_usage: expected codes of rows or of columns to be kept, got neither. Leave one of them True.")
+        for (name, is_there), is_wanted in zip(there.items(), wanted, strict=True):
+            if is_wanted and not is_there:
+                other = "columnwise" if name == "rowwise" else "rowwise"
+                if not serves_both(self.quantizer.text):
+                    raise RuntimeError(
+                        f"update_usage: expected {name} codes that are there or the same as {other} ones, got a tensor of {self.quantizer!r} without. Quantize "
+                        f"with {name}=True."
+                    )
+                for part in ("data", "scale_inv"):
+                    setattr(self, f"{name}_{part}", getattr(self, f"{other}_{part}"))
+        for name, is_wanted in zip(there, wanted, strict=True):
+            if not is_wanted:
+                for part in (f"{name}_data", f"{name}_scale_inv", f"amax_{name}"):
+                    setattr(self, part, None)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Whether there are codes of rows and of columns."""
+        return {"rowwise": self.rowwise_data is not None, "columnwise": self.columnwise_data is not None}
 
     def __getattr__(self, name: str) -> Any:
         """Where the numbers that the tensor was drawn with were kept (`quantized_model_init`) there are `get_high_precision_init_val`, which gives them,
@@ -229,9 +254,19 @@ class QuantizedTensor(torch.Tensor):
             f"QuantizedTensor: expected an attribute that it has, got {name!r}. Those of first values are there where quantized_model_init has kept them."
         )
 
-    def dequantize(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """The numbers of one direction, in `dtype` or in that of x. Without `columnwise`, those of rows, or of columns where these are all. Rotated
-        columns stay rotated, as a matrix whose number of rows is padded to 16."""
+    def dequantize(self, columnwise: bool | torch.dtype = False, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """The numbers of one direction, in `dtype`, which may come first, or in that of x. Without `columnwise`, those of rows, or of columns where these are
+        all. Their gradient is that of the tensor. Rotated columns stay rotated, as a matrix whose number of rows is padded to 16, and have none."""
+        if isinstance(columnwise, torch.dtype):
+            columnwise, dtype = False, columnwise
+        is_rotated = columnwise and ":rht=1" in self.quantizer.text
+        if torch.is_grad_enabled() and self.requires_grad and not is_rotated:
+            made: torch.Tensor = _Dequantized.apply(self, columnwise, dtype)  # type: ignore[no-untyped-call]
+            return made
+        return self._numbers(columnwise, dtype)
+
+    def _numbers(self, columnwise: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Without a history."""
         is_rotated = ":rht=1" in self.quantizer.text
         if not columnwise and self.rowwise_data is None and is_rotated:
             raise ValueError("dequantize: expected codes of rows, got rotated ones of columns, which do not tell the numbers. Pass columnwise=True for those.")
@@ -249,6 +284,16 @@ class QuantizedTensor(torch.Tensor):
         with torch.no_grad():
             return self.copy_(x)  # type: ignore[return-value]
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves the parts to memory that other processes see. Returns itself."""
+        for part in distinct(self).values():
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes may see the parts."""
+        return all(part.is_shared() for part in distinct(self).values())
+
     def storage(self) -> NoReturn:
         """Raises TypeError, as what asks for one memory, such as safetensors, would take it for the tensor."""
         raise TypeError(
@@ -258,6 +303,34 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"QuantizedTensor({list(self.shape)}, dtype={self.dtype}, quantizer={self.quantizer!r})"
+
+
+class _Held(NamedTuple):
+    """A quantizer, without the tensors that it holds, as part of what compiled code depends on, which Dynamo copies and compares."""
+
+    quantizer: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and bool(self.quantizer._traits() == other.quantizer._traits())
+
+    def __hash__(self) -> int:
+        return hash(self.quantizer._traits())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
+class _Dequantized(torch.autograd.Function):
+    """Numbers, whose gradient is that of the codes' tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, codes: QuantizedTensor, columnwise: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.dtype = codes.dtype
+        return codes._numbers(columnwise, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].to(ctx.dtype), None, None
 
 
 def assembled(parts: Sequence[torch.Tensor | None], quantizer: Any, dtype: torch.dtype, shape: Sequence[int]) -> QuantizedTensor:
@@ -278,8 +351,12 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 
 def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The parts that are tensors of their own."""
-    return {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
+    """The parts that are tensors of their own: one of both directions counts as that of rows."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name in PARTS:
+        if (part := getattr(x, name)) is not None:
+            found.setdefault(id(part), (name, part))
+    return dict(found.values())
 
 
 __all__ = ["QuantizedTensor", "assembled", "distinct"]

@@ -56,7 +56,7 @@ class Decoded(torch.Tensor):
     def read(self) -> torch.Tensor:
         """The numbers, as a plain tensor."""
         numbers = self._numbers
-        return numbers if type(numbers) is torch.Tensor else numbers.dequantize().view(-1)
+        return numbers if type(numbers) is torch.Tensor else numbers._numbers().view(-1)
 
     @classmethod
     def of(cls, result: Any) -> Any:
@@ -169,7 +169,7 @@ def _split(x: Any, size: int, dim: int = 0) -> Any:
 def _zeros(x: Any, size: Sequence[int], **traits: Any) -> Any:
     if not size or not x.dim() or size[-1] != x.shape[-1] or traits.get("dtype") not in (None, x.dtype):
         return None
-    made = x.quantizer._of_its_own().quantize(torch.zeros(size, dtype=x.dtype, device=traits.get("device") or x.device))
+    made = x.quantizer._of_its_own()._quantized(torch.zeros(size, dtype=x.dtype, device=traits.get("device") or x.device))
     made.quantizer = x.quantizer
     made.__dict__[ZEROS] = Zeros()
     return made

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
 
 from tandem import _C
-from tandem._quantized_tensor import QuantizedTensor, assembled
+from tandem._quantized_tensor import QuantizedTensor
+from tandem._tracing import constant_while_traced
 
 
 class Quantizer:
@@ -29,12 +33,92 @@ class Quantizer:
     def __init__(self, text: str, rowwise: bool, columnwise: bool) -> None:
         if not rowwise and not columnwise:
             raise ValueError(f"{type(self).__name__}: expected rowwise or columnwise codes to be wanted, got neither. Leave one of them True.")
-        self.text = _C.canonical_quantizer(text)
+        self.text = _canonical(text)
         self.rowwise, self.columnwise = rowwise, columnwise
 
-    def quantize(self, x: torch.Tensor) -> QuantizedTensor:
-        """Codes of x, which must need no gradient: rounding has none."""
+    def quantize(self, x: torch.Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """x in codes, or what is as good as these. Its gradient is that of the codes' numbers: rounding counts as none.
+
+        Args:
+            x: a tensor.
+            out: written instead: a tensor of this quantizer and of the shape of x. It has no history then.
+            dtype: that of the numbers that the codes stand for; None: that of x.
+        """
+        if dtype is not None and dtype != x.dtype:
+            x = x.to(dtype)
+        if out is not None:
+            return self.update_quantized(x, out)
+        if is_dynamo_compiling():
+            _tell_dynamo()
+            if self._amax_group is not None:
+                return _quantized_apart(x, self)
+            return _quantized_in_graph(x, self.text, self.rowwise, self.columnwise, *self._tensors())
+        return _quantized(x, self)
+
+    __call__ = quantize
+
+    def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
+        """Codes of x."""
         return self._codes(x, None)[0]
+
+    def update_quantized(self, x: torch.Tensor, out: QuantizedTensor) -> QuantizedTensor:
+        """Writes the codes of x into `out`, a tensor of this quantizer and of the shape of x, and returns it."""
+        if not isinstance(out, QuantizedTensor):
+            raise TypeError(f"{type(self).__name__}: expected a quantized tensor to write into, got {type(out).__name__}. Quantize one first.")
+        if out.quantizer.text != self.text or out.shape != x.shape:
+            raise ValueError(
+                f"{type(self).__name__}: expected a tensor of {self.text} and shape {list(x.shape)} to write into, got {out.quantizer.text} and "
+                f"{list(out.shape)}. Quantize x into a new one."
+            )
+        with torch.no_grad():
+            out._check_writable()
+            out._take_parts_of(self._wanting(out)._quantized(x.detach().to(out.dtype)))
+        return out
+
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None, requires_grad: bool = False
+    ) -> QuantizedTensor:
+        """A tensor of this quantizer to be written, of zeros until then."""
+        with torch.no_grad():
+            made = self._of_its_own()._codes_of_zeros(torch.zeros(tuple(shape), dtype=dtype, device=device))
+        made.quantizer = self
+        return made.requires_grad_(requires_grad)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Changes which codes are wanted of what is quantized from now on; None: as it is. Tensors that are there keep theirs, and hold a quantizer of their
+        own."""
+        row = self.rowwise if rowwise is None else bool(rowwise)
+        column = self.columnwise if columnwise is None else bool(columnwise)
+        if not row and not column:
+            raise ValueError(f"{type(self).__name__}: expected rowwise or columnwise codes to be wanted, got neither. Leave one of them True.")
+        self.rowwise, self.columnwise = row, column
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether codes of rows are wanted."""
+        return self.rowwise
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Whether codes of columns are wanted."""
+        return self.columnwise
+
+    def copy(self) -> Self:
+        """Another one with the same values, and, of a `Float8Quantizer`, the same tensors."""
+        return copy.copy(self)
+
+    def _codes_of_zeros(self, zeros: torch.Tensor) -> QuantizedTensor:
+        """Without a trace in what it holds besides."""
+        return self._quantized(zeros)
+
+    def _wanting(self, x: QuantizedTensor) -> Quantizer:
+        """This, for the directions that a tensor has."""
+        row, column = x.rowwise_data is not None, x.columnwise_data is not None
+        if (row, column) == (self.rowwise, self.columnwise):
+            return self
+        made = copy.copy(self)
+        made.rowwise, made.columnwise = row, column
+        return made
 
     def _codes(self, x: torch.Tensor, given: torch.Tensor | None) -> tuple[QuantizedTensor, torch.Tensor]:
         mask = [self.rowwise, self.columnwise, True]
@@ -83,8 +167,23 @@ class Quantizer:
     def _take(self) -> None:
         """Takes what it is given besides."""
 
-    def _values(self) -> tuple[object, ...]:
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it holds besides."""
+        return ()
+
+    def _holding(self, tensors: Sequence[torch.Tensor]) -> Quantizer:
+        """The same with these."""
+        if not tensors:
+            return self
+        made = copy.copy(self)
+        made._take(*tensors)
+        return made
+
+    def _traits(self) -> tuple[object, ...]:
         return type(self), self.text, self.rowwise, self.columnwise, id(self._amax_group)
+
+    def _values(self) -> tuple[object, ...]:
+        return self._traits()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return quantizer_of_text, self._fields()
@@ -100,6 +199,46 @@ class Quantizer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text!r}, rowwise={self.rowwise}, columnwise={self.columnwise})"
+
+
+class _Quantized(torch.autograd.Function):
+    """Codes; the gradient of their numbers is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        return quantizer._quantized(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _quantized(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return quantizer._quantized(x)
+    made: QuantizedTensor = _Quantized.apply(x, quantizer)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _quantized_in_graph(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool, *given: torch.Tensor) -> QuantizedTensor:
+    """As a graph can hold it: by a quantizer of plain arguments."""
+    return _quantized(x, quantizer_of_text(text, rowwise, columnwise, *given))
+
+
+_quantized_apart = _quantized  # outside of graphs, once Dynamo is told
+
+
+@constant_while_traced
+def _tell_dynamo() -> None:
+    """What decorators would tell, which import Dynamo."""
+    if _quantized_apart is _quantized:
+        torch.compiler.allow_in_graph(_quantized_in_graph)
+        globals()["_quantized_apart"] = torch.compiler.disable(_quantized, reason="processes that share an amax quantize together")
+
+
+@constant_while_traced
+def _canonical(text: str) -> str:
+    return _C.canonical_quantizer(text)
 
 
 def quantizer_of_text(text: str, rowwise: bool = True, columnwise: bool = True, *given: Any) -> Quantizer:

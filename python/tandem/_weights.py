@@ -83,7 +83,7 @@ def quantize_weight(
     if isinstance(weight, QuantizedTensor):
         if _serves(weight, quantizer):
             return weight, None
-        weight = weight.dequantize()
+        weight = weight._numbers()
     mask = (quantizer.rowwise, quantizer.columnwise, True)
     given = () if workspace is None else workspace[:8]
     parts, made = _C.quantize_weight(weight, quantizer.text, mask, given, _SAID[is_first_microbatch])

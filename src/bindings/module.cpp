@@ -20,6 +20,7 @@
 #include "bindings/signature.h"
 #include "fusions/table.h"
 #include "kernel_ops/inspection.h"
+#include "kernel_ops/join.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
@@ -444,6 +445,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_cache_limit", &set_cache_limit, py::arg("bytes"),
              "Keeps at most `bytes` cached, 0: none. At first an eighth of the machine's memory. "
              "Returns the limit before.");
+  module.def("laid_together",
+             [](const std::vector<at::Tensor>& parts) { return kernel_ops::laid_together(parts); });
+  module.def("memory_of_parts", [](const std::vector<at::Tensor>& parts) {
+    return kernel_ops::memory_of_pieces(parts);
+  });
   module.def("refresh_counts", &kernel_ops::refresh_counts);
   module.def("take_watched", [] {
     py::list rows;

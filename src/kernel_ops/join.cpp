@@ -1,11 +1,12 @@
 #include "kernel_ops/join.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <vector>
+#include <utility>
 
 #include "kernel_ops/format.h"
 
@@ -13,16 +14,17 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-bool are_adjacent(at::TensorList pieces) {
-  const at::Tensor& first = pieces[0];
-  int64_t end = first.storage_offset();
-  for (const at::Tensor& piece : pieces) {
-    if (!piece.is_contiguous() || !piece.is_alias_of(first) || piece.storage_offset() != end ||
-        piece.scalar_type() != first.scalar_type())
-      return false;
-    end += piece.numel();
-  }
-  return true;
+void let_go(void* memory) { delete static_cast<at::Tensor*>(memory); }
+
+/// What a piece is a part of: the tensor that `lay_together` has made, else itself.
+const at::Tensor& memory_of(const at::Tensor& piece) {
+  const c10::DataPtr& data = piece.storage().data_ptr();
+  return data.get_deleter() == &let_go ? *static_cast<const at::Tensor*>(data.get_context())
+                                       : piece;
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
 }
 
 /// Along which dimension scales go with rows, and how many of these have one in common; 0: all.
@@ -57,14 +59,51 @@ void check_pieces(at::TensorList pieces) {
   }
 }
 
-at::Tensor joined(at::TensorList pieces, bool may_view) {
+std::optional<at::Tensor> memory_of_pieces(at::TensorList pieces) {
   const at::Tensor& first = pieces[0];
-  if (pieces.size() == 1) return first;
-  check_pieces(pieces);
-  if (!may_view || !are_adjacent(pieces)) return at::cat(pieces);
+  const at::Tensor& memory = memory_of(first);
+  const auto* const begin = static_cast<const char*>(memory.storage().data());
+  const auto* const here = static_cast<const char*>(first.const_data_ptr());
+  const char* end = here;
   at::DimVector sizes(first.sizes().begin(), first.sizes().end());
-  for (const at::Tensor& piece : pieces.slice(1)) sizes[0] += piece.size(0);
-  return at::native::as_strided_tensorimpl(first, sizes, first.strides());
+  sizes[0] = 0;
+  for (const at::Tensor& piece : pieces) {
+    if (!piece.is_contiguous() || piece.const_data_ptr() != end ||
+        piece.scalar_type() != memory.scalar_type() ||
+        storage_of(memory_of(piece)) != storage_of(memory))
+      return std::nullopt;
+    end += piece.nbytes();
+    sizes[0] += piece.size(0);
+  }
+  return at::native::as_strided_tensorimpl(
+      memory, sizes, first.strides(), (here - begin) / static_cast<int64_t>(memory.itemsize()));
+}
+
+std::vector<at::Tensor> laid_together(at::TensorList pieces) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor memory = at::cat(pieces).contiguous();
+  c10::Allocator* const allocator = memory.storage().allocator();
+  std::vector<at::Tensor> made;
+  int64_t begin = 0;
+  for (const at::Tensor& piece : pieces) {
+    const at::Tensor own = memory.narrow(0, begin, piece.size(0));
+    begin += piece.size(0);
+    c10::Storage storage(
+        c10::Storage::use_byte_size_t(), own.nbytes(),
+        c10::DataPtr(own.mutable_data_ptr(), new at::Tensor(memory), &let_go, memory.device()),
+        allocator, /*resizable=*/allocator != nullptr);
+    made.push_back(at::empty({0}, memory.options()));
+    made.back().set_(std::move(storage), 0, own.sizes(), own.strides());
+  }
+  return made;
+}
+
+at::Tensor joined(at::TensorList pieces, bool may_view) {
+  if (pieces.size() == 1) return pieces[0];
+  check_pieces(pieces);
+  if (may_view)
+    if (auto memory = memory_of_pieces(pieces)) return *std::move(memory);
+  return at::cat(pieces);
 }
 
 bool codes_join(const Quantizer& quantizer) {

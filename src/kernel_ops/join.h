@@ -3,13 +3,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <vector>
+
 #include "kernel_ops/quantizer.h"
+#include "tandem/export.h"
 
 namespace tandem::kernel_ops {
 
 /// Throws: c10::ValueError where the pieces, of which there is one at least, differ in more than
 ///         their first size, or in their device.
 void check_pieces(at::TensorList pieces);
+
+/// Copies of the pieces that lie one behind the other in one memory, each with a storage of its
+/// own, which holds the memory: who tells shared tensors by their storage takes them for the
+/// several tensors that they are.
+TANDEM_API std::vector<at::Tensor> laid_together(at::TensorList pieces);
+
+/// The memory of pieces that lie so, or in one storage, as one tensor, of which autograd is not
+/// told; nothing where they do not. They are plain tensors that have memory, of one dimension at
+/// least.
+TANDEM_API std::optional<at::Tensor> memory_of_pieces(at::TensorList pieces);
 
 /// All in one tensor. `may_view`: without a copy where they lie so in one memory, which autograd is
 /// not told of; one piece is itself in any case.

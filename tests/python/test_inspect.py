@@ -188,3 +188,10 @@ def test_experts_that_are_one_fusion_are_measured_in_parts(budget):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) and len(seen.rows) == 12
     names = {(f"{place}, group {g}", role) for place in "02" for g in range(2) for role in ("input", "weight", "grad_output")}
     assert {(row.name, row.role) for row in seen.rows} == names
+
+
+def test_an_empty_table_says_why() -> None:
+    linear = tandem.Linear(32, 32)
+    with tandem.inspect(linear) as seen:
+        linear(torch.randn(4, 32))
+    assert "nothing was measured" in seen.table() and "torch.compile has compiled are not measured" in seen.table()

@@ -1,7 +1,10 @@
 """A Linear of several named weights: separate parameters and keys, one product, the numbers of the undivided one."""
 
 import copy
+import gc
+import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -287,3 +290,81 @@ def test_parts_that_do_not_fit():
     linear.a_weight = torch.nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
     with pytest.raises(TypeError, match="0.basic_linear: expected the parts of a parameter in one dtype, got float64 and float32"):
         linear(torch.randn(2, 8))
+
+
+def test_parts_have_storages_of_their_own():
+    _, parts = pair()
+    weights = [parts.gate_weight, parts.up_weight]
+    starts = [weight.untyped_storage().data_ptr() for weight in weights]
+    assert starts == [weight.data_ptr() for weight in weights] and starts[1] == starts[0] + weights[0].nbytes
+    assert [weight.untyped_storage().nbytes() for weight in weights] == [weight.nbytes for weight in weights]
+    assert not any(weight.storage_offset() for weight in weights)
+    file = io.BytesIO()
+    torch.save(parts.up_weight, file)
+    assert file.tell() < 2 * parts.up_weight.nbytes, "a part is saved without the others"
+
+
+def test_what_tells_shared_weights_by_their_storage_keeps_all_parts(tmp_path):
+    """As safetensors and accelerate do, which keep one name of each storage."""
+    model = tandem.TransformerLayer(32, 64, 4)
+    names = {}
+    for name, tensor in model.state_dict().items():
+        storage = tensor.untyped_storage()
+        names.setdefault((storage.data_ptr(), storage.nbytes()), []).append(name)
+    assert all(len(same) == 1 for same in names.values())
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    assert safetensors.load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+
+
+def test_a_part_keeps_the_memory_alive():
+    _, parts = pair()
+    kept, expected = parts.up_weight, parts.up_weight.detach().clone()
+    del parts
+    gc.collect()
+    torch.full((4096, 64), 7.0)  # what was freed is handed out again
+    assert torch.equal(kept, expected)
+
+
+def test_a_storage_that_is_resized_moves_its_part_alone():
+    whole, parts = pair()
+    storage = parts.up_weight.untyped_storage()
+    saved = parts.up_weight.detach().clone()
+    storage.resize_(0)
+    storage.resize_(saved.nbytes)
+    with torch.no_grad():
+        parts.up_weight.copy_(saved)
+    assert not are_adjacent([parts.gate_weight, parts.up_weight])
+    x, grad = torch.randn(8, 64), torch.randn(8, 96)
+    for a, b in zip(step(parts, x, grad), step(whole, x, grad), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_shared_memory_stays_shared():
+    whole, parts = pair()
+    parts.share_memory()
+    assert all(param.is_shared() for param in parts.parameters()), "bringing parts together would make copies that no other process sees"
+    sent = pickle.loads(ForkingPickler.dumps(parts))
+    with torch.no_grad():
+        parts.up_weight.mul_(2)
+        whole.weight[48:].mul_(2)
+    assert torch.equal(sent.up_weight, parts.up_weight)
+    x, grad = torch.randn(8, 64), torch.randn(8, 96)
+    for a, b in zip(step(sent, x, grad), step(whole, x, grad), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused", "flat"])
+def test_what_writes_parts_writes_the_joined_weight(way):
+    whole, parts = pair()
+    if way == "flat":  # as libraries with flat buffers do
+        memory = torch.nn.utils.parameters_to_vector(parts.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(memory, parts.parameters())
+        assert are_adjacent([parts.gate_weight, parts.up_weight]), "views of one storage lie together too"
+    for linear in (whole, parts):
+        optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, foreach=way != "fused", fused=way == "fused")
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(linear, torch.ones(4, 64), torch.ones(4, 96))
+            optimizer.step()
+    assert torch.equal(parts.weight, whole.weight) and torch.equal(parts.bias, whole.bias)

@@ -118,7 +118,7 @@ ERRORS = [
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0), ValueError, "expected amax_epsilon to be a finite number >= 0, got -1.0"),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, use_existing_amax=True), NotImplementedError, "expected use_existing_amax=False, got True. This version knows the default only."),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_reduction_group="0"), NotImplementedError, "expected amax_reduction_group=None, got '0'. This version knows the default only."),
-    (lambda: tandem.quantize(torch.ones(2, requires_grad=True), tandem.MXFP8Quantizer(torch.float8_e4m3fn)), NotImplementedError, "quantize: expected a tensor that needs no gradient"),
+    (lambda: torch.ops.tandem.quantize(torch.ones(2, requires_grad=True), None, "mxfp8_e4m3", [True, True, True]), NotImplementedError, "quantize: expected a tensor that needs no gradient"),
 ]
 
 

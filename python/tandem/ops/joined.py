@@ -1,7 +1,7 @@
 """Parameters that are several tensors under names of their own, one behind the other along the first dimension, and one operand of a product.
 
-They lie so in one memory, so that joining them copies nothing. What moves them apart (a parameter that is replaced, a wrapper that keeps
-parameters elsewhere) costs a copy per call and changes nothing else.
+They lie so in one memory, each with a storage of its own, so that joining them copies nothing. What moves them apart (a parameter that is replaced, a
+wrapper that keeps parameters elsewhere) costs a copy per call and changes nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from tandem import _C
 from tandem._quantized_tensor import QuantizedTensor, distinct
 
 Split = Mapping[str, int] | Sequence[str]
@@ -49,17 +50,21 @@ def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1
     return {name: each // ranks for name, each in zip(names, sizes, strict=True)}
 
 
+def memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory in which the parts lie one behind the other, as one tensor without a history; None where they lie apart."""
+    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or part.is_meta or part.dim() == 0 for part in parts):
+        return None
+    return _C.memory_of_parts(parts)
+
+
 def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts lie one behind the other in one memory."""
-    first = parts[0]
-    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) or not part.is_contiguous() or part.dtype != first.dtype for part in parts):
-        return False
-    memory, end = first.untyped_storage()._cdata, first.storage_offset()
-    for part in parts:
-        if part.untyped_storage()._cdata != memory or part.storage_offset() != end:
-            return False
-        end += part.numel()
-    return True
+    return memory_of(parts) is not None
+
+
+def laid_together(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copies that lie one behind the other in one memory, each with a storage of its own; on the meta device the parts themselves."""
+    return parts if parts[0].is_meta else _C.laid_together(list(parts))
 
 
 class _Whole(torch.Tensor):
@@ -89,7 +94,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
         ctx.rows = [part.shape[0] for part in parts]
-        return parts[0].data.as_strided((sum(ctx.rows), *parts[0].shape[1:]), parts[0].stride()).as_subclass(_Whole)
+        return _C.memory_of_parts(parts).as_subclass(_Whole)  # type: ignore[union-attr]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,7 +119,11 @@ def together(parts: Sequence[torch.Tensor], what: str = "") -> torch.Tensor:
 
 
 def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
-    """Gives plain parameters one memory, the parts one behind the other, and so codes where they lie as the numbers do. They stay the same objects."""
+    """Gives plain parameters one memory, the parts one behind the other, and so codes where they lie as the numbers do. They stay the same objects.
+
+    Each has a storage of its own over its part of the memory: libraries that save weights tell shared ones by their storage, and keep one of them. What
+    processes share stays where it is.
+    """
     if parts and all(isinstance(part, QuantizedTensor) for part in parts):
         return _bring_codes_together(parts)  # type: ignore[arg-type]
     present = [part for part in parts if part is not None and type(part) is torch.nn.Parameter]
@@ -123,10 +132,14 @@ def bring_together(parts: Sequence[torch.nn.Parameter | None]) -> None:
         return
     if any(part.dtype != first.dtype or part.device != first.device or part.shape[1:] != first.shape[1:] for part in present):
         return
-    with torch.no_grad():
-        memory = torch.cat([part.detach() for part in present])
-        for part, rows in zip(present, memory.split([part.shape[0] for part in present]), strict=True):
-            part.data = rows
+    if any(_is_shared(part) for part in present):
+        return
+    for part, own in zip(present, _C.laid_together(present), strict=True):
+        part.data = own
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_shared()
 
 
 def _bring_codes_together(parts: Sequence[QuantizedTensor]) -> None:
@@ -138,11 +151,12 @@ def _bring_codes_together(parts: Sequence[QuantizedTensor]) -> None:
         pieces = [getattr(part, name) for part in parts]
         if not name.endswith("data") or any(piece.shape != part.shape for piece, part in zip(pieces, parts, strict=True)) or are_adjacent(pieces):
             continue
-        memory = torch.cat([piece.detach() for piece in pieces])
-        for part, own, piece in zip(parts, memory.split([piece.shape[0] for piece in pieces]), pieces, strict=True):
+        if any(_is_shared(piece) for piece in pieces):
+            continue
+        for part, own, piece in zip(parts, _C.laid_together(pieces), pieces, strict=True):
             for each in ("rowwise_data", "columnwise_data"):  # one may be the other
                 if getattr(part, each) is piece:
-                    setattr(part, each, own.data)  # with a version of its own
+                    setattr(part, each, own)
 
 
 class JoinedMixin:
@@ -194,4 +208,4 @@ class JoinedMixin:
         return super().__getattr__(name)  # type: ignore[misc]
 
 
-__all__ = ["JoinedMixin", "Split", "bring_together", "split_sizes", "together"]
+__all__ = ["JoinedMixin", "Split", "bring_together", "laid_together", "split_sizes", "together"]

@@ -21,7 +21,7 @@ from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.delayed import DelayedMixin, add_gradient, product_into_main_grad
 from tandem.ops.directions import Call
-from tandem.ops.joined import JoinedMixin, Split, split_sizes
+from tandem.ops.joined import JoinedMixin, Split, laid_together, split_sizes
 from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
 
@@ -336,7 +336,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         for op in ops:
             (operand,) = op._parameter_names
             names = joined[operand] = tuple(f"{part}_{operand}" for part in parts)
-            for name, rows in zip(names, getattr(op, operand).detach().split(list(parts.values())), strict=True):
+            for name, rows in zip(names, laid_together(getattr(op, operand).detach().split(list(parts.values()))), strict=True):
                 self.register_parameter(name, torch.nn.Parameter(rows))
             op.__dict__.update(_parameter_names=names, _joins=(len(names),))
             op._join({operand: names})  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from tandem import _C, recipe_state
 from tandem._picture import step_times, told
+from tandem.ops.foreign import Pieces
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
 from tandem.ops.unit import Unit
@@ -196,10 +197,10 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
     return reports
 
 
-def _cut_report(cut: Cut, format: str) -> list[str]:
+def _cut_report(cut: Cut | Pieces, format: str) -> list[str]:
     if format == "json":
         return [json.dumps({"cut": cut.reasons, "plans": []})]
-    lines = [f"cut into {len(cut.parts)} pipelines: {reason}" for reason in cut.reasons]
+    lines = [f"cut into {len(cut.parts)} pipeline{'s' * (len(cut.parts) != 1)}: {reason}" for reason in cut.reasons]
     if format == "html":
         return [f"<p>{html.escape(line)}</p>" for line in lines]
     return lines if format == "text" else []

@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import buffers
+from tandem.ops import buffers, foreign
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
@@ -82,7 +82,11 @@ class OpRun:
             now.check_count(extra)
             if now.told_before and not now.hooked():  # parts of a cut tell their own
                 now.tell_before(x, extra)
-            return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs) if now.hooked() else now.call_op(x, extra, training, kwargs)
+            if now.hooked():
+                return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs)
+            if not kwargs and foreign.own_products(now):
+                return self.prepared_pieces(x, training)
+            return now.call_op(x, extra, training, kwargs)
         now = self.now
         if now.token is not self.changes.token:
             now = self.prepare()
@@ -123,6 +127,8 @@ class OpRun:
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
         if now.hooked():
             return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+        if not kwargs and foreign.own_products(now):
+            return self.own_pieces()(x, training)
         pipeline.check_no_writes(x, list(extra))
         pipeline.note_recipe(in_training)
         return now.call_op(x, extra, training, kwargs)
@@ -180,6 +186,16 @@ class OpRun:
         return cut
 
     prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
+
+    def own_pieces(self) -> foreign.Pieces:
+        """What products with weights of other libraries cut this into."""
+        now = self.prepare()
+        found = foreign.pieces(now, foreign.own_products(now), OpRun)
+        for part in found.parts:
+            part.run.prepare()
+        return found
+
+    prepared_pieces = property(_C.native_getter(own_pieces))  # as Dynamo sees it
 
     def call_cut(
         self,

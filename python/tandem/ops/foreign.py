@@ -1,0 +1,70 @@
+"""Weights of other libraries whose types have products of their own, such as quantized ones: `torch.nn.functional.linear` asks them, where a pipeline cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tandem._tracing import constant_while_traced
+
+if TYPE_CHECKING:
+    from tandem.ops.prepared import Prepared
+    from tandem.ops.unit import BasicUnit
+
+
+def has_own_product(weight: Any) -> bool:
+    """Whether the type of a weight defines what functions of torch do with it."""
+    function = getattr(type(weight), "__torch_function__", None)
+    return isinstance(weight, torch.Tensor) and getattr(function, "__func__", None) not in (None, torch.Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
+@constant_while_traced
+def own_products(run: Prepared) -> tuple[int, ...]:
+    """Positions of products with such a weight. None of a run whose ops have more than one input and output, or leave gradients elsewhere."""
+    if run.has_modes or run.num_extra_inputs or run.num_outputs > 1 or any(inputs or outputs for inputs, outputs in run.bindings):
+        return ()
+    return tuple([at for at, op in enumerate(run.basic_ops) if op._kind == "basic_linear" and not op._joins and has_own_product(op.weight)])
+
+
+class Piece(NamedTuple):
+    """Consecutive ops as a run of their own, or a product."""
+
+    run: Any  # None: a product
+    product: Any
+
+
+class Pieces:
+    """What a run is cut into at products with such weights, and why."""
+
+    def __init__(self, pieces: Sequence[Piece], products: Sequence[BasicUnit]) -> None:
+        self.pieces = pieces
+        self.parts = [piece for piece in pieces if piece.run is not None]
+        self.reasons = [f"{op._holder._get_name()} has a weight of type {type(op.weight).__name__}, which multiplies by itself" for op in products]
+
+    def __call__(self, x: Any, training: bool) -> Any:
+        for run, product in self.pieces:
+            x = torch.nn.functional.linear(x, product.weight) if run is None else run(x, (), training)
+        return x
+
+
+def pieces(now: Prepared, products: tuple[int, ...], run_of: Callable[..., Any]) -> Pieces:
+    """Those of a run, made once. `run_of`: makes a run of ops, their bindings and terms."""
+    key: Any = ("products", *products)
+    known: Pieces | None = now.cuts.get(key)
+    if known is not None:
+        return known
+    made: list[Piece] = []
+    begin = 0
+    for at in (*products, len(now.basic_ops)):
+        if at > begin:
+            made.append(Piece(run_of(now.basic_ops[begin:at], now.bindings[begin:at], now.terms._replace(required=())), None))
+        if at < len(now.basic_ops):
+            made.append(Piece(None, now.basic_ops[at]))
+        begin = at + 1
+    found: Pieces = now.cuts.setdefault(key, Pieces(made, [now.basic_ops[at] for at in products]))
+    return found
+
+
+__all__ = ["Pieces", "has_own_product", "own_products", "pieces"]
