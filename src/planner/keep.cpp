@@ -9,7 +9,7 @@
 namespace tandem {
 
 ValueSet kept_for_groups(const Description& description, const std::vector<OpGroup>& groups,
-                          const Draft& draft) {
+                         const Draft& draft) {
   ValueSet values(draft.types.size());
   std::vector<size_t> group_end(description.ops.size());  // by op: the end of its group, or 0
   for (const OpGroup& group : groups)

@@ -19,7 +19,7 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
 /// What the ops of these groups would write again or read, and so what is kept, if backward reads
 /// it.
 ValueSet kept_for_groups(const Description& description, const std::vector<OpGroup>& groups,
-                          const Draft& draft);
+                         const Draft& draft);
 
 /// The end of every choice: orders backward, drops what nobody needs, and notes what is kept.
 void settle_backward(Draft& draft, Plan& plan);

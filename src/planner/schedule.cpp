@@ -110,8 +110,7 @@ size_t quantize_again(const Steps& forward, Steps& backward,
     for (const Step& step : forward)
       if (step.kind == StepKind::quantize && step.mutates.empty() &&
           std::ranges::any_of(step.writes, [&](Value value) {
-            return exists(value) && !is_free_to_keep[index_of(value)] &&
-                   !readers.of(value).empty();
+            return exists(value) && !is_free_to_keep[index_of(value)] && !readers.of(value).empty();
           }))
         again.push_back(step);
   }

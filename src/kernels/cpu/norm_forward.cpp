@@ -68,8 +68,8 @@ class PlainRow {
   ConstRows x_;
 };
 
-/// `source(x_buffer)` gives what fetches row r and makes it, in a matrix whose row r it is. `mean` is null for
-/// RMSNorm.
+/// `source(x_buffer)` gives what fetches row r and makes it, in a matrix whose row r it is. `mean`
+/// is null for RMSNorm.
 template <bool kCentered, typename Source>
 HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, const Source& source,
                              ConstVector weight, ConstVector bias, const NormOptions& options,
