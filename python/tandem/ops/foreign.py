@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tandem._tracing import constant_while_traced
-
 if TYPE_CHECKING:
     from tandem.ops.prepared import Prepared
     from tandem.ops.unit import BasicUnit
@@ -20,12 +18,11 @@ def has_own_product(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and getattr(function, "__func__", None) not in (None, torch.Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
-@constant_while_traced
 def own_products(run: Prepared) -> tuple[int, ...]:
     """Positions of products with such a weight. None of a run whose ops have more than one input and output, or leave gradients elsewhere."""
     if run.has_modes or run.num_extra_inputs or run.num_outputs > 1 or any(inputs or outputs for inputs, outputs in run.bindings):
         return ()
-    return tuple([at for at, op in enumerate(run.basic_ops) if op._kind == "basic_linear" and not op._joins and has_own_product(op.weight)])
+    return tuple([at for at, op in enumerate(run.basic_ops) if op._kind == "basic_linear" and not op._joins and has_own_product(getattr(op, "weight", None))])
 
 
 class Piece(NamedTuple):

@@ -84,7 +84,7 @@ class OpRun:
                 now.tell_before(x, extra)
             if now.hooked():
                 return self.call_cut(self.prepared_cut.parts, x, extra, training, kwargs)
-            if not kwargs and foreign.own_products(now):
+            if not kwargs and self.prepared_products:
                 return self.prepared_pieces(x, training)
             return now.call_op(x, extra, training, kwargs)
         now = self.now
@@ -186,6 +186,12 @@ class OpRun:
         return cut
 
     prepared_cut = property(_C.native_getter(cut))  # as Dynamo sees it
+
+    def own_products(self) -> tuple[int, ...]:
+        """Where weights of other libraries multiply by themselves."""
+        return foreign.own_products(self.prepare())
+
+    prepared_products = property(_C.native_getter(own_products))  # as Dynamo sees it
 
     def own_pieces(self) -> foreign.Pieces:
         """What products with weights of other libraries cut this into."""
