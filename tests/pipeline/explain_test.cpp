@@ -79,10 +79,12 @@ TEST_F(Explain, RefusalsAndRecipesAreThere) {
   const Tensors inputs{leaf({2, 8})}, params{leaf({12, 8}), leaf({12}, at::kHalf), leaf({3, 12})};
   const Autocast region;
   pipeline_(inputs, params, true);
-  EXPECT_THAT(pipeline_.explain(ExplainFormat::text),
-              AllOf(HasSubstr("\"name\":\"Float8CurrentScaling\""),
-                    HasSubstr("x in fp8_e4m3 (fp8_e4m3 (emulated))"),
-                    HasSubstr("refused linear_bias at 0.basic_linear + 1.bias: the bias is Half")));
+  EXPECT_THAT(
+      pipeline_.explain(ExplainFormat::text),
+      AllOf(HasSubstr("\"name\":\"Float8CurrentScaling\""),
+            HasSubstr("x in fp8_e4m3 (fp8_e4m3 (emulated))"),
+            HasSubstr("refused linear_bias_activation at 0.basic_linear + 1.bias + 2.gelu: the "
+                      "bias is Half and the product Float")));
 }
 
 TEST_F(Explain, JsonIsTheSameDocument) {
