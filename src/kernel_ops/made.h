@@ -43,7 +43,8 @@ class SumsOfMade {
 /// the kind of scale can, y is quantized while rows of it are in the cache, and does not come to
 /// memory unless `y` is defined; else one after the other. On the CPU.
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
-                       const std::optional<Tensor>& given, const Quantizer& quantizer, Group group);
+                       const std::optional<Tensor>& given, const Quantizer& quantizer,
+                       tandem::Group group);
 
 /// The same matrix, in memory: this one's own where it had none.
 class MadeInMemory {
@@ -58,8 +59,8 @@ class MadeInMemory {
 
 /// The last results of what quantizes, and the last places of its mask.
 template <size_t N>
-Group group_of(const Results<N>& results) {
-  Group group;
+tandem::Group group_of(const Results<N>& results) {  // others have a Group of processes here
+  tandem::Group group;
   std::copy(results.end() - group_size, results.end(), group.begin());
   return group;
 }

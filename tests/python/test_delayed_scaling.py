@@ -366,7 +366,7 @@ def test_a_recompute_elsewhere_is_refused():
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [({"use_reentrant": True}, "use_reentrant"), ({"distribute_saved_activations": True}, "distribute_saved_activations"), ({"tp_group": 1}, "tp_group")],
+    [({"distribute_saved_activations": True}, "distribute_saved_activations")],
 )
 def test_checkpoint_refuses_what_it_does_not_know(arguments, name):
     with pytest.raises(NotImplementedError, match=rf"checkpoint: expected {name}=.*This version knows the default only"):

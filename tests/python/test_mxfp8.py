@@ -170,7 +170,7 @@ def test_functional_transforms_say_that_gradients_are_rounded():
 
 def test_a_recipe_is_a_frozen_value_that_goes_through_json():
     recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True)
-    assert MXFP8BlockScaling() == MXFP8BlockScaling(0, Format.E4M3, False, None) and hash(recipe) != hash(MXFP8BlockScaling())
+    assert MXFP8BlockScaling() == MXFP8BlockScaling(0, Format.E4M3, False, False, False, None) and hash(recipe) != hash(MXFP8BlockScaling())
     for each in (recipe, MXFP8BlockScaling(), Float8CurrentScaling(amax_epsilon_weight=2.5)):
         assert tandem.recipe.recipe_from_json(each.to_json()) == each
         with tandem.autocast(recipe=each):

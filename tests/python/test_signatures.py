@@ -16,6 +16,7 @@ import tandem
 from tandem import ops
 from tandem.ops import library
 from tandem.ops.signature import signature_of
+from tandem.recipe import MMParams
 
 ROOT = Path(__file__).parents[2]
 KINDS = tandem._C.op_names()
@@ -80,7 +81,9 @@ def test_a_recipe_takes_what_the_library_says(recipe):
         del known["backward_override"]
     for name in given:
         assert arguments[name] == known[name] and type(arguments[name]) is type(known[name]), name
-    others = dict(recipe._only_defaults, **({"scaling_factor_compute_algo": None} if recipe is tandem.recipe.DelayedScaling else {}))
+    accumulators = {"fp8_gemm_fprop": MMParams(False), "fp8_gemm_dgrad": MMParams(), "fp8_gemm_wgrad": MMParams()}  # of no meaning
+    others = dict(accumulators) if recipe is tandem.recipe.Float8CurrentScaling else {}
+    others |= dict(recipe._only_defaults, **({"scaling_factor_compute_algo": None} if recipe is tandem.recipe.DelayedScaling else {}))
     assert {name: value for name, value in arguments.items() if name not in known} == others
     with tandem.autocast(recipe=recipe()):
         assert tandem._C.active_recipe() == recipe().to_json()

@@ -322,7 +322,7 @@ class NormedModule(Module):
 
 def check_dtype(module: Any, x: Any) -> None:
     """Raises TypeError, as TransformerEngine does, where x has not the dtype of the parameters and `torch.autocast` is not there to choose one."""
-    if not isinstance(x, torch.Tensor) or torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, torch.Tensor) or x.is_meta or torch.is_autocast_enabled(x.device.type):
         return
     for name, param in module._parameters.items():
         if param is not None and param.dtype != x.dtype:

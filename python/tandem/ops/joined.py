@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from tandem import _C
 from tandem._quantized_tensor import QuantizedTensor, distinct
+from tandem.ops.foreign import has_own_product
 
 Split = Mapping[str, int] | Sequence[str]
 
@@ -199,7 +200,10 @@ class JoinedMixin:
                 f"{type(self).__name__}: expected a value for one of {', '.join(joined[name])}, which {name} consists of, got one for {name}. "
                 f"Set the parts, or copy into {name}."
             )
+        before = self.__dict__.get("_parameters", {}).get(name) if name == "weight" else None
         super().__setattr__(name, value)
+        if name == "weight" and (has_own_product(value) or has_own_product(before)):
+            self._tell()  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         joined = self.__dict__.get("_joined")

@@ -71,7 +71,7 @@ class OpRun:
         now = last if is_same else Prepared(units, ops, self.owner, self.given_bindings, self.terms, own_calls, captured, self.changes)
         now.deferred = deferred([op._holder for op in ops])
         now.token = object() if now.deferred else token  # then the next call looks again
-        self.__dict__.update(now=now, token=now.token)  # at once: other threads read them too
+        self.__dict__.update(now=now, token=now.token, products=foreign.own_products(now))  # at once: other threads read them too
         return now
 
     prepared = property(_C.native_getter(prepare, "changes", "token", "now"))  # as Dynamo sees it
@@ -189,9 +189,10 @@ class OpRun:
 
     def own_products(self) -> tuple[int, ...]:
         """Where weights of other libraries multiply by themselves."""
-        return foreign.own_products(self.prepare())
+        self.prepare()
+        return self.products
 
-    prepared_products = property(_C.native_getter(own_products))  # as Dynamo sees it
+    prepared_products = property(_C.native_getter(own_products, "changes", "token", "products"))  # as Dynamo sees it
 
     def own_pieces(self) -> foreign.Pieces:
         """What products with weights of other libraries cut this into."""
