@@ -16,16 +16,14 @@ using kernels::Element;
 using kernels::PartialSums;
 using kernels::Rows;
 
-constexpr bool fits_blocks_of_quantizers() {
+TEST(SumsByPartsBlocks, FitThoseOfQuantizers) {
   for (size_t rows = 0; rows < 20000; ++rows) {
     const size_t block = kernels::sum_block_rows(rows);
-    if (block % 32 != 0 || (block % 128 != 0 && 128 % block != 0)) return false;
-    if (kernels::sum_blocks(rows) > 32) return false;
-    if (kernels::sum_blocks(rows) * block < rows) return false;
+    ASSERT_TRUE(block % 32 == 0 && (block % 128 == 0 || 128 % block == 0)) << rows;
+    ASSERT_LE(kernels::sum_blocks(rows), 32u) << rows;
+    ASSERT_GE(kernels::sum_blocks(rows) * block, rows);
   }
-  return true;
 }
-static_assert(fits_blocks_of_quantizers());
 static_assert(kernels::sum_block_rows(4096) == 128 && kernels::sum_block_rows(4097) == 256);
 
 /// Some rows of a matrix.
