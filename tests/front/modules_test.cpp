@@ -221,13 +221,7 @@ TEST(LayerNormMLP, AddsGradientsOfWeightsToMainGrad) {
 
 TEST(LayerNormMLP, LoadsACheckpoint) {
   LayerNormMLP saved = randomized(LayerNormMLP(kHidden, kWide)), loaded(kHidden, kWide);
-  std::stringstream file;
-  torch::serialize::OutputArchive out;
-  saved->save(out);
-  out.save_to(file);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
-  loaded->load(in);
+  save_and_load(saved, loaded);
   const at::Tensor x = random({kRows, kHidden});
   EXPECT_TRUE(same(loaded->forward(x), saved->forward(x)));
 }

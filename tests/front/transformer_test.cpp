@@ -22,7 +22,6 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
-#include <torch/serialize.h>
 
 #include <cmath>
 #include <limits>
@@ -414,13 +413,7 @@ TEST(TransformerLayer, StateOfDelayedScalingLiesWithItsModules) {
   EXPECT_EQ(saved->named_buffers().keys(), expected);
   EXPECT_EQ(saved->named_buffers()["layernorm_mlp.recipe_state.forward.amax_history"].sizes(),
             (std::vector<int64_t>{4, 4}));
-  std::stringstream file;
-  torch::serialize::OutputArchive out;
-  saved->save(out);
-  out.save_to(file);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
-  loaded->load(in);
+  save_and_load(saved, loaded);
   EXPECT_EQ(loaded->named_buffers().keys(), expected);
   EXPECT_TRUE(same(step(loaded), step(saved)));
 }
@@ -439,13 +432,7 @@ TEST(TransformerLayer, WeightsOfOneProductStayTogether) {
            end_of(part("key")) == part("value").const_data_ptr();
   };
   EXPECT_TRUE(lie_together(saved));
-  std::stringstream file;
-  torch::serialize::OutputArchive out;
-  saved->save(out);
-  out.save_to(file);
-  torch::serialize::InputArchive in;
-  in.load_from(file);
-  loaded->load(in);
+  save_and_load(saved, loaded);
   EXPECT_TRUE(lie_together(loaded));
   loaded->eval(), saved->eval();
   const at::Tensor x = random({kLength, kBatch, kHidden});

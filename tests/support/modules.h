@@ -3,7 +3,9 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
+#include <torch/serialize.h>
 
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,18 @@ namespace tandem::testing {
 
 inline std::vector<std::string> names_of(const torch::nn::Module& module) {
   return module.named_parameters().keys();
+}
+
+/// Through a file of libtorch.
+template <typename Holder>
+void save_and_load(Holder saved, Holder loaded) {
+  std::stringstream file;
+  torch::serialize::OutputArchive out;
+  saved->save(out);
+  out.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  loaded->load(in);
 }
 
 /// Numbers that tell norms, biases and weights apart, the same for every module of one shape.
