@@ -64,12 +64,22 @@ struct MXFP8BlockScaling {
 /// E2M1, four bits, with one E4M3 scale per block of 16 numbers along the dimension that a product
 /// sums over and one float32 per tensor (NVFP4).
 struct NVFP4BlockScaling {
+  enum class Operands : unsigned char { none, weights, activations, all };
+  enum class ErrorMetric : unsigned char { mae, mse };
   /// Operands of the gradients of weights are not rotated by a random Hadamard transform.
   bool disable_rht = false;
   /// Gradients are rounded to nearest, not by chance.
   bool disable_stochastic_rounding = false;
   /// Blocks of weights are lines, not 16 by 16.
   bool disable_2d_quantization = false;
+  /// Operands of whose blocks the largest number becomes 6 or 4, the largest codes of E2M1,
+  /// whichever errs less ("four over six"). Gradients are none of them.
+  Operands nvfp4_4over6 = Operands::none;
+  /// Those of them the scales of whose blocks reach up to 256, so that E4M3 has 1.5 times as much
+  /// too; of others up to 448, its largest number.
+  Operands nvfp4_4over6_e4m3_use_256 = Operands::all;
+  /// What "errs" means: the sum of absolute errors, or of their squares.
+  ErrorMetric nvfp4_4over6_err_mode = ErrorMetric::mae;
   BackwardOverride backward_override = BackwardOverride::none;
   bool operator==(const NVFP4BlockScaling&) const = default;
 };

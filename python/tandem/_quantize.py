@@ -204,13 +204,16 @@ class NVFP4Quantizer(Quantizer):
         fp4_dtype: torch.float4_e2m1fn_x2; there is no other.
         rowwise, columnwise: which codes are wanted.
         with_rht: whether codes of columns are of columns that a random Hadamard transform has rotated, in bfloat16. Their product with an operand that
-            is rotated too is that of the numbers.
+            is rotated too is that of the numbers. Not with `with_2d_quantization`.
         with_post_rht_amax: whether their amax is that of the rotated columns: as `with_rht`; there is no other.
         with_2d_quantization: whether blocks are 16 by 16, so that both directions have the same codes.
         stochastic_rounding: whether codes are rounded up or down by chance, right on average, by a seed from the generator of x's device.
         with_amax_reduction, amax_reduction_group: as of `Float8CurrentScalingQuantizer`; not with `with_rht`, as the largest rotated number is another one.
-        row_scaled_nvfp4, nvfp4_use_4over6: False; no other value is known yet.
-        nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_random_sign_mask: 448, "MAE" and True, likewise.
+        row_scaled_nvfp4: False; no other value is known yet.
+        nvfp4_use_4over6: whether the largest number of a block becomes 6 or 4, whichever errs less; not with `stochastic_rounding`.
+        nvfp4_e4m3_max: what the scale of a block becomes whose amax is the tensor's: 448, or, with `nvfp4_use_4over6`, 256.
+        nvfp4_4over6_err_mode: what errs less, by sums over a block: "MAE", of absolute errors, or "MSE", of their squares.
+        with_random_sign_mask: True; no other value is known yet.
     """
 
     _heads = ("nvfp4",)
@@ -239,9 +242,6 @@ class NVFP4Quantizer(Quantizer):
             {
                 "with_post_rht_amax": (bool(with_post_rht_amax), bool(with_rht)),
                 "row_scaled_nvfp4": (row_scaled_nvfp4, False),
-                "nvfp4_use_4over6": (nvfp4_use_4over6, False),
-                "nvfp4_e4m3_max": (nvfp4_e4m3_max, 448),
-                "nvfp4_4over6_err_mode": (nvfp4_4over6_err_mode, "MAE"),
                 "with_random_sign_mask": (with_random_sign_mask, True),
             },
         )
@@ -254,8 +254,17 @@ class NVFP4Quantizer(Quantizer):
             )
         else:
             self._amax_group = _group_of(self, amax_reduction_group)
+        if nvfp4_e4m3_max != 448 and not (nvfp4_use_4over6 and nvfp4_e4m3_max == 256):
+            raise ValueError(
+                f"NVFP4Quantizer: expected nvfp4_e4m3_max to be 448, or, with nvfp4_use_4over6, 256, got {nvfp4_e4m3_max!r}. Without nvfp4_use_4over6 no scale "
+                "needs room above it."
+            )
+        if nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f'NVFP4Quantizer: expected nvfp4_4over6_err_mode to be "MAE" or "MSE", got {nvfp4_4over6_err_mode!r}. It says what errs less.')
         options = {"2d": with_2d_quantization, "rht": with_rht, "sr": stochastic_rounding}
-        super().__init__("nvfp4" + "".join([f":{name}=1" for name, value in options.items() if value]), rowwise, columnwise)
+        text = "nvfp4" if nvfp4_e4m3_max == 448 else "nvfp4_256"
+        text += "".join([f":{name}=1" for name, value in options.items() if value])
+        super().__init__(text + (f":4over6={nvfp4_4over6_err_mode.lower()}" if nvfp4_use_4over6 else ""), rowwise, columnwise)
 
     @property
     def stochastic_rounding(self) -> bool:

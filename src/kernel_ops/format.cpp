@@ -30,6 +30,7 @@
 #include "kernel_ops/random.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/tensor_scaling.h"
+#include "kernels/nvfp4.h"
 
 namespace tandem {
 
@@ -51,7 +52,11 @@ const FormatDef kFormats[] = {
     {"mxfp8_e4m3", Fp8Format::e4m3, kMxScale, kOfMxBlocks},
     {"mxfp8_e5m2", Fp8Format::e5m2, kMxScale, kOfMxBlocks},
     {"nvfp4", Fp8Format::e2m1, kFp4Scale, kOfFp4Blocks},
+    {"nvfp4_256", Fp8Format::e2m1, kFp4Scale256, kOfFp4Blocks},
 };
+
+/// Values of "4over6", by those of kernels::FourOverSix.
+constexpr std::string_view kFourOverSix[] = {"0", "mae", "mse"};
 
 std::string joined(std::string text, std::string_view next) {
   if (!text.empty()) text += ", ";
@@ -71,6 +76,7 @@ std::string option_names(const ScalingDef& scaling) {
   if (scaling.has_square_blocks) names = joined(std::move(names), "2d");
   if (scaling.has_hadamard) names = joined(std::move(names), "rht");
   if (scaling.has_stochastic_rounding) names = joined(std::move(names), "sr");
+  if (scaling.has_four_over_six) names = joined(std::move(names), "4over6");
   return names.empty() ? "none" : names;
 }
 
@@ -87,6 +93,8 @@ std::string canonical(const Quantizer& of) {
   if (of.square_blocks) text += ":2d=1";
   if (of.hadamard) text += ":rht=1";
   if (of.stochastic_rounding) text += ":sr=1";
+  if (of.four_over_six != kernels::FourOverSix::off)
+    text.append(":4over6=").append(kFourOverSix[static_cast<size_t>(of.four_over_six)]);
   return text;
 }
 
@@ -116,6 +124,13 @@ bool parse_flag(std::string_view text, bool& flag) {
   return flag || text == "0";
 }
 
+bool parse_metric(std::string_view text, kernels::FourOverSix& metric) {
+  const auto value = std::ranges::find(kFourOverSix, text);
+  if (value == std::end(kFourOverSix)) return false;
+  metric = static_cast<kernels::FourOverSix>(value - std::begin(kFourOverSix));
+  return true;
+}
+
 void parse_option(std::string_view piece, Quantizer& parsed) {
   const size_t sign = piece.find('=');
   const std::string_view name = piece.substr(0, sign),
@@ -127,10 +142,11 @@ void parse_option(std::string_view piece, Quantizer& parsed) {
       (name == "2d" && scaling.has_square_blocks && parse_flag(value, parsed.square_blocks)) ||
       (name == "rht" && scaling.has_hadamard && parse_flag(value, parsed.hadamard)) ||
       (name == "sr" && scaling.has_stochastic_rounding &&
-       parse_flag(value, parsed.stochastic_rounding));
+       parse_flag(value, parsed.stochastic_rounding)) ||
+      (name == "4over6" && scaling.has_four_over_six && parse_metric(value, parsed.four_over_six));
   TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
-                    option_names(scaling), " with a number, 0 or 1, got \"", piece,
-                    "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
+                    option_names(scaling), " with a number, 0 or 1 (4over6: 0, mae or mse), got \"",
+                    piece, "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
 }
 
 Quantizer parse(std::string_view text) {
@@ -200,6 +216,13 @@ const Quantizer& quantizer(Quantizer options) {
   TORCH_CHECK_VALUE(options.amax_epsilon >= 0 && std::isfinite(options.amax_epsilon),
                     "quantizer: expected eps >= 0 and finite, got ", options.amax_epsilon,
                     ". 0 sets no lower bound of amax.");
+  TORCH_CHECK_VALUE(!options.square_blocks || !options.hadamard,
+                    "quantizer: expected squares (2d) or rotated columns (rht), got both. Lines of "
+                    "columns are rotated, squares have none.");
+  TORCH_CHECK_VALUE(
+      options.four_over_six == kernels::FourOverSix::off || !options.stochastic_rounding,
+      "quantizer: expected 4over6 or rounding by chance (sr), got both. What is rounded by chance "
+      "errs by chance: leave one of them out.");
   options.text = canonical(options);
   const std::string text = options.text;
   return interned().add(text, std::move(options));

@@ -62,6 +62,8 @@ struct CodeLayout {
   bool applies_at_end = false;
   /// A second level of scale: codes come with the amax of what they are of, [1], float32.
   bool has_amax = false;
+  /// What the scale of a block becomes then whose amax is that one.
+  float largest_scale = 0;
   /// Of the scales.
   at::ScalarType dtype = at::kFloat;
   /// Sizes of the scales of a matrix of numbers.
@@ -103,7 +105,7 @@ struct ScalingDef {
   /// "current"; empty where the format says it.
   std::string_view name;
   bool has_epsilon = false, has_power_of_two = false, has_square_blocks = false,
-       has_hadamard = false, has_stochastic_rounding = false;
+       has_hadamard = false, has_stochastic_rounding = false, has_four_over_six = false;
   /// a quantization scale is an operand, not computed from x.
   bool takes_scale = false;
   /// Writes the tensors of `group` that are defined, contiguous. On the CPU.

@@ -57,10 +57,11 @@ kernels::Fp4Direction kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::Fp4Direction::row : kernels::Fp4Direction::column;
 }
 
+template <int kLargestScale>
 void dequantize(const Codes& codes, kernels::Fp8Format, const Tensor& y) {
   kernels::cpu::nvfp4_dequantize(codes.codes.const_data_ptr<uint8_t>(),
                                  codes.dequant_scale.const_data_ptr<uint8_t>(),
-                                 *codes.amax->const_data_ptr<float>(),
+                                 *codes.amax->const_data_ptr<float>(), kLargestScale,
                                  kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
@@ -76,6 +77,7 @@ Tensor for_elements(const Tensor& of_blocks, int64_t dim, int64_t size) {
   return of_blocks.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
 
+template <int kLargestScale>
 Tensor scales_of_elements(const Codes& of) {
   const auto sizes =
       C10_AS_INTARRAYREF_SLOW_ALLOC(unpacked_sizes(of.codes.sym_sizes(), of.direction));
@@ -84,13 +86,15 @@ Tensor scales_of_elements(const Codes& of) {
   const Tensor of_elements = of.direction == Direction::row
                                  ? for_elements(values.narrow(0, 0, rows), 1, cols)
                                  : for_elements(values.narrow(1, 0, cols), 0, rows);
-  return (of_elements * *of.amax * (1.0f / 2688.0f)).reshape(sizes);
+  return (of_elements * *of.amax * (1.0f / (6 * kLargestScale))).reshape(sizes);
 }
 
 kernels::Fp4Scaling scaling_of(const Quantizer& quantizer, const std::optional<Tensor>& given) {
   kernels::Fp4Scaling scaling{.square_blocks = quantizer.square_blocks,
                               .rotates_columns = quantizer.hadamard,
-                              .stochastic = quantizer.stochastic_rounding};
+                              .stochastic = quantizer.stochastic_rounding,
+                              .four_over_six = quantizer.four_over_six,
+                              .largest_scale = quantizer.format->layout.largest_scale};
   if (scaling.stochastic) {
     const auto* words = given->const_data_ptr<int64_t>();
     scaling.seed = static_cast<uint64_t>(words[0]);
@@ -140,6 +144,66 @@ Tensor rotated(const Tensor& groups) {
   return at::stack(y, -1);
 }
 
+/// kernels::Fp4TensorScale.
+struct TensorScale {
+  Tensor amax, scale, inverse;
+  double divisor;
+  TensorScale(const Tensor& of_tensor, double largest_scale)
+      : amax(of_tensor), divisor(6 * largest_scale) {
+    // Quotients of float32 numbers in float64, rounded, are the rounded float32 quotients.
+    const Tensor bounded =
+        at::clamp((divisor / amax.to(at::kDouble)).to(at::kFloat), 0.0f, double{FLT_MAX})
+            .to(at::kFloat);
+    scale = at::where((amax == 0).bitwise_or(bounded == 0), 1.0f, bounded).to(at::kFloat);
+    inverse = (1.0 / scale.to(at::kDouble)).to(at::kFloat);
+  }
+};
+
+/// Codes of each number of an operand under scales of its blocks.
+struct BlockCodes {
+  Tensor scales, codes;
+  BlockCodes(const Tensor& x, Tensor of_blocks, const TensorScale& tensor, const Tensor& words = {})
+      : scales(std::move(of_blocks)) {
+    const Tensor decoded =
+        kernel_ops::decode_values(scales, kernels::Fp8Format::e4m3) * tensor.inverse;
+    const Tensor largest = at::zeros_like(decoded) + FLT_MAX;
+    const Tensor factor =
+        at::where(at::isnan(decoded), decoded,
+                  at::minimum((1.0 / decoded.to(at::kDouble)).to(at::kFloat), largest));
+    const Tensor scaled = x * for_elements(factor, 1, x.size(1));
+    codes = kernel_ops::encode(scaled, kernels::Fp8Format::e2m1, /*saturate=*/true, words);
+  }
+};
+
+/// Sums over blocks of what each number errs by, [outer, blocks], as kernels::fp4_error adds.
+Tensor errors_of_blocks(const Tensor& x, const BlockCodes& of, const TensorScale& tensor,
+                        const Quantizer& quantizer, Direction direction) {
+  const int64_t outer = x.size(0), inner = x.size(1);
+  const Tensor values =
+      kernel_ops::decode_values(of.codes, kernels::Fp8Format::e2m1) *
+      for_elements(kernel_ops::decode_values(of.scales, kernels::Fp8Format::e4m3), 1, inner) *
+      tensor.amax;
+  const Tensor difference = (values.to(at::kDouble) / tensor.divisor).to(at::kFloat) - x;
+  const Tensor error = quantizer.four_over_six == kernels::FourOverSix::mse
+                           ? difference * difference
+                           : at::abs(difference);
+  const auto summed = [](const Tensor& terms) {
+    Tensor sum = at::zeros_like(terms.select(-1, 0));
+    for (int64_t k = 0; k < kBlock; ++k) sum = sum + terms.select(-1, k);
+    return sum;
+  };
+  if (!quantizer.square_blocks) return summed(error.view({outer, inner / kBlock, kBlock}));
+  const int64_t bands = (outer + kBlock - 1) / kBlock;
+  const Tensor squares = at::constant_pad_nd(error, {0, 0, 0, bands * kBlock - outer})
+                             .view({bands, kBlock, inner / kBlock, kBlock});
+  // By rows of x in both directions.
+  Tensor sums =
+      summed(direction == Direction::row ? squares.transpose(1, 2) : squares.permute({0, 2, 3, 1}));
+  for (int64_t half = kBlock / 2; half > 0; half /= 2)
+    sums = sums.narrow(-1, 0, half) + sums.narrow(-1, half, half);
+  return for_elements(sums.squeeze(-1), 0, outer);
+}
+
 /// Codes, scales and amax of an operand [outer, whole blocks of what is contracted] in float32.
 struct Operand {
   Tensor codes, scales, amax;
@@ -151,14 +215,7 @@ struct Operand {
                     at::zeros({1}, x.options())})
                .amax()
                .view({1});
-    const Tensor tensor = amax.to(at::kDouble);
-    // Quotients of float32 numbers in float64, rounded, are the rounded float32 quotients.
-    const Tensor quotient =
-        at::clamp((2688.0 / tensor).to(at::kFloat), 0.0f, double{FLT_MAX}).to(at::kFloat);
-    const Tensor scale =
-        at::where((amax == 0).bitwise_or(quotient == 0), 1.0f, quotient).to(at::kFloat);
-    const Tensor per_amax = scale * (1.0f / 6.0f),
-                 inverse = (1.0 / scale.to(at::kDouble)).to(at::kFloat);
+    const TensorScale tensor(amax, quantizer.format->layout.largest_scale);
     // NaN is the largest, as amax of torch has it.
     Tensor block = magnitude.view({outer, inner / kBlock, kBlock}).amax(2);
     if (quantizer.square_blocks) {
@@ -168,21 +225,35 @@ struct Operand {
                   .amax(1);
       block = for_elements(block, 0, outer);
     }
-    scales = kernel_ops::encode(block * per_amax, kernels::Fp8Format::e4m3);
-    const Tensor decoded = kernel_ops::decode_values(scales, kernels::Fp8Format::e4m3) * inverse;
-    const Tensor largest = at::zeros_like(decoded) + FLT_MAX;
-    const Tensor factor =
-        at::where(at::isnan(decoded), decoded,
-                  at::minimum((1.0 / decoded.to(at::kDouble)).to(at::kFloat), largest));
-    const Tensor scaled = x * for_elements(factor, 1, inner);
+    const Tensor each = quantizer.four_over_six == kernels::FourOverSix::off
+                            ? to_six(x, block, tensor, quantizer, given, direction)
+                            : to_six_or_four(x, block, tensor, quantizer, direction);
+    const Tensor pairs = each.view({outer, inner / 2, 2});
+    codes = pairs.select(2, 0).bitwise_or(pairs.select(2, 1).bitwise_left_shift(4));
+  }
+
+ private:
+  Tensor to_six(const Tensor& x, const Tensor& block_amax, const TensorScale& tensor,
+                const Quantizer& quantizer, const std::optional<Tensor>& given,
+                Direction direction) {
+    scales =
+        kernel_ops::encode(block_amax * (tensor.scale * (1.0f / 6.0f)), kernels::Fp8Format::e4m3);
     Tensor words;
     if (quantizer.stochastic_rounding)
       words = kernel_ops::philox_words(*given, x.numel(), static_cast<int64_t>(direction))
                   .view(x.sizes());
-    const Tensor each =
-        kernel_ops::encode(scaled, kernels::Fp8Format::e2m1, /*saturate=*/true, words);
-    const Tensor pairs = each.view({outer, inner / 2, 2});
-    codes = pairs.select(2, 0).bitwise_or(pairs.select(2, 1).bitwise_left_shift(4));
+    return BlockCodes(x, scales, tensor, words).codes;
+  }
+
+  Tensor to_six_or_four(const Tensor& x, const Tensor& block_amax, const TensorScale& tensor,
+                        const Quantizer& quantizer, Direction direction) {
+    const Tensor base = (block_amax.to(at::kDouble) / 6.0).to(at::kFloat) * tensor.scale;
+    const BlockCodes six(x, kernel_ops::encode(base, kernels::Fp8Format::e4m3), tensor),
+        four(x, kernel_ops::encode(base * 1.5f, kernels::Fp8Format::e4m3), tensor);
+    const Tensor is_four = errors_of_blocks(x, four, tensor, quantizer, direction) <
+                           errors_of_blocks(x, six, tensor, quantizer, direction);
+    scales = at::where(is_four, four.scales, six.scales);
+    return at::where(for_elements(is_four, 1, x.size(1)), four.codes, six.codes);
   }
 };
 
@@ -216,24 +287,30 @@ Group reference(const Tensor& x, const std::optional<Tensor>& given, const Quant
   return group;
 }
 
+template <int kLargestScale>
+constexpr CodeLayout layout() {
+  return {
+      .has_amax = true,
+      .largest_scale = kLargestScale,
+      .dtype = at::kByte,
+      .sizes = sizes_of_scales,
+      .packed_sizes = packed_sizes,
+      .unpacked_sizes = unpacked_sizes,
+      .dequantize = dequantize<kLargestScale>,
+      .unpacked = unpacked,
+      .scales_of_elements = scales_of_elements<kLargestScale>,
+  };
+}
 }  // namespace
 
-const CodeLayout kFp4Scale{
-    .has_amax = true,
-    .dtype = at::kByte,
-    .sizes = sizes_of_scales,
-    .packed_sizes = packed_sizes,
-    .unpacked_sizes = unpacked_sizes,
-    .dequantize = dequantize,
-    .unpacked = unpacked,
-    .scales_of_elements = scales_of_elements,
-};
+constexpr CodeLayout kFp4Scale = layout<448>(), kFp4Scale256 = layout<256>();
 
 const ScalingDef kFp4Scaling{
     .name = "",
     .has_square_blocks = true,
     .has_hadamard = true,
     .has_stochastic_rounding = true,
+    .has_four_over_six = true,
     .quantize = quantize,
     .reference = reference,
     .quantize_made = quantize_made,

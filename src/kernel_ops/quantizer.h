@@ -20,6 +20,9 @@ enum class Direction : uint8_t {
 
 struct FormatDef;
 struct ScalingDef;
+namespace kernels {
+enum class FourOverSix : uint8_t;  // nvfp4.h
+}
 
 /// A format, a kind of scale and its options. Known by its address: equal quantizers are one
 /// object, which lives as long as the process.
@@ -37,6 +40,9 @@ struct Quantizer {
   bool hadamard = false;
   /// "sr": codes are rounded up or down by chance, right on average, by a seed that is passed in.
   bool stochastic_rounding = false;
+  /// "4over6": the largest number of a block becomes 6 or 4, whichever errs less, by "mae", the sum
+  /// of absolute errors, or by "mse", that of squares. Not with `stochastic_rounding`.
+  kernels::FourOverSix four_over_six{};
   /// Canonical: "fp8_e4m3:current:eps=0:pow2=0".
   std::string text;
 };
@@ -47,8 +53,9 @@ struct Quantizer {
 TANDEM_API const Quantizer& quantizer(std::string_view text);
 
 /// The quantizer of these options, whose `scaling` may be left out where it is the format's first,
-/// and whose `text` is not read. Throws c10::ValueError on an epsilon below 0 and on options that
-/// this kind of scale does not have.
+/// and whose `text` is not read. Throws c10::ValueError on an epsilon below 0, on options that
+/// this kind of scale does not have, and on two that exclude each other: "2d" with "rht", as
+/// squares are not rotated, and "4over6" with "sr", as what is rounded by chance errs by chance.
 TANDEM_API const Quantizer& quantizer(Quantizer options);
 
 /// Half a unit in the last place of the format's numbers, relative to their size.

@@ -45,13 +45,54 @@ struct Operand {
 
 uint32_t magnitude_of(float value) { return std::bit_cast<uint32_t>(value) & 0x7FFFFFFF; }
 
+/// The numbers of a block, one line of x's rows or of an operand after the other: of `lines` lines.
+struct Block {
+  float numbers[kFp4Block][kFp4Block] = {};
+  size_t lines = 1;
+
+  /// That of element (o, first) of an operand.
+  Block(const Operand& x, const Fp4Scaling& scaling, size_t o, size_t first)
+      : lines(scaling.square_blocks ? kFp4Block : 1) {
+    const size_t from = scaling.square_blocks ? o / kFp4Block * kFp4Block : o;
+    for (size_t i = 0; i < lines && from + i < x.outer; ++i)
+      for (size_t k = 0; k < kFp4Block; ++k) {
+        const float value = x.numbers[(from + i) * x.inner + first + k];
+        // Lines of a square are rows of x in both directions, as errors are added by rows.
+        const bool turned = scaling.square_blocks && x.direction == Fp4Direction::column;
+        (turned ? numbers[k][i] : numbers[i][k]) = value;
+      }
+  }
+
+  /// NaN, whose bits are above those of infinity, is the largest.
+  float amax() const {
+    uint32_t largest = 0;
+    for (const auto& line : numbers)
+      for (const float value : line) largest = std::max(largest, magnitude_of(value));
+    return std::bit_cast<float>(largest);
+  }
+
+  float error(uint8_t scale, const Fp4TensorScale& tensor, FourOverSix metric) const {
+    float sums[kFp4Block] = {};
+    for (size_t i = 0; i < lines; ++i) sums[i] = fp4_error(numbers[i], scale, tensor, metric);
+    for (size_t half = lines / 2; half > 0; half /= 2)
+      for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return sums[0];
+  }
+
+  uint8_t scale(const Fp4TensorScale& tensor, FourOverSix metric) const {
+    if (metric == FourOverSix::off) return fp4_block_scale(amax(), tensor);
+    const Fp4Candidates of = fp4_candidates(amax(), tensor);
+    return error(of.four, tensor, metric) < error(of.six, tensor, metric) ? of.four : of.six;
+  }
+};
+
 void write(const Operand& x, const Fp4Scaling& scaling, Fp4Output out, size_t rows, size_t cols) {
   uint32_t bits = 0;
   for (const float value : x.numbers)
     if (magnitude_of(value) <= 0x7F800000) bits = std::max(bits, magnitude_of(value));
   const auto amax = std::bit_cast<float>(bits);
   if (out.amax != nullptr) *out.amax = amax;
-  const Fp4TensorScale tensor(amax);
+  const Fp4TensorScale tensor(amax, scaling.largest_scale);
   const bool by_row = x.direction == Fp4Direction::row;
   const MatrixShape code_shape = fp4_code_shape(x.direction, rows, cols),
                     scale_shape = fp4_scale_shape(x.direction, rows, cols);
@@ -59,14 +100,7 @@ void write(const Operand& x, const Fp4Scaling& scaling, Fp4Output out, size_t ro
   std::fill_n(out.codes, code_shape.size(), uint8_t{0});
   for (size_t o = 0; o < x.outer; ++o) {
     for (size_t first = 0; first < x.inner; first += kFp4Block) {
-      // NaN, whose bits are above those of infinity, is the largest.
-      const size_t from = scaling.square_blocks ? o / kFp4Block * kFp4Block : o,
-                   to = scaling.square_blocks ? std::min(from + kFp4Block, x.outer) : o + 1;
-      uint32_t largest = 0;
-      for (size_t i = from; i < to; ++i)
-        for (size_t k = first; k < first + kFp4Block; ++k)
-          largest = std::max(largest, magnitude_of(x.numbers[i * x.inner + k]));
-      const uint8_t scale = fp4_block_scale(std::bit_cast<float>(largest), tensor);
+      const uint8_t scale = Block(x, scaling, o, first).scale(tensor, scaling.four_over_six);
       const float factor = fp4_factor(scale, tensor);
       const size_t block = first / kFp4Block;
       out.dequant_scale[by_row ? o * scale_shape.cols + block : block * scale_shape.cols + o] =
@@ -97,20 +131,44 @@ void hadamard(const float* x, float* y) {
   }
 }
 
-Fp4TensorScale::Fp4TensorScale(float amax) {
+Fp4TensorScale::Fp4TensorScale(float amax_of_tensor, float largest_scale)
+    : amax(amax_of_tensor), divisor(6 * largest_scale) {
   const cpu::ScopedFloatMode mode;
   // Volatile: nothing is computed before the mode is set.
-  volatile float scale = 1.0f;
+  volatile float s = 1.0f;
   if ((std::bit_cast<uint32_t>(amax) & 0x7FFFFFFF) != 0)
-    scale = std::min(cpu::divide(2688.0f, amax), FLT_MAX);
-  if (scale == 0) scale = 1.0f;
-  per_amax = scale * (1.0f / 6.0f);
-  inverse = cpu::divide(1.0f, scale);
+    s = std::min(cpu::divide(divisor, amax), FLT_MAX);
+  if (s == 0) s = 1.0f;
+  scale = s;
+  per_amax = s * (1.0f / 6.0f);
+  inverse = cpu::divide(1.0f, s);
 }
 
 uint8_t fp4_block_scale(float block_amax, const Fp4TensorScale& tensor) {
   const cpu::ScopedFloatMode mode;
   return fp8_from_float(block_amax * tensor.per_amax, Fp8Format::e4m3);
+}
+
+Fp4Candidates fp4_candidates(float block_amax, const Fp4TensorScale& tensor) {
+  const cpu::ScopedFloatMode mode;
+  volatile float base = cpu::divide(block_amax, 6.0f);
+  base = base * tensor.scale;
+  return {fp8_from_float(base, Fp8Format::e4m3), fp8_from_float(base * 1.5f, Fp8Format::e4m3)};
+}
+
+float fp4_error(const float* x, uint8_t block_scale, const Fp4TensorScale& tensor,
+                FourOverSix metric) {
+  const cpu::ScopedFloatMode mode;
+  const float factor = fp4_factor(block_scale, tensor),
+              scale = float_from_fp8(block_scale, Fp8Format::e4m3);
+  float sum = 0;
+  for (size_t i = 0; i < kFp4Block; ++i) {
+    const uint8_t code = fp8_from_float(x[i] * factor, Fp8Format::e2m1);
+    const float value = float_from_fp8(code, Fp8Format::e2m1) * scale * tensor.amax;
+    const float difference = cpu::divide(value, tensor.divisor) - x[i];
+    sum += metric == FourOverSix::mse ? difference * difference : std::abs(difference);
+  }
+  return sum;
 }
 
 float fp4_factor(uint8_t block_scale, const Fp4TensorScale& tensor) {

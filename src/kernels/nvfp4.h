@@ -44,6 +44,17 @@ struct Fp4Output {
   explicit operator bool() const { return codes != nullptr; }
 };
 
+/// Scales that a block chooses from. Between 4 and 6 E2M1 has no number: where the largest number
+/// of a block becomes 4, those a little smaller are nearer to a code, and the least ones farther.
+enum class FourOverSix : uint8_t {
+  /// The largest number becomes 6.
+  off,
+  /// 6 or 4, as the sum of absolute errors is less.
+  mae,
+  /// 6 or 4, as the sum of squared errors is less.
+  mse,
+};
+
 struct Fp4Scaling {
   /// 16x16: both directions have the same codes, and each block's scale repeated.
   bool square_blocks = false;
@@ -54,6 +65,11 @@ struct Fp4Scaling {
   bool stochastic = false;
   uint64_t seed = 0;
   uint32_t offset = 0;
+  /// Not with `stochastic`.
+  FourOverSix four_over_six = FourOverSix::off;
+  /// What the scale of a block becomes whose amax is the tensor's, where that becomes 6: 448, the
+  /// largest of E4M3, or 256, whose 1.5-fold E4M3 has too.
+  float largest_scale = 448;
 };
 
 /// Negative signs of the random Hadamard transform, by index.
@@ -68,13 +84,26 @@ void hadamard(const float* x, float* y);
 
 /// What is the same for all blocks of a tensor of this amax.
 struct Fp4TensorScale {
-  explicit Fp4TensorScale(float amax);
+  Fp4TensorScale(float amax, float largest_scale);
+  /// s of cpu::nvfp4_quantize.
+  float scale;
   /// What block amaxes are multiplied by to give scales; and what scales are multiplied by to give
   /// the inverse of what numbers are multiplied by.
   float per_amax, inverse;
+  /// A, and 6 times the largest scale.
+  float amax, divisor;
 };
 /// The scale of a block in E4M3; NaN of NaN.
 uint8_t fp4_block_scale(float block_amax, const Fp4TensorScale& tensor);
+/// The scales that four over six chooses from: the largest number becomes 6, or 4.
+struct Fp4Candidates {
+  uint8_t six, four;
+};
+Fp4Candidates fp4_candidates(float block_amax, const Fp4TensorScale& tensor);
+/// Sum over 16 numbers of a block, by ascending index, of |y - x| or (y - x)^2 in float32, where y
+/// = codes * scale * A / (6 * largest scale), multiplied and divided from left to right.
+float fp4_error(const float* x, uint8_t block_scale, const Fp4TensorScale& tensor,
+                FourOverSix metric);
 /// What the numbers of a block are multiplied by; NaN of a NaN.
 float fp4_factor(uint8_t block_scale, const Fp4TensorScale& tensor);
 
@@ -89,7 +118,14 @@ namespace cpu {
 ///   dequant_scale = E4M3(min(block amax * (s * (1 / 6)), the largest float32))
 ///   codes = E2M1(x * min(1 / (dequant_scale * (1 / s)), the largest float32))
 ///   source ~= codes * (dequant_scale * A * (1 / 2688))
-/// each product and quotient rounded once, casts saturating.
+/// each product and quotient rounded once, casts saturating; with L the largest scale, 6 L in place
+/// of 2688.
+///
+/// With four over six, of each block either E4M3(b) or E4M3(1.5 b) is the scale, with b = (block
+/// amax / 6) * s, whichever has the smaller fp4_error; the former where they are equal, or NaN. Of
+/// square blocks the errors of rows, absent ones 0, are added by halves: of 16 sums the i-th and
+/// the i + 8-th, of 8 the i-th and the i + 4-th, and so on.
+/// Source: Cook et al., Four Over Six, 2025.
 ///
 ///   x [16, cols] --+--> amax of each block of 16 of a row --> row.dequant_scale --> row.codes
 ///                  +--> (rotate) --> amax of each column --> column.dequant_scale --> column.codes
@@ -107,13 +143,14 @@ namespace cpu {
 void nvfp4_quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
                     float* amax);
 
-/// y = codes * (dequant_scale * A * (1 / 2688)) in float32, rounded once to y's element.
+/// y = codes * (dequant_scale * A * (1 / (6 L))) in float32, rounded once to y's element, with L
+/// the largest scale.
 ///
 /// Shapes: y [rows, cols], where what the blocks lie along may be padded to 16 or not; codes
 ///         [fp4_code_shape(direction, rows, cols)], dequant_scale [fp4_scale_shape(...)].
 /// Bytes:  reads half a byte per element and writes one element.
 void nvfp4_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, float amax,
-                      Fp4Direction direction, Rows y);
+                      float largest_scale, Fp4Direction direction, Rows y);
 
 }  // namespace cpu
 }  // namespace tandem::kernels

@@ -11,6 +11,7 @@
 
 #include "core/json_fields.h"
 #include "kernel_ops/format.h"
+#include "kernels/nvfp4.h"
 
 namespace tandem {
 
@@ -208,6 +209,7 @@ struct Rules<NVFP4BlockScaling> {
   static constexpr std::string_view kName = "NVFP4BlockScaling";
 
   static Signature signature() {
+    const Check operands = one_of({"none", "weights", "activations", "all"});
     return {Recipe(),
             {{"disable_rht", &Recipe::disable_rht,
               "whether operands of the gradients of weights are left unrotated"},
@@ -215,11 +217,30 @@ struct Rules<NVFP4BlockScaling> {
               "whether gradients are rounded to nearest"},
              {"disable_2d_quantization", &Recipe::disable_2d_quantization,
               "whether blocks of weights are lines, not 16 by 16"},
+             {"nvfp4_4over6", &Recipe::nvfp4_4over6, operands,
+              "operands of whose blocks the largest number becomes 6 or 4, whichever errs less"},
+             {"nvfp4_4over6_e4m3_use_256", &Recipe::nvfp4_4over6_e4m3_use_256, operands,
+              "those of them the scales of whose blocks reach up to 256, not 448"},
+             {"nvfp4_4over6_err_mode", &Recipe::nvfp4_4over6_err_mode, one_of({"MAE", "MSE"}),
+              "what errs less: the sum of absolute errors, or of squares"},
              override_option<Recipe>()}};
   }
 
+  static bool is_among(Recipe::Operands operands, Role role) {
+    if (role == Role::grad_output) return false;
+    return operands == Recipe::Operands::all ||
+           operands ==
+               (role == Role::weight ? Recipe::Operands::weights : Recipe::Operands::activations);
+  }
+
   static const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot) {
-    Quantizer options = quantizer("nvfp4");
+    const bool chooses = is_among(recipe.nvfp4_4over6, slot.role),
+               up_to_256 = chooses && is_among(recipe.nvfp4_4over6_e4m3_use_256, slot.role);
+    Quantizer options = quantizer(up_to_256 ? "nvfp4_256" : "nvfp4");
+    if (chooses)
+      options.four_over_six = recipe.nvfp4_4over6_err_mode == Recipe::ErrorMetric::mae
+                                  ? kernels::FourOverSix::mae
+                                  : kernels::FourOverSix::mse;
     const bool is_weight = slot.role == Role::weight;
     options.square_blocks = is_weight && !recipe.disable_2d_quantization;
     options.hadamard = !is_weight && !recipe.disable_rht;

@@ -151,6 +151,15 @@ TEST(QuantizerErrors, FormatScaleAndOptions) {
                 ThrowsText<c10::ValueError>(
                     "quantizer: expected options of fp8_e4m3 among eps, pow2 with a number, 0 or 1",
                     std::string("got \"") + option + "\"", "Write them as in \"fp8_e4m3:current"));
+  EXPECT_THAT(
+      [&] { quantizer("nvfp4:4over6=l2"); },
+      ThrowsText<c10::ValueError>("quantizer: expected options of nvfp4 among 2d, rht, sr, 4over6",
+                                  "(4over6: 0, mae or mse), got \"4over6=l2\""));
+  EXPECT_THAT([&] { quantizer("nvfp4:sr=1:4over6=mae"); },
+              ThrowsText<c10::ValueError>("quantizer: expected 4over6 or rounding by chance (sr), ",
+                                          "leave one of them out"));
+  EXPECT_THAT([&] { quantizer("nvfp4:2d=1:rht=1"); },
+              ThrowsText<c10::ValueError>("quantizer: expected squares (2d) or rotated columns "));
   for (const char* epsilon : {"-1", "inf", "nan"})
     EXPECT_THAT([&] { quantizer(std::string("fp8_e5m2:eps=") + epsilon); },
                 ThrowsText<c10::ValueError>("quantizer: expected eps >= 0 and finite, got ",

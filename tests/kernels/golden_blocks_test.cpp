@@ -157,8 +157,8 @@ TEST_P(GoldenBlocks, Nvfp4CodesScalesAndValues) {
       const auto wanted = golden().shape(prefix + "dequant");
       const size_t rows = wanted.at(i), cols = wanted.at(1 - i);
       Matrix y(Element::float32, rows, cols);
-      kernels::cpu::nvfp4_dequantize(codes[i].data(), scales[i].data(), amaxes[i], direction,
-                                     y.view());
+      kernels::cpu::nvfp4_dequantize(codes[i].data(), scales[i].data(), amaxes[i],
+                                     scaling.largest_scale, direction, y.view());
       EXPECT_TRUE(same_bits<uint32_t>(like_vectors(bits_of(y.values()), rows, cols),
                                       golden().read<uint32_t>(prefix + "dequant")));
     }

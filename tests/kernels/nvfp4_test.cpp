@@ -26,6 +26,7 @@ namespace {
 
 using kernels::ConstRows;
 using kernels::Element;
+using kernels::FourOverSix;
 using kernels::Fp4Direction;
 using kernels::Fp4Scaling;
 
@@ -37,6 +38,11 @@ const Fp4Scaling kScalings[] = {
     {.rotates_columns = true},
     {.stochastic = true, .seed = 0xFEDCBA9876543210, .offset = 7},
     {.rotates_columns = true, .stochastic = true, .seed = 5},
+    {.four_over_six = FourOverSix::mae},
+    {.four_over_six = FourOverSix::mse, .largest_scale = 256},
+    {.square_blocks = true, .four_over_six = FourOverSix::mae, .largest_scale = 256},
+    {.square_blocks = true, .four_over_six = FourOverSix::mse},
+    {.rotates_columns = true, .four_over_six = FourOverSix::mse, .largest_scale = 256},
 };
 
 using Quantized = BlockCodes<uint8_t, 2>;
@@ -93,7 +99,8 @@ class Nvfp4 : public ::testing::TestWithParam<int64_t> {
   void expect_right(ConstRows x) {
     for (const Fp4Scaling& scaling : kScalings)
       EXPECT_TRUE(is_right(x, scaling))
-          << scaling.square_blocks << scaling.rotates_columns << scaling.stochastic;
+          << scaling.square_blocks << scaling.rotates_columns << scaling.stochastic
+          << static_cast<int>(scaling.four_over_six) << " " << scaling.largest_scale;
   }
   std::optional<ScopedTarget> target_;
 };
@@ -126,7 +133,7 @@ TEST_P(Nvfp4, ExamplesOfTheNumericsPage) {
     const Quantized got = run(kernels::cpu::nvfp4_quantize, x, {}, 1);
     EXPECT_EQ(got.scales[0][0], example.scale) << example.x[0];
     std::vector<float> y(32);
-    kernels::cpu::nvfp4_dequantize(got.codes[0].data(), got.scales[0].data(), got.amaxes[0],
+    kernels::cpu::nvfp4_dequantize(got.codes[0].data(), got.scales[0].data(), got.amaxes[0], 448,
                                    Fp4Direction::row, {y.data(), Element::float32, 1, 32, 32});
     for (size_t i = 0; i < example.bytes.size(); ++i)
       EXPECT_EQ(got.codes[0][i], example.bytes[i]) << example.x[0] << " at " << i;
@@ -137,6 +144,65 @@ TEST_P(Nvfp4, ExamplesOfTheNumericsPage) {
         EXPECT_EQ(std::bit_cast<uint32_t>(y[i]), std::bit_cast<uint32_t>(example.y[i])) << y[i];
       }
     }
+  }
+}
+
+TEST_P(Nvfp4, FourOverSixTakesTheScaleThatErrsLess) {
+  struct Example {
+    std::vector<float> x;
+    int scale;
+    std::vector<int> bytes;
+  };
+  // Behind 1536 = 6 * 256 the scale of the tensor is 1, and those of blocks are a sixth or a fourth
+  // of their amaxes: 1.25 is 0x3A, 1 is 0x38.
+  const Example examples[] = {
+      {{5, -3.75f, 2.5f}, 0x3A, {0xD6, 0x04}},  // 4, -3, 2: none errs
+      {{6, -3, 1}, 0x38, {0xD7, 0x02}},         // 6, -3, 1: none errs
+      {{0.0f, -0.0f}, 0x00, {0x80}},            // equal: to 6
+      {{4, 2, 1}, 0x38, {0x46, 0x02}},          // under 1 as under 0.6875 * 1.5
+  };
+  for (const Example& example : examples) {
+    for (const FourOverSix metric : {FourOverSix::mae, FourOverSix::mse}) {
+      for (const bool square : {false, true}) {
+        std::vector<float> x = example.x;
+        x.resize(16, 0.0f);
+        x.push_back(1536);
+        x.resize(32, 0.0f);
+        const Quantized got =
+            run(kernels::cpu::nvfp4_quantize, {x.data(), Element::float32, 1, 32, 32},
+                {.square_blocks = square, .four_over_six = metric, .largest_scale = 256}, 1);
+        EXPECT_EQ(got.scales[0][0], example.scale) << example.x[0];
+        for (size_t i = 0; i < example.bytes.size(); ++i)
+          EXPECT_EQ(got.codes[0][i], example.bytes[i]) << example.x[0] << " at " << i;
+      }
+    }
+  }
+}
+
+TEST_P(Nvfp4, FourOverSixErrsLessThanEither) {
+  const Matrix x = Matrix::random(Element::float32, 64, 256, 0, 11);
+  const auto errors = [&](const Fp4Scaling& scaling, size_t d, double& absolute, double& square) {
+    const Quantized q = run(kernels::cpu::nvfp4_quantize, x.view(), scaling);
+    Matrix y(Element::float32, 64, 256);
+    kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d],
+                                   scaling.largest_scale, kDirections[d], y.view());
+    absolute = square = 0;
+    for (size_t k = 0; k < x.size(); ++k) {
+      const double error = double{y.at(k)} - x.at(k);
+      absolute += std::abs(error);
+      square += error * error;
+    }
+  };
+  for (const size_t d : {0, 1}) {
+    double absolute[3], square[3];
+    for (const FourOverSix metric : {FourOverSix::off, FourOverSix::mae, FourOverSix::mse}) {
+      const auto i = static_cast<size_t>(metric);
+      errors({.four_over_six = metric, .largest_scale = 256}, d, absolute[i], square[i]);
+    }
+    EXPECT_LT(absolute[1], 0.97 * absolute[0]);
+    EXPECT_LT(square[2], 0.92 * square[0]);
+    EXPECT_LE(absolute[1], absolute[2]);
+    EXPECT_LE(square[2], square[1]);
   }
 }
 
@@ -223,7 +289,7 @@ TEST_P(Nvfp4, StochasticCodesAreRightOnAverage) {
                             {.stochastic = true, .seed = static_cast<uint64_t>(i)});
     for (const size_t d : {0, 1}) {
       Matrix y(Element::float32, 16, 64);
-      kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d],
+      kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d], 448,
                                      kDirections[d], y.view());
       for (size_t k = 0; k < x.size(); ++k) sums[d][k] += y.at(k);
     }
@@ -236,9 +302,11 @@ TEST_P(Nvfp4, StochasticCodesAreRightOnAverage) {
 
 TEST_P(Nvfp4, DequantizesEveryShape) {
   for (const Element element : kElements) {
-    for (const auto& [rows, cols] : {std::pair<size_t, size_t>{1, 1}, {19, 45}, {32, 300}}) {
+    for (const auto& [rows, cols, largest] :
+         {std::tuple<size_t, size_t, float>{1, 1, 448}, {19, 45, 448}, {32, 300, 256}}) {
       const Matrix x = Matrix::random(element, rows, cols, 0, static_cast<uint32_t>(cols));
-      const Quantized q = run(kernels::nvfp4_quantize_reference, x.view(), {});
+      const Quantized q =
+          run(kernels::nvfp4_quantize_reference, x.view(), {.largest_scale = largest});
       for (const size_t d : {0, 1}) {
         const bool by_row = d == 0;
         const size_t code_stride = kernels::fp4_code_shape(kDirections[d], rows, cols).cols,
@@ -254,9 +322,9 @@ TEST_P(Nvfp4, DequantizesEveryShape) {
           const float factor =
               kernels::float_from_fp8(scale, kernels::Fp8Format::e4m3) * q.amaxes[d];
           expected.set(at, kernels::float_from_fp8(code, kernels::Fp8Format::e2m1) *
-                               (factor * (1.0f / 2688.0f)));
+                               (factor * (1.0f / (6 * largest))));
         }
-        kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d],
+        kernels::cpu::nvfp4_dequantize(q.codes[d].data(), q.scales[d].data(), q.amaxes[d], largest,
                                        kDirections[d], y.view());
         EXPECT_TRUE(same_bits<uint32_t>(y.bits(), expected.bits())) << rows << "x" << cols;
         EXPECT_TRUE(y.gaps_untouched());

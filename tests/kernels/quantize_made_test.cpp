@@ -188,7 +188,8 @@ TEST_P(QuantizeMade, InFp4Blocks) {
   const ScopedTarget target(GetParam());
   for (const kernels::Fp4Scaling& scaling :
        {kernels::Fp4Scaling{}, kernels::Fp4Scaling{.square_blocks = true},
-        kernels::Fp4Scaling{.rotates_columns = true, .stochastic = true, .seed = 5, .offset = 2}})
+        kernels::Fp4Scaling{.rotates_columns = true, .stochastic = true, .seed = 5, .offset = 2},
+        kernels::Fp4Scaling{.four_over_six = kernels::FourOverSix::mse, .largest_scale = 256}})
     for (const Element element : kElements)
       for (const auto& [rows, cols] : {std::pair{0, 5}, std::pair{1, 1}, std::pair{300, 700}}) {
         const Matrix x =

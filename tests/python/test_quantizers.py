@@ -1,8 +1,12 @@
 """tandem.quantize: each quantizer's codes and numbers in both directions, and refusals."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
-from test_block_recipes import in_blocks, in_fp4
+from test_block_recipes import in_blocks, in_fp4, in_fp4_by_four_or_six
 from test_mxfp8 import E4M3, E5M2, rounded
 
 import tandem
@@ -54,6 +58,41 @@ def test_four_bits(square, shape):
     for columnwise in (False, True):
         assert torch.equal(codes.dequantize(columnwise=columnwise).double(), in_fp4(x, 0 if columnwise else 1, square))
     assert not square or torch.equal(codes.dequantize(), codes.dequantize(columnwise=True))
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("metric", ["MAE", "MSE"])
+@pytest.mark.parametrize("largest", [448, 256])
+@pytest.mark.parametrize("shape", [(33, 70), (32, 64), (1, 5)])
+def test_four_over_six(square, metric, largest, shape):
+    x = torch.randn(shape)
+    quantizer = tandem.NVFP4Quantizer(with_2d_quantization=square, nvfp4_use_4over6=True, nvfp4_e4m3_max=largest, nvfp4_4over6_err_mode=metric)
+    codes = tandem.quantize(x, quantizer)
+    for columnwise in (False, True):
+        wanted, scales = in_fp4_by_four_or_six(x, 0 if columnwise else 1, square, largest, metric == "MSE")
+        assert torch.equal(codes.dequantize(columnwise=columnwise).double(), wanted)
+    assert not square or torch.equal(codes.dequantize(), codes.dequantize(columnwise=True))
+    plain, power = tandem.quantize(x, tandem.NVFP4Quantizer(with_2d_quantization=square)), 1 if metric == "MAE" else 2
+    assert square or x.numel() < 100 or (codes.dequantize() - x).norm(power) < (plain.dequantize() - x).norm(power)
+
+
+def test_four_over_six_lasts():
+    """What the constant of decoding follows from, 448 or 256, goes wherever codes go."""
+    x = torch.randn(20, 48)
+    quantizer = tandem.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
+    codes = tandem.quantize(x, quantizer)
+    saved = io.BytesIO()
+    torch.save(codes, saved)
+    saved.seek(0)
+    for other in (torch.load(saved, weights_only=True), pickle.loads(pickle.dumps(codes)), copy.deepcopy(codes), codes.clone(), codes.detach()):
+        assert torch.equal(other.dequantize(), codes.dequantize()) and other.quantizer.text == "nvfp4_256:4over6=mae"
+    assert torch.equal(codes[3:9].dequantize(), codes.dequantize()[3:9])
+    rotated = tandem.quantize(x, tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256))
+    assert torch.equal(rotated.rowwise_data, codes.rowwise_data) and not torch.equal(rotated.columnwise_data, codes.columnwise_data)
+    linear, y = tandem.ops.Linear(48, 32), torch.randn(20, 48)
+    with tandem.autocast(recipe=tandem.recipe.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="activations")):
+        wanted = linear(y)
+        assert torch.equal(linear(tandem.quantize(y, quantizer)), wanted)
 
 
 def test_rotated_columns_have_the_products_of_the_numbers():
@@ -114,7 +153,11 @@ ERRORS = [
     (lambda: tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=3), ValueError, "Float8BlockQuantizer: expected block_scaling_dim to be 1 or 2, got 3. 1: lines, 2: squares."),
     (lambda: tandem.NVFP4Quantizer(torch.float8_e4m3fn), ValueError, "NVFP4Quantizer: expected fp4_dtype to be torch.float4_e2m1fn_x2, got torch.float8_e4m3fn. There is no other."),
     (lambda: tandem.NVFP4Quantizer(with_rht=True), NotImplementedError, "NVFP4Quantizer: expected with_post_rht_amax=True, got False. This version knows the default only."),
-    (lambda: tandem.NVFP4Quantizer(nvfp4_use_4over6=True), NotImplementedError, "NVFP4Quantizer: expected nvfp4_use_4over6=False, got True"),
+    (lambda: tandem.NVFP4Quantizer(nvfp4_e4m3_max=256), ValueError, "NVFP4Quantizer: expected nvfp4_e4m3_max to be 448, or, with nvfp4_use_4over6, 256, got 256. Without nvfp4_use_4over6 no scale needs room above it."),
+    (lambda: tandem.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), ValueError, "expected nvfp4_e4m3_max to be 448, or, with nvfp4_use_4over6, 256, got 300."),
+    (lambda: tandem.NVFP4Quantizer(nvfp4_4over6_err_mode="L2"), ValueError, 'NVFP4Quantizer: expected nvfp4_4over6_err_mode to be "MAE" or "MSE", got \'L2\'. It says what errs less.'),
+    (lambda: tandem.NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), ValueError, "quantizer: expected 4over6 or rounding by chance (sr), got both. What is rounded by chance errs by chance: leave one of them out."),
+    (lambda: tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_2d_quantization=True), ValueError, "quantizer: expected squares (2d) or rotated columns (rht), got both. Lines of columns are rotated, squares have none."),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0), ValueError, "expected amax_epsilon to be a finite number >= 0, got -1.0"),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, use_existing_amax=True), NotImplementedError, "expected use_existing_amax=False, got True. This version knows the default only."),
     (lambda: tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_reduction_group="0"), NotImplementedError, "expected amax_reduction_group=None, got '0'. This version knows the default only."),

@@ -122,6 +122,27 @@ TEST(Recipe, FourBitsOfEachRole) {
     EXPECT_EQ(text(role), "nvfp4");
 }
 
+TEST(Recipe, FourOverSixOfEachRole) {
+  using Operands = NVFP4BlockScaling::Operands;
+  NVFP4BlockScaling recipe;
+  const auto text = [&](Role role) { return quantizer_of(recipe, {role})->text; };
+  recipe.nvfp4_4over6 = Operands::all;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(text(Role::input), "nvfp4_256:rht=1:4over6=mae");
+  EXPECT_EQ(text(Role::weight), "nvfp4_256:2d=1:4over6=mae");
+  EXPECT_EQ(text(Role::grad_output), "nvfp4:rht=1:sr=1") << "never";
+  recipe.disable_rht = true;
+  recipe.nvfp4_4over6 = Operands::activations;
+  recipe.nvfp4_4over6_e4m3_use_256 = Operands::weights;
+  recipe.nvfp4_4over6_err_mode = NVFP4BlockScaling::ErrorMetric::mse;
+  EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
+  EXPECT_EQ(text(Role::input), "nvfp4:4over6=mse");
+  EXPECT_EQ(text(Role::weight), "nvfp4:2d=1") << "256 is for those that choose";
+  recipe.nvfp4_4over6 = Operands::weights;
+  EXPECT_EQ(text(Role::input), "nvfp4");
+  EXPECT_EQ(text(Role::weight), "nvfp4_256:2d=1:4over6=mse");
+}
+
 TEST(Recipe, DelayedScalingOfEachDirection) {
   DelayedScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));

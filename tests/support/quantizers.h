@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernel_ops/format.h"
+#include "kernels/nvfp4.h"
 
 namespace tandem::testing {
 
@@ -47,6 +48,17 @@ inline std::vector<std::string> quantizer_texts() {
         options.stochastic_rounding = true;
         add();
         options.hadamard = false;
+        add();
+        options.stochastic_rounding = false;
+      }
+      if (scaling->has_four_over_six) {
+        options.four_over_six = kernels::FourOverSix::mae;
+        add();
+        options.hadamard = true;
+        add();
+        options.hadamard = false;
+        options.square_blocks = true;
+        options.four_over_six = kernels::FourOverSix::mse;
         add();
       }
     }

@@ -143,7 +143,11 @@ class NVFP4BlockScaling(Recipe):
         disable_stochastic_rounding: whether gradients are rounded to nearest.
         disable_2d_quantization: whether blocks of weights are lines of 16.
         row_scaled_activation: False; no other value is known yet.
-        nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: "none", "all" and "MAE"; no other values are known yet.
+        nvfp4_4over6: "none", "weights", "activations" or "all": operands of whose blocks the largest number becomes 6 or 4, whichever errs less.
+            Gradients are none of them. Rotated columns choose by what they are after the rotation.
+        nvfp4_4over6_e4m3_use_256: the same words: those of them the scales of whose blocks reach up to 256, so that 1.5 times as much is in E4M3 too; of
+            others up to 448.
+        nvfp4_4over6_err_mode: what errs less, by sums over a block: "MAE", of absolute errors, or "MSE", of their squares.
         fp4_format, fp8_format: Format.E2M1 and Format.E4M3; there are no others.
         fp8_dpa, fp8_mha: False; no other value is known yet.
         backward_override: as of `Float8CurrentScaling`.
@@ -164,9 +168,6 @@ class NVFP4BlockScaling(Recipe):
 
     _only_defaults = (
         ("row_scaled_activation", False),
-        ("nvfp4_4over6", "none"),
-        ("nvfp4_4over6_e4m3_use_256", "all"),
-        ("nvfp4_4over6_err_mode", "MAE"),
         ("fp4_format", Format.E2M1),
         ("fp8_format", Format.E4M3),
         *Float8CurrentScaling._only_defaults,

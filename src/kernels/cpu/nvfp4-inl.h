@@ -29,25 +29,30 @@ using I32 = hn::RebindToSigned<F32>;
 using Vf = hn::Vec<F32>;
 using Vu = hn::Vec<U32>;
 
-/// fl(fl(scale * A) * fl(1 / 2688)) of E4M3 codes.
-HWY_INLINE Vf fp4_dequant_factors(Vu scale, float amax) {
+/// What is the same for all codes of a tensor: A and fl(1 / (6 L)).
+struct Fp4Decoding {
+  float amax, per_scale;
+};
+
+/// fl(fl(scale * A) * fl(1 / (6 L))) of E4M3 codes.
+HWY_INLINE Vf fp4_dequant_factors(Vu scale, const Fp4Decoding& tensor) {
   const F32 d;
   const auto value = fp8_values<Fp8Format::e4m3>(d, scale);
-  return hn::Mul(hn::Mul(value, hn::Set(d, amax)), hn::Set(d, 1.0f / 2688.0f));
+  return hn::Mul(hn::Mul(value, hn::Set(d, tensor.amax)), hn::Set(d, tensor.per_scale));
 }
 
 /// One row of y from codes of its columns, of which `kHigh` says the half of each byte.
 template <bool kHigh, typename E>
 HWY_INLINE void fp4_values_by_column(E element, const uint8_t* HWY_RESTRICT codes,
-                                     const uint8_t* HWY_RESTRICT scales, float amax, size_t count,
-                                     typename E::Stored* HWY_RESTRICT y) {
+                                     const uint8_t* HWY_RESTRICT scales, const Fp4Decoding& tensor,
+                                     size_t count, typename E::Stored* HWY_RESTRICT y) {
   const F32 d;
   const U32 du;
   const hn::Rebind<uint8_t, F32> d8;
   const auto values = [&](const uint8_t* from, const uint8_t* scale) TANDEM_INLINE_LAMBDA {
     const auto bytes = hn::PromoteTo(du, hn::LoadU(d8, from));
     const auto code = kHigh ? hn::ShiftRight<4>(bytes) : bytes;
-    const auto factor = fp4_dequant_factors(hn::PromoteTo(du, hn::LoadU(d8, scale)), amax);
+    const auto factor = fp4_dequant_factors(hn::PromoteTo(du, hn::LoadU(d8, scale)), tensor);
     return hn::Mul(fp8_values<Fp8Format::e2m1>(d, code), factor);
   };
   const size_t lanes = hn::Lanes(d);
@@ -64,8 +69,8 @@ HWY_INLINE void fp4_values_by_column(E element, const uint8_t* HWY_RESTRICT code
 /// One row of y from codes of rows.
 template <typename E>
 HWY_INLINE void fp4_values_by_row(E element, const uint8_t* HWY_RESTRICT codes,
-                                  const uint8_t* HWY_RESTRICT scales, float amax, size_t count,
-                                  typename E::Stored* HWY_RESTRICT y) {
+                                  const uint8_t* HWY_RESTRICT scales, const Fp4Decoding& tensor,
+                                  size_t count, typename E::Stored* HWY_RESTRICT y) {
   const F32 d;
   const U32 du;
   const hn::Rebind<uint8_t, F32> d8;
@@ -76,7 +81,7 @@ HWY_INLINE void fp4_values_by_row(E element, const uint8_t* HWY_RESTRICT codes,
       halves[2 * k] = codes[c / 2 + k] & 0xF;
       halves[2 * k + 1] = codes[c / 2 + k] >> 4;
     }
-    const auto factor = fp4_dequant_factors(hn::Set(du, uint32_t{scales[c / kFp4Block]}), amax);
+    const auto factor = fp4_dequant_factors(hn::Set(du, uint32_t{scales[c / kFp4Block]}), tensor);
     for (size_t k = 0; k < kFp4Block; k += hn::Lanes(d)) {
       const auto code = hn::PromoteTo(du, hn::LoadU(d8, halves + k));
       hn::Store(hn::Mul(fp8_values<Fp8Format::e2m1>(d, code), factor), d, values + k);
@@ -122,13 +127,14 @@ HWY_INLINE void load_tile(E element, ConstRows x, const Fp4Tile& tile, Fp4Work& 
   }
 }
 
-/// Scales and factors of blocks of these amaxes.
+/// Scales and factors of blocks, one per lane.
 struct Fp4Blocks {
   Vu scale;
   Vf factor;
-  HWY_INLINE Fp4Blocks(Vf amax, const Fp4TensorScale& tensor) {
+  /// Of scales before they are rounded.
+  HWY_INLINE Fp4Blocks(Vf wanted, const Fp4TensorScale& tensor) {
     const F32 d;
-    scale = fp8_codes<Fp8Format::e4m3>(d, hn::Mul(amax, hn::Set(d, tensor.per_amax)));
+    scale = fp8_codes<Fp8Format::e4m3>(d, wanted);
     const auto inverse = hn::Mul(fp8_values<Fp8Format::e4m3>(d, scale), hn::Set(d, tensor.inverse));
     const auto quotient = hn::Div(hn::Set(d, 1.0f), inverse);
     factor = hn::IfThenElse(hn::IsNaN(inverse), inverse, hn::Min(quotient, hn::Set(d, FLT_MAX)));
@@ -157,6 +163,60 @@ HWY_INLINE Vu fp4_codes(Vf v, Word... word) {
     return hn::IfThenElse(is_nan, hn::Set(du, 7u), hn::Or(code, sign));
   }
 }
+
+HWY_INLINE Fp4Blocks blocks_to_six(Vf amax, const Fp4TensorScale& tensor) {
+  const F32 d;
+  return {hn::Mul(amax, hn::Set(d, tensor.per_amax)), tensor};
+}
+
+/// `fp4_error` of each lane's block, whose numbers are x.
+HWY_INLINE Vf fp4_errors(const Vf* x, const Fp4Blocks& blocks, const Fp4TensorScale& tensor,
+                         FourOverSix metric) {
+  const F32 d;
+  const auto scale = fp8_values<Fp8Format::e4m3>(d, blocks.scale), amax = hn::Set(d, tensor.amax),
+             divisor = hn::Set(d, tensor.divisor);
+  auto sum = hn::Zero(d);
+  for (size_t i = 0; i < kFp4Block; ++i) {
+    const auto code = fp4_codes(hn::Mul(x[i], blocks.factor));
+    const auto value = hn::Mul(hn::Mul(fp8_values<Fp8Format::e2m1>(d, code), scale), amax);
+    const auto difference = hn::Sub(hn::Div(value, divisor), x[i]);
+    sum = hn::Add(
+        sum, metric == FourOverSix::mse ? hn::Mul(difference, difference) : hn::Abs(difference));
+  }
+  return sum;
+}
+
+/// What four over six chooses from, of each lane's block.
+struct Fp4BlockCandidates {
+  Fp4Blocks six, four;
+  Vf error_of_six, error_of_four;
+
+  HWY_INLINE Fp4BlockCandidates(const Vf* x, Vf amax, const Fp4TensorScale& tensor,
+                                FourOverSix metric)
+      : Fp4BlockCandidates(x, base_of(amax, tensor), metric, tensor) {}
+
+  HWY_INLINE Fp4Blocks chosen() const {
+    const U32 du;
+    const auto is_four = hn::Lt(error_of_four, error_of_six);
+    Fp4Blocks result = six;
+    result.scale = hn::IfThenElse(hn::RebindMask(du, is_four), four.scale, six.scale);
+    result.factor = hn::IfThenElse(is_four, four.factor, six.factor);
+    return result;
+  }
+
+ private:
+  HWY_INLINE Fp4BlockCandidates(const Vf* x, Vf base, FourOverSix metric,
+                                const Fp4TensorScale& tensor)
+      : six(base, tensor),
+        four(hn::Mul(base, hn::Set(F32(), 1.5f)), tensor),
+        error_of_six(fp4_errors(x, six, tensor, metric)),
+        error_of_four(fp4_errors(x, four, tensor, metric)) {}
+
+  static HWY_INLINE Vf base_of(Vf amax, const Fp4TensorScale& tensor) {
+    const F32 d;
+    return hn::Mul(hn::Div(amax, hn::Set(d, 6.0f)), hn::Set(d, tensor.scale));
+  }
+};
 
 /// All of work.amax, and of square blocks the same in all rows.
 HWY_INLINE void look_at_rows(const Fp4Tile& tile, bool square_blocks, Fp4Work& work) {
@@ -189,11 +249,59 @@ HWY_INLINE void scale_rows(const Fp4Tile& tile, const Fp4TensorScale& tensor, Fp
   const hn::Rebind<uint8_t, F32> d8;
   for (size_t r = 0; r < tile.rows; ++r) {
     for (size_t b = 0; b < tile.blocks(); b += hn::Lanes(d)) {
-      const Fp4Blocks blocks(hn::BitCast(d, hn::Load(di, work.amax[r] + b)), tensor);
+      const Fp4Blocks blocks =
+          blocks_to_six(hn::BitCast(d, hn::Load(di, work.amax[r] + b)), tensor);
       hn::Store(blocks.factor, d, work.factor[r] + b);
       hn::Store(hn::TruncateTo(d8, blocks.scale), d8, work.scale[r] + b);
     }
   }
+}
+
+/// The sum of 16 by halves, in place of each.
+HWY_INLINE void sum_by_halves(float* sums) {
+  for (size_t half = kFp4Block / 2; half > 0; half /= 2)
+    for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  std::fill_n(sums, kFp4Block, sums[0]);
+}
+
+/// The same by four over six: a lane is a row here, as the errors of a block are added one by one.
+HWY_INLINE void choose_for_rows(const Fp4Tile& tile, const Fp4TensorScale& tensor,
+                                const Fp4Scaling& scaling, Fp4Work& work) {
+  const F32 d;
+  const U32 du;
+  const I32 di;
+  HWY_ALIGN float x[kFp4Block][kFp4Block];
+  HWY_ALIGN int32_t amax[kFp4Block] = {};
+  HWY_ALIGN uint32_t scale[2][kFp4Block];
+  HWY_ALIGN float factor[2][kFp4Block], error[2][kFp4Block];
+  for (size_t b = 0; b < tile.blocks(); ++b) {
+    for (size_t r = 0; r < kFp4Block; ++r)
+      for (size_t k = 0; k < kFp4Block; ++k) x[k][r] = work.x[r][b * kFp4Block + k];
+    for (size_t r = 0; r < tile.rows; ++r) amax[r] = work.amax[r][b];
+    for (size_t r = 0; r < kFp4Block; r += hn::Lanes(d)) {
+      Vf lanes[kFp4Block];
+      for (size_t k = 0; k < kFp4Block; ++k) lanes[k] = hn::Load(d, x[k] + r);
+      const Fp4BlockCandidates of(lanes, hn::BitCast(d, hn::Load(di, amax + r)), tensor,
+                                  scaling.four_over_six);
+      hn::Store(of.six.scale, du, scale[0] + r);
+      hn::Store(of.four.scale, du, scale[1] + r);
+      hn::Store(of.six.factor, d, factor[0] + r);
+      hn::Store(of.four.factor, d, factor[1] + r);
+      hn::Store(of.error_of_six, d, error[0] + r);
+      hn::Store(of.error_of_four, d, error[1] + r);
+    }
+    if (scaling.square_blocks)
+      for (float* errors : error) sum_by_halves(errors);
+    for (size_t r = 0; r < tile.rows; ++r) {
+      const size_t chosen = error[1][r] < error[0][r] ? 1 : 0;
+      work.scale[r][b] = static_cast<uint8_t>(scale[chosen][r]);
+      work.factor[r][b] = factor[chosen][r];
+    }
+  }
+}
+
+HWY_INLINE bool is_chosen_by_rows(const Fp4Scaling& scaling) {
+  return scaling.square_blocks && scaling.four_over_six != FourOverSix::off;
 }
 
 /// The codes of row `r` of a tile, packed.
@@ -286,6 +394,26 @@ HWY_INLINE Vu low_words(PhiloxLanes::V first, PhiloxLanes::V second) {
   return hn::ConcatEven(du, hn::BitCast(du, second), hn::BitCast(du, first));
 }
 
+/// Scales and factors of the columns from `c` on, whose numbers are x.
+HWY_INLINE Fp4Blocks column_blocks(const Fp4Work& work, size_t c, const Vf* x,
+                                   const Fp4Scaling& scaling, const Fp4TensorScale& tensor) {
+  const F32 d;
+  const U32 du;
+  const I32 di;
+  auto amax = hn::Set(di, work.amax[0][c / kFp4Block]);
+  if (!scaling.square_blocks) {
+    amax = magnitude_bits_of(x[0]);
+    for (size_t i = 1; i < kFp4Block; ++i) amax = hn::Max(amax, magnitude_bits_of(x[i]));
+  }
+  if (scaling.four_over_six == FourOverSix::off) return blocks_to_six(hn::BitCast(d, amax), tensor);
+  if (!scaling.square_blocks)
+    return Fp4BlockCandidates(x, hn::BitCast(d, amax), tensor, scaling.four_over_six).chosen();
+  Fp4Blocks of_rows = blocks_to_six(hn::BitCast(d, amax), tensor);
+  of_rows.scale = hn::Set(du, uint32_t{work.scale[0][c / kFp4Block]});
+  of_rows.factor = hn::Set(d, work.factor[0][c / kFp4Block]);
+  return of_rows;
+}
+
 /// Codes and scales of the columns of a tile.
 template <bool kStochastic>
 HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scaling,
@@ -293,7 +421,6 @@ HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scal
                                      const Fp4Work& work, size_t stride, uint8_t* codes,
                                      uint8_t* scales) {
   const F32 d;
-  const I32 di;
   const hn::ScalableTag<uint64_t> d64;
   const hn::Rebind<uint8_t, F32> d8;
   const size_t lanes = hn::Lanes(d);
@@ -310,12 +437,7 @@ HWY_INLINE void quantize_fp4_columns(const Fp4Tile& tile, const Fp4Scaling& scal
       }
     };
     columns_at(work, c, scaling.rotates_columns, x);
-    auto amax = hn::Set(di, work.amax[0][c / kFp4Block]);
-    if (!scaling.square_blocks) {
-      amax = magnitude_bits_of(x[0]);
-      for (size_t i = 1; i < kFp4Block; ++i) amax = hn::Max(amax, magnitude_bits_of(x[i]));
-    }
-    const Fp4Blocks blocks(hn::BitCast(d, amax), tensor);
+    const Fp4Blocks blocks = column_blocks(work, c, x, scaling, tensor);
     put(blocks.scale, scales + c);
     Vu words[kFp4Block];
     if constexpr (kStochastic) {

@@ -54,7 +54,8 @@ float amax_of_rotated(ConstRows x) {
 template <bool kStochastic>
 void quantize_tiles(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, float row_amax,
                     Fp4Output column, float column_amax) {
-  const Fp4TensorScale row_tensor(row_amax), column_tensor(column_amax);
+  const Fp4TensorScale row_tensor(row_amax, scaling.largest_scale),
+      column_tensor(column_amax, scaling.largest_scale);
   const size_t padded_rows = fp4_blocks(x.rows) * kFp4Block,
                padded_cols = fp4_blocks(x.cols) * kFp4Block;
   const size_t row_stride = fp4_code_shape(Fp4Direction::row, x.rows, x.cols).cols;
@@ -62,8 +63,12 @@ void quantize_tiles(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, float
                column_scales = fp4_scale_shape(Fp4Direction::column, x.rows, x.cols).cols;
   for_each_tile(x, [&](const Fp4Tile& tile, Fp4Work& work) HWY_ATTR {
     if (row || scaling.square_blocks) look_at_rows(tile, scaling.square_blocks, work);
-    if (row) {
+    if (is_chosen_by_rows(scaling) || (row && scaling.four_over_six != FourOverSix::off)) {
+      choose_for_rows(tile, row_tensor, scaling, work);
+    } else if (row) {
       scale_rows(tile, row_tensor, work);
+    }
+    if (row) {
       for (size_t r = 0; r < tile.rows; ++r) {
         std::memcpy(row.dequant_scale + (tile.row + r) * row_scales + tile.col / kFp4Block,
                     work.scale[r], tile.blocks());
@@ -97,7 +102,8 @@ void quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output c
 #endif
 
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, float amax,
-                       Fp4Direction direction, Rows y) {
+                       float largest_scale, Fp4Direction direction, Rows y) {
+  const Fp4Decoding tensor{amax, 1.0f / (6 * largest_scale)};
   const bool by_row = direction == Fp4Direction::row;
   const size_t stride = fp4_code_shape(direction, y.rows, y.cols).cols,
                scale_stride = fp4_scale_shape(direction, y.rows, y.cols).cols;
@@ -109,7 +115,7 @@ void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, float
       for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
         auto* to = E::at(y.data, r * y.stride);
         if (by_row) {
-          fp4_values_by_row(element, codes + r * stride, dequant_scale + r * scale_stride, amax,
+          fp4_values_by_row(element, codes + r * stride, dequant_scale + r * scale_stride, tensor,
                             y.cols, to);
           continue;
         }
@@ -117,7 +123,7 @@ void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, float
         const uint8_t* scales = dequant_scale + r / kFp4Block * scale_stride;
         const auto run =
             r % 2 == 0 ? &fp4_values_by_column<false, E> : &fp4_values_by_column<true, E>;
-        run(element, from, scales, amax, y.cols, to);
+        run(element, from, scales, tensor, y.cols, to);
       }
     });
   });
@@ -159,8 +165,8 @@ void nvfp4_quantize_made(const MadeRows& made, const Fp4Scaling& scaling, Fp4Out
 }
 
 void nvfp4_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, float amax,
-                      Fp4Direction direction, Rows y) {
-  HWY_DYNAMIC_DISPATCH(dequantize_blocks)(codes, dequant_scale, amax, direction, y);
+                      float largest_scale, Fp4Direction direction, Rows y) {
+  HWY_DYNAMIC_DISPATCH(dequantize_blocks)(codes, dequant_scale, amax, largest_scale, direction, y);
 }
 
 }  // namespace tandem::kernels::cpu
