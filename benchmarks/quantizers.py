@@ -25,6 +25,7 @@ QUANTIZERS = (
     ("128x128 blocks", "fp8_128x128_e4m3:eps=0:pow2=1", 1, 1 + 4 / 128**2, None),
     ("MXFP8", "mxfp8_e4m3", 1, 1 + 1 / 32, 0.4),
     ("NVFP4", "nvfp4", 2, 0.5 + 1 / 16, 0.2),
+    ("NVFP4, six or four", "nvfp4_256:4over6=mae", 2, 0.5 + 1 / 16, None),
     ("NVFP4, columns rotated", "nvfp4:rht=1", 2, 0.5 + 1 / 16, None),
     ("NVFP4, columns rotated, by chance", "nvfp4:rht=1:sr=1", 2, 0.5 + 1 / 16, None),
 )
