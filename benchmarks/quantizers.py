@@ -67,6 +67,13 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     weight = torch.ones(HIDDEN, dtype=dtype)
     x, z = (Rotation(lambda cols=cols: (torch.randn(ROWS, cols).to(dtype),)) for cols in (HIDDEN, 2 * HIDDEN))
     g_z = Rotation(lambda: (torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(ROWS, 2 * HIDDEN).to(dtype)))
+    g_x = Rotation(lambda: (torch.randn(ROWS, HIDDEN).to(dtype), torch.randn(ROWS, HIDDEN).to(dtype)))
+    g_x_r = Rotation(lambda: tuple(torch.randn(ROWS, HIDDEN).to(dtype) for _ in range(3)))
+    ones, means, seed = torch.ones(ROWS), torch.zeros(ROWS), torch.tensor(7)
+
+    def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict, wanted: list[bool]) -> object:  # type: ignore[type-arg]
+        return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, False, dtype, one["quantizer"], [*wanted, *one["mask"]])
+
     rows = []
     kinds = (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0"), ("NVFP4", "nvfp4"))
     for name, quantizer in kinds:
@@ -77,6 +84,36 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
             "RMSNorm": (
                 lambda codes=codes: codes(op.rms_norm_forward(*x(), weight, eps, False)[0]),
                 lambda one=as_one: op.rms_norm_quantize(*x(), weight, None, eps, False, one["quantizer"], [False, *one["mask"]]),
+            ),
+            "sum + RMSNorm": (
+                lambda codes=codes: codes(op.add_norm_forward(*g_x(), weight, None, eps, False, [True])[1]),
+                lambda one=as_one: op.add_norm_quantize(*g_x(), weight, None, None, eps, False, one["quantizer"], [True, False, *one["mask"]]),
+            ),
+            "RMSNorm backward": (
+                lambda codes=codes: codes(op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0]),
+                lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, False, False]),
+            ),
+            "RMSNorm backward + residual": (
+                lambda codes=codes: (lambda g, x, r: codes(op.rms_norm_backward(g, x, weight, ones, r, False, [True, True, False])[0]))(*g_x_r()),
+                lambda one=as_one: (lambda g, x, r: norm_backward(g, x, None, r, one, [True, True, False, False, False]))(*g_x_r()),
+            ),
+            "RMSNorm backward, bias": (
+                lambda one=as_one: op.sum_rows_quantize(
+                    op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0], None, dtype, one["quantizer"], one["mask"]
+                ),
+                lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, True, False]),
+            ),
+            "LayerNorm backward": (
+                lambda codes=codes: codes(op.layer_norm_backward(*g_x(), weight, weight, means, ones, None, False, [True, True, True, False])[0]),
+                lambda one=as_one: norm_backward(*g_x(), means, None, one, [False, True, False, False, True]),
+            ),
+            "dropout backward": (
+                lambda codes=codes: codes(op.dropout(*x(), seed, 0.1)),
+                lambda one=as_one: op.dropout_backward_quantize(*x(), seed, None, 0.1, dtype, one["quantizer"], [False, False, *one["mask"]]),
+            ),
+            "dropout backward, bias": (
+                lambda codes=codes: codes(op.dropout_backward_bias(*x(), seed, 0.1, dtype, [True, True])[0]),
+                lambda one=as_one: op.dropout_backward_quantize(*x(), seed, None, 0.1, dtype, one["quantizer"], [False, True, *one["mask"]]),
             ),
             "SwiGLU": (
                 lambda codes=codes: codes(op.glu_forward(*z(), None, "silu", [False, True])[1]),

@@ -2,7 +2,9 @@
 
 #include "core/call.h"
 #include "fusions/refusals.h"
+#include "kernel_ops/dropout_quantize.h"
 #include "kernel_ops/elementwise.h"
+#include "kernel_ops/shapes.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -35,6 +37,23 @@ void dropout_backward_bias(Call& call) {
   call.write<kernel_ops::DropoutBackwardBias>(gradient, call.in(seed),
                                               call.options<ops::DropoutOptions>(0).p, dtype,
                                               call.output_mask<2>());
+}
+
+/// kBias: with the gradient of a bias before it.
+template <bool kBias>
+void dropout_backward_quantize(Call& call) {
+  enum Read { grad_y, seed, given };
+  enum Write { grad_x, grad_bias };
+  constexpr size_t kCodes = kBias ? 2 : 1;
+  const at::Tensor& gradient = call.in(grad_y);
+  const bool wants_bias = kBias && call.wants(grad_bias);
+  call.write_codes<kernel_ops::DropoutBackwardQuantize>(
+      [&] { return kernel_ops::sizes_of(gradient); }, gradient, call.in(seed), call.maybe(given),
+      call.options<ops::DropoutOptions>(0).p,
+      wants_bias ? call.out_type(grad_bias).dtype : gradient.scalar_type(),
+      call.options<Quantizer>(kBias ? 2 : 1),
+      std::array{call.wants(grad_x), wants_bias, call.wants(kCodes), call.wants(kCodes + 1),
+                 call.wants(kCodes + 2)});
 }
 
 template <uint32_t kSum>
@@ -82,6 +101,35 @@ const Fusion kDropoutBackwardBias{
     .picture =
         "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> "
         "grad_bias",
+};
+
+const Fusion kDropoutBackwardQuantize{
+    .name = "dropout_backward_quantize",
+    .pass = Pass::backward,
+    .pattern = {"dropout.backward", StepKind::quantize},
+    .run = {.reads = {{0, "grad_y"}, {0, "seed"}, {1, "given"}},
+            .writes = {{0, "grad_x"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
+            .run = dropout_backward_quantize<false>},
+    .refuse = refuse_without_codes,
+    .picture = "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> codes, scales, amax",
+};
+
+const Fusion kDropoutBackwardBiasQuantize{
+    .name = "dropout_backward_bias_quantize",
+    .pass = Pass::backward,
+    .pattern = {"dropout.backward", "bias.grad_bias",
+                PatternStep(StepKind::quantize).through("grad_x", "x").behind(0)},
+    .run = {.reads = {{0, "grad_y"}, {0, "seed"}, {2, "given"}},
+            .writes = {{0, "grad_x"},
+                       {1, "grad_bias"},
+                       {2, "row_codes"},
+                       {2, "column_codes"},
+                       {2, "amax"}},
+            .run = dropout_backward_quantize<true>},
+    .refuse = refuse_without_codes,
+    .picture =
+        "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> grad_bias; "
+        "grad_x -> codes, scales, amax",
 };
 
 }  // namespace tandem::fusions

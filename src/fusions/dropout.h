@@ -21,4 +21,12 @@ extern const Fusion kBiasDropoutAdd, kDropoutAdd;
 /// written. Any bias before a dropout has it, that of a product too.
 extern const Fusion kDropoutBackwardBias;
 
+/// dropout.backward (-> bias.grad_bias) -> quantize: the gradient goes to codes while rows of it
+/// are in the cache, with the bits of one after the other
+///
+///   grad_y, seed -> dropout.backward -> grad_x (if demanded) -> (sum over rows -> grad_bias)
+///                                          |
+///                                          +--> codes, dequant_scale, amax
+extern const Fusion kDropoutBackwardQuantize, kDropoutBackwardBiasQuantize;
+
 }  // namespace tandem::fusions

@@ -21,11 +21,30 @@ extern const Fusion kRmsNormQuantize, kLayerNormQuantize;
 ///               +--> sum, written only if demanded
 extern const Fusion kAddRmsNorm, kAddLayerNorm;
 
+/// add_extra_input -> rms_norm -> quantize, and the same for layer_norm
+///
+///   x, extra -> + -> norm -> y (if demanded) -> codes, dequant_scale, amax
+///               |
+///               +--> sum, written only if demanded
+extern const Fusion kAddRmsNormQuantize, kAddLayerNormQuantize;
+
 /// Backward of a norm at the head of a residual branch: grad_x = norm.backward(grad_y) +
 /// grad_residual
 ///
 ///   grad_y, x ----> norm.backward --+--> add --> grad_x
 ///   grad_residual ------------------+
 extern const Fusion kRmsNormBackwardAdd, kLayerNormBackwardAdd;
+
+/// norm.backward (-> add) (-> bias.grad_bias) -> quantize: the gradient of a norm, with that of the
+/// residual stream and the sums for the bias before it, goes to codes while rows of it are in the
+/// cache, with the bits of one after the other
+///
+///   grad_y, x ----> norm.backward --+--> (add) --> grad_x (if demanded) --> sum over rows
+///   (grad_residual) ----------------+                 |                         --> grad_bias
+///                                                     +--> codes, dequant_scale, amax
+extern const Fusion kRmsNormBackwardQuantize, kRmsNormBackwardAddQuantize,
+    kRmsNormBackwardBiasQuantize, kRmsNormBackwardAddBiasQuantize, kLayerNormBackwardQuantize,
+    kLayerNormBackwardAddQuantize, kLayerNormBackwardBiasQuantize,
+    kLayerNormBackwardAddBiasQuantize;
 
 }  // namespace tandem::fusions

@@ -36,13 +36,17 @@ inline at::Tensor memory_for_sum(const Call& call, const at::Tensor& extra) {
   return !call.step().mutates.empty() && extra.is_contiguous() ? extra : at::Tensor();
 }
 
-/// Hands out a sum, and writes it into the caller's tensor where that was asked.
+/// A sum, written into the caller's tensor where that was asked.
+inline at::Tensor written_sum(const Call& call, at::Tensor sum, const at::Tensor& extra) {
+  if (call.step().mutates.empty()) return sum;
+  if (!sum.is_same(extra)) extra.copy_(sum);
+  extra.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
+  return extra;
+}
+
+/// Hands it out.
 inline void write_sum(Call& call, size_t write, at::Tensor sum, const at::Tensor& extra) {
-  if (!call.step().mutates.empty()) {
-    if (!sum.is_same(extra)) extra.copy_(sum);
-    extra.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
-    sum = extra;
-  }
+  sum = written_sum(call, std::move(sum), extra);
   if (call.wants(write)) call.out(write, std::move(sum));
 }
 

@@ -44,6 +44,8 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kBiasDropoutAdd,
                                              kBiasActivationQuantize,
                                              kBiasGluQuantize,
+                                             kAddRmsNormQuantize,
+                                             kAddLayerNormQuantize,
                                              kAddRmsNorm,
                                              kAddLayerNorm,
                                              kDropoutAdd,
@@ -58,11 +60,30 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kBiasGlu,
                                              kRmsNormQuantize,
                                              kLayerNormQuantize});
-  static const auto backward = longest_first(
-      {kLinearBackwardScale, kActivationBackwardBiasQuantize, kGluBackwardBiasQuantize,
-       kActivationBackwardBias, kGluBackwardBias, kActivationBackwardQuantize, kGluBackwardQuantize,
-       kDropoutBackwardBias, kBiasBackwardQuantize, kRmsNormBackwardAdd, kLayerNormBackwardAdd,
-       kLinearBackwardAdd, kLinearGradXScale, kLinearGradWeightScale});
+  static const auto backward = longest_first({kRmsNormBackwardAddBiasQuantize,
+                                              kLayerNormBackwardAddBiasQuantize,
+                                              kLinearBackwardScale,
+                                              kActivationBackwardBiasQuantize,
+                                              kGluBackwardBiasQuantize,
+                                              kRmsNormBackwardAddQuantize,
+                                              kLayerNormBackwardAddQuantize,
+                                              kRmsNormBackwardBiasQuantize,
+                                              kLayerNormBackwardBiasQuantize,
+                                              kDropoutBackwardBiasQuantize,
+                                              kActivationBackwardBias,
+                                              kGluBackwardBias,
+                                              kActivationBackwardQuantize,
+                                              kGluBackwardQuantize,
+                                              kRmsNormBackwardQuantize,
+                                              kLayerNormBackwardQuantize,
+                                              kDropoutBackwardQuantize,
+                                              kDropoutBackwardBias,
+                                              kBiasBackwardQuantize,
+                                              kRmsNormBackwardAdd,
+                                              kLayerNormBackwardAdd,
+                                              kLinearBackwardAdd,
+                                              kLinearGradXScale,
+                                              kLinearGradWeightScale});
   switch (pass) {
     case Pass::forward:
       return forward;

@@ -19,12 +19,9 @@ constexpr bool kIsGated = std::is_same_v<Unit, GluForward> || std::is_same_v<Uni
 ResultSpec unwanted(at::ScalarType dtype) { return {{0}, dtype, false}; }
 Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
 
-/// What is made, and some rows of it.
+/// What is made.
 kernels::Rows shape_of(const ResultSpec& spec, size_t rows, size_t cols) {
   return {nullptr, element_of(spec.dtype), rows, cols, cols};
-}
-kernels::Rows rows_at(void* to, kernels::Rows whole, size_t count) {
-  return {to, whole.element, count, whole.cols, whole.cols};
 }
 
 }  // namespace
@@ -102,7 +99,8 @@ void BackwardThenQuantize<Backward>::cpu(const Tensor& grad_y, const Tensor& z,
   const RowsIn of_grad(grad_y), of_z(z);
   const kernels::ConstRows grads = of_grad, from = of_z;
   const kernels::Rows y = rows_out(results[1]), grad_z = shape_of(like(z), from.rows, from.cols);
-  const SumsOfMade sums(from.rows, vector_out(results[2]));
+  const kernels::Vector grad_bias = vector_out(results[2]);
+  const SumsOfMade sums(from.rows, grad_bias.size);
   const auto make = [&](size_t first, size_t count, void* to) {
     kernels::cpu::some_rows_backward(function.kernel(), kIsGated<Backward>,
                                      rows_from(grads, first, count), rows_from(from, first, count),
@@ -112,7 +110,7 @@ void BackwardThenQuantize<Backward>::cpu(const Tensor& grad_y, const Tensor& z,
   make_and_quantize(
       {.y = grad_z, .make = make, .sources = {grads, from}, .in_order = sums.in_order()},
       results[0], z.sym_sizes(), given, quantizer, group_of(results));
-  sums.finish();
+  sums.finish(grad_bias);
 }
 
 template <typename Backward>

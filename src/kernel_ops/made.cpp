@@ -21,15 +21,15 @@ at::ScalarType dtype_of(kernels::Element element) {
 
 }  // namespace
 
-SumsOfMade::SumsOfMade(size_t rows, kernels::Vector totals) : rows_(rows), totals_(totals) {
-  if (!totals || totals.size == 0) return;
-  const auto count = static_cast<int64_t>(kernels::sum_blocks(rows) * totals.size);
+SumsOfMade::SumsOfMade(size_t rows, size_t cols) : rows_(rows) {
+  if (cols == 0) return;
+  const auto count = static_cast<int64_t>(kernels::sum_blocks(rows) * cols);
   memory_ = empty_cpu({count}, at::kFloat);
-  part_ = {memory_.data_ptr<float>(), totals.size, kernels::sum_block_rows(rows)};
+  part_ = {memory_.data_ptr<float>(), cols, kernels::sum_block_rows(rows)};
 }
 
-void SumsOfMade::finish() const {
-  if (part_) kernels::cpu::add_partial_sums(part_, rows_, totals_);
+void SumsOfMade::finish(kernels::Vector totals) const {
+  if (part_) kernels::cpu::add_partial_sums(part_, rows_, totals);
 }
 
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,

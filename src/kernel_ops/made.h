@@ -21,20 +21,25 @@ View rows_from(View whole, size_t first, size_t count) {
   return whole;
 }
 
-/// The sums of a matrix's columns while its rows are made; nothing where nobody wants them.
+/// `count` contiguous rows as those of a matrix of this shape.
+inline kernels::Rows rows_at(void* to, kernels::Rows whole, size_t count) {
+  return {to, whole.element, count, whole.cols, whole.cols};
+}
+
+/// The sums of columns while the rows of a matrix are made; nothing where nobody wants them.
 class SumsOfMade {
  public:
-  SumsOfMade(size_t rows, kernels::Vector totals);
+  /// `cols`: of the sums; 0 where nobody wants them.
+  SumsOfMade(size_t rows, size_t cols);
   /// What adds rows from this one on.
   kernels::PartialSums from_row(size_t row) const { return part_.from_row(row); }
   /// As of MadeRows.
   size_t in_order() const { return part_ ? part_.block_rows : 1; }
-  /// Once all rows are made.
-  void finish() const;
+  /// Once all rows are made: the sums of as many columns as there are.
+  void finish(kernels::Vector totals) const;
 
  private:
   size_t rows_;
-  kernels::Vector totals_;
   Tensor memory_;
   kernels::PartialSums part_;
 };

@@ -58,6 +58,13 @@ Tensor column_sums(const Tensor& x, const Tensor& weight) {
   return rows.sum(0).reshape_symint(weight.sym_sizes()).to(weight.scalar_type());
 }
 
+/// A gradient and that of the residual stream, as a sum by itself rounds them.
+Tensor plus_residual(const Tensor& grad_x, const std::optional<Tensor>& grad_residual,
+                     at::ScalarType dtype) {
+  if (!grad_residual) return grad_x;
+  return (grad_x.to(dtype) + grad_residual->to(dtype)).to(grad_x.scalar_type());
+}
+
 /// `parameter` must have the sizes of the last dimensions of x, one or more.
 void check_row_shape(std::string_view op, const Tensor& x, const Tensor& parameter,
                      std::string_view name) {
@@ -171,9 +178,8 @@ Results<3> RmsNormBackward::reference(const Tensor& grad_y, const Tensor& x, con
   Results<3> results{masked_out(x), masked_out(weight), masked_out(weight)};
   if (output_mask[0]) {
     const Tensor g = grad * gamma;
-    Tensor grad_x = inv * (g - x_hat * row_means(g * x_hat, weight));
-    if (grad_residual) grad_x = grad_x + grad_residual->to(dtype);
-    results[0] = grad_x.to(x.scalar_type());
+    const Tensor grad_x = inv * (g - x_hat * row_means(g * x_hat, weight));
+    results[0] = plus_residual(grad_x.to(x.scalar_type()), grad_residual, dtype);
   }
   if (output_mask[1]) results[1] = column_sums(grad * x_hat, weight);
   if (output_mask[2]) results[2] = (x_hat * gamma).to(weight.scalar_type());
@@ -254,9 +260,8 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
   Results<4> results{masked_out(x), masked_out(weight), masked_out(weight), masked_out(weight)};
   if (output_mask[0]) {
     const Tensor g = grad * gamma;
-    Tensor grad_x = inv * (g - row_means(g, weight) - x_hat * row_means(g * x_hat, weight));
-    if (grad_residual) grad_x = grad_x + grad_residual->to(dtype);
-    results[0] = grad_x.to(x.scalar_type());
+    const Tensor grad_x = inv * (g - row_means(g, weight) - x_hat * row_means(g * x_hat, weight));
+    results[0] = plus_residual(grad_x.to(x.scalar_type()), grad_residual, dtype);
   }
   if (output_mask[1]) results[1] = column_sums(grad * x_hat, weight);
   if (output_mask[2]) results[2] = column_sums(grad, weight);

@@ -27,8 +27,8 @@ struct RmsNormForward {
                               bool zero_centered_gamma);
 };
 
-/// The gradient of RmsNormForward, with the gradient of the residual stream added to grad_x, and y
-/// written again where wanted.
+/// The gradient of RmsNormForward, with the gradient of the residual stream added to grad_x as it
+/// was rounded, and y written again where wanted.
 ///
 /// output_mask: grad_x, grad_weight, y; a result that is masked out is an empty tensor.
 struct RmsNormBackward {

@@ -30,7 +30,7 @@ void SumRowsQuantize::cpu(const Tensor& x, const std::optional<Tensor>& given, a
     return quantizer.scaling->quantize(x, given, quantizer, group);
   }
   const kernels::ConstRows rows = from;
-  const SumsOfMade sums(rows.rows, vector_out(results[0]));
+  const SumsOfMade sums(rows.rows, rows.cols);
   const auto add = [&](size_t first, size_t count, void*) {
     kernels::cpu::sum_some_rows(rows_from(rows, first, count), sums.from_row(first));
   };
@@ -39,7 +39,7 @@ void SumRowsQuantize::cpu(const Tensor& x, const std::optional<Tensor>& given, a
                      .sources = {rows},
                      .in_order = sums.in_order()},
                     x, x.sym_sizes(), given, quantizer, group_of(results));
-  sums.finish();
+  sums.finish(vector_out(results[0]));
 }
 
 Results<1 + group_size> SumRowsQuantize::reference(const Tensor& x,

@@ -36,4 +36,9 @@ void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t se
 /// grad_y, in float32, rounded once: the bits of dropout and sum_rows. Optional: grad_x.
 void dropout_backward_bias(ConstRows grad_y, uint64_t seed, double p, Rows grad_x, Vector sums);
 
+/// The same by parts: of some rows of a matrix of the element of grad_y, the first of which is
+/// `part.first`. Optional: the sums.
+void dropout_some_rows_backward(ConstRows grad_y, uint64_t seed, double p, Rows grad_x,
+                                const PartialSums& part);
+
 }  // namespace tandem::kernels::cpu

@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm over the last dimension, forward and backward.
 #pragma once
 
+#include "kernels/partial_sums.h"
 #include "kernels/views.h"
 
 namespace tandem::kernels::cpu {
@@ -24,9 +25,9 @@ struct NormOptions {
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
                       float* inv_rms);
 
-/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, g = grad_y * gamma, x_hat = x
-/// * inv_rms; grad_weight = sum over rows of grad_y * x_hat, in float32, rounded once; y as forward
-///   wrote it, to the bit.
+/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, rounded before the sum and
+/// after it as one after the other; g = grad_y * gamma, x_hat = x * inv_rms; grad_weight = sum over
+/// rows of grad_y * x_hat, in float32, rounded once; y as forward wrote it, to the bit.
 ///
 /// Optional: grad_residual, grad_x, grad_weight, y (null data: not read, not computed, not
 ///           written).
@@ -71,5 +72,31 @@ void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, Cons
                          const float* mean, const float* inv_std, const NormOptions& options,
                          ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
                          Rows y);
+
+/// What either backward reads and writes by rows; `bias` and `mean` are null for RMSNorm.
+struct NormBackward {
+  ConstRows grad_y, x;
+  ConstVector weight, bias;
+  const float* mean;
+  const float* inv_norm;
+  NormOptions options;
+  ConstRows grad_residual;
+  Rows grad_x, y;
+};
+
+/// Columns of the sums that some_rows_norm_backward adds up: those of grad_weight, then with a mean
+/// those of grad_bias. Padded to whole vectors of any target, and to no multiple of 4 KiB, where
+/// the rows of a kernel would share cache sets.
+constexpr size_t norm_sum_cols(size_t hidden, bool has_mean) {
+  return ((hidden + 63) / 64 * 64 + 64) * (has_mean ? 2 : 1);
+}
+
+/// Either backward by parts: of some rows of a matrix, whose share in grad_weight and grad_bias is
+/// added to the sums of their blocks; and what all `rows` rows have given. Together the bits of all
+/// rows at once.
+///
+/// Optional: the sums, grad_weight, grad_bias.
+void some_rows_norm_backward(const NormBackward& rows, const PartialSums& part);
+void add_norm_sums(const PartialSums& part, size_t rows, Vector grad_weight, Vector grad_bias);
 
 }  // namespace tandem::kernels::cpu

@@ -23,7 +23,7 @@ struct MadeRows {
   MakeRows make;
   /// What rows are made of, those of y's number: quantizers of blocks fetch it into the cache while
   /// they convert the rows before. Fewer are absent.
-  std::array<ConstRows, 2> sources = {};
+  std::array<ConstRows, 3> sources = {};
   /// So many rows, of each multiple of it on, are asked for in order and by one thread: those whose
   /// columns are summed meanwhile. 32, 64 or a multiple of 128, or 1.
   size_t in_order = 1;

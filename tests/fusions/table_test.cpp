@@ -73,6 +73,18 @@ TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
                                               "activation_backward_bias_quantize",
                                               "bias_backward_quantize",
                                               "dropout_backward_bias",
+                                              "add_rms_norm_quantize",
+                                              "add_layer_norm_quantize",
+                                              "rms_norm_backward_quantize",
+                                              "rms_norm_backward_bias_quantize",
+                                              "rms_norm_backward_add_quantize",
+                                              "rms_norm_backward_add_bias_quantize",
+                                              "layer_norm_backward_quantize",
+                                              "layer_norm_backward_bias_quantize",
+                                              "layer_norm_backward_add_quantize",
+                                              "layer_norm_backward_add_bias_quantize",
+                                              "dropout_backward_quantize",
+                                              "dropout_backward_bias_quantize",
                                               "activation_backward_bias"}));
 }
 

@@ -5,6 +5,7 @@
 
 #include "kernels/activation.h"
 #include "kernels/elementwise.h"
+#include "kernels/norm.h"
 #include "support/matrix.h"
 #include "support/targets.h"
 
@@ -112,6 +113,90 @@ TEST_P(SumsByParts, OfGradients) {
           EXPECT_EQ(other_grad_z.bits(), grad_z.bits());
           EXPECT_EQ(other_y.bits(), y.bits());
         }
+}
+
+TEST_P(SumsByParts, OfGradientsOfDropout) {
+  const ScopedTarget target(GetParam());
+  for (const size_t rows : {1, 33, 1100})
+    for (const Element element : kElements) {
+      const Matrix grad_y = Matrix::random(element, rows, 37, 3, 4);
+      Matrix grad_x(element, rows, 37), by_parts = grad_x, without_sums = grad_x;
+      expect_same_bits(
+          rows, 37,
+          [&](kernels::Vector sums) {
+            kernels::cpu::dropout_backward_bias(grad_y.view(), 7, 0.3, grad_x.view(), sums);
+          },
+          [&](size_t first, size_t count, const PartialSums& sums) {
+            const auto run = [&](Matrix& to, const PartialSums& part) {
+              kernels::cpu::dropout_some_rows_backward(part_of(grad_y.view(), first, count), 7, 0.3,
+                                                       part_of(to.view(), first, count), part);
+            };
+            run(by_parts, sums);
+            run(without_sums, PartialSums().from_row(first));
+          });
+      EXPECT_EQ(by_parts.bits(), grad_x.bits());
+      EXPECT_EQ(without_sums.bits(), grad_x.bits());
+    }
+}
+
+/// The gradients of a norm, all rows at once and by parts.
+struct GradientsOfNorm {
+  GradientsOfNorm(Element element, size_t rows, size_t hidden)
+      : grad_x(element, rows, hidden),
+        y(element, rows, hidden),
+        grad_weight(element, 1, hidden),
+        grad_bias(element, 1, hidden) {}
+  Matrix grad_x, y, grad_weight, grad_bias;
+};
+
+TEST_P(SumsByParts, OfGradientsOfNorms) {
+  const ScopedTarget target(GetParam());
+  constexpr size_t kHidden = 37;
+  for (const bool centered : {false, true})
+    for (const size_t rows : {1, 33, 1100})
+      for (const Element element : kElements) {
+        const Matrix grad_y = Matrix::random(element, rows, kHidden, 0, 4),
+                     x = Matrix::random(Element::bfloat16, rows, kHidden, 3, 5),
+                     residual = Matrix::random(Element::bfloat16, rows, kHidden, 0, 6),
+                     weight = Matrix::random(element, 1, kHidden, 0, 7),
+                     bias = Matrix::random(element, 1, kHidden, 0, 8);
+        std::vector<float> mean(rows), inv_norm(rows);
+        Matrix forward(element, rows, kHidden);
+        const kernels::cpu::NormOptions options{1e-5, true};
+        GradientsOfNorm expected(element, rows, kHidden), got = expected;
+        if (centered) {
+          kernels::cpu::layer_norm_forward(x.view(), weight.parameter(), bias.parameter(), options,
+                                           forward.view(), mean.data(), inv_norm.data());
+          kernels::cpu::layer_norm_backward(
+              grad_y.view(), x.view(), weight.parameter(), bias.parameter(), mean.data(),
+              inv_norm.data(), options, residual.view(), expected.grad_x.view(),
+              expected.grad_weight.vector(), expected.grad_bias.vector(), expected.y.view());
+        } else {
+          kernels::cpu::rms_norm_forward(x.view(), weight.parameter(), options, forward.view(),
+                                         inv_norm.data());
+          kernels::cpu::rms_norm_backward(grad_y.view(), x.view(), weight.parameter(),
+                                          inv_norm.data(), options, residual.view(),
+                                          expected.grad_x.view(), expected.grad_weight.vector(),
+                                          expected.y.view());
+        }
+        const size_t cols = kernels::cpu::norm_sum_cols(kHidden, centered);
+        std::vector<float> memory(kernels::sum_blocks(rows) * cols, 123.0f);
+        const PartialSums sums{memory.data(), cols, kernels::sum_block_rows(rows)};
+        for_each_part(rows, [&](size_t first, size_t count) {
+          kernels::cpu::some_rows_norm_backward(
+              {part_of(grad_y.view(), first, count), part_of(x.view(), first, count),
+               weight.parameter(), bias.parameter(), centered ? mean.data() + first : nullptr,
+               inv_norm.data() + first, options, part_of(residual.view(), first, count),
+               part_of(got.grad_x.view(), first, count), part_of(got.y.view(), first, count)},
+              sums.from_row(first));
+        });
+        kernels::cpu::add_norm_sums(sums, rows, got.grad_weight.vector(),
+                                    centered ? got.grad_bias.vector() : kernels::Vector());
+        EXPECT_EQ(got.grad_x.bits(), expected.grad_x.bits()) << name_of(element) << rows;
+        EXPECT_EQ(got.y.bits(), expected.y.bits()) << name_of(element) << rows;
+        EXPECT_EQ(got.grad_weight.bits(), expected.grad_weight.bits()) << rows;
+        EXPECT_EQ(got.grad_bias.bits(), expected.grad_bias.bits()) << rows;
+      }
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, SumsByParts, ::testing::ValuesIn(all_targets()),

@@ -87,7 +87,7 @@ void dropout_rows(E sums, ConstRows x, const float* bias, uint64_t seed, double 
   });
 }
 
-/// `grad_x` may be null.
+/// `grad_x` or `sums` may be null.
 template <typename E>
 HWY_INLINE void backward_bias_run(E element, const Keep& keep, const uint32_t* words,
                                   const typename E::Stored* grad_y,
@@ -97,9 +97,24 @@ HWY_INLINE void backward_bias_run(E element, const Keep& keep, const uint32_t* w
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
     const auto value = keep.apply(load_part(element, d, grad_y + i, part), words + i);
     if (grad_x) store_part(element, d, value, grad_x + i, part);
+    if (!sums) return;
     const auto sum = hn::Add(load_part(Float32{}, d, sums + i, part), round_to(element, d, value));
     store_part(Float32{}, d, sum, sums + i, part);
   });
+}
+
+/// Columns [first, first + cols) of row `r`, which is row `counted_as` where the mask is counted.
+template <typename E>
+HWY_INLINE void backward_bias_row(E element, const Keep& keep, uint64_t seed, ConstRows grad_y,
+                                  Rows grad_x, size_t r, size_t counted_as, size_t first,
+                                  size_t cols, float* sums) {
+  for_each_words(seed, counted_as, grad_y.cols, first, cols,
+                 [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
+                   backward_bias_run(
+                       element, keep, words, element.at(grad_y.data, r * grad_y.stride + c),
+                       grad_x ? element.at(grad_x.data, r * grad_x.stride + c) : nullptr,
+                       sums ? sums + c : nullptr, count);
+                 });
 }
 
 void dropout_backward_bias_target(ConstRows grad_y, uint64_t seed, double p, Rows grad_x,
@@ -107,14 +122,26 @@ void dropout_backward_bias_target(ConstRows grad_y, uint64_t seed, double p, Row
   const Keep keep(p);
   with_element(grad_y.element, [&](auto element) HWY_ATTR {
     for_each_row_summing(grad_y.rows, grad_y.cols, sums, [&](size_t r, float* into) HWY_ATTR {
-      for_each_words(seed, r, grad_y.cols, 0, grad_y.cols,
-                     [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
-                       backward_bias_run(
-                           element, keep, words, element.at(grad_y.data, r * grad_y.stride + c),
-                           grad_x ? element.at(grad_x.data, r * grad_x.stride + c) : nullptr,
-                           into + c, count);
-                     });
+      backward_bias_row(element, keep, seed, grad_y, grad_x, r, r, 0, grad_y.cols, into);
     });
+  });
+}
+
+void some_rows_backward_target(ConstRows grad_y, uint64_t seed, double p, Rows grad_x,
+                               const PartialSums& part) {
+  const Keep keep(p);
+  with_element(grad_y.element, [&](auto element) HWY_ATTR {
+    if (part) {
+      for_each_row_summing(grad_y.rows, part, [&](size_t r, float* into) HWY_ATTR {
+        backward_bias_row(element, keep, seed, grad_y, grad_x, r, part.first + r, 0, grad_y.cols,
+                          into);
+      });
+    } else {
+      for_each_piece(grad_y.rows, grad_y.cols, [&](size_t r, size_t c, size_t count) HWY_ATTR {
+        backward_bias_row(element, keep, seed, grad_y, grad_x, r, part.first + r, c, count,
+                          nullptr);
+      });
+    }
   });
 }
 
@@ -135,6 +162,7 @@ namespace tandem::kernels::cpu {
 
 HWY_EXPORT(dropout_target);
 HWY_EXPORT(dropout_backward_bias_target);
+HWY_EXPORT(some_rows_backward_target);
 
 void dropout(ConstRows x, uint64_t seed, double p, Rows out) {
   dropout_add(x, {}, out.element, seed, p, {}, out);
@@ -147,6 +175,11 @@ void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t se
 
 void dropout_backward_bias(ConstRows grad_y, uint64_t seed, double p, Rows grad_x, Vector sums) {
   HWY_DYNAMIC_DISPATCH(dropout_backward_bias_target)(grad_y, seed, p, grad_x, sums);
+}
+
+void dropout_some_rows_backward(ConstRows grad_y, uint64_t seed, double p, Rows grad_x,
+                                const PartialSums& part) {
+  HWY_DYNAMIC_DISPATCH(some_rows_backward_target)(grad_y, seed, p, grad_x, part);
 }
 
 }  // namespace tandem::kernels::cpu

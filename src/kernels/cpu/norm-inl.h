@@ -26,9 +26,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<FloatTag>;
 
-/// Floats from one scratch row to the next: whole vectors of any target, and no multiple of 4 KiB,
-/// where rows would share cache sets.
-HWY_INLINE size_t scratch_stride(size_t hidden) { return (hidden + 63) / 64 * 64 + 64; }
+/// Floats from one scratch row to the next.
+HWY_INLINE size_t scratch_stride(size_t hidden) { return norm_sum_cols(hidden, false); }
 
 /// The parameters as float32, neutral where they are absent.
 struct NormParameters {

@@ -9,26 +9,6 @@
 #include "hwy/highway.h"
 #include "kernels/cpu/norm-inl.h"
 
-#ifndef TANDEM_KERNELS_CPU_NORM_BACKWARD_ONCE_
-#define TANDEM_KERNELS_CPU_NORM_BACKWARD_ONCE_
-namespace tandem::kernels::cpu {
-
-/// The operands of either backward. `mean` and `grad_bias` are null for RMSNorm.
-struct NormBackward {
-  ConstRows grad_y, x;
-  ConstVector weight, bias;
-  const float* mean;
-  const float* inv_norm;
-  NormOptions options;
-  ConstRows grad_residual;
-  Rows grad_x;
-  Vector grad_weight, grad_bias;
-  Rows y;
-};
-
-}  // namespace tandem::kernels::cpu
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 
@@ -73,9 +53,11 @@ HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RES
           static_cast<float>(totals[0] * per_element)};
 }
 
-/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual).
-template <bool kCentered, bool kResidual, typename E>
-HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT grad_y,
+/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual, to what is rounded
+/// as a sum by itself would find it).
+template <bool kCentered, bool kResidual, typename E, typename Rounded>
+HWY_NOINLINE void write_grad_x(E element, Rounded rounded,
+                               const typename E::Stored* HWY_RESTRICT grad_y,
                                const typename E::Stored* HWY_RESTRICT x,
                                const typename E::Stored* HWY_RESTRICT grad_residual,
                                const float* HWY_RESTRICT gamma, RowStatistics statistics,
@@ -90,10 +72,11 @@ HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT
         hn::Mul(load_part(element, d, grad_y + i, part), load_part(Float32{}, d, gamma + i, part));
     if constexpr (kCentered) g = hn::Sub(g, mean_g);
     const auto inner = hn::NegMulAdd(x_hat, mean_g_x_hat, g);
+    const auto grad = hn::Mul(inv_norm, inner);
     if constexpr (kResidual) {
-      return hn::MulAdd(inv_norm, inner, load_part(element, d, grad_residual + i, part));
+      return hn::Add(round_to(rounded, d, grad), load_part(element, d, grad_residual + i, part));
     } else {
-      return hn::Mul(inv_norm, inner);
+      return grad;
     }
   });
 }
@@ -122,11 +105,18 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
     auto* grad_x = row_to_write(element, a.grad_x, r, result_buffer);
     if (a.grad_residual) {
       const auto* residual = row_to_read(element, a.grad_residual, r, buffers + 2 * stride);
-      write_grad_x<kCentered, true>(element, grad_y, x, residual, gamma, statistics, means, hidden,
-                                    grad_x);
+      const auto write = [&](auto rounded) HWY_ATTR {
+        write_grad_x<kCentered, true>(element, rounded, grad_y, x, residual, gamma, statistics,
+                                      means, hidden, grad_x);
+      };
+      if constexpr (E::kElement == Element::float32) {
+        with_element(a.grad_x.element, write);
+      } else {
+        write(element);
+      }
     } else {
-      write_grad_x<kCentered, false>(element, grad_y, x, x, gamma, statistics, means, hidden,
-                                     grad_x);
+      write_grad_x<kCentered, false>(element, element, grad_y, x, x, gamma, statistics, means,
+                                     hidden, grad_x);
     }
     finish_row(element, a.grad_x, r, result_buffer);
   }
@@ -173,45 +163,63 @@ HWY_INLINE bool all_are(const NormBackward& a, Element element) {
 }
 
 template <bool kCentered>
-HWY_INLINE void norm_backward(const NormBackward& a) {
-  const size_t rows = a.x.rows, hidden = a.x.cols, stride = scratch_stride(hidden);
+HWY_INLINE void norm_backward(const NormBackward& a, const PartialSums& part) {
+  const size_t hidden = a.x.cols, stride = scratch_stride(hidden);
   const NormParameters parameters =
       norm_parameters(a.weight, a.bias, a.options.zero_centered_gamma, hidden);
-  const bool column_sums = a.grad_weight || a.grad_bias;
-  // Blocks depend on the shape alone. At most 64 of them, so that their partial sums stay in cache.
-  const size_t block_rows = column_sums ? std::max<size_t>(16, (rows + 63) / 64)
-                                        : std::max<size_t>(1, 16384 / std::max<size_t>(1, hidden));
-  const size_t blocks = (rows + block_rows - 1) / block_rows,
-               distance = kCentered ? 2 * stride : stride;
-  float* partial_sums =
-      column_sums ? scratch(ScratchUse::partial_sums, blocks * distance + 64) : nullptr;
+  const size_t begin = part ? part.first : 0, all_end = begin + a.x.rows;
+  const size_t block_rows =
+      part ? part.block_rows : std::max<size_t>(1, 16384 / std::max<size_t>(1, hidden));
   const int64_t grain =
       static_cast<int64_t>(std::max<size_t>(1, 16384 / std::max<size_t>(1, block_rows * hidden)));
   with_element(
       all_are(a, a.x.element) ? a.x.element : Element::float32, [&](auto element) HWY_ATTR {
-        parallel_for(
-            0, static_cast<int64_t>(blocks), grain, [&](int64_t first, int64_t last) HWY_ATTR {
-              const ScopedFloatMode mode;
-              float* buffers = scratch(ScratchUse::rows, 4 * stride);
-              for (size_t block = static_cast<size_t>(first); block < static_cast<size_t>(last);
-                   ++block) {
-                float* weight_sums = column_sums ? partial_sums + block * distance : nullptr;
-                float* bias_sums = column_sums && kCentered ? weight_sums + stride : nullptr;
-                if (column_sums) std::fill_n(weight_sums, distance, 0.0f);
-                const size_t end = std::min(rows, (block + 1) * block_rows);
-                for (size_t r = block * block_rows; r < end; ++r) {
-                  backward_row<kCentered>(element, a, parameters, r, buffers, weight_sums,
-                                          bias_sums);
-                }
-              }
-            });
+        auto run_blocks = [&](int64_t first, int64_t last) HWY_ATTR {
+          const ScopedFloatMode mode;
+          float* buffers = scratch(ScratchUse::rows, 4 * stride);
+          for (size_t block = static_cast<size_t>(first); block < static_cast<size_t>(last);
+               ++block) {
+            float* weight_sums = part ? part.sums + block * part.cols : nullptr;
+            float* bias_sums = part && kCentered ? weight_sums + stride : nullptr;
+            const size_t top = block * block_rows, end = std::min(all_end, top + block_rows);
+            if (part && top >= begin) std::fill_n(weight_sums, part.cols, 0.0f);
+            for (size_t r = std::max(begin, top); r < end; ++r) {
+              backward_row<kCentered>(element, a, parameters, r - begin, buffers, weight_sums,
+                                      bias_sums);
+            }
+          }
+        };
+        parallel_for(static_cast<int64_t>(begin / block_rows),
+                     static_cast<int64_t>((all_end + block_rows - 1) / block_rows), grain,
+                     run_blocks);
       });
-  if (a.grad_weight) add_partial_sums(partial_sums, blocks, distance, a.grad_weight);
-  if (a.grad_bias) add_partial_sums(partial_sums + stride, blocks, distance, a.grad_bias);
 }
 
-void rms_backward(const NormBackward& a) { norm_backward<false>(a); }
-void layer_backward(const NormBackward& a) { norm_backward<true>(a); }
+void some_rows_target(const NormBackward& a, const PartialSums& part) {
+  if (a.mean == nullptr) {
+    norm_backward<false>(a, part);
+  } else {
+    norm_backward<true>(a, part);
+  }
+}
+
+void add_sums_target(const PartialSums& part, size_t rows, Vector grad_weight, Vector grad_bias) {
+  const size_t blocks = (rows + part.block_rows - 1) / part.block_rows;
+  if (grad_weight) add_partial_sums(part.sums, blocks, part.cols, grad_weight);
+  if (grad_bias)
+    add_partial_sums(part.sums + scratch_stride(grad_bias.size), blocks, part.cols, grad_bias);
+}
+
+/// All rows.
+void backward_target(const NormBackward& a, Vector grad_weight, Vector grad_bias) {
+  PartialSums part;
+  if (grad_weight || grad_bias) {
+    const size_t rows = a.x.rows, cols = norm_sum_cols(a.x.cols, a.mean != nullptr);
+    part = {scratch(ScratchUse::partial_sums, sum_blocks(rows) * cols), cols, sum_block_rows(rows)};
+  }
+  some_rows_target(a, part);
+  if (part) add_sums_target(part, a.x.rows, grad_weight, grad_bias);
+}
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -219,14 +227,15 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace tandem::kernels::cpu {
 
-HWY_EXPORT(rms_backward);
-HWY_EXPORT(layer_backward);
+HWY_EXPORT(some_rows_target);
+HWY_EXPORT(add_sums_target);
+HWY_EXPORT(backward_target);
 
 void rms_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, const float* inv_rms,
                        const NormOptions& options, ConstRows grad_residual, Rows grad_x,
                        Vector grad_weight, Rows y) {
-  HWY_DYNAMIC_DISPATCH(rms_backward)
-  ({grad_y, x, weight, {}, nullptr, inv_rms, options, grad_residual, grad_x, grad_weight, {}, y});
+  HWY_DYNAMIC_DISPATCH(backward_target)
+  ({grad_y, x, weight, {}, nullptr, inv_rms, options, grad_residual, grad_x, y}, grad_weight, {});
 }
 
 void l2_norm_backward(ConstRows grad_y, ConstRows x, const float* inv_norm, Rows grad_x, Rows y) {
@@ -237,9 +246,17 @@ void layer_norm_backward(ConstRows grad_y, ConstRows x, ConstVector weight, Cons
                          const float* mean, const float* inv_std, const NormOptions& options,
                          ConstRows grad_residual, Rows grad_x, Vector grad_weight, Vector grad_bias,
                          Rows y) {
-  HWY_DYNAMIC_DISPATCH(layer_backward)
-  ({grad_y, x, weight, bias, mean, inv_std, options, grad_residual, grad_x, grad_weight, grad_bias,
-    y});
+  HWY_DYNAMIC_DISPATCH(backward_target)
+  ({grad_y, x, weight, bias, mean, inv_std, options, grad_residual, grad_x, y}, grad_weight,
+   grad_bias);
+}
+
+void some_rows_norm_backward(const NormBackward& rows, const PartialSums& part) {
+  HWY_DYNAMIC_DISPATCH(some_rows_target)(rows, part);
+}
+
+void add_norm_sums(const PartialSums& part, size_t rows, Vector grad_weight, Vector grad_bias) {
+  HWY_DYNAMIC_DISPATCH(add_sums_target)(part, rows, grad_weight, grad_bias);
 }
 
 }  // namespace tandem::kernels::cpu

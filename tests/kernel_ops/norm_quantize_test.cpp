@@ -1,0 +1,204 @@
+// A sum before a norm, and the gradient of a norm, with the quantizer behind them as one kernel op:
+// the bits of all in turn.
+#include "kernel_ops/norm_quantize.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include "kernel_ops/elementwise.h"
+#include "kernel_ops/norm.h"
+#include "kernel_ops/quantize.h"
+#include "support/kernel_ops.h"
+#include "support/quantizers.h"
+#include "support/throws.h"
+
+namespace tandem::testing {
+namespace {
+
+using namespace kernel_ops;
+using std::array;
+using Optional = std::optional<at::Tensor>;
+
+constexpr double kEps = 1e-5;
+
+std::vector<const Quantizer*> with_delayed() {
+  std::vector<const Quantizer*> all = quantizers();
+  for (const char* text : {"fp8_e4m3:delayed", "fp8_e5m2:delayed"}) all.push_back(&quantizer(text));
+  return all;
+}
+Optional given_to_it(const Quantizer& quantizer) {
+  return quantizer.scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(quantizer);
+}
+
+/// Results are `expected`, of which those that are masked out are empty, then codes.
+template <size_t N, size_t M>
+void expect_results(const Results<N>& got, const Results<M>& expected, const array<bool, M>& wanted,
+                    const Results<group_size>& codes) {
+  static_assert(N == M + group_size);
+  for (size_t i = 0; i < M; ++i)
+    EXPECT_TRUE(same(got[i], wanted[i] ? expected[i] : expected[i].new_empty({0}))) << i;
+  for (size_t part = 0; part < group_size; ++part)
+    EXPECT_TRUE(same(got[M + part], codes[part])) << "part " << part;
+}
+template <size_t N>
+void expect_sizes(const Results<N>& got, const Results<N>& expected) {
+  for (size_t i = 0; i < N; ++i) EXPECT_EQ(got[i].sizes(), expected[i].sizes()) << i;
+}
+
+class NormQuantizeOp : public ::testing::TestWithParam<bool> {
+ protected:
+  static bool is_layer_norm() { return GetParam(); }
+
+  void expect_forward(const at::Tensor& x, const at::Tensor& extra, const Quantizer& quantizer) {
+    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8);
+    const Optional bias =
+        is_layer_norm() ? Optional(random({x.size(-1)}, x.scalar_type(), 9)) : Optional();
+    const Optional given = given_to_it(quantizer);
+    const auto made = dispatch<AddNormForward>(x, extra, weight, bias, kEps, true, array{true});
+    for (const auto& mask :
+         {array{true, true, true, true, true}, array{false, false, true, true, false},
+          array{true, false, true, false, true}, array{false, true, false, false, true}}) {
+      const auto codes =
+          dispatch<Quantize>(made[1], given, quantizer, array{mask[2], mask[3], mask[4]});
+      const auto run = [&](const auto& function) {
+        return function(x, extra, weight, bias, given, kEps, true, quantizer, mask);
+      };
+      const auto fused =
+          run([](const auto&... args) { return dispatch<AddNormQuantize>(args...); });
+      expect_results(fused, made, array{mask[0], mask[1], is_layer_norm(), true}, codes);
+      if (mask[0] && mask[1])  // composite forms are slow
+        expect_sizes(run([](const auto&... args) { return AddNormQuantize::reference(args...); }),
+                     fused);
+    }
+  }
+
+  void expect_backward(const at::Tensor& grad_y, const at::Tensor& x, const at::Tensor& weight,
+                       const Optional& residual, const Quantizer& quantizer,
+                       at::ScalarType of_sums = at::kFloat) {
+    const Optional given = given_to_it(quantizer);
+    const at::Tensor beta = random(weight.sizes(), weight.scalar_type(), 9);
+    const Optional bias = is_layer_norm() ? Optional(beta) : Optional();
+    Optional mean;
+    Results<5> made;
+    at::Tensor inv_norm;
+    if (is_layer_norm()) {
+      const auto forward = dispatch<LayerNormForward>(x, weight, beta, kEps, true);
+      mean = forward[1];
+      inv_norm = forward[2];
+      const auto [grad_x, grad_weight, grad_bias, y] =
+          dispatch<LayerNormBackward>(grad_y, x, weight, bias, forward[1], inv_norm, residual, true,
+                                      array{true, true, true, true});
+      made = {grad_x, grad_weight, y, {}, grad_bias};
+    } else {
+      inv_norm = dispatch<RmsNormForward>(x, weight, kEps, true)[1];
+      const auto [grad_x, grad_weight, y] = dispatch<RmsNormBackward>(
+          grad_y, x, weight, inv_norm, residual, true, array{true, true, true});
+      made = {grad_x, grad_weight, y, {}, weight};
+    }
+    made[3] = dispatch<SumRows>(made[0], of_sums)[0];
+    const bool with_bias = is_layer_norm();
+    for (const auto& mask : {array{true, true, true, true, with_bias, true, true, true},
+                             array{false, false, false, false, false, true, true, false},
+                             array{false, true, false, false, with_bias, true, false, true},
+                             array{false, false, false, true, false, true, true, true},
+                             array{false, false, true, true, with_bias, false, true, false},
+                             array{true, true, false, false, false, false, false, true}}) {
+      const auto codes =
+          dispatch<Quantize>(made[0], given, quantizer, array{mask[5], mask[6], mask[7]});
+      const auto run = [&](const auto& function) {
+        return function(grad_y, x, weight, bias, mean, inv_norm, residual, given, true, of_sums,
+                        quantizer, mask);
+      };
+      const auto fused =
+          run([](const auto&... args) { return dispatch<NormBackwardQuantize>(args...); });
+      expect_results(fused, made, array{mask[0], mask[1], mask[2], mask[3], mask[4]}, codes);
+      if (mask[0] && mask[2])  // composite forms are slow
+        expect_sizes(
+            run([](const auto&... args) { return NormBackwardQuantize::reference(args...); }),
+            fused);
+    }
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Norms, NormQuantizeOp, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "layer_norm" : "rms_norm"; });
+
+TEST_P(NormQuantizeOp, OfASumGivesTheBitsOfAllInTurn) {
+  for (const Quantizer* quantizer : with_delayed()) {
+    SCOPED_TRACE(quantizer->text);
+    for_every_case(1, [&](const at::Tensor& x) {
+      expect_forward(x, random(x.sizes(), x.scalar_type(), 5), *quantizer);
+    });
+  }
+}
+
+TEST_P(NormQuantizeOp, OfASumOfTwoDtypesAndManyRows) {
+  for (const Quantizer* quantizer : with_delayed()) {
+    SCOPED_TRACE(quantizer->text);
+    at::Tensor x = random({600, 256}, at::kBFloat16);
+    x[17][3] = NAN;
+    expect_forward(x, random({600, 256}, at::kFloat, 5), *quantizer);
+  }
+}
+
+TEST_P(NormQuantizeOp, OfGradientsGivesTheBitsOfAllInTurn) {
+  for (const Quantizer* quantizer : with_delayed()) {
+    SCOPED_TRACE(quantizer->text);
+    for_every_case(1, [&](const at::Tensor& x) {
+      const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                       grad_y = random(x.sizes(), x.scalar_type(), 4);
+      expect_backward(grad_y, x, weight, Optional(), *quantizer);
+      expect_backward(grad_y, x, weight, random(x.sizes(), x.scalar_type(), 5), *quantizer);
+    });
+  }
+}
+
+TEST_P(NormQuantizeOp, OfGradientsOfManyBlocksOnAnyNumberOfThreads) {
+  const int threads = at::get_num_threads();
+  for (const Quantizer* quantizer : with_delayed()) {
+    SCOPED_TRACE(quantizer->text);
+    for (const int64_t rows : {600, 1100, 4500}) {
+      // Elements that differ, as under autocast.
+      const at::Tensor grad_y = random({rows, 40}, at::kFloat, 2),
+                       weight = random({40}, at::kFloat);
+      at::Tensor x = random({rows, 40}, at::kBFloat16);
+      x[rows - 3][7] = INFINITY;
+      for (const int count : {1, 2, 3}) {
+        at::set_num_threads(count);
+        expect_backward(grad_y, x, weight, random({rows, 40}, at::kBFloat16, 6), *quantizer,
+                        at::kBFloat16);
+      }
+      at::set_num_threads(threads);
+    }
+  }
+}
+
+TEST_P(NormQuantizeOp, OfGradientsOverTwoDimensions) {
+  for (const Quantizer* quantizer : with_delayed()) {
+    SCOPED_TRACE(quantizer->text);
+    const at::Tensor x = random({50, 2, 24}), weight = random({2, 24}, at::kFloat, 3);
+    expect_backward(random({50, 2, 24}, at::kFloat, 4), x, weight, Optional(), *quantizer);
+  }
+}
+
+TEST(NormQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
+  const at::Tensor x = random({4, 6}), weight = random({6}), rows = random({4});
+  const Optional given = at::scalar_tensor(1.0f), none;
+  EXPECT_THAT(
+      [&] {
+        dispatch<AddNormQuantize>(x, x, weight, none, given, kEps, false, *quantizers()[0],
+                                  array{true, false, true, false, false});
+      },
+      ThrowsText<c10::ValueError>("add_norm_quantize: expected no scale and no seed for ",
+                                  "got one"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<NormBackwardQuantize>(x, x, weight, none, none, rows, none, given, false,
+                                       at::kFloat, *quantizers()[0],
+                                       array{true, false, false, false, false, true, false, false});
+      },
+      ThrowsText<c10::ValueError>("norm_backward_quantize: expected no scale and no seed for ",
+                                  "got one"));
+}
+
+}  // namespace
+}  // namespace tandem::testing

@@ -1,0 +1,171 @@
+"""Gradients of norms and dropout, and norms behind a sum, that go to codes in their kernels: the bits of the ops one by one."""
+
+import copy
+
+import pytest
+import torch
+from support import randomize
+
+import tandem
+from tandem import ops
+from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+RECIPES = [
+    Float8CurrentScaling(),
+    DelayedScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),  # ops by themselves draw their seeds in another order
+]
+NORMS = {"rms_norm": ops.RMSNorm, "layer_norm": ops.LayerNorm}
+
+
+def name_of(recipe):
+    return type(recipe).__name__
+
+
+class Residual(torch.nn.Module):
+    """before(x) + after(norm(before(x))): in one pipeline, and one by one."""
+
+    def __init__(self, norm, features, bias, residual, dtype):
+        super().__init__()
+        self.before = ops.Linear(features[0], features[1], bias=bias, dtype=dtype)
+        self.norm = NORMS[norm](features[1], dtype=dtype)
+        self.after = ops.Linear(features[1], features[1], bias=bias, dtype=dtype)
+        self.residual = residual
+        if residual:
+            head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
+            head.set_extra_output_channel(0, "r", output_to_caller=False)
+            tail.set_extra_input_channel(0, "r")
+            self.together = ops.Sequential(self.before, head, self.norm, self.after, tail)
+        else:
+            self.together = ops.Sequential(self.before, self.norm, self.after)
+
+    def forward(self, x):
+        return self.together(x)
+
+    def apart(self, x):
+        h = self.before(x)
+        y = self.after(self.norm(h))
+        return ops.AddExtraInput()(y, h) if self.residual else y
+
+
+def results_of(call, module, recipe, x, grad, steps=1):
+    """Two steps where scales are those of the one before."""
+    for _ in range(steps):
+        module.zero_grad()
+        own = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        with tandem.autocast(recipe=recipe):
+            y = call(own)
+        y.backward(grad)
+    return [y.detach(), own.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+def assert_same(got, expected):
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("bias", "residual"), [(False, False), (True, False), (False, True), (True, True)])
+def test_gradients_of_norms_have_the_bits_of_ops_one_by_one(bias, residual, norm, recipe, dtype):
+    for features, sizes in (((32, 64), (3, 32, 32)), ((19, 45), (37, 19)), ((16, 32), (0, 16))):
+        module = randomize(Residual(norm, features, bias, residual, dtype))
+        twin = copy.deepcopy(module)
+        x = torch.randn(*sizes).to(dtype)
+        grad = torch.randn(*sizes[:-1], features[1]).to(dtype)
+        got = results_of(module, module, recipe, x, grad, steps=2)
+        assert_same(got, results_of(twin.apart, twin, recipe, x, grad, steps=2))
+        name = f"{norm}_backward{'_add' if residual else ''}{'_bias' if bias else ''}_quantize"
+        assert name in module.together.fusions_made(), module.together.explain()
+        assert name in module.together.explain()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES[:-1], NVFP4BlockScaling()], ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+def test_verify_finds_no_difference(norm, recipe):
+    module = randomize(Residual(norm, (32, 48), True, True, torch.float32))
+    with tandem.autocast(recipe=recipe):
+        outcome = module.together.verify(torch.randn(33, 32, requires_grad=True))
+    assert outcome, str(outcome)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled_gradients_of_norms_have_the_bits_of_eager_ones(norm, recipe, fresh_dynamo):
+    module = randomize(Residual(norm, (32, 48), True, True, torch.float32))
+    twin = copy.deepcopy(module)
+    x, grad = torch.randn(33, 32), torch.randn(33, 48)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert_same(results_of(compiled, module, recipe, x, grad), results_of(twin, twin, recipe, x, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_behind_a_sum_has_the_bits_of_ops_one_by_one(norm, recipe, dtype):
+    for features, rows in ((64, 32), (45, 37), (32, 0)):
+        parts = [ops.AddExtraInput(), ops.MakeExtraOutput(), NORMS[norm](features, dtype=dtype), ops.Linear(features, 24, bias=False, dtype=dtype)]
+        box = randomize(ops.Sequential(*parts))
+        twin = copy.deepcopy(box)
+        x, extra = torch.randn(2, rows, features).to(dtype)
+
+        def joint(module):
+            def call(x, extra):
+                return module(x, extra)
+
+            return call
+
+        def one_by_one(module):
+            add, _, of_norm, linear = module
+
+            def call(x, extra):
+                total = add(x, extra)
+                return linear(of_norm(total)), total
+
+            return call
+
+        outcomes = []
+        for module, make in ((box, joint), (twin, one_by_one)):
+            own, other = x.clone().requires_grad_(), extra.clone().requires_grad_()
+            with tandem.autocast(recipe=recipe):
+                outputs = make(module)(own, other)
+            sum(t.float().square().sum() for t in outputs).backward()
+            outcomes.append([*(t.detach() for t in outputs), own.grad, other.grad, *(p.grad for p in module.parameters())])
+        assert_same(*outcomes)
+        assert f"add_{norm}_quantize" in box.fusions_made(), box.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_dropout_have_the_bits_of_ops_one_by_one(bias, recipe, dtype):
+    for features, sizes in (((32, 64), (3, 32, 32)), ((19, 45), (37, 19)), ((16, 32), (0, 16))):
+        box = randomize(ops.Sequential(ops.Linear(*features, bias=bias, dtype=dtype), ops.Dropout(0.3)))
+        twin = copy.deepcopy(box)
+        x, grad = torch.randn(*sizes).to(dtype), torch.randn(*sizes[:-1], features[1]).to(dtype)
+        linear, dropout = twin
+        apart = results_of(lambda x, linear=linear, dropout=dropout: dropout(linear(x)), twin, recipe, x, grad)
+        assert_same(results_of(box, box, recipe, x, grad), apart)
+        name = f"dropout_backward{'_bias' if bias else ''}_quantize"
+        assert name in box.fusions_made(), box.explain()
+    with tandem.autocast(recipe=recipe):
+        assert box.verify(torch.randn(33, 16, dtype=dtype, requires_grad=True))
+
+
+def test_a_gradient_that_goes_on_is_written_beside_its_codes():
+    """Two blocks on one residual stream: the sum of gradients is read by the product before it and by the stream."""
+    parts = []
+    for i in range(2):
+        head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
+        head.set_extra_output_channel(0, f"r{i}", output_to_caller=False)
+        tail.set_extra_input_channel(0, f"r{i}")
+        parts += [head, ops.RMSNorm(32), ops.Linear(32, 32, bias=False), tail]
+    box = randomize(ops.Sequential(*parts))
+    with tandem.autocast(recipe=MXFP8BlockScaling()):
+        outcome = box.verify(torch.randn(33, 32, requires_grad=True))
+    assert outcome, str(outcome)
+    assert {"rms_norm_backward_add_quantize", "rms_norm_backward_add"} <= set(box.fusions_made()), box.explain()
