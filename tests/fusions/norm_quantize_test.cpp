@@ -87,7 +87,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(NormBackwardQuantize, Fires) {
   const Planned planned(ops(), {leaf({32, 32})}, params(), kMx);
   EXPECT_THAT(planned.backward(), HasSubstr(fusion() + ": grad of "));
-  EXPECT_THAT(planned.backward(), Not(HasSubstr("\nquantize: ")));
+  for (const char* gradient : {"0.basic_linear", "1.bias"})
+    EXPECT_THAT(planned.backward(), Not(HasSubstr(std::string("\nquantize: grad of ") + gradient)));
   EXPECT_THAT(planned.decisions(),
               Contains(::testing::AllOf(::testing::StartsWith(fusion() + " at "),
                                         ::testing::EndsWith(" + quantize: made"))));
@@ -186,7 +187,7 @@ TEST_P(AddNormQuantize, FiresAndEqualsBitwise) {
   const Tensors both{leaf({33, 40}), leaf({33, 40}, at::kFloat, 4)};
   const Planned planned(ops, both, params(), kMx);
   EXPECT_THAT(planned.forward(), HasSubstr(fusion() + ": x, extra 0, 2." + norm() + ".weight"));
-  EXPECT_THAT(planned.forward(), Not(HasSubstr("\nquantize: ")));
+  EXPECT_THAT(planned.forward(), Not(HasSubstr("\nquantize: 2.")));
   EXPECT_THAT(planned.decisions(),
               Contains(fusion() + " at 0.add_extra_input + 2." + norm() + " + quantize: made"));
   for (const auto dtype : kKernelDtypes)
@@ -230,10 +231,18 @@ TEST_P(AddNormQuantize, WritesTheSumIntoTheCallersTensor) {
 
 TEST_P(AddNormQuantize, RefusesATargetOfAnotherDtype) {
   const Ops ops = {R"(add_extra_input {"in_place": true})", norm(), "basic_linear"};
-  EXPECT_THAT(
-      Planned(ops, {random({7, 40}), random({7, 40}, at::kBFloat16, 4)}, params(), kMx).decisions(),
-      Contains(fusion() + " at 0.add_extra_input.in_place + 1." + norm() +
-               " + quantize: the sum is written into a tensor of BFloat16"));
+  const Tensors both{leaf({7, 40}, at::kBFloat16), random({7, 40}, at::kFloat, 4)};
+  EXPECT_THAT(Planned(ops, both, params(), kMx).decisions(),
+              Contains(fusion() + " at 0.add_extra_input.in_place + 1." + norm() +
+                       " + quantize: the sum is written into a tensor of Float"));
+}
+
+TEST_P(AddNormQuantize, RefusesAnExtraInputThatNoKernelTakes) {
+  const Ops ops = {"add_extra_input", norm(), "basic_linear"};
+  const Tensors both{leaf({7, 40}), random({7, 40}, at::kFloat, 4).to(at::kLong)};
+  EXPECT_THAT(Planned(ops, both, params(), kMx).decisions(),
+              Contains(fusion() + " at 0.add_extra_input + 1." + norm() +
+                       " + quantize: the extra input is Long, which no kernel takes"));
 }
 
 TEST(DropoutBackwardQuantize, FiresAndEqualsBitwise) {
