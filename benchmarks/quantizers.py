@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     g_x_r = Rotation(lambda: tuple(torch.randn(ROWS, HIDDEN).to(dtype) for _ in range(3)))
     ones, means, seed = torch.ones(ROWS), torch.zeros(ROWS), torch.tensor(7)
 
-    def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict, wanted: list[bool]) -> object:  # type: ignore[type-arg]
+    def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict[str, Any], wanted: list[bool]) -> object:
         return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, False, dtype, one["quantizer"], [*wanted, *one["mask"]])
 
     rows = []
@@ -79,7 +80,7 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     for name, quantizer in kinds:
         both = name != "current scaling"  # whose codes serve both directions
         codes = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [True, both, True])  # noqa: E731
-        as_one = {"quantizer": quantizer, "mask": [True, both, True]}
+        as_one: dict[str, Any] = {"quantizer": quantizer, "mask": [True, both, True]}
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "RMSNorm": (
                 lambda codes=codes: codes(op.rms_norm_forward(*x(), weight, eps, False)[0]),
