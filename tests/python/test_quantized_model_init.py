@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from masters import train_with_masters
 
 import tandem
 from tandem import ops
@@ -119,25 +120,9 @@ def test_it_trains_with_a_master_copy(recipe, optimize):
     target = torch.nn.Linear(32, 16)
     with tandem.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         layer = tandem.Linear(32, 16)
-    masters = {}
-    for param in layer.parameters():
-        if isinstance(param, tandem.QuantizedTensor):
-            masters[param] = param.get_high_precision_init_val().clone().requires_grad_()
-            param.clear_high_precision_init_val()
-    optimizer = optimize([masters.get(param, param) for param in layer.parameters()], lr=0.3 if optimize is torch.optim.SGD else 0.02)
-    losses = []
-    for _ in range(80):
-        x = torch.randn(64, 32)
-        with tandem.autocast(recipe=recipe):
-            loss = (layer(x) - target(x)).square().mean()
-        loss.backward()
-        for param, master in masters.items():
-            master.grad, param.grad = param.grad, None
-        optimizer.step()
-        optimizer.zero_grad()
-        for param, master in masters.items():
-            param.quantize_(master)
-        losses.append(loss.item())
+    lr = 0.3 if optimize is torch.optim.SGD else 0.02
+    count, losses = train_with_masters(layer, target, recipe, lambda params: optimize(params, lr=lr))
+    assert count == 1
     assert losses[-1] < (0.3 if recipe.nvfp4() else 0.1) * losses[0]
 
 

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from masters import train_with_masters
 
 import tandem
 from tandem import ops
@@ -144,22 +145,9 @@ def test_it_trains_with_master_copies(name, make):
     layer = made(name, {"a": rows, "b": 16}, make, columns=32)
     torch.manual_seed(1)
     target = torch.nn.Linear(32, rows + 16)
-    masters = {param: param.get_high_precision_init_val().clone().requires_grad_() for param in weights(layer).values()}
-    assert len(masters) == 2
-    optimizer = torch.optim.SGD([masters.get(param, param) for param in layer.parameters()], lr=0.3)
-    losses = []
-    for _ in range(80):
-        x = torch.randn(64, 32)
-        with tandem.autocast(recipe=recipe):
-            loss = (layer(x) - target(x)).square().sum() / (64 * 16)
-        loss.backward()
-        for param, master in masters.items():
-            master.grad, param.grad = param.grad, None
-        optimizer.step()
-        optimizer.zero_grad()
-        for param, master in masters.items():
-            param.quantize_(master)
-        losses.append(loss.item())
+    lr = 0.3 * (rows + 16) / 16  # the loss is the mean over all columns: steps as large as of 16
+    count, losses = train_with_masters(layer, target, recipe, lambda params: torch.optim.SGD(params, lr=lr))
+    assert count == 2
     assert losses[-1] < (0.3 if recipe.nvfp4() else 0.1) * losses[0]
 
 
