@@ -43,7 +43,8 @@ int main() {
 
   // A layer that generates, one position after the other.
   tandem::TransformerLayer layer(kHidden, 64, 4,
-                                 {.hidden_dropout = 0, .attention_dropout = 0, .layer_number = 1});
+                                 {.attention = {.attention_dropout = 0, .layer_number = 1},
+                                  .hidden_dropout = 0});
   layer->eval();
   const at::Tensor angles = tandem::RotaryPositionEmbedding(kHidden / 4)->forward(8);
   tandem::InferenceParams cache(/*max_batch_size=*/2, /*max_sequence_length=*/8);

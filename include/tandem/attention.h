@@ -150,14 +150,16 @@ struct AttentionArguments {
   InferenceParams* inference_params = nullptr;
 };
 
-struct MultiheadAttentionOptions {
+/// What a MultiheadAttention and a TransformerLayer are told alike.
+struct AttentionOptions {
   /// Features of a head; nullopt: hidden_size / num_attention_heads.
   std::optional<int64_t> kv_channels = std::nullopt;
   /// Probability with which, in training, a weight of the attention becomes zero.
   double attention_dropout = 0.1;
-  /// Of the norm.
+  /// Of norms, those of heads aside.
   double layernorm_epsilon = 1e-5;
-  /// Of the weights before and behind the attention.
+  /// Of the weights before and behind the attention, and before and behind the activation of a
+  /// layer.
   Init init_method = init::normal(0.023), output_layer_init_method = init::normal(0.023);
   /// Under which InferenceParams keeps keys and values.
   std::optional<int64_t> layer_number = std::nullopt;
@@ -165,24 +167,20 @@ struct MultiheadAttentionOptions {
   /// (-1, -1) or, with a causal mask, (-1, 0): no other value is known yet.
   std::optional<Window> window_size = std::nullopt;
   /// Unless `mode` is none, ranks share the heads: the first product is column-parallel, the second
-  /// row-parallel.
+  /// row-parallel; so are those of a layer's MLP.
   TensorParallel tensor_parallel = {};
   /// Heads of keys and values; nullopt: as many as of queries.
   std::optional<int64_t> num_gqa_groups = std::nullopt;
-  /// By names of parameters, such as "proj.weight".
-  MainGrads main_grads = {};
-  /// The bias of the projection behind the attention is not added but returned.
-  bool return_bias = false;
-  /// With input_layernorm, its output is returned.
-  bool return_layernorm_output = false;
-  /// A norm comes first.
-  bool input_layernorm = false;
   /// Queries, keys and values have one weight.
   bool fuse_qkv_params = false;
+  /// The factor of norms, those of heads aside, is 1 + weight.
   bool zero_centered_gamma = false;
-  /// That weight has the heads of each group of keys together, and not all queries first.
+  /// The one weight of queries, keys and values has the heads of each group of keys together, and
+  /// not all queries first.
   bool qkv_weight_interleaved = true;
+  /// Products have a bias.
   bool bias = true;
+  /// Of norms, those of heads aside.
   Normalization normalization = Normalization::layer_norm;
   QkvFormat qkv_format = QkvFormat::sbhd;
   QkNormType qk_norm_type = QkNormType::none;
@@ -193,10 +191,22 @@ struct MultiheadAttentionOptions {
   bool rotary_pos_interleaved = false;
 };
 
+struct MultiheadAttentionOptions {
+  AttentionOptions attention = {};
+  /// By names of parameters, such as "proj.weight".
+  MainGrads main_grads = {};
+  /// The bias of the projection behind the attention is not added but returned.
+  bool return_bias = false;
+  /// With input_layernorm, its output is returned.
+  bool return_layernorm_output = false;
+  /// A norm comes first.
+  bool input_layernorm = false;
+};
+
 class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
  public:
   MultiheadAttentionImpl(int64_t hidden_size, int64_t num_attention_heads,
-                         const MultiheadAttentionOptions& attention = {},
+                         const MultiheadAttentionOptions& own = {},
                          const at::TensorOptions& options = {});
 
   /// y. Throws c10::ValueError where the options ask for more: `forward_all` returns it.
@@ -223,7 +233,8 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
   void take_up(Heads& heads, InferenceParams& params) const;
   at::Tensor attend(const Heads& heads, const AttentionArguments& arguments, int64_t offset) const;
 
-  MultiheadAttentionOptions options_;
+  AttentionOptions options_;
+  bool returns_bias_, returns_norm_;
   /// Features of a head, heads of this rank, groups of this rank.
   int64_t channels_, heads_, groups_;
   std::shared_ptr<OpModule> projection_in_, q_norm_, k_norm_, projection_out_;
@@ -232,7 +243,7 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
 /// y = attention(norm(x) Wq^T, norm(x) Wk^T, norm(x) Wv^T) Wo^T, the attention torch's
 /// scaled_dot_product_attention.
 ///
-///   tandem::MultiheadAttention attention(h, 8, {.num_gqa_groups = 2, .bias = false});
+///   tandem::MultiheadAttention layer(h, 8, {.attention = {.num_gqa_groups = 2, .bias = false}});
 ///
 /// Parameters: `layernorm_qkv` (or `qkv`, without a norm), with query_weight, key_weight and
 /// value_weight or, with fuse_qkv_params, one weight; `q_norm` and `k_norm`; `proj`.
@@ -246,10 +257,10 @@ class MultiheadAttention : public torch::nn::ModuleHolder<MultiheadAttentionImpl
   using torch::nn::ModuleHolder<MultiheadAttentionImpl>::ModuleHolder;
   using Impl = MultiheadAttentionImpl;
   MultiheadAttention(int64_t hidden_size, int64_t num_attention_heads,
-                     const MultiheadAttentionOptions& attention = {},
+                     const MultiheadAttentionOptions& own = {},
                      const at::TensorOptions& options = {})
-      : ModuleHolder(std::make_shared<MultiheadAttentionImpl>(hidden_size, num_attention_heads,
-                                                              attention, options)) {}
+      : ModuleHolder(std::make_shared<MultiheadAttentionImpl>(hidden_size, num_attention_heads, own,
+                                                              options)) {}
 };
 
 }  // namespace tandem

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "tandem/attention.h"
@@ -12,39 +11,19 @@
 namespace tandem {
 
 struct TransformerLayerOptions {
-  /// As of MultiheadAttentionOptions.
-  std::optional<int64_t> num_gqa_groups = std::nullopt;
-  /// Of both norms.
-  double layernorm_epsilon = 1e-5;
+  /// Of the attention; what they say of norms, biases, first values and ranks is said of the MLP
+  /// too.
+  AttentionOptions attention = {};
   /// Probability with which, in training, an element becomes zero before it is added to the
   /// residual.
   double hidden_dropout = 0.1;
-  double attention_dropout = 0.1;
-  /// Of the weights before and behind the attention and the activation.
-  Init init_method = init::normal(0.023), output_layer_init_method = init::normal(0.023);
-  std::optional<int64_t> layer_number = std::nullopt;
-  std::optional<int64_t> kv_channels = std::nullopt;
-  AttnMaskType self_attn_mask_type = AttnMaskType::causal;
-  std::optional<Window> window_size = std::nullopt;
-  /// Of the attention and of the MLP.
-  TensorParallel tensor_parallel = {};
   /// By names of parameters, such as "layernorm_mlp.fc1_weight".
   MainGrads main_grads = {};
   /// A norm comes last, and none before the attention.
   bool output_layernorm = false;
-  bool fuse_qkv_params = false;
-  bool rotary_pos_interleaved = false;
-  bool zero_centered_gamma = false;
-  bool qkv_weight_interleaved = true;
-  bool bias = true;
   /// As of LayerNormMLPOptions.
   std::string activation = "gelu";
   OptionValues activation_params = {};
-  Normalization normalization = Normalization::layer_norm;
-  QkvFormat attn_input_format = QkvFormat::sbhd;
-  QkNormType qk_norm_type = QkNormType::none;
-  double qk_norm_eps = 1e-6;
-  bool qk_norm_before_rope = false;
 };
 
 class TANDEM_API TransformerLayerImpl : public torch::nn::Module {

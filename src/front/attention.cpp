@@ -166,41 +166,44 @@ std::pair<Tensor, Tensor> InferenceParams::step(int64_t layer, const Tensor& key
 // The module.
 
 MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_attention_heads,
-                                               const MultiheadAttentionOptions& attention,
+                                               const MultiheadAttentionOptions& own,
                                                const at::TensorOptions& options)
-    : torch::nn::Module("MultiheadAttention"), options_(attention) {
+    : torch::nn::Module("MultiheadAttention"),
+      options_(own.attention),
+      returns_bias_(own.return_bias),
+      returns_norm_(own.input_layernorm && own.return_layernorm_output) {
   using Mode = TensorParallel::Mode;
+  const AttentionOptions& attention = options_;
   TensorParallel parallel = attention.tensor_parallel;
   const bool is_parallel = parallel.mode != Mode::none;
   const int64_t ranks = is_parallel ? parallel.size : 1;
-  const auto own = attention_heads(name(), hidden_size, num_attention_heads,
-                                   attention.num_gqa_groups, attention.kv_channels, ranks);
-  channels_ = own.channels, heads_ = own.heads, groups_ = own.groups;
+  const auto shared = attention_heads(name(), hidden_size, num_attention_heads,
+                                      attention.num_gqa_groups, attention.kv_channels, ranks);
+  channels_ = shared.channels, heads_ = shared.heads, groups_ = shared.groups;
   check_window(name(), attention.window_size, attention.attn_mask_type);
 
   const int64_t query = ranks * heads_ * channels_, key = ranks * groups_ * channels_;
-  const char* first = attention.input_layernorm ? "layernorm_qkv" : "qkv";
+  const char* first = own.input_layernorm ? "layernorm_qkv" : "qkv";
   const auto main_grads = [&](const char* child) {
-    return main_grads_of(name(), attention.main_grads, child, {first, "proj"});
+    return main_grads_of(name(), own.main_grads, child, {first, "proj"});
   };
   std::vector<std::pair<std::string, int64_t>> split;
   if (!attention.fuse_qkv_params) split = {{"query", query}, {"key", key}, {"value", key}};
   if (is_parallel) parallel.mode = Mode::column;
-  if (attention.input_layernorm) {
+  if (own.input_layernorm) {
     projection_in_ = std::make_shared<LayerNormLinearImpl>(
         hidden_size, query + 2 * key,
         LayerNormLinearOptions{.eps = attention.layernorm_epsilon,
                                .normalization = attention.normalization,
                                .zero_centered_gamma = attention.zero_centered_gamma,
                                .bias = attention.bias,
-                               .return_layernorm_output = attention.return_layernorm_output,
+                               .return_layernorm_output = own.return_layernorm_output,
                                .init_method = attention.init_method,
                                .tensor_parallel = parallel,
                                .parameters_split = split,
                                .main_grads = main_grads(first)},
         options);
   } else {
-    options_.return_layernorm_output = false;
     projection_in_ =
         std::make_shared<LinearImpl>(hidden_size, query + 2 * key,
                                      LinearOptions{.bias = attention.bias,
@@ -236,7 +239,7 @@ MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_
       "proj",
       std::make_shared<LinearImpl>(query, hidden_size,
                                    LinearOptions{.bias = attention.bias,
-                                                 .return_bias = attention.return_bias,
+                                                 .return_bias = own.return_bias,
                                                  .init_method = attention.output_layer_init_method,
                                                  .tensor_parallel = parallel,
                                                  .main_grads = main_grads("proj")},
@@ -337,7 +340,7 @@ ModuleOutputs MultiheadAttentionImpl::forward_all(const Tensor& x,
 }
 
 Tensor MultiheadAttentionImpl::forward(const Tensor& x, const AttentionArguments& arguments) {
-  TORCH_CHECK_VALUE(!options_.return_bias && !options_.return_layernorm_output, name(),
+  TORCH_CHECK_VALUE(!returns_bias_ && !returns_norm_, name(),
                     ": expected one output, got return_bias or return_layernorm_output. Call ",
                     "forward_all(x), which returns all of them.");
   return forward_all(x, arguments).y;

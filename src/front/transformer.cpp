@@ -48,46 +48,26 @@ TransformerLayerImpl::TransformerLayerImpl(int64_t hidden_size, int64_t ffn_hidd
   const auto main_grads = [&](const char* child) {
     return main_grads_of(name(), layer.main_grads, child, {"self_attention", "layernorm_mlp"});
   };
-  attention_ = register_module(
-      "self_attention",
-      MultiheadAttention(
-          hidden_size, num_attention_heads,
-          MultiheadAttentionOptions{.kv_channels = layer.kv_channels,
-                                    .attention_dropout = layer.attention_dropout,
-                                    .layernorm_epsilon = layer.layernorm_epsilon,
-                                    .init_method = layer.init_method,
-                                    .output_layer_init_method = layer.output_layer_init_method,
-                                    .layer_number = layer.layer_number,
-                                    .attn_mask_type = layer.self_attn_mask_type,
-                                    .window_size = layer.window_size,
-                                    .tensor_parallel = layer.tensor_parallel,
-                                    .num_gqa_groups = layer.num_gqa_groups,
-                                    .main_grads = main_grads("self_attention"),
-                                    .input_layernorm = !layer.output_layernorm,
-                                    .fuse_qkv_params = layer.fuse_qkv_params,
-                                    .zero_centered_gamma = layer.zero_centered_gamma,
-                                    .qkv_weight_interleaved = layer.qkv_weight_interleaved,
-                                    .bias = layer.bias,
-                                    .normalization = layer.normalization,
-                                    .qkv_format = layer.attn_input_format,
-                                    .qk_norm_type = layer.qk_norm_type,
-                                    .qk_norm_eps = layer.qk_norm_eps,
-                                    .qk_norm_before_rope = layer.qk_norm_before_rope,
-                                    .rotary_pos_interleaved = layer.rotary_pos_interleaved},
-          options));
+  const AttentionOptions& shared = layer.attention;
+  attention_ = register_module("self_attention",
+                               MultiheadAttention(hidden_size, num_attention_heads,
+                                                  {.attention = shared,
+                                                   .main_grads = main_grads("self_attention"),
+                                                   .input_layernorm = !layer.output_layernorm},
+                                                  options));
   const auto mlp = register_module(
       "layernorm_mlp",
       std::make_shared<LayerNormMLPImpl>(
           hidden_size, ffn_hidden_size,
-          LayerNormMLPOptions{.eps = layer.layernorm_epsilon,
-                              .normalization = layer.normalization,
-                              .zero_centered_gamma = layer.zero_centered_gamma,
-                              .bias = layer.bias,
+          LayerNormMLPOptions{.eps = shared.layernorm_epsilon,
+                              .normalization = shared.normalization,
+                              .zero_centered_gamma = shared.zero_centered_gamma,
+                              .bias = shared.bias,
                               .activation = layer.activation,
                               .activation_params = layer.activation_params,
-                              .init_method = layer.init_method,
-                              .output_layer_init_method = layer.output_layer_init_method,
-                              .tensor_parallel = layer.tensor_parallel,
+                              .init_method = shared.init_method,
+                              .output_layer_init_method = shared.output_layer_init_method,
+                              .tensor_parallel = shared.tensor_parallel,
                               .main_grads = main_grads("layernorm_mlp")},
           options));
 
@@ -103,8 +83,8 @@ TransformerLayerImpl::TransformerLayerImpl(int64_t hidden_size, int64_t ffn_hidd
   drop();
   tail.push_back({ops::add_extra_input({.channel = kResidual})});
   if (layer.output_layernorm) {
-    const ops::NormOptions norm{layer.layernorm_epsilon, layer.zero_centered_gamma};
-    const bool is_layer_norm = layer.normalization == Normalization::layer_norm;
+    const ops::NormOptions norm{shared.layernorm_epsilon, shared.zero_centered_gamma};
+    const bool is_layer_norm = shared.normalization == Normalization::layer_norm;
     const auto last = register_module(
         "layernorm", std::make_shared<OpModule>(is_layer_norm ? "LayerNorm" : "RMSNorm",
                                                 is_layer_norm ? ops::layer_norm(hidden_size, norm)

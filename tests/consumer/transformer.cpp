@@ -35,16 +35,16 @@ void write(const char* path, const Tensors& tensors) {
 int main(int, char** argv) {
   const std::string recipe = argv[1];
   const Tensors given = read(argv[2]);
-  tandem::TransformerLayer layer(
-      64, 96, 4,
-      tandem::TransformerLayerOptions{.num_gqa_groups = 2,
-                                      .hidden_dropout = 0,
-                                      .attention_dropout = 0,
-                                      .output_layernorm = recipe == "post_norm",
-                                      .bias = false,
-                                      .activation = "swiglu",
-                                      .normalization = tandem::Normalization::rms_norm,
-                                      .qk_norm_type = tandem::QkNormType::rms_norm});
+  tandem::TransformerLayer layer(64, 96, 4,
+                                 tandem::TransformerLayerOptions{
+                                     .attention = {.attention_dropout = 0,
+                                                   .num_gqa_groups = 2,
+                                                   .bias = false,
+                                                   .normalization = tandem::Normalization::rms_norm,
+                                                   .qk_norm_type = tandem::QkNormType::rms_norm},
+                                     .hidden_dropout = 0,
+                                     .output_layernorm = recipe == "post_norm",
+                                     .activation = "swiglu"});
   {
     const at::NoGradGuard no_grad;
     for (auto& param : layer->named_parameters()) param.value().copy_(given.at(param.key()));

@@ -25,7 +25,7 @@ constexpr int64_t kHidden = 32, kHeads = 4, kLength = 7, kBatch = 2;
 
 MultiheadAttention attention(MultiheadAttentionOptions options = {},
                              at::ScalarType dtype = at::kDouble) {
-  options.attention_dropout = 0;
+  options.attention.attention_dropout = 0;
   return randomized(MultiheadAttention(kHidden, kHeads, options, dtype), 0.3);
 }
 
@@ -65,9 +65,8 @@ TEST(MultiheadAttention, Masks) {
 
 TEST(MultiheadAttention, TheLastOfQueriesAndKeysMayBeAtOnePlace) {
   // Keys of a cache come first: a causal mask from the bottom right sees them all.
-  MultiheadAttentionOptions options{.layer_number = 1,
-                                    .attn_mask_type = AttnMaskType::causal_bottom_right};
-  MultiheadAttention made = attention(options);
+  MultiheadAttention made = attention(
+      {.attention = {.layer_number = 1, .attn_mask_type = AttnMaskType::causal_bottom_right}});
   const c10::AutoGradMode no_grad(false);
   const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble);
   InferenceParams cache(kBatch, kLength);
@@ -119,7 +118,8 @@ TEST(MultiheadAttention, DropsWeightsInTraining) {
 TEST(MultiheadAttention, OverRanks) {
   const MultiheadAttention made(
       kHidden, kHeads,
-      {.tensor_parallel = {TensorParallel::Mode::column, "0", 2}, .num_gqa_groups = 2});
+      {.attention = {.tensor_parallel = {TensorParallel::Mode::column, "0", 2},
+                     .num_gqa_groups = 2}});
   const auto p = made->named_parameters();
   EXPECT_EQ(p["qkv.query_weight"].sizes(), (std::vector<int64_t>{kHidden / 2, kHidden}));
   EXPECT_EQ(p["qkv.key_bias"].sizes(), (std::vector<int64_t>{kHidden / 4}));
@@ -127,9 +127,9 @@ TEST(MultiheadAttention, OverRanks) {
   EXPECT_EQ(p["proj.bias"].sizes(), (std::vector<int64_t>{kHidden}));
   EXPECT_THAT(
       [] {
-        MultiheadAttention(
-            kHidden, kHeads,
-            {.tensor_parallel = {TensorParallel::Mode::column, "0", 4}, .num_gqa_groups = 2});
+        MultiheadAttention(kHidden, kHeads,
+                           {.attention = {.tensor_parallel = {TensorParallel::Mode::column, "0", 4},
+                                          .num_gqa_groups = 2}});
       },
       ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that 4 ranks share "
                                   "evenly, got 2. Use a multiple of 4."));
@@ -187,13 +187,13 @@ TEST(Linear, OverRanksTheBiasComesLast) {
 }
 
 TEST(AttentionErrors, TellWhatIsExpected) {
-  EXPECT_THAT([] { attention({.num_gqa_groups = 3}); },
+  EXPECT_THAT([] { attention({.attention = {.num_gqa_groups = 3}}); },
               ThrowsText<c10::ValueError>("MultiheadAttention: expected num_gqa_groups that "
                                           "divides the 4 attention heads, got 3. Use a divisor."));
   EXPECT_THAT([] { MultiheadAttention(30, 4); },
               ThrowsText<c10::ValueError>("MultiheadAttention: expected hidden_size that 4 heads "
                                           "share evenly, got 30. Give kv_channels."));
-  EXPECT_THAT([] { attention({.window_size = Window(4, 0)}); },
+  EXPECT_THAT([] { attention({.attention = {.window_size = Window(4, 0)}}); },
               ThrowsText<c10::NotImplementedError>(
                   "MultiheadAttention: expected window_size (-1, 0) or None, got (4, 0). Leave "
                   "positions out with attention_mask."));

@@ -42,14 +42,16 @@ using ::testing::HasSubstr;
 constexpr int64_t kHidden = 32, kWide = 48, kHeads = 4, kLength = 7, kBatch = 2;
 constexpr double kEps = 1e-5, kQkEps = 1e-6;
 
-TransformerLayerOptions plain() { return {.hidden_dropout = 0, .attention_dropout = 0}; }
+TransformerLayerOptions plain() {
+  return {.attention = {.attention_dropout = 0}, .hidden_dropout = 0};
+}
 
 TransformerLayerOptions llama() {
   TransformerLayerOptions options = plain();
-  options.normalization = Normalization::rms_norm;
+  options.attention.normalization = Normalization::rms_norm;
   options.activation = "swiglu";
-  options.bias = false;
-  options.num_gqa_groups = 2;
+  options.attention.bias = false;
+  options.attention.num_gqa_groups = 2;
   return options;
 }
 
@@ -79,10 +81,10 @@ class Formula {
         options_.output_layernorm ? "self_attention.qkv." : "self_attention.layernorm_qkv.";
     const at::Tensor inside = options_.output_layernorm ? x : norm(x, at + "layer_norm_");
     std::vector<at::Tensor> heads = split(inside, at);
-    if (options_.qk_norm_before_rope) norm_heads(heads);
+    if (options_.attention.qk_norm_before_rope) norm_heads(heads);
     if (angles.defined())
       for (size_t i = 0; i < 2; ++i) heads[i] = rotated(heads[i], angles);
-    if (!options_.qk_norm_before_rope) norm_heads(heads);
+    if (!options_.attention.qk_norm_before_rope) norm_heads(heads);
     const at::Tensor h = x + at::linear(attention(heads, seen), get("self_attention.proj.weight"),
                                         get("self_attention.proj.bias"));
     const at::Tensor z = at::linear(norm(h, "layernorm_mlp.layer_norm_"),
@@ -100,12 +102,13 @@ class Formula {
     const auto found = params_.find(name);
     return found == params_.end() ? at::Tensor() : found->second;
   }
-  int64_t groups() const { return options_.num_gqa_groups.value_or(kHeads); }
-  int64_t channels() const { return options_.kv_channels.value_or(kHidden / kHeads); }
+  int64_t groups() const { return options_.attention.num_gqa_groups.value_or(kHeads); }
+  int64_t channels() const { return options_.attention.kv_channels.value_or(kHidden / kHeads); }
 
   at::Tensor norm(const at::Tensor& x, const std::string& at) const {
-    const at::Tensor weight = get(at + "weight") + (options_.zero_centered_gamma ? 1.0 : 0.0);
-    return options_.normalization == Normalization::rms_norm
+    const at::Tensor weight =
+        get(at + "weight") + (options_.attention.zero_centered_gamma ? 1.0 : 0.0);
+    return options_.attention.normalization == Normalization::rms_norm
                ? at::rms_norm(x, x.sizes().back(), weight, kEps)
                : at::layer_norm(x, x.sizes().back(), weight, get(at + "bias"), kEps);
   }
@@ -113,13 +116,13 @@ class Formula {
   /// Queries, keys, values, each [sequence, batch, heads, features].
   std::vector<at::Tensor> split(const at::Tensor& x, const std::string& at) const {
     std::vector<at::Tensor> parts;
-    if (!options_.fuse_qkv_params) {
+    if (!options_.attention.fuse_qkv_params) {
       for (const char* name : {"query", "key", "value"})
         parts.push_back(at::linear(x, get(at + name + "_weight"), get(at + name + "_bias")));
     } else {
       const at::Tensor mixed = at::linear(x, get(at + "weight"), get(at + "bias"));
       const int64_t share = kHeads / groups();
-      if (!options_.qkv_weight_interleaved) {
+      if (!options_.attention.qkv_weight_interleaved) {
         parts = mixed.split_with_sizes(
             {kHeads * channels(), groups() * channels(), groups() * channels()}, -1);
       } else {
@@ -136,7 +139,7 @@ class Formula {
     const char* names[] = {"q", "k"};
     for (size_t i = 0; i < 2; ++i) {
       const std::string at = std::string("self_attention.") + names[i] + "_norm.";
-      switch (options_.qk_norm_type) {
+      switch (options_.attention.qk_norm_type) {
         case QkNormType::none:
           break;
         case QkNormType::rms_norm:
@@ -154,7 +157,7 @@ class Formula {
 
   /// Each pair of features is a complex number, times e^(i angle).
   at::Tensor rotated(const at::Tensor& x, const at::Tensor& angles) const {
-    const bool by_two = options_.rotary_pos_interleaved;
+    const bool by_two = options_.attention.rotary_pos_interleaved;
     const at::Tensor pairs =
         by_two ? x.unflatten(-1, {-1, 2}) : x.unflatten(-1, {2, -1}).transpose(-1, -2);
     const at::Tensor turns = at::polar(at::ones_like(angles), angles).unsqueeze(1).unsqueeze(1);
@@ -212,25 +215,30 @@ std::vector<Case> cases() {
   return {
       {"gpt", plain()},
       {"llama", llama()},
-      {"channels", with(plain(), [](Options& o) { o.kv_channels = 6; })},
-      {"qk_rms_norm", with(llama(), [](Options& o) { o.qk_norm_type = QkNormType::rms_norm; })},
-      {"qk_layer_norm", with(plain(), [](Options& o) { o.qk_norm_type = QkNormType::layer_norm; })},
+      {"channels", with(plain(), [](Options& o) { o.attention.kv_channels = 6; })},
+      {"qk_rms_norm",
+       with(llama(), [](Options& o) { o.attention.qk_norm_type = QkNormType::rms_norm; })},
+      {"qk_layer_norm",
+       with(plain(), [](Options& o) { o.attention.qk_norm_type = QkNormType::layer_norm; })},
       {"qk_l2_before", with(plain(),
                             [](Options& o) {
-                              o.qk_norm_type = QkNormType::l2_normalization;
-                              o.qk_norm_before_rope = true;
+                              o.attention.qk_norm_type = QkNormType::l2_normalization;
+                              o.attention.qk_norm_before_rope = true;
                             })},
-      {"interleaved",
-       with(plain(), [](Options& o) { o.rotary_pos_interleaved = o.zero_centered_gamma = true; })},
+      {"interleaved", with(plain(),
+                           [](Options& o) {
+                             o.attention.rotary_pos_interleaved = o.attention.zero_centered_gamma =
+                                 true;
+                           })},
       {"fused_qkv", with(plain(),
                          [](Options& o) {
-                           o.fuse_qkv_params = true;
-                           o.num_gqa_groups = 2;
+                           o.attention.fuse_qkv_params = true;
+                           o.attention.num_gqa_groups = 2;
                          })},
       {"fused_qkv_apart", with(plain(),
                                [](Options& o) {
-                                 o.fuse_qkv_params = true;
-                                 o.qkv_weight_interleaved = false;
+                                 o.attention.fuse_qkv_params = true;
+                                 o.attention.qkv_weight_interleaved = false;
                                })},
       {"post_norm", with(plain(), [](Options& o) { o.output_layernorm = true; })},
   };
@@ -248,12 +256,12 @@ TEST_P(TransformerFormula, IsWhatTheLayerComputes) {
   const auto& [each, is_rotary] = GetParam();
   TransformerLayer made = layer(each.options);
   const Named params = copies(*made);
-  const int64_t channels = each.options.kv_channels.value_or(kHidden / kHeads);
+  const int64_t channels = each.options.attention.kv_channels.value_or(kHidden / kHeads);
   AttentionArguments arguments;
   if (is_rotary)
     arguments.rotary_pos_emb =
-        RotaryPositionEmbedding(channels,
-                                RotaryOptions{.interleaved = each.options.rotary_pos_interleaved})
+        RotaryPositionEmbedding(
+            channels, RotaryOptions{.interleaved = each.options.attention.rotary_pos_interleaved})
             ->forward(kLength);
   const at::Tensor x = leaf({kLength, kBatch, kHidden}, at::kDouble),
                    other = x.detach().clone().requires_grad_(),
@@ -274,7 +282,7 @@ TEST_P(TransformerFormula, IsWhatTheLayerComputes) {
 
 TEST(TransformerLayer, HasTheNamesOfTransformerEngine) {
   TransformerLayerOptions options = llama();
-  options.qk_norm_type = QkNormType::rms_norm;
+  options.attention.qk_norm_type = QkNormType::rms_norm;
   EXPECT_THAT(names_of(*layer(options)),
               ElementsAre("self_attention.layernorm_qkv.layer_norm_weight",
                           "self_attention.layernorm_qkv.query_weight",
@@ -285,7 +293,7 @@ TEST(TransformerLayer, HasTheNamesOfTransformerEngine) {
                           "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight"));
   options = plain();
   options.output_layernorm = true;
-  options.fuse_qkv_params = true;
+  options.attention.fuse_qkv_params = true;
   EXPECT_THAT(
       names_of(*layer(options)),
       ElementsAre("self_attention.qkv.weight", "self_attention.qkv.bias",
@@ -312,7 +320,7 @@ TEST(TransformerLayer, FromTheAttentionOnItIsOnePipeline) {
 
 TEST(TransformerLayer, BatchMayComeFirst) {
   TransformerLayerOptions options = plain();
-  options.attn_input_format = QkvFormat::bshd;
+  options.attention.qkv_format = QkvFormat::bshd;
   TransformerLayer first = layer(plain()), second = layer(options);
   const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble);
   const AttentionArguments arguments{
@@ -330,9 +338,9 @@ INSTANTIATE_TEST_SUITE_P(Formats, TransformerCache,
 
 TEST_P(TransformerCache, GivesWhatTheWholeSequenceGives) {
   TransformerLayerOptions options = llama();
-  options.layer_number = 3;
-  options.attn_input_format = GetParam();
-  options.qk_norm_type = QkNormType::rms_norm;
+  options.attention.layer_number = 3;
+  options.attention.qkv_format = GetParam();
+  options.attention.qk_norm_type = QkNormType::rms_norm;
   TransformerLayer made = layer(options);
   made->eval();
   const c10::AutoGradMode no_grad(false);
