@@ -1,6 +1,6 @@
 // A module with TransformerEngine's parameter names under delayed scaling, a head that shares the
-// weight of the embedding, a gradient that is accumulated in float32, and a layer with keys and
-// values of earlier positions.
+// weight of the embedding, a gradient that is accumulated in float32, experts whose gradients come
+// later, and a layer with keys and values of earlier positions.
 #include <tandem/tandem.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
@@ -41,10 +41,18 @@ int main() {
     std::cout << "step " << step << ": loss " << loss.item<float>() << "\n";
   }
 
+  // Experts, whose gradients of weights are computed when there is time for it.
+  tandem::GroupedLinear experts(4, kHidden, 64, {.bias = false, .delay_wgrad_compute = true});
+  experts->forward(at::randn({10, kHidden}), {3, 0, 5, 1}, {.is_first_microbatch = true})
+      .sum()
+      .backward();
+  experts->backward_dw();
+  std::cout << "gradient of expert 0 " << experts->parameters()[0].grad().sizes() << "\n";
+
   // A layer that generates, one position after the other.
-  tandem::TransformerLayer layer(kHidden, 64, 4,
-                                 {.attention = {.attention_dropout = 0, .layer_number = 1},
-                                  .hidden_dropout = 0});
+  tandem::TransformerLayer layer(
+      kHidden, 64, 4,
+      {.attention = {.attention_dropout = 0, .layer_number = 1}, .hidden_dropout = 0});
   layer->eval();
   const at::Tensor angles = tandem::RotaryPositionEmbedding(kHidden / 4)->forward(8);
   tandem::InferenceParams cache(/*max_batch_size=*/2, /*max_sequence_length=*/8);

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,7 +30,8 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   ~PipelineModule() override;
 
   /// The plans of the calls made so far: steps of both directions, what is kept, every fusion made
-  /// or refused and why.
+  /// or refused and why. Where calls differ in what they are given to write, those of calls like
+  /// the last.
   std::string explain(ExplainFormat format = ExplainFormat::text,
                       const StepTimes& times = {}) const;
   /// Bytes that the last call with gradients kept for backward, inputs and parameters aside.
@@ -82,11 +84,24 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   /// The op of a module of one, on the module's parameters.
   static const Op& op_of(const PipelineModule& module) { return module.ops_[0]; }
 
+  /// A tensor of the caller that a call writes: the option of the only op that says so.
+  struct Written {
+    const char* option;
+    at::Tensor tensor;
+  };
   /// The main output, then the extra outputs in list order; `extra_inputs` one per unbound extra
   /// input, in list order.
-  std::vector<at::Tensor> run(const at::Tensor& x, at::TensorList extra_inputs);
+  std::vector<at::Tensor> run(const at::Tensor& x, at::TensorList extra_inputs,
+                              const std::vector<Written>& written = {});
+
+  /// Gives a parameter of this module what the archive has under its name. Throws c10::Error where
+  /// it has nothing.
+  virtual void read_parameter(torch::serialize::InputArchive& archive, const std::string& parameter,
+                              at::Tensor& value);
 
  private:
+  /// The pipeline of calls that write such tensors, made by the first of them.
+  Pipeline& pipeline_writing(const std::vector<Written>& written);
   /// Puts weights that run as one product, and lie apart, behind each other in one memory.
   void bring_together();
   /// The recipe's state, made where it is not there yet.
@@ -110,6 +125,16 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   /// Weights whose gradients come later, and what backward has left of them, which graphs share.
   std::shared_ptr<LeftByBackward> left_;
   std::unique_ptr<Pipeline> pipeline_;
+  /// Of calls that write tensors of the caller, with the options that say which.
+  struct Writing {
+    std::vector<std::string> options;
+    std::unique_ptr<Pipeline> pipeline;
+  };
+  mutable std::mutex writing_mutex_;
+  std::vector<Writing> writing_;
+  /// That of the last call.
+  std::atomic<Pipeline*> last_{nullptr};
+  int64_t watched_ = 0;
   /// On the parameters.
   std::vector<Op> ops_;
   /// The ops without main_grads, for `verify`; empty where there are none.

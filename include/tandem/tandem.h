@@ -4,6 +4,7 @@
 #include "tandem/attention.h"
 #include "tandem/autocast.h"
 #include "tandem/functional.h"
+#include "tandem/grouped_linear.h"
 #include "tandem/memory.h"
 #include "tandem/modules.h"
 #include "tandem/ops.h"

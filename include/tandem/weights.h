@@ -12,19 +12,35 @@ using kernel_ops::quantize_weight;
 using kernel_ops::Said;
 using kernel_ops::WeightCodes;
 
-/// While one of these lives, this thread says that nobody has written the weights that its
-/// pipelines use since their codes were made (Said::unchanged): their bytes are not compared.
-///
-///   { tandem::WeightsUnchanged unchanged; loss = model->forward(x).sum(); }
-class WeightsUnchanged {
+/// While one of these lives, this thread says something of the weights that its pipelines use.
+class SayingOfWeights {
  public:
-  WeightsUnchanged() { kernel_ops::say(Said::unchanged); }
-  ~WeightsUnchanged() { kernel_ops::say(before_); }
-  WeightsUnchanged(const WeightsUnchanged&) = delete;
-  WeightsUnchanged& operator=(const WeightsUnchanged&) = delete;
+  explicit SayingOfWeights(Said said) { kernel_ops::say(said); }
+  ~SayingOfWeights() { kernel_ops::say(before_); }
+  SayingOfWeights(const SayingOfWeights&) = delete;
+  SayingOfWeights& operator=(const SayingOfWeights&) = delete;
 
  private:
   Said before_ = kernel_ops::said_now();
+};
+
+/// That nobody has written them since their codes were made (Said::unchanged): their bytes are not
+/// compared.
+///
+///   { tandem::WeightsUnchanged unchanged; loss = model->forward(x).sum(); }
+class WeightsUnchanged : public SayingOfWeights {
+ public:
+  WeightsUnchanged() : SayingOfWeights(Said::unchanged) {}
+};
+
+/// That their codes are to be made, in the first micro-batch of a step; in the others, that nobody
+/// has written them since: `is_first_microbatch` of Python's modules.
+///
+///   { tandem::Microbatch one(/*is_first=*/i == 0); loss = model->forward(x[i]).sum(); }
+class Microbatch : public SayingOfWeights {
+ public:
+  explicit Microbatch(bool is_first)
+      : SayingOfWeights(is_first ? Said::first_microbatch : Said::unchanged) {}
 };
 
 }  // namespace tandem

@@ -61,6 +61,7 @@ DescribedOps describe(const std::vector<Op>& ops) {
   DescribedOps described;
   std::vector<OpEntry> entries;
   std::vector<size_t> delaying;
+  std::vector<std::pair<size_t, size_t>> written;  // by which entry, how many tensors
   uint32_t state_holders = 0;
   for (size_t i = 0; i < ops.size(); ++i) {
     SlotCount& slots = described.slots.emplace_back();
@@ -78,6 +79,8 @@ DescribedOps describe(const std::vector<Op>& ops) {
                                                     .extra_outputs = bindings(basic.extra_outputs),
                                                     .in_place = basic.in_place,
                                                     .recompute = basic.recompute});
+      if (const size_t count = is_set(options, kWritesOutput) + is_set(options, kWritesGradInput))
+        written.emplace_back(entries.size() - 1, count);
       const size_t delayed_weights = delays ? weights_of(basic) : 0;
       if (delays) {
         delaying.push_back(entries.size() - 1);
@@ -115,6 +118,8 @@ DescribedOps describe(const std::vector<Op>& ops) {
   for (size_t d = 0; d < delaying.size(); ++d)
     for (size_t i = 0; i < described.delayed[d].left(); ++i)
       entries[delaying[d]].buffers.push_back(next++);
+  for (const auto& [entry, count] : written)
+    for (size_t i = 0; i < count; ++i) entries[entry].buffers.push_back(next++);
   described.text = write_ops(entries);
   return described;
 }

@@ -18,12 +18,17 @@ namespace tandem {
 inline constexpr const char* kAccumulateIntoMainGrad = "accumulate_into_main_grad";
 /// That of one that leaves gradients of weights for later.
 inline constexpr const char* kDelayWgrad = "delay_wgrad";
+/// Those of one that writes its result, or the gradient of its operand, into a tensor of the
+/// caller.
+inline constexpr const char* kWritesOutput = "writes_output";
+inline constexpr const char* kWritesGradInput = "writes_grad_input";
 
 /// The options of an op as JSON. Throws c10::ValueError where one is given twice, or JSON cannot
 /// hold it: a number that is not finite, a text that is not UTF-8.
 std::string options_text(const std::string& op, const OptionValues& options);
 
-/// What a list of ops is to a pipeline.
+/// What a list of ops is to a pipeline. Its buffers are the main_grads, what is left of delayed
+/// gradients, and tensors that ops write which come with a call, in the order of the ops.
 struct DescribedOps {
   /// The "ops" array of a description.
   std::string text;

@@ -3,8 +3,6 @@
 #include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-
 #include "core/json_fields.h"
 #include "core/op_def.h"
 #include "front/parts.h"
@@ -50,14 +48,6 @@ void add_product(Parts& parts, int64_t in, int64_t out, const std::string& prefi
   ParameterSpec spec = sum.parameters[0];
   spec.name = prefix + "bias";
   parts.add_parameter(std::move(spec));
-}
-
-/// What becomes of the gradients of weights.
-template <typename Options>
-Op with_gradients(Op op, const Options& options) {
-  for (const auto& [weight, main_grad] : options.main_grads)
-    op = op.with_main_grad(weight, main_grad);
-  return options.delay_wgrad_compute ? op.with_delayed_wgrad() : op;
 }
 
 /// A product of `features` of one rank, behind a norm where `add_first` puts one.
@@ -148,27 +138,12 @@ Op layer_norm_mlp(int64_t hidden_size, int64_t ffn_hidden_size,
 
 }  // namespace ops
 
-namespace {
-
-/// The parameters that none of its parts reads.
-std::vector<at::Tensor> unread_parameters(const Op& op) {
-  std::vector<at::Tensor> unread;
-  for (size_t place = 0; place < op.parameters.size(); ++place)
-    if (std::ranges::none_of(op.basic_ops, [&](const BasicOp& basic) {
-          return std::ranges::count(basic.parameters, place) != 0;
-        }))
-      unread.push_back(op.parameters[place].tensor);
-  return unread;
-}
-
-}  // namespace
-
 OpModule::OpModule(const char* name, const Op& op, const at::TensorOptions& options,
                    bool returns_bias, bool returns_norm)
     : PipelineModule(name, {op}, Names::plain, options),
       returns_bias_(returns_bias),
       returns_norm_(returns_norm),
-      biases_(unread_parameters(op_of(*this))) {}
+      biases_(ops::unread_parameters(op_of(*this))) {}
 
 ModuleOutputs OpModule::forward_all(const at::Tensor& x) {
   std::vector<at::Tensor> outputs = run(x, {});

@@ -209,6 +209,16 @@ ParameterSpec& Parts::parameter(const std::string& name) {
   return op_.parameters[place_of_parameter(op_, name)];
 }
 
+std::vector<at::Tensor> unread_parameters(const Op& op) {
+  std::vector<at::Tensor> unread;
+  for (size_t place = 0; place < op.parameters.size(); ++place)
+    if (std::ranges::none_of(op.basic_ops, [&](const BasicOp& basic) {
+          return std::ranges::count(basic.parameters, place) != 0;
+        }))
+      unread.push_back(op.parameters[place].tensor);
+  return unread;
+}
+
 Collectives collectives(const std::string& op, const TensorParallel& parallel) {
   using Mode = TensorParallel::Mode;
   if (parallel.mode == Mode::none) return {};

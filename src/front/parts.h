@@ -42,6 +42,18 @@ Collectives collectives(const std::string& op, const TensorParallel& parallel);
 /// cannot share them evenly.
 int64_t share(const std::string& op, const char* name, int64_t features, int64_t ranks);
 
+/// What becomes of the gradients of weights: the `main_grads` of a module's options, and its
+/// `delay_wgrad_compute`.
+template <typename Options>
+Op with_gradients(Op op, const Options& options) {
+  for (const auto& [weight, main_grad] : options.main_grads)
+    op = op.with_main_grad(weight, main_grad);
+  return options.delay_wgrad_compute ? op.with_delayed_wgrad() : op;
+}
+
+/// The parameters that none of its parts reads.
+std::vector<at::Tensor> unread_parameters(const Op& op);
+
 /// Makes "weight" and "bias" of an op parameters of their own for each part of the output features,
 /// which are those of all ranks: "<name>_weight". Does nothing where there are no parts.
 ///

@@ -175,6 +175,7 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
     : torch::nn::Module(name), ops_(ops) {
   DescribedOps described = describe(ops);
   pipeline_ = std::make_unique<Pipeline>(std::move(described.text));  // refuses before all else
+  last_ = pipeline_.get();
   main_grads_ = std::move(described.main_grads);
   if (!described.delayed.empty())
     left_ = std::make_shared<LeftByBackward>(std::move(described.delayed));
@@ -210,18 +211,47 @@ PipelineModule::PipelineModule(const char* name, const std::vector<Op>& ops, Nam
 
 PipelineModule::~PipelineModule() = default;
 
-std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList extra_inputs) {
+Pipeline& PipelineModule::pipeline_writing(const std::vector<Written>& written) {
+  if (written.empty()) return *pipeline_;
+  std::vector<std::string> options;
+  for (const Written& each : written) options.emplace_back(each.option);
+  const std::lock_guard<std::mutex> lock(writing_mutex_);
+  const auto found = std::ranges::find(writing_, options, &Writing::options);
+  if (found != writing_.end()) return *found->pipeline;
+  std::vector<Op> ops = ops_;
+  OptionValues& own = ops[0].basic_ops[0].options;
+  for (const std::string& option : options) {
+    std::erase_if(own, [&](const auto& known) { return known.first == option; });
+    own.emplace_back(option, true);
+  }
+  Pipeline& made =
+      *writing_.emplace_back(options, std::make_unique<Pipeline>(describe(ops).text)).pipeline;
+  made.set_memory_budget(pipeline_->memory_budget());
+  made.set_watched(watched_);
+  return made;
+}
+
+std::vector<at::Tensor> PipelineModule::run(const at::Tensor& x, at::TensorList extra_inputs,
+                                            const std::vector<Written>& written) {
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), extra_inputs.begin(), extra_inputs.end());
   Buffers buffers = Buffers::of(main_grads_);
-  if (left_)
-    buffers = {main_grads_.size() + left_->places.size(),
-               [left = left_, main_grads = main_grads_](size_t i) {
-                 return i < main_grads.size() ? main_grads[i] : left->tensor(i - main_grads.size());
+  if (left_ || !written.empty()) {
+    const size_t left_end = main_grads_.size() + (left_ ? left_->places.size() : 0);
+    std::vector<at::Tensor> given;
+    for (const Written& each : written) given.push_back(each.tensor);
+    buffers = {left_end + given.size(),
+               [left = left_, main_grads = main_grads_, given, left_end](size_t i) {
+                 return i < main_grads.size() ? main_grads[i]
+                        : i < left_end        ? left->tensor(i - main_grads.size())
+                                              : given[i - left_end];
                }};
+  }
+  Pipeline& pipeline = pipeline_writing(written);
+  last_.store(&pipeline, std::memory_order_relaxed);
   const Outputs outputs =
-      (*pipeline_)(inputs, parameters_, is_training(), std::move(buffers),
-                   [this](int64_t history_length) { return state(history_length); });
+      pipeline(inputs, parameters_, is_training(), std::move(buffers),
+               [this](int64_t history_length) { return state(history_length); });
   return {outputs.begin(), outputs.end()};
 }
 
@@ -256,18 +286,23 @@ void PipelineModule::backward_dw() {
 }
 
 std::string PipelineModule::explain(ExplainFormat format, const StepTimes& times) const {
-  return pipeline_->explain(format, times);
+  return last_.load()->explain(format, times);
 }
 
 void PipelineModule::set_memory_budget(std::optional<double> bytes_per_row) {
   pipeline_->set_memory_budget(bytes_per_row);
+  for (const Writing& each : writing_) each.pipeline->set_memory_budget(bytes_per_row);
 }
 
 std::optional<double> PipelineModule::memory_budget() const { return pipeline_->memory_budget(); }
 
-void PipelineModule::set_watched(int64_t number) { pipeline_->set_watched(number); }
+void PipelineModule::set_watched(int64_t number) {
+  watched_ = number;
+  pipeline_->set_watched(number);
+  for (const Writing& each : writing_) each.pipeline->set_watched(number);
+}
 
-int64_t PipelineModule::saved_bytes() const { return pipeline_->saved_bytes(); }
+int64_t PipelineModule::saved_bytes() const { return last_.load()->saved_bytes(); }
 
 VerifyReport PipelineModule::verify(const at::Tensor& x, at::TensorList extra_inputs) {
   std::vector<at::Tensor> inputs{x};
@@ -311,6 +346,11 @@ std::vector<at::Tensor> PipelineModule::state(int64_t history_length) {
   return state;
 }
 
+void PipelineModule::read_parameter(torch::serialize::InputArchive& archive,
+                                    const std::string& parameter, at::Tensor& value) {
+  archive.read(parameter, value);
+}
+
 void PipelineModule::load(torch::serialize::InputArchive& archive) {
   for (StateOwner& owner : state_owners_) {
     torch::serialize::InputArchive own, kept, direction;
@@ -326,7 +366,13 @@ void PipelineModule::load(torch::serialize::InputArchive& archive) {
       if (made->amax_history.size(0) != history.size(0))
         made->amax_history.set_data(resized_history(made->amax_history, history.size(0)));
   }
-  torch::nn::Module::load(archive);
+  for (auto& parameter : named_parameters(/*recurse=*/false))
+    read_parameter(archive, parameter.key(), parameter.value());
+  for (const auto& child : named_children()) {
+    torch::serialize::InputArchive own;
+    archive.read(child.key(), own);
+    child.value()->load(own);
+  }
   bring_together();
 }
 
