@@ -36,7 +36,7 @@ struct GroupedLinearOptions {
 };
 
 /// The rows of each group.
-struct GroupSplits {
+struct TANDEM_API GroupSplits {
   GroupSplits(at::Tensor counted) : rows(std::move(counted)) {}  // NOLINT: as Python's
   GroupSplits(const std::vector<int64_t>& counted);              // NOLINT
   GroupSplits(std::initializer_list<int64_t> counted)
