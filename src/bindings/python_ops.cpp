@@ -49,6 +49,8 @@ struct PythonOptions {
     size_t shapes = 0;
     /// Written in Python: its context is one value, that only it knows.
     bool is_opaque = false;
+    /// Of such an op: the dtypes of y and of the extra outputs that it declares, or Undefined.
+    std::vector<at::ScalarType> declared = {};
   };
   std::string key;
   std::vector<Counts> ops;
@@ -122,9 +124,10 @@ py::tuple checked(const py::handle& object, size_t count, const std::string& lab
 }
 
 /// Hands results to the writes [next, next + n); values that a Python op returns are new unless
-/// they are its arguments.
+/// they are its arguments. `declared`: what the op says of the dtype of each.
 void write_all(Call& call, size_t& next, const py::tuple& results, const std::string& label,
-               const char* what) {
+               const char* what, std::span<const at::ScalarType> declared = {}) {
+  const size_t first = next;
   for (const auto& result : results) {
     const size_t write = next++;
     if (!call.wants(write)) continue;
@@ -133,10 +136,17 @@ void write_all(Call& call, size_t& next, const py::tuple& results, const std::st
                 ", which is public or required by an operation outside its forward fusion, got "
                 "None. Return it.");
     const at::ScalarType planned = call.out_type(write).dtype;
+    const bool is_planned =
+        call.out_type(write).format != Format::plain || tensor.scalar_type() == planned;
+    const bool is_declared =
+        write - first < declared.size() && declared[write - first] != at::ScalarType::Undefined;
+    TORCH_CHECK_TYPE(is_planned || !is_declared, label, ": expected ", what, " in ", planned,
+                     ", which the op declares, got ", tensor.scalar_type(),
+                     ". Convert it in the op's forward, or declare that dtype as output_dtype or "
+                     "in extra_output_dtypes.");
     TORCH_CHECK_TYPE(
-        call.out_type(write).format != Format::plain || tensor.scalar_type() == planned, label,
-        ": expected ", what, " in ", planned, ", to which the op's tensors promote, got ",
-        tensor.scalar_type(),
+        is_planned, label, ": expected ", what, " in ", planned,
+        ", to which the op's tensors promote, got ", tensor.scalar_type(),
         ". Convert it in the op's forward, or declare output_dtype or extra_output_dtypes on the "
         "op: a plan knows dtypes before it runs.");
     call.out(write, without_history(call, std::move(tensor)));
@@ -181,13 +191,16 @@ void python_forward(Call& call) {
       runtime().attr("forward")(options.target(), to_python(call.in(0)), extras, params, save,
                                 given_to(call, call.frame(), options.ops.size()));
   size_t write = 0;
-  write_all(call, write, py::make_tuple(results.attr("y")), label, "the output");
+  write_all(
+      call, write, py::make_tuple(results.attr("y")), label, "the output",
+      std::span(options.ops.back().declared).subspan(0, options.ops.back().is_opaque ? 1 : 0));
   const auto extra_outputs =
       checked(results.attr("extra_outputs"), options.ops.size(), label, "groups of extra outputs");
   for (size_t op = 0; op < options.ops.size(); ++op)
     write_all(call, write,
               checked(extra_outputs[op], options.ops[op].extra_outputs, label, "extra outputs"),
-              label, "an extra output");
+              label, "an extra output",
+              std::span(options.ops[op].declared).subspan(options.ops[op].is_opaque ? 1 : 0));
   if (!save) return;
   const auto write_opaque = [&](size_t at, const py::handle& saved, py::object fields) {
     if (!call.wants(at)) return;
@@ -329,6 +342,9 @@ PythonOptions::Counts counts_of(const OpDef& def, const void* options) {
   counts.buffers = def.fixed_params;
   counts.shapes = static_cast<size_t>(std::ranges::count_if(def.results, is_shape));
   counts.is_opaque = def.parse == parse_python;
+  if (counts.is_opaque)
+    for (size_t i = 0; i <= counts.extra_outputs; ++i)
+      counts.declared.push_back(def.results[i].dtype);
   return counts;
 }
 

@@ -31,7 +31,7 @@ REFUSALS = [
     ("an in-place write to what backward reads", r"modified by an inplace operation|is a view and .* modified inplace|expected .* in place"),
     ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient|expected no recipe where torch.func differentiates"),
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
-    ("a Python op that returns another dtype", r"to which the op's tensors promote"),
+    ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares"),
     ("integers that torch.func would differentiate", r"All outputs of f must be floating-point"),
     ("a dropout of integers", r"dropout: expected x of dtype"),
     (UNWRITABLE, r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),

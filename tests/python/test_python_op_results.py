@@ -134,6 +134,39 @@ def test_an_op_declares_other_dtypes_of_results(dtype, compiled):
     assert run(x)[0].dtype == torch.float16
 
 
+class Declaring(ops.BasicOperation):
+    """Declares dtypes that its results have not."""
+
+    num_extra_outputs = 2
+
+    def __init__(self, output_dtype, extra_output_dtypes):
+        super().__init__()
+        self.output_dtype, self.extra_output_dtypes = output_dtype, extra_output_dtypes
+
+    def fuser_forward_compute(self, input_, **_):
+        return input_.clone(), [(input_.clone(), input_.double())], [()]
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **_):
+        pass
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("declared", "text"),
+    [
+        ((torch.bfloat16, ()), "expected the output in BFloat16, which the op declares, got Float. Convert it in the op's forward, or declare that dtype as"),
+        ((None, (torch.int64,)), "expected an extra output in Long, which the op declares, got Float. Convert it"),
+        ((None, (None, torch.float16)), "expected an extra output in Half, which the op declares, got Double. Convert it"),
+        ((torch.float32, (torch.float32,)), "expected an extra output in Float, to which the op's tensors promote, got Double. Convert it"),
+    ],
+)
+def test_errors_tell_where_a_dtype_is_declared(declared, text):
+    with pytest.raises(TypeError, match=f"Declaring.*{text}"):
+        ops.Sequential(ops.GELU(), Declaring(*declared))(torch.randn(3))
+
+
 def test_an_op_that_returns_integers_has_no_gradient():
     class Counts(ops.BasicOperation):
         output_dtype = torch.int64
