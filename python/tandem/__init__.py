@@ -43,7 +43,7 @@ from tandem._quantize import (  # noqa: E402
 )
 from tandem._quantized_tensor import QuantizedTensor  # noqa: E402
 from tandem._quantizer import Quantizer  # noqa: E402
-from tandem._quantized_init import fp8_model_init, quantized_model_init  # noqa: E402
+from tandem._quantized_init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
 from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem import ops  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
@@ -97,6 +97,7 @@ __all__ = [
     "explain",
     "inspect",
     "fp8_autocast",
+    "finish_quantized_init",
     "fp8_model_init",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

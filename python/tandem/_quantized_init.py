@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from tandem import _C
+from tandem._quantized_params import codes_of, for_share, in_codes, is_shared, keep_numbers, keeps_numbers, local_of, numbers_of, write
 from tandem._quantized_parts import PARTS, rows_of_blocks
 from tandem._quantized_tensor import QuantizedTensor
+from tandem._quantized_views import FIRST_NUMBERS
 from tandem._quantizer import Quantizer, quantizer_of_text
 from tandem.recipe import Float8CurrentScaling, Recipe
 
@@ -22,6 +25,7 @@ class _Init(NamedTuple):
 
 
 _in_force: contextvars.ContextVar[_Init | None] = contextvars.ContextVar("tandem.quantized_model_init", default=None)
+_PENDING = "_quantized_init"  # of a module whose weights have no values yet
 _AS_GIVEN = ":delayed"  # scales that nobody has yet: the weight's own are better
 
 
@@ -30,8 +34,8 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
     """Ops and modules that are made inside have the weights of their products in codes, as parameters that are `QuantizedTensor`s.
 
     Products under a recipe of the same format read these codes and quantize no weight. There are no other numbers: an optimizer steps a master copy in
-    high precision, which each step writes back by `weight.quantize_(master)`. Weights that are made on the meta device are quantized when they get
-    their first values.
+    high precision, which each step writes back by `weight.quantize_(master)`. Weights that are made on the meta device are plain until they have
+    values: `load_state_dict`, `reset_parameters`, the first call or `finish_quantized_init` quantize them. A state dict that is assigned is quantized too.
 
     >>> import torch, tandem
     >>> recipe = tandem.recipe.MXFP8BlockScaling()
@@ -46,7 +50,8 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, pre
         enabled: False: what is made inside is as it is outside of any such block.
         recipe: whose format weights have; None: `Float8CurrentScaling()`. Scales of `DelayedScaling` are those of the weight itself.
         preserve_high_precision_init_val: whether the numbers that a weight was drawn with are kept, on the CPU, for the master copy:
-            `weight.get_high_precision_init_val()` gives them, `weight.clear_high_precision_init_val()` lets go of them.
+            `weight.get_high_precision_init_val()` gives them, `weight.clear_high_precision_init_val()` lets go of them. Until then they are those that were
+            written last, by loading or by initialisers in place, which read them too. Of what `fully_shard` shares they are those of the rank.
     """
     for name, value in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
         if not isinstance(value, bool):
@@ -90,30 +95,157 @@ def _check_blocks(module: Any, parts: list[str], quantizer: Quantizer) -> None:
             )
 
 
-def quantize_weights(module: Any, names: Iterable[str], kind: str) -> None:
-    """To be called where a module has drawn its parameters: those of these names become codes where `quantized_model_init` is in force, or was where the
-    module was made. `kind` is that of the op that multiplies by them."""
-    init: _Init | None = module.__dict__.get("_quantized_init") or _in_force.get()
+def note_init(module: Any) -> None:
+    """To be called where a module is made: says that its weights are to be in codes, now or once they have values."""
+    if (init := _in_force.get()) is not None:
+        module.__dict__[_PENDING] = init
+
+
+def forget_init(module: Any) -> None:
+    """To be called of a part, whose weights are those of an owner."""
+    module.__dict__.pop(_PENDING, None)
+
+
+def is_pending(module: Any) -> bool:
+    """Whether weights of a module are to be put into codes once they have values."""
+    return _PENDING in module.__dict__
+
+
+def quantize_weights(module: Any) -> None:
+    """To be called where a module has drawn or been given its parameters: weights that have values become codes, where it was made inside
+    `quantized_model_init`. `module._weights_in_codes()` tells their names, and the kind of the op that multiplies by them."""
+    init: _Init | None = module.__dict__.get(_PENDING)
+    if init is None:
+        return
+    names, kind = module._weights_in_codes()
     own = [name for name in names if isinstance(module._parameters.get(name), torch.Tensor)]
-    quantizer = _quantizer(init.recipe, kind) if init is not None and own else None
-    if init is None or quantizer is None:
+    plain = [name for name in own if codes_of(module._parameters[name]) is None]
+    quantizer = _quantizer(init.recipe, kind) if plain else None
+    if quantizer is None:
+        forget_init(module)
         return
     for parts in module.__dict__.get("_joined", {}).values():
         _check_blocks(module, [name for name in parts if name in own], quantizer)
-    for name in own:
-        param = module._parameters[name]
-        if isinstance(param, QuantizedTensor):
-            continue
-        if param.is_meta:
-            module.__dict__["_quantized_init"] = init
-            continue
-        codes = torch.nn.Parameter(quantizer.quantize(param.detach()), requires_grad=param.requires_grad)
-        codes.__dict__.update(param.__dict__)
-        if init.keeps_numbers:
-            codes._high_precision_init_val = param.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
-        setattr(module, name, codes)
-    if hasattr(module, "_bring_together"):
+    made = [name for name in plain if not module._parameters[name].is_meta]
+    for name in made:
+        _replace(module, name, in_codes(module._parameters[name], quantizer, init.keeps_numbers))
+    if len(made) == len(plain):
+        forget_init(module)
+    if made and hasattr(module, "_bring_together"):
         module._bring_together()
 
 
-__all__ = ["fp8_model_init", "quantize_weights", "quantized_model_init"]
+def _replace(module: Any, name: str, codes: torch.nn.Parameter) -> None:
+    """The parameter stays the object that optimizers may hold, unless somebody looks at it whom torch does not tell of a swap."""
+    try:
+        torch.utils.swap_tensors(module._parameters[name], codes)
+    except RuntimeError:
+        setattr(module, name, codes)
+
+
+def finish_quantized_init(model: torch.nn.Module) -> torch.nn.Module:
+    """Puts weights into codes that were made inside `quantized_model_init` on the meta device and have got values since, of a model and all that it holds.
+
+    `load_state_dict` and `reset_parameters` do so for their module, and so does its first call. This is for values that were written in another way, such
+    as by `torch.nn.init`, where codes are needed before that call: by an optimizer that asks for master copies, by compiled code, by `fully_shard`.
+    Returns the model. What is on the meta device stays there.
+
+    >>> import torch, tandem
+    >>> with tandem.quantized_model_init(recipe=tandem.recipe.MXFP8BlockScaling()):
+    ...     layer = tandem.Linear(64, 64, bias=False, device="meta")
+    >>> layer = layer.to_empty(device="cpu")
+    >>> weight = torch.nn.init.trunc_normal_(layer.weight, std=0.02)
+    >>> isinstance(tandem.finish_quantized_init(layer).weight, tandem.QuantizedTensor)
+    True
+
+    Args:
+        model: a module, of the library or not.
+    """
+    for module in model.modules():
+        quantize_weights(module)
+    return model
+
+
+def finish_at_a_call(module: Any) -> None:
+    """Puts weights into codes that have values, unless ranks share them, for whom it is too late."""
+    hooks = module._load_state_dict_post_hooks.values() if is_pending(module) else ()
+    if any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.") for hook in hooks):
+        raise RuntimeError(
+            f"{module._get_name()}: expected weights in codes at the first call, as the module was made inside quantized_model_init and fully_shard shares "
+            "them, got plain numbers. Call tandem.finish_quantized_init(model) on all ranks once they have values; load_state_dict and "
+            "reset_parameters do it."
+        )
+    quantize_weights(module)
+
+
+def resetting(reset: Callable[..., None]) -> Callable[..., None]:
+    """For `reset_parameters` of a module whose weights are in codes, or to be in codes. They are plain numbers while it draws, as an initialiser of several
+    steps would round at each. What `fully_shard` shares gets memory on the device of the ranks, as in TransformerEngine."""
+
+    @functools.wraps(reset)
+    def drawn(self: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = self._parameters
+        for name, param in list(parameters.items()):
+            if param is not None and param.is_meta and is_shared(param):
+                made = torch.nn.Parameter(torch.empty_like(param, device=param.device_mesh.device_type), requires_grad=param.requires_grad)
+                made.__dict__.update(param.__dict__)
+                setattr(self, name, made)
+        codes = {name: param for name, param in parameters.items() if param is not None and not param.is_meta and codes_of(param) is not None}
+        before = {name: numbers_of(param) for name, param in codes.items()}
+        plain = {name: torch.nn.Parameter(numbers.clone(), requires_grad=codes[name].requires_grad) for name, numbers in before.items()}
+        parameters.update(plain)
+        init = self.__dict__.pop(_PENDING, None)  # what a class of the user's draws by that of its base, it may go on to change
+        try:
+            reset(self, *args, **kwargs)
+        finally:
+            parameters.update(codes)
+            if init is not None:
+                self.__dict__[_PENDING] = init
+        for name, param in codes.items():
+            param.__dict__.update(vars(plain[name]))  # what the module notes at it
+            if is_shared(param) or not torch.equal(plain[name], before[name]):
+                write(param, plain[name].detach())
+        quantize_weights(self)
+
+    return drawn
+
+
+@contextlib.contextmanager
+def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]) -> Iterator[None]:
+    """What is loaded inside into weights that are in codes, or to be in codes, is in codes behind, copied or assigned."""
+    init: _Init | None = module.__dict__.get(_PENDING)
+    names, kind = module._weights_in_codes() if init is not None else ((), "")
+    params = {name: param for name, param in module._parameters.items() if param is not None}
+    own = _quantizer(init.recipe, kind) if init is not None else None
+    pending = [name for name in names if own is not None and name in params and codes_of(params[name]) is None]
+    kept = {name for name, param in params.items() if keeps_numbers(param)} | (set(pending) if init is not None and init.keeps_numbers else set())
+    quantizers: dict[str, Quantizer] = {}
+    for name, param in params.items():
+        if (codes := codes_of(param)) is not None:
+            codes.quantizer = for_share(param, codes.quantizer)
+            quantizers[name] = codes.quantizer
+        elif name in pending and own is not None:
+            quantizers[name] = own
+            has_parts = any(f"{prefix}{name}.{part}" in state_dict for part in PARTS)
+            if has_parts and not is_shared(param) and (metadata.get("assign_to_params_buffers") or not param.is_meta):
+                _replace(module, name, in_codes(param, own, False))
+    before = dict(module._parameters)
+    yield
+    for name in quantizers:  # in this order, as ranks exchange amaxes
+        param = module._parameters[name]
+        if prefix + name not in state_dict or param.is_meta:
+            continue
+        if (codes := codes_of(param)) is None:
+            made = in_codes(param, quantizers[name], name in kept)
+            if param is before[name]:
+                _replace(module, name, made)
+            else:  # which may be a parameter of somebody else
+                setattr(module, name, made)
+        elif name in kept and (FIRST_NUMBERS not in codes.__dict__ or param is not before[name] or name in pending):
+            given = local_of(state_dict[prefix + name])
+            keep_numbers(param, given if given.shape == codes.shape and not isinstance(given, QuantizedTensor) else codes._numbers())
+    if pending and all(codes_of(module._parameters[name]) is not None for name in pending):
+        forget_init(module)
+
+
+__all__ = ["finish_at_a_call", "finish_quantized_init", "forget_init", "fp8_model_init", "is_pending", "loading", "note_init", "quantize_weights", "quantized_model_init", "resetting"]

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_map
 
 from tandem._quantized_parts import DTYPES, PARTS, serves_both
 from tandem._quantized_sharding import post_all_gather, pre_all_gather
-from tandem._quantized_views import SHARING, STAYING, ZEROS, Decoded, is_view
+from tandem._quantized_views import FIRST_NUMBERS, SHARING, STAYING, ZEROS, Decoded, is_view, with_first
 
+OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
 _GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
 _PLAIN_DATA: Any = torch.Tensor.data  # the descriptor: of shape, dtype and memory of a wrapper
 
@@ -121,7 +122,7 @@ class QuantizedTensor(torch.Tensor):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if function in (aten.detach.default, aten.alias.default):
-            return args[0]._with(lambda part: part)._sharing(args[0].__dict__.get(SHARING))
+            return with_first(args[0], args[0]._with(lambda part: part)._sharing(args[0].__dict__.get(SHARING)))
         if function is aten.clone.default:
             return args[0]._with(torch.clone)
         if function is aten._to_copy.default and (dtype := kwargs.get("dtype") or args[0].dtype) in DTYPES:
@@ -134,6 +135,9 @@ class QuantizedTensor(torch.Tensor):
             args[0]._check_writable()
             if isinstance(source, QuantizedTensor) and args[0]._has_parts_of(source):
                 args[0]._take_parts_of(source)
+                if args[0]._first_numbers() is not None:
+                    first = source._first_numbers()
+                    args[0]._note_numbers(source._numbers() if first is None else first)
                 for amax, new in zip(args[0].quantizer._tensors()[1:], source.quantizer._tensors()[1:], strict=True):
                     if amax is not new:  # which is that of what was written
                         _copy_into(amax, new)
@@ -141,11 +145,13 @@ class QuantizedTensor(torch.Tensor):
                 args[0]._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
             return args[0]
         plain: dict[int, torch.Tensor] = {}
+        written = any(argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments)
 
         def decoded(value: Any) -> Any:
             if not isinstance(value, QuantizedTensor):
                 return value
-            return plain.setdefault(id(value), value._numbers())
+            first = value._first_numbers() if written else None  # an initialiser of several steps rounds once
+            return plain.setdefault(id(value), value._numbers() if first is None else first.to(value.device, value.dtype, copy=True))
 
         result = function(*tree_map(decoded, args), **tree_map(decoded, kwargs))
         if is_view(function) and isinstance(args[0], QuantizedTensor):
@@ -181,7 +187,8 @@ class QuantizedTensor(torch.Tensor):
             zeros.is_written = True
 
     def __setitem__(self, index: Any, value: Any) -> None:  # a view is a copy
-        x = self.dequantize()
+        first = self._first_numbers()
+        x = self.dequantize() if first is None else first.to(self.device, self.dtype, copy=True)
         x[index] = value
         self.quantize_(x)
 
@@ -211,7 +218,16 @@ class QuantizedTensor(torch.Tensor):
     def _write(self, x: torch.Tensor) -> None:
         """Codes of x in place of those that are there."""
         self._check_writable()
-        self._take_parts_of(self.quantizer._wanting(self)._quantized(x.detach().to(self.dtype).expand(self.shape)))
+        numbers = x.detach().to(self.dtype).expand(self.shape)
+        self._take_parts_of(self.quantizer._wanting(self)._quantized(numbers))
+        if self._first_numbers() is not None:
+            self._note_numbers(numbers)
+
+    def _first_numbers(self) -> torch.Tensor | None:
+        return self.__dict__.get(FIRST_NUMBERS, (None,))[0]
+
+    def _note_numbers(self, x: torch.Tensor) -> None:
+        self.__dict__[FIRST_NUMBERS][0] = x.detach().to("cpu", copy=True)
 
     def _take_parts_of(self, other: QuantizedTensor) -> None:
         for name, part in distinct(self).items():
@@ -245,11 +261,11 @@ class QuantizedTensor(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         """Where the numbers that the tensor was drawn with were kept (`quantized_model_init`) there are `get_high_precision_init_val`, which gives them,
         None once they are cleared, and `clear_high_precision_init_val`."""
-        if "_high_precision_init_val" in self.__dict__:
+        if FIRST_NUMBERS in self.__dict__:
             if name == "get_high_precision_init_val":
-                return lambda: self.__dict__["_high_precision_init_val"]
+                return self._first_numbers
             if name == "clear_high_precision_init_val":
-                return lambda: self.__dict__.update(_high_precision_init_val=None)
+                return lambda: self.__dict__[FIRST_NUMBERS].__setitem__(0, None)
         raise AttributeError(
             f"QuantizedTensor: expected an attribute that it has, got {name!r}. Those of first values are there where quantized_model_init has kept them."
         )
@@ -293,6 +309,13 @@ class QuantizedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         """Whether other processes may see the parts."""
         return all(part.is_shared() for part in distinct(self).values())
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of nothing, as the memory is that of the parts."""
+        storage = super().untyped_storage()
+        if self.__dict__.get(OF_A_RANK):  # fully_shard compares addresses, to see whether its numbers are there still
+            storage.data_ptr = lambda: 0  # type: ignore[method-assign]
+        return storage
 
     def storage(self) -> NoReturn:
         """Raises TypeError, as what asks for one memory, such as safetensors, would take it for the tensor."""
@@ -359,4 +382,4 @@ def distinct(x: QuantizedTensor) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-__all__ = ["QuantizedTensor", "assembled", "distinct"]
+__all__ = ["OF_A_RANK", "QuantizedTensor", "assembled", "distinct"]

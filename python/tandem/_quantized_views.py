@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from tandem._quantized_parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
+FIRST_NUMBERS = "_high_precision_init_val"  # of a parameter: a list of the numbers that it was given first, or of None once they are cleared
 ZEROS = "_zeros"  # of new zeros: their Zeros
 
 
@@ -97,6 +98,13 @@ class Decoded(torch.Tensor):
         return repr(self._numbers) if type(self._numbers) is torch.Tensor else f"{self._numbers!r}.view(-1)"
 
 
+def with_first(x: Any, same: Any) -> Any:
+    """Another tensor of the same codes, to which a write also tells the first numbers."""
+    if (first := x.__dict__.get(FIRST_NUMBERS)) is not None:
+        same.__dict__[FIRST_NUMBERS] = first
+    return same
+
+
 def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
     """The same codes under another shape, where rows stay what they are."""
     sizes = list(shape)
@@ -117,7 +125,8 @@ def _viewed(x: Any, shape: Sequence[int]) -> torch.Tensor | None:
         column = row_viewed
     elif column is not None and not x.quantizer.text.startswith("nvfp4"):  # whose columns are packed as those of a matrix
         column = viewed(column)
-    return x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)._sharing(x.__dict__.get(SHARING))
+    made = x._of([row_viewed, row_scale, row_amax, column, column_scale, column_amax], sizes)._sharing(x.__dict__.get(SHARING))
+    return with_first(x, made) if sizes == list(x.shape) else made
 
 
 def rows_of(x: Any, first: int, last: int) -> Any:
@@ -175,6 +184,10 @@ def _zeros(x: Any, size: Sequence[int], **traits: Any) -> Any:
     return made
 
 
+def _empty(x: Any, dtype: torch.dtype | None = None, device: Any = None, **unused: Any) -> Any:
+    return x._with(lambda part: torch.empty_like(part, device=device)) if dtype in (None, x.dtype) else None
+
+
 def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     is_all = list(size) == list(x.shape) and list(stride) == list(x.stride()) and not offset
     return x._with(lambda part: part)._sharing(x.__dict__.get(SHARING)) if is_all else None
@@ -192,7 +205,8 @@ STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or 
     torch.ops.aten.slice.Tensor: _sliced,
     torch.ops.aten.split.Tensor: _split,
     torch.ops.aten.new_zeros.default: _zeros,
+    torch.ops.aten.empty_like.default: _empty,  # as of Module.to_empty
     torch.ops.aten.as_strided.default: _strided,
 }
 
-__all__ = ["SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "is_view", "rows_of"]
+__all__ = ["FIRST_NUMBERS", "SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "is_view", "rows_of", "with_first"]

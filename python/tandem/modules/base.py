@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from tandem._quantized_init import quantize_weights
+from tandem._quantized_init import note_init, quantize_weights
 from tandem._weights import in_microbatch
 from tandem.ops.arguments import Fixed, flag
 from tandem.ops.collective import _Collective
@@ -88,10 +88,11 @@ class Module(JoinedMixin, CompositeOperation):
         self._mark_delayed()
         self.reset_parameters()
         self.__dict__["_deferred"] = any(param.is_meta for param in self._parameters.values() if param is not None)
-        self._quantize_weights()
+        note_init(self)
+        quantize_weights(self)
 
-    def _quantize_weights(self) -> None:
-        quantize_weights(self, self._inits, BasicLinear._kind)
+    def _weights_in_codes(self) -> tuple[Sequence[str], str]:
+        return [*self._inits], BasicLinear._kind
 
     def _take(
         self, part: BasicOperation, own: str, ours: str | Rows, device: torch.device | str | None, dtype: torch.dtype | None

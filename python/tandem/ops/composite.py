@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import Self
 
+from tandem._quantized_init import forget_init
 from tandem.ops.changes import Changes, add_watcher
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.directions import PartsMixin
@@ -64,6 +65,7 @@ class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
         for part, names in parts:
             part.__dict__["_parameters"] = Shared(self._parameters, names)
             part.__dict__["_owner"] = self
+            forget_init(part)
         self.__dict__["basic_ops"] = Parts([part for part, _ in parts])  # no child: see above
 
     def named_modules(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tandem._quantized_init import quantize_weights
+from tandem._quantized_init import finish_at_a_call, is_pending, note_init, quantize_weights, resetting
 
 _making = threading.Lock()
 
 
 class DeferredMixin:
-    """For modules with parameters and `reset_parameters`."""
+    """For modules with parameters and `reset_parameters`, which classes of users may define again."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (reset := cls.__dict__.get("reset_parameters")) is not None:
+            cls.reset_parameters = resetting(reset)  # type: ignore[attr-defined]
 
     def _give_first_values(self: Any) -> None:
         """To be called by constructors: resets the parameters, or, where they are on the meta device, leaves that to the first call."""
@@ -23,11 +28,12 @@ class DeferredMixin:
             self.__dict__["_deferred"] = True
         else:
             self.reset_parameters()
-        self._quantize_weights()
+        note_init(self)
+        quantize_weights(self)
 
-    def _quantize_weights(self: Any) -> None:
-        """Inside `quantized_model_init`, and later of what was made inside: puts the weights of products into codes."""
-        quantize_weights(self, getattr(self, "_main_grad_names", ()), getattr(self, "_kind", ""))
+    def _weights_in_codes(self: Any) -> tuple[Sequence[str], str]:
+        """The names of the weights that are in codes where the module is made inside `quantized_model_init`, and the kind of op that multiplies by them."""
+        return getattr(self, "_main_grad_names", ()), getattr(self, "_kind", "")
 
     @property
     def device(self: Any) -> torch.device:
@@ -49,11 +55,11 @@ class DeferredMixin:
 
 
 def deferred(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
-    """Those whose parameters the first call makes. What has got parameters in another way is none of them any more."""
+    """Those whose parameters the first call makes, or puts into codes. What has got parameters in another way is none of them any more."""
     found = {}
     for module in modules:
         if module.__dict__.get("_deferred"):
-            if any(param is not None and param.is_meta for param in module._parameters.values()):
+            if is_pending(module) or any(param is not None and param.is_meta for param in module._parameters.values()):
                 found[id(module)] = module
             else:
                 module.__dict__["_deferred"] = False
@@ -66,12 +72,16 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
     # What is made outlives the modes of this call. A second thread finds it made.
     with _making, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         for module in deferred(modules):
+            finish_at_a_call(module)  # of weights that others have given values
+            if not any(param is not None and param.is_meta for param in module._parameters.values()):
+                module.__dict__["_deferred"] = False
+                continue
             kept = []
             for name, param in list(module._parameters.items()):
                 if param is None:
                     continue
                 if not param.is_meta:
-                    kept.append((param, param.clone()))
+                    kept.append((param, param.detach().clone()))
                     continue
                 made = torch.nn.Parameter(torch.empty_like(param, device=module.__dict__.get("_device") or device), requires_grad=param.requires_grad)
                 made.__dict__.update(param.__dict__)
@@ -82,8 +92,7 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
             module.reset_parameters()
             for param, value in kept:
                 param.copy_(value)
-            if isinstance(module, DeferredMixin) or hasattr(module, "_quantize_weights"):
-                module._quantize_weights()
+            quantize_weights(module)
             module.__dict__["_deferred"] = False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from tandem import _C
-from tandem._quantized_init import quantize_weights, quantized_model_init
+from tandem._quantized_init import note_init, quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
 from tandem.ops.changes import Changes
@@ -297,7 +296,7 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
                     "Linear: expected accumulate_into_main_grad=False with parameters_split, as a product adds to one main_grad, got True. "
                     "Build one Linear for each part."
                 )
-        with contextlib.nullcontext() if parts is None else quantized_model_init(enabled=False):  # parts are quantized each by itself
+        with quantized_model_init(enabled=False):  # what is drawn here, or by a class of the user's, is quantized at the end
             linear = BasicLinear(
                 local_in,
                 local_out,
@@ -325,10 +324,11 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         self.__dict__["_deferred"] = is_meta = next(self.parameters()).is_meta
         if type(self).reset_parameters is not Linear.reset_parameters and not is_meta:
             self.reset_parameters()  # where it is this class's, the parts have drawn
-        self._quantize_weights()
+        note_init(self)
+        quantize_weights(self)
 
-    def _quantize_weights(self) -> None:
-        quantize_weights(self, [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind)
+    def _weights_in_codes(self) -> tuple[Sequence[str], str]:
+        return [name for name in self._parameters if name.endswith("weight")], BasicLinear._kind
 
     def _split(self, ops: Sequence[BasicOperation], parts: dict[str, int]) -> None:
         """Makes the rows of each op's parameter parameters of their own."""

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from tandem import _C
+from tandem._quantized_init import loading
 from tandem._quantized_state import load_parts, save_parts
 from tandem._quantizer import Quantizer
 from tandem.ops.arguments import flag
@@ -161,7 +162,7 @@ class Unit(torch.nn.Module):
         if type(self).set_extra_state is torch.nn.Module.set_extra_state:  # else it is the class's own
             drop_extra_state(state_dict, prefix + _EXTRA_STATE)
         prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
-        with self._listing_parameters():
+        with self._listing_parameters(), loading(self, state_dict, prefix, arguments[0]):
             load_parts(self._parameters, state_dict, prefix)
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
