@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
+import os
 import pickle
 import re
 from datetime import timedelta
@@ -250,6 +252,7 @@ def check_delayed_scaling_errors(rank: int, size: int) -> None:
 
 
 def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None:
+    faulthandler.enable()  # a rank that a signal ends says where all its threads were
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
@@ -301,6 +304,17 @@ def check_fusion_functions_see_the_collectives(rank: int, size: int) -> None:
 def spawn(tmp_path: Path, size: int, *checks: tuple[Any, ...]) -> None:
     """Runs checks one after the other: starting processes takes longer than they do."""
     mp.spawn(run, (size, str(tmp_path / "store"), list(checks)), nprocs=size)
+
+
+def check_abort(rank: int, size: int) -> None:
+    os.abort()
+
+
+def test_a_rank_that_aborts_shows_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(mp.ProcessExitedException, match="terminated with signal SIGABRT"):
+        spawn(tmp_path, 2, (check_abort,))
+    shown = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in shown and "in check_abort" in shown
 
 
 @pytest.mark.parametrize("size", [2, 3])
