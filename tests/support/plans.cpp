@@ -127,12 +127,38 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
   return result;
 }
 
+namespace {
+
+std::string unfused(const std::string& fields) {
+  json parsed = json::parse(fields);
+  parsed["fuse"] = false;
+  return parsed.dump();
+}
+
+}  // namespace
+
+::testing::AssertionResult fused_has_bits_of_unfused(const Ops& ops, const Tensors& inputs,
+                                                     const Tensors& params,
+                                                     const std::string& fields) {
+  const RunResult got = run(ops, inputs, params, fields),
+                  expected = run(ops, inputs, params, unfused(fields));
+  for (size_t i = 0; i < got.outputs.size(); ++i)
+    if (auto output = same(got.outputs[i], expected.outputs[i]); !output)
+      return output << " in output " << i << " of " << fields;
+  for (size_t i = 0; i < got.gradients.size(); ++i) {
+    if (got.gradients[i].defined() != expected.gradients[i].defined())
+      return ::testing::AssertionFailure() << "one has gradient " << i << ", of " << fields;
+    if (!got.gradients[i].defined()) continue;
+    if (auto gradient = same(got.gradients[i], expected.gradients[i]); !gradient)
+      return gradient << " in gradient " << i << " of " << fields;
+  }
+  return ::testing::AssertionSuccess();
+}
+
 ::testing::AssertionResult fused_equals_unfused(const Ops& ops, const Tensors& inputs,
                                                 const Tensors& params, const std::string& fields) {
-  json unfused_fields = json::parse(fields);
-  unfused_fields["fuse"] = false;
   const RunResult fused = run(ops, inputs, params, fields),
-                  unfused = run(ops, inputs, params, unfused_fields.dump());
+                  unfused = run(ops, inputs, params, testing::unfused(fields));
   if (auto outputs = near(fused.outputs, unfused.outputs); !outputs)
     return ::testing::AssertionFailure() << "outputs: " << outputs.message();
   if (auto gradients = near(fused.gradients, unfused.gradients); !gradients)

@@ -64,6 +64,11 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
                                                 const Tensors& params,
                                                 const std::string& fields = "{}");
 
+/// Outputs and gradients of the fused program have the bits of those of the unfused one.
+::testing::AssertionResult fused_has_bits_of_unfused(const Ops& ops, const Tensors& inputs,
+                                                     const Tensors& params,
+                                                     const std::string& fields = "{}");
+
 /// A function of inputs, then parameters, for `gradients_match`.
 std::function<Tensors(const Tensors&)> function_of(const Ops& ops, size_t inputs = 1,
                                                    const std::string& fields = "{}");
