@@ -27,9 +27,10 @@ def save_parts(parameters: Mapping[str, torch.Tensor | None], destination: dict[
             destination[f"{prefix}{name}.{_QUANTIZER}"] = torch.tensor(text, dtype=torch.uint8)
 
 
-def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> None:
+def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[str, Any], prefix: str) -> list[str]:
     """Puts quantized parameters together again, of the parts in a state dict. What another quantizer has made is decoded, and so is what becomes a
-    parameter in plain numbers."""
+    parameter in plain numbers. Returns the keys that are missing of what says who has made parts: they count as the parameter's own then."""
+    missing = []
     for name, param in parameters.items():
         key = f"{prefix}{name}."
         given = {part: state_dict.pop(key + part) for part in PARTS if key + part in state_dict}
@@ -38,6 +39,8 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
             continue
         held = distinct(param) if isinstance(param, QuantizedTensor) else {}
         own = param.quantizer.text if isinstance(param, QuantizedTensor) else ""
+        if saved is None and own:
+            missing.append(key + _QUANTIZER)
         text = own if saved is None else bytes(saved.tolist()).decode().rstrip()
         if text == own and set(held) <= set(given) and isinstance(param, QuantizedTensor):
             for part, tensor in held.items():
@@ -63,6 +66,7 @@ def load_parts(parameters: Mapping[str, torch.Tensor | None], state_dict: dict[s
             raise RuntimeError(f"{prefix}{name}: expected codes among its parts in the state dict, got {', '.join(given)}. Save all parts.")
         codes = assembled([given.get(part) for part in PARTS], quantizer_of_text(text), param.dtype, param.shape)
         state_dict[prefix + name] = codes._numbers()
+    return missing
 
 
 __all__ = ["load_parts", "save_parts"]

@@ -269,7 +269,8 @@ Group reference(const Tensor& x, const std::optional<Tensor>& given, const Quant
     const Tensor lines = by_row ? source : source.t();
     Tensor operand = at::constant_pad_nd(lines, {0, (kBlock - lines.size(1) % kBlock) % kBlock});
     if (!by_row && quantizer.hadamard)
-      operand = rotated(operand.view({lines.size(0), -1, kBlock})).view(operand.sizes());
+      operand = rotated(operand.view({lines.size(0), operand.size(1) / kBlock, kBlock}))
+                    .view(operand.sizes());
     const Operand made(operand, quantizer, given, direction);
     const auto sizes = sizes_of_scales(size, direction);
     const auto packed = packed_sizes(x.sym_sizes(), direction);

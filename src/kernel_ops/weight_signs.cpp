@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <unordered_map>
+#include <variant>
 
 #include "kernel_ops/memory.h"
 #include "kernels/digest.h"
@@ -30,46 +31,65 @@ bool is_dead(const HeldVersion& version) { return version.unique(); }
 /// Numbers of objects, none given twice. What is held of an object keeps its address from being
 /// used again, and no data alive; what is held of dead ones goes when there are as many as of
 /// living ones. Guarded by `workspace_mutex`.
-template <typename Held>
+template <typename Held, typename More>
 class Numbers {
  public:
-  int64_t of(const void* address, const Held& held) {
-    if (const auto known = entries_.find(address); known != entries_.end())
-      return known->second.number;
+  struct Entry {
+    Held held;
+    int64_t number;
+    More more = {};
+  };
+
+  Entry& of(const void* address, const Held& held) {
+    if (const auto known = entries_.find(address); known != entries_.end()) return known->second;
     if (entries_.size() >= limit_) {
       std::erase_if(entries_, [](const auto& entry) { return is_dead(entry.second.held); });
       limit_ = 2 * entries_.size() + 64;
     }
-    entries_.emplace(address, Entry{held, ++last_});
-    return last_;
+    return entries_.emplace(address, Entry{held, ++last_}).first->second;
   }
 
  private:
-  struct Entry {
-    Held held;
-    int64_t number;
-  };
   std::unordered_map<const void*, Entry> entries_;
   int64_t last_ = 0;
   size_t limit_ = 64;
 };
 
-int64_t number_of_storage(const at::Tensor& tensor) {
-  static auto& numbers = *new Numbers<HeldStorage>;
+/// What those who made codes of a weight have read, each with a workspace of its own.
+struct Read {
+  /// Digest of the last bytes; 0 where none were read.
+  int64_t content = 0;
+  /// How often they were others than before, or were said to be.
+  int64_t rewrites = 0;
+};
+
+/// What lies in a storage: weights by `place_of`.
+struct Contents {
+  std::unordered_map<int64_t, Read> weights;
+  /// How often all of it was said to be new.
+  int64_t rewrites = 0;
+};
+
+using Storages = Numbers<HeldStorage, Contents>;
+
+Storages::Entry& entry_of(const at::Tensor& tensor) {
+  static auto& numbers = *new Storages;
   const c10::Storage& storage = tensor.storage();
   return numbers.of(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
 }
+
+int64_t number_of_storage(const at::Tensor& tensor) { return entry_of(tensor).number; }
 
 /// Of the counter that a tensor shares with its views and with what detach() gives. A weak
 /// reference to the tensor itself would not do: torch.utils.swap_tensors refuses tensors that have
 /// one.
 int64_t number_of_version_counter(const at::Tensor& tensor) {
-  static auto& numbers = *new Numbers<HeldVersion>;
+  static auto& numbers = *new Numbers<HeldVersion, std::monostate>;
   const HeldVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   const void* counter = nullptr;  // its only member, which is private
   static_assert(sizeof(version) == sizeof(counter));
   std::memcpy(&counter, static_cast<const void*>(&version), sizeof(counter));
-  return counter == nullptr ? 0 : numbers.of(counter, version);
+  return counter == nullptr ? 0 : numbers.of(counter, version).number;
 }
 
 /// Up to torch 2.11 a stream cannot be asked.
@@ -109,6 +129,26 @@ int64_t hash_of(const at::Tensor& weight, GroupMask mask) {
   return static_cast<int64_t>(hash);
 }
 
+int64_t address_of(const at::Tensor& piece) {
+  return reinterpret_cast<int64_t>(piece.const_data_ptr());
+}
+
+Read& read_of(Pieces weight) {
+  const int64_t place = combined(weight, [](const at::Tensor& piece) {
+    return static_cast<int64_t>(c10::get_hash(address_of(piece), hash_of(piece, {})));
+  });
+  return entry_of(weight[0]).more.weights[place];
+}
+
+/// What says, without a look at bytes, that they may be others: steps of optimizers, and what other
+/// workspaces of the weight were told or found.
+int64_t writes_told_of(Pieces weight) {
+  constexpr int64_t kApart = int64_t{1} << 32;  // from steps
+  int64_t rewrites = read_of(weight).rewrites;
+  for (const at::Tensor& piece : weight) rewrites += entry_of(piece).more.rewrites;
+  return optimizer_epoch.load() + kApart * rewrites;
+}
+
 }  // namespace
 
 std::mutex& workspace_mutex() {
@@ -138,9 +178,6 @@ int64_t hash_of(const Quantizer& quantizer) {
 }
 
 Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask) {
-  const auto address_of = [](const at::Tensor& piece) {
-    return reinterpret_cast<int64_t>(piece.const_data_ptr());
-  };
   const auto version_of = [](const at::Tensor& piece) {
     return piece.is_inference() ? -1 : static_cast<int64_t>(piece._version());
   };
@@ -148,10 +185,24 @@ Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask) {
           combined(weight, address_of),
           combined(weight, number_of_version_counter),
           combined(weight, version_of),
-          optimizer_epoch.load(),
+          writes_told_of(weight),
           region,
           hash_of(quantizer),
           combined(weight, [&](const at::Tensor& piece) { return hash_of(piece, mask); })};
+}
+
+void note_read(Pieces weight, int64_t content, bool is_said_new, Signs& signs) {
+  Read& read = read_of(weight);
+  const bool is_other = content == 0 ? is_said_new : read.content != 0 && read.content != content;
+  read.content = content;
+  if (is_other) ++read.rewrites;
+  signs[epoch] = writes_told_of(weight);
+}
+
+void note_first_microbatch(Pieces weights) {
+  const std::lock_guard<std::mutex> lock(workspace_mutex());
+  for (const at::Tensor& weight : weights)
+    if (weight.has_storage()) ++entry_of(weight).more.rewrites;
 }
 
 bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields) {

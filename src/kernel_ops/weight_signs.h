@@ -36,6 +36,10 @@ using Signs = std::array<int64_t, content>;
 
 /// All that is seen of a weight without a look at its bytes.
 Signs signs_of(Pieces weight, const Quantizer& quantizer, GroupMask mask);
+/// To be called by whoever has read a weight's bytes to make codes of them: `content` is their
+/// digest, or 0. Where they are others than those that were read before, or, unread, `is_said_new`,
+/// the signs in stamps of other workspaces are the weight's no more; those given become so.
+void note_read(Pieces weight, int64_t content, bool is_said_new, Signs& signs);
 /// Whether the stamp has these signs.
 bool agree(const int64_t* stamp, const Signs& signs, std::initializer_list<Stamp> fields);
 

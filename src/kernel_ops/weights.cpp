@@ -55,7 +55,7 @@ void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_
   const GroupMask mask = mask_of(workspace);
   const std::lock_guard<std::mutex> lock(workspace_mutex());
   auto* const stamped = stamp.mutable_data_ptr<int64_t>();
-  const Signs signs = signs_of(weight, quantizer, mask);
+  Signs signs = signs_of(weight, quantizer, mask);
   if (!backward) {
     const auto said_before = static_cast<Said>(std::exchange(stamped[said_for_next], 0));
     stamped[said_last] =
@@ -73,10 +73,15 @@ void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_
   if (!backward) stamped[in_backward] = 0;
   if (is_found) {
     ++reused;
+    if (content_now && !backward) {  // the same bytes, whatever the signs say
+      note_read(weight, *content_now, /*is_said_new=*/false, signs);
+      std::ranges::copy(signs, stamped);
+    }
     return;
   }
   ++made;
   if (!content_now) content_now = content_of(weight);
+  note_read(weight, *content_now, said == Said::first_microbatch && !backward, signs);
   // Another thread may read codes of this weight: they are written only where that changes them.
   const bool may_be_read =
       are_on_host(weight) && stamped[storage] != 0 && stamped[content] == *content_now &&

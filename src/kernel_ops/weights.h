@@ -45,6 +45,9 @@ enum class Said : int64_t { nothing, first_microbatch, unchanged };
 /// What callers in this thread say.
 TANDEM_API Said said_now();
 TANDEM_API void say(Said said);
+/// To be called where that is the first micro-batch and nothing quantizes these weights: codes of
+/// them that are held for other calls are not believed then without a look at the bytes.
+TANDEM_API void note_first_microbatch(at::TensorList weights);
 
 /// How a call has come by the codes of a weight: found, or why they were made.
 enum class CodesWere : int64_t {

@@ -319,6 +319,8 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
   if (!plan->workspaces.empty()) {
     workspaces = workspaces_for(*plan, arguments, current);
     arguments.workspaces = workspaces;
+  } else if (kernel_ops::said_now() == kernel_ops::Said::first_microbatch) {
+    kernel_ops::note_first_microbatch(arguments.params);  // of codes that other plans hold
   }
   Outputs outputs = run_pipeline(plan, arguments, Path::direct);
   Served* entry = served(current, plan);

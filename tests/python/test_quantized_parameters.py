@@ -153,6 +153,18 @@ def test_state_dicts_hold_the_parts(quantizer):
         linear.load_state_dict(quantized(ops.Linear(32, 8), quantizer).state_dict())
 
 
+def test_a_state_dict_without_its_quantizer_lacks_a_key():
+    """Parts alone do not say what they stand for: 448 and 256 have the same shapes."""
+    saved = quantized(ops.Linear(32, 8), tandem.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256))
+    parts = saved.state_dict()
+    del parts["weight.quantizer"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "weight.quantizer"'):
+        quantized(ops.Linear(32, 8), tandem.NVFP4Quantizer()).load_state_dict(parts)
+    loaded = quantized(ops.Linear(32, 8), saved.weight.quantizer)
+    loaded.load_state_dict(parts, strict=False)
+    assert torch.equal(loaded.weight.dequantize(), saved.weight.dequantize())
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     ("quantizer", "recipe"), [(CURRENT, None), (CURRENT, Float8CurrentScaling()), (FOUR, None), (FOUR, NVFP4BlockScaling(disable_stochastic_rounding=True))]

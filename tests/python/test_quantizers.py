@@ -76,6 +76,13 @@ def test_four_over_six(square, metric, largest, shape):
     assert square or x.numel() < 100 or (codes.dequantize() - x).norm(power) < (plain.dequantize() - x).norm(power)
 
 
+def test_rotated_columns_of_nothing():
+    quantizer = tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    for dtype in (torch.float32, torch.float64):
+        for sizes in ((16, 0), (0, 16)):
+            assert tandem.quantize(torch.zeros(sizes, dtype=dtype), quantizer).dequantize().shape == sizes
+
+
 def test_four_over_six_lasts():
     """What the constant of decoding follows from, 448 or 256, goes wherever codes go."""
     x = torch.randn(20, 48)

@@ -83,6 +83,36 @@ def test_is_first_microbatch(called, linear, x):
     assert torch.equal(step(called(linear), x), expected), "what was said holds for that call alone"
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_first_microbatch_speaks_against_all_codes_of_the_weight(called, linear, x, recipe):
+    """Evaluation and training hold codes of other directions, each by themselves: one must not believe its own where the other has found other bytes."""
+
+    def evaluated(**said):
+        with torch.no_grad(), tandem.autocast(recipe=recipe):
+            return called(linear)(x, **said)
+
+    evaluated(is_first_microbatch=True)
+    linear.weight.data.mul_(2)
+    step(called(linear), x, recipe, is_first_microbatch=True)
+    expected = fresh_numbers(linear, x, recipe)
+    assert torch.equal(evaluated(is_first_microbatch=False), expected)
+    assert torch.equal(step(called(linear), x, recipe, is_first_microbatch=False), expected)
+    linear.weight.data.mul_(2)
+    evaluated()
+    assert torch.equal(step(called(linear), x, recipe, is_first_microbatch=False), fresh_numbers(linear, x, recipe)), "other bytes were found"
+
+
+@pytest.mark.parametrize("between", [tandem.recipe.NVFP4BlockScaling(), tandem.recipe.MXFP8BlockScaling(), None], ids=["nvfp4", "mxfp8", "none"])
+def test_a_first_microbatch_under_another_recipe_counts(linear, x, between):
+    recipe = tandem.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="all")
+    step(linear, x, recipe, is_first_microbatch=True)
+    linear.weight.data.mul_(2)
+    with tandem.autocast(enabled=between is not None, recipe=between):
+        linear(x, is_first_microbatch=True)
+    assert torch.equal(step(linear, x, recipe, is_first_microbatch=False), fresh_numbers(linear, x, recipe))
+    assert made_in(lambda: step(linear, x, recipe, is_first_microbatch=False))[0] == 0
+
+
 def test_weights_that_are_said_to_be_unchanged(called, x):
     box = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32))
     step(called(box), x)

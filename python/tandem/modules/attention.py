@@ -362,19 +362,24 @@ class MultiheadAttention(torch.nn.Module):
         inference_params: InferenceParams | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the projection behind the attention reads, and the output of the norm if it is returned."""
-        outputs = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states)
+        outputs = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"](hidden_states)  # type: ignore[misc]
         mixed, normed = outputs if isinstance(outputs, tuple) else (outputs, None)
-        query, key, value = self._heads(mixed)
-        offset = 0 if inference_params is None else inference_params.sequence_len_offset
-        if self.qk_norm_before_rope:
-            query, key = self._normed(query, key)
-        query, key = self._rotated(query, key, rotary_pos_emb, offset)
-        if not self.qk_norm_before_rope:
-            query, key = self._normed(query, key)
-        is_sbhd = self.qkv_format == "sbhd"
-        if inference_params is not None:
-            key, value = self._cached(key, value, inference_params)
-        by_head = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (query, key, value)]
+        is_sbhd, offset = self.qkv_format == "sbhd", 0
+        is_one_view = self.num_heads == self.num_groups and not self.is_interleaved
+        if is_one_view and rotary_pos_emb is None and inference_params is None and self.q_norm is None:  # three views less, and their gradients
+            heads = mixed.unflatten(-1, (3, self.num_heads, self.channels))
+            by_head = [*heads.permute(*((2, 1, 3, 0, 4) if is_sbhd else (2, 0, 3, 1, 4)))]
+        else:
+            query, key, value = self._heads(mixed)
+            offset = 0 if inference_params is None else inference_params.sequence_len_offset
+            if self.qk_norm_before_rope:
+                query, key = self._normed(query, key)
+            query, key = self._rotated(query, key, rotary_pos_emb, offset)
+            if not self.qk_norm_before_rope:
+                query, key = self._normed(query, key)
+            if inference_params is not None:
+                key, value = self._cached(key, value, inference_params)
+            by_head = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (query, key, value)]
         y = self._attend(by_head, attention_mask, attn_mask_type or self.attn_mask_type, offset)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 

@@ -163,7 +163,9 @@ class Unit(torch.nn.Module):
             drop_extra_state(state_dict, prefix + _EXTRA_STATE)
         prepare_to_load(self, self._quantize_slots(), state_dict, prefix)
         with self._listing_parameters(), loading(self, state_dict, prefix, arguments[0]):
-            load_parts(self._parameters, state_dict, prefix)
+            missing = load_parts(self._parameters, state_dict, prefix)
+            if missing and arguments[1]:  # strict
+                arguments[2].extend(missing)
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
