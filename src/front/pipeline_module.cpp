@@ -224,8 +224,8 @@ Pipeline& PipelineModule::pipeline_writing(const std::vector<Written>& written) 
     std::erase_if(own, [&](const auto& known) { return known.first == option; });
     own.emplace_back(option, true);
   }
-  Pipeline& made =
-      *writing_.emplace_back(options, std::make_unique<Pipeline>(describe(ops).text)).pipeline;
+  writing_.push_back({options, std::make_unique<Pipeline>(describe(ops).text)});
+  Pipeline& made = *writing_.back().pipeline;
   made.set_memory_budget(pipeline_->memory_budget());
   made.set_watched(watched_);
   return made;
