@@ -9,6 +9,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "autograd/direct.h"
@@ -231,6 +232,30 @@ class SharedTensors {
   std::vector<Entry> entries_;
 };
 
+/// Fills `to` with the one element that `repeated` has, if that takes less time than to call
+/// torch's copy.
+bool fill_small(const at::Tensor& to, const at::Tensor& repeated) {
+  constexpr int64_t kSmall = 4096;  // elements
+  if (!to.is_cpu() || to.numel() > kSmall ||
+      std::ranges::count(repeated.strides(), 0) != repeated.dim())
+    return false;
+  const auto fill = [&](auto word) {
+    std::memcpy(&word, repeated.const_data_ptr(), sizeof(word));
+    std::fill_n(static_cast<decltype(word)*>(to.mutable_data_ptr()), to.numel(), word);
+    return true;
+  };
+  switch (to.itemsize()) {
+    case sizeof(uint16_t):
+      return fill(uint16_t{});
+    case sizeof(uint32_t):
+      return fill(uint32_t{});
+    case sizeof(uint64_t):
+      return fill(uint64_t{});
+    default:
+      return false;
+  }
+}
+
 /// Elements of their own for a gradient that repeats one, as that of a sum does: else every product
 /// and kernel that reads it makes them.
 at::Tensor dense(const at::Tensor& gradient) {
@@ -239,7 +264,7 @@ at::Tensor dense(const at::Tensor& gradient) {
     return gradient;
   const at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor copy = kernel_ops::empty_beside(gradient, gradient.sizes(), gradient.scalar_type());
-  copy.copy_(gradient);
+  if (!fill_small(copy, gradient)) copy.copy_(gradient);
   return copy;
 }
 

@@ -355,3 +355,19 @@ def test_ddp_like_use_of_frozen_inputs():
     check_against(box, llama_mlp_reference, torch.randn(3, 16))
     inputs = torch.randn(2, 3, 16)
     assert box(inputs).shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("rows", [4, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_gradient_that_repeats_one_element(dtype: torch.dtype, rows: int) -> None:
+    """As those of sums and means do: of few elements and of many, in every width."""
+    box = ops.Sequential(ops.RMSNorm(48), ops.Linear(48, 32)).to(dtype)
+    x = torch.randn(rows, 48, dtype=dtype)
+    one = torch.tensor(0.3, dtype=dtype)
+    results = []
+    for gradient in (one.expand(rows, 32), one.expand(rows, 32).clone(), one.expand(rows, 1).clone().expand(rows, 32)):
+        given = x.clone().requires_grad_()
+        results.append(torch.autograd.grad(box(given), [given, *box.parameters()], gradient))
+    for repeated, dense, by_row in zip(*results, strict=True):
+        assert torch.equal(repeated, dense)
+        assert torch.equal(by_row, dense)
