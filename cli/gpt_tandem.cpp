@@ -33,7 +33,9 @@ class TandemLayer final : public GptLayer {
       : attention_in_(Ops{ops::make_extra_output(), ops::rms_norm(config.hidden, {.eps = kNormEps}),
                           ops::linear(config.hidden, 3 * config.hidden)},
                       dtype),
-        attention_out_(Ops{ops::linear(config.hidden, config.hidden), ops::add_extra_input()},
+        // Attention keeps its result for its own backward.
+        attention_out_(Ops{ops::linear(config.hidden, config.hidden, {.save_original_input = true}),
+                           ops::add_extra_input()},
                        dtype),
         mlp_(Ops{ops::make_extra_output({"residual", /*output_to_caller=*/false}),
                  ops::rms_norm(config.hidden, {.eps = kNormEps}),

@@ -48,6 +48,8 @@ struct Common {
 /// Of y = x weight^T + bias; no bias where it is undefined.
 struct LinearArguments {
   at::Tensor x, weight, bias = {};
+  /// As BasicLinearOptions::save_original_input.
+  bool save_original_input = false;
   Common common = {};
 };
 

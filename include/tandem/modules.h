@@ -37,6 +37,8 @@ struct LinearOptions {
   MainGrads main_grads = {};
   /// Backward leaves the gradients of weights to `backward_dw()` of the module.
   bool delay_wgrad_compute = false;
+  /// As BasicLinearOptions::save_original_input.
+  bool save_original_input = false;
 };
 
 struct LayerNormLinearOptions {

@@ -44,7 +44,7 @@ struct ReshapeOptions {
   /// One size may be -1.
   std::vector<int64_t> shape = {};
 };
-/// Of basic_linear: what becomes of its weight's gradient.
+/// Of basic_linear: what becomes of its weight's gradient, and what that is made of.
 struct BasicLinearOptions {
   /// What the parameter asks to be given instead, so that whoever waits for a gradient wakes up:
   /// nothing, anything, zeros.
@@ -56,6 +56,9 @@ struct BasicLinearOptions {
   Dummy dummy = Dummy::none;
   /// It is left to the caller, who is given its operands.
   bool delay_wgrad = false;
+  /// Under a recipe: x is kept as it is for it, and quantized again in backward. Saves memory where
+  /// somebody else keeps x anyway.
+  bool save_original_input = false;
 };
 struct GroupedLinearOptions {
   size_t num_groups = 1;

@@ -157,6 +157,8 @@ struct LinearOptions {
   /// has parameters of its own, "<name>_weight" and "<name>_bias", that run as one product; they
   /// are made in one memory, so that joining them copies nothing. Empty: "weight" and "bias".
   std::vector<std::pair<std::string, int64_t>> parameters_split = {};
+  /// As BasicLinearOptions::save_original_input.
+  bool save_original_input = false;
 };
 /// y = x W^T + b. W [out_features, in_features] starts as torch.nn.Linear's does, b [out_features]
 /// at zero.

@@ -76,6 +76,9 @@ struct Contract {
   /// Whether a step of an op with these options is given plain numbers, and quantizes them itself
   /// in groups, which have scales of their own; nullptr: never.
   bool (*by_group)(const void* options) = nullptr;
+  /// Whether backward of an op with these options quantizes the operand again, from its numbers,
+  /// rather than have codes kept; nullptr: never.
+  bool (*keeps_numbers)(const void* options) = nullptr;
 };
 
 /// One step of an op, forward and backward alike. It runs if any of its writes is demanded, or if
@@ -205,6 +208,7 @@ struct OpStep {
     Direction along;
     Role role;
     bool (*by_group)(const void* options) = nullptr;
+    bool (*keeps_numbers)(const void* options) = nullptr;
   };
   std::vector<ContractOf> contracts;
   /// Places of what chains go through: x and y, in backward grad_y and grad_x; npos where the step

@@ -58,7 +58,8 @@ void resolve_contracts(const OpKind& op, const StepDef& def, OpStep& step) {
                       ": expected contracts of step \"", def.name, "\" to name reads that have a ",
                       "role, got \"", contract.operand,
                       "\". Declare it in its reads and in roles.");
-    step.contracts.push_back({step.reads[read], contract.along, role->role, contract.by_group});
+    step.contracts.push_back(
+        {step.reads[read], contract.along, role->role, contract.by_group, contract.keeps_numbers});
   }
 }
 

@@ -236,14 +236,17 @@ MultiheadAttentionImpl::MultiheadAttentionImpl(int64_t hidden_size, int64_t num_
   k_norm_ = qk_norm("k_norm");
   if (is_parallel) parallel.mode = Mode::row;
   projection_out_ = register_module(
-      "proj",
-      std::make_shared<LinearImpl>(query, hidden_size,
-                                   LinearOptions{.bias = attention.bias,
-                                                 .return_bias = own.return_bias,
-                                                 .init_method = attention.output_layer_init_method,
-                                                 .tensor_parallel = parallel,
-                                                 .main_grads = main_grads("proj")},
-                                   options));
+      "proj", std::make_shared<LinearImpl>(
+                  query, hidden_size,
+                  LinearOptions{.bias = attention.bias,
+                                .return_bias = own.return_bias,
+                                .init_method = attention.output_layer_init_method,
+                                .tensor_parallel = parallel,
+                                .main_grads = main_grads("proj"),
+                                // Attention keeps its result for its own
+                                // backward, unless it drops any of it.
+                                .save_original_input = attention.attention_dropout == 0},
+                  options));
 }
 
 MultiheadAttentionImpl::Heads MultiheadAttentionImpl::split(const Tensor& mixed) const {

@@ -99,7 +99,8 @@ Context context_of(const Call& call, const Results& results) {
 }
 
 Call call_of(const LinearArguments& a) {
-  return {ops::linear(a.weight.size(1), a.weight.size(0), {.bias = a.bias.defined()}),
+  return {ops::linear(a.weight.size(1), a.weight.size(0),
+                      {.bias = a.bias.defined(), .save_original_input = a.save_original_input}),
           {a.x},
           {{"weight", a.weight}, {"bias", a.bias}},
           a.common};

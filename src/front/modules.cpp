@@ -68,10 +68,14 @@ Op make_one_product(const std::string& name, int64_t in_features, int64_t out_fe
 }
 
 Op make_linear(int64_t in_features, int64_t out_features, const tandem::LinearOptions& options) {
-  return make_one_product("linear", in_features, out_features, options,
-                          [](Parts& parts, int64_t /*in*/, const std::vector<Op>& before) {
-                            for (const Op& part : before) parts.add(part);
-                          });
+  Op made = make_one_product("linear", in_features, out_features, options,
+                             [](Parts& parts, int64_t /*in*/, const std::vector<Op>& before) {
+                               for (const Op& part : before) parts.add(part);
+                             });
+  for (BasicOp& part : made.basic_ops)
+    if (part.name == "basic_linear" && options.save_original_input)
+      part.options.emplace_back("save_original_input", true);
+  return made;
 }
 
 Op make_layer_norm_linear(int64_t in_features, int64_t out_features,

@@ -312,7 +312,9 @@ Op linear(int64_t in_features, int64_t out_features, const LinearOptions& option
                 out = share("linear", "out_features", out_features, is_column ? ranks : 1);
   Parts parts("linear");
   for (const Op& part : before) parts.add(part);
-  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}));
+  OptionValues product;
+  if (options.save_original_input) product.emplace_back("save_original_input", true);
+  parts.add(op("basic_linear", {{"in_features", in}, {"out_features", out}}, product));
   if (options.bias) parts.add(op("bias", {{"features", out}}));
   for (const Op& part : after) parts.add(part);
   Op made = std::move(parts).op();

@@ -60,6 +60,7 @@ void linear_defer(Call& call) {
 const BasicLinearOptions& linear_options(const void* options) {
   return *static_cast<const BasicLinearOptions*>(options);
 }
+bool saves_original(const void* options) { return linear_options(options).save_original_input; }
 bool delays(const void* options) { return linear_options(options).delay_wgrad; }
 bool returns_gradient(const void* options) {
   return !linear_options(options).accumulate_into_main_grad && !delays(options);
@@ -99,7 +100,9 @@ const OpDef kBasicLinear{
                    {"dummy_gradient", &BasicLinearOptions::dummy,
                     one_of({"none", "empty", "zeros"}), "what is returned beside main_grad"},
                    {"delay_wgrad", &BasicLinearOptions::delay_wgrad,
-                    "the gradient of weight is left to the caller, who is given its operands"}}},
+                    "the gradient of weight is left to the caller, who is given its operands"},
+                   {"save_original_input", &BasicLinearOptions::save_original_input,
+                    "x is kept as it is and quantized again in backward, instead of its codes"}}},
     .sizes = {{"in_features", "size of the last dimension of x"},
               {"out_features", "size of the last dimension of y"}},
     .params = {{"weight", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform}},
@@ -119,7 +122,8 @@ const OpDef kBasicLinear{
                  {.name = "grad_weight",
                   .reads = {"grad_y", "x"},
                   .writes = {"grad_weight"},
-                  .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
+                  .contracts = {{"grad_y", Direction::column},
+                                {"x", Direction::column, nullptr, saves_original}},
                   .run = grad_weight,
                   .applies = returns_gradient},
                  {.name = "accumulate",
@@ -127,7 +131,8 @@ const OpDef kBasicLinear{
                   .writes = {},
                   .mutates = {"main_grad[]"},
                   .absorbs = {"grad_weight"},
-                  .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
+                  .contracts = {{"grad_y", Direction::column},
+                                {"x", Direction::column, nullptr, saves_original}},
                   .run = linear_accumulate,
                   .applies = accumulates</*kDummy=*/false>},
                  {.name = "accumulate",
@@ -135,7 +140,8 @@ const OpDef kBasicLinear{
                   .writes = {"grad_weight"},
                   .mutates = {"main_grad[]"},
                   .absorbs = {"grad_weight"},
-                  .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
+                  .contracts = {{"grad_y", Direction::column},
+                                {"x", Direction::column, nullptr, saves_original}},
                   .run = linear_accumulate,
                   .applies = accumulates</*kDummy=*/true>},
                  {.name = "defer",
@@ -143,7 +149,8 @@ const OpDef kBasicLinear{
                   .writes = {},
                   .mutates = {"deferred[]"},
                   .absorbs = {"grad_weight"},
-                  .contracts = {{"grad_y", Direction::column}, {"x", Direction::column}},
+                  .contracts = {{"grad_y", Direction::column},
+                                {"x", Direction::column, nullptr, saves_original}},
                   .run = linear_defer,
                   .applies = delays}},
     .context = {"x", "weight"},

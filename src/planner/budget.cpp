@@ -408,7 +408,7 @@ void BudgetFit::fit(Draft& draft, Plan& plan) {
   draft.backward = Assembly(base, ways, outcome, draft).backward(whole_, key_.call().traced);
   std::vector<bool> flags = settled.flags();
   flags.resize(draft.types.size());
-  choose_reemitted({}, draft.backward, draft.types, flags, draft.operands);
+  choose_reemitted({}, draft.backward, draft.types, flags, draft.operands, {});
   settle_backward(draft, plan);
   double kept = 0;
   for (const Value value : plan.kept)

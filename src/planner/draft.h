@@ -99,6 +99,8 @@ struct Draft {
   Values param_codes;
   /// By the value that holds their plain numbers.
   std::map<Value, ParamCodes> codes_of_params;
+  /// What backward quantizes again though it reads the numbers for nothing else: the ops asked.
+  Values quantized_again;
   /// Whose tensors `workspaces` holds.
   std::vector<CachedWeight> cached_weights;
   /// Whose tensors `state` holds.

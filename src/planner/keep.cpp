@@ -42,7 +42,8 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
   ValueSet is_free = kept_for_groups(description, backward_groups, draft);
   for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs})
     is_free.add(*list);
-  choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands);
+  choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands,
+                   draft.quantized_again);
   settle_backward(draft, plan);
 }
 

@@ -98,6 +98,7 @@ class QuantizePoints {
     bool is_any_by_group = false;
     for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t slot) {
       Value& value = step.reads[read];
+      note_original(value, contract, op);
       const Quantizer* quantizer = asked(contract.role, part.op, slot);
       if (quantizer != nullptr && is_numbers_of(value, contract, *quantizer)) quantizer = nullptr;
       if (!is_by_group(contract, part.op)) {
@@ -121,6 +122,15 @@ class QuantizePoints {
     for (const size_t read : coded)
       if (const Value codes_read = step.reads[read]; is_codes(codes_read))
         step.reads[read] = decoded(codes_read, scope_.draft.dtype(plain[read]), steps);
+  }
+
+  /// What backward shall quantize again, from what a cast of it was made of.
+  void note_original(Value value, const OpStep::ContractOf& contract, const OpNode& op) {
+    if (!scope_.is_backward || contract.keeps_numbers == nullptr ||
+        !contract.keeps_numbers(op.options.get()))
+      return;
+    scope_.draft.quantized_again.push_back(value);
+    scope_.draft.quantized_again.push_back(scope_.uncast(value));
   }
 
   /// The quantizer that the recipe has for an operand; null: none.
@@ -188,6 +198,7 @@ class QuantizePoints {
                                 steps);
       }
       Value& value = step.reads[read];
+      note_original(value, contract, scope_.description.ops[op]);
       OpStep::ContractOf forward = contract;
       forward.along = Direction::row;
       const Value made = codes_of(value, forward, op, *quantizer, steps, codes, slot);

@@ -101,28 +101,31 @@ class Waiting {
 };
 
 /// Appends the quantize steps of forward whose codes backward reads, where those are not free to
-/// keep; returns how many.
+/// keep, behind the casts that give `asked` numbers; returns how many.
 size_t quantize_again(const Steps& forward, Steps& backward,
-                      const std::vector<bool>& is_free_to_keep) {
+                      const std::vector<bool>& is_free_to_keep, const Values& asked) {
   Steps again;
   {
     const Readers readers(backward);
     for (const Step& step : forward)
-      if (step.kind == StepKind::quantize && step.mutates.empty() &&
-          std::ranges::any_of(step.writes, [&](Value value) {
-            return exists(value) && !is_free_to_keep[index_of(value)] && !readers.of(value).empty();
-          }))
+      if ((step.kind == StepKind::quantize && step.mutates.empty() &&
+           std::ranges::any_of(step.writes,
+                               [&](Value value) {
+                                 return exists(value) && !is_free_to_keep[index_of(value)] &&
+                                        !readers.of(value).empty();
+                               })) ||
+          (step.kind == StepKind::cast && std::ranges::count(asked, step.writes[0]) != 0))
         again.push_back(step);
   }
   backward.insert(backward.end(), again.begin(), again.end());
   return again.size();
 }
 
-/// Removes those of the last `count` steps whose source no other step writes or reads: for them
-/// alone it would have to be kept.
-void drop_needless(size_t count, Steps& backward) {
+/// Removes those of the last `count` steps whose source no other step writes or reads, and that is
+/// not `asked`: for them alone it would have to be kept.
+void drop_needless(size_t count, const Values& asked, Steps& backward) {
   const auto first = backward.end() - static_cast<std::ptrdiff_t>(count);
-  std::set<Value> used;
+  std::set<Value> used(asked.begin(), asked.end());
   if (count != 0)
     for (auto step = backward.begin(); step != first; ++step)
       for (const Values* list : {&step->reads, &step->writes})
@@ -148,8 +151,8 @@ bool is_again(const Step& step, Value value, const std::vector<Type>& types) {
 
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<OperandTable>& operands) {
-  const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep);
+                      const std::vector<OperandTable>& operands, const Values& asked) {
+  const size_t quantized_again = quantize_again(forward, backward, is_free_to_keep, asked);
   // All candidates are taken out first, so that what steps write is what is sure to be written.
   struct Candidate {
     size_t step, write;
@@ -206,7 +209,7 @@ void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<T
       for_each_read_to_reemit(backward[s], operands,
                               [&](size_t read) { backward[s].reads[read] = Value::none; });
   }
-  drop_needless(quantized_again, backward);
+  drop_needless(quantized_again, asked, backward);
 }
 
 void schedule(Steps& steps) {

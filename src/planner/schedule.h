@@ -35,10 +35,11 @@ void for_each_read_to_reemit(const Step& step, const std::vector<OperandTable>& 
 /// gradients are asked for. All other such writes, and what is read only for them, become absent.
 ///
 /// Where the source of quantized codes is there in backward, written again or kept for another
-/// step, backward quantizes it again, to the same bits, instead of having the codes kept.
+/// step, backward quantizes it again, to the same bits, instead of having the codes kept. The same
+/// where the source is among `asked`, with what each of these is a cast of.
 void choose_reemitted(const Steps& forward, Steps& backward, const std::vector<Type>& types,
                       const std::vector<bool>& is_free_to_keep,
-                      const std::vector<OperandTable>& operands);
+                      const std::vector<OperandTable>& operands, const Values& asked);
 
 /// Orders steps so that each runs after those that write what it reads, and keeps its place among
 /// those that mutate what it reads or mutates: no step passes another one that mutates what it

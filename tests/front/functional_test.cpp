@@ -53,6 +53,36 @@ TEST(Functional, LinearIsTheModule) {
                                      "got one whose backward has run"));
 }
 
+TEST(Functional, LinearKeepsItsInputInsteadOfCodes) {
+  at::manual_seed(3);
+  const at::Tensor x = at::randn({32, 64}), grad_y = at::randn({32, 32});
+  std::vector<Gradients> all;
+  std::vector<std::pair<int64_t, int64_t>> saved;  // of the module, of the plain functions
+  for (const bool saves : {false, true}) {
+    at::manual_seed(4);
+    Linear module(64, 32, LinearOptions{.bias = false, .save_original_input = saves});
+    const at::Tensor weight = module->named_parameters()["weight"];
+    const at::Tensor leaf = x.clone().requires_grad_();
+    {
+      const Autocast region(/*enabled=*/true, MXFP8BlockScaling());
+      module->forward(leaf).backward(grad_y);
+    }
+    const LinearArguments arguments{.x = x,
+                                    .weight = weight.detach(),
+                                    .save_original_input = saves,
+                                    .common = {.recipe = MXFP8BlockScaling()}};
+    Context context = setup_context(arguments, forward(arguments));
+    saved.emplace_back(module->saved_bytes(), context.saved_bytes());
+    all.push_back(backward(context, grad_y));
+    EXPECT_TRUE(at::equal(all.back().at("weight"), weight.grad()));
+    EXPECT_TRUE(at::equal(all.back().at("x"), leaf.grad()));
+  }
+  EXPECT_TRUE(at::equal(all[0].at("weight"), all[1].at("weight")));
+  const int64_t codes = x.numel();
+  EXPECT_GE(saved[0].first - saved[1].first, codes);
+  EXPECT_GE(saved[0].second - saved[1].second, codes);
+}
+
 TEST(Functional, MlpIsTheModuleUnderARecipe) {
   at::manual_seed(2);
   LayerNormMLP module(32, 64, LayerNormMLPOptions{.activation = "swiglu"});

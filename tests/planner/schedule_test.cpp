@@ -104,22 +104,22 @@ TEST(Schedule, ReemissionNeedsAReaderThatIsNoAncestor) {
   const std::vector<bool> free(32);
   const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward({20, 7});
-  choose_reemitted({}, steps, types, free, {});
+  choose_reemitted({}, steps, types, free, {}, {});
   EXPECT_EQ(steps[1].writes[1], Value{7});
 
   steps = backward({20});
-  choose_reemitted({}, steps, types, free, {});
+  choose_reemitted({}, steps, types, free, {}, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "nobody reads it";
 
   steps = backward({20, 7});
   steps[0].reads.push_back(Value{7});
-  choose_reemitted({}, steps, types, free, {});
+  choose_reemitted({}, steps, types, free, {}, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an ancestor of the writer reads it";
 
   steps = backward({20, 7});
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted({}, steps, types, argument, {});
+  choose_reemitted({}, steps, types, argument, {}, {});
   EXPECT_EQ(steps[1].writes[1], Value::none) << "an argument costs nothing to keep";
 }
 
@@ -137,24 +137,29 @@ TEST(Schedule, CodesAreMadeAgainWhereTheirSourceIsThere) {
   const std::vector<bool> free(32);
   const std::vector<Type> types = types_with_gradients({10, 11, 12});
   Steps steps = backward();
-  choose_reemitted(forward, steps, types, free, {});
+  choose_reemitted(forward, steps, types, free, {}, {});
   schedule(steps);
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "quantize", "reader"));
   EXPECT_EQ(steps[0].writes[1], Value{7}) << "for the quantize step alone";
 
   steps = backward();
   steps[0].reads.push_back(Value{8});
-  choose_reemitted(forward, steps, types, free, {});
+  choose_reemitted(forward, steps, types, free, {}, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "the writer needs the codes";
 
   steps = backward();
   std::vector<bool> argument(32);
   argument[7] = true;
-  choose_reemitted(forward, steps, types, argument, {});
+  choose_reemitted(forward, steps, types, argument, {}, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader")) << "an argument may be freed earlier";
 
+  steps = backward();
+  choose_reemitted(forward, steps, types, argument, {}, {Value{7}});
+  EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader", "quantize")) << "it is asked for";
+  steps = backward();
+
   steps[1].reads.push_back(Value{7});
-  choose_reemitted(forward, steps, types, argument, {});
+  choose_reemitted(forward, steps, types, argument, {}, {});
   EXPECT_THAT(kinds(steps), ElementsAre("writer", "reader", "quantize")) << "it is kept anyway";
 }
 

@@ -311,6 +311,8 @@ class MultiheadAttention(torch.nn.Module):
             init_method=output_layer_init_method,
             parallel_mode="row" if together else None,
             return_bias=return_bias,
+            # Attention keeps its result for its own backward, unless it drops any of it.
+            save_original_input=not attention_dropout,
             **shared,
         )
 

@@ -358,9 +358,18 @@ def linear_parts(
     delayed: bool,
     before_bias: Sequence[BasicOperation],
     dtype: torch.dtype | None,
+    saves_original: bool = False,
 ) -> Parts:
     """A product, what stands between it and its bias, and the bias, with parameters named as those of `tandem.Linear`."""
-    product = BasicLinear(columns, rows, device="meta", dtype=dtype, accumulate_into_main_grad=into_main_grad, delay_wgrad_compute=delayed)
+    product = BasicLinear(
+        columns,
+        rows,
+        device="meta",
+        dtype=dtype,
+        accumulate_into_main_grad=into_main_grad,
+        delay_wgrad_compute=delayed,
+        save_original_input=saves_original,
+    )
     added: Parts = [(Bias(rows, device="meta", dtype=dtype), {"bias": names_of("bias", split)})] if has_bias else []
     return [(product, {"weight": names_of("weight", split)}), *[(part, {}) for part in before_bias], *added]
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem import _C
+from tandem.ops.arguments import flag
 from tandem.ops.library import class_of
 from tandem.ops.linear import collectives
 from tandem.recipe import Recipe
@@ -71,6 +72,7 @@ class LinearArgs(_Args):
         weight: [out_features, in_features].
         bias: [out_features], or None.
         parallel_mode, tp_group, sequence_parallel: as for `tandem.Linear`; `weight` is the part of this rank.
+        save_original_input: as for `tandem.Linear`; the output of a norm is made again in backward either way.
     """
 
     inp: torch.Tensor
@@ -79,6 +81,7 @@ class LinearArgs(_Args):
     parallel_mode: str | None = None
     tp_group: Any = None
     sequence_parallel: bool = False
+    save_original_input: bool = False
 
 
 @dataclass(kw_only=True)
@@ -256,8 +259,16 @@ class _Call:
             self.outputs += 1
             self.add("make_extra_output", {}, extra_outputs=[(None, True)])
 
-    def add_product(self, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "", after: Sequence[Any] = (), recompute: bool = False) -> None:
-        self.add("basic_linear", {}, [((f"{prefix}weight", -1), weight)], recompute=recompute)
+    def add_product(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        prefix: str = "",
+        after: Sequence[Any] = (),
+        recompute: bool = False,
+        saves_original: bool = False,
+    ) -> None:
+        self.add("basic_linear", {"save_original_input": saves_original}, [((f"{prefix}weight", -1), weight)], recompute=recompute)
         self.add_parts(after)
         if bias is not None:
             self.add("bias", {}, [((f"{prefix}bias", -1), bias)], recompute=recompute)
@@ -309,7 +320,7 @@ def _linear(args: LinearArgs) -> _Call:
     if isinstance(args, LayerNormLinearArgs):
         call.add_norm(args)
     call.add_parts(before)
-    call.add_product(args.weight, args.bias, after=after)
+    call.add_product(args.weight, args.bias, after=after, saves_original=flag(type(args).__name__, "save_original_input", args.save_original_input))
     return call
 
 

@@ -70,7 +70,8 @@ class GroupedLinear(ops.GroupedLinear):
             params_dtype, device: of the parameters.
             parallel_mode: "column": each rank holds a part of the output features; "row": of the input features; None: all.
             delay_wgrad_compute, single_grouped_weight, single_grouped_bias: as for `ops.GroupedLinear`.
-            sequence_parallel, ub_name, save_original_input, use_grouped_tensor: not used.
+            save_original_input: either, and neither changes anything: the rows are kept as they are, and quantized again in backward.
+            sequence_parallel, ub_name, use_grouped_tensor: not used.
             name: kept as an attribute.
             get_rng_state_tracker, rng_tracker_name: as for `Linear`.
             ub_overlap_rs, ub_overlap_ag: False; no other value is known yet.

@@ -51,7 +51,14 @@ class Sizes:
         module.parameters_split = self.split
 
     def parts(
-        self, op: str, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool, dtype: torch.dtype | None
+        self,
+        op: str,
+        bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        dtype: torch.dtype | None,
+        save_original_input: bool = False,
     ) -> Parts:
         """The product and what is behind it."""
         into_main_grad = flag(op, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
@@ -66,6 +73,7 @@ class Sizes:
             delayed=flag(op, "delay_wgrad_compute", delay_wgrad_compute),
             before_bias=self.after,
             dtype=dtype,
+            saves_original=flag(op, "save_original_input", save_original_input),
         )
 
     def inits(self, init_method: Init | None) -> dict[str, Init | None]:
@@ -197,7 +205,8 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
             parameters_split: the output features as parts, in order: their sizes over all ranks by name, or names of parts of equal size. Each
                 has parameters of its own, in one memory behind each other: they run as one product, without a copy.
             device: where the parameters are made; None: torch's default device.
-            save_original_input: not used: an input is kept as it is, and its codes are made again where that gives the same bits.
+            save_original_input: under a recipe: whether x is kept as it is and quantized again in backward, to the same bits, instead of having its
+                codes kept. Saves memory where x is kept anyway, by who makes it or by other readers; costs a pass over x.
             rng_tracker_name: what its `fork` is given; None: nothing.
             name: kept as an attribute.
             ub_name: not used.
@@ -210,14 +219,14 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
         at_default(op, symmetric_ar_type=symmetric_ar_type)
         at_default(op, False, ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad)
         at_default(op, False, ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
-        flag(op, "save_original_input", save_original_input)
         sizes = Sizes(op, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel, parameters_split)
         torch.nn.Module.__init__(self)
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.name = name
         sizes.give(self)
+        made = sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, save_original_input)
         self._build(
-            [*[(part, {}) for part in sizes.before], *sizes.parts(op, bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype)],
+            [*[(part, {}) for part in sizes.before], *made],
             bias=bias,
             return_bias=return_bias,
             inits=sizes.inits(init_method),

@@ -32,6 +32,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
 
     _kind = "basic_linear"
     _parameter_names = ("weight",)
+    _option_names = ("save_original_input",)
     _main_grad_names: ClassVar[tuple[str, ...]] = ("weight",)
     _watched_names = ("accumulate_into_main_grad", "delay_wgrad_compute")
     _deferred_tensors = 7
@@ -52,6 +53,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
         delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
     ) -> None:
         """Makes a product with a weight that is drawn as `reset_parameters` says.
 
@@ -69,6 +71,8 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
                 returned; it takes its place where `weight.overwrite_main_grad` is set. Where `weight.grad_added_to_main_grad` exists it is set, and a
                 gradient without meaning is returned, of zeros where `weight.zero_out_wgrad` is set.
             delay_wgrad_compute: whether backward leaves the gradient of `weight` to `backward_dw`.
+            save_original_input: under a recipe: whether x is kept as it is and quantized again in backward, to the same bits, instead of having its
+                codes kept. Saves memory where x is kept anyway, by who makes it or by other readers; costs a pass over x.
         """
         super().__init__()
         at_default("BasicLinear", userbuffers_options=userbuffers_options or None)
@@ -80,6 +84,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
         self._sequence_parallel = flag("BasicLinear", "sequence_parallel", sequence_parallel) and size > 1
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
         self.in_features = self.local_in_features = positive("BasicLinear", "in_features", in_features)
         self.out_features = self.local_out_features = positive("BasicLinear", "out_features", out_features)
         if size > 1 and tensor_parallel_mode == "column":
@@ -135,7 +140,7 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
             part._capture(changes)
 
     def _checked_option(self, name: str, value: Any) -> Any:
-        if name == "accumulate_into_main_grad":
+        if name in ("accumulate_into_main_grad", "save_original_input"):
             return flag("BasicLinear", name, value)
         if name == "delay_wgrad_compute":
             return self._set_delay(flag("BasicLinear", name, value))
