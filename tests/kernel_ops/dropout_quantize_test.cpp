@@ -38,7 +38,7 @@ void expect_the_bits_of_both(const at::Tensor& grad_y) {
         EXPECT_TRUE(same(fused[i], mask[i] ? made[i] : made[i].new_empty({0}))) << i;
       for (size_t part = 0; part < group_size; ++part)
         EXPECT_TRUE(same(fused[part + 2], codes[part])) << "part " << part;
-      if (!mask[0]) continue;  // composite forms are slow
+      if (!mask[0] || grad_y.numel() > 8192) continue;  // composite forms are slow
       const auto reference =
           DropoutBackwardQuantize::reference(grad_y, seed, given, 0.3, dtype, *quantizer, mask);
       for (size_t i = 0; i < reference.size(); ++i)
