@@ -17,6 +17,7 @@ import tandem
 from tandem import ops
 
 QUANTIZER_OF = {type(recipe): quantizer for recipe, quantizer in QUANTIZERS.items()}
+UNEVEN = {"current": 4, "delayed": 4, "mxfp8": 94, "blocks": 382, "nvfp4": 46}  # rows in whole blocks but for the last
 NAMES = ["0.weight", "2.fc1_weight", "2.fc2_weight"]
 
 
@@ -153,6 +154,55 @@ def check_checkpoint(rank, size, name, folder):
     check(model, recipe, numbers, rank, size)
 
 
+def check_checkpoint_of_codes(rank, size, name, folder):
+    """Shards in codes are saved as their numbers, and read into shards in codes and into plain weights that nobody shares."""
+    recipe, numbers = MADE[name], some_numbers()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model, other = (sharded(recipe, keeps=False) for _ in range(2))
+    set_model_state_dict(model, dict(numbers) if rank == 0 else {}, options=options)
+    set_model_state_dict(other, {key: value * 0 for key, value in numbers.items()} if rank == 0 else {}, options=options)
+    path = f"{folder}/{name}-codes"
+    dcp.save(get_model_state_dict(model), checkpoint_id=path)
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(other, state)
+    check(other, recipe, numbers, rank, size, keeps=False)
+    plain, wanted = model_of(), wanted_of(recipe, numbers)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    plain.load_state_dict(state)
+    for key in NAMES:
+        assert torch.equal(plain.get_parameter(key), wanted.get_parameter(key).dequantize())
+
+
+def check_uneven(rank, size, name, given):
+    """Rows of which the last of three ranks has fewer, or none, made on the meta device."""
+    recipe, rows = MADE[name], UNEVEN[name]
+    torch.manual_seed(0)
+    numbers = torch.randn(rows, 64)
+    with tandem.quantized_model_init(recipe=recipe):
+        layer = ops.Linear(64, rows, bias=False, device="meta")
+    layer = fully_shard(layer)
+    if given == "values":
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            shares = [*numbers.chunk(size), *[numbers[:0]] * size]
+            layer.weight.to_local().copy_(shares[rank])
+        tandem.finish_quantized_init(layer)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(layer, {"weight": numbers.clone()} if rank == 0 else {}, options=options)
+    wanted = ops.Linear(64, rows, bias=False)
+    wanted.weight = torch.nn.Parameter(tandem.quantize(numbers, QUANTIZER_OF[type(recipe)]))
+    x = torch.randn(8, 64)
+    with tandem.autocast(recipe=recipe):
+        y, expected = layer(x), wanted(x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), wanted.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def check_placements(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -183,3 +233,11 @@ def test_values_written_in_place_and_placements(tmp_path):
 
 def test_distributed_checkpoints(tmp_path):
     spawn(tmp_path, 2, *[(check_checkpoint, name, str(tmp_path)) for name in MADE])
+
+
+def test_distributed_checkpoints_of_codes(tmp_path):
+    spawn(tmp_path, 2, *[(check_checkpoint_of_codes, name, str(tmp_path)) for name in MADE])
+
+
+def test_shares_that_are_uneven_or_empty(tmp_path):
+    spawn(tmp_path, 3, *[(check_uneven, name, given) for name in MADE for given in ("values", "state dict")])
