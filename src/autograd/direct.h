@@ -45,10 +45,7 @@ inline bool is_plain(const at::Tensor& tensor) {
 }
 
 /// Whether forward-mode differentiation follows the tensor.
-inline bool has_tangent(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr &&
-         tensor._fw_grad(/*level=*/0).defined();
-}
+bool has_tangent(const at::Tensor& tensor);
 
 /// Whether two tensors are one object or views of one storage.
 inline bool shares_memory(const at::Tensor& a, const at::Tensor& b) {

@@ -39,7 +39,7 @@ struct Slot {
   std::shared_ptr<void> fields = nullptr;
 };
 
-class PipelineBackward : public torch::autograd::Node {
+class PipelineBackward final : public torch::autograd::Node {
  public:
   PipelineBackward(std::shared_ptr<const Plan> plan, Path path)
       : plan_(std::move(plan)), path_(path) {}

@@ -365,7 +365,8 @@ namespace {
 const PipelineBackward* node_of(const Outputs& outputs) {
   for (const at::Tensor& output : outputs)
     if (const auto node = output.grad_fn())
-      if (const auto* pipeline = dynamic_cast<const PipelineBackward*>(node.get())) return pipeline;
+      if (const Node& its = *node; typeid(its) == typeid(PipelineBackward))
+        return static_cast<const PipelineBackward*>(&its);
   return nullptr;
 }
 
