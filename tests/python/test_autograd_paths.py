@@ -362,3 +362,14 @@ def test_compiled_autograd_of_an_extra_output_that_backward_reads():
         (y.sum() + extra.sum()).backward()
     for tensor, grad in zip([x, *box.parameters()], expected, strict=True):
         torch.testing.assert_close(tensor.grad, grad)
+
+
+def test_a_view_has_the_tangent_that_its_base_got_later():
+    forward_ad = torch.autograd.forward_ad
+    box, reference = ops.Sequential(ops.RMSNorm(8)), torch.nn.RMSNorm(8, eps=1e-5)
+    with forward_ad.dual_level():
+        base = torch.randn(6, 8)
+        view = base[:4]
+        base.copy_(forward_ad.make_dual(base.clone(), torch.randn(6, 8)))
+        got, wanted = (forward_ad.unpack_dual(module(view)).tangent for module in (box, reference))
+    torch.testing.assert_close(got, wanted)
