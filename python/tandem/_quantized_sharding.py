@@ -1,7 +1,7 @@
 """What torch.distributed.fsdp.fully_shard asks of a parameter in codes: codes are gathered, not numbers.
 
 Ranks that share a tensor unevenly must give tensors of the sizes of the greatest share, all of the parameter's shape: there the parts travel as the bytes of
-as many such tensors as they fill.
+as many such tensors as they fill. Where one rank has all rows FSDP looks at one gathered tensor alone: there they travel as that one's bytes.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ def pre_all_gather(
     parts = [getattr(self, name) for name in names]
     sizes = dict(zip(PARTS, sizes_of_parts(text, greatest * inner, self.shape[-1]), strict=True))
     greatest_sizes = [_sizes_of_share(self, name, part, greatest, sizes) for name, part in zip(names, parts, strict=True)]
-    is_even = len(set(rows)) == 1
+    is_even = ranks > 1 and len(set(rows)) == 1
     shared = _Shared(
         alone, names, self.columnwise_data is not None, tuple(outer_size), [part.dtype for part in parts], greatest_sizes, rows, is_even
     )
     if is_even:
         return tuple(part.contiguous() for part in parts), shared
     spread = [padded(part, size).contiguous().view(-1).view(torch.uint8) for part, size in zip(parts, greatest_sizes, strict=True)]
+    if ranks == 1:
+        return (torch.cat(spread),), shared
     shape = (greatest, *self.shape[1:])
     return tuple(_in_pieces(torch.cat(spread), shape)), shared
 

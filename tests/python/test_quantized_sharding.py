@@ -92,6 +92,10 @@ def test_sharded_parameters_are_gathered_in_codes(tmp_path):
     spawn(tmp_path, 2, *[(check_fsdp, name) for name in RECIPES], (check_fsdp_errors,))
 
 
+def test_one_rank_alone_has_all_rows(tmp_path):
+    spawn(tmp_path, 1, *[(check_fsdp, name) for name in RECIPES])
+
+
 def test_processes_share_an_amax(tmp_path):
     spawn(tmp_path, 2, (check_amax,))
 
