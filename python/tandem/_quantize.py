@@ -111,11 +111,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    """FP8 with a scale that is given: codes = cast(x * scale). The amax of x is written into `amax`.
+    """FP8 with a scale that is given: codes = cast(x * scale). `amax` is raised to the amax of x.
 
     Args:
         scale: one float32, which x is multiplied by.
-        amax: one float32, which the amax of each tensor is written into.
+        amax: one float32, the largest amax of all tensors since it was last set to 0.
         fp8_dtype, rowwise, columnwise: as of `Float8CurrentScalingQuantizer`.
     """
 
@@ -147,7 +147,7 @@ class Float8Quantizer(Quantizer):
 
     def _quantized(self, x: torch.Tensor) -> QuantizedTensor:
         codes, amax = self._codes(x, self.scale)
-        self.amax.copy_(amax.view_as(self.amax))
+        self.amax.copy_(torch.fmax(self.amax, amax.view_as(self.amax)))  # of this step's other calls too; a NaN counts as none
         return codes
 
     def _codes_of_zeros(self, zeros: torch.Tensor) -> QuantizedTensor:

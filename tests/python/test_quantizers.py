@@ -146,6 +146,19 @@ def test_a_given_scale_is_used_and_the_amax_noted():
     assert tandem.quantize(x, quantizer).rowwise_scale_inv.item() == 0.5
 
 
+def test_a_noted_amax_is_that_of_all_tensors():
+    amax, x = torch.zeros(1), torch.randn(6, 3)
+    quantizer = tandem.Float8Quantizer(torch.ones(1), amax, torch.float8_e4m3fn)
+    for factor in (1.0, 0.01):
+        tandem.quantize(factor * x, quantizer)
+        assert amax.item() == x.abs().max().item()
+    quantizer.update_quantized(3 * x, tandem.quantize(x, quantizer))
+    assert amax.item() == (3 * x).abs().max().item()
+    amax.fill_(torch.nan)  # of a caller's own
+    tandem.quantize(x, quantizer)
+    assert amax.item() == x.abs().max().item()
+
+
 ERRORS = [
     (lambda: tandem.MXFP8Quantizer(torch.float16), ValueError, "MXFP8Quantizer: expected fp8_dtype to be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
     (lambda: tandem.MXFP8Quantizer(torch.float8_e5m2, rowwise=False, columnwise=False), ValueError, "expected rowwise or columnwise codes to be wanted, got neither"),

@@ -49,6 +49,14 @@ def test_under_a_recipe_they_quantize_as_products_do(recipe, kind):
     assert (tandem.quantize(x, found[0]).dequantize() - x).norm() < (0.2 if kind is tandem.NVFP4Quantizer else 0.1) * x.norm()
 
 
+def test_what_is_quantized_by_hand_joins_the_step():
+    linear, x = ops.BasicLinear(64, 64), torch.randn(32, 64)
+    with tandem.autocast(recipe=tandem.recipe.DelayedScaling(amax_history_len=4)):
+        linear(x)
+        linear.get_quantizer("forward", 0).quantize(0.01 * x)
+    torch.testing.assert_close(linear.recipe_state.forward.scale[0].item(), 448 / x.abs().max().item())
+
+
 def test_of_delayed_scaling_they_show_the_state_of_the_op():
     linear, x = ops.Linear(64, 64), torch.randn(32, 64)
     for _ in range(2):
