@@ -211,6 +211,11 @@ def test_training_moves_the_parts_as_the_whole():
     assert torch.equal(parts.weight, whole.weight)
 
 
+def test_a_split_of_another_type():
+    with pytest.raises(TypeError, match="Linear: expected parameters_split to be names, or sizes by name, got 3. Name the parts in their order."):
+        ops.Linear(8, 12, parameters_split=3)
+
+
 @pytest.mark.parametrize(
     ("split", "message"),
     [

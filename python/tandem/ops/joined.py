@@ -31,7 +31,8 @@ def split_sizes(op: str, size_name: str, parts: Split, size: int, ranks: int = 1
         ranks: that have an equal share of each part.
     """
     if not parts or isinstance(parts, str) or not isinstance(parts, (Mapping, Sequence)):
-        raise ValueError(f"{op}: expected parameters_split to be names, or sizes by name, got {parts!r}. Name the parts in their order.")
+        kind = ValueError if isinstance(parts, (Mapping, Sequence)) else TypeError  # as TransformerEngine's
+        raise kind(f"{op}: expected parameters_split to be names, or sizes by name, got {parts!r}. Name the parts in their order.")
     given = list(parts)
     if wrong := [name for name in given if not isinstance(name, str) or not name.rstrip("_").isidentifier()]:
         raise ValueError(f"{op}: expected names in parameters_split that can be those of attributes, got {wrong[0]!r}. Use letters, digits and _.")
