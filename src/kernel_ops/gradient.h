@@ -10,17 +10,26 @@
 
 namespace tandem::kernel_ops {
 
-/// Throws c10::NotImplementedError where a gradient of x is recorded.
+/// Whether forward-mode differentiation follows x.
+inline bool has_tangent(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->autograd_meta() != nullptr && x._fw_grad(/*level=*/0).defined();
+}
+
+/// Throws c10::NotImplementedError where a gradient of x is recorded, or forward-mode
+/// differentiation follows x: its tangent would be lost in silence, also without gradients.
 inline void check_no_gradient(std::string_view op, const at::Tensor& x) {
   // Below autograd whoever calls has the gradient in hand.
-  const bool is_recorded =
-      c10::GradMode::is_enabled() &&
-      !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
-  TORCH_CHECK_NOT_IMPLEMENTED(!(is_recorded && x.requires_grad()), op,
+  if (c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset))
+    return;
+  TORCH_CHECK_NOT_IMPLEMENTED(!(c10::GradMode::is_enabled() && x.requires_grad()), op,
                               ": expected a tensor that needs no gradient, got one that requires "
                               "it. Rounding has no useful ",
                               "derivative: quantize inside a pipeline, whose backward passes the "
                               "gradient through, or detach x.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!kernel_ops::has_tangent(x), op,
+                              ": expected a tensor without a tangent, got one under forward-mode "
+                              "differentiation. Rounding has no useful ",
+                              "derivative: leave the autocast region, or detach x.");
 }
 
 }  // namespace tandem::kernel_ops

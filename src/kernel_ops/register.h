@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "kernel_ops/gradient.h"
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/memory.h"
 
@@ -26,12 +27,16 @@ auto returned(Results<N>&& results) {
   }
 }
 
+/// Whether somebody differentiates what is computed from the argument, in either direction.
 template <typename T>
-void note_requires_grad(const T& argument, bool& requires_grad) {
+bool is_differentiated([[maybe_unused]] const T& argument) {
   if constexpr (std::is_same_v<T, Tensor>) {
-    requires_grad |= argument.requires_grad();
+    return (c10::GradMode::is_enabled() && argument.requires_grad()) ||
+           kernel_ops::has_tangent(argument);
   } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
-    requires_grad |= argument && argument->requires_grad();
+    return argument && is_differentiated(*argument);
+  } else {
+    return false;
   }
 }
 
@@ -49,9 +54,7 @@ struct Kernels<K, Specs<N> (*)(Args...)> {
   /// The composite form is differentiable, so autograd of a kernel op that is called by itself is
   /// autograd of that form.
   static auto autograd(SchemaArgument<Args>... args) {
-    bool requires_grad = false;
-    if (c10::GradMode::is_enabled()) (note_requires_grad(args, requires_grad), ...);
-    if (requires_grad) return reference(args...);
+    if ((is_differentiated(args) || ...)) return reference(args...);
     at::AutoDispatchBelowADInplaceOrView below;
     return returned(dispatch<K>(args...));
   }

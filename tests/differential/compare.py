@@ -29,7 +29,7 @@ REFUSALS = [
     ("float64 under a recipe", r"expected float32, bfloat16 or float16 under a recipe, got float64"),
     ("an op without a composite form under torch.func", r"expected ops with a composite form under torch.func"),
     ("an in-place write to what backward reads", r"modified by an inplace operation|is a view and .* modified inplace|expected .* in place"),
-    ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient|expected no recipe where torch.func differentiates"),
+    ("a recipe under torch.func", r"quantize: expected a tensor that needs no gradient|quantize: expected a tensor without a tangent|expected no recipe where torch.func differentiates"),
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
     ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares"),
     ("integers that torch.func would differentiate", r"All outputs of f must be floating-point"),

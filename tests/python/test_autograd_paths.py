@@ -373,3 +373,39 @@ def test_a_view_has_the_tangent_that_its_base_got_later():
         base.copy_(forward_ad.make_dual(base.clone(), torch.randn(6, 8)))
         got, wanted = (forward_ad.unpack_dual(module(view)).tangent for module in (box, reference))
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_recipe_refuses_tangents_also_where_no_gradient_is_recorded(name, with_gradients):
+    """Rounding would lose them: a tangent that is not there counts as zero."""
+    forward_ad = torch.autograd.forward_ad
+    linear = tandem.Linear(32, 32).requires_grad_(False)
+    x, tangent = torch.randn(2, 32, 32)
+    weight = {"weight": linear.weight.detach(), "bias": linear.bias.detach()}
+    recipe = getattr(tandem.recipe, name)()
+    refused = pytest.raises(NotImplementedError, match="^quantize: expected a tensor without a tangent, got one under forward-mode")
+    with torch.set_grad_enabled(with_gradients), tandem.autocast(recipe=recipe):
+        with forward_ad.dual_level():
+            with refused:
+                linear(forward_ad.make_dual(x, tangent))
+            with refused:
+                torch.func.functional_call(linear, weight | {"weight": forward_ad.make_dual(weight["weight"], tangent)}, (x,))
+            bias_tangent = torch.randn(32)
+            y = torch.func.functional_call(linear, weight | {"bias": forward_ad.make_dual(weight["bias"], bias_tangent)}, (x,))
+            assert torch.equal(forward_ad.unpack_dual(y).tangent, bias_tangent.expand(32, 32))
+        with refused:
+            torch.func.jvp(linear, (x,), (tangent,))
+
+
+def test_casts_refuse_tangents():
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(4, 32), torch.randn(4, 32))
+        for name, call in {
+            "cast_to_codes": lambda: tandem.cast(x, torch.float8_e4m3fn),
+            "quantize": lambda: torch.ops.tandem.quantize(x, None, "mxfp8_e4m3", [True, True, True]),
+            "quantize_weight": lambda: tandem.quantize_weight(x, tandem.MXFP8Quantizer(torch.float8_e4m3fn)),
+        }.items():
+            with pytest.raises(NotImplementedError, match=f"^{name}: expected a tensor without a tangent"):
+                call()
