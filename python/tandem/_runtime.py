@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from tandem import _C
+from tandem._quantize import Float8Quantizer
 from tandem._quantized_tensor import QuantizedTensor, assembled
 from tandem._quantizer import quantizer_of_text
 from tandem.ops import fusions, python_op
@@ -365,6 +366,19 @@ class Runtime:
 
     def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
         return fusions.groups(pass_name, instances, recipe)
+
+
+def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dtype: torch.dtype, shape: list[int]) -> QuantizedTensor:
+    """An output that stays in codes. One whose scale was given has a quantizer with that scale and an amax of its own."""
+    row, column = parts[:3], parts[3:]
+    if serves_both:
+        column = row
+    quantizer = quantizer_of_text(text, row[0] is not None, column[0] is not None)
+    if isinstance(quantizer, Float8Quantizer):
+        scale = row[1]
+        assert scale is not None
+        quantizer = quantizer._holding([scale.reciprocal(), torch.zeros_like(scale)])
+    return assembled([*row, *column], quantizer, dtype, shape)
 
 
 def install() -> None:

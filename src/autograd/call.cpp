@@ -16,17 +16,15 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
-/// Of the tensors that kernels read: of a parameter in codes, these.
+/// Of the tensors that kernels read: of an argument in codes, these.
 template <typename Predicate>
 bool any_of(const Arguments& arguments, Predicate&& predicate) {
-  for (const Tensor& tensor : arguments.inputs)
-    if (tensor.defined() && predicate(tensor)) return true;
   size_t next = 0;
-  for (size_t i = 0; i < arguments.params.size(); ++i) {
-    if (next < arguments.quantized.size() && arguments.quantized[next].param == i) {
+  for (size_t i = 0; i < arguments.inputs.size() + arguments.params.size(); ++i) {
+    if (next < arguments.quantized.size() && arguments.quantized[next].place == i) {
       for (const Tensor& part : arguments.quantized[next++].parts)
         if (part.defined() && predicate(part)) return true;
-    } else if (arguments.params[i].defined() && predicate(arguments.params[i])) {
+    } else if (arguments.at(i).defined() && predicate(arguments.at(i))) {
       return true;
     }
   }
@@ -87,7 +85,7 @@ std::vector<Tensor> pipeline_autograd(const Tensor& x,
                                       std::string_view description) {
   const auto inputs = inputs_of(x, extra);
   const Arguments arguments{
-      inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
+      inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)};
   if (any_of(arguments, has_tangent)) return run_composite(arguments, description);
   tell_of_written_state(state);
   const auto program = program_of(description);
@@ -101,7 +99,7 @@ std::vector<Tensor> pipeline_below(const Tensor& x, const c10::List<std::optiona
                                    std::string_view description) {
   const auto inputs = inputs_of(x, extra);
   const Arguments arguments{
-      inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)};
+      inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)};
   const auto plan =
       program_of(description)->plan_for(key_of(arguments, /*grad_mode=*/false, /*traced=*/true));
   return returned(run_pipeline(plan, arguments, Path::dispatch));
@@ -114,7 +112,7 @@ std::vector<Tensor> pipeline_transformed(const Tensor& x,
                                          std::string_view description) {
   const auto inputs = inputs_of(x, extra);
   return run_composite(
-      {inputs, params, workspaces, Buffers::of(buffers), state, quantized_params(params)},
+      {inputs, params, workspaces, Buffers::of(buffers), state, quantized_among(inputs, params)},
       description);
 }
 
@@ -183,9 +181,9 @@ PlanKey key_of(const Arguments& arguments, bool grad_mode, bool traced, SizesInK
           "Pass a padded tensor, or the rows of all sequences one after another.");
       key.add(tensor, grad_mode);
     }
-  for (const QuantizedParam& quantized : arguments.quantized)
-    key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
-                  quantized.has(Direction::row), quantized.has(Direction::column));
+  for (const QuantizedArgument& quantized : arguments.quantized)
+    key.add_codes(quantized.place, *quantized.quantizer, quantized.has(Direction::row),
+                  quantized.has(Direction::column));
   if (grad_mode && sizes != SizesInKey::none) add_sizes(arguments, sizes, key);
   return key;
 }

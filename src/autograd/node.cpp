@@ -85,7 +85,7 @@ Slot PipelineBackward::save_value(Value value, const at::Tensor& tensor, Saving&
       owner != nullptr && (root == value ? owner->is_same(tensor) : shares_memory(*owner, tensor));
   if (!is_argument) owner = nullptr;
   const Type& type = plan.types[index_of(value)];
-  if (type.origin == Origin::param && type.format == Format::codes)
+  if (type.origin != Origin::result && type.format == Format::codes)
     return save_tensor(tensor, /*is_argument=*/true, saving);
   for (size_t i = 0; i < saving.outputs.size() && owner == nullptr; ++i)
     if (root_of(plan, plan.outputs[i]) == root && shares_memory(saving.outputs[i], tensor))

@@ -215,19 +215,20 @@ void check_in_place(const Plan& plan, const Arguments& arguments, Path path) {
 }  // namespace
 
 namespace {
-std::atomic<QuantizedParamReader> quantized_param_reader{nullptr};
+std::atomic<QuantizedReader> quantized_reader{nullptr};
 }  // namespace
 
-void set_quantized_param_reader(QuantizedParamReader reader) { quantized_param_reader = reader; }
+void set_quantized_reader(QuantizedReader reader) { quantized_reader = reader; }
 
-std::vector<QuantizedParam> quantized_params(at::TensorList params) {
-  std::vector<QuantizedParam> found;
-  const QuantizedParamReader read = quantized_param_reader.load(std::memory_order_relaxed);
+std::vector<QuantizedArgument> quantized_among(at::TensorList inputs, at::TensorList params) {
+  std::vector<QuantizedArgument> found;
+  const QuantizedReader read = quantized_reader.load(std::memory_order_relaxed);
   if (read == nullptr) return found;
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (!params[i].defined() || !params[i].key_set().has(c10::DispatchKey::Python)) continue;
-    if (auto quantized = read(params[i])) {
-      quantized->param = i;
+  for (size_t i = 0; i < inputs.size() + params.size(); ++i) {
+    const at::Tensor& tensor = i < inputs.size() ? inputs[i] : params[i - inputs.size()];
+    if (!tensor.defined() || !tensor.key_set().has(c10::DispatchKey::Python)) continue;
+    if (auto quantized = read(tensor)) {
+      quantized->place = i;
       if (serves_both_directions(*quantized->quantizer) && !quantized->has(Direction::row))
         std::swap_ranges(quantized->parts.begin(), quantized->parts.begin() + column_codes,
                          quantized->parts.begin() + column_codes);  // one value serves both
@@ -258,12 +259,12 @@ void fill(Frame& frame, const Plan& plan, const Arguments& arguments) {
     frame.tensor(plan.params[i]) = arguments.params[i];
   for (size_t i = 0; i < arguments.quantized.size(); ++i)
     for (size_t direction = 0; direction < 2; ++direction)
-      if (const Value codes = plan.param_codes[2 * i + direction]; exists(codes)) {
-        const QuantizedParam& given = arguments.quantized[i];
+      if (const Value codes = plan.argument_codes[2 * i + direction]; exists(codes)) {
+        const QuantizedArgument& given = arguments.quantized[i];
         const Type& type = frame.type(codes);
         for (size_t part = 0; part < tensors_per_value(type); ++part)
           frame.tensor(codes, part) = given.parts[part_of(static_cast<Direction>(direction), part)];
-        const auto sizes = arguments.params[given.param].sym_sizes();
+        const auto sizes = arguments.at(given.place).sym_sizes();
         if (is_packed(*type.quantizer)) frame.note_sizes(codes, {sizes.begin(), sizes.end()});
       }
   TORCH_CHECK_VALUE(arguments.workspaces.size() == plan.workspaces.size(), "pipeline: expected ",

@@ -27,21 +27,22 @@ struct Buffers {
   static Buffers of(at::TensorList tensors);
 };
 
-/// A parameter that is kept in codes, as row_codes, row_scale, ... of a group; those of a direction
-/// may be missing.
-struct QuantizedParam {
-  /// Its place.
-  size_t param = 0;
+/// An input or a parameter that comes in codes, as row_codes, row_scale, ... of a group; those of a
+/// direction may be missing.
+struct QuantizedArgument {
+  /// Its place among the inputs, then parameters.
+  size_t place = 0;
   const Quantizer* quantizer = nullptr;
   std::array<at::Tensor, group_amax> parts = {};
   bool has(Direction direction) const { return parts[part_of(direction, 0)].defined(); }
 };
-/// What a front knows such parameters by: the codes of a tensor, of which kernels can read nothing
+/// What a front knows such arguments by: the codes of a tensor, of which kernels can read nothing
 /// else; nullopt for any other.
-using QuantizedParamReader = std::optional<QuantizedParam> (*)(const at::Tensor& param);
-TANDEM_API void set_quantized_param_reader(QuantizedParamReader reader);
-/// Those among the parameters of a call.
-TANDEM_API std::vector<QuantizedParam> quantized_params(at::TensorList params);
+using QuantizedReader = std::optional<QuantizedArgument> (*)(const at::Tensor& argument);
+TANDEM_API void set_quantized_reader(QuantizedReader reader);
+/// Those among the arguments of a call.
+TANDEM_API std::vector<QuantizedArgument> quantized_among(at::TensorList inputs,
+                                                          at::TensorList params = {});
 
 /// The tensors of one call, in the order of the plan. Nothing here refers to a module.
 struct Arguments {
@@ -52,12 +53,17 @@ struct Arguments {
   /// Of the recipe: the region's number, then scale, amax_history and pending of each module and
   /// direction.
   at::TensorList state = {};
-  /// Of the params, in their order.
-  std::vector<QuantizedParam> quantized = {};
+  /// Of the inputs and params, in their order.
+  std::vector<QuantizedArgument> quantized = {};
   /// Told of the state that is used; none through the dispatcher.
   std::shared_ptr<RecipeRegion> region = nullptr;
   /// What user code is given besides tensors, as its front knows it.
   const void* given = nullptr;
+
+  /// By its place among the inputs, then parameters.
+  const at::Tensor& at(size_t place) const {
+    return place < inputs.size() ? inputs[place] : params[place - inputs.size()];
+  }
 };
 
 /// Puts what a call is given into a frame of its plan. Throws c10::ValueError where it does not fit

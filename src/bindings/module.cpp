@@ -25,6 +25,7 @@
 #include "pipeline/explain.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"
+#include "planner/glue.h"
 #include "planner/program.h"
 #include "planner/registry.h"
 #include "tandem/memory.h"
@@ -167,7 +168,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
     if (!is_direct({.inputs = inputs,
                     .params = *params,
                     .workspaces = {},
-                    .quantized = quantized_params(*params)}))
+                    .quantized = quantized_among(inputs, *params)}))
       return py::none();
     return run(inputs, *params, training, arguments.ptr(), written);
   }
@@ -326,7 +327,7 @@ class __attribute__((visibility("hidden"))) EagerPipeline {
 };
 
 /// The parts of a tandem.QuantizedTensor.
-std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
+std::optional<QuantizedArgument> read_quantized(const at::Tensor& param) {
   const py::gil_scoped_acquire gil;
   static PyObject* const kType =
       py::object(py::module_::import("tandem._quantized_tensor").attr("QuantizedTensor"))
@@ -334,7 +335,7 @@ std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
           .ptr();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
   if (PyObject_IsInstance(object.ptr(), kType) != 1) return std::nullopt;
-  QuantizedParam quantized;
+  QuantizedArgument quantized;
   quantized.quantizer = &quantizer(object.attr("quantizer").attr("text").cast<std::string_view>());
   const char* const names[] = {"rowwise_data",    "rowwise_scale_inv",    "amax_rowwise",
                                "columnwise_data", "columnwise_scale_inv", "amax_columnwise"};
@@ -343,6 +344,21 @@ std::optional<QuantizedParam> read_quantized(const at::Tensor& param) {
     if (const py::object tensor = object.attr(names[part]); !tensor.is_none())
       quantized.parts[part] = THPVariable_Unpack(tensor.ptr());
   return quantized;
+}
+
+/// A tandem.QuantizedTensor of these.
+at::Tensor write_quantized(const TensorInCodes& codes) {
+  const py::gil_scoped_acquire gil;
+  py::list parts;
+  for (const at::Tensor& part : codes.parts)
+    parts.append(part.defined() ? py::cast(part) : py::none());
+  const py::object made =
+      py::module_::import("tandem._runtime")
+          .attr("quantized")(
+              parts, codes.quantizer->text, serves_both_directions(*codes.quantizer),
+              py::cast(codes.dtype),
+              py::cast(std::vector<c10::SymInt>(codes.sizes.begin(), codes.sizes.end())));
+  return THPVariable_Unpack(made.ptr());
 }
 
 void collect_cycles(PyHeapTypeObject* heap_type) {
@@ -490,7 +506,8 @@ PYBIND11_MODULE(_C, module) {
       py::arg("workspaces") = std::vector<std::vector<at::Tensor>>());
   module.def("fusions_of_description",
              [](const std::string& text) { return fusions_in(program_of(text)->plans()); });
-  set_quantized_param_reader(&read_quantized);
+  set_quantized_reader(&read_quantized);
+  set_quantized_writer(&write_quantized);
   bind_autocast(module);
   bind_description(module);
   bind_python_ops(module);

@@ -124,8 +124,8 @@ struct Plan {
   /// The main input, then extra inputs.
   Values inputs;
   Values params;
-  /// Of parameters that come in codes: of rows, of columns, Value::none where absent.
-  Values param_codes;
+  /// Of inputs and parameters that come in codes: of rows, of columns, Value::none where absent.
+  Values argument_codes;
   /// Of the recipe: the region's number, then that of each module and direction.
   Values state;
   /// Of the caller, which steps mutate.

@@ -33,6 +33,8 @@ enum class StepKind : uint8_t {
   /// One that says what it does, and that nothing takes the place of.
   watched_quantize,
   dequantize,
+  /// An output that stays in codes.
+  hand_over,
   /// Of a slot of the recipe's state, which it brings up to date.
   take_scale,
   /// Into a slot of the recipe's state: it runs where the step that writes the amax does.

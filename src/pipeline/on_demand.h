@@ -27,7 +27,7 @@ class OnDemand {
     if (exists(value) && frame_.type(value).format == Format::plain) frame_.tensor(value) = tensor;
   }
   /// Of a value in codes: what its direction has of the parts of a group.
-  void set_codes(Value value, const QuantizedParam& quantized, c10::SymIntArrayRef sizes) {
+  void set_codes(Value value, const QuantizedArgument& quantized, c10::SymIntArrayRef sizes) {
     const Type& type = frame_.type(value);
     for (size_t part = 0; part < tensors_per_value(type); ++part)
       frame_.tensor(value, part) = quantized.parts[part_of(type.direction, part)];

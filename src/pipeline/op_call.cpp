@@ -52,9 +52,9 @@ void add_params(PlanKey& key, const Arguments& arguments, const std::vector<bool
       traits = traits_of(param, asked[i]);
     key.add(traits);
   }
-  for (const QuantizedParam& quantized : arguments.quantized)
-    key.add_codes(arguments.inputs.size() + quantized.param, *quantized.quantizer,
-                  quantized.has(Direction::row), quantized.has(Direction::column));
+  for (const QuantizedArgument& quantized : arguments.quantized)
+    key.add_codes(quantized.place, *quantized.quantizer, quantized.has(Direction::row),
+                  quantized.has(Direction::column));
 }
 
 const OperandTable* operands_of(const Plan& plan) {
@@ -67,7 +67,7 @@ struct ReadOfContext {
   bool numbers = false;
 };
 ReadOfContext read_of_context(const Steps& steps, const Plan& plan, std::string_view name,
-                              Value numbers, const QuantizedParam* quantized) {
+                              Value numbers, const QuantizedArgument* quantized) {
   ReadOfContext found;
   for (const Step& step : steps)
     for (size_t i = 0; i < step.reads.size(); ++i) {
@@ -92,8 +92,10 @@ Value value_of(const OperandTable& operands, std::string_view name) {
 }  // namespace
 
 OpResults op_forward(const std::string& description, at::TensorList inputs, at::TensorList params) {
-  const Arguments arguments{
-      .inputs = inputs, .params = params, .workspaces = {}, .quantized = quantized_params(params)};
+  const Arguments arguments{.inputs = inputs,
+                            .params = params,
+                            .workspaces = {},
+                            .quantized = quantized_among(inputs, params)};
   PlanKey::Call call{.grad_mode = true};
   if (const at::DeviceType device = inputs[0].device().type();
       at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device))
@@ -129,8 +131,10 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   std::vector<at::Tensor> results(inputs + params.size());
   if (given == gradients.end()) return results;
   const std::vector<at::Tensor> nothing(inputs);  // x and extra inputs are what the context has
-  const Arguments arguments{
-      .inputs = nothing, .params = params, .workspaces = {}, .quantized = quantized_params(params)};
+  const Arguments arguments{.inputs = nothing,
+                            .params = params,
+                            .workspaces = {},
+                            .quantized = quantized_among(nothing, params)};
   PlanKey key({.grad_mode = true, .autocast_dtype = context.dtype}, inputs);
   for (size_t i = 0; i < inputs; ++i) {
     const bool is_index = std::ranges::find(kind.indices, i) != kind.indices.end();
@@ -149,10 +153,10 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   for (const Value gradient : plan->gradients) mask.asked.push_back(exists(gradient));
   const auto backward = backward_plan(*plan, mask);
   std::vector<at::Tensor> tensors(gradients.begin(), gradients.end());
-  const std::vector<QuantizedParam> quantized = quantized_params(context.saved);
+  const std::vector<QuantizedArgument> quantized = quantized_among(context.saved);
   std::vector<ReadOfContext> read;
   for (size_t i = 0; i < context.saved.size(); ++i) {
-    const auto codes = std::ranges::find(quantized, i, &QuantizedParam::param);
+    const auto codes = std::ranges::find(quantized, i, &QuantizedArgument::place);
     read.push_back(read_of_context(backward->steps, *plan, kind.def.context[i],
                                    value_of(*operands, kind.def.context[i]),
                                    codes == quantized.end() ? nullptr : &*codes));
@@ -169,9 +173,9 @@ std::vector<at::Tensor> op_backward(const std::string& description, const OpCont
   for (size_t i = 0; i < context.saved.size(); ++i)  // a parameter that is not saved is there
     if (context.saved[i].defined() && (read[i].codes.empty() || read[i].numbers))
       values.set(value_of(*operands, kind.def.context[i]), context.saved[i]);
-  for (const QuantizedParam& each : quantized)
-    for (const Value codes : read[each.param].codes)
-      values.set_codes(codes, each, context.saved[each.param].sym_sizes());
+  for (const QuantizedArgument& each : quantized)
+    for (const Value codes : read[each.place].codes)
+      values.set_codes(codes, each, context.saved[each.place].sym_sizes());
   for (const ResultDef& result : kind.def.results)
     if (const Value value = value_of(*operands, result.name);
         result.kind == ResultDef::shape && exists(value))

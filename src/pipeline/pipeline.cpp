@@ -297,7 +297,7 @@ Outputs Pipeline::operator()(at::TensorList inputs, at::TensorList params, bool 
                       .params = params,
                       .workspaces = {},
                       .buffers = std::move(buffers),
-                      .quantized = quantized_params(params),
+                      .quantized = quantized_among(inputs, params),
                       .given = given};
   std::vector<at::Tensor> recipe_state;
   if (const ActiveRecipe* recipe = active_recipe(); recipe && recipe->history_length != 0) {

@@ -34,7 +34,7 @@ struct Planned {
                   .workspaces = {},
                   .buffers = Buffers::of(given.buffers),
                   .state = given.state,
-                  .quantized = quantized_params(given.params)},
+                  .quantized = quantized_among(given.inputs, given.params)},
         plan(program->plan_for(key(given))),
         path(is_direct(arguments) ? Path::direct : Path::dispatch) {
     if (given.workspaces) fit_workspaces(*given.workspaces);
@@ -86,7 +86,7 @@ struct Planned {
     };
     const Tensor* found = in(arguments.inputs);
     if (found == nullptr) found = in(arguments.params);
-    for (const QuantizedParam& param : arguments.quantized)
+    for (const QuantizedArgument& param : arguments.quantized)
       if (found == nullptr) found = in(param.parts);
     return found;
   }

@@ -154,7 +154,7 @@ class Verification {
             .params = params_,
             .workspaces = {},
             .state = state_,
-            .quantized = quantized_params(params_)};
+            .quantized = quantized_among(inputs_, params_)};
   }
 
   Planned plan_of(const std::string& description) {

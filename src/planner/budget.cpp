@@ -401,7 +401,8 @@ void BudgetFit::fit(Draft& draft, Plan& plan) {
   }
   plan.within = explained(budget, ways, outcome, base, whole_, draft);
   ValueSet settled = never_again_;
-  for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes}) settled.add(*list);
+  for (const Values* list : {&draft.inputs, &draft.params, &draft.argument_codes})
+    settled.add(*list);
   for (size_t i = 0; i < ways.items().size(); ++i)
     if (outcome.ways[i] == Way::kept || outcome.ways[i] == Way::run_again)
       settled.add(ways.items()[i].value);

@@ -82,8 +82,8 @@ class OperandTable {
   std::map<size_t, std::vector<Contribution>> contributions_;  // by result
 };
 
-/// The codes of a parameter that comes in them.
-struct ParamCodes {
+/// The codes of an input or a parameter that comes in them.
+struct ArgumentCodes {
   const Quantizer* quantizer = nullptr;
   /// By direction.
   std::array<Value, 2> codes = {Value::none, Value::none};
@@ -94,11 +94,11 @@ struct ParamCodes {
 struct Draft {
   std::vector<Type> types;
   Values inputs, params, buffers, workspaces, state, outputs;
-  /// Of parameters that come in codes: those of rows and of columns, Value::none where there are
-  /// none.
-  Values param_codes;
+  /// Of inputs and parameters that come in codes: those of rows and of columns, Value::none where
+  /// there are none.
+  Values argument_codes;
   /// By the value that holds their plain numbers.
-  std::map<Value, ParamCodes> codes_of_params;
+  std::map<Value, ArgumentCodes> codes_of_arguments;
   /// What backward quantizes again though it reads the numbers for nothing else: the ops asked.
   Values quantized_again;
   /// Whose tensors `workspaces` holds.

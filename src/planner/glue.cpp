@@ -3,6 +3,7 @@
 #include <ATen/ops/randint.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 #include "core/call.h"
@@ -13,6 +14,7 @@
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
 #include "kernel_ops/weights.h"
+#include "planner/draft.h"
 
 namespace tandem {
 
@@ -377,6 +379,48 @@ Step behind_step(Value x, const Values& gradients, Value y) {
 Step dequantize_step(Value codes, Value y) {
   return step_of(StepKind::dequantize, "dequantize", run_dequantize, {"codes"}, {codes}, {"y"},
                  {y});
+}
+
+namespace {
+
+std::atomic<QuantizedWriter> quantized_writer{nullptr};
+
+/// AOTAutograd takes the gradient of an output for a tensor of the output's type, which that of
+/// codes is not.
+bool is_compiled(Call& call) { return call.in(0).key_set().has(c10::DispatchKey::Python); }
+
+template <bool kNeedsGrad>
+void run_hand_over(Call& call) {
+  const QuantizedWriter write = quantized_writer.load(std::memory_order_relaxed);
+  if (write == nullptr || call.path() == Path::composite || (kNeedsGrad && is_compiled(call)))
+    return run_dequantize(call);
+  const Type& type = call.type(0);
+  TensorInCodes codes{.quantizer = type.quantizer,
+                      .dtype = call.out_type(0).dtype,
+                      .sizes = call.sizes_of_numbers(0)};
+  for (size_t read = 0; read < 2; ++read)
+    for (size_t part = 0; call.has(read) && part < tensors_per_value(type); ++part) {
+      const at::Tensor& tensor = call.in(read, part);
+      codes.parts[part_of(call.type(read).direction, part)] =
+          type.origin == Origin::result ? tensor : tensor.clone();  // outputs alias no argument
+    }
+  call.out(0, write(codes));
+}
+
+}  // namespace
+
+void set_quantized_writer(QuantizedWriter writer) { quantized_writer = writer; }
+
+Value add_handed_over(Draft& draft, Value row, Value column, Value of) {
+  const bool needs_grad = draft.needs_grad(of);
+  const Value y = draft.add(
+      {draft.dtype(of), Format::plain, Origin::result, Value::none, draft.name(of) + " in codes"});
+  draft.requires_grad[index_of(y)] = needs_grad;
+  if (!exists(row)) std::swap(row, column);
+  draft.forward.push_back(step_of(StepKind::hand_over, "hand_over",
+                                  needs_grad ? run_hand_over<true> : run_hand_over<false>,
+                                  {"row_codes", "column_codes"}, {row, column}, {"y"}, {y}));
+  return y;
 }
 
 namespace {

@@ -7,8 +7,12 @@
 
 #include "core/step.h"
 #include "kernel_ops/delayed.h"
+#include "kernel_ops/format.h"
+#include "tandem/export.h"
 
 namespace tandem {
+
+struct Draft;
 
 /// y = x in another dtype.
 Step cast_step(Value x, Value y);
@@ -70,6 +74,21 @@ Step again_step(const Step& forward, Values writes);
 Step behind_step(Value x, const Values& gradients, Value y);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
+
+/// Codes and scales of a tensor, as a front that has a type for such puts them into one: what
+/// readers of set_quantized_reader know. Absent parts are undefined.
+struct TensorInCodes {
+  const Quantizer* quantizer = nullptr;
+  std::array<at::Tensor, group_amax> parts = {};
+  at::ScalarType dtype;
+  c10::SymDimVector sizes;
+};
+using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
+TANDEM_API void set_quantized_writer(QuantizedWriter writer);
+/// Adds a step behind forward: y = a tensor that holds these codes, of which those of one direction
+/// may be absent; decoded codes where no front has a type for such, in composite form, where
+/// autograd records, and where a gradient of y comes to compiled code. y counts as the numbers `of`.
+Value add_handed_over(Draft& draft, Value row, Value column, Value of);
 /// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again
 /// where the weight has changed. `weight`: the parameter, or those that it is joined of.
 Step refresh_weight_step(const Values& weight, const Values& workspace,

@@ -40,7 +40,7 @@ void choose_kept(const Description& description, const std::vector<OpGroup>& bac
                  Draft& draft, Plan& plan) {
   // What backward may read at no cost, or must not write again.
   ValueSet is_free = kept_for_groups(description, backward_groups, draft);
-  for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.outputs})
+  for (const Values* list : {&draft.inputs, &draft.params, &draft.argument_codes, &draft.outputs})
     is_free.add(*list);
   choose_reemitted(draft.forward, draft.backward, draft.types, is_free.flags(), draft.operands,
                    draft.quantized_again);

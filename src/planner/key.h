@@ -42,7 +42,7 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
-  /// A parameter, by its place among the tensors, that comes in codes of these directions. After
+  /// An input or a parameter, by its place among the tensors, that comes in codes of these directions. After
   /// all tensors.
   void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
     const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // there is one of each, for good

@@ -69,14 +69,14 @@ class BackwardLowering {
     for (const Step& step : draft_.forward)
       if (step.kind == StepKind::join) {
         for (const Value part : step.reads)
-          if (const auto known = draft_.codes_of_params.find(part);
-              known != draft_.codes_of_params.end() && decoded.insert(part).second)
+          if (const auto known = draft_.codes_of_arguments.find(part);
+              known != draft_.codes_of_arguments.end() && decoded.insert(part).second)
             again.push_back(decoded_again(part, known->second));
         again.push_back(step);
       }
     draft_.backward.insert(draft_.backward.begin(), again.begin(), again.end());
   }
-  static Step decoded_again(Value numbers, const ParamCodes& codes) {
+  static Step decoded_again(Value numbers, const ArgumentCodes& codes) {
     return dequantize_step(codes.codes[exists(codes.codes[0]) ? 0 : 1], numbers);
   }
 
@@ -94,8 +94,8 @@ class BackwardLowering {
 
   /// What has as many rows as a part: of one in codes, these, which nobody has to decode.
   Value with_rows_of(Value part) const {
-    const auto known = draft_.codes_of_params.find(part);
-    if (known == draft_.codes_of_params.end()) return part;
+    const auto known = draft_.codes_of_arguments.find(part);
+    if (known == draft_.codes_of_arguments.end()) return part;
     const Value codes = known->second.codes[0];
     return exists(codes) ? codes : part;
   }

@@ -24,7 +24,7 @@ class ForwardLowering {
 
   ForwardFlow run() {
     bind_arguments();
-    Flow x = flow_.inputs[0];
+    Flow x = bound_inputs_[0];
     for (size_t i = 0; i < description_.ops.size(); ++i) x = lower(i, x);
     add_output(x);
     for (size_t i = 0; i < description_.ops.size(); ++i) collect_outputs(i);
@@ -55,6 +55,7 @@ class ForwardLowering {
       (is_input ? draft_.inputs : draft_.params).push_back(value);
       (is_input ? flow_.inputs : flow_.params).push_back(new_flow(value));
     }
+    bound_inputs_ = flow_.inputs;
     bound_params_ = flow_.params;
     for (size_t i = 0; i < description_.buffer_count(); ++i)
       draft_.buffers.push_back(draft_.add(
@@ -67,16 +68,18 @@ class ForwardLowering {
     for (size_t i = 0; i < key_.codes_count(); ++i) bind_codes(key_.codes(i));
   }
 
-  /// A parameter that comes in codes: its plain numbers are decoded where a step wants them, and
-  /// their gradient is the parameter's.
+  /// An argument that comes in codes: its plain numbers are decoded where a step wants them, and
+  /// their gradient is the argument's.
   void bind_codes(const PlanKey::CodesTraits& traits) {
-    const size_t param = traits.tensor - draft_.inputs.size();
-    const Flow from = flow_.params[param];
+    const size_t inputs = draft_.inputs.size();
+    const bool is_input = traits.tensor < inputs;
+    const size_t place = is_input ? traits.tensor : traits.tensor - inputs;
+    const Flow from = (is_input ? flow_.inputs : flow_.params)[place];
     const at::ScalarType dtype = draft_.dtype(from.value);
     const std::string name = draft_.name(from.value);
-    ParamCodes codes{traits.quantizer};
+    ArgumentCodes codes{traits.quantizer};
     const auto add = [&](Direction direction) {
-      Type coded{dtype, Format::codes, Origin::param, Value::none,
+      Type coded{dtype, Format::codes, is_input ? Origin::input : Origin::param, Value::none,
                  name + " in " + std::string(format_name(*traits.quantizer))};
       coded.quantizer = traits.quantizer;
       coded.direction = direction;
@@ -88,8 +91,9 @@ class ForwardLowering {
     } else if (traits.column) {
       codes.codes[1] = add(Direction::column);
     }
-    draft_.param_codes.push_back(codes.codes[0]);
-    draft_.param_codes.push_back(codes.codes[1] == codes.codes[0] ? Value::none : codes.codes[1]);
+    draft_.argument_codes.push_back(codes.codes[0]);
+    draft_.argument_codes.push_back(codes.codes[1] == codes.codes[0] ? Value::none
+                                                                     : codes.codes[1]);
     const Flow plain = new_flow(draft_.add(result_type(dtype, name + " decoded")));
     draft_.requires_grad[index_of(plain.value)] = draft_.needs_grad(from.value);
     TORCH_CHECK_VALUE(traits.row || !traits.quantizer->hadamard, name,
@@ -97,8 +101,8 @@ class ForwardLowering {
                       "alone, which do not tell its numbers. Quantize it with rowwise=True.");
     draft_.forward.push_back(dequantize_step(codes.codes[traits.row ? 0 : 1], plain.value));
     flow_.events.push_back({Event::cast, npos, from, plain});
-    bound_params_[param] = plain;
-    draft_.codes_of_params[plain.value] = codes;
+    (is_input ? bound_inputs_ : bound_params_)[place] = plain;
+    draft_.codes_of_arguments[plain.value] = codes;
   }
 
   /// As `explain` prints what an op has at these positions: "1.linear.weight".
@@ -275,10 +279,10 @@ class ForwardLowering {
   /// Of parts that are all in codes of one kind, so is what they are joined to. Where a scale
   /// serves all of a part it has their numbers alone, which are not rounded again.
   void join_codes(const Values& parts, Value whole) {
-    const auto& known = draft_.codes_of_params;
+    const auto& known = draft_.codes_of_arguments;
     const auto first = known.find(parts[0]);
     if (first == known.end()) return;
-    ParamCodes result{first->second.quantizer};
+    ArgumentCodes result{first->second.quantizer};
     for (const Value part : parts)
       if (const auto own = known.find(part);
           own == known.end() || own->second.quantizer != result.quantizer)
@@ -299,12 +303,12 @@ class ForwardLowering {
       result.codes[direction] = draft_.add(std::move(type));
       draft_.forward.push_back(join_codes_step(codes, result.codes[direction]));
     }
-    draft_.codes_of_params[whole] = result;
+    draft_.codes_of_arguments[whole] = result;
   }
 
   Flow extra_input(const Binding& binding) {
     if (!binding.channel.empty()) return channels_.at(binding.channel);
-    return flow_.inputs[++next_extra_];
+    return bound_inputs_[++next_extra_];
   }
 
   /// The dtype of y: where the user asked for a sum in the caller's tensor it is that tensor's,
@@ -313,6 +317,9 @@ class ForwardLowering {
                               at::ScalarType dtype) const {
     if (!node.writes_caller()) return dtype;
     const at::ScalarType target = draft_.dtype(operands.value(1));
+    TORCH_CHECK_TYPE(!draft_.codes_of_arguments.contains(operands.value(1)), node.label,
+                     ": expected an extra input in plain numbers, as in_place=True writes the sum ",
+                     "into it, got one in codes. Use in_place=False, or pass extra.dequantize().");
     TORCH_CHECK_TYPE(
         c10::canCast(dtype, target), node.label, ": expected an extra input that holds ", dtype,
         ", as in_place=True asks, got ", target, ". Use in_place=False, or convert it.");
@@ -406,6 +413,14 @@ class ForwardLowering {
   }
 
   void add_output(Flow output) {
+    if (const auto known = draft_.codes_of_arguments.find(output.value);
+        known != draft_.codes_of_arguments.end()) {  // an input that nothing has changed
+      const auto [row, column] = known->second.codes;
+      const Flow plain = output;
+      output =
+          new_flow(add_handed_over(draft_, row, column == row ? Value::none : column, plain.value));
+      flow_.events.push_back({Event::cast, npos, plain, output});
+    }
     draft_.outputs.push_back(output.value);
     flow_.outputs.push_back(output);
   }
@@ -423,7 +438,7 @@ class ForwardLowering {
   Draft& draft_;
   ForwardFlow flow_;
   /// What ops read of each.
-  std::vector<Flow> bound_params_;
+  std::vector<Flow> bound_inputs_, bound_params_;
   std::map<std::string, Flow> channels_;
   std::map<std::pair<Value, at::ScalarType>, Flow> casts_;
   /// By their parts.

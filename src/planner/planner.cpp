@@ -43,10 +43,10 @@ void settle_forward(Draft& draft, const Plan& plan) {
   const ValueSet is_demanded(draft.types.size(), {&draft.outputs, &plan.kept});
   if (plan.within)
     drop_dead_steps(draft.forward, draft.types, is_demanded, [](size_t) { return true; });
-  const ValueSet is_there(draft.types.size(), {&draft.inputs, &draft.params, &draft.param_codes,
+  const ValueSet is_there(draft.types.size(), {&draft.inputs, &draft.params, &draft.argument_codes,
                                                &draft.workspaces, &draft.state, &draft.buffers});
   ValueSet stays = is_demanded;
-  for (const Values* list : {&draft.inputs, &draft.params, &draft.param_codes, &draft.workspaces,
+  for (const Values* list : {&draft.inputs, &draft.params, &draft.argument_codes, &draft.workspaces,
                              &draft.state, &draft.buffers})
     stays.add(*list);
   find_dead(draft.forward, stays.flags());
@@ -141,7 +141,7 @@ void take_over(Draft& draft, Plan& plan) {
   plan.params = std::move(draft.params);
   plan.buffers = std::move(draft.buffers);
   plan.workspaces = std::move(draft.workspaces);
-  plan.param_codes = std::move(draft.param_codes);
+  plan.argument_codes = std::move(draft.argument_codes);
   plan.state = std::move(draft.state);
   plan.state_holders = std::move(draft.state_holders);
   plan.cached_weights = std::move(draft.cached_weights);

@@ -32,6 +32,7 @@ class QuantizePoints {
         joined_[step.writes[0]] = step.reads;
     if (caches_weights()) note_weights();
     rewrite(scope_.draft.forward, forward_, Role::input);
+    hand_over_outputs();
     rewrite(scope_.draft.backward, backward_, Role::grad_output);
   }
 
@@ -71,6 +72,8 @@ class QuantizePoints {
           break;
         case StepKind::rename:
           take_over(step.reads[0], step.writes[0], codes);
+          if (const auto known = rounded_.find(step.reads[0]); known != rounded_.end())
+            rounded_[step.writes[0]] = known->second;
           steps.push_back(std::move(step));
           break;
         default:
@@ -78,6 +81,18 @@ class QuantizePoints {
       }
     }
     std::ranges::move(groups_.take_records(), std::back_inserter(steps));
+  }
+
+  /// What a point of rounding has made stays in codes where it is an output. It is a value of its
+  /// own, as others may read the numbers.
+  void hand_over_outputs() {
+    Draft& draft = scope_.draft;
+    for (Value& output : draft.outputs) {
+      const auto known = rounded_.find(output);
+      if (known == rounded_.end()) continue;
+      const auto [row, column] = known->second.codes;
+      output = add_handed_over(draft, row, column == row ? Value::none : column, output);
+    }
   }
 
   /// What the step multiplies becomes codes, or the step is told how to make them by itself.
@@ -233,8 +248,8 @@ class QuantizePoints {
   bool is_numbers_of(Value value, const OpStep::ContractOf& contract,
                      const Quantizer& quantizer) const {
     if (contract.role != Role::weight) return false;
-    const auto known = scope_.draft.codes_of_params.find(scope_.uncast(value));
-    return known != scope_.draft.codes_of_params.end() &&
+    const auto known = scope_.draft.codes_of_arguments.find(scope_.uncast(value));
+    return known != scope_.draft.codes_of_arguments.end() &&
            std::ranges::none_of(known->second.codes, exists) &&
            known->second.quantizer->format == quantizer.format;
   }
@@ -248,7 +263,7 @@ class QuantizePoints {
           for_each_factor(step, [&](size_t read, const OpStep::ContractOf& contract, size_t) {
             if (contract.role == Role::weight && has_workspace(scope_.uncast(step.reads[read])) &&
                 !is_by_group(contract, step.covers[0].op) &&
-                !scope_.draft.codes_of_params.contains(scope_.uncast(step.reads[read])))
+                !scope_.draft.codes_of_arguments.contains(scope_.uncast(step.reads[read])))
               weight_parts_
                   .try_emplace(scope_.uncast(step.reads[read]), GroupMask{false, false, true})
                   .first->second[static_cast<size_t>(contract.along)] = true;
@@ -264,7 +279,7 @@ class QuantizePoints {
   /// Workspaces belong to tensors of the caller, or to what several of these are joined to.
   bool has_workspace(Value value) const {
     return scope_.draft.types[index_of(value)].origin == Origin::param ||
-           scope_.draft.codes_of_params.contains(value) || joined_.contains(value);
+           scope_.draft.codes_of_arguments.contains(value) || joined_.contains(value);
   }
 
   /// What a product reads instead of plain numbers: these themselves where calibrating.
@@ -274,24 +289,33 @@ class QuantizePoints {
       return plain;
     scope_.check_dtype(plain, op);
     const Value itself = plain;
+    if (const Value given = given_codes(plain, contract, quantizer); exists(given))
+      return scope_.is_calibrating() ? itself : given;
     if (contract.role == Role::weight) {
       plain = scope_.uncast(plain);
-      if (const auto known = scope_.draft.codes_of_params.find(plain);
-          known != scope_.draft.codes_of_params.end()) {
-        const Value given = known->second.codes[static_cast<size_t>(contract.along)];
-        // It is in the recipe's format: what its owner has made of it counts, whatever kind of
-        // scale the recipe would choose. Columns that are rotated have products with such alone.
-        const Quantizer& own = *known->second.quantizer;
-        const bool is_rotated = contract.along == Direction::column && own.hadamard;
-        if (exists(given) && own.format == quantizer.format && !is_rotated)
-          return scope_.is_calibrating() ? itself : given;
-      } else if (caches_weights() && has_workspace(plain))
+      if (!scope_.draft.codes_of_arguments.contains(plain) && caches_weights() &&
+          has_workspace(plain))
         return weight_codes(plain, quantizer, steps, codes).of(contract.along);
     }
     const Representations numbers =
         quantized({plain, &quantizer, scope_.slot_of(op, contract.role, group)}, op, contract.role,
                   steps, codes, group);
     return scope_.is_calibrating() ? itself : numbers.of(contract.along);
+  }
+
+  /// The codes that an argument comes in, Value::none where these do not serve. In the recipe's
+  /// format what its owner has made of it counts, whatever kind of scale the recipe would choose.
+  /// Columns that are rotated have products with such alone, which the recipe then asks for.
+  Value given_codes(Value plain, const OpStep::ContractOf& contract,
+                    const Quantizer& quantizer) const {
+    if (contract.role == Role::grad_output) return Value::none;
+    const auto known = scope_.draft.codes_of_arguments.find(scope_.uncast(plain));
+    if (known == scope_.draft.codes_of_arguments.end()) return Value::none;
+    const Quantizer& own = *known->second.quantizer;
+    const bool fits = contract.along == Direction::row || own.hadamard == quantizer.hadamard;
+    return own.format == quantizer.format && fits
+               ? known->second.codes[static_cast<size_t>(contract.along)]
+               : Value::none;
   }
 
   Representations add_codes(Value plain, const Quantizer& quantizer) {
@@ -408,6 +432,7 @@ class QuantizePoints {
     }
     steps.push_back(dequantize_step(numbers.of(Direction::row), step.writes[0]));
     codes[{step.writes[0], &quantizer}] = numbers;  // of no slot: whoever multiplies by them
+    if (!scope_.is_backward) rounded_[step.writes[0]] = numbers;
   }
 
   static void take_over(Value from, Value to, Codes& codes) {
@@ -428,6 +453,8 @@ class QuantizePoints {
   /// Of the step that is rewritten, if it multiplies by one.
   Value gradient_ = Value::none;
   Codes forward_, backward_;
+  /// By the numbers that points of rounding have made in forward.
+  std::map<Value, Representations> rounded_;
   std::map<Value, Values> joined_;  // to what of
   std::map<Value, GroupMask> weight_parts_;
   std::map<std::pair<Value, const Quantizer*>, Values> workspaces_;

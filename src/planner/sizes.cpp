@@ -59,8 +59,12 @@ class Measurement {
     }
     for (size_t i = 0; i < key.codes_count(); ++i) {
       const auto traits = key.codes(i);
-      const at::Tensor& param = frame_.tensor(draft.params[traits.tensor - draft.inputs.size()]);
-      put_codes(param, *traits.quantizer, draft.param_codes[2 * i], draft.param_codes[2 * i + 1]);
+      const size_t inputs = draft.inputs.size();
+      const at::Tensor& numbers =
+          frame_.tensor(traits.tensor < inputs ? draft.inputs[traits.tensor]
+                                               : draft.params[traits.tensor - inputs]);
+      put_codes(numbers, *traits.quantizer, draft.argument_codes[2 * i],
+                draft.argument_codes[2 * i + 1]);
     }
     const at::Tensor& x = frame_.tensor(draft.inputs[0]);
     rows_ = x.dim() == 0 || x.size(-1) == 0 ? 1 : x.numel() / x.size(-1);

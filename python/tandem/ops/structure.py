@@ -92,7 +92,10 @@ class Dropout(BasicOperation):
 
 
 class Quantize(BasicOperation):
-    """Under a recipe, x rounded to the format of inputs (`forward`), the gradient to that of gradients (`backward`)."""
+    """Under a recipe, x rounded to the format of inputs (`forward`), the gradient to that of gradients (`backward`).
+
+    Where nothing behind it in the pipeline changes y, that is a `tandem.QuantizedTensor`; compiled code that records a gradient of y gives its numbers.
+    """
 
     _kind = "quantize"
     _option_names = ("quantize_forward", "quantize_backward")
