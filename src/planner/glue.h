@@ -87,7 +87,8 @@ using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
 TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 /// Adds a step behind forward: y = a tensor that holds these codes, of which those of one direction
 /// may be absent; decoded codes where no front has a type for such, in composite form, where
-/// autograd records, and where a gradient of y comes to compiled code. y counts as the numbers `of`.
+/// autograd records, and where a gradient of y comes to compiled code. y counts as the numbers
+/// `of`.
 Value add_handed_over(Draft& draft, Value row, Value column, Value of);
 /// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again
 /// where the weight has changed. `weight`: the parameter, or those that it is joined of.

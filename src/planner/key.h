@@ -42,8 +42,8 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(inputs));
   }
 
-  /// An input or a parameter, by its place among the tensors, that comes in codes of these directions. After
-  /// all tensors.
+  /// An input or a parameter, by its place among the tensors, that comes in codes of these
+  /// directions. After all tensors.
   void add_codes(size_t tensor, const Quantizer& quantizer, bool row, bool column) {
     const auto address = reinterpret_cast<uintptr_t>(&quantizer);  // there is one of each, for good
     words_.push_back(static_cast<uint32_t>(tensor) << 2 | uint32_t{row} | uint32_t{column} << 1);
