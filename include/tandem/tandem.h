@@ -8,6 +8,7 @@
 #include "tandem/memory.h"
 #include "tandem/modules.h"
 #include "tandem/ops.h"
+#include "tandem/quantize.h"
 #include "tandem/recipe.h"
 #include "tandem/sequential.h"
 #include "tandem/transformer.h"
