@@ -1,6 +1,6 @@
 // A module with TransformerEngine's parameter names under delayed scaling, a head that shares the
 // weight of the embedding, a gradient that is accumulated in float32, experts whose gradients come
-// later, and a layer with keys and values of earlier positions.
+// later, a layer with keys and values of earlier positions, and a tensor in codes.
 #include <tandem/tandem.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
@@ -62,6 +62,14 @@ int main() {
     cache.sequence_len_offset += piece.size(0);
   }
   std::cout << "keys of layer 1 " << cache.key_value_memory_dict.at(1).first.sizes() << "\n";
+
+  // A tensor in codes, and the gradient of its numbers.
+  const at::Tensor numbers = at::randn({64, kHidden}).requires_grad_();
+  const tandem::QuantizedTensor codes =
+      tandem::quantize(numbers, tandem::MXFP8Quantizer{.fp8_dtype = at::kFloat8_e4m3fn});
+  codes.dequantize().sum().backward();
+  std::cout << codes << " of " << codes.rowwise_data().numel() << " bytes, scales "
+            << codes.rowwise_scale_inv().sizes() << ", gradient " << numbers.grad().sizes() << "\n";
 
   for (const auto& parameter : mlp->named_parameters())
     std::cout << parameter.key() << " " << parameter.value().sizes() << "\n";
