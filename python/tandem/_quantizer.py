@@ -124,7 +124,7 @@ class Quantizer:
         mask = [self.rowwise, self.columnwise, True]
         *parts, amax = torch.ops.tandem.quantize(x, given, self.text, mask)
         row, row_scale, row_amax, column, column_scale, column_amax = parts
-        if column.shape != x.shape and column_amax.numel() == 0:  # one value serves both directions
+        if column_scale.dim() == 1 and column_amax.numel() == 0:  # absent: one value serves both directions
             column, column_scale = row, row_scale
         has_amax = row_amax.numel() != 0 or column_amax.numel() != 0
         rows = (row, row_scale) if self.rowwise else (None, None)

@@ -190,3 +190,8 @@ def test_errors(make, kind, text):
     with pytest.raises(kind) as error:
         make()
     assert text in str(error.value)
+
+
+def test_a_vector_of_nothing_has_the_scale_of_both_directions() -> None:
+    codes = tandem.quantize(torch.empty(0), tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn))
+    assert codes.dequantize(columnwise=True).shape == codes.dequantize().shape == (0,)
