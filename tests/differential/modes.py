@@ -217,10 +217,15 @@ def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[to
         _backward(outcome, built, mode, outputs, grads)
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor lies. One in codes has parts of its own."""
+    return id(tensor) if isinstance(tensor, tandem.QuantizedTensor) else tensor.untyped_storage().data_ptr()
+
+
 def _write_output(outcome: Outcome, live: list[torch.Tensor], which: int, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     target = live[which]
-    memory = target.untyped_storage().data_ptr()  # without gradients two outputs may be one tensor
-    outcome.aliases = [i != which and t.untyped_storage().data_ptr() == memory and t.numel() > 0 for i, t in enumerate(live)]
+    memory = _memory(target)  # without gradients two outputs may be one tensor
+    outcome.aliases = [i != which and _memory(t) == memory and t.numel() > 0 for i, t in enumerate(live)]
     if not target.is_floating_point():
         return live
     try:
