@@ -125,6 +125,12 @@ TEST_P(Fp8Block, AmaxesThatOverflowTheScale) {
   expect_right(one_row(x), 6.0f);
 }
 
+TEST_P(Fp8Block, EveryNumberBelowAmaxesOfEveryExponent) {
+  const std::vector<uint16_t> x = bfloat16_below_amaxes();
+  expect_right({x.data(), Element::bfloat16, x.size() / kColsBelowAmaxes, kColsBelowAmaxes,
+                kColsBelowAmaxes});
+}
+
 TEST_P(Fp8Block, EveryShapeAroundABlockAndStride) {
   uint32_t seed = 0;
   for (const Element element : kElements) {

@@ -181,6 +181,13 @@ TEST_P(Mxfp8, AmaxesNextToWhereTheScaleChanges) {
   EXPECT_TRUE(same(quantize(one_row(x), {format()}), reference(one_row(x), {format()})));
 }
 
+TEST_P(Mxfp8, EveryNumberBelowAmaxesOfEveryExponent) {
+  const std::vector<uint16_t> x = bfloat16_below_amaxes();
+  const ConstRows view{x.data(), Element::bfloat16, x.size() / kColsBelowAmaxes, kColsBelowAmaxes,
+                       kColsBelowAmaxes};
+  EXPECT_TRUE(same(quantize(view, {format()}), reference(view, {format()})));
+}
+
 TEST_P(Mxfp8, EveryShapeAroundABlockAndStride) {
   uint32_t seed = 0;
   for (const Element element : kElements) {

@@ -56,4 +56,27 @@ inline std::vector<float> denormals() {
   return x;
 }
 
+/// Columns of bfloat16_below_amaxes.
+inline constexpr size_t kColsBelowAmaxes = 128;
+
+/// A bfloat16 matrix in which every exponent is that of some blocks' amax, and the other numbers of
+/// these are all those from there down to what becomes a code of 0, of either sign, and zeros. An
+/// amax stands in every row and column of each 32 by 32.
+inline std::vector<uint16_t> bfloat16_below_amaxes() {
+  constexpr uint16_t kSign = 0x8000;
+  constexpr int kBelow = 35 * 128;  // more than the exponents of E5M2
+  std::vector<uint16_t> x;
+  for (int exponent = 0; exponent < 255; ++exponent) {
+    const int amax = exponent * 128 + exponent * 37 % 128;
+    for (size_t i = 0; i < 128 * kColsBelowAmaxes; ++i) {
+      const size_t row = i / kColsBelowAmaxes, col = i % kColsBelowAmaxes;
+      const bool is_amax = row % 32 == 0 || col % 32 == 0;
+      const int below = static_cast<int>(i) % kBelow;
+      const int magnitude = is_amax ? amax : std::max(0, amax - below);
+      x.push_back(static_cast<uint16_t>(magnitude | (i / 3 % 2 == 0 ? 0 : kSign)));
+    }
+  }
+  return x;
+}
+
 }  // namespace tandem::testing

@@ -82,6 +82,9 @@ struct TileWork {
   // ElementPair.
   HWY_ALIGN float block_factor[kBlock][kTileBlocks<kBlock>] = {};
   HWY_ALIGN float column_factor[kTileCols<kBlock>] = {};
+  // Of powers of two, for bfloat16: limits_of, those of columns in the order of memory.
+  HWY_ALIGN uint16_t block_limit[kBlock][kTileBlocks<kBlock>] = {};
+  HWY_ALIGN uint16_t column_limit[kTileCols<kBlock>] = {};
   // The part of a row behind the last whole block, zeros behind it.
   HWY_ALIGN typename E::Stored rest[kBlock] = {};
   HWY_ALIGN uint8_t codes[2 * kTileCols<kBlock>] = {};
@@ -260,25 +263,100 @@ struct RowCodes {
   uint8_t* by_column;
 };
 
-/// Codes of whole blocks of a row, in one direction or both. `kIsFinite` says that no x is NaN or
-/// infinite: then x times its factor is below the format's overflow_from.
-template <Fp8Format kFormat, size_t kBlock, bool kByRow, bool kByColumn, bool kIsFinite, typename E>
+/// Whether the codes of elements times powers of two are made in integers, two for one of float32.
+template <typename E>
+inline constexpr bool kInWords = E::kElement == Element::bfloat16;
+
+/// The largest magnitude, but 0, whose product with a power of two is no normal number of the
+/// format; both as bits of bfloat16.
+template <Fp8Format kFormat, class D>
+HWY_INLINE hn::Vec<D> limits_of(D d16, hn::Vec<D> factor) {
+  constexpr auto kLargest = static_cast<uint16_t>((254 - traits_of(kFormat).bias) << 7);
+  const hn::RebindToSigned<D> di;
+  const auto limit = hn::Sub(hn::Set(d16, kLargest + 0x7F), factor);
+  const auto is_larger = hn::Gt(hn::BitCast(di, factor), hn::BitCast(di, hn::Set(d16, kLargest)));
+  return hn::IfThenElse(hn::RebindMask(d16, is_larger), hn::Set(d16, uint16_t{0x7FFF}), limit);
+}
+
+/// limits_of factors of blocks.
+template <Fp8Format kFormat, class D>
+HWY_INLINE void store_block_limits(D /*d*/, hn::Vec<D> factor, uint16_t* HWY_RESTRICT to) {
+  const hn::Rebind<uint16_t, D> d16;
+  const auto bits = hn::BitCast(hn::RebindToUnsigned<D>(), factor);
+  hn::Store(limits_of<kFormat>(d16, hn::TruncateTo(d16, hn::ShiftRight<16>(bits))), d16, to);
+}
+
+/// limits_of factors of columns, which are given in the order of ElementPair of bfloat16.
+template <Fp8Format kFormat, class D>
+HWY_INLINE void store_column_limits(D /*d*/, hn::Vec<D> first, hn::Vec<D> second,
+                                    uint16_t* HWY_RESTRICT to) {
+  const hn::ScalableTag<uint16_t> d16;
+  const auto even = hn::ShiftRight<16>(hn::BitCast(hn::RebindToUnsigned<D>(), first));
+  const auto words = hn::OddEven(hn::BitCast(d16, second), hn::BitCast(d16, even));
+  hn::Store(limits_of<kFormat>(d16, words), d16, to);
+}
+
+/// Codes of a vector of bfloat16 times powers of two: one factor by row, one for each column.
+/// Returns whether they are right: not where a product is a subnormal number of the format.
+///
+/// Such a factor moves the exponent alone. So what a magnitude rounds to is one integer whatever
+/// the factor, and each takes its exponent off it.
+template <Fp8Format kFormat, bool kByRow, bool kByColumn>
+HWY_INLINE bool quantize_words(const uint16_t* HWY_RESTRICT x,
+                               const uint16_t* HWY_RESTRICT row_limit,
+                               const uint16_t* HWY_RESTRICT column_limits, RowCodes codes) {
+  const hn::ScalableTag<uint16_t> d;
+  constexpr int kDropped = 7 - traits_of(kFormat).mantissa_bits;
+  constexpr uint16_t kBelowHalf = (1 << (kDropped - 1)) - 1;
+  const auto words = hn::LoadU(d, x);
+  const auto magnitude = hn::And(words, hn::Set(d, uint16_t{0x7FFF}));
+  const auto odd = hn::And(hn::ShiftRight<kDropped>(magnitude), hn::Set(d, uint16_t{1}));
+  // A limit is 0x7F above what is to be taken off; of a magnitude of 0 nothing is left.
+  const auto rounded = hn::Add(hn::Add(magnitude, hn::Set(d, uint16_t{0x7F + kBelowHalf})), odd);
+  const auto below = hn::Sub(magnitude, hn::Set(d, uint16_t{1}));  // the largest where it is 0
+  const auto signs = hn::ShiftRight<8>(words);
+  const auto convert = [&](auto limit, uint8_t* to) TANDEM_INLINE_LAMBDA {
+    const auto code = hn::ShiftRight<kDropped>(hn::SaturatedSub(rounded, limit));
+    store_bytes(select_bits(hn::Set(d, uint16_t{0x7F}), code, signs), to);
+    return hn::AllFalse(d, hn::Lt(below, limit));
+  };
+  bool are_right = true;
+  if constexpr (kByRow) are_right &= convert(hn::Set(d, *row_limit), codes.by_row);
+  if constexpr (kByColumn) are_right &= convert(hn::Load(d, column_limits), codes.by_column);
+  return are_right;
+}
+
+/// How a row is converted: whether any x may be NaN or infinite; or else, where none is and x times
+/// its factor is below the format's overflow_from, whether all factors are powers of two.
+enum class Conversion : uint8_t { any, finite, by_powers_of_two };
+
+/// Codes of whole blocks of a row, in one direction or both.
+template <Fp8Format kFormat, size_t kBlock, bool kByRow, bool kByColumn, Conversion kConversion,
+          typename E>
 HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTRICT x,
-                                  size_t blocks, RowFactors factors, RowCodes codes) {
+                                  size_t blocks, RowFactors factors, RowCodes codes,
+                                  const uint16_t* HWY_RESTRICT row_limits,
+                                  const uint16_t* HWY_RESTRICT column_limits) {
   const hn::ScalableTag<float> d;
   const size_t lanes = hn::Lanes(d);
   const auto convert = [&](const ElementPair& pair, auto first, auto second, uint8_t* to)
                            TANDEM_INLINE_LAMBDA {
-                             if constexpr (kIsFinite) {
-                               quantize_ordinary_pair<kFormat>(element, pair, first, second, to);
-                             } else {
+                             if constexpr (kConversion == Conversion::any) {
                                quantize_any_pair<kFormat>(element, pair, first, second, to);
+                             } else {
+                               quantize_ordinary_pair<kFormat>(element, pair, first, second, to);
                              }
                            };
   for (size_t b = 0; b < blocks; ++b) {
     auto of_block = hn::Zero(d);
     if constexpr (kByRow) of_block = hn::Set(d, factors.by_row[b]);
     for (size_t c = b * kBlock; c < (b + 1) * kBlock; c += 2 * lanes) {
+      if constexpr (kConversion == Conversion::by_powers_of_two) {
+        if (quantize_words<kFormat, kByRow, kByColumn>(x + c, row_limits + b, column_limits + c,
+                                                       {codes.by_row + c, codes.by_column + c}))
+            [[likely]]
+          continue;
+      }
       const ElementPair pair = load_pair(element, x + c);
       if constexpr (kByRow) convert(pair, of_block, of_block, codes.by_row + c);
       if constexpr (kByColumn) {
@@ -289,20 +367,27 @@ HWY_NOINLINE void quantize_blocks(E element, const typename E::Stored* HWY_RESTR
   }
 }
 
-/// The codes of a row of a tile, to where those of its first column go.
+/// The codes of row `r` of a tile, which begins at `x`, to where those of its first column go.
 template <Fp8Format kFormat, bool kByRow, bool kByColumn, typename E, size_t kBlock>
 HWY_INLINE void quantize_tile_row(E element, const typename E::Stored* HWY_RESTRICT x,
-                                  const Tile<kBlock>& tile, bool is_finite, RowFactors factors,
+                                  const Tile<kBlock>& tile, size_t r, Conversion conversion,
                                   TileWork<E, kBlock>& work, RowCodes codes) {
-  const auto run = is_finite ? &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, true, E>
-                             : &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, false, E>;
+  using enum Conversion;
+  auto run = &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, any, E>;
+  if (conversion == finite) run = &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, finite, E>;
+  if constexpr (kInWords<E>) {
+    if (conversion == by_powers_of_two)
+      run = &quantize_blocks<kFormat, kBlock, kByRow, kByColumn, by_powers_of_two, E>;
+  }
   const size_t whole = tile.whole(), rest = tile.cols - whole;
-  run(element, x, whole / kBlock, factors, codes);
+  const float *row_factors = work.block_factor[r], *column_factors = work.column_factor;
+  const uint16_t *row_limits = work.block_limit[r], *column_limits = work.column_limit;
+  run(element, x, whole / kBlock, {row_factors, column_factors}, codes, row_limits, column_limits);
   if (rest == 0) return;
   std::memcpy(static_cast<void*>(work.rest), x + whole, rest * sizeof(work.rest[0]));
   uint8_t *by_row = work.codes, *by_column = work.codes + kBlock;
-  run(element, work.rest, 1, {factors.by_row + whole / kBlock, factors.by_column + whole},
-      {by_row, by_column});
+  run(element, work.rest, 1, {row_factors + whole / kBlock, column_factors + whole},
+      {by_row, by_column}, row_limits + whole / kBlock, column_limits + whole);
   if constexpr (kByRow) std::memcpy(codes.by_row + whole, by_row, rest);
   if constexpr (kByColumn) std::memcpy(codes.by_column + whole, by_column, rest);
 }
@@ -318,8 +403,10 @@ HWY_INLINE void join_rows(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work
 /// The factors of the first row's blocks for all rows.
 template <typename E, size_t kBlock>
 HWY_INLINE void share_factors(E, const Tile<kBlock>& tile, TileWork<E, kBlock>& work) {
-  for (size_t r = 1; r < tile.rows; ++r)
+  for (size_t r = 1; r < tile.rows; ++r) {
     std::copy_n(work.block_factor[0], tile.blocks(), work.block_factor[r]);
+    std::copy_n(work.block_limit[0], tile.blocks(), work.block_limit[r]);
+  }
 }
 
 /// Starts to bring row `r` of a tile into the cache.
@@ -334,15 +421,19 @@ HWY_INLINE void fetch_row(E, ConstRows x, const Tile<kBlock>& tile, size_t r) {
 /// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: with each
 /// row `fetch(row)` may bring what comes next into the cache.
 ///
-/// A Scaling has kFormat, kBlock, is_square, row_codes and column_codes (null where nobody wants
-/// them), and makes scales and factors of the amaxes in `work`: scale_rows, scale_columns, of
-/// square blocks scale_squares.
+/// A Scaling has kFormat, kBlock, is_square, power_of_two (whether all factors are), row_codes and
+/// column_codes (null where nobody wants them), and makes scales, factors and limits of the amaxes
+/// in `work`: scale_rows, scale_columns, of square blocks scale_squares.
 template <class Scaling, typename E, typename Fetch, size_t kBlock = Scaling::kBlock>
 HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile, const Fetch& fetch,
                               const Scaling& scaling, TileWork<E, kBlock>& work,
                               Extremes& extremes) {
   look_at_tile<false>(element, x, tile, work);
-  const bool is_finite = take_extremes(element, x, tile, work, extremes);
+  const bool is_finite = take_extremes(element, x, tile, work, extremes),
+             by_powers = kInWords<E> && scaling.power_of_two;
+  const auto conversion = !is_finite  ? Conversion::any
+                          : by_powers ? Conversion::by_powers_of_two
+                                      : Conversion::finite;
   if (scaling.is_square) {
     join_rows(element, tile, work);
     scaling.scale_squares(element, tile, work);
@@ -356,8 +447,8 @@ HWY_INLINE void quantize_tile(E element, ConstRows x, const Tile<kBlock>& tile, 
     const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
     const size_t to = (tile.row + r) * x.cols + tile.col;
     const auto convert = [&](auto by_row, auto by_column, RowCodes codes) HWY_ATTR {
-      quantize_tile_row<Scaling::kFormat, by_row(), by_column()>(
-          element, from, tile, is_finite, {work.block_factor[r], work.column_factor}, work, codes);
+      quantize_tile_row<Scaling::kFormat, by_row(), by_column()>(element, from, tile, r, conversion,
+                                                                 work, codes);
     };
     constexpr std::true_type kYes;
     constexpr std::false_type kNo;

@@ -67,6 +67,7 @@ struct Fp8Tiles {
       const auto bits = hn::Load(du, &work.block_amax[0][0] + i);
       const auto scale = scales(d, values_of_bits(element, d, bits));
       hn::Store(scale, d, &work.block_factor[0][0] + i);
+      if constexpr (kInWords<E>) store_block_limits<kFormat>(d, scale, &work.block_limit[0][0] + i);
       hn::Store(hn::Div(hn::Set(d, 1.0f), scale), d, inverse + i);
     }
   }
@@ -90,8 +91,11 @@ struct Fp8Tiles {
     const auto* amax = reinterpret_cast<const typename E::Stored*>(work.column_amax);
     for (size_t c = 0; c < tile.cols; c += 2 * lanes) {
       const ElementPair pair = load_pair(element, amax + c);
-      hn::Store(scales(d, pair.first), d, work.column_factor + c);
-      hn::Store(scales(d, pair.second), d, work.column_factor + c + lanes);
+      const auto first = scales(d, pair.first), second = scales(d, pair.second);
+      hn::Store(first, d, work.column_factor + c);
+      hn::Store(second, d, work.column_factor + c + lanes);
+      if constexpr (kInWords<E>)
+        store_column_limits<kFormat>(d, first, second, work.column_limit + c);
     }
     if (column_scale == nullptr) return;
     float* to = column_scale + tile.row / kBlock * column_stride + tile.col;

@@ -75,6 +75,7 @@ template <Fp8Format kElementFormat>
 struct MxTiles {
   static constexpr Fp8Format kFormat = kElementFormat;
   static constexpr size_t kBlock = kMxBlock;
+  static constexpr bool power_of_two = true;
   template <typename E>
   using Work = TileWork<E, kBlock>;
 
@@ -97,7 +98,9 @@ struct MxTiles {
     for (size_t b = 0; b < tile.blocks(); b += hn::Lanes(d)) {
       const auto bits = hn::Load(du, work.block_amax[r] + b);
       const auto code = e8m0_codes<kFormat>(d, values_of_bits(element, d, bits));
-      hn::Store(reciprocals_of_e8m0(d, code), d, work.block_factor[r] + b);
+      const auto factor = reciprocals_of_e8m0(d, code);
+      hn::Store(factor, d, work.block_factor[r] + b);
+      if constexpr (kInWords<E>) store_block_limits<kFormat>(d, factor, work.block_limit[r] + b);
       hn::Store(hn::TruncateTo(d8, code), d8, scales + b);
     }
   }
@@ -129,8 +132,12 @@ struct MxTiles {
       const ElementPair pair = load_pair(element, amax + c);
       const auto first = e8m0_codes<kFormat>(d, pair.first),
                  second = e8m0_codes<kFormat>(d, pair.second);
-      hn::Store(reciprocals_of_e8m0(d, first), d, work.column_factor + c);
-      hn::Store(reciprocals_of_e8m0(d, second), d, work.column_factor + c + lanes);
+      const auto first_factor = reciprocals_of_e8m0(d, first),
+                 second_factor = reciprocals_of_e8m0(d, second);
+      hn::Store(first_factor, d, work.column_factor + c);
+      hn::Store(second_factor, d, work.column_factor + c + lanes);
+      if constexpr (kInWords<E>)
+        store_column_limits<kFormat>(d, first_factor, second_factor, work.column_limit + c);
       store_bytes(join_pair(element, first, second), work.codes + c);
     }
     if (column_scale != nullptr) std::memcpy(column_scales(tile), work.codes, tile.cols);
