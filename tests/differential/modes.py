@@ -171,7 +171,7 @@ def _warm(built: Built, mode: Case) -> None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
                 built.module(built.x, *built.extras)
                 if built.x.dim() > 1 and mode["warm"] == 2:  # other sizes too
-                    built.module(built.x[:1], *[e[:1] for e in built.extras])
+                    built.module(built.x[:1], *[e[:1] if e.dim() else e for e in built.extras])
 
 
 def _run(outcome: Outcome, built: Built, case: Case, call: Callable[..., list[torch.Tensor]] | None) -> None:

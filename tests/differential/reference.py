@@ -111,7 +111,7 @@ def quantizer_of(recipe: Case, role: str) -> tandem.Quantizer:
 class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, recipe):
-        (x_row, x_col), (w_row, w_col) = in_directions(x, recipe, "input"), in_directions(weight, recipe, "weight")
+        (x_row, x_col), (w_row, w_col) = as_multiplied(x, recipe, "input"), in_directions(weight, recipe, "weight")
         ctx.save_for_backward(x_col, w_col)
         ctx.recipe = recipe
         return x_row @ w_row.t()
@@ -119,19 +119,33 @@ class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x_col, w_col = ctx.saved_tensors
-        g_row, g_col = in_directions(grad, ctx.recipe, "grad_output")
+        g_row, g_col = as_multiplied(grad, ctx.recipe, "grad_output")
         return g_row @ w_col, g_col.t() @ x_col, None
 
 
 class _QuantizedPoint(torch.autograd.Function):
+    """x in codes, as its numbers by rows. Those by columns are made of x too, for products that read the result as it is: its `columns`."""
+
     @staticmethod
     def forward(ctx, x, recipe, forward, backward):
         ctx.recipe, ctx.backward_too = recipe, backward
-        return in_directions(x, recipe, "input")[0] if forward else x.clone()
+        return _with_columns(x, recipe, "input") if forward else x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return (in_directions(grad, ctx.recipe, "grad_output")[0] if ctx.backward_too else grad), None, None, None
+        return (_with_columns(grad, ctx.recipe, "grad_output") if ctx.backward_too else grad), None, None, None
+
+
+def _with_columns(x: torch.Tensor, recipe: Case, role: str) -> torch.Tensor:
+    result, columns = in_directions(x, recipe, role)
+    result.columns = columns
+    return result
+
+
+def as_multiplied(x: torch.Tensor, recipe: Case, role: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """in_directions of x, and of what a point of quantizing has made the codes that it made."""
+    columns = getattr(x, "columns", None)
+    return in_directions(x, recipe, role) if columns is None else (x, columns)
 
 
 class Reference:
@@ -385,7 +399,10 @@ class Reference:
             return x
         self.refuses_float64 |= x.dtype == torch.float64
         y = _QuantizedPoint.apply(x.value, self.recipe, bool(op.get("fwd", 1)), bool(op.get("bwd", 0)))
-        return self.noisy(y, torch.float32 if x.dtype == torch.float64 else x.dtype, x.dtype)
+        result = self.noisy(y, torch.float32 if x.dtype == torch.float64 else x.dtype, x.dtype)
+        if hasattr(y, "columns"):
+            result.value.columns = y.columns
+        return result
 
     def _dropout(self, op: Case, x: Valued, position: int) -> tuple[Valued, list[Valued]]:
         p = op.get("p", 0.5)
