@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "kernel_ops/gradient.h"
+
 namespace tandem {
 
 bool has_tangent(const at::Tensor& tensor) {
@@ -9,7 +11,7 @@ bool has_tangent(const at::Tensor& tensor) {
       tensor.unsafeGetTensorImpl()->autograd_meta());
   if (meta == nullptr) return false;
   // Nearly always none: then it is seen at once. A view may have that of its base.
-  return (meta->fw_grad_ != nullptr || meta->is_view_) && tensor._fw_grad(/*level=*/0).defined();
+  return (meta->fw_grad_ != nullptr || meta->is_view_) && kernel_ops::has_tangent(tensor);
 }
 
 }  // namespace tandem
