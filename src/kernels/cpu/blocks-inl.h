@@ -14,7 +14,6 @@
 
 #include <vector>
 
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/quantize-inl.h"
 #include "kernels/cpu/scratch.h"
@@ -415,7 +414,7 @@ HWY_INLINE void fetch_row(E, ConstRows x, const Tile<kBlock>& tile, size_t r) {
   if (r >= tile.rows) return;
   constexpr size_t kLine = 64 / sizeof(typename E::Stored);
   const auto* from = E::at(x.data, (tile.row + r) * x.stride + tile.col);
-  for (size_t c = 0; c < tile.cols; c += kLine) hwy::Prefetch(from + c);
+  for (size_t c = 0; c < tile.cols; c += kLine) fetch_line(from + c);
 }
 
 /// All of a tile's outputs; `extremes` grows by its amax. Converting leaves memory idle: with each

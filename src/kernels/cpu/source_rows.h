@@ -1,10 +1,15 @@
 // What rows to come are made of, brought into the cache ahead of time.
 #pragma once
 
-#include "hwy/cache_control.h"
 #include "kernels/quantize_made.h"
 
 namespace tandem::kernels::cpu {
+
+/// Starts to bring a line into the second-level cache. The first is left to what is converted
+/// meanwhile: bfloat16 is quantized a tenth faster than with all lines fetched into that.
+inline void fetch_line(const void* line) {
+  __builtin_prefetch(line, /*for writing=*/0, /*locality=*/2);
+}
 
 /// Rows [first, end) of the sources of what is made.
 class SourceRows {
@@ -24,7 +29,7 @@ class SourceRows {
                    end = (col + cols) * source.cols / made_.y.cols * bytes;
       const auto* row =
           static_cast<const char*>(source.data) + (first_ + n) * source.stride * bytes;
-      for (size_t b = begin; b < end; b += kLine) hwy::Prefetch(row + b);
+      for (size_t b = begin; b < end; b += kLine) fetch_line(row + b);
     }
   }
 
