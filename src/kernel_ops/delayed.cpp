@@ -1,12 +1,11 @@
 #include "kernel_ops/delayed.h"
 
-#include <ATen/TensorIndexing.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -31,10 +30,11 @@ namespace {
 using at::Tensor;
 using kernels::AmaxAlgorithm;
 
-constexpr std::string_view kMargin = "margin=", kFunction = "function=", kGroup = "group=";
+constexpr std::string_view kFormat = "fp8_",
+                           kMargin = "margin=", kFunction = "function=", kGroup = "group=";
 
 std::string text_of(const ScaleUpdate& update) {
-  std::string text = update.scaling.format == kernels::Fp8Format::e4m3 ? "fp8_e4m3" : "fp8_e5m2";
+  std::string text = std::string(kFormat) + kernels::traits_of(update.scaling.format).name;
   text += ":" + std::string(kMargin) + std::to_string(update.scaling.margin);
   text += update.scaling.algorithm == AmaxAlgorithm::max ? ":max" : ":most_recent";
   if (!update.function.empty()) text += ":" + std::string(kFunction) + update.function;
@@ -58,9 +58,12 @@ ScaleUpdate parsed(std::string_view text) {
     return part;
   };
   const std::string_view format = next(), margin = next(), algorithm = next();
-  if (format != "fp8_e4m3" && format != "fp8_e5m2") refuse(text);
+  const auto element = std::ranges::find_if(kernels::kFp8Formats, [&](const auto& traits) {
+    return traits.bits == 8 && format == std::string(kFormat) + traits.name;
+  });
+  if (element == std::end(kernels::kFp8Formats)) refuse(text);
   update.scaling.format =
-      format == "fp8_e4m3" ? kernels::Fp8Format::e4m3 : kernels::Fp8Format::e5m2;
+      static_cast<kernels::Fp8Format>(element - std::begin(kernels::kFp8Formats));
   if (!margin.starts_with(kMargin)) refuse(text);
   const char* const end = margin.data() + margin.size();
   const auto read = std::from_chars(margin.data() + kMargin.size(), end, update.scaling.margin);
@@ -101,35 +104,59 @@ std::mutex& state_mutex() {
   return mutex;
 }
 
-kernels::DelayedState view_of(const ScalingState& state) {
-  return {state.amax_history.data_ptr<float>(), state.scale.data_ptr<float>(),
-          static_cast<size_t>(state.amax_history.size(0)),
-          static_cast<size_t>(state.amax_history.size(1))};
+/// The tensor, or a copy of it: who decides about a state, and computes with it, is the host.
+Tensor on_host(const Tensor& tensor) { return tensor.is_cpu() ? tensor : tensor.cpu(); }
+/// Writes a changed copy back.
+void put_back(const Tensor& host, const Tensor& tensor) {
+  if (!host.is_same(tensor)) tensor.copy_(host);
 }
 
-int64_t& pending_of(const ScalingState& state) { return *state.pending.data_ptr<int64_t>(); }
-
-/// `reduced`: row 0 over all processes of the group, or undefined. Under the lock but where a
-/// function of the user runs.
-void update_state(const ScalingState& state, const ScaleUpdate& update, const Tensor& reduced) {
-  const kernels::DelayedState view = view_of(state);
-  const float* amax = reduced.defined() ? reduced.const_data_ptr<float>() : nullptr;
-  if (update.function.empty()) {
-    kernels::update_delayed(view, update.scaling, amax);
+int64_t number_in(const Tensor& tensor) { return *on_host(tensor).const_data_ptr<int64_t>(); }
+void set_number(const Tensor& tensor, int64_t number) {
+  if (tensor.is_cpu()) {
+    *tensor.data_ptr<int64_t>() = number;
   } else {
-    for (size_t slot = 0; amax != nullptr && slot < view.slots; ++slot)
-      if (amax[slot] != 0) view.amax_history[slot] = amax[slot];
-    function_of(update)(state.amax_history, state.scale, kernels::fp8_max(update.scaling.format));
+    tensor.fill_(number);
   }
-  pending_of(state) = 0;
+}
+
+/// `reduced`: row 0 over all processes of the group, or undefined. `lock`, of the state, is let go
+/// while a function of the user runs. Whoever looks meanwhile finds no update due: it is claimed
+/// before, and due again where the function throws.
+void update_state(const ScalingState& state, const ScaleUpdate& update, const Tensor& reduced,
+                  std::unique_lock<std::mutex>& lock) {
+  const int64_t region = number_in(state.pending);
+  set_number(state.pending, 0);
+  if (update.function.empty()) {
+    const Tensor history = on_host(state.amax_history), scale = on_host(state.scale),
+                 amaxes = reduced.defined() ? on_host(reduced) : reduced;
+    kernels::update_delayed(
+        {history.data_ptr<float>(), scale.data_ptr<float>(), static_cast<size_t>(history.size(0)),
+         static_cast<size_t>(history.size(1))},
+        update.scaling, amaxes.defined() ? amaxes.const_data_ptr<float>() : nullptr);
+    put_back(history, state.amax_history);
+    put_back(scale, state.scale);
+    return;
+  }
+  const Tensor row = state.amax_history.select(0, 0);
+  if (reduced.defined()) row.copy_(at::where(reduced != 0, reduced, row));
+  lock.unlock();
+  try {
+    function_of(update)(state.amax_history, state.scale, kernels::fp8_max(update.scaling.format));
+  } catch (...) {
+    lock.lock();
+    set_number(state.pending, region);
+    throw;
+  }
+  lock.lock();
 }
 
 /// The largest over the group, element by element. Every process must come with as many numbers.
 Tensor reduced_over(const Tensor& amaxes, const std::string& name) {
   const kernel_ops::Group group{name};
   const int64_t count = amaxes.numel();
-  const Tensor counts = kernel_ops::wait(
-      kernel_ops::start_all_reduce_max(at::tensor({count, -count}, at::kLong), group));
+  const Tensor counts = on_host(kernel_ops::wait(kernel_ops::start_all_reduce_max(
+      at::tensor({count, -count}, at::kLong).to(amaxes.device()), group)));
   const int64_t most = counts.const_data_ptr<int64_t>()[0],
                 least = -counts.const_data_ptr<int64_t>()[1];
   TORCH_CHECK(most == least, "autocast: expected every process of the amax group to have called ",
@@ -194,29 +221,29 @@ c10::SmallVector<int64_t, 1> sizes_of_slots(int64_t count) {
   return count == 0 ? c10::SmallVector<int64_t, 1>() : c10::SmallVector<int64_t, 1>{count};
 }
 
-Tensor take_scale_cpu(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
+Tensor take_scale_now(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
                       int64_t slot, std::string_view text, int64_t stride, int64_t count) {
   const ScalingState state{scale, amax_history, pending};
   check_slots(state, region, {slot, stride, count});
   const ScaleUpdate& update = scale_update(text);
-  const int64_t number = *region.const_data_ptr<int64_t>();
+  const int64_t number = number_in(region);
+  const auto is_due = [&] {
+    const int64_t held = number > 0 ? number_in(pending) : 0;
+    return held != 0 && held != number;
+  };
+  std::unique_lock<std::mutex> lock(state_mutex());
   Tensor reduced;
-  const bool is_due = [&] {
-    const std::lock_guard<std::mutex> lock(state_mutex());
-    return number > 0 && pending_of(state) != 0 && pending_of(state) != number;
-  }();
-  if (is_due && !update.group.empty())
-    reduced = reduced_over(amax_history.select(0, 0).clone(), update.group);
-  if (is_due) {
-    std::unique_lock<std::mutex> lock(state_mutex());
-    if (!update.function.empty()) lock.unlock();
-    update_state(state, update, reduced);
+  if (!update.group.empty() && is_due()) {
+    const Tensor row = amax_history.select(0, 0).clone();
+    lock.unlock();
+    reduced = reduced_over(row, update.group);
+    lock.lock();
   }
-  Tensor result = at::empty(sizes_of_slots(count), scale.options());
-  const std::lock_guard<std::mutex> lock(state_mutex());
+  if (is_due()) update_state(state, update, reduced, lock);
+  const Tensor scales = on_host(scale), result = at::empty(sizes_of_slots(count), scales.options());
   for (int64_t i = 0; i < result.numel(); ++i)
-    result.data_ptr<float>()[i] = scale.const_data_ptr<float>()[slot + i * stride];
-  return result;
+    result.data_ptr<float>()[i] = scales.const_data_ptr<float>()[slot + i * stride];
+  return result.to(scale.device());
 }
 
 Tensor take_scale_shape(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
@@ -225,19 +252,21 @@ Tensor take_scale_shape(Tensor& scale, Tensor& amax_history, Tensor& pending, co
   return at::empty(sizes_of_slots(count), scale.options());
 }
 
-void record_amax_cpu(Tensor& amax_history, Tensor& pending, const Tensor& amax,
+void record_amax_now(Tensor& amax_history, Tensor& pending, const Tensor& amax,
                      const Tensor& region, int64_t slot, bool counts, int64_t stride) {
   check_slots({amax_history.select(0, 0), amax_history, pending}, region,
               {slot, stride, amax.numel()});
-  const int64_t number = *region.const_data_ptr<int64_t>();
+  const int64_t number = number_in(region);
   if (number <= 0) return;
-  const Tensor seen = amax.to(at::kFloat).contiguous();
+  const Tensor seen = on_host(amax.to(at::kFloat)).contiguous();
   const std::lock_guard<std::mutex> lock(state_mutex());
+  const Tensor history = on_host(amax_history);
   for (int64_t i = 0; i < seen.numel(); ++i) {
-    float& row = amax_history.data_ptr<float>()[slot + i * stride];
+    float& row = history.data_ptr<float>()[slot + i * stride];
     row = std::max(row, seen.const_data_ptr<float>()[i]);  // of a number and NaN the number
   }
-  if (counts) *pending.data_ptr<int64_t>() = number;
+  put_back(history, amax_history);
+  if (counts) set_number(pending, number);
 }
 
 void record_amax_shape(Tensor& amax_history, Tensor& pending, const Tensor& amax,
@@ -319,8 +348,7 @@ void update_states(std::span<const PendingUpdate> states) {
       next[group] += slots;
     }
     std::unique_lock<std::mutex> lock(state_mutex());
-    if (!each.update->function.empty()) lock.unlock();
-    update_state(each.state, *each.update, amaxes);
+    update_state(each.state, *each.update, amaxes, lock);
   }
 }
 
@@ -333,19 +361,19 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       "take_scale_(Tensor(a!) scale, Tensor(b!) amax_history, Tensor(c!) pending, Tensor region, "
       "int slot, str update, int stride=1, int count=0) -> Tensor",
       tags);
-  library.impl("take_scale_", c10::DispatchKey::CPU, &take_scale_cpu);
+  library.impl("take_scale_", c10::DispatchKey::CompositeExplicitAutograd, &take_scale_now);
   library.impl("take_scale_", c10::DispatchKey::Meta, &take_scale_shape);
   library.def(
       "record_amax_(Tensor(a!) amax_history, Tensor(b!) pending, Tensor amax, Tensor region, int "
       "slot, bool counts, int stride=1) -> ()",
       tags);
-  library.impl("record_amax_", c10::DispatchKey::CPU, &record_amax_cpu);
+  library.impl("record_amax_", c10::DispatchKey::CompositeExplicitAutograd, &record_amax_now);
   library.impl("record_amax_", c10::DispatchKey::Meta, &record_amax_shape);
   // Two draws of a number are two regions: no compiler may merge them.
   library.def(
       "region_number(Tensor like) -> Tensor",
       {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe, at::Tag::nondeterministic_seeded});
-  library.impl("region_number", c10::DispatchKey::CPU, &region_number);
+  library.impl("region_number", c10::DispatchKey::CompositeExplicitAutograd, &region_number);
   library.impl("region_number", c10::DispatchKey::Meta, &region_number_shape);
   for (const char* name : {"take_scale_", "record_amax_", "region_number"})
     library.impl(name, c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());

@@ -100,8 +100,10 @@ struct SlotRange {
 /// step's amaxes make the scales of the next step whatever ends the step, and on whatever thread. A
 /// region of 0 (none) or below (backward recomputes a forward of it) updates nothing.
 ///
-/// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous on
-///         the CPU; result [], or [count].
+/// On another device than the CPU the host waits for the state, which it decides about.
+///
+/// Shapes: scale [slots], amax_history [length, slots], pending [1], region [1], all contiguous;
+///         result [], or [count], on the device of scale.
 /// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does
 ///         not have.
 at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, const SlotRange& slots,

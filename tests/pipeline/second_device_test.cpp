@@ -7,8 +7,10 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -18,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "kernel_ops/delayed.h"
 #include "kernel_ops/norm.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/quantize.h"
@@ -236,6 +239,54 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   const std::string text = pipeline.explain(ExplainFormat::text);
   EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
                           HasSubstr("1.basic_linear.y   by cpu, tiles\n")));
+}
+
+TEST_F(SecondDevice, ScalesOfThePastAreKeptThere) {
+  const ScaleUpdate& update = scale_update("fp8_e4m3:margin=0:max");
+  const auto region = [](int64_t number) { return at::tensor({number}, at::kLong); };
+  const auto history_of = [&](const at::Device& device) {
+    const ScalingState state{at::ones({2}).to(device), at::zeros({3, 2}).to(device),
+                             at::zeros({1}, at::kLong).to(device)};
+    Tensors seen;
+    for (int64_t step = 1; step < 4; ++step) {
+      for (int64_t slot = 0; slot < 2; ++slot) {
+        const Tensor scale = kernel_ops::take_scale(state, region(step), {slot}, update);
+        EXPECT_EQ(scale.device(), device);
+        seen.push_back(scale.to(at::kCPU));
+        const Tensor amax = at::full({}, static_cast<double>(step + slot)).to(device);
+        kernel_ops::record_amax(state, amax, region(step), {slot}, /*counts=*/true);
+      }
+    }
+    kernel_ops::update_states(std::vector{PendingUpdate{state, &update}});
+    seen.insert(seen.end(), {state.scale.to(at::kCPU), state.amax_history.to(at::kCPU)});
+    return seen;
+  };
+  const Tensors got = history_of(kDevice), expected = history_of(at::kCPU);
+  EXPECT_NE(expected[4].item<float>(), 1) << "a scale of the step before";
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(same(got[i], expected[i])) << i;
+}
+
+TEST_F(SecondDevice, APipelineQuantizesByScalesOfThePast) {
+  const auto run = [](const Tensors& inputs, const Tensors& params, const at::Device& device) {
+    Pipeline pipeline(R"([{"op": "rms_norm", "params": [0]}, {"op": "basic_linear", "params": [1],
+                           "state": {"module": 0, "forward": 0, "backward": 0}}])");
+    Tensors state;
+    for (const int64_t slots : {2, 1})
+      state.insert(state.end(), {at::ones({slots}).to(device), at::zeros({4, slots}).to(device),
+                                 at::zeros({1}, at::kLong).to(device)});
+    Tensors outputs;
+    for (int step = 0; step < 2; ++step) {
+      const Autocast region(true, DelayedScaling{.amax_history_len = 4});
+      outputs.push_back(
+          pipeline(inputs, params, false, {}, [&](int64_t) { return state; })[0].to(at::kCPU));
+    }
+    outputs.push_back(state[0].to(at::kCPU));
+    return outputs;
+  };
+  const Tensors got = run(there(inputs_), there(params_), kDevice),
+                expected = run(inputs_, params_, at::kCPU);
+  for (size_t i = 0; i < got.size(); ++i)
+    EXPECT_TRUE(near(got[i], expected[i], /*magnitude=*/32)) << i;
 }
 
 /// Whether codes of a weight were made.
