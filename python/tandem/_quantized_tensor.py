@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from tandem._quantized_parts import DTYPES, PARTS, serves_both
@@ -114,8 +115,11 @@ class QuantizedTensor(torch.Tensor):
 
     _given_scale, _given_amax = property(lambda self: self.quantizer.scale), property(lambda self: self.quantizer.amax)
 
-    def _stable_hash_for_caching(self) -> str:  # what compiled code depends on, besides parts and shapes
-        return f"{self.quantizer.text} {[getattr(self, name) is not None for name in PARTS]}"
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on: caches on disk know this tensor by it alone."""
+        names, (held, *context) = self.__tensor_flatten__()
+        parts = {name: (part.shape, part.stride(), part.dtype, part.device) for name in names if (part := getattr(self, name)) is not None}
+        return repr((held.quantizer._stable_traits(), context, self.shape, parts))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -276,7 +280,7 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(columnwise, torch.dtype):
             columnwise, dtype = False, columnwise
         is_rotated = columnwise and ":rht=1" in self.quantizer.text
-        if torch.is_grad_enabled() and self.requires_grad and not is_rotated:
+        if (torch.is_grad_enabled() and self.requires_grad or _has_tangent(self)) and not is_rotated:
             made: torch.Tensor = _Dequantized.apply(self, columnwise, dtype)  # type: ignore[no-untyped-call]
             return made
         return self._numbers(columnwise, dtype)
@@ -343,13 +347,22 @@ class _Held(NamedTuple):
         return self
 
 
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[attr-defined]
+
+
 class _Dequantized(torch.autograd.Function):
-    """Numbers, whose gradient is that of the codes' tensor."""
+    """Numbers, whose gradient is that of the codes' tensor, and so is their tangent."""
 
     @staticmethod
     def forward(ctx: Any, codes: QuantizedTensor, columnwise: bool, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.dtype = codes.dtype
+        ctx.dtype, ctx.made = codes.dtype, dtype or codes.dtype
         return codes._numbers(columnwise, dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        tangent: torch.Tensor = tangents[0].to(ctx.made)
+        return tangent
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from tandem import _C
+from tandem._quantized_parts import DTYPES
 from tandem._quantized_tensor import QuantizedTensor
 from tandem._tracing import constant_while_traced
 
@@ -40,10 +41,15 @@ class Quantizer:
         """x in codes, or what is as good as these. Its gradient is that of the codes' numbers: rounding counts as none.
 
         Args:
-            x: a tensor.
+            x: a tensor of float32, bfloat16, float16 or float64.
             out: written instead: a tensor of this quantizer and of the shape of x. It has no history then.
             dtype: that of the numbers that the codes stand for; None: that of x.
         """
+        for numbers in (x.dtype, dtype or x.dtype):
+            if numbers not in (*DTYPES, torch.float64):
+                raise TypeError(
+                    f"{type(self).__name__}: expected numbers in float32, bfloat16, float16 or float64, got {numbers}. Convert x before: x.float()."
+                )
         if dtype is not None and dtype != x.dtype:
             x = x.to(dtype)
         if out is not None:
@@ -181,6 +187,10 @@ class Quantizer:
 
     def _traits(self) -> tuple[object, ...]:
         return type(self), self.text, self.rowwise, self.columnwise, id(self._amax_group)
+
+    def _stable_traits(self) -> tuple[object, ...]:
+        """The same in words that another process understands."""
+        return *self._traits()[:-1], getattr(self._amax_group, "group_name", None)
 
     def _values(self) -> tuple[object, ...]:
         return self._traits()

@@ -144,7 +144,18 @@ void linear_bias_activation_quantize(Call& call) {
                                   call.wants(amax)}));
 }
 
+/// Codes of an argument have the dtype of its numbers. Where these are cast, in which dtype the
+/// product computes is known to its own step alone.
+Refusal refuse_cast_codes(const Match& match) {
+  const Type& own = match.type({0, "x"});
+  const at::ScalarType product = match.type({0, "y"}).dtype;
+  if (own.format != Format::codes || own.dtype == product) return std::nullopt;
+  return std::string("x comes in codes of ") + c10::toString(own.dtype) +
+         " numbers, and the product computes in " + c10::toString(product);
+}
+
 Refusal refuse_bias(const Match& match) {
+  if (auto refusal = refuse_cast_codes(match)) return refusal;
   return refuse_mixed(match, {1, "bias"}, "the bias", {0, "y"}, "the product");
 }
 
@@ -152,8 +163,7 @@ template <Parts kParts>
 Refusal refuse_sum(const Match& match) {
   const auto last = static_cast<uint32_t>(match.steps.size() - 1);
   if (kParts.extra && is_own_extra(match, last)) return "the product is the extra input of the sum";
-  if (!kParts.bias) return std::nullopt;
-  return refuse_bias(match);
+  return kParts.bias ? refuse_bias(match) : refuse_cast_codes(match);
 }
 
 /// The steps of a pattern, and what the fused step reads, up to the last one.
@@ -192,7 +202,7 @@ Fusion activated(std::string_view name, std::string_view family, std::string_vie
   fusion.pattern.push_back(PatternStep::any_of(family));
   fusion.run.writes = {{last - 1, "y"}, {last, "y"}};
   fusion.run.run = linear_activation<K, kParts>;
-  if (kParts.bias) fusion.refuse = refuse_bias;
+  fusion.refuse = kParts.bias ? refuse_bias : refuse_cast_codes;
   fusion.picture = picture;
   return fusion;
 }

@@ -77,10 +77,10 @@ void leave_product(const Call& call, size_t grad_y, size_t x) {
   std::ostringstream text;
   const bool is_coded = call.format(x) == Format::codes;
   const auto direction = [&](size_t read) { return static_cast<int>(call.type(read).direction); };
-  text << (is_coded ? 0 : version_of(call.in(x))) << " " << static_cast<int>(call.type(x).dtype)
-       << " " << direction(grad_y) << " " << direction(x);
+  text << version_of(call.in(x)) << " " << static_cast<int>(call.type(x).dtype) << " "
+       << direction(grad_y) << " " << direction(x);
   leave(call, kGradY, is_coded ? call.in(grad_y) : call.in(grad_y).clone());
-  leave(call, kX, call.in(x), is_coded ? nullptr : &call.in(x));
+  leave(call, kX, call.in(x), &call.in(x));
   for (const auto& [read, scale] : {std::pair(grad_y, kGradScale), std::pair(x, kXScale)}) {
     text << "\n";
     if (!is_coded) continue;

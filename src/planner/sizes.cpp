@@ -105,8 +105,9 @@ class Measurement {
   }
 
   static std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
-    if (given_to(quantizer) != Given::seed) return std::nullopt;
-    return empty({}, at::kLong);
+    const Given given = given_to(quantizer);
+    if (given == Given::nothing) return std::nullopt;
+    return empty({}, given == Given::seed ? at::kLong : at::kFloat);
   }
 
   void put_codes(const at::Tensor& x, const Quantizer& quantizer, Value row, Value column) {

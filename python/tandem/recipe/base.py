@@ -88,7 +88,7 @@ class _Row(NamedTuple):
         elif self.type == "flag":
             text = "true" if value else "false"
         else:
-            text = str(value if self.type == "whole" else float(value))
+            text = f"{int(value) if self.type == 'whole' else float(value)}"  # of a number that Dynamo lets vary it traces no str()
         return f'"{self.name}":{text}'
 
 
