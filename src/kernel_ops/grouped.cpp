@@ -118,6 +118,7 @@ void multiply_codes(ImplementationNames& took, const CodedMatrix& a, bool a_tran
     took |= multiply(product, target);
     return;
   }
+  took |= why_decoded(product);
   const CodedMatrix first = decoded(took, a), second = decoded(took, b);
   const bool finishes = first.scale.defined() || second.scale.defined() ||
                         target.scalar_type() != first.matrix.scalar_type();

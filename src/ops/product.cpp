@@ -107,7 +107,10 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   };
   const Product product(factor(left, a.read), factor(right, b.read), dtype, rows,
                         Sums::independent_of_threads);
-  if (kernel_ops::choose(product) == nullptr) return {};
+  if (kernel_ops::choose(product) == nullptr) {
+    call.took(kernel_ops::why_decoded(product));
+    return {};
+  }
   Fresh result(call, product, sizes);
   call.took(kernel_ops::multiply(product, result.matrix));
   return std::move(result.tensor);

@@ -235,7 +235,8 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   EXPECT_TRUE(near(y.to(at::kCPU), expected, /*magnitude=*/32));
   const std::string text = pipeline.explain(ExplainFormat::text);
   EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
-                          HasSubstr("1.basic_linear.y   by cpu, tiles\n")));
+                          HasSubstr("1.basic_linear.y   by cpu, tiles (emulated: no library "
+                                    "multiplies codes on this device)\n")));
 }
 
 /// Whether codes of a weight were made.
@@ -305,11 +306,21 @@ TEST(ImplementationNames, AreSets) {
               ::testing::ElementsAre("reference", "cpu"));
 }
 
+TEST(ImplementationNames, HaveReasonsBesideThem) {
+  const auto reason = kernel_ops::bit_of_reason("cpu"), name = kernel_ops::bit_of("cpu");
+  EXPECT_NE(reason, name);
+  EXPECT_EQ(reason, kernel_ops::bit_of_reason("cpu"));
+  EXPECT_THAT(kernel_ops::names_in(reason | name), ::testing::ElementsAre("cpu"));
+  EXPECT_THAT(kernel_ops::reasons_in(reason | name), ::testing::ElementsAre("cpu"));
+  EXPECT_THAT(kernel_ops::reasons_in(name), ::testing::IsEmpty());
+}
+
 TEST(ImplementationNames, AreAtMost64) {
   const auto too_many = [] {
     try {
       for (int i = 0; i < 64; ++i) kernel_ops::bit_of("name " + std::to_string(i));
     } catch (const c10::ValueError& error) {
+      if (kernel_ops::bit_of_reason("one more") != 0) std::_Exit(1);
       std::fputs(error.what_without_backtrace(), stderr);
       std::_Exit(0);
     }
