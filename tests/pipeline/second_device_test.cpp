@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "kernel_ops/codes_product.h"
 #include "kernel_ops/norm.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/quantize.h"
@@ -237,6 +238,24 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
                           HasSubstr("1.basic_linear.y   by cpu, tiles (emulated: no library "
                                     "multiplies codes on this device)\n")));
+}
+
+TEST_F(SecondDevice, AKernelOpOfCodesTakesThemAsTheyAre) {
+  const Quantizer& how = quantizer("fp8_e4m3");
+  const auto codes = [&](const Tensor& x) {
+    return kernel_ops::dispatch<kernel_ops::Quantize>(x, std::optional<Tensor>(), how,
+                                                      std::array{true, false, false});
+  };
+  const auto x = codes(random({16, 32})), w = codes(random({48, 32}, at::kFloat, 2));
+  const auto product = [&](at::Device device) {
+    const std::optional<Tensor> amax;
+    return kernel_ops::dispatch<kernel_ops::MultiplyCodes>(
+        x[row_codes].to(device), x[row_scale].to(device), amax, how, false, false,
+        w[row_codes].to(device), w[row_scale].to(device), amax, how, false, true, at::kFloat)[0];
+  };
+  const Tensor y = product(kDevice);
+  EXPECT_EQ(products_of_codes, 1);
+  EXPECT_TRUE(near(y.to(at::kCPU), product(at::kCPU), /*magnitude=*/32));
 }
 
 /// Whether codes of a weight were made.
