@@ -14,6 +14,7 @@
 
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/memory.h"
+#include "kernel_ops/scaled_product.h"
 #include "kernels/bfloat16.h"
 #include "kernels/parallel.h"
 
@@ -241,7 +242,7 @@ constexpr ProductImplementation kTiles{
 std::atomic<const void*>& products() {
   static std::atomic<const void*>* const list = [] {
     std::atomic<const void*>& empty = detail::list_of("product");
-    for (const auto* row : {&kTiles, &kAten, &kOneDnn}) detail::prepend(empty, *row);
+    for (const auto* row : {&kTiles, &kAten, &kOneDnn, &kScaledMm}) detail::prepend(empty, *row);
     return &empty;
   }();
   return *list;
