@@ -13,9 +13,9 @@
 #include <exception>
 
 #include "kernel_ops/elementwise.h"
-#include "kernel_ops/memory.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/quantize.h"
+#include "kernel_ops/run.h"
 #include "kernel_ops/shapes.h"
 #include "kernels/parallel.h"
 
@@ -24,27 +24,6 @@ namespace tandem::kernel_ops {
 using at::Tensor;
 
 namespace {
-
-/// Runs K below the dispatcher, into `spare` where that is given.
-template <typename K, typename... Args>
-ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Args&... args) {
-  const Choice<K> choice = choose<K>(args...);
-  took |= name_of<K>(choice);
-  return run_choice<K>(
-      choice,
-      [&](size_t i, const ResultSpec& spec) {
-        if (spare[i].defined()) return spare[i];
-        return empty_beside(detail::first_tensor(args...), C10_AS_INTARRAYREF_SLOW(spec.sizes),
-                            spec.dtype);
-      },
-      args...);
-}
-
-Factor factor(const CodedMatrix& operand, const Tensor& as_read) {
-  return {as_read, operand.quantizer, operand.direction,
-          operand.quantizer == nullptr ? nullptr : &operand.scale,
-          operand.amax.defined() ? &operand.amax : nullptr};
-}
 
 /// What the quantizer of a group takes.
 std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
@@ -87,49 +66,6 @@ Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuan
   return run<Dequantize>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
                          codes.direction == Direction::column, dtype, amax,
                          at::OptionalSymIntArrayRef(sizes))[0];
-}
-
-/// The numbers of codes in float32, but for a scale that the product gets at its end.
-CodedMatrix decoded(ImplementationNames& took, const CodedMatrix& codes) {
-  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  CodedMatrix numbers{run<Decode>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
-                                  codes.direction == Direction::column, amax)[0]};
-  if (codes.quantizer->format->layout.applies_at_end) numbers.scale = codes.scale;
-  return numbers;
-}
-
-std::optional<Tensor> end_scale(const CodedMatrix& operand) {
-  return operand.scale.defined() ? std::optional(operand.scale) : std::nullopt;
-}
-
-Tensor turned(const CodedMatrix& operand, bool is_transposed) {
-  const Tensor& matrix = operand.matrix;
-  const Tensor flat = matrix.dim() == 2 ? matrix : matrix.reshape({-1, matrix.size(-1)});
-  return is_transposed ? flat.t() : flat;
-}
-
-/// target = a b of codes, each transposed or not.
-void multiply_codes(ImplementationNames& took, const CodedMatrix& a, bool a_transposed,
-                    const CodedMatrix& b, bool b_transposed, Rows rows, const Tensor& target) {
-  const Tensor left = turned(a, a_transposed), right = turned(b, b_transposed);
-  const Product product(factor(a, left), factor(b, right), target.scalar_type(), rows,
-                        Sums::independent_of_threads);
-  if (choose(product) != nullptr) {
-    took |= multiply(product, target);
-    return;
-  }
-  const CodedMatrix first = decoded(took, a), second = decoded(took, b);
-  const bool finishes = first.scale.defined() || second.scale.defined() ||
-                        target.scalar_type() != first.matrix.scalar_type();
-  const Tensor sums =
-      finishes ? empty_beside(target, target.sizes(), first.matrix.scalar_type()) : target;
-  const Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
-  took |= multiply(
-      Product({numbers}, {others}, sums.scalar_type(), rows, Sums::independent_of_threads), sums);
-  if (!finishes) return;
-  const Tensor scaled = run<ScaleProduct>(took, {target}, sums, end_scale(first), end_scale(second),
-                                          target.scalar_type())[0];
-  if (!scaled.is_same(target)) target.copy_(scaled);  // of a dtype without a kernel
 }
 
 /// target += column row: a product of one term.
@@ -234,8 +170,8 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
             ? operand(took, matrix, matrices.quantizer, group, along)
             : CodedMatrix{matrix, matrices.quantizer.quantizer, along, matrices.scales[group],
                           matrices.amaxes.empty() ? Tensor() : matrices.amaxes[group]};
-    multiply_codes(took, operand(took, x, quantizer, group, Direction::row), false, weight,
-                   transposed, Rows::of_the_result, y);
+    took |= multiply_codes(operand(took, x, quantizer, group, Direction::row), false, weight,
+                           transposed, Rows::of_the_result, y);
   }
   add_bias(took, biases, group, biases.scales, y);
   return took;
@@ -278,9 +214,9 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
         is_quantized ? at::kFloat : c10::promoteTypes(x.scalar_type(), target.scalar_type());
     const Tensor sums = is_spare ? target : empty_beside(x, target.sizes(), wide);
     if (is_quantized) {
-      multiply_codes(took, operand(took, grad_y, quantizers.grad_y, group, Direction::column), true,
-                     operand(took, x, quantizers.x, group, Direction::column), false,
-                     Rows::contracted, sums);
+      took |= multiply_codes(operand(took, grad_y, quantizers.grad_y, group, Direction::column),
+                             true, operand(took, x, quantizers.x, group, Direction::column), false,
+                             Rows::contracted, sums);
     } else {
       took |= grad_weight_of_group(grad_y, x, quantizers, group, sums, /*accumulate=*/false);
     }
@@ -305,11 +241,10 @@ ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedM
                                          const Tensor& target, bool accumulate) {
   if (x.quantizer == nullptr)
     return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, 0, target, accumulate);
-  ImplementationNames took = 0;
   const bool is_spare = !accumulate && target.is_contiguous() && is_plain(target) &&
                         target.device() == x.matrix.device();
   const Tensor sums = is_spare ? target : empty_beside(x.matrix, target.sizes(), at::kFloat);
-  multiply_codes(took, grad_y, true, x, false, Rows::contracted, sums);
+  const ImplementationNames took = multiply_codes(grad_y, true, x, false, Rows::contracted, sums);
   if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
 }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "kernel_ops/codes_product.h"
 #include "kernel_ops/implementations.h"
 #include "kernel_ops/quantizer.h"
 
@@ -86,15 +87,6 @@ struct GradQuantizers {
 ImplementationNames grad_weight_of_group(const at::Tensor& grad_y, const at::Tensor& x,
                                          const GradQuantizers& quantizers, size_t group,
                                          const at::Tensor& target, bool accumulate);
-
-/// A matrix over its last dimension: numbers, or codes, their scale and the amax behind that.
-struct CodedMatrix {
-  at::Tensor matrix;
-  /// Null: numbers.
-  const Quantizer* quantizer = nullptr;
-  Direction direction = Direction::row;
-  at::Tensor scale = {}, amax = {};
-};
 
 /// The same of operands that are in codes already, or of numbers.
 ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,

@@ -11,7 +11,8 @@
 
 namespace tandem::kernel_ops {
 
-/// Names of implementations as a set, a bit for each: what a step has taken.
+/// Names of implementations as a set, a bit for each: what a step has taken. Reasons have bits too:
+/// why codes were decoded for a product.
 using ImplementationNames = uint64_t;
 
 /// Of every kernel op and of products: torch's own differentiable operations, always the last
@@ -25,6 +26,12 @@ inline constexpr ImplementationNames kDispatcher = 2;
 TANDEM_API ImplementationNames bit_of(std::string_view name);
 /// The names in a set, those of the library first.
 TANDEM_API std::vector<std::string_view> names_in(ImplementationNames set);
+
+/// The bit of a reason, by its text. 0 where 64 names and reasons have bits: `explain` says less
+/// then, and nothing else changes.
+TANDEM_API ImplementationNames bit_of_reason(std::string_view reason);
+/// The reasons in a set.
+TANDEM_API std::vector<std::string_view> reasons_in(ImplementationNames set);
 
 namespace detail {
 

@@ -14,6 +14,7 @@
 
 #include "kernel_ops/kernel_op.h"
 #include "kernel_ops/memory.h"
+#include "kernel_ops/scaled_product.h"
 #include "kernels/bfloat16.h"
 #include "kernels/parallel.h"
 
@@ -241,7 +242,7 @@ constexpr ProductImplementation kTiles{
 std::atomic<const void*>& products() {
   static std::atomic<const void*>* const list = [] {
     std::atomic<const void*>& empty = detail::list_of("product");
-    for (const auto* row : {&kTiles, &kAten, &kOneDnn}) detail::prepend(empty, *row);
+    for (const auto* row : {&kTiles, &kAten, &kOneDnn, &kScaledMm}) detail::prepend(empty, *row);
     return &empty;
   }();
   return *list;
@@ -264,9 +265,9 @@ bool is_plain_on(c10::Device device, const Factor& factor) {
 
 Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype, Rows rows,
                  Sums sums, bool accumulate, double alpha)
-    : a(left),
-      b(right),
-      type{operand(left), operand(right), dtype, rows, sums, accumulate, alpha} {}
+    : a(left), b(right), type{operand(left), operand(right), dtype, rows, sums, accumulate, alpha} {
+  type.device = left.matrix.device();
+}
 
 void register_product(const ProductImplementation& implementation) {
   detail::prepend(products(), implementation);
@@ -279,6 +280,18 @@ ProductChoice choose(const Product& product) {
   while (next != nullptr && !(next->row.device == device.type() && next->row.accepts(product.type)))
     next = next->next;
   return next;
+}
+
+ImplementationNames why_decoded(const Product& product) {
+  static const ImplementationNames nobody_does =
+      bit_of_reason("no library multiplies codes on this device");
+  ImplementationNames why = 0;
+  const auto* next = static_cast<ProductChoice>(products().load(std::memory_order_acquire));
+  for (; next != nullptr; next = next->next)
+    if (next->row.device == product.type.device.type() && next->row.reason != nullptr)
+      if (const std::string_view reason = next->row.reason(product.type); !reason.empty())
+        why |= bit_of_reason(reason);
+  return why != 0 ? why : nobody_does;
 }
 
 ImplementationNames multiply(const Product& product, const at::Tensor& result) {

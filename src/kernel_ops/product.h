@@ -44,6 +44,7 @@ struct ProductType {
   /// Result += alpha a b.
   bool accumulate = false;
   double alpha = 1;
+  c10::Device device = at::kCPU;
 };
 
 /// result = alpha a b or result += alpha a b. Views its tensors.
@@ -63,6 +64,9 @@ struct ProductImplementation {
   bool (*accepts)(const ProductType& type);
   /// Writes the result, or adds to it: contiguous, and plain memory of the same device.
   void (*run)(const Product& product, const at::Tensor& result);
+  /// Of one that multiplies codes: why it does not accept these, for `explain`, in few texts that
+  /// stay. Null: it has nothing to say.
+  std::string_view (*reason)(const ProductType& type) = nullptr;
 };
 using ProductChoice = const detail::Listed<ProductImplementation>*;
 
@@ -71,6 +75,10 @@ TANDEM_API void register_product(const ProductImplementation& implementation);
 
 /// The first implementation that takes these operands; null where only torch's own product does.
 ProductChoice choose(const Product& product);
+
+/// Why the codes of this product, which no implementation takes, are decoded: reasons for a step to
+/// keep.
+ImplementationNames why_decoded(const Product& product);
 
 /// Multiplies by the first implementation that takes the operands, else, numbers only, by torch's
 /// product. Returns who did.

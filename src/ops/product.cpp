@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "kernel_ops/decoded_product.h"
+#include "kernel_ops/codes_product.h"
 #include "kernel_ops/elementwise.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/shapes.h"
@@ -57,6 +57,12 @@ struct Fresh {
   at::Tensor tensor, matrix;
 };
 
+/// A product off the direct path. Batched gradients (is_grads_batched) lose a last dimension of one
+/// column in torch's product of two batched matrices.
+at::Tensor in_sizes(const at::Tensor& result, c10::SymIntArrayRef sizes) {
+  return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
+}
+
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
                     Rows rows, Sums sums = Sums::any, Epilogue epilogue = {}) {
   if (call.path() == Path::direct) {
@@ -67,14 +73,8 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
     call.took(kernel_ops::multiply(product, result.matrix));
     return std::move(result.tensor);
   }
-  const bool dispatches = call.path() == Path::dispatch;
-  call.took(dispatches ? kernel_ops::kDispatcher : kernel_ops::kReference);
-  const at::Tensor result = dispatches && sums == Sums::independent_of_threads
-                                ? kernel_ops::dispatch<kernel_ops::MultiplyDecoded>(a, b)[0]
-                                : at::mm(a, b);
-  // Batched gradients (is_grads_batched) lose a last dimension of one column in torch's product of
-  // two batched matrices.
-  return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
+  call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
+  return in_sizes(at::mm(a, b), sizes);
 }
 
 /// Whether libraries do all of it: what they are given is accumulated into.
@@ -93,9 +93,25 @@ at::Tensor finished(Call& call, at::Tensor product, Epilogue epilogue) {
                                             std::optional(*epilogue.addend))[0];
 }
 
+/// The product of codes as the dispatcher sees it: what runs the op decodes them where it must.
+at::Tensor dispatched_product_of_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
+                                       at::ScalarType dtype) {
+  const auto is_column = [&](Factor factor) {
+    return call.type(factor.read).direction == Direction::column;
+  };
+  call.took(kernel_ops::kDispatcher);
+  return in_sizes(kernel_ops::dispatch<kernel_ops::MultiplyCodes>(
+                      call.in(a.read), call.in(a.read, 1), call.amax_of_codes(a.read),
+                      *call.type(a.read).quantizer, is_column(a), a.transposed, call.in(b.read),
+                      call.in(b.read, 1), call.amax_of_codes(b.read), *call.type(b.read).quantizer,
+                      is_column(b), b.transposed, dtype)[0],
+                  sizes);
+}
+
 /// The product of codes as they are, undefined where no implementation takes them.
 at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes,
                           at::ScalarType dtype, Rows rows) {
+  if (call.path() == Path::dispatch) return dispatched_product_of_codes(call, a, b, sizes, dtype);
   if (call.path() != Path::direct) return {};
   const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                    right = matrix(call.in(b.read), b.transposed, call.path());
@@ -107,7 +123,10 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   };
   const Product product(factor(left, a.read), factor(right, b.read), dtype, rows,
                         Sums::independent_of_threads);
-  if (kernel_ops::choose(product) == nullptr) return {};
+  if (kernel_ops::choose(product) == nullptr) {
+    call.took(kernel_ops::why_decoded(product));
+    return {};
+  }
   Fresh result(call, product, sizes);
   call.took(kernel_ops::multiply(product, result.matrix));
   return std::move(result.tensor);

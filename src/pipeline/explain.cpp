@@ -28,7 +28,7 @@ std::string type_of(const Plan& plan, Value value) {
   const Type& type = plan.types[index_of(value)];
   switch (type.format) {
     case Format::codes:
-      return std::string(format_name(*type.quantizer)) + " (emulated)";
+      return std::string(format_name(*type.quantizer));
     case Format::shape:
       return "shape";
     case Format::opaque:
@@ -85,7 +85,8 @@ json step_json(const ExplainedPlan& explained, const Step& step) {
           {"read_ids", ids(step.reads)},
           {"write_ids", ids(step.writes)},
           {"mutated_ids", ids(step.mutates)},
-          {"implementations", kernel_ops::names_in(step.taken.all())}};
+          {"implementations", kernel_ops::names_in(step.taken.all())},
+          {"emulated", kernel_ops::reasons_in(step.taken.all())}};
 }
 
 /// Per row of the main input, as all numbers here.
@@ -252,6 +253,7 @@ void print_steps(std::ostringstream& text, const json& plan, const char* directi
       text << "   [fused: " << joined(step.at("covers"), " + ") << "]";
     if (step.at("again").get<bool>()) text << "   [run again]";
     if (!step.at("implementations").empty()) text << "   by " << joined(step.at("implementations"));
+    if (!step.at("emulated").empty()) text << " (emulated: " << joined(step.at("emulated")) << ")";
     text << "\n";
   }
 }

@@ -19,11 +19,14 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <nlohmann/json.hpp>
 
+#include "kernel_ops/codes_product.h"
 #include "kernel_ops/delayed.h"
 #include "kernel_ops/norm.h"
 #include "kernel_ops/product.h"
 #include "kernel_ops/quantize.h"
+#include "kernel_ops/scaled_product.h"
 #include "kernel_ops/weights.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/replay.h"
@@ -112,6 +115,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 using kernel_ops::ProductType, kernel_ops::Product, kernel_ops::RmsNormForward;
 int norms = 0, products = 0, products_of_codes = 0;
+bool takes_codes = true;
 
 void norm(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
           kernel_ops::Results<2>& results) {
@@ -130,7 +134,7 @@ void multiply(const Product& product, const Tensor& result) {
 }
 
 bool is_of_codes(const ProductType& type) {
-  return type.a.quantizer != nullptr && type.b.quantizer != nullptr;
+  return takes_codes && type.a.quantizer != nullptr && type.b.quantizer != nullptr;
 }
 Tensor numbers(const kernel_ops::Factor& factor) {
   std::optional<Tensor> amax;
@@ -144,6 +148,23 @@ void multiply_codes(const Product& product, const Tensor& result) {
   on_host(result).copy_(at::mm(numbers(product.a), numbers(product.b)));
 }
 
+/// What scaled_mm would say of the device if it were this one of CUDA.
+kernel_ops::ScaledMmDevice pretended;
+std::string_view refusal(const ProductType& type) {
+  return kernel_ops::refusal_of_scaled_mm(type, pretended);
+}
+void multiply_scaled(const Product& product, const Tensor& result) {
+  const auto hosts = [](const kernel_ops::Factor& factor) {
+    return std::array{on_host(factor.matrix), on_host(*factor.dequant_scale)};
+  };
+  const auto a = hosts(product.a), b = hosts(product.b);
+  const auto factor = [](const kernel_ops::Factor& there, const std::array<Tensor, 2>& here) {
+    return kernel_ops::Factor{here[0], there.quantizer, there.direction, &here[1]};
+  };
+  kernel_ops::multiply_by_scaled_mm(
+      Product(factor(product.a, a), factor(product.b, b), product.type.dtype), on_host(result));
+}
+
 class SecondDevice : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -152,8 +173,16 @@ class SecondDevice : public ::testing::Test {
          kernel_ops::Takes<kernel_ops::kArithmetic, kernel_ops::kArithmetic>::these, norm});
     kernel_ops::register_product({"second_product", kType, is_of_numbers, multiply});
     kernel_ops::register_product({"second_codes", kType, is_of_codes, multiply_codes});
+    kernel_ops::register_product(
+        {"second_scaled_mm", kType,
+         [](const ProductType& type) { return !takes_codes && refusal(type).empty(); },
+         multiply_scaled, refusal});
   }
-  void SetUp() override { norms = products = products_of_codes = 0; }
+  void SetUp() override {
+    norms = products = products_of_codes = 0;
+    takes_codes = true;
+    pretended = {};
+  }
 
   static Tensors there(const Tensors& tensors) {
     Tensors moved;
@@ -238,7 +267,62 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   EXPECT_TRUE(near(y.to(at::kCPU), expected, /*magnitude=*/32));
   const std::string text = pipeline.explain(ExplainFormat::text);
   EXPECT_THAT(text, AllOf(HasSubstr("1.basic_linear.y   by second_codes\n"),
-                          HasSubstr("1.basic_linear.y   by cpu, tiles\n")));
+                          HasSubstr("1.basic_linear.y   by cpu, tiles (emulated: no library "
+                                    "multiplies codes on this device)\n")));
+}
+
+TEST_F(SecondDevice, AKernelOpOfCodesTakesThemAsTheyAre) {
+  const Quantizer& how = quantizer("fp8_e4m3");
+  const auto codes = [&](const Tensor& x) {
+    return kernel_ops::dispatch<kernel_ops::Quantize>(x, std::optional<Tensor>(), how,
+                                                      std::array{true, false, false});
+  };
+  const auto x = codes(random({16, 32})), w = codes(random({48, 32}, at::kFloat, 2));
+  const auto product = [&](at::Device device) {
+    const std::optional<Tensor> amax;
+    return kernel_ops::dispatch<kernel_ops::MultiplyCodes>(
+        x[row_codes].to(device), x[row_scale].to(device), amax, how, false, false,
+        w[row_codes].to(device), w[row_scale].to(device), amax, how, false, true, at::kFloat)[0];
+  };
+  const Tensor y = product(kDevice);
+  EXPECT_EQ(products_of_codes, 1);
+  EXPECT_TRUE(near(y.to(at::kCPU), product(at::kCPU), /*magnitude=*/32));
+}
+
+TEST_F(SecondDevice, ExplainSaysWhyCodesWereDecoded) {
+  takes_codes = false;
+  const auto explained = [&](int capability) {
+    pretended.capability = capability;
+    Pipeline pipeline(ops_json({"basic_linear"}));
+    const Autocast region;
+    const Tensor y = pipeline(there({inputs_[0]}), there({params_[1]}), true)[0],
+                 expected = pipeline({inputs_[0]}, {params_[1]}, true)[0];
+    EXPECT_TRUE(near(y.to(at::kCPU), expected, /*magnitude=*/32));
+    return pipeline.explain(ExplainFormat::text);
+  };
+  EXPECT_THAT(explained(89), HasSubstr("basic_linear.y   by second_scaled_mm\n"));
+  EXPECT_THAT(explained(80),
+              HasSubstr("basic_linear.y   by reference, second_scaled_mm (emulated: FP8 is "
+                        "multiplied from compute capability 8.9 on)\n"));
+}
+
+TEST_F(SecondDevice, ExplainGivesTheReasonsOfAllCalls) {
+  takes_codes = false;
+  pretended.capability = 90;
+  Pipeline pipeline(ops_json({"basic_linear"}));
+  const Autocast region;
+  const auto run = [&](int64_t in, int64_t out) {
+    pipeline(there({random({4, in})}), there({random({out, in})}), true);
+  };
+  run(32, 32);
+  run(24, 32);
+  run(32, 24);
+  EXPECT_THAT(pipeline.explain(ExplainFormat::text),
+              HasSubstr("basic_linear.y   by reference, second_scaled_mm (emulated: k is no "
+                        "multiple of 16, n is no multiple of 16)\n"));
+  const auto document = nlohmann::json::parse(pipeline.explain(ExplainFormat::json));
+  EXPECT_EQ(document.at("plans").at(0).at("forward").back().at("emulated"),
+            nlohmann::json({"k is no multiple of 16", "n is no multiple of 16"}));
 }
 
 TEST_F(SecondDevice, ScalesOfThePastAreKeptThere) {
@@ -356,11 +440,21 @@ TEST(ImplementationNames, AreSets) {
               ::testing::ElementsAre("reference", "cpu"));
 }
 
+TEST(ImplementationNames, HaveReasonsBesideThem) {
+  const auto reason = kernel_ops::bit_of_reason("cpu"), name = kernel_ops::bit_of("cpu");
+  EXPECT_NE(reason, name);
+  EXPECT_EQ(reason, kernel_ops::bit_of_reason("cpu"));
+  EXPECT_THAT(kernel_ops::names_in(reason | name), ::testing::ElementsAre("cpu"));
+  EXPECT_THAT(kernel_ops::reasons_in(reason | name), ::testing::ElementsAre("cpu"));
+  EXPECT_THAT(kernel_ops::reasons_in(name), ::testing::IsEmpty());
+}
+
 TEST(ImplementationNames, AreAtMost64) {
   const auto too_many = [] {
     try {
       for (int i = 0; i < 64; ++i) kernel_ops::bit_of("name " + std::to_string(i));
     } catch (const c10::ValueError& error) {
+      if (kernel_ops::bit_of_reason("one more") != 0) std::_Exit(1);
       std::fputs(error.what_without_backtrace(), stderr);
       std::_Exit(0);
     }

@@ -77,7 +77,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
         "layer_norm_forward": [x, weight, bias, 1e-5, False],
         "layer_norm_quantize": [x, weight, bias, None, 1e-5, False, "fp8_e4m3", [True, True, True, True]],
-        "multiply_decoded": [torch.randn(5, 7), torch.randn(7, 3)],
+        "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
         "norm_backward_quantize": [y, x, weight, bias, rows, rows, y, None, False, dtype, "mxfp8_e5m2", [True] * 8],
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],

@@ -1,0 +1,428 @@
+// Products of codes by torch's scaled_mm: what it is asked for, and that its operands are the
+// numbers that were quantized. One scale per tensor is multiplied on the CPU too.
+#include "kernel_ops/scaled_product.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/stack.h>
+#include <gmock/gmock.h>
+
+#include "kernel_ops/codes_product.h"
+#include "kernel_ops/quantize.h"
+#include "support/quantizers.h"
+#include "support/tensors.h"
+
+namespace tandem::testing {
+namespace {
+
+using namespace kernel_ops;
+using at::Tensor;
+
+constexpr ScaledMmDevice kAmpere{80, 12090, 120900}, kAda{89, 12060, 120600},
+    kHopper{90, 12090, 120900}, kBlackwell{100, 12080, 120800};
+
+ProductType type_of(const char* a, const char* b, int64_t m, int64_t k, int64_t n) {
+  return {{m, k, k, 1, at::kByte, &quantizer(a), Direction::row},
+          {k, n, 1, k, at::kByte, &quantizer(b), Direction::row},
+          at::kFloat};
+}
+
+TEST(ScaledMm, SaysWhatItDoesNotTake) {
+  constexpr const char *kOne = "fp8_e4m3", *kOther = "fp8_e5m2", *kLine = "fp8_1x128_e4m3",
+                       *kSquare = "fp8_128x128_e4m3", *kMx = "mxfp8_e4m3", *kFour = "nvfp4";
+  const ScaledMmDevice old_hopper{90, 12080, 120900}, loads_old{90, 12090, 120800},
+      old_blackwell{100, 12060, 120800}, consumer_blackwell{120, 12080, 120800};
+  ScaledMmDevice rocm = kHopper;
+  rocm.is_rocm = true;
+  const struct {
+    const char *a, *b;
+    int64_t m, k, n;
+    ScaledMmDevice device;
+    const char* reason;
+  } cases[] = {
+      {kOne, kOne, 1, 16, 16, kAda, ""},
+      {kOne, kOther, 33, 48, 32, kHopper, ""},
+      {kOther, kOne, 33, 48, 32, kBlackwell, ""},
+      {"fp8_e4m3:delayed", kOne, 33, 48, 32, consumer_blackwell, ""},
+      {kOther, kOther, 32, 32, 32, kHopper, "both operands are E5M2"},
+      {kOne, kOne, 32, 100, 32, kHopper, "k is no multiple of 16"},
+      {kOne, kOne, 32, 32, 100, kHopper, "n is no multiple of 16"},
+      {kOne, kOne, 0, 32, 32, kHopper, "a product without numbers"},
+      {kOne, kOne, 32, 0, 32, kHopper, "a product without numbers"},
+      {kOne, kOne, 32, 32, 0, kHopper, "a product without numbers"},
+      {kOne, kOne, 32, 32, 32, kAmpere, "FP8 is multiplied from compute capability 8.9 on"},
+      {kOne, kOne, 32, 32, 32, {}, "the compute capability is unknown"},
+      {kOne, kOne, 32, 32, 32, rocm, "ROCm is not covered"},
+      {kOne, kMx, 32, 32, 32, kBlackwell, "the operands have scales of two kinds"},
+      {kOne, kSquare, 32, 128, 128, kHopper, "the operands have scales of two kinds"},
+      {kLine, kLine, 4, 128, 16, kHopper, ""},
+      {kLine, kSquare, 4, 1280, 144, kHopper, ""},
+      {kSquare, kLine, 4, 1280, 144, kHopper, ""},
+      {kSquare, kSquare, 128, 128, 128, kHopper, "both operands have squares of 128"},
+      {kLine, kLine, 5, 128, 16, kHopper, "m is no multiple of 4"},
+      {kLine, kLine, 4, 144, 16, kHopper, "k is no multiple of 128"},
+      {kLine, kLine, 4, 128, 20, kHopper, "n is no multiple of 16"},
+      {"fp8_1x128_e5m2", kLine, 4, 128, 16, kHopper,
+       "E5M2 has one scale per tensor, or is decoded"},
+      {kLine, kLine, 4, 128, 16, kAda,
+       "FP8 under blocks of 128 is multiplied at compute capability 9.0 alone"},
+      {kLine, kSquare, 4, 128, 16, kBlackwell,
+       "FP8 under blocks of 128 is multiplied at compute capability 9.0 alone"},
+      {kLine, kLine, 4, 128, 16, old_hopper,
+       "FP8 under blocks of 128 is multiplied from CUDA 12.9 on"},
+      {kLine, kLine, 4, 128, 16, loads_old,
+       "FP8 under blocks of 128 is multiplied from CUDA 12.9 on"},
+      {kMx, kMx, 31, 64, 48, kBlackwell, ""},
+      {kMx, "mxfp8_e4m3:2d=1", 31, 64, 48, consumer_blackwell, ""},
+      {kMx, kMx, 31, 48, 48, kBlackwell, "k is no multiple of 32"},
+      {kMx, kMx, 31, 64, 40, kBlackwell, "n is no multiple of 16"},
+      {"mxfp8_e5m2", kMx, 31, 64, 48, kBlackwell, "E5M2 has one scale per tensor, or is decoded"},
+      {kMx, kMx, 31, 64, 48, kHopper,
+       "MXFP8 and NVFP4 are multiplied from compute capability 10.0 on"},
+      {kMx, kMx, 31, 64, 48, old_blackwell, "MXFP8 and NVFP4 are multiplied from CUDA 12.8 on"},
+      {kFour, "nvfp4_256", 31, 16, 48, kBlackwell, ""},  // bytes of two numbers
+      {kFour, kFour, 31, 24, 48, kBlackwell, "k is no multiple of 32"},
+      {kFour, kFour, 31, 16, 48, kHopper,
+       "MXFP8 and NVFP4 are multiplied from compute capability 10.0 on"},
+  };
+  for (const auto& c : cases)
+    EXPECT_EQ(refusal_of_scaled_mm(type_of(c.a, c.b, c.m, c.k, c.n), c.device), c.reason)
+        << c.a << " " << c.b << " " << c.m << " " << c.k << " " << c.n << " "
+        << c.device.capability;
+  ProductType adds = type_of(kOne, kOne, 32, 32, 32), numbers = adds;
+  adds.accumulate = true;
+  numbers.b.quantizer = nullptr;
+  for (const ProductType& type : {adds, numbers})
+    EXPECT_EQ(refusal_of_scaled_mm(type, kHopper), "it multiplies codes, and adds them to nothing");
+}
+
+TEST(ScaledMm, TheRowFollowsTheRule) {
+  EXPECT_EQ(kScaledMm.name, "scaled_mm");
+  EXPECT_EQ(kScaledMm.device, at::kCUDA);
+  ProductType type = type_of("fp8_e4m3", "fp8_e4m3", 16, 16, 16);
+  type.device = at::Device(at::kCUDA, 0);
+  EXPECT_EQ(kScaledMm.accepts(type), kScaledMm.reason(type).empty());
+}
+
+/// Where cuBLASLt reads the scale (r, c) of a matrix with this many columns of scales.
+int64_t place_of(int64_t r, int64_t c, int64_t cols) {
+  const int64_t tile = r / 128 * (cols / 4) + c / 4;
+  return tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4;
+}
+
+TEST(ScaledMm, ScalesAreSwizzledInTiles) {
+  for (const auto& [rows, cols] :
+       {std::pair<int64_t, int64_t>{128, 4}, {384, 4}, {128, 20}, {256, 12}}) {
+    const Tensor scales = at::arange(rows * cols).view({rows, cols}),
+                 turned = at::arange(rows * cols).view({cols, rows}).t();
+    for (const Tensor& source : {scales, turned}) {
+      const Tensor got = swizzled(source);
+      ASSERT_TRUE(got.is_contiguous());
+      ASSERT_EQ(got.sizes(), at::IntArrayRef({rows * cols}));
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < cols; ++c)
+          ASSERT_EQ(got[place_of(r, c, cols)].item<int64_t>(), source[r][c].item<int64_t>())
+              << r << " " << c;
+    }
+  }
+}
+
+/// A tensor in the codes of both directions.
+struct InCodes {
+  CodedMatrix row, column;
+  InCodes(const Tensor& x, const char* text) {
+    const Quantizer& how = quantizer(text);
+    const Group group = dispatch<Quantize>(x, given_for(how), how, std::array{true, true, false});
+    const auto coded = [&](Direction direction) {
+      const Direction as = serves_both_directions(how) ? Direction::row : direction;
+      return CodedMatrix{group[part_of(as, 0)], &how, as, group[part_of(as, 1)],
+                         how.format->layout.has_amax ? group[part_of(as, 2)] : Tensor()};
+    };
+    row = coded(Direction::row);
+    column = coded(Direction::column);
+  }
+};
+
+struct OfCodes {
+  const char* name;
+  CodedMatrix a;
+  bool a_transposed;
+  CodedMatrix b;
+  bool b_transposed;
+};
+
+/// y = x W^T, grad_x = g W and grad_W = g^T x.
+std::vector<OfCodes> products_of(const InCodes& x, const InCodes& w, const InCodes& g) {
+  return {{"y", x.row, false, w.row, true},
+          {"grad_x", g.row, false, w.column, false},
+          {"grad_W", g.column, true, x.column, false}};
+}
+
+/// The product itself, and views that it holds on to.
+struct Views {
+  explicit Views(const OfCodes& of, at::ScalarType dtype = at::kFloat)
+      : left(turned(of.a, of.a_transposed)),
+        right(turned(of.b, of.b_transposed)),
+        product(factor(of.a, left), factor(of.b, right), dtype, Rows::of_the_result,
+                Sums::independent_of_threads) {}
+  static Factor factor(const CodedMatrix& codes, const Tensor& matrix) {
+    return {matrix, codes.quantizer, codes.direction, &codes.scale,
+            codes.amax.defined() ? &codes.amax : nullptr};
+  }
+  Tensor left, right;
+  Product product;
+};
+
+/// The numbers of an operand in float64, as the emulation decodes them.
+Tensor numbers_of(const CodedMatrix& codes, bool transposed) {
+  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
+  const Tensor numbers = Dequantize::reference(codes.matrix, codes.scale, *codes.quantizer,
+                                               codes.direction == Direction::column, at::kDouble,
+                                               amax, std::nullopt)[0];
+  return transposed ? numbers.t() : numbers;
+}
+
+/// The scales of an operand [outer, k] for each of its numbers, from what cuBLASLt documents.
+Tensor scales_of(const ScaledOperand& operand, int64_t outer, int64_t k) {
+  const Tensor& scale = operand.scale;
+  const auto widened = [&](const Tensor& of_blocks, int64_t height, int64_t width) {
+    return of_blocks.to(at::kDouble)
+        .repeat_interleave(height, 0)
+        .repeat_interleave(width, 1)
+        .narrow(0, 0, outer)
+        .narrow(1, 0, k);
+  };
+  switch (operand.scaling) {
+    case 0:
+      EXPECT_EQ(scale.numel(), 1);
+      return scale.to(at::kDouble).expand({outer, k});
+    case 4:
+      EXPECT_EQ(scale.sizes(), at::IntArrayRef({outer, k / 128}));
+      EXPECT_EQ(scale.strides(), at::IntArrayRef({1, outer}));
+      return widened(scale, 1, 128);
+    case 5: {
+      const int64_t padded = (k / 128 + 3) / 4 * 4;
+      EXPECT_EQ(scale.sizes(), at::IntArrayRef({padded, (outer + 127) / 128}));
+      EXPECT_EQ(scale.strides(), at::IntArrayRef({1, padded}));
+      return widened(scale.t(), 128, 128);
+    }
+    default:
+      break;
+  }
+  const bool is_mx = operand.scaling == 3;
+  const int64_t block = is_mx ? 32 : 16, rows = (outer + 127) / 128 * 128,
+                cols = (k / block + 3) / 4 * 4;
+  EXPECT_EQ(operand.swizzle, 1);
+  EXPECT_TRUE(scale.is_contiguous());
+  EXPECT_EQ(scale.scalar_type(), is_mx ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn);
+  EXPECT_EQ(scale.numel(), rows * cols);
+  Tensor places = at::empty({rows, cols}, at::kLong);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; ++c)
+      places.mutable_data_ptr<int64_t>()[r * cols + c] = place_of(r, c, cols);
+  const Tensor bytes = scale.view(at::kByte).index({places});
+  return widened(is_mx ? at::pow(2.0, bytes.to(at::kDouble) - 127)
+                       : decode_values(bytes, kernels::Fp8Format::e4m3),
+                 1, block);
+}
+
+/// What scaled_mm computes with, in float64: [outer, k].
+Tensor numbers_of(const ScaledOperand& operand, bool is_left, kernels::Fp8Format element) {
+  const Tensor lines = is_left ? operand.codes : operand.codes.t();
+  EXPECT_EQ(lines.stride(1), 1);
+  EXPECT_EQ(lines.stride(0) % 16, 0);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(lines.const_data_ptr()) % 16, 0);
+  Tensor codes = lines.view(at::kByte);
+  if (element == kernels::Fp8Format::e2m1) {
+    EXPECT_EQ(lines.scalar_type(), at::kFloat4_e2m1fn_x2);
+    codes = at::stack({codes.bitwise_and(0xF), codes.bitwise_right_shift(4)}, -1).flatten(-2);
+  } else {
+    EXPECT_EQ(lines.scalar_type(),
+              element == kernels::Fp8Format::e4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2);
+  }
+  Tensor numbers = decode_values(codes, element).to(at::kDouble) *
+                   scales_of(operand, codes.size(0), codes.size(1));
+  if (operand.factor.defined()) numbers = numbers * operand.factor.to(at::kDouble);
+  return numbers;
+}
+
+/// Elements within `units` units of float32, and `rounding`, of the sum of the magnitudes.
+::testing::AssertionResult is_within(const Tensor& got, const Tensor& a, const Tensor& b,
+                                     double units, double rounding = 0) {
+  const Tensor expected = at::mm(a, b), magnitude = at::mm(at::abs(a), at::abs(b));
+  const Tensor error = at::abs(got.to(at::kDouble) - expected);
+  const Tensor bound = magnitude * (units * 0x1p-23) + at::abs(expected) * rounding;
+  const Tensor is_wrong = (error > bound).bitwise_or(at::isnan(got) != at::isnan(expected));
+  if (!is_wrong.any().item<bool>()) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
+         << is_wrong.sum().item<int64_t>() << " elements are wrong, the largest error is "
+         << (error / magnitude).max().item<double>() * 0x1p23 << " units";
+}
+
+struct ScaledFormats {
+  const char* name;
+  const char *x, *w, *g;
+  int64_t rows, in, out;
+  ScaledMmDevice device;
+};
+std::ostream& operator<<(std::ostream& out, const ScaledFormats& formats) {
+  return out << formats.name;
+}
+
+class ScaledOperands : public ::testing::TestWithParam<ScaledFormats> {};
+INSTANTIATE_TEST_SUITE_P(
+    Formats, ScaledOperands,
+    ::testing::Values(
+        ScaledFormats{"one_scale", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2", 48, 32, 80, kAda},
+        ScaledFormats{"lines", "fp8_1x128_e4m3", "fp8_1x128_e4m3:eps=0.5:pow2=0",
+                      "fp8_1x128_e4m3:pow2=0", 384, 640, 256, kHopper},
+        ScaledFormats{"squares_of_weights", "fp8_1x128_e4m3", "fp8_128x128_e4m3", "fp8_1x128_e4m3",
+                      128, 640, 256, kHopper},
+        ScaledFormats{"squares_of_inputs", "fp8_128x128_e4m3", "fp8_1x128_e4m3", "fp8_1x128_e4m3",
+                      640, 384, 128, kHopper},
+        ScaledFormats{"mx", "mxfp8_e4m3", "mxfp8_e4m3:2d=1", "mxfp8_e4m3", 160, 96, 224,
+                      kBlackwell},
+        ScaledFormats{"four_bits", "nvfp4", "nvfp4:2d=1", "nvfp4", 160, 96, 224, kBlackwell},
+        ScaledFormats{"four_rotated_bits", "nvfp4:rht=1", "nvfp4_256:4over6=mae",
+                      "nvfp4:rht=1:sr=1", 32, 256, 64, kBlackwell}),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(ScaledOperands, AreTheNumbersOfTheCodes) {
+  const ScaledFormats& of = GetParam();
+  const InCodes x(random({of.rows, of.in}), of.x), w(random({of.out, of.in}, at::kFloat, 2), of.w),
+      g(random({of.rows, of.out}, at::kFloat, 3), of.g);
+  for (const OfCodes& codes : products_of(x, w, g)) {
+    SCOPED_TRACE(codes.name);
+    const Views views(codes);
+    EXPECT_EQ(refusal_of_scaled_mm(views.product.type, of.device), "");
+    const Tensor a = numbers_of(scaled_operand(views.product.a, true), true,
+                                codes.a.quantizer->format->element),
+                 b = numbers_of(scaled_operand(views.product.b, false), false,
+                                codes.b.quantizer->format->element)
+                         .t();
+    constexpr double kRoundingsOfScales = 6;  // of two operands, three each
+    EXPECT_TRUE(is_within(at::mm(a, b), numbers_of(codes.a, codes.a_transposed),
+                          numbers_of(codes.b, codes.b_transposed), kRoundingsOfScales));
+  }
+}
+
+TEST(ScaledMm, CodesAreCopiedOnlyWhereTheyLieOtherwise) {
+  const InCodes x(random({48, 32}), "fp8_e4m3"), w(random({80, 32}, at::kFloat, 2), "fp8_e4m3"),
+      g(random({48, 80}, at::kFloat, 3), "fp8_e5m2");
+  const bool copies[][2] = {{false, false}, {false, true}, {true, true}};
+  size_t place = 0;
+  for (const OfCodes& codes : products_of(x, w, g)) {
+    SCOPED_TRACE(codes.name);
+    const Views views(codes);
+    EXPECT_EQ(!scaled_operand(views.product.a, true).codes.is_alias_of(codes.a.matrix),
+              copies[place][0]);
+    EXPECT_EQ(!scaled_operand(views.product.b, false).codes.is_alias_of(codes.b.matrix),
+              copies[place][1]);
+    ++place;
+  }
+}
+
+TEST(ScaledMm, RowsThatBeginBetweenSixteenBytesAreCopied) {
+  const InCodes x(random({48, 32}), "fp8_e4m3");
+  for (const auto& [first, copies] : {std::pair(int64_t{16}, false), {3, true}}) {
+    const Tensor wide = at::empty({48, 64}, at::kByte), inner = wide.narrow(1, first, 32);
+    inner.copy_(x.row.matrix);
+    const ScaledOperand operand = scaled_operand(Views::factor(x.row, inner), true);
+    EXPECT_EQ(!operand.codes.is_alias_of(wide), copies);
+    EXPECT_TRUE(same(operand.codes.view(at::kByte), x.row.matrix));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(operand.codes.const_data_ptr()) % 16, 0);
+  }
+}
+
+/// Codes with memory of others between their rows and before the first, whose rows begin anywhere.
+CodedMatrix with_gaps(CodedMatrix codes) {
+  const int64_t rows = codes.matrix.size(0), cols = codes.matrix.size(1);
+  const Tensor wide = at::full({rows, cols + 5}, 0x7F, at::kByte);
+  wide.narrow(1, 3, cols).copy_(codes.matrix);
+  codes.matrix = wide.narrow(1, 3, cols);
+  return codes;
+}
+/// Codes that lie as a transposed matrix.
+CodedMatrix by_columns(CodedMatrix codes) {
+  codes.matrix = codes.matrix.t().contiguous().t();
+  return codes;
+}
+
+double unit_of(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0;
+}
+
+/// All of it, on the CPU, whose scaled_mm has one scale per tensor, and sums in float32.
+class ScaledProduct : public ::testing::Test {
+ protected:
+  static void expect_the_product(const OfCodes& codes) {
+    const Tensor a = numbers_of(codes.a, codes.a_transposed),
+                 b = numbers_of(codes.b, codes.b_transposed);
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+      SCOPED_TRACE(::testing::Message() << codes.name << " " << dtype);
+      const Views views(codes, dtype);
+      Tensor got = at::full({a.size(0), b.size(1)}, NAN, dtype), decoded = at::empty_like(got);
+      multiply_by_scaled_mm(views.product, got);
+      // Two roundings of operands beside the sum.
+      const double units = static_cast<double>(a.size(1)) + 2;
+      EXPECT_TRUE(is_within(got, a, b, units, unit_of(dtype)));
+      multiply_codes(codes.a, codes.a_transposed, codes.b, codes.b_transposed, Rows::of_the_result,
+                     decoded);
+      EXPECT_TRUE(is_within(decoded, a, b, units, unit_of(dtype)));
+    }
+  }
+};
+
+TEST_F(ScaledProduct, IsThatOfDecodedCodes) {
+  const struct {
+    int64_t rows, in, out;
+  } sizes[] = {{1, 16, 16}, {5, 16, 32}, {48, 32, 80}, {33, 144, 16}, {7, 19, 33}};
+  for (const auto& [rows, in, out] : sizes)
+    for (const auto& [of_x, of_g] :
+         {std::pair("fp8_e4m3", "fp8_e5m2"), {"fp8_e5m2:current:pow2=1", "fp8_e4m3"}}) {
+      SCOPED_TRACE(::testing::Message() << rows << " " << in << " " << out << " " << of_x);
+      const InCodes x(random({rows, in}), of_x),
+          w(random({out, in}, at::kFloat, 2) * 1e-3, "fp8_e4m3"),
+          g(random({rows, out}, at::kFloat, 3) * 100, of_g);
+      for (OfCodes& codes : products_of(x, w, g)) {
+        expect_the_product(codes);
+        codes.a = with_gaps(codes.a);
+        codes.b = by_columns(codes.b);
+        expect_the_product(codes);
+        codes.a = by_columns(codes.a);
+        codes.b = with_gaps(codes.b);
+        expect_the_product(codes);
+      }
+    }
+}
+
+TEST_F(ScaledProduct, KeepsNan) {
+  Tensor x = random({16, 32});
+  x[3][5] = NAN;
+  const InCodes codes(x, "fp8_e4m3"), w(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
+  const Views views({"y", codes.row, false, w.row, true});
+  const Tensor y = at::empty({16, 16});
+  multiply_by_scaled_mm(views.product, y);
+  EXPECT_TRUE(at::isnan(y[3]).all().item<bool>());
+  EXPECT_EQ(at::isnan(y).sum().item<int64_t>(), 16);
+}
+
+TEST_F(ScaledProduct, OnTheCpuIsDecodedAndSaysSo) {
+  const InCodes x(random({16, 32}), "fp8_e4m3"), w(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
+  const Tensor y = at::empty({16, 16});
+  const ImplementationNames took =
+      multiply_codes(x.row, false, w.row, true, Rows::of_the_result, y);
+  EXPECT_THAT(names_in(took), ::testing::ElementsAre("cpu", "tiles"));
+  EXPECT_THAT(reasons_in(took),
+              ::testing::ElementsAre("no library multiplies codes on this device"));
+}
+
+}  // namespace
+}  // namespace tandem::testing
