@@ -72,8 +72,15 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
     g_x_r = Rotation(lambda: tuple(torch.randn(ROWS, HIDDEN).to(dtype) for _ in range(3)))
     ones, means, seed = torch.ones(ROWS), torch.zeros(ROWS), torch.tensor(7)
 
-    def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict[str, Any], wanted: list[bool]) -> object:
-        return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, False, dtype, one["quantizer"], [*wanted, *one["mask"]])
+    nothing: dict[str, Any] = {"quantizer": None, "mask": [False] * 3}
+
+    def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict[str, Any], wanted: list[bool],
+                      of_y: dict[str, Any] = nothing) -> Any:
+        mask = [*wanted, *one["mask"], *of_y["mask"]]
+        return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, None, False, dtype, one["quantizer"], of_y["quantizer"], mask)
+
+    def glu_backward(g: torch.Tensor, z: torch.Tensor, one: dict[str, Any], wanted: list[bool], of_y: dict[str, Any] = nothing) -> Any:
+        return op.glu_backward_quantize(g, z, None, None, "silu", one["quantizer"], of_y["quantizer"], [*wanted, *one["mask"], *of_y["mask"]])
 
     rows = []
     kinds = (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0"), ("NVFP4", "nvfp4"))
@@ -81,6 +88,9 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
         both = name != "current scaling"  # whose codes serve both directions
         codes = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [True, both, True])  # noqa: E731
         as_one: dict[str, Any] = {"quantizer": quantizer, "mask": [True, both, True]}
+        # Forward has made those of rows.
+        again = lambda y, of=quantizer, both=both: op.quantize(y, None, of, [not both, both, False])  # noqa: E731
+        of_y: dict[str, Any] = {"quantizer": quantizer, "mask": [not both, both, False]}
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "RMSNorm": (
                 lambda codes=codes: codes(op.rms_norm_forward(*x(), weight, eps, False)[0]),
@@ -93,6 +103,14 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
             "RMSNorm backward": (
                 lambda codes=codes: codes(op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0]),
                 lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, False, False]),
+            ),
+            "RMSNorm backward, y to codes": (
+                lambda again=again: again(op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, True])[2]),
+                lambda of_y=of_y: norm_backward(*g_x(), None, None, nothing, [True, True, False, False, False], of_y),
+            ),
+            "RMSNorm backward, both to codes": (
+                lambda again=again, one=as_one: again(norm_backward(*g_x(), None, None, one, [False, True, True, False, False])[2]),
+                lambda one=as_one, of_y=of_y: norm_backward(*g_x(), None, None, one, [False, True, False, False, False], of_y),
             ),
             "RMSNorm backward + residual": (
                 lambda codes=codes: (lambda g, x, r: codes(op.rms_norm_backward(g, x, weight, ones, r, False, [True, True, False])[0]))(*g_x_r()),
@@ -122,11 +140,19 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
             ),
             "SwiGLU backward": (
                 lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, False, False])[0]),
-                lambda one=as_one: op.glu_backward_quantize(*g_z(), None, "silu", one["quantizer"], [False, False, False, *one["mask"]]),
+                lambda one=as_one: glu_backward(*g_z(), one, [False, False, False]),
+            ),
+            "SwiGLU backward, y to codes": (
+                lambda again=again: again(op.glu_backward(*g_z(), "silu", [True, False, True])[2]),
+                lambda of_y=of_y: glu_backward(*g_z(), nothing, [True, False, False], of_y),
+            ),
+            "SwiGLU backward, both to codes": (
+                lambda again=again, one=as_one: again(glu_backward(*g_z(), one, [False, True, False])[1]),
+                lambda one=as_one, of_y=of_y: glu_backward(*g_z(), one, [False, False, False], of_y),
             ),
             "SwiGLU backward, bias": (
                 lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, True, False])[0]),
-                lambda one=as_one: op.glu_backward_quantize(*g_z(), None, "silu", one["quantizer"], [False, False, True, *one["mask"]]),
+                lambda one=as_one: glu_backward(*g_z(), one, [False, False, True]),
             ),
             "sum of a bias's gradient": (
                 lambda codes=codes: (lambda g: (op.sum_rows(g, dtype), codes(g)))(*x()),

@@ -400,7 +400,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("reused", &kernel_ops::RefreshCounts::reused);
   py::class_<Fusion>(module, "Fusion")
       .def_property_readonly("pass_name", [](const Fusion& self) { return pass_name(self.pass); })
-      .def_readonly("name", &Fusion::name)
+      .def_property_readonly("name", &Fusion::spelled)
       .def_readonly("picture", &Fusion::picture)
       .def_property_readonly("steps", [](const Fusion& self) {
         std::vector<std::string_view> names;

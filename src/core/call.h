@@ -192,19 +192,28 @@ class Call {
   }
   template <typename Sizes, size_t N>
   void hand_out_codes(Sizes&& sizes, kernel_ops::Results<N> results) {
-    constexpr size_t kGroup = N - group_size;
-    const size_t first = step_.writes.size() - std::tuple_size_v<GroupMask>;
+    hand_out_groups(std::array{sizes}, std::move(results));
+  }
+  /// The same for a K that writes the codes of several tensors, each with its sizes.
+  template <typename Sizes, size_t kGroups, size_t N>
+  void hand_out_groups(const std::array<Sizes, kGroups>& sizes, kernel_ops::Results<N> results) {
+    constexpr size_t kWrites = std::tuple_size_v<GroupMask>;
+    const size_t first = step_.writes.size() - kGroups * kWrites;
     for (size_t i = 0; i < first; ++i)
       if (wants(i)) out(i, std::move(results[i]));
-    for (const Direction direction : {Direction::row, Direction::column})
-      if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
-        const Type& type = out_type(write);
-        for (size_t part = 0; part < tensors_per_value(type); ++part)
-          out(write, std::move(results[kGroup + part_of(direction, part)]), part);
-        note_sizes(step_.writes[write], type, sizes);
-      }
-    if (const size_t write = step_.writes.size() - 1; wants(write))
-      out(write, std::move(results[kGroup + group_amax]));
+    for (size_t group = 0; group < kGroups; ++group)
+      hand_out_group(first + group * kWrites, sizes[group],
+                     results.data() + N - (kGroups - group) * group_size);
+  }
+
+  /// The quantizer of a group of codes, of which `write` is the first; null where none is wanted.
+  const Quantizer* quantizer_of(size_t write) const {
+    for (const size_t each : {write, write + 1})
+      if (wants(each)) return out_type(each).quantizer;
+    return nullptr;
+  }
+  GroupMask mask_of_group(size_t write) const {
+    return {wants(write), wants(write + 1), wants(write + 2)};
   }
 
   /// Packed codes do not tell how long the lines of their numbers are: it is written down for those
@@ -226,6 +235,19 @@ class Call {
   }
 
  private:
+  template <typename Sizes>
+  void hand_out_group(size_t first, Sizes&& sizes, at::Tensor* group) {
+    for (const Direction direction : {Direction::row, Direction::column})
+      if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
+        const Type& type = out_type(write);
+        for (size_t part = 0; part < tensors_per_value(type); ++part)
+          out(write, std::move(group[part_of(direction, part)]), part);
+        note_sizes(step_.writes[write], type, sizes);
+      }
+    if (const size_t write = first + place_in_mask(group_amax); wants(write))
+      out(write, std::move(group[group_amax]));
+  }
+
   Frame& frame_;
   const Step& step_;
 };

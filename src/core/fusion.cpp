@@ -7,12 +7,14 @@
 namespace tandem {
 
 Value Match::operator[](const MemberOperand& operand) const {
+  if (!has(operand.member)) return Value::none;
   const Step& step = *steps[operand.member];
   if (operand.name == kOtherRead) {
     Value other = Value::none;
     for (const Value value : step.reads) {
-      if (!exists(value) || std::any_of(steps.begin(), steps.end(),
-                                        [&](const Step* member) { return writes(*member, value); }))
+      if (!exists(value) || std::any_of(steps.begin(), steps.end(), [&](const Step* member) {
+            return member != nullptr && writes(*member, value);
+          }))
         continue;
       if (exists(other)) return Value::none;  // two of them: neither is the one
       other = value;
@@ -25,12 +27,14 @@ Value Match::operator[](const MemberOperand& operand) const {
 }
 
 Value Match::written(const MemberOperand& operand) const {
+  if (!has(operand.member)) return Value::none;
   const Step& step = *steps[operand.member];
   const size_t write = position(step.write_names, operand.name);
   return write == npos ? Value::none : step.writes[write];
 }
 
 Values Match::all(const MemberOperand& operand) const {
+  if (!has(operand.member)) return {Value::none};
   const Step& step = *steps[operand.member];
   Values values;
   for (size_t i = 0; is_list(operand.name) && i < step.reads.size(); ++i)
@@ -40,6 +44,7 @@ Values Match::all(const MemberOperand& operand) const {
 }
 
 Values Match::all_written(const MemberOperand& operand) const {
+  if (!has(operand.member)) return {Value::none};
   const Step& step = *steps[operand.member];
   if (!is_list(operand.name)) return {written(operand)};
   Values values;
@@ -49,6 +54,7 @@ Values Match::all_written(const MemberOperand& operand) const {
 }
 
 bool Match::has(const MemberOperand& operand) const {
+  if (!has(operand.member)) return false;
   const Step& step = *steps[operand.member];
   if (operand.name == kOtherRead) return exists((*this)[operand]);
   return position(step.read_names, operand.name) != npos ||

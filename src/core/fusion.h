@@ -64,6 +64,17 @@ struct PatternStep {
     return step;
   }
 
+  /// A member only where it is there and the fusion is legal with it, which is then called by its
+  /// own name with this behind it. Its operands are absent otherwise. It stands behind one that is
+  /// always there, and, with `needs`, only beside the one at that place.
+  PatternStep optional(std::string_view name_suffix, size_t needed = npos) const {
+    PatternStep step = *this;
+    step.suffix = name_suffix;
+    step.needs = needed;
+    return step;
+  }
+  bool is_optional() const { return !suffix.empty(); }
+
   StepKind kind = StepKind::op;
   /// Of an op's step, alternatives separated by '|'.
   std::string_view name = {};
@@ -71,9 +82,12 @@ struct PatternStep {
   std::string_view result = {}, operand = {};
   /// Place of the step before it in the chain; npos: the last one.
   size_t source = npos;
+  std::string_view suffix = {};
+  size_t needs = npos;
 };
 
-/// The steps that a pattern matched, in pattern order, and the types of their values.
+/// The steps that a pattern matched, in pattern order, null for one that is not there, and the
+/// types of their values.
 struct TANDEM_API Match {
   std::span<const Step* const> steps;
   const std::vector<Type>& types;
@@ -86,6 +100,8 @@ struct TANDEM_API Match {
   /// The same, all elements of a list.
   Values all(const MemberOperand& operand) const;
   Values all_written(const MemberOperand& operand) const;
+  /// Whether an optional member is there.
+  bool has(uint32_t member) const { return steps[member] != nullptr; }
   /// Whether the member knows the name at all.
   bool has(const MemberOperand& operand) const;
   /// Throws c10::ValueError where the member has no such operand.
@@ -126,6 +142,14 @@ struct Fusion {
   Refusal (*refuse)(const Match& match) = nullptr;
   std::string_view picture = {};
   bool runs_user_code = false;
+
+  /// The name, with what optional members add to it in brackets.
+  std::string spelled() const {
+    std::string spelled = name;
+    for (const PatternStep& step : pattern)
+      if (step.is_optional()) spelled.append("[").append(step.suffix).append("]");
+    return spelled;
+  }
 };
 
 }  // namespace tandem

@@ -12,13 +12,6 @@ namespace tandem::fusions {
 
 namespace {
 
-template <typename K>
-void backward_bias(Call& call) {
-  enum Read { grad_y, z };
-  call.write<K>(call.in(grad_y), call.in(z), call.options<ops::ActivationOptions>(0).function,
-                call.output_mask<3>());
-}
-
 Refusal refuse_mixed_dtypes(const Match& match) {
   return refuse_mixed(match, {1, "grad_bias"}, "the bias", {0, "x"}, "the activation's input");
 }
@@ -35,23 +28,6 @@ Fusion biased(std::string name, std::string_view family, Run run, std::string_vi
           .pattern = {"bias", PatternStep::any_of(family)},
           .run = {.reads = {{0, "x"}, {0, "bias"}}, .writes = {{0, "y"}, {1, "y"}}, .run = run},
           .picture = picture};
-}
-
-Refusal refuse_bias_quantize(const Match& match) {
-  if (auto refusal = refuse_mixed_dtypes(match)) return refusal;
-  return refuse_without_codes(match);
-}
-
-Fusion backward(std::string name, std::string_view family, Run run) {
-  return {.name = std::move(name),
-          .pass = Pass::backward,
-          .pattern = {PatternStep::any_of(family), "bias.grad_bias"},
-          .run = {.reads = {{0, "grad_y"}, {0, "x"}},
-                  .writes = {{0, "grad_x"}, {1, "grad_bias"}, {0, "y"}},
-                  .run = run},
-          .refuse = refuse_mixed_dtypes,
-          .picture =
-              "grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> grad_bias"};
 }
 
 /// kBias: behind a bias, whose sum is written where anything reads it.
@@ -84,48 +60,65 @@ Fusion quantized(std::string name, std::string_view family, std::string_view pic
   }
   fusion.pattern.push_back(PatternStep::any_of(family));
   fusion.pattern.emplace_back(StepKind::quantize);
-  for (const char* codes : {"row_codes", "column_codes", "amax"})
-    fusion.run.writes.push_back({kLast, codes});
+  write_codes(fusion.run, kLast);
   return fusion;
 }
 
-/// kBias: of the gradient of a bias before it too.
-template <typename K, bool kBias>
-void backward_quantize(Call& call) {
-  enum Read { grad_y, z, given };
-  enum Write { grad_z, y, grad_bias };
-  constexpr size_t kCodes = kBias ? 3 : 2;
-  call.write_codes<K>(
-      [&] { return kernel_ops::sizes_of(call.in(z)); }, call.in(grad_y), call.in(z),
-      call.maybe(given), call.options<ops::ActivationOptions>(0).function,
-      call.options<Quantizer>(kBias ? 2 : 1),
-      std::array{call.wants(grad_z), call.wants(y), kBias && call.wants(grad_bias),
-                 call.wants(kCodes), call.wants(kCodes + 1), call.wants(kCodes + 2)});
+template <typename Backward, typename BackwardQuantize>
+void unit_backward(Call& call) {
+  enum Read { grad_y, z, given, y_given };
+  enum Write { grad_z, y, grad_bias, codes, codes_of_y = codes + 3 };
+  const std::string_view function = call.options<ops::ActivationOptions>(0).function;
+  const Quantizer *const quantizer = call.quantizer_of(codes), *const y_quantizer =
+                                                                   call.quantizer_of(codes_of_y);
+  if (quantizer == nullptr && y_quantizer == nullptr) {
+    auto [of_z, of_bias, again] =
+        call.run<Backward>(call.in(grad_y), call.in(z), function,
+                           std::array{call.wants(grad_z), call.wants(grad_bias), call.wants(y)});
+    if (call.wants(grad_z)) call.out(grad_z, std::move(of_z));
+    if (call.wants(grad_bias)) call.out(grad_bias, std::move(of_bias));
+    if (call.wants(y)) call.out(y, std::move(again));
+    return;
+  }
+  const auto of_z = call.mask_of_group(codes), of_y = call.mask_of_group(codes_of_y);
+  const auto sizes = [&](size_t read) {
+    return [&call, read] { return kernel_ops::sizes_of(call.in(read)); };
+  };
+  call.hand_out_groups(std::array{sizes(z), sizes(grad_y)},
+                       call.run<BackwardQuantize>(
+                           call.in(grad_y), call.in(z), call.maybe(given), call.maybe(y_given),
+                           function, quantizer, y_quantizer,
+                           std::array{call.wants(grad_z), call.wants(y), call.wants(grad_bias),
+                                      of_z[0], of_z[1], of_z[2], of_y[0], of_y[1], of_y[2]}));
 }
 
-template <typename K, bool kBias>
-Fusion backward_quantized(std::string name, std::string_view family) {
-  constexpr uint32_t kLast = kBias ? 2 : 1;
+Refusal refuse_unit_backward(const Match& match) {
+  if (match.has(1))
+    if (auto refusal = refuse_mixed_dtypes(match)) return refusal;
+  if (auto refusal = refuse_without_codes(match, 2)) return refusal;
+  return refuse_without_codes(match, 3);
+}
+
+Fusion backward(std::string name, std::string_view family, Run run) {
+  enum Member : uint32_t { unit, bias, of_gradient, of_y };
+  const PatternStep quantize(StepKind::quantize);
   Fusion fusion{
       .name = std::move(name),
       .pass = Pass::backward,
-      .pattern = {PatternStep::any_of(family)},
-      .run = {.reads = {{0, "grad_y"}, {0, "x"}, {kLast, "given"}},
-              .writes = {{0, "grad_x"}, {0, "y"}},
-              .run = backward_quantize<K, kBias>},
-      .refuse = refuse_without_codes,
-      .picture = "grad_y, z -> act.backward -> grad_z, y (if demanded) -> codes, scales, amax"};
-  if (kBias) {
-    fusion.pattern.emplace_back("bias.grad_bias");
-    fusion.run.writes.push_back({1, "grad_bias"});
-    fusion.refuse = refuse_bias_quantize;
-    fusion.picture =
-        "grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> grad_bias; "
-        "grad_z -> codes, scales, amax";
+      .pattern = {PatternStep::any_of(family), PatternStep("bias.grad_bias").optional("_bias"),
+                  quantize.through("grad_x", "x").behind(unit).optional("_quantize"),
+                  quantize.through("y", "x").behind(unit).optional("_quantize_y")},
+      .run = {.reads = {{unit, "grad_y"}, {unit, "x"}},
+              .writes = {{unit, "grad_x"}, {unit, "y"}, {bias, "grad_bias"}},
+              .run = run},
+      .refuse = refuse_unit_backward,
+      .picture =
+          "grad_y, z -> act.backward -> grad_z, y (each if demanded); grad_z (-> sum over "
+          "rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)"};
+  for (const uint32_t member : {of_gradient, of_y}) {
+    read_given(fusion.run, member);
+    write_codes(fusion.run, member);
   }
-  fusion.pattern.push_back(PatternStep(StepKind::quantize).through("grad_x", "x").behind(0));
-  for (const char* codes : {"row_codes", "column_codes", "amax"})
-    fusion.run.writes.push_back({kLast, codes});
   return fusion;
 }
 
@@ -157,21 +150,12 @@ const Fusion kBiasActivation =
 const Fusion kBiasGlu = biased("bias_glu", "glu", bias_activation<kernel_ops::GluForward>,
                                "x + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
 
-const Fusion kActivationBackwardBias = backward("activation_backward_bias", "activation.backward",
-                                                backward_bias<kernel_ops::ActivationBackward>);
-const Fusion kGluBackwardBias =
-    backward("glu_backward_bias", "glu.backward", backward_bias<kernel_ops::GluBackward>);
-
-const Fusion kActivationBackwardQuantize =
-    backward_quantized<kernel_ops::ActivationBackwardQuantize, false>(
-        "activation_backward_quantize", "activation.backward");
-const Fusion kGluBackwardQuantize = backward_quantized<kernel_ops::GluBackwardQuantize, false>(
-    "glu_backward_quantize", "glu.backward");
-const Fusion kActivationBackwardBiasQuantize =
-    backward_quantized<kernel_ops::ActivationBackwardQuantize, true>(
-        "activation_backward_bias_quantize", "activation.backward");
-const Fusion kGluBackwardBiasQuantize = backward_quantized<kernel_ops::GluBackwardQuantize, true>(
-    "glu_backward_bias_quantize", "glu.backward");
+const Fusion kActivationBackward =
+    backward("activation_backward", "activation.backward",
+             unit_backward<kernel_ops::ActivationBackward, kernel_ops::ActivationBackwardQuantize>);
+const Fusion kGluBackward =
+    backward("glu_backward", "glu.backward",
+             unit_backward<kernel_ops::GluBackward, kernel_ops::GluBackwardQuantize>);
 
 const Fusion kBiasBackwardQuantize{
     .name = "bias_backward_quantize",

@@ -27,32 +27,17 @@ extern const Fusion kActivationQuantize, kGluQuantize;
 ///           +--> z, written only if demanded
 extern const Fusion kBiasActivationQuantize, kBiasGluQuantize;
 
-/// activation.backward -> bias.grad_bias, and the same for gated units: one pass gives the gradient
-/// of z and its column sums
+/// activation.backward -> (bias.grad_bias) (quantize), and the quantize step of the y that it
+/// writes again; the same for gated units: one pass gives the gradient of z, its column sums and
+/// its codes, in both directions, and the codes of y, with the bits of one after the other
 ///
-///   grad_y, z -> act.backward -> grad_z -> sum over rows -> grad_bias
-///                    |
-///                    +--> y, written again if a later product reads it
-extern const Fusion kActivationBackwardBias, kGluBackwardBias;
-
-/// activation.backward -> quantize, and the same for gated units: where no bias stands before them,
-/// the gradient of z goes to codes, in both directions, while rows of it are in the cache
-///
-///   grad_y, z -> act.backward -> grad_z (if demanded) -> codes, dequant_scale, amax
-///                    |
-///                    +--> y, written again if a later product reads it
-extern const Fusion kActivationBackwardQuantize, kGluBackwardQuantize;
-
-/// activation.backward -> bias.grad_bias and quantize, and the same for gated units: the sums and
-/// the codes of one read, with the bits of one after the other
-///
-///   grad_y, z -> act.backward -> grad_z (if demanded) -> sum over rows -> grad_bias
+///   grad_y, z -> act.backward -> grad_z (if demanded) -> (sum over rows -> grad_bias)
 ///                    |             |
-///                    |             +--> codes, dequant_scale, amax
-///                    +--> y, written again if a later product reads it
-extern const Fusion kActivationBackwardBiasQuantize, kGluBackwardBiasQuantize;
+///                    |             +--> (codes, dequant_scale, amax)
+///                    +--> y (if demanded) -> (codes, dequant_scale, amax)
+extern const Fusion kActivationBackward, kGluBackward;
 
-/// bias.grad_bias and quantize of the same gradient, likewise
+/// bias.grad_bias and quantize of the same gradient
 ///
 ///   grad_y -> sum over rows -> grad_bias
 ///      |

@@ -83,47 +83,58 @@ void add_norm_quantize(Call& call) {
   call.hand_out_codes([&] { return kernel_ops::sizes_of(terms.x); }, std::move(results));
 }
 
-void rms_norm_backward_add(Call& call) {
-  enum Read { grad_y, x, weight, inv_rms, grad_residual };
-  call.write<kernel_ops::RmsNormBackward>(
-      call.in(grad_y), call.in(x), call.in(weight), call.in(inv_rms), call.maybe(grad_residual),
-      call.options<ops::NormOptions>().zero_centered_gamma, call.output_mask<3>());
+/// Without codes.
+template <bool kLayerNorm>
+kernel_ops::Results<5> plain_norm_backward(Call& call, const std::optional<at::Tensor>& residual) {
+  enum Read { grad_y, x, weight, inv_norm, given, y_given, mean, bias };
+  enum Write { grad_x, grad_weight, y, sums, grad_bias };
+  const bool zero_centered_gamma = call.options<ops::NormOptions>(0).zero_centered_gamma;
+  if constexpr (kLayerNorm) {
+    const auto [of_x, of_weight, of_bias, again] = call.run<kernel_ops::LayerNormBackward>(
+        call.in(grad_y), call.in(x), call.in(weight), call.maybe(bias), call.in(mean),
+        call.in(inv_norm), residual, zero_centered_gamma,
+        std::array{call.wants(grad_x), call.wants(grad_weight), call.wants(grad_bias),
+                   call.wants(y)});
+    return {of_x, of_weight, again, {}, of_bias};
+  } else {
+    const auto [of_x, of_weight, again] = call.run<kernel_ops::RmsNormBackward>(
+        call.in(grad_y), call.in(x), call.in(weight), call.in(inv_norm), residual,
+        zero_centered_gamma,
+        std::array{call.wants(grad_x), call.wants(grad_weight), call.wants(y)});
+    return {of_x, of_weight, again, {}, {}};
+  }
 }
 
-void layer_norm_backward_add(Call& call) {
-  enum Read { grad_y, x, weight, mean, inv_std, bias, grad_residual };
-  call.write<kernel_ops::LayerNormBackward>(
-      call.in(grad_y), call.in(x), call.in(weight), call.maybe(bias), call.in(mean),
-      call.in(inv_std), call.maybe(grad_residual),
-      call.options<ops::NormOptions>().zero_centered_gamma, call.output_mask<4>());
-}
-
-/// The parts that a pattern has before its quantizer, behind the gradient of a norm.
-struct Parts {
-  bool is_layer_norm, add, bias;
-};
-
-template <Parts kParts>
-void norm_backward_quantize(Call& call) {
-  enum Read { grad_y, x, weight, inv_norm, given, mean, bias };
-  enum Write { grad_x, grad_weight, y, sums };
-  enum Result { result_of_sums = 3, result_of_bias };
-  constexpr size_t kResidual = kParts.is_layer_norm ? 7 : 5;
-  constexpr size_t kGradBias = kParts.bias ? 4 : 3;
-  constexpr size_t kCodes = kGradBias + (kParts.is_layer_norm ? 1 : 0);
-  const auto maybe = [&](bool has, size_t read) { return has ? call.maybe(read) : std::nullopt; };
-  const bool wants_sums = kParts.bias && call.wants(sums);
-  auto results = call.run<kernel_ops::NormBackwardQuantize>(
-      call.in(grad_y), call.in(x), call.in(weight), maybe(kParts.is_layer_norm, bias),
-      maybe(kParts.is_layer_norm, mean), call.in(inv_norm), maybe(kParts.add, kResidual),
-      call.maybe(given), call.options<ops::NormOptions>(0).zero_centered_gamma,
-      wants_sums ? call.out_type(sums).dtype : call.in(x).scalar_type(),
-      call.options<Quantizer>(kParts.bias ? 2 : 1),
-      std::array{call.wants(grad_x), call.wants(grad_weight), call.wants(y), wants_sums,
-                 kParts.is_layer_norm && call.wants(kGradBias), call.wants(kCodes),
-                 call.wants(kCodes + 1), call.wants(kCodes + 2)});
-  if (!kParts.bias) std::swap(results[result_of_sums], results[result_of_bias]);
-  call.hand_out_codes([&] { return kernel_ops::sizes_of(call.in(x)); }, std::move(results));
+/// kAdd: with the gradient of the residual stream.
+template <bool kLayerNorm, bool kAdd>
+void norm_backward(Call& call) {
+  enum Read { grad_y, x, weight, inv_norm, given, y_given, mean, bias };
+  enum Write { grad_x, grad_weight, y, sums, grad_bias };
+  constexpr size_t kResidual = kLayerNorm ? bias + 1 : y_given + 1;
+  constexpr size_t kCodes = kLayerNorm ? grad_bias + 1 : sums + 1, kCodesOfY = kCodes + 3;
+  const Quantizer *const quantizer = call.quantizer_of(kCodes), *const y_quantizer =
+                                                                    call.quantizer_of(kCodesOfY);
+  const std::optional<at::Tensor> residual = kAdd ? call.maybe(kResidual) : std::nullopt;
+  if (quantizer == nullptr && y_quantizer == nullptr) {
+    auto results = plain_norm_backward<kLayerNorm>(call, residual);
+    for (size_t i = 0; i < kCodes; ++i)
+      if (call.wants(i)) call.out(i, std::move(results[i]));
+    return;
+  }
+  const auto of_x = call.mask_of_group(kCodes), of_y = call.mask_of_group(kCodesOfY);
+  const auto sizes = [&] { return kernel_ops::sizes_of(call.in(x)); };
+  call.hand_out_groups(std::array{sizes, sizes},
+                       call.run<kernel_ops::NormBackwardQuantize>(
+                           call.in(grad_y), call.in(x), call.in(weight),
+                           kLayerNorm ? call.maybe(bias) : std::nullopt,
+                           kLayerNorm ? call.maybe(mean) : std::nullopt, call.in(inv_norm),
+                           residual, call.maybe(given), call.maybe(y_given),
+                           call.options<ops::NormOptions>(0).zero_centered_gamma,
+                           call.wants(sums) ? call.out_type(sums).dtype : call.in(x).scalar_type(),
+                           quantizer, y_quantizer,
+                           std::array{call.wants(grad_x), call.wants(grad_weight), call.wants(y),
+                                      call.wants(sums), kLayerNorm && call.wants(grad_bias),
+                                      of_x[0], of_x[1], of_x[2], of_y[0], of_y[1], of_y[2]}));
 }
 
 Refusal refuse_same_gradient_twice(const Match& match) {
@@ -143,45 +154,48 @@ Refusal refuse_add_norm_quantize(const Match& match) {
   return refuse_without_codes(match);
 }
 
-Refusal refuse_backward_add_quantize(const Match& match) {
-  if (auto refusal = refuse_same_gradient_twice(match)) return refusal;
-  if (auto refusal = refuse_mixed(match, {1, kOtherRead}, "the other gradient", {0, "grad_x"},
-                                  "that of the norm"))
-    return refusal;
-  return refuse_without_codes(match);
+template <bool kAdd>
+Refusal refuse_backward(const Match& match) {
+  constexpr uint32_t kGradient = kAdd ? 3 : 2;
+  if (kAdd) {
+    if (auto refusal = refuse_same_gradient_twice(match)) return refusal;
+    if (match.has(kGradient))
+      if (auto refusal = refuse_mixed(match, {1, kOtherRead}, "the other gradient", {0, "grad_x"},
+                                      "that of the norm"))
+        return refusal;
+  }
+  if (auto refusal = refuse_without_codes(match, kGradient)) return refusal;
+  return refuse_without_codes(match, kGradient + 1);
 }
 
-template <Parts kParts>
-Fusion backward_quantized(std::string name, std::string_view picture) {
-  constexpr uint32_t kSum = kParts.add ? 1 : 0, kBias = kSum + 1,
-                     kLast = kParts.bias ? kBias + 1 : kBias;
-  constexpr std::string_view kMade = kParts.add ? "y" : "grad_x";
-  Fusion fusion{.name = std::move(name),
-                .pass = Pass::backward,
-                .pattern = {kParts.is_layer_norm ? "layer_norm.backward" : "rms_norm.backward"},
-                .run = {.reads = {{0, "grad_y"},
-                                  {0, "x"},
-                                  {0, "weight"},
-                                  {0, kParts.is_layer_norm ? "inv_std" : "inv_rms"},
-                                  {kLast, "given"}},
-                        .writes = {{kSum, kMade}, {0, "grad_weight"}, {0, "y"}},
-                        .run = norm_backward_quantize<kParts>},
-                .refuse = kParts.add ? refuse_backward_add_quantize : refuse_without_codes,
-                .picture = picture};
-  if (kParts.is_layer_norm)
+template <bool kLayerNorm, bool kAdd>
+Fusion backward(std::string name, std::string_view picture) {
+  constexpr uint32_t kSum = kAdd ? 1 : 0, kBias = kSum + 1, kGradient = kSum + 2, kY = kSum + 3;
+  constexpr std::string_view kMade = kAdd ? "y" : "grad_x";
+  Fusion fusion{
+      .name = std::move(name),
+      .pass = Pass::backward,
+      .pattern = {kLayerNorm ? "layer_norm.backward" : "rms_norm.backward"},
+      .run = {.reads =
+                  {{0, "grad_y"}, {0, "x"}, {0, "weight"}, {0, kLayerNorm ? "inv_std" : "inv_rms"}},
+              .writes = {{kSum, kMade}, {0, "grad_weight"}, {0, "y"}, {kBias, "grad_bias"}},
+              .run = norm_backward<kLayerNorm, kAdd>},
+      .refuse = refuse_backward<kAdd>,
+      .picture = picture};
+  if (kAdd) fusion.pattern.emplace_back(StepKind::add);
+  fusion.pattern.push_back(PatternStep("bias.grad_bias").behind(kSum).optional("_bias", kGradient));
+  const PatternStep quantize(StepKind::quantize);
+  fusion.pattern.push_back(quantize.through(kMade, "x").behind(kSum).optional("_quantize"));
+  fusion.pattern.push_back(quantize.through("y", "x").behind(0).optional("_quantize_y"));
+  read_given(fusion.run, kGradient);
+  read_given(fusion.run, kY);
+  if (kLayerNorm) {
     fusion.run.reads.insert(fusion.run.reads.end(), {{0, "mean"}, {0, "bias"}});
-  if (kParts.add) {
-    fusion.pattern.emplace_back(StepKind::add);
-    fusion.run.reads.push_back({1, kOtherRead});
+    fusion.run.writes.push_back({0, "grad_bias"});
   }
-  if (kParts.bias) {
-    fusion.pattern.emplace_back("bias.grad_bias");
-    fusion.run.writes.push_back({kBias, "grad_bias"});
-  }
-  if (kParts.is_layer_norm) fusion.run.writes.push_back({0, "grad_bias"});
-  fusion.pattern.push_back(PatternStep(StepKind::quantize).through(kMade, "x").behind(kSum));
-  for (const char* codes : {"row_codes", "column_codes", "amax"})
-    fusion.run.writes.push_back({kLast, codes});
+  if (kAdd) fusion.run.reads.push_back({1, kOtherRead});
+  write_codes(fusion.run, kGradient);
+  write_codes(fusion.run, kY);
   return fusion;
 }
 
@@ -270,63 +284,21 @@ const Fusion kAddLayerNormQuantize{
         "x + extra -> sum (if demanded) -> layer_norm -> y (if demanded) -> codes, scales, amax",
 };
 
-const Fusion kRmsNormBackwardAdd{
-    .name = "rms_norm_backward_add",
-    .pass = Pass::backward,
-    .pattern = {"rms_norm.backward", StepKind::add},
-    .run = {.reads = {{0, "grad_y"}, {0, "x"}, {0, "weight"}, {0, "inv_rms"}, {1, kOtherRead}},
-            .writes = {{1, "y"}, {0, "grad_weight"}, {0, "y"}},
-            .run = rms_norm_backward_add},
-    .refuse = refuse_same_gradient_twice,
-    .picture = "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x",
-};
-
-const Fusion kLayerNormBackwardAdd{
-    .name = "layer_norm_backward_add",
-    .pass = Pass::backward,
-    .pattern = {"layer_norm.backward", StepKind::add},
-    .run = {.reads = {{0, "grad_y"},
-                      {0, "x"},
-                      {0, "weight"},
-                      {0, "mean"},
-                      {0, "inv_std"},
-                      {0, "bias"},
-                      {1, kOtherRead}},
-            .writes = {{1, "y"}, {0, "grad_weight"}, {0, "grad_bias"}, {0, "y"}},
-            .run = layer_norm_backward_add},
-    .refuse = refuse_same_gradient_twice,
-    .picture = "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x",
-};
-
-const Fusion kRmsNormBackwardQuantize = backward_quantized<Parts{false, false, false}>(
-    "rms_norm_backward_quantize",
-    "grad_y, x -> rms_norm.backward -> grad_x (if demanded) -> codes, scales, amax");
-const Fusion kRmsNormBackwardBiasQuantize = backward_quantized<Parts{false, false, true}>(
-    "rms_norm_backward_bias_quantize",
-    "grad_y, x -> rms_norm.backward -> grad_x (if demanded) -> sum over rows -> grad_bias; grad_x "
-    "-> codes, scales, amax");
-const Fusion kRmsNormBackwardAddQuantize = backward_quantized<Parts{false, true, false}>(
-    "rms_norm_backward_add_quantize",
-    "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x (if demanded) -> codes, scales, "
-    "amax");
-const Fusion kRmsNormBackwardAddBiasQuantize = backward_quantized<Parts{false, true, true}>(
-    "rms_norm_backward_add_bias_quantize",
-    "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x (if demanded) -> sum over rows -> "
-    "grad_bias; grad_x -> codes, scales, amax");
-const Fusion kLayerNormBackwardQuantize = backward_quantized<Parts{true, false, false}>(
-    "layer_norm_backward_quantize",
-    "grad_y, x -> layer_norm.backward -> grad_x (if demanded) -> codes, scales, amax");
-const Fusion kLayerNormBackwardBiasQuantize = backward_quantized<Parts{true, false, true}>(
-    "layer_norm_backward_bias_quantize",
-    "grad_y, x -> layer_norm.backward -> grad_x (if demanded) -> sum over rows -> grad_bias; "
-    "grad_x -> codes, scales, amax");
-const Fusion kLayerNormBackwardAddQuantize = backward_quantized<Parts{true, true, false}>(
-    "layer_norm_backward_add_quantize",
-    "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x (if demanded) -> codes, scales, "
-    "amax");
-const Fusion kLayerNormBackwardAddBiasQuantize = backward_quantized<Parts{true, true, true}>(
-    "layer_norm_backward_add_bias_quantize",
-    "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x (if demanded) -> sum over rows "
-    "-> grad_bias; grad_x -> codes, scales, amax");
+const Fusion kRmsNormBackward = backward<false, false>(
+    "rms_norm_backward",
+    "grad_y, x -> rms_norm.backward -> grad_x, y (each if demanded); grad_x (-> sum over rows -> "
+    "grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
+const Fusion kRmsNormBackwardAdd = backward<false, true>(
+    "rms_norm_backward_add",
+    "grad_y, x -> rms_norm.backward -> + grad_residual -> grad_x, y (each if demanded); grad_x (-> "
+    "sum over rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
+const Fusion kLayerNormBackward = backward<true, false>(
+    "layer_norm_backward",
+    "grad_y, x -> layer_norm.backward -> grad_x, y (each if demanded); grad_x (-> sum over rows -> "
+    "grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
+const Fusion kLayerNormBackwardAdd = backward<true, true>(
+    "layer_norm_backward_add",
+    "grad_y, x -> layer_norm.backward -> + grad_residual -> grad_x, y (each if demanded); grad_x "
+    "(-> sum over rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)");
 
 }  // namespace tandem::fusions

@@ -28,23 +28,22 @@ extern const Fusion kAddRmsNorm, kAddLayerNorm;
 ///               +--> sum, written only if demanded
 extern const Fusion kAddRmsNormQuantize, kAddLayerNormQuantize;
 
-/// Backward of a norm at the head of a residual branch: grad_x = norm.backward(grad_y) +
+/// norm.backward -> (bias.grad_bias) (quantize), and the quantize step of the y that it writes
+/// again: the gradient of a norm, with the sums for the bias before it, and what the product behind
+/// it multiplies once more go to codes while rows of them are in the cache, with the bits of one
+/// after the other
+///
+///   grad_y, x -> norm.backward -> grad_x (if demanded) -> (sum over rows -> grad_bias)
+///                    |              |
+///                    |              +--> (codes, dequant_scale, amax)
+///                    +--> y (if demanded) -> (codes, dequant_scale, amax)
+extern const Fusion kRmsNormBackward, kLayerNormBackward;
+
+/// The same of a norm at the head of a residual branch: grad_x = norm.backward(grad_y) +
 /// grad_residual
 ///
-///   grad_y, x ----> norm.backward --+--> add --> grad_x
+///   grad_y, x ----> norm.backward --+--> add --> grad_x (if demanded) -> ...
 ///   grad_residual ------------------+
 extern const Fusion kRmsNormBackwardAdd, kLayerNormBackwardAdd;
-
-/// norm.backward (-> add) (-> bias.grad_bias) -> quantize: the gradient of a norm, with that of the
-/// residual stream and the sums for the bias before it, goes to codes while rows of it are in the
-/// cache, with the bits of one after the other
-///
-///   grad_y, x ----> norm.backward --+--> (add) --> grad_x (if demanded) --> sum over rows
-///   (grad_residual) ----------------+                 |                         --> grad_bias
-///                                                     +--> codes, dequant_scale, amax
-extern const Fusion kRmsNormBackwardQuantize, kRmsNormBackwardAddQuantize,
-    kRmsNormBackwardBiasQuantize, kRmsNormBackwardAddBiasQuantize, kLayerNormBackwardQuantize,
-    kLayerNormBackwardAddQuantize, kLayerNormBackwardBiasQuantize,
-    kLayerNormBackwardAddBiasQuantize;
 
 }  // namespace tandem::fusions

@@ -58,12 +58,23 @@ inline Refusal refuse_foreign_extra(const Match& match, uint32_t sum, const Memb
   return std::string("the extra input is ") + c10::toString(extra) + ", which no kernel takes";
 }
 
-/// A quantize step that is the last member wants no codes: there is nothing to fuse with.
-inline Refusal refuse_without_codes(const Match& match) {
-  const auto last = static_cast<uint32_t>(match.steps.size() - 1);
-  if (exists(match.written({last, "row_codes"})) || exists(match.written({last, "column_codes"})))
+/// A quantize step that wants no codes: there is nothing to fuse with.
+inline Refusal refuse_without_codes(const Match& match, uint32_t member) {
+  if (!match.has(member) || exists(match.written({member, "row_codes"})) ||
+      exists(match.written({member, "column_codes"})))
     return std::nullopt;
   return "no codes are asked for, only the amax of what is read as it is";
+}
+/// The same of the last member.
+inline Refusal refuse_without_codes(const Match& match) {
+  return refuse_without_codes(match, static_cast<uint32_t>(match.steps.size() - 1));
+}
+
+/// Adds what a quantize step reads and writes, but the tensor that it quantizes.
+inline void read_given(FusedRun& run, uint32_t member) { run.reads.push_back({member, "given"}); }
+inline void write_codes(FusedRun& run, uint32_t member) {
+  for (const char* codes : {"row_codes", "column_codes", "amax"})
+    run.writes.push_back({member, codes});
 }
 
 /// "the bias is Float and the product BFloat16"

@@ -60,30 +60,11 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                              kBiasGlu,
                                              kRmsNormQuantize,
                                              kLayerNormQuantize});
-  static const auto backward = longest_first({kRmsNormBackwardAddBiasQuantize,
-                                              kLayerNormBackwardAddBiasQuantize,
-                                              kLinearBackwardScale,
-                                              kActivationBackwardBiasQuantize,
-                                              kGluBackwardBiasQuantize,
-                                              kRmsNormBackwardAddQuantize,
-                                              kLayerNormBackwardAddQuantize,
-                                              kRmsNormBackwardBiasQuantize,
-                                              kLayerNormBackwardBiasQuantize,
-                                              kDropoutBackwardBiasQuantize,
-                                              kActivationBackwardBias,
-                                              kGluBackwardBias,
-                                              kActivationBackwardQuantize,
-                                              kGluBackwardQuantize,
-                                              kRmsNormBackwardQuantize,
-                                              kLayerNormBackwardQuantize,
-                                              kDropoutBackwardQuantize,
-                                              kDropoutBackwardBias,
-                                              kBiasBackwardQuantize,
-                                              kRmsNormBackwardAdd,
-                                              kLayerNormBackwardAdd,
-                                              kLinearBackwardAdd,
-                                              kLinearGradXScale,
-                                              kLinearGradWeightScale});
+  static const auto backward = longest_first(
+      {kRmsNormBackwardAdd, kLayerNormBackwardAdd, kActivationBackward, kGluBackward,
+       kRmsNormBackward, kLayerNormBackward, kLinearBackwardScale, kDropoutBackwardBiasQuantize,
+       kDropoutBackwardQuantize, kDropoutBackwardBias, kBiasBackwardQuantize, kLinearBackwardAdd,
+       kLinearGradXScale, kLinearGradWeightScale});
   switch (pass) {
     case Pass::forward:
       return forward;

@@ -65,7 +65,7 @@ void ThenQuantize<Forward>::cpu(const Tensor& x, const std::optional<Tensor>& bi
         rows_from(z, first, count), rows_at(to, y, count));
   };
   make_and_quantize({.y = y, .make = make, .sources = {from}}, results[0], spec.sizes, given,
-                    quantizer, group_of(results));
+                    &quantizer, group_of(results));
 }
 
 template <typename Forward>
@@ -78,49 +78,62 @@ Results<2 + group_size> ThenQuantize<Forward>::reference(
 }
 
 template <typename Backward>
-Specs<3 + group_size> BackwardThenQuantize<Backward>::shapes(const Tensor& grad_y, const Tensor& z,
-                                                             const std::optional<Tensor>& given,
-                                                             std::string_view activation,
-                                                             const Quantizer& quantizer,
-                                                             std::array<bool, 6> output_mask) {
+Specs<BackwardThenQuantize<Backward>::kResults> BackwardThenQuantize<Backward>::shapes(
+    const Tensor& grad_y, const Tensor& z, const std::optional<Tensor>& given,
+    const std::optional<Tensor>& y_given, std::string_view activation, const Quantizer* quantizer,
+    const Quantizer* y_quantizer, std::array<bool, 9> output_mask) {
+  constexpr const char* kOp = "activation_backward_quantize";
   auto [grad_z, grad_bias, y] =
       Backward::shapes(grad_y, z, activation, {output_mask[0], output_mask[2], output_mask[1]});
-  auto group =
-      group_specs("activation_backward_quantize", z, given, quantizer, group_mask(output_mask));
-  return joined(Specs<3>{std::move(grad_z), std::move(y), std::move(grad_bias)}, std::move(group));
+  return joined(
+      joined(Specs<kMade>{std::move(grad_z), std::move(y), std::move(grad_bias)},
+             group_specs(kOp, z, given, quantizer, group_mask(output_mask, 1))),
+      group_specs(kOp, grad_y, y_given, y_quantizer, group_mask(output_mask)));  // y is as grad_y
 }
 
 template <typename Backward>
 void BackwardThenQuantize<Backward>::cpu(const Tensor& grad_y, const Tensor& z,
                                          const std::optional<Tensor>& given,
-                                         std::string_view activation, const Quantizer& quantizer,
-                                         std::array<bool, 6>, Results<3 + group_size>& results) {
+                                         const std::optional<Tensor>& y_given,
+                                         std::string_view activation, const Quantizer* quantizer,
+                                         const Quantizer* y_quantizer, std::array<bool, 9>,
+                                         Results<kResults>& results) {
   const ActivationFunction function(activation, kIsGated<Backward>);
   const RowsIn of_grad(grad_y), of_z(z);
   const kernels::ConstRows grads = of_grad, from = of_z;
-  const kernels::Rows y = rows_out(results[1]), grad_z = shape_of(like(z), from.rows, from.cols);
+  const kernels::Rows grad_z = shape_of(like(z), from.rows, from.cols);
   const kernels::Vector grad_bias = vector_out(results[2]);
   const SumsOfMade sums(from.rows, grad_bias.size);
+  const CodesBeside of_y(shape_of(like(z), grads.rows, grads.cols), results[1], grad_y.sym_sizes(),
+                         y_given, y_quantizer, group_of(results));
   const auto make = [&](size_t first, size_t count, void* to) {
+    const kernels::Rows y = of_y.rows(first, count);
     kernels::cpu::some_rows_backward(function.kernel(), kIsGated<Backward>,
                                      rows_from(grads, first, count), rows_from(from, first, count),
-                                     rows_at(to, grad_z, count), sums.from_row(first),
-                                     rows_from(y, first, count));
+                                     rows_at(to, grad_z, count), sums.from_row(first), y);
+    of_y.take(y, first);
   };
-  make_and_quantize(
-      {.y = grad_z, .make = make, .sources = {grads, from}, .in_order = sums.in_order()},
-      results[0], z.sym_sizes(), given, quantizer, group_of(results));
+  make_and_quantize({.y = grad_z,
+                     .make = make,
+                     .sources = {grads, from},
+                     .in_order = sums.in_order(),
+                     .together = of_y.together()},
+                    results[0], z.sym_sizes(), given, quantizer, group_of(results, 1));
   sums.finish(grad_bias);
+  of_y.finish();
 }
 
 template <typename Backward>
-Results<3 + group_size> BackwardThenQuantize<Backward>::reference(
+Results<BackwardThenQuantize<Backward>::kResults> BackwardThenQuantize<Backward>::reference(
     const Tensor& grad_y, const Tensor& z, const std::optional<Tensor>& given,
-    std::string_view activation, const Quantizer& quantizer, std::array<bool, 6> output_mask) {
-  const auto [grad_z, grad_bias, y] =
-      Backward::reference(grad_y, z, activation, {true, output_mask[2], output_mask[1]});
-  return joined(Results<3>{output_mask[0] ? grad_z : masked_out(grad_z), y, grad_bias},
-                Quantize::reference(grad_z, given, quantizer, group_mask(output_mask)));
+    const std::optional<Tensor>& y_given, std::string_view activation, const Quantizer* quantizer,
+    const Quantizer* y_quantizer, std::array<bool, 9> output_mask) {
+  const auto [grad_z, grad_bias, y] = Backward::reference(
+      grad_y, z, activation, {true, output_mask[2], output_mask[1] || y_quantizer != nullptr});
+  return joined(joined(Results<kMade>{output_mask[0] ? grad_z : masked_out(grad_z),
+                                      output_mask[1] ? y : masked_out(y), grad_bias},
+                       quantize_reference(grad_z, given, quantizer, group_mask(output_mask, 1))),
+                quantize_reference(y, y_given, y_quantizer, group_mask(output_mask)));
 }
 
 template struct ThenQuantize<ActivationForward>;
@@ -136,10 +149,10 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       library,
       {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these, GluQuantize::cpu}});
   register_kernel_op<ActivationBackwardQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these,
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven, kGiven>::these,
                  ActivationBackwardQuantize::cpu}});
   register_kernel_op<GluBackwardQuantize>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven>::these,
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kGiven, kGiven>::these,
                  GluBackwardQuantize::cpu}});
 }
 

@@ -138,6 +138,12 @@ void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tenso
   kernels::cpu::fp8_block_quantize_made(made, to.scaling, to.row, to.column, to.square, to.amax);
 }
 
+kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
+                                 const Quantizer& quantizer, Group& group) {
+  const Target to(quantizer, group);
+  return kernels::cpu::fp8_block_quantize_band(band, to.scaling, to.row, to.column, to.square);
+}
+
 /// Codes and scales of one shape of blocks of `source`, a float32 matrix.
 std::pair<Tensor, Tensor> quantized(const Tensor& source, const Tensor& magnitude, double big,
                                     const Quantizer& quantizer, Direction direction) {
@@ -209,6 +215,8 @@ const ScalingDef kBlockScaling{
     .quantize = quantize,
     .reference = reference,
     .quantize_made = quantize_made,
+    .quantize_band = quantize_band,
+    .band_rows = kernels::kFp8Block,
 };
 
 }  // namespace tandem

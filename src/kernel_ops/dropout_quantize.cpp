@@ -37,7 +37,7 @@ void DropoutBackwardQuantize::cpu(const Tensor& grad_y, const Tensor& seed,
                                              rows_at(to, grad_x, count), sums.from_row(first));
   };
   make_and_quantize({.y = grad_x, .make = make, .sources = {from}, .in_order = sums.in_order()},
-                    results[0], grad_y.sym_sizes(), given, quantizer, group_of(results));
+                    results[0], grad_y.sym_sizes(), given, &quantizer, group_of(results));
   sums.finish(grad_bias);
 }
 

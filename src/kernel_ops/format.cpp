@@ -308,6 +308,31 @@ Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
   return group;
 }
 
+std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
+                                               const std::optional<Tensor>& given,
+                                               const Quantizer* quantizer, GroupMask mask) {
+  if (quantizer != nullptr) return group_specs(op, x, given, *quantizer, mask);
+  TORCH_CHECK_VALUE(!given && mask == GroupMask{}, op,
+                    ": expected a quantizer for what is given and wanted of codes, got none. Name "
+                    "one, or ask for no codes.");
+  std::array<ResultSpec, group_size> specs;
+  for (size_t part = 0; part < group_size; ++part) {
+    const bool is_codes = part == row_codes || part == column_codes;
+    specs[part] = {{0}, is_codes ? at::kByte : at::kFloat, false};
+  }
+  return specs;
+}
+
+Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
+                      const Quantizer* quantizer, GroupMask mask) {
+  if (quantizer != nullptr) return group_reference(x, given, *quantizer, mask);
+  Group group;
+  const auto specs = group_specs("quantize", x, given, quantizer, mask);
+  for (size_t part = 0; part < group_size; ++part)
+    group[part] = at::empty({0}, x.options().dtype(specs[part].dtype));
+  return group;
+}
+
 /// In float64, where no step of it rounds but the one that should.
 Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, const Tensor& words) {
   const kernels::Fp8Traits& f = kernels::traits_of(format);

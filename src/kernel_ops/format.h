@@ -9,9 +9,14 @@
 #include "kernel_ops/quantizer.h"
 #include "kernels/fp8.h"
 
-namespace tandem::kernels::cpu {
+namespace tandem::kernels {
+struct ConstRows;
+namespace cpu {
 struct MadeRows;
-}
+struct Band;
+struct Seen;
+}  // namespace cpu
+}  // namespace tandem::kernels
 
 namespace tandem {
 
@@ -117,6 +122,17 @@ struct ScalingDef {
   /// quantize of what is made meanwhile, with the same bits; nullptr: one after the other.
   void (*quantize_made)(const kernels::cpu::MadeRows& made, const std::optional<at::Tensor>& given,
                         const Quantizer& quantizer, Group& group) = nullptr;
+  /// Writes the codes of a band: of one of `band_rows` rows, or a multiple of these, or the last;
+  /// what is of the whole tensor is left to `quantize_seen`. nullptr: that needs the whole tensor's
+  /// amax, and then all of it once more.
+  kernels::cpu::Seen (*quantize_band)(const kernels::cpu::Band& band,
+                                      const std::optional<at::Tensor>& given,
+                                      const Quantizer& quantizer, Group& group) = nullptr;
+  size_t band_rows = 1;
+  /// What bands leave to be written, but the amax; nullptr: nothing.
+  void (*quantize_seen)(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
+                        const std::optional<at::Tensor>& given, const Quantizer& quantizer,
+                        Group& group) = nullptr;
 };
 
 /// All formats.
@@ -164,6 +180,12 @@ std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
 /// The composite reference, masked.
 Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask);
+/// The same where there may be no quantizer: then nothing is given and nothing wanted.
+std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
+                                               const std::optional<Tensor>& given,
+                                               const Quantizer* quantizer, GroupMask mask);
+Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
+                      const Quantizer* quantizer, GroupMask mask);
 
 /// The cast and its inverse in ATen operations, exact for every dtype and device. With `words`,
 /// random ones in int64 for each element, it rounds up or down by chance.

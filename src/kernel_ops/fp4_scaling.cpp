@@ -129,6 +129,13 @@ void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tenso
                                     amax_in(group));
 }
 
+void quantize_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
+                   const std::optional<Tensor>& given, const Quantizer& quantizer, Group& group) {
+  kernels::cpu::nvfp4_quantize_seen(y, seen, scaling_of(quantizer, given),
+                                    output(group, Direction::row), output(group, Direction::column),
+                                    nullptr);
+}
+
 /// Groups of 16 of the last dimension, rotated: sums in float64 in the order of kernels::hadamard.
 Tensor rotated(const Tensor& groups) {
   const Tensor x = groups.to(at::kBFloat16).to(at::kDouble);
@@ -315,6 +322,7 @@ const ScalingDef kFp4Scaling{
     .quantize = quantize,
     .reference = reference,
     .quantize_made = quantize_made,
+    .quantize_seen = quantize_seen,
 };
 
 }  // namespace tandem

@@ -60,21 +60,29 @@ using Results = std::array<Tensor, N>;
 
 namespace detail {
 
-/// Arguments as the schema has them: a quantizer is its text, and is found by it.
+/// Arguments as the schema has them: a quantizer is its text, and is found by it; one that may be
+/// absent is null.
 template <typename Argument>
 using SchemaArgument =
-    std::conditional_t<std::is_same_v<Argument, const Quantizer&>, std::string_view, Argument>;
+    std::conditional_t<std::is_same_v<Argument, const Quantizer&>, std::string_view,
+                       std::conditional_t<std::is_same_v<Argument, const Quantizer*>,
+                                          std::optional<std::string_view>, Argument>>;
 template <typename T>
 const T& to_schema(const T& argument) {
   return argument;
 }
 inline std::string_view to_schema(const Quantizer& argument) { return argument.text; }
+inline std::optional<std::string_view> to_schema(const Quantizer* argument) {
+  return argument == nullptr ? std::nullopt : std::optional<std::string_view>(argument->text);
+}
 template <typename Argument, typename Given>
-const std::remove_cvref_t<Argument>& from_schema(const Given& given) {
+decltype(auto) from_schema(const Given& given) {
   if constexpr (std::is_same_v<Argument, const Quantizer&>) {
     return quantizer(std::string_view(given));
+  } else if constexpr (std::is_same_v<Argument, const Quantizer*>) {
+    return given ? &quantizer(std::string_view(*given)) : static_cast<const Quantizer*>(nullptr);
   } else {
-    return given;
+    return (given);
   }
 }
 

@@ -91,6 +91,13 @@ void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tenso
                                     amax.defined() ? amax.data_ptr<float>() : nullptr);
 }
 
+kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
+                                 const Quantizer& quantizer, Group& group) {
+  return kernels::cpu::mxfp8_quantize_band(
+      band, {quantizer.format->element, quantizer.square_blocks},
+      output(group[row_codes], group[row_scale]), output(group[column_codes], group[column_scale]));
+}
+
 /// The smallest power of two at or above each number, which is no NaN, in E8M0: in integers, as the
 /// kernel does it.
 Tensor e8m0_of(const Tensor& numbers) {
@@ -165,6 +172,8 @@ const ScalingDef kMxScaling{
     .quantize = quantize,
     .reference = reference,
     .quantize_made = quantize_made,
+    .quantize_band = quantize_band,
+    .band_rows = kernels::kMxBlock,
 };
 
 }  // namespace tandem

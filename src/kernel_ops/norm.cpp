@@ -111,7 +111,7 @@ void norm_quantize(const NormToQuantize& norm, const Tensor& x, const std::optio
   make_and_quantize({.y = {nullptr, norm.y_element, norm.x.rows, norm.x.cols, norm.x.cols},
                      .make = make,
                      .sources = {norm.x}},
-                    y, x.sym_sizes(), given, quantizer, std::move(group));
+                    y, x.sym_sizes(), given, &quantizer, std::move(group));
 }
 
 /// The bias of a norm has the shape of its weight.

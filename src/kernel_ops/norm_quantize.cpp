@@ -62,7 +62,7 @@ void AddNormQuantize::cpu(const Tensor& x, const Tensor& extra, const Tensor& we
                                    mean == nullptr ? nullptr : mean + first, inv_norm + first);
   };
   make_and_quantize({.y = y, .make = make, .sources = {from, added}}, results[1], x.sym_sizes(),
-                    given, quantizer, group_of(results));
+                    given, &quantizer, group_of(results));
 }
 
 Results<4 + group_size> AddNormQuantize::reference(
@@ -76,15 +76,15 @@ Results<4 + group_size> AddNormQuantize::reference(
   return joined(std::move(made), std::move(codes));
 }
 
-Specs<5 + group_size> NormBackwardQuantize::shapes(
+Specs<NormBackwardQuantize::kResults> NormBackwardQuantize::shapes(
     const Tensor& grad_y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& mean, const Tensor& inv_norm,
     const std::optional<Tensor>& grad_residual, const std::optional<Tensor>& given,
-    bool zero_centered_gamma, at::ScalarType sums_dtype, const Quantizer& quantizer,
-    std::array<bool, 8> output_mask) {
-  const auto [wants_x, wants_weight, wants_y, wants_sums, wants_bias, rows, columns, amax] =
-      output_mask;
-  Specs<5> made;
+    const std::optional<Tensor>& y_given, bool zero_centered_gamma, at::ScalarType sums_dtype,
+    const Quantizer* quantizer, const Quantizer* y_quantizer, std::array<bool, 11> output_mask) {
+  const bool wants_x = output_mask[0], wants_weight = output_mask[1], wants_y = output_mask[2],
+             wants_sums = output_mask[3], wants_bias = output_mask[4];
+  Specs<kMade> made;
   if (mean) {
     auto [grad_x, grad_weight, grad_bias, y] = LayerNormBackward::shapes(
         grad_y, x, weight, bias, *mean, inv_norm, grad_residual, zero_centered_gamma,
@@ -102,15 +102,19 @@ Specs<5 + group_size> NormBackwardQuantize::shapes(
             like(weight, weight.scalar_type(), false)};
   }
   made[3] = wants_sums ? SumRows::shapes(x, sums_dtype)[0] : like(x, sums_dtype, false);
-  return joined(std::move(made), group_specs(kName, x, given, quantizer, {rows, columns, amax}));
+  return joined(
+      joined(std::move(made), group_specs(kName, x, given, quantizer, group_mask(output_mask, 1))),
+      group_specs(kName, x, y_given, y_quantizer, group_mask(output_mask)));
 }
 
 void NormBackwardQuantize::cpu(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                                const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
                                const Tensor& inv_norm, const std::optional<Tensor>& grad_residual,
-                               const std::optional<Tensor>& given, bool zero_centered_gamma,
-                               at::ScalarType, const Quantizer& quantizer, std::array<bool, 8>,
-                               Results<5 + group_size>& results) {
+                               const std::optional<Tensor>& given,
+                               const std::optional<Tensor>& y_given, bool zero_centered_gamma,
+                               at::ScalarType, const Quantizer* quantizer,
+                               const Quantizer* y_quantizer, std::array<bool, 11>,
+                               Results<kResults>& results) {
   const int64_t dims = weight.dim();
   const RowsIn of_grad(grad_y, dims), of_x(x, dims), of_residual(grad_residual, dims);
   const VectorIn gamma(weight), beta(bias);
@@ -124,7 +128,7 @@ void NormBackwardQuantize::cpu(const Tensor& grad_y, const Tensor& x, const Tens
                                        .options = {0, zero_centered_gamma},
                                        .grad_residual = of_residual,
                                        .grad_x = {},
-                                       .y = rows_out(results[2], dims)};
+                                       .y = {}};
   const size_t rows = all.x.rows, hidden = all.x.cols;
   const kernels::Vector grad_weight = vector_out(results[1]), sums = vector_out(results[3]),
                         grad_bias = vector_out(results[4]);
@@ -135,16 +139,19 @@ void NormBackwardQuantize::cpu(const Tensor& grad_y, const Tensor& x, const Tens
   const size_t pieces = sums.size == 0 ? 1 : hidden / sums.size;
   const SumsOfMade of_columns(rows * pieces, sums.size);
   const kernels::Rows grad_x{nullptr, all.x.element, rows, hidden, hidden};
+  const CodesBeside of_y({nullptr, element_of(weight.scalar_type()), rows, hidden, hidden},
+                         results[2], x.sym_sizes(), y_given, y_quantizer, group_of(results));
   const auto make = [&](size_t first, size_t count, void* to) {
     kernels::cpu::NormBackward some = all;
     some.grad_y = rows_from(all.grad_y, first, count);
     some.x = rows_from(all.x, first, count);
     some.grad_residual = rows_from(all.grad_residual, first, count);
-    some.y = rows_from(all.y, first, count);
+    some.y = of_y.rows(first, count);
     if (mean) some.mean += first;
     some.inv_norm += first;
     some.grad_x = rows_at(to, grad_x, count);
     kernels::cpu::some_rows_norm_backward(some, of_norm.from_row(first));
+    of_y.take(some.y, first);
     if (sums.size == 0) return;
     kernels::cpu::sum_some_rows({to, grad_x.element, count * pieces, sums.size, sums.size},
                                 of_columns.from_row(first * pieces));
@@ -152,35 +159,39 @@ void NormBackwardQuantize::cpu(const Tensor& grad_y, const Tensor& x, const Tens
   make_and_quantize({.y = grad_x,
                      .make = make,
                      .sources = {all.grad_y, all.x, all.grad_residual},
-                     .in_order = std::max(of_norm.in_order(), of_columns.in_order())},
-                    results[0], x.sym_sizes(), given, quantizer, group_of(results));
+                     .in_order = std::max(of_norm.in_order(), of_columns.in_order()),
+                     .together = of_y.together()},
+                    results[0], x.sym_sizes(), given, quantizer, group_of(results, 1));
   if (sums_norm) kernels::cpu::add_norm_sums(of_norm.from_row(0), rows, grad_weight, grad_bias);
   of_columns.finish(sums);
+  of_y.finish();
 }
 
-Results<5 + group_size> NormBackwardQuantize::reference(
+Results<NormBackwardQuantize::kResults> NormBackwardQuantize::reference(
     const Tensor& grad_y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& mean, const Tensor& inv_norm,
     const std::optional<Tensor>& grad_residual, const std::optional<Tensor>& given,
-    bool zero_centered_gamma, at::ScalarType sums_dtype, const Quantizer& quantizer,
-    std::array<bool, 8> output_mask) {
-  const auto [wants_x, wants_weight, wants_y, wants_sums, wants_bias, rows, columns, amax] =
-      output_mask;
-  Results<5> made;
+    const std::optional<Tensor>& y_given, bool zero_centered_gamma, at::ScalarType sums_dtype,
+    const Quantizer* quantizer, const Quantizer* y_quantizer, std::array<bool, 11> output_mask) {
+  const bool wants_weight = output_mask[1], wants_bias = output_mask[4],
+             makes_y = output_mask[2] || y_quantizer != nullptr;
+  Results<kMade> made;
   if (mean) {
     const auto [grad_x, grad_weight, grad_bias, y] = LayerNormBackward::reference(
         grad_y, x, weight, bias, *mean, inv_norm, grad_residual, zero_centered_gamma,
-        {true, wants_weight, wants_bias, wants_y});
+        {true, wants_weight, wants_bias, makes_y});
     made = {grad_x, grad_weight, y, {}, grad_bias};
   } else {
     const auto [grad_x, grad_weight, y] =
         RmsNormBackward::reference(grad_y, x, weight, inv_norm, grad_residual, zero_centered_gamma,
-                                   {true, wants_weight, wants_y});
+                                   {true, wants_weight, makes_y});
     made = {grad_x, grad_weight, y, {}, masked_out(weight, weight.scalar_type())};
   }
-  made[3] = wants_sums ? SumRows::reference(made[0], sums_dtype)[0] : masked_out(x, sums_dtype);
-  auto codes = Quantize::reference(made[0], given, quantizer, {rows, columns, amax});
-  if (!wants_x) made[0] = masked_out(x, x.scalar_type());
+  made[3] = output_mask[3] ? SumRows::reference(made[0], sums_dtype)[0] : masked_out(x, sums_dtype);
+  auto codes = joined(quantize_reference(made[0], given, quantizer, group_mask(output_mask, 1)),
+                      quantize_reference(made[2], y_given, y_quantizer, group_mask(output_mask)));
+  for (const size_t i : {size_t{0}, size_t{2}})
+    if (!output_mask[i]) made[i] = masked_out(made[i], made[i].scalar_type());
   return joined(std::move(made), std::move(codes));
 }
 
@@ -192,7 +203,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<NormBackwardQuantize>(
       library, {{"cpu", at::kCPU,
                  Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic, kStatistic, kStatistic,
-                       kArithmetic, kGiven, kArithmetic>::these,
+                       kArithmetic, kGiven, kGiven, kArithmetic>::these,
                  NormBackwardQuantize::cpu}});
 }
 

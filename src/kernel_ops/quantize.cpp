@@ -69,6 +69,12 @@ Results<group_size> Quantize::reference(const Tensor& x, const std::optional<Ten
   return group_reference(x, given, quantizer, output_mask);
 }
 
+Results<group_size> quantize_reference(const Tensor& x, const std::optional<Tensor>& given,
+                                       const Quantizer* quantizer, GroupMask mask) {
+  return quantizer != nullptr ? Quantize::reference(x, given, *quantizer, mask)
+                              : group_reference(x, given, quantizer, mask);
+}
+
 Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
                             const Quantizer& quantizer, bool column, at::ScalarType dtype,
                             const std::optional<Tensor>& amax, at::OptionalSymIntArrayRef sizes) {

@@ -31,6 +31,10 @@ struct Quantize {
                                        const Quantizer& quantizer, std::array<bool, 3> output_mask);
 };
 
+/// Quantize::reference where there may be no quantizer.
+Results<group_size> quantize_reference(const Tensor& x, const std::optional<Tensor>& given,
+                                       const Quantizer* quantizer, GroupMask mask);
+
 /// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which
 /// direction the codes are of, `amax` is what comes with codes that have one. Packed codes have
 /// numbers of more than one size: `sizes` says which, without it the padding is there too.

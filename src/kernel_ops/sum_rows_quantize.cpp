@@ -38,7 +38,7 @@ void SumRowsQuantize::cpu(const Tensor& x, const std::optional<Tensor>& given, a
                      .make = add,
                      .sources = {rows},
                      .in_order = sums.in_order()},
-                    x, x.sym_sizes(), given, quantizer, group_of(results));
+                    x, x.sym_sizes(), given, &quantizer, group_of(results));
   sums.finish(vector_out(results[0]));
 }
 

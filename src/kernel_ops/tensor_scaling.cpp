@@ -107,6 +107,26 @@ void quantize_delayed_made(const kernels::cpu::MadeRows& made, const std::option
                                       *scale->const_data_ptr<float>(), Target(group).out);
 }
 
+kernels::cpu::Seen quantize_delayed_band(const kernels::cpu::Band& band,
+                                         const std::optional<Tensor>& scale,
+                                         const Quantizer& quantizer, Group& group) {
+  return kernels::cpu::quantize_delayed_band(band, quantizer.format->element,
+                                             *scale->const_data_ptr<float>(),
+                                             group[row_codes].data_ptr<uint8_t>());
+}
+
+void finish_delayed(const kernels::ConstRows&, const kernels::cpu::Seen&,
+                    const std::optional<Tensor>& scale, const Quantizer& quantizer, Group& group) {
+  const Target target(group);
+  kernels::cpu::quantize_delayed({}, quantizer.format->element, *scale->const_data_ptr<float>(),
+                                 target.out);  // of no rows: the scale alone
+}
+
+void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
+                           const std::optional<Tensor>&, const Quantizer& quantizer, Group& group) {
+  kernels::cpu::quantize_current_seen(y, seen, options_of(quantizer), Target(group).out);
+}
+
 }  // namespace
 
 const CodeLayout kTensorScale{
@@ -125,6 +145,7 @@ const ScalingDef kCurrentScaling{
     .quantize = quantize_current,
     .reference = current_reference,
     .quantize_made = quantize_current_made,
+    .quantize_seen = quantize_current_seen,
 };
 
 const ScalingDef kDelayedScaling{
@@ -133,6 +154,8 @@ const ScalingDef kDelayedScaling{
     .quantize = quantize_delayed,
     .reference = delayed_reference,
     .quantize_made = quantize_delayed_made,
+    .quantize_band = quantize_delayed_band,
+    .quantize_seen = finish_delayed,
 };
 
 }  // namespace tandem

@@ -30,26 +30,33 @@ Lookup lookup_in(const Match& match) {
           [&match](uint32_t member) { return std::vector<const Step*>{match.steps[member]}; }};
 }
 
+/// Whether the members could become one step.
+bool fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
+                  FusionScope& scope) {
+  const Candidate candidate(steps, members, fusion);
+  if (scope.skips(candidate.name)) return false;
+  const Match match{candidate.steps, *scope.types};
+  Step step = fused_step(fusion, fusion.run, candidate.options, lookup_in(match), scope);
+  step.name = candidate.name;
+  Replacement replacement(steps, members, scope, scope.is_demanded);
+  Refusal refusal = fusion.refuse != nullptr ? fusion.refuse(match) : std::nullopt;
+  if (!refusal) refusal = check_names(fusion, match, scope);
+  if (!refusal) refusal = replacement.check(step);
+  scope.note(candidate.name, fusion.picture, candidate.place, refusal);
+  if (refusal) return false;
+  replacement.drop_undemanded_writes(step);
+  replacement.apply(steps, std::move(step));
+  return true;
+}
+
 }  // namespace
 
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope) {
   for (const Fusion* fusion : fusions) {
-    if (fusion->pass != scope.pass || scope.skips(*fusion)) continue;
-    for (size_t start = 0; start < steps.size(); ++start) {
-      const Members members = find_pattern(steps, start, *fusion);
-      if (members.empty()) continue;
-      const Candidate candidate(steps, members);
-      const Match match{candidate.steps, *scope.types};
-      Step step = fused_step(*fusion, fusion->run, candidate.options, lookup_in(match), scope);
-      Replacement replacement(steps, members, scope, scope.is_demanded);
-      Refusal refusal = fusion->refuse != nullptr ? fusion->refuse(match) : std::nullopt;
-      if (!refusal) refusal = check_names(*fusion, match, scope);
-      if (!refusal) refusal = replacement.check(step);
-      scope.note(*fusion, candidate.place, refusal);
-      if (refusal) continue;
-      replacement.drop_undemanded_writes(step);
-      replacement.apply(steps, std::move(step));
-    }
+    if (fusion->pass != scope.pass || scope.skips(fusion->name)) continue;
+    for (size_t start = 0; start < steps.size(); ++start)
+      for (const Members& members : find_patterns(steps, start, *fusion))
+        if (fuse_members(steps, members, *fusion, scope)) break;
   }
 }
 
@@ -145,10 +152,10 @@ class Claims {
          const UserGroups& groups, const FusionScope& scope) {
     for (const auto* of_pass : {&groups.forward, &groups.backward})
       for (const OpGroup& group : *of_pass)
-        for (size_t op = group.first; op <= group.last && !scope.skips(*group.fusion); ++op)
+        for (size_t op = group.first; op <= group.last && !scope.skips(group.fusion->name); ++op)
           by_op_.try_emplace(op, group.fusion->name);
     for (const auto& fusion : user.patterns)
-      if (fusion->pass != Pass::joint && !scope.skips(*fusion))
+      if (fusion->pass != Pass::joint && !scope.skips(fusion->name))
         add(fusion->pass == Pass::forward ? forward : backward, *fusion, *scope.types);
   }
 
@@ -165,10 +172,11 @@ class Claims {
     for (size_t start = 0; start < steps.size(); ++start) {
       const Members members = find_pattern(steps, start, fusion);
       if (members.empty()) continue;
-      const Candidate candidate(steps, members);
+      const Candidate candidate(steps, members, fusion);
       if (fusion.refuse != nullptr && fusion.refuse({candidate.steps, types})) continue;
       for (const Step* step : candidate.steps)
-        for (const Part& part : step->covers) by_op_.try_emplace(part.op, fusion.name);
+        if (step != nullptr)
+          for (const Part& part : step->covers) by_op_.try_emplace(part.op, fusion.name);
     }
   }
 
@@ -184,12 +192,12 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
                            const std::vector<const Fusion*>& fusions, const Claims& claims,
                            FusionScope& scope, std::vector<Type>& types) {
   for (const Fusion* fusion : fusions) {
-    if (scope.skips(*fusion)) continue;
+    if (scope.skips(fusion->name)) continue;
     const bool yields = is_built_in(fusion);
     for (size_t start = 0; start < forward.size(); ++start) {
       const Members members = find_pattern(forward, start, *fusion);
       if (members.empty()) continue;
-      const Candidate candidate(forward, members);
+      const Candidate candidate(forward, members, *fusion);
       const Match match{candidate.steps, types};
       Members backward_members;
       for (const Step* step : candidate.steps)
@@ -205,7 +213,7 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
         refusal = join(forward, backward, *fusion, {std::move(ahead), members},
                        {std::move(back), backward_members}, scope, types);
       }
-      scope.note(*fusion, candidate.place, refusal);
+      scope.note(fusion->name, fusion->picture, candidate.place, refusal);
     }
   }
 }
@@ -236,7 +244,7 @@ Refusal replace_forward(StepList& forward, const StepList& backward, GroupStep a
 void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vector<OpGroup>& groups,
                          FusionScope& scope, std::vector<Type>& types) {
   for (const OpGroup& group : groups) {
-    if (scope.skips(*group.fusion)) continue;
+    if (scope.skips(group.fusion->name)) continue;
     Refusal refusal = refuse_group(forward, group);
     if (!refusal) refusal = refuse_group(backward, group);
     if (!refusal && !takes_gradient(group, scope)) {
@@ -251,7 +259,7 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
         refusal = join(forward, backward, *group.fusion, {std::move(ahead.step), ahead.members},
                        {std::move(back.step), back.members}, scope, types);
     }
-    scope.note(*group.fusion, place_of(group), refusal);
+    scope.note(group.fusion->name, group.fusion->picture, place_of(group), refusal);
   }
 }
 

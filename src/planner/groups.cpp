@@ -14,7 +14,7 @@ std::vector<OpGroup> groups_of(Pass pass, const Description& description, const 
   std::vector<OpGroup> groups = user.groups(pass, description);
   std::erase_if(groups, [&](const OpGroup& group) {
     if (group.refusal && description.fuse)
-      scope.note(*group.fusion, place_of(group), group.refusal);
+      scope.note(group.fusion->name, group.fusion->picture, place_of(group), group.refusal);
     return group.refusal.has_value();
   });
   size_t next = 0;
@@ -233,7 +233,7 @@ GroupStep step_of_group(const StepList& steps, const OpGroup& group, const Fusio
 
 void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScope& scope) {
   for (const OpGroup& group : groups) {
-    if (scope.skips(*group.fusion)) continue;
+    if (scope.skips(group.fusion->name)) continue;
     Refusal refusal = refuse_group(steps, group);
     if (!refusal) {
       GroupStep made =
@@ -248,7 +248,7 @@ void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScop
         }
       }
     }
-    scope.note(*group.fusion, place_of(group), refusal);
+    scope.note(group.fusion->name, group.fusion->picture, place_of(group), refusal);
   }
 }
 

@@ -48,6 +48,29 @@ KnownSteps known_steps(Pass pass, bool of_families) {
   return steps;
 }
 
+/// The place of the step before the one at `place` in the chain.
+size_t source_of(const PatternStep& pattern, size_t place) {
+  return pattern.source == npos ? place - 1 : pattern.source;
+}
+
+/// An optional member is there or not, and nothing else changes by it.
+void check_optional(const Fusion& fusion, size_t place) {
+  const PatternStep& pattern = fusion.pattern[place];
+  TORCH_CHECK_VALUE(!pattern.is_optional() || fusion.pass != Pass::joint, "fusion \"", fusion.name,
+                    "\": expected optional steps in a pass of one direction, got one at ", place,
+                    " in the joint pass. Register a fusion without it.");
+  TORCH_CHECK_VALUE(place == 0 ? !pattern.is_optional()
+                               : !fusion.pattern[source_of(pattern, place)].is_optional(),
+                    "fusion \"", fusion.name, "\": expected step ", place,
+                    " of its pattern to be behind one that is always there, got ",
+                    place == 0 ? "none before it" : "an optional one",
+                    ". Name another with behind(place).");
+  TORCH_CHECK_VALUE(pattern.needs == npos || pattern.needs < fusion.pattern.size(), "fusion \"",
+                    fusion.name, "\": expected step ", place, " to need one of the ",
+                    fusion.pattern.size(), " of its pattern, got step ", pattern.needs,
+                    ". Count from 0.");
+}
+
 template <typename Listed>
 std::string joined(const Listed& names) {
   std::string text;
@@ -79,11 +102,6 @@ void check_link(const Fusion& fusion, size_t place, std::string_view whose,
                     ", got \"", shown(link), "\". Name one of them.");
 }
 
-/// The place of the step before the one at `place` in the chain.
-size_t source_of(const PatternStep& pattern, size_t place) {
-  return pattern.source == npos ? place - 1 : pattern.source;
-}
-
 /// The value through which a chain leaves a step on the way to `next`: of a name that the step does
 /// not write, what it reads.
 Value link_from(const Step& step, const PatternStep& next) {
@@ -106,6 +124,7 @@ bool takes_up(const Step& step, Value link, const PatternStep& pattern) {
 std::string place_of(const StepList& steps, const Members& members) {
   std::string place;
   for (const size_t m : members) {
+    if (m == npos) continue;
     if (!place.empty()) place += " + ";
     place += steps[m].covers.empty() ? steps[m].name
                                      : std::to_string(steps[m].covers[0].op) + "." + steps[m].name;
@@ -117,7 +136,7 @@ template <typename Has>
 Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
   for (const auto* operands : {&run.reads, &run.writes})
     for (const MemberOperand& operand : *operands)
-      if (!has(operand, operands == &run.reads))
+      if (match.has(operand.member) && !has(operand, operands == &run.reads))
         return "step " + match.steps[operand.member]->name +
                (operand.name == kOtherRead
                     ? " has not one read that is left"
@@ -135,6 +154,7 @@ void check_pattern(const Fusion& fusion) {
                       "\": expected step ", place,
                       " of its pattern to be behind an earlier one, got step ", pattern.source,
                       ". Count from 0, in the order of the pattern.");
+    check_optional(fusion, place);
     std::set<std::string_view> reads, writes;
     if (pattern.kind == StepKind::op) {
       const KnownSteps known = known_steps(fusion.pass, pattern.is_family);
@@ -157,29 +177,68 @@ void check_pattern(const Fusion& fusion) {
   }
 }
 
+namespace {
+
+bool is_pattern(const Members& members, const Fusion& fusion) {
+  for (size_t p = 0; p < members.size(); ++p)
+    if (const size_t needed = fusion.pattern[p].needs;
+        members[p] != npos && needed != npos && members[needed] == npos)
+      return false;
+  return members.size() == 1 ||
+         std::ranges::count(members, npos) + 1 < static_cast<std::ptrdiff_t>(members.size());
+}
+
+}  // namespace
+
 Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion) {
   if (!steps.has(start) || !matches(steps[start], fusion.pattern[0])) return {};
   Members members{start};
   for (size_t p = 1; p < fusion.pattern.size(); ++p) {
     const PatternStep& pattern = fusion.pattern[p];
     const Value link = link_from(steps[members[source_of(pattern, p)]], pattern);
-    if (!exists(link)) return {};
-    const auto readers = steps.readers(link);
-    const auto next = std::find_if(readers.begin(), readers.end(), [&](size_t reader) {
-      return matches(steps[reader], pattern) && takes_up(steps[reader], link, pattern) &&
-             std::find(members.begin(), members.end(), reader) == members.end();
-    });
-    if (next == readers.end()) return {};
-    members.push_back(*next);
+    size_t next = npos;
+    if (exists(link)) {
+      const auto readers = steps.readers(link);
+      const auto found = std::find_if(readers.begin(), readers.end(), [&](size_t reader) {
+        return matches(steps[reader], pattern) && takes_up(steps[reader], link, pattern) &&
+               std::find(members.begin(), members.end(), reader) == members.end();
+      });
+      if (found != readers.end()) next = *found;
+    }
+    if (next == npos && !pattern.is_optional()) return {};
+    members.push_back(next);
   }
-  return members;
+  for (size_t p = 0; p < members.size(); ++p)  // alone, without the one that it needs
+    if (const size_t needed = fusion.pattern[p].needs; needed != npos && members[needed] == npos)
+      members[p] = npos;
+  return is_pattern(members, fusion) ? members : Members{};
 }
 
-Candidate::Candidate(const StepList& list, const Members& members)
-    : place(place_of(list, members)) {
-  for (const size_t m : members) {
-    steps.push_back(&list[m]);
-    options.insert(options.end(), list[m].options.begin(), list[m].options.end());
+std::vector<Members> find_patterns(const StepList& steps, size_t start, const Fusion& fusion) {
+  const Members all = find_pattern(steps, start, fusion);
+  if (all.empty()) return {};
+  std::vector<Members> found{all};
+  for (size_t p = all.size(); p-- > 0;)  // rather without the last
+    if (fusion.pattern[p].is_optional() && all[p] != npos)
+      for (size_t i = 0, count = found.size(); i < count; ++i) {
+        Members fewer = found[i];
+        fewer[p] = npos;
+        found.push_back(std::move(fewer));
+      }
+  std::erase_if(found, [&](const Members& members) { return !is_pattern(members, fusion); });
+  std::ranges::stable_sort(
+      found, {}, [](const Members& members) { return std::ranges::count(members, npos); });
+  return found;
+}
+
+Candidate::Candidate(const StepList& list, const Members& members, const Fusion& fusion)
+    : name(fusion.name), place(place_of(list, members)) {
+  for (size_t p = 0; p < members.size(); ++p) {
+    steps.push_back(members[p] == npos ? nullptr : &list[members[p]]);
+    if (members[p] == npos) continue;
+    name += fusion.pattern[p].suffix;
+    const auto& options_of_step = list[members[p]].options;
+    options.insert(options.end(), options_of_step.begin(), options_of_step.end());
   }
 }
 

@@ -18,14 +18,15 @@ bool is_of_op(const Step& step) {
 
 }  // namespace
 
-bool FusionScope::skips(const Fusion& fusion) const {
-  return std::find(skipped->begin(), skipped->end(), fusion.name) != skipped->end();
+bool FusionScope::skips(const std::string& fusion) const {
+  return std::find(skipped->begin(), skipped->end(), fusion) != skipped->end();
 }
 
-void FusionScope::note(const Fusion& fusion, const std::string& place, const Refusal& refusal) {
+void FusionScope::note(const std::string& fusion, std::string_view picture,
+                       const std::string& place, const Refusal& refusal) {
   const std::string reason = refusal.value_or("");
-  if (noted.emplace(fusion.name, place, reason).second)
-    decisions->push_back({fusion.name, place, reason, std::string(fusion.picture)});
+  if (noted.emplace(fusion, place, reason).second)
+    decisions->push_back({fusion, place, reason, std::string(picture)});
 }
 
 namespace {
@@ -122,6 +123,7 @@ Replacement::Replacement(const StepList& steps, Members members, const FusionSco
       types_(*scope.types),
       is_demanded_(is_demanded),
       only_gradients_(only_gradients) {
+  std::erase(members_, npos);
   std::sort(members_.begin(), members_.end());
 }
 
@@ -129,7 +131,9 @@ Refusal Replacement::check(const Step& fused) {
   for (const auto& rule : {&Replacement::check_demanded, &Replacement::check_reads,
                            &Replacement::check_writes, &Replacement::check_mutations})
     if (auto refusal = (this->*rule)(fused)) return refusal;
-  for (const size_t place : {members_.front(), members_.back()})
+  Members places{members_.front(), members_.back()};
+  places.insert(places.end(), members_.begin() + 1, members_.end());
+  for (const size_t place : places)
     if (can_stand_at(place, fused)) {
       place_ = place;
       return std::nullopt;

@@ -33,9 +33,10 @@ struct FusionScope {
   /// Each decision once.
   std::set<std::tuple<std::string, std::string, std::string>> noted = {};
 
-  bool skips(const Fusion& fusion) const;
+  bool skips(const std::string& fusion) const;
   /// What has become of a candidate at a place.
-  void note(const Fusion& fusion, const std::string& place, const Refusal& refusal);
+  void note(const std::string& fusion, std::string_view picture, const std::string& place,
+            const Refusal& refusal);
 };
 
 /// How a fused step finds what it stands for.

@@ -40,7 +40,7 @@ class NormBackwardQuantize : public ::testing::TestWithParam<Shape> {
   static std::string fusion() {
     const auto [norm, add, bias] = GetParam();
     return std::string(norm) + "_backward" + (add ? "_add" : "") + (bias ? "_bias" : "") +
-           "_quantize";
+           "_quantize_quantize_y";  // that of the gradient, and that of y
   }
   static Ops ops() {
     const auto [norm, add, bias] = GetParam();
@@ -76,9 +76,10 @@ TEST_P(NormBackwardQuantize, Fires) {
   EXPECT_THAT(planned.backward(), HasSubstr(fusion() + ": grad of "));
   for (const char* gradient : {"0.basic_linear", "1.bias"})
     EXPECT_THAT(planned.backward(), Not(HasSubstr(std::string("\nquantize: grad of ") + gradient)));
+  EXPECT_THAT(planned.backward(), Not(ContainsRegex("\nquantize: [0-9]"))) << "y";
   EXPECT_THAT(planned.decisions(),
               Contains(::testing::AllOf(::testing::StartsWith(fusion() + " at "),
-                                        ::testing::EndsWith(" + quantize: made"))));
+                                        ::testing::EndsWith(" + quantize + quantize: made"))));
 }
 
 TEST_P(NormBackwardQuantize, EqualsBitwise) {
@@ -107,7 +108,7 @@ TEST_P(NormBackwardQuantize, WithFrozenParameters) {
   Tensors all = params();
   for (size_t i = 1; i + 1 < all.size(); ++i) all[i] = all[i].detach();
   const Planned planned(ops(), {leaf({32, 32})}, all, kMx);
-  EXPECT_THAT(planned.backward(), HasSubstr("_quantize: grad of "));
+  EXPECT_THAT(planned.backward(), HasSubstr("_quantize_quantize_y: grad of "));
   EXPECT_THAT(planned.backward(), Not(HasSubstr("bias_quantize")));
   expect_the_same_bits(ops(), {leaf({32, 32})}, all);
 }
@@ -132,7 +133,7 @@ TEST(NormBackwardQuantizeOf, AResidualThatGoesOnWritesTheGradient) {
     return Tensors{leaf({32, 32}, dtype, 2), leaf({32}, dtype, 3), leaf({32, 32}, dtype, 4)};
   };
   EXPECT_THAT(Planned(ops, {leaf({40, 32})}, params(at::kFloat), kMx).backward(),
-              ContainsRegex("rms_norm_backward_add_quantize: .* -> grad of [^ ]*, "));
+              ContainsRegex("rms_norm_backward_add_quantize_quantize_y: .* -> grad of [^ ]*, "));
   for (const auto dtype : kKernelDtypes) {
     const Tensors x{leaf({40, 32}, dtype)};
     const std::string unfused =
@@ -154,6 +155,82 @@ TEST(NormBackwardQuantizeOf, TheSameGradientTwiceIsRefused) {
               Contains("rms_norm_backward_add_quantize at 3.rms_norm.backward + add + quantize: "
                        "the sum has no other term"));
   expect_the_same_bits(ops, {leaf({40, 32})}, params);
+}
+
+/// norm -> linear, and nothing that multiplies before it: y alone goes to codes.
+class NormBackwardQuantizeY : public ::testing::TestWithParam<Shape> {
+ protected:
+  static std::string fusion() {
+    return std::string(GetParam().norm) + "_backward" + (GetParam().add ? "_add" : "") +
+           "_quantize_y";
+  }
+  static Ops ops() {
+    Ops list{GetParam().norm, "basic_linear"};
+    if (GetParam().add) {
+      list.insert(list.begin(), kOut);
+      list.push_back(kIn);
+    }
+    return list;
+  }
+  static Tensors params(at::ScalarType dtype = at::kFloat) {
+    Tensors list{leaf({64}, dtype, 4), leaf({64}, dtype, 5), leaf({64, 64}, dtype, 6)};
+    if (std::string_view(GetParam().norm) == "rms_norm") list.erase(list.begin() + 1);
+    return list;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Shapes, NormBackwardQuantizeY,
+                         ::testing::Values(Shape{"rms_norm", false, false},
+                                           Shape{"rms_norm", true, false},
+                                           Shape{"layer_norm", false, false},
+                                           Shape{"layer_norm", true, false}),
+                         ::testing::PrintToStringParamName());
+
+TEST_P(NormBackwardQuantizeY, FiresAndEqualsBitwise) {
+  const Planned planned(ops(), {leaf({32, 64})}, params(), kMx);
+  EXPECT_THAT(planned.backward(), HasSubstr(fusion() + ": grad of "));
+  EXPECT_THAT(planned.backward(), Not(ContainsRegex("\nquantize: [0-9]")));
+  EXPECT_THAT(planned.decisions(),
+              Contains(::testing::AllOf(::testing::StartsWith(fusion() + " at "),
+                                        ::testing::EndsWith(" + quantize: made"))));
+  for (const auto dtype : kKernelDtypes)
+    for (const int64_t rows : {0, 1, 33, 1120})
+      expect_the_same_bits(ops(), {leaf({rows, 64}, dtype)}, params(dtype));
+  EXPECT_TRUE(fused_equals_unfused(ops(), {leaf({32, 64})}, params(), kMx));
+}
+
+TEST_P(NormBackwardQuantizeY, NotWhereTheWeightBehindIsFrozen) {
+  Tensors all = params();
+  all.back() = all.back().detach();
+  EXPECT_THAT(Planned(ops(), {leaf({32, 64})}, all, kMx).backward(), Not(HasSubstr("_quantize_y")));
+  expect_the_same_bits(ops(), {leaf({32, 64})}, all);
+}
+
+TEST(NormBackwardQuantizeOf, AnotherGradientOfAnotherDtypeLeavesYToBeQuantized) {
+  // The stream in bfloat16 beside a norm in float32: the sum would round before the codes.
+  const Ops ops = {"basic_linear", kOut, "rms_norm", "basic_linear", kIn};
+  const Tensors x{leaf({40, 32}, at::kBFloat16)},
+      params{leaf({32, 32}, at::kBFloat16, 2), leaf({32}, at::kFloat, 3),
+             leaf({32, 32}, at::kFloat, 4)};
+  EXPECT_THAT(Planned(ops, x, params, kMx).backward(), HasSubstr("_quantize_y: grad of "));
+  expect_the_same_bits(ops, x, params);
+}
+
+TEST(NormBackwardQuantizeOf, WhatIsSkippedIsMadeWithLess) {
+  const Ops ops = {"basic_linear", "rms_norm", "basic_linear"};
+  const Tensors x{leaf({32, 32})}, params{leaf({32, 32}, at::kFloat, 2), leaf({32}, at::kFloat, 3),
+                                          leaf({32, 32}, at::kFloat, 4)};
+  const auto backward_without = [&](const std::string& names) {
+    return Planned(ops, x, params,
+                   R"({"training": true, "recipe": {"name": "MXFP8BlockScaling"}, )"
+                   R"("skipped_fusions": [)" +
+                       names + "]}")
+        .backward();
+  };
+  const std::string all = R"("rms_norm_backward_quantize_quantize_y")";
+  EXPECT_THAT(backward_without(all), HasSubstr("rms_norm_backward_quantize: "));
+  EXPECT_THAT(backward_without(all + R"(, "rms_norm_backward_quantize")"),
+              HasSubstr("rms_norm_backward_quantize_y: "));
+  EXPECT_THAT(backward_without(R"("rms_norm_backward")"), HasSubstr("rms_norm.backward: "));
 }
 
 class AddNormQuantize : public ::testing::TestWithParam<const char*> {

@@ -105,10 +105,9 @@ TEST(ActivationFusion, BackwardBiasFiresAndEquals) {
                      leaf({4, glu ? 6 : 12}, dtype, 4)};
     };
     const Planned planned(ops, {leaf({5, 8})}, params(at::kFloat));
-    EXPECT_THAT(planned.backward(), HasSubstr(fusion + ": grad of 2." + op +
-                                              ".y, 1.bias.y -> grad of 1.bias.y, grad of "
-                                              "1.bias.bias, 2." +
-                                              op + ".y\n"));
+    EXPECT_THAT(planned.backward(),
+                HasSubstr(fusion + ": grad of 2." + op + ".y, 1.bias.y -> grad of 1.bias.y, 2." +
+                          op + ".y, grad of 1.bias.bias\n"));
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
       EXPECT_TRUE(fused_equals_unfused(ops, {leaf({5, 8}, dtype)}, params(dtype))) << op << dtype;
     EXPECT_TRUE(fused_equals_unfused(ops, {leaf({5, 8})}, params(at::kFloat), kRecipe)) << op;

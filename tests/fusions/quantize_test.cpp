@@ -44,13 +44,16 @@ TEST(QuantizeFusion, OfAnMlpWithABiasFiresInBothDirections) {
     const Planned planned(mlp.ops(), {leaf({32, 32})}, mlp.params(),
                           fields_of("MXFP8BlockScaling"));
     const std::string unit = is_gated(op) ? "glu" : "activation";
+    const std::string all = "_backward_bias_quantize_quantize_y";
     EXPECT_THAT(planned.forward(), HasSubstr("linear_bias_" + unit + "_quantize: x in "));
-    EXPECT_THAT(planned.backward(), HasSubstr(unit + "_backward_bias_quantize: grad of "));
+    EXPECT_THAT(planned.backward(), HasSubstr(unit + all + ": grad of "));
+    EXPECT_THAT(planned.backward(), Not(::testing::ContainsRegex("\nquantize: [0-9]"))) << "y";
     EXPECT_THAT(planned.decisions(),
                 Contains("linear_bias_" + unit + "_quantize at 0.basic_linear + 1.bias + 2." + op +
                          " + quantize: made"));
-    EXPECT_THAT(planned.decisions(), Contains(unit + "_backward_bias_quantize at 2." + op +
-                                              ".backward + 1.bias.grad_bias + quantize: made"));
+    EXPECT_THAT(planned.decisions(), Contains(unit + all + " at 2." + op +
+                                              ".backward + 1.bias.grad_bias + quantize + quantize: "
+                                              "made"));
   }
 }
 
@@ -91,7 +94,7 @@ TEST(QuantizeFusion, OfAFrozenBiasSumsNothing) {
   params[1] = params[1].detach();
   const Planned planned(Mlp("gelu").ops(), {leaf({32, 32})}, params,
                         fields_of("MXFP8BlockScaling"));
-  EXPECT_THAT(planned.backward(), HasSubstr("activation_backward_quantize: "));
+  EXPECT_THAT(planned.backward(), HasSubstr("activation_backward_quantize_quantize_y: "));
   EXPECT_THAT(planned.backward(), Not(HasSubstr("bias_quantize")));
   expect_the_same_bits(Mlp("gelu").ops(), {leaf({32, 32})}, params, "MXFP8BlockScaling");
 }
@@ -111,6 +114,30 @@ TEST(QuantizeFusion, OfABiasBehindNoProduct) {
     expect_the_same_bits(ops, {leaf({32, 64}, at::kBFloat16)}, params(at::kFloat),
                          "MXFP8BlockScaling");
   }
+}
+
+TEST(QuantizeFusion, OfYThatIsWrittenAgainAlone) {
+  for (const std::string op : kUnits)
+    for (const bool bias : {false, true}) {
+      const std::string fusion = std::string(is_gated(op) ? "glu" : "activation") + "_backward" +
+                                 (bias ? "_bias" : "") + "_quantize_y";
+      const Ops ops = bias ? Ops{"bias", op, "basic_linear"} : Ops{op, "basic_linear"};
+      const auto params = [&](at::ScalarType dtype) {
+        Tensors list{leaf({64}, dtype, 3), leaf({32, is_gated(op) ? 32 : 64}, dtype, 4)};
+        if (!bias) list.erase(list.begin());
+        return list;
+      };
+      const Planned planned(ops, {leaf({32, 64})}, params(at::kFloat),
+                            fields_of("MXFP8BlockScaling"));
+      EXPECT_THAT(planned.backward(), HasSubstr(fusion + ": grad of "));
+      EXPECT_THAT(planned.backward(), Not(::testing::ContainsRegex("\nquantize: [0-9]")));
+      for (const std::string recipe : kRecipes)
+        for (const auto dtype : kKernelDtypes)
+          for (const int64_t rows : {0, 33, 1120})
+            expect_the_same_bits(ops, {leaf({rows, 64}, dtype)}, params(dtype), recipe);
+      EXPECT_TRUE(fused_equals_unfused(ops, {leaf({32, 64})}, params(at::kFloat),
+                                       fields_of("MXFP8BlockScaling")));
+    }
 }
 
 TEST(QuantizeFusion, WritesYWhereItIsDemanded) {

@@ -56,36 +56,60 @@ TEST(ActivationQuantizeOp, GivesTheBitsOfBothInTurn) {
 }
 TEST(ActivationQuantizeOp, OfGatedUnitsToo) { expect_the_bits_of_both<GluQuantize, GluForward>(2); }
 
+Optional given_to_it(const Quantizer* quantizer) {
+  if (quantizer == nullptr) return std::nullopt;
+  return quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f))
+                                         : given_for(*quantizer);
+}
+
+/// What is asked of the codes of one matrix: no quantizer where nothing is.
+Results<group_size> codes_alone(const at::Tensor& x, const Quantizer* quantizer,
+                                array<bool, 3> mask) {
+  if (quantizer != nullptr) return dispatch<Quantize>(x, given_to_it(quantizer), *quantizer, mask);
+  return quantize_reference(x, std::nullopt, nullptr, mask);
+}
+
 template <typename Fused, typename Backward>
 void expect_the_bits_of_backward(int64_t width_step) {
-  for (const Quantizer* quantizer : with_delayed()) {
-    const Optional given =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
+  const std::vector<const Quantizer*> all = with_delayed();
+  for (size_t q = 0; q < all.size(); ++q) {
+    const Quantizer *const one = all[q], *const other = all[(q + 5) % all.size()];
     for_every_case(width_step, [&](const at::Tensor& z) {
       std::vector<int64_t> sizes = z.sizes().vec();
       sizes.back() /= width_step;
       const at::Tensor grad_y = random(sizes, z.scalar_type(), 3);
       const auto made =
           dispatch<Backward>(grad_y, z, std::string_view("gelu"), array{true, true, true});
-      for (const auto& mask : {array{true, true, true, true, true, true},
-                               array{false, false, false, true, false, true},
-                               array{false, false, true, true, false, true},
-                               array{false, true, true, true, true, false},
-                               array{true, false, true, false, false, true}}) {
-        const auto codes =
-            dispatch<Quantize>(made[0], given, *quantizer, array{mask[3], mask[4], mask[5]});
-        const auto fused =
-            dispatch<Fused>(grad_y, z, given, std::string_view("gelu"), *quantizer, mask);
+      for (const auto& mask :
+           {array{true, true, true, true, true, true, true, true, true},
+            array{false, false, false, true, false, true, false, false, false},
+            array{false, false, true, true, false, true, false, true, false},
+            array{false, true, true, true, true, false, false, false, false},
+            array{true, false, true, false, false, true, true, true, false},
+            array{true, false, true, false, false, false, false, true, false},
+            array{false, false, false, false, false, false, true, true, true},
+            array{false, true, false, false, false, false, false, false, true}}) {
+        const Quantizer *const of_grad = mask[3] || mask[4] || mask[5] ? one : nullptr,
+                               *const of_y = mask[6] || mask[7] || mask[8] ? other : nullptr;
+        const auto codes = codes_alone(made[0], of_grad, {mask[3], mask[4], mask[5]}),
+                   codes_of_y = codes_alone(made[2], of_y, {mask[6], mask[7], mask[8]});
+        const auto run = [&](const auto& function) {
+          return function(grad_y, z, given_to_it(of_grad), given_to_it(of_y),
+                          std::string_view("gelu"), of_grad, of_y, mask);
+        };
+        const auto fused = run([](const auto&... args) { return dispatch<Fused>(args...); });
         EXPECT_TRUE(same(fused[0], mask[0] ? made[0] : made[0].new_empty({0})));
         EXPECT_TRUE(same(fused[1], mask[1] ? made[2] : made[2].new_empty({0})));
         EXPECT_TRUE(same(fused[2], mask[2] ? made[1] : made[1].new_empty({0})));
-        for (size_t part = 0; part < group_size; ++part)
-          EXPECT_TRUE(same(fused[part + 3], codes[part])) << quantizer->text << " part " << part;
+        for (size_t part = 0; part < group_size; ++part) {
+          EXPECT_TRUE(same(fused[3 + part], codes[part])) << one->text << " part " << part;
+          EXPECT_TRUE(same(fused[3 + group_size + part], codes_of_y[part]))
+              << other->text << " of y, part " << part;
+        }
         if (!mask[0]) continue;  // composite forms are slow
-        const auto reference =
-            Fused::reference(grad_y, z, given, std::string_view("gelu"), *quantizer, mask);
+        const auto reference = run([](const auto&... args) { return Fused::reference(args...); });
         for (size_t i = 0; i < reference.size(); ++i)
-          EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << quantizer->text << " result " << i;
+          EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << one->text << " result " << i;
       }
     });
   }
@@ -100,27 +124,32 @@ TEST(ActivationQuantizeOp, OfGradientsOfGatedUnits) {
 
 TEST(ActivationQuantizeOp, SumsOfManyBlocksOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const Quantizer* quantizer : with_delayed()) {
-    const Optional given =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
-    for (const int64_t rows : {600, 1100, 4500}) {
-      const at::Tensor grad_y = random({rows, 40}, at::kBFloat16, 2),
-                       z = random({rows, 80}, at::kFloat);
-      const auto made =
-          dispatch<GluBackward>(grad_y, z, std::string_view("silu"), array{true, true, false});
-      const auto codes = dispatch<Quantize>(made[0], given, *quantizer, array{true, true, true});
-      for (const int count : {1, 2, 3}) {
-        at::set_num_threads(count);
-        const auto fused =
-            dispatch<GluBackwardQuantize>(grad_y, z, given, std::string_view("silu"), *quantizer,
-                                          array{false, false, true, true, true, true});
-        EXPECT_TRUE(same(fused[2], made[1])) << quantizer->text << " " << rows;
-        for (size_t part = 0; part < group_size; ++part)
-          EXPECT_TRUE(same(fused[part + 3], codes[part])) << quantizer->text << " part " << part;
+  const std::vector<const Quantizer*> all = with_delayed();
+  for (size_t q = 0; q < all.size(); ++q)
+    for (const Quantizer* const of_y : {all[q], all[(q + 3) % all.size()]})
+      for (const int64_t rows : {600, of_y == all[q] ? 1100 : 4500}) {
+        const at::Tensor grad_y = random({rows, 40}, at::kBFloat16, 2);
+        at::Tensor z = random({rows, 80}, at::kFloat);
+        z[rows - 2][3] = NAN;
+        z[rows / 2][60] = INFINITY;
+        const auto made =
+            dispatch<GluBackward>(grad_y, z, std::string_view("silu"), array{true, true, true});
+        const auto codes = codes_alone(made[0], all[q], {true, true, true}),
+                   codes_of_y = codes_alone(made[2], of_y, {true, true, true});
+        for (const int count : {1, 2, 3}) {
+          at::set_num_threads(count);
+          const auto fused = dispatch<GluBackwardQuantize>(
+              grad_y, z, given_to_it(all[q]), given_to_it(of_y), std::string_view("silu"), all[q],
+              of_y, array{false, false, true, true, true, true, true, true, true});
+          EXPECT_TRUE(same(fused[2], made[1])) << all[q]->text << " " << rows;
+          for (size_t part = 0; part < group_size; ++part) {
+            EXPECT_TRUE(same(fused[3 + part], codes[part])) << all[q]->text << " part " << part;
+            EXPECT_TRUE(same(fused[3 + group_size + part], codes_of_y[part]))
+                << of_y->text << " of y beside " << all[q]->text << ", part " << part;
+          }
+        }
+        at::set_num_threads(threads);
       }
-      at::set_num_threads(threads);
-    }
-  }
 }
 
 TEST(ActivationQuantizeOp, OfManyBlocksWithNanAndInfinity) {
@@ -153,6 +182,20 @@ TEST(ActivationQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
       },
       ThrowsText<c10::ValueError>("activation_quantize: expected no scale and no seed for ",
                                   "got one"));
+}
+
+TEST(ActivationQuantizeOpErrors, CodesWithoutAQuantizer) {
+  const Quantizer* const none = nullptr;
+  for (const bool is_given : {false, true})
+    EXPECT_THAT(
+        [&] {
+          dispatch<GluBackwardQuantize>(
+              random({4, 3}), random({4, 6}), Optional(),
+              is_given ? Optional(at::scalar_tensor(1.0f)) : Optional(), std::string_view("silu"),
+              none, none, array{true, false, false, false, false, false, !is_given, false, false});
+        },
+        ThrowsText<c10::ValueError>("activation_backward_quantize: expected a quantizer for what ",
+                                    "got none. Name one"));
 }
 
 }  // namespace

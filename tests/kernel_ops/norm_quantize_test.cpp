@@ -30,18 +30,28 @@ Optional given_to_it(const Quantizer& quantizer) {
   return quantizer.scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(quantizer);
 }
 
+Results<group_size> codes_alone(const at::Tensor& x, const Quantizer* quantizer,
+                                array<bool, 3> mask) {
+  if (quantizer == nullptr) return quantize_reference(x, std::nullopt, nullptr, mask);
+  return dispatch<Quantize>(x, given_to_it(*quantizer), *quantizer, mask);
+}
+
 /// Whether its composite forms, which are slow, are asked for their sizes.
 bool is_small(const at::Tensor& x) { return x.numel() <= 8192; }
 
 /// Results are `expected`, of which those that are masked out are empty, then codes.
-template <size_t N, size_t M>
+template <size_t N, size_t M, typename... Codes>
 void expect_results(const Results<N>& got, const Results<M>& expected, const array<bool, M>& wanted,
-                    const Results<group_size>& codes) {
-  static_assert(N == M + group_size);
+                    const Codes&... codes) {
+  static_assert(N == M + sizeof...(Codes) * group_size);
   for (size_t i = 0; i < M; ++i)
     EXPECT_TRUE(same(got[i], wanted[i] ? expected[i] : expected[i].new_empty({0}))) << i;
-  for (size_t part = 0; part < group_size; ++part)
-    EXPECT_TRUE(same(got[M + part], codes[part])) << "part " << part;
+  size_t i = M;
+  for (const Results<group_size>* group : {&codes...})
+    for (const at::Tensor& part : *group) {
+      EXPECT_TRUE(same(got[i], part)) << "result " << i;
+      ++i;
+    }
 }
 template <size_t N>
 void expect_sizes(const Results<N>& got, const Results<N>& expected) {
@@ -76,9 +86,8 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
   }
 
   void expect_backward(const at::Tensor& grad_y, const at::Tensor& x, const at::Tensor& weight,
-                       const Optional& residual, const Quantizer& quantizer,
+                       const Optional& residual, const Quantizer& one, const Quantizer& other,
                        at::ScalarType of_sums = at::kFloat) {
-    const Optional given = given_to_it(quantizer);
     const at::Tensor beta = random(weight.sizes(), weight.scalar_type(), 9);
     const Optional bias = is_layer_norm() ? Optional(beta) : Optional();
     Optional mean;
@@ -100,22 +109,29 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
     }
     made[3] = dispatch<SumRows>(made[0], of_sums)[0];
     const bool with_bias = is_layer_norm();
-    for (const auto& mask : {array{true, true, true, true, with_bias, true, true, true},
-                             array{false, false, false, false, false, true, true, false},
-                             array{false, true, false, false, with_bias, true, false, true},
-                             array{false, false, false, true, false, true, true, true},
-                             array{false, false, true, true, with_bias, false, true, false},
-                             array{true, true, false, false, false, false, false, true}}) {
-      const auto codes =
-          dispatch<Quantize>(made[0], given, quantizer, array{mask[5], mask[6], mask[7]});
+    for (const auto& mask :
+         {array{true, true, true, true, with_bias, true, true, true, true, true, true},
+          array{false, false, false, false, false, true, true, false, false, false, false},
+          array{false, true, false, false, with_bias, true, false, true, false, true, false},
+          array{false, false, false, true, false, true, true, true, true, true, true},
+          array{false, false, true, true, with_bias, false, true, false, false, false, false},
+          array{true, true, false, false, false, false, false, true, false, false, true},
+          array{true, true, false, false, with_bias, false, false, false, false, true, false},
+          array{false, true, true, true, false, false, false, false, true, true, true}}) {
+      const Quantizer *const of_grad = mask[5] || mask[6] || mask[7] ? &one : nullptr,
+                             *const of_y = mask[8] || mask[9] || mask[10] ? &other : nullptr;
+      const Optional given = of_grad == nullptr ? Optional() : given_to_it(*of_grad),
+                     y_given = of_y == nullptr ? Optional() : given_to_it(*of_y);
       const auto run = [&](const auto& function) {
-        return function(grad_y, x, weight, bias, mean, inv_norm, residual, given, true, of_sums,
-                        quantizer, mask);
+        return function(grad_y, x, weight, bias, mean, inv_norm, residual, given, y_given, true,
+                        of_sums, of_grad, of_y, mask);
       };
       const auto fused =
           run([](const auto&... args) { return dispatch<NormBackwardQuantize>(args...); });
-      expect_results(fused, made, array{mask[0], mask[1], mask[2], mask[3], mask[4]}, codes);
-      if (mask[0] && mask[2] && is_small(x))
+      expect_results(fused, made, array{mask[0], mask[1], mask[2], mask[3], mask[4]},
+                     codes_alone(made[0], of_grad, {mask[5], mask[6], mask[7]}),
+                     codes_alone(made[2], of_y, {mask[8], mask[9], mask[10]}));
+      if (mask[0] && is_small(x))
         expect_sizes(
             run([](const auto&... args) { return NormBackwardQuantize::reference(args...); }),
             fused);
@@ -144,21 +160,25 @@ TEST_P(NormQuantizeOp, OfASumOfTwoDtypesAndManyRows) {
 }
 
 TEST_P(NormQuantizeOp, OfGradientsGivesTheBitsOfAllInTurn) {
-  for (const Quantizer* quantizer : with_delayed()) {
-    SCOPED_TRACE(quantizer->text);
+  const std::vector<const Quantizer*> all = with_delayed();
+  for (size_t q = 0; q < all.size(); ++q) {
+    SCOPED_TRACE(all[q]->text);
     for_every_case(1, [&](const at::Tensor& x) {
       const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
                        grad_y = random(x.sizes(), x.scalar_type(), 4);
-      expect_backward(grad_y, x, weight, Optional(), *quantizer);
-      expect_backward(grad_y, x, weight, random(x.sizes(), x.scalar_type(), 5), *quantizer);
+      const bool is_alike = x.size(-1) == 16;
+      expect_backward(grad_y, x, weight,
+                      is_alike ? Optional() : random(x.sizes(), x.scalar_type(), 5), *all[q],
+                      *all[is_alike ? q : (q + 5) % all.size()]);
     });
   }
 }
 
 TEST_P(NormQuantizeOp, OfGradientsOfManyBlocksOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const Quantizer* quantizer : with_delayed()) {
-    SCOPED_TRACE(quantizer->text);
+  const std::vector<const Quantizer*> all = with_delayed();
+  for (size_t q = 0; q < all.size(); ++q) {
+    SCOPED_TRACE(all[q]->text);
     for (const int64_t rows : {600, 1100, 4500}) {
       // Elements that differ, as under autocast.
       const at::Tensor grad_y = random({rows, 40}, at::kFloat, 2),
@@ -167,8 +187,8 @@ TEST_P(NormQuantizeOp, OfGradientsOfManyBlocksOnAnyNumberOfThreads) {
       x[rows - 3][7] = INFINITY;
       for (const int count : {1, 2, 3}) {
         at::set_num_threads(count);
-        expect_backward(grad_y, x, weight, random({rows, 40}, at::kBFloat16, 6), *quantizer,
-                        at::kBFloat16);
+        expect_backward(grad_y, x, weight, random({rows, 40}, at::kBFloat16, 6), *all[q],
+                        *all[(q + static_cast<size_t>(count) - 1) % all.size()], at::kBFloat16);
       }
       at::set_num_threads(threads);
     }
@@ -179,13 +199,15 @@ TEST_P(NormQuantizeOp, OfGradientsOverTwoDimensions) {
   for (const Quantizer* quantizer : with_delayed()) {
     SCOPED_TRACE(quantizer->text);
     const at::Tensor x = random({50, 2, 24}), weight = random({2, 24}, at::kFloat, 3);
-    expect_backward(random({50, 2, 24}, at::kFloat, 4), x, weight, Optional(), *quantizer);
+    expect_backward(random({50, 2, 24}, at::kFloat, 4), x, weight, Optional(), *quantizer,
+                    *quantizer);
   }
 }
 
 TEST(NormQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
   const at::Tensor x = random({4, 6}), weight = random({6}), rows = random({4});
   const Optional given = at::scalar_tensor(1.0f), none;
+  const Quantizer* const nobody = nullptr;
   EXPECT_THAT(
       [&] {
         dispatch<AddNormQuantize>(x, x, weight, none, given, kEps, false, *quantizers()[0],
@@ -195,12 +217,22 @@ TEST(NormQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
                                   "got one"));
   EXPECT_THAT(
       [&] {
-        dispatch<NormBackwardQuantize>(x, x, weight, none, none, rows, none, given, false,
-                                       at::kFloat, *quantizers()[0],
-                                       array{true, false, false, false, false, true, false, false});
+        dispatch<NormBackwardQuantize>(
+            x, x, weight, none, none, rows, none, given, none, false, at::kFloat, quantizers()[0],
+            nobody,
+            array{true, false, false, false, false, true, false, false, false, false, false});
       },
       ThrowsText<c10::ValueError>("norm_backward_quantize: expected no scale and no seed for ",
                                   "got one"));
+  EXPECT_THAT(
+      [&] {
+        dispatch<NormBackwardQuantize>(
+            x, x, weight, none, none, rows, none, none, none, false, at::kFloat, quantizers()[0],
+            nobody,
+            array{true, false, false, false, false, true, false, false, false, true, false});
+      },
+      ThrowsText<c10::ValueError>("norm_backward_quantize: expected a quantizer for what is given ",
+                                  "got none"));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -29,7 +30,9 @@ using kernels::Fp8Format;
 using kernels::Fp8Output;
 using kernels::MxDirection;
 using kernels::Mxfp8Output;
+using kernels::cpu::Band;
 using kernels::cpu::MadeRows;
+using kernels::cpu::Seen;
 
 constexpr uint8_t kUnwritten = 0xA5;
 
@@ -47,6 +50,30 @@ MadeRows copies_of(const Matrix& x, Matrix* kept) {
                           bytes);
           },
           {from}};
+}
+
+/// Makes a matrix and has `take(band)` quantize each band, of a multiple of `together` rows;
+/// returns what all of them have seen.
+template <typename Take>
+Seen in_bands(const MadeRows& copies, size_t together, const Take& take) {
+  MadeRows made = copies;
+  made.together = together;
+  std::mutex lock;
+  Seen all;
+  made.make = [&](size_t first, size_t count, void* to) {
+    const kernels::Rows& y = made.y;
+    EXPECT_EQ(first % together, 0u);
+    EXPECT_TRUE(count % together == 0 || first + count == y.rows) << first << " " << count;
+    copies.make(first, count, to);
+    const kernels::Rows rows{kernels::cpu::memory_beside(count * y.cols), y.element, count, y.cols,
+                             y.cols};
+    std::memcpy(rows.data, to, count * y.cols * bytes_per_element(y.element));
+    const Seen seen = take(Band{rows, first, y.rows});
+    const std::scoped_lock locked(lock);
+    all = {std::max(all.amax, seen.amax), all.has_nan || seen.has_nan};
+  };
+  kernels::cpu::make_all(made);
+  return all;
 }
 
 /// All that one of the functions writes.
@@ -222,6 +249,97 @@ TEST_P(QuantizeMade, InFp4Blocks) {
       }
 }
 
+TEST_P(QuantizeMade, InBandsBesideAnotherMatrixWithAScaleThatIsGiven) {
+  for (const size_t together : {size_t{1}, size_t{128}})
+    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+      const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
+      if (made == nullptr) return kernels::cpu::quantize_delayed(x, Fp8Format::e5m2, 3.0f, out);
+      kernels::cpu::quantize_delayed({}, Fp8Format::e5m2, 3.0f, out);  // of no rows: the scale
+      to.numbers[1] =
+          in_bands(*made, together, [&](const Band& band) {
+            return kernels::cpu::quantize_delayed_band(band, Fp8Format::e5m2, 3.0f, out.codes);
+          }).amax;
+    });
+}
+
+TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInBlocksOf128) {
+  {
+    const ScopedTarget target(GetParam());
+    if (!kernels::cpu::takes_bands_of_blocks()) GTEST_SKIP() << "vectors of one lane";
+  }
+  for (const bool is_square : {false, true})
+    expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+      const auto output = [&](size_t i, Fp8BlockShape shape) -> Fp8BlockOutput {
+        return {to.code(i, x),
+                to.scale<float>(i, kernels::fp8_block_scales(shape, x.rows, x.cols).size())};
+      };
+      Fp8BlockOutput row, column, square;
+      if (is_square) {
+        square = output(0, Fp8BlockShape::square);
+      } else {
+        row = output(0, Fp8BlockShape::row);
+        column = output(1, Fp8BlockShape::column);
+      }
+      const Fp8BlockScaling scaling{Fp8Format::e4m3, 0.0f, false};
+      if (made == nullptr)
+        return kernels::cpu::fp8_block_quantize(x, scaling, row, column, square, &to.numbers[0]);
+      to.numbers[0] =
+          in_bands(*made, kernels::kFp8Block, [&](const Band& band) {
+            return kernels::cpu::fp8_block_quantize_band(band, scaling, row, column, square);
+          }).amax;
+    });
+}
+
+TEST_P(QuantizeMade, InBandsBesideAnotherMatrixInMxBlocks) {
+  {
+    const ScopedTarget target(GetParam());
+    if (!kernels::cpu::takes_bands_of_blocks()) GTEST_SKIP() << "vectors of one lane";
+  }
+  for (const bool is_square : {false, true})
+    for (const size_t together : {size_t{32}, size_t{128}})
+      expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+        std::array<Mxfp8Output, 2> out;
+        for (const size_t i : {0u, 1u}) {
+          const auto shape = kernels::mx_scale_shape(static_cast<MxDirection>(i), x.rows, x.cols);
+          out[i] = {to.code(i, x), to.scale<uint8_t>(i, shape.size())};
+        }
+        const kernels::Mxfp8Scaling scaling{Fp8Format::e5m2, is_square};
+        if (made == nullptr)
+          return kernels::cpu::mxfp8_quantize(x, scaling, out[0], out[1], &to.numbers[0]);
+        to.numbers[0] = in_bands(*made, together, [&](const Band& band) {
+                          return kernels::cpu::mxfp8_quantize_band(band, scaling, out[0], out[1]);
+                        }).amax;
+      });
+}
+
+TEST_P(QuantizeMade, OnceItsAmaxIsSeen) {
+  const kernels::CurrentScaling scaling{Fp8Format::e4m3, 0.0f, true};
+  expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+    const Fp8Output out{to.code(0, x), &to.numbers[0], &to.numbers[1]};
+    if (made == nullptr) return kernels::cpu::quantize_current(x, scaling, out);
+    const Seen seen = in_bands(*made, 1, kernels::cpu::look_at_band);
+    kernels::cpu::quantize_current_seen(x, seen, scaling, out);
+  });
+  expect_same_bits([=](ConstRows x, const MadeRows* made, Written& to) {
+    std::array<kernels::Fp4Output, 2> out;
+    std::array<float, 2> amaxes{};
+    for (const size_t i : {0u, 1u}) {
+      const auto direction = static_cast<kernels::Fp4Direction>(i);
+      to.codes[i].assign(kernels::fp4_code_shape(direction, x.rows, x.cols).size() + 1, kUnwritten);
+      out[i] = {to.codes[i].data(),
+                to.scale<uint8_t>(i, kernels::fp4_scale_shape(direction, x.rows, x.cols).size()),
+                &amaxes[i]};
+    }
+    const kernels::Fp4Scaling four{.rotates_columns = true};
+    if (made == nullptr) {
+      kernels::cpu::nvfp4_quantize(x, four, out[0], out[1], &to.numbers[0]);
+    } else {
+      const Seen seen = in_bands(*made, 1, kernels::cpu::look_at_band);
+      kernels::cpu::nvfp4_quantize_seen(x, seen, four, out[0], out[1], &to.numbers[0]);
+    }
+  });
+}
+
 TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
   const ScopedTarget target(GetParam());
   const ScopedThreadPool pool(3);
@@ -232,14 +350,17 @@ TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
     Matrix kept(x.element(), x.rows(), x.cols());
     std::vector<uint8_t> codes(x.size());
     float numbers[2];
-    for (const size_t kind : {0u, 1u, 2u, 3u}) {
+    for (const size_t kind : {0u, 1u, 2u, 3u, 4u, 5u}) {
       MadeRows made = copies_of(x, &kept);
       made.in_order = kernels::sum_block_rows(x.rows());
+      if (kind == 5) made.together = 128;
       std::mutex lock;
       std::map<size_t, std::pair<std::thread::id, size_t>> next_of_block;
       made.make = [&, copy = made.make](size_t first, size_t count, void* to) {
         copy(first, count, to);
         const std::scoped_lock locked(lock);
+        EXPECT_TRUE(first % made.together == 0 &&
+                    (count % made.together == 0 || first + count == x.rows()));
         for (size_t r = first; r < first + count; ++r) {
           const auto [place, is_first] = next_of_block.try_emplace(
               r / made.in_order, std::this_thread::get_id(), r / made.in_order * made.in_order);
@@ -254,8 +375,12 @@ TEST_P(QuantizeMade, RowsOfASumAreAskedForInOrderByOneThread) {
       } else if (kind == 2) {
         kernels::cpu::quantize_delayed_made(made, Fp8Format::e4m3, 2.0f,
                                             {codes.data(), &numbers[0], &numbers[1]});
-      } else {
+      } else if (kind == 3) {
         EXPECT_GT(kernels::cpu::amax_made(made), 0.0f);
+      } else if (kind == 4) {
+        kernels::cpu::make_all(made);
+      } else {
+        kernels::cpu::mxfp8_quantize_made(made, {}, {}, {}, numbers);
       }
       EXPECT_EQ(next_of_block.size(), kernels::sum_blocks(x.rows())) << kind;
     }

@@ -68,8 +68,8 @@ TEST_F(Explain, TextSaysWhatRunsIsKeptAndFuses) {
       "    made    linear_bias_activation at 0.basic_linear + 1.bias + 2.gelu\n"
       "              x, weight -> product -> + bias -> z (if demanded) -> act -> y\n"
       "    made    activation_backward_bias at 2.gelu.backward + 1.bias.grad_bias\n"
-      "              grad_y, z -> act.backward -> grad_z, y (if demanded) -> sum over rows -> "
-      "grad_bias\n"
+      "              grad_y, z -> act.backward -> grad_z, y (each if demanded); grad_z (-> sum "
+      "over rows -> grad_bias) (-> codes, scales, amax); y (-> codes, scales, amax)\n"
       "kept for backward by the last call: " +
           std::to_string(2 * 12 * 4 + 2 * 12 * 2 + 2 * 8 * 2) +
           " bytes, inputs and parameters aside\n");

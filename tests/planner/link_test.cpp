@@ -1,6 +1,8 @@
 // Through which values patterns go, and what a fused step may read.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
 #include <gmock/gmock.h>
 
 #include "core/call.h"
@@ -190,6 +192,68 @@ TEST(Links, ComeByTheOperandThatTheyName) {
   EXPECT_THAT(Planned(ops, {random({3})}, {}).decisions(),
               Contains("test_operand at 0.silu + 3.add_extra_input: no position is behind all that "
                        "it reads and before all that reads it"));
+}
+
+/// gelu -> a sum, with or without silu beside it.
+Fusion optional_fusion() {
+  return {.name = "test_gelu",
+          .pattern = {"gelu", PatternStep("silu").behind(0).optional("_silu", 2),
+                      PatternStep("add_extra_input").behind(0).optional("_add")},
+          .run = {.reads = {{0, "x"}, {1, "x"}, {2, "extra"}},
+                  .writes = {{0, "y"}, {1, "y"}, {2, "y"}},
+                  .run = [](Call& call) {
+                    EXPECT_EQ(call.has(1), call.wants(1));
+                    const at::Tensor y = at::gelu(call.in(0), "tanh");
+                    if (call.wants(0)) call.out(0, y);
+                    if (call.wants(1)) call.out(1, at::silu(y));
+                    if (call.wants(2)) call.out(2, y + call.in(2));
+                  }}};
+}
+
+TEST(OptionalMembers, AreTakenWhereTheyAreThere) {
+  const FusionHandle handle = register_fusion(optional_fusion());
+  const Ops with_sum = {"gelu", "add_extra_input"}, without = {"gelu", "silu"};
+  const Tensors inputs{random({3}), random({3}, at::kFloat, 2)};
+  EXPECT_THAT(Planned(with_sum, inputs, {}).forward(),
+              HasSubstr("test_gelu_add: x, extra 0 -> 1.add_extra_input.y"));
+  EXPECT_TRUE(fused_equals_unfused(with_sum, inputs, {}, R"({"fusions_version": 3002})"));
+  EXPECT_THAT(Planned(without, {inputs[0]}, {}).forward(), Not(HasSubstr("test_gelu")))
+      << "which needs the sum";
+  EXPECT_THAT(Planned(with_sum, inputs, {}, R"({"skipped_fusions": ["test_gelu_add"]})").forward(),
+              Not(HasSubstr("test_gelu")));
+  EXPECT_THAT(Planned(with_sum, inputs, {}, R"({"skipped_fusions": ["test_gelu"]})").forward(),
+              Not(HasSubstr("test_gelu")));
+}
+
+TEST(OptionalMembers, AreSpelledInBrackets) {
+  EXPECT_EQ(optional_fusion().spelled(), "test_gelu[_silu][_add]");
+}
+
+TEST(OptionalMembersErrors, NothingElseDependsOnThem) {
+  Fusion fusion = optional_fusion();
+  fusion.pattern[1].source = npos;
+  fusion.pattern[2].source = npos;
+  EXPECT_THAT([&] { (void)register_fusion(fusion); },
+              ThrowsText<c10::ValueError>("fusion \"test_gelu\": expected step 2 of its pattern to "
+                                          "be behind one that is always there, got an optional "
+                                          "one. Name another"));
+  fusion = optional_fusion();
+  fusion.pattern[0] = PatternStep("gelu").optional("_gelu");
+  EXPECT_THAT([&] { (void)register_fusion(fusion); },
+              ThrowsText<c10::ValueError>("expected step 0 of its pattern to be behind one that is "
+                                          "always there, got none before it"));
+  fusion = optional_fusion();
+  fusion.pattern[1].needs = 3;
+  EXPECT_THAT(
+      [&] { (void)register_fusion(fusion); },
+      ThrowsText<c10::ValueError>("expected step 1 to need one of the 3 of its pattern, got "
+                                  "step 3. Count from 0."));
+  fusion = optional_fusion();
+  fusion.pass = Pass::joint;
+  fusion.backward = fusion.run;
+  EXPECT_THAT([&] { (void)register_fusion(fusion); },
+              ThrowsText<c10::ValueError>("expected optional steps in a pass of one direction, got "
+                                          "one at 1 in the joint pass. Register"));
 }
 
 TEST(Links, ASumOfAValueWithItselfHasNoOtherTerm) {

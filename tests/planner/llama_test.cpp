@@ -7,9 +7,11 @@ namespace tandem::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
 constexpr int64_t kHidden = 8, kFeatures = 12;
@@ -145,6 +147,22 @@ TEST(LlamaMlp, QuantizePointsDoNotDependOnFusion) {
   for (size_t i = 0; i < fused.gradients.size(); ++i)
     EXPECT_TRUE(same(fused.gradients[i], unfused.gradients[i])) << i;
   EXPECT_EQ(fused.saved_bytes, unfused.saved_bytes);
+}
+
+TEST(LlamaMlp, OnAResidualStreamQuantizesNothingByItselfThatIsWrittenAgain) {
+  Ops ops = kMlp;
+  ops.insert(ops.begin(),
+             R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})");
+  ops.emplace_back(R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})");
+  for (const std::string recipe :
+       {"MXFP8BlockScaling", "Float8CurrentScaling", "Float8BlockScaling", "NVFP4BlockScaling"}) {
+    const Planned planned(ops, {leaf({3, kHidden})}, params(true, true, true),
+                          R"({"training": true, "recipe": {"name": ")" + recipe + R"("}})");
+    EXPECT_THAT(planned.backward(), AllOf(HasSubstr("glu_backward_quantize_quantize_y: grad of "),
+                                          HasSubstr("rms_norm_backward_add_quantize_y: grad of "),
+                                          Not(ContainsRegex("(^|\n)quantize: [0-9x]"))))
+        << recipe;
+  }
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ def cases(layout="contiguous", dtype=torch.float32):
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     return {
         "activation_backward": [y, x, "gelu", [True, True, True]],
-        "activation_backward_quantize": [y, x, None, "gelu", "fp8_e5m2", [True] * 6],
+        "activation_backward_quantize": [y, x, None, None, "gelu", "fp8_e5m2", "fp8_e4m3", [True] * 9],
         "activation_forward": [x, bias, "silu", [True, True]],
         "activation_quantize": [x, bias, None, "gelu", "fp8_e4m3", [True] * 5],
         "add_bias": [x, bias, y],
@@ -64,7 +64,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "dropout_backward_quantize": [y, SEED, None, 0.25, dtype, "mxfp8_e5m2", [True] * 5],
         "dropout_add": [x, bias, SEED, 0.25, y],
         "glu_backward": [y, wide, "silu", [True, True, True]],
-        "glu_backward_quantize": [y, wide, None, "silu", "mxfp8_e5m2", [True] * 6],
+        "glu_backward_quantize": [y, wide, None, None, "silu", "mxfp8_e5m2", "mxfp8_e4m3", [True] * 9],
         "glu_forward": [wide, None, "gelu", [False, True]],
         "glu_quantize": [wide, None, None, "silu", "fp8_e4m3", [True] * 5],
         "grouped_amaxes": [flat, splits, 3],
@@ -78,7 +78,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "layer_norm_forward": [x, weight, bias, 1e-5, False],
         "layer_norm_quantize": [x, weight, bias, None, 1e-5, False, "fp8_e4m3", [True, True, True, True]],
         "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
-        "norm_backward_quantize": [y, x, weight, bias, rows, rows, y, None, False, dtype, "mxfp8_e5m2", [True] * 8],
+        "norm_backward_quantize": [y, x, weight, bias, rows, rows, y, None, None, False, dtype, "mxfp8_e5m2", "mxfp8_e4m3", [True] * 11],
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
         "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True],

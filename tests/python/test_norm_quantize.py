@@ -8,7 +8,7 @@ from support import randomize
 
 import tandem
 from tandem import ops
-from tandem.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tandem.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
 RECIPES = [
     Float8CurrentScaling(),
@@ -79,7 +79,7 @@ def test_gradients_of_norms_have_the_bits_of_ops_one_by_one(bias, residual, norm
         grad = torch.randn(*sizes[:-1], features[1]).to(dtype)
         got = results_of(module, module, recipe, x, grad, steps=2)
         assert_same(got, results_of(twin.apart, twin, recipe, x, grad, steps=2))
-        name = f"{norm}_backward{'_add' if residual else ''}{'_bias' if bias else ''}_quantize"
+        name = f"{norm}_backward{'_add' if residual else ''}{'_bias' if bias else ''}_quantize_quantize_y"
         assert name in module.together.fusions_made(), module.together.explain()
         assert name in module.together.explain()
 
@@ -168,4 +168,85 @@ def test_a_gradient_that_goes_on_is_written_beside_its_codes():
     with tandem.autocast(recipe=MXFP8BlockScaling()):
         outcome = box.verify(torch.randn(33, 32, requires_grad=True))
     assert outcome, str(outcome)
-    assert {"rms_norm_backward_add_quantize", "rms_norm_backward_add"} <= set(box.fusions_made()), box.explain()
+    expected = {"rms_norm_backward_add_quantize_quantize_y", "rms_norm_backward_add_quantize_y"}
+    assert expected <= set(box.fusions_made()), box.explain()
+
+
+class Block(torch.nn.Module):
+    """x + linear(unit(linear(norm(x)))), as in LLaMA: both operands of weight gradients are written again."""
+
+    def __init__(self, norm, unit, bias, dtype):
+        super().__init__()
+        head, tail = ops.MakeExtraOutput(), ops.AddExtraInput()
+        head.set_extra_output_channel(0, "r", output_to_caller=False)
+        tail.set_extra_input_channel(0, "r")
+        self.norm = NORMS[norm](48, dtype=dtype)
+        self.up = ops.Linear(48, 80, bias=bias, dtype=dtype)
+        self.unit = unit()
+        self.down = ops.Linear(80 if unit is ops.GELU else 40, 48, bias=bias, dtype=dtype)
+        self.together = ops.Sequential(head, self.norm, self.up, self.unit, self.down, tail)
+
+    def forward(self, x):
+        return self.together(x)
+
+    def apart(self, x):
+        return ops.AddExtraInput()(self.down(self.unit(self.up(self.norm(x)))), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("unit", [ops.SwiGLU, ops.GELU])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_is_written_again_goes_to_codes_with_the_bits_of_ops_one_by_one(bias, unit, norm, recipe, dtype):
+    block = randomize(Block(norm, unit, bias, dtype))
+    twin = copy.deepcopy(block)
+    x, grad = torch.randn(37, 48).to(dtype), torch.randn(37, 48).to(dtype)
+    got = results_of(block, block, recipe, x, grad, steps=2)
+    expected = results_of(twin.apart, twin, recipe, x, grad, steps=2)
+    assert_same(got[:1] + got[2:], expected[:1] + expected[2:])  # the gradients of x are added in another order
+    kind = "glu" if unit is ops.SwiGLU else "activation"
+    made = {f"{norm}_backward_add_quantize_y", f"{kind}_backward{'_bias' if bias else ''}_quantize_quantize_y"}
+    assert made <= set(block.together.fusions_made()), block.together.explain()
+    with tandem.autocast(recipe=recipe):
+        assert block.together.verify(x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled_blocks_have_the_bits_of_eager_ones(norm, recipe, fresh_dynamo):
+    block = randomize(Block(norm, ops.SwiGLU, True, torch.bfloat16))
+    twin = copy.deepcopy(block)
+    x, grad = torch.randn(33, 48).bfloat16(), torch.randn(33, 48).bfloat16()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    assert_same(results_of(compiled, block, recipe, x, grad), results_of(twin, twin, recipe, x, grad))
+
+
+def blocks_and_mx(role):
+    if role.tensor_type == "grad_output":
+        return tandem.MXFP8Quantizer(torch.float8_e5m2)
+    return tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=1)
+
+
+def mx_and_blocks(role):
+    if role.tensor_type == "grad_output":
+        return tandem.Float8BlockQuantizer(torch.float8_e5m2, rowwise=True, columnwise=True, block_scaling_dim=1)
+    return tandem.MXFP8Quantizer(torch.float8_e4m3fn)
+
+
+def one_scale_and_mx(role):
+    if role.tensor_type == "grad_output":
+        return tandem.MXFP8Quantizer(torch.float8_e5m2)
+    return tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("choose", [blocks_and_mx, mx_and_blocks, one_scale_and_mx])
+@pytest.mark.parametrize("norm", NORMS)
+def test_two_formats_in_one_kernel(norm, choose):
+    """Blocks of other heights: gradients of one format and what is written again of another."""
+    block = randomize(Block(norm, ops.SwiGLU, True, torch.bfloat16))
+    with tandem.autocast(recipe=CustomRecipe(choose)):
+        outcome = block.together.verify(torch.randn(300, 48).bfloat16().requires_grad_())
+    assert outcome, str(outcome)
+    made = {f"{norm}_backward_add_quantize_y", "glu_backward_bias_quantize_quantize_y"}
+    assert made <= set(block.together.fusions_made()), block.together.explain()

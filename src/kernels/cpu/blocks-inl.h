@@ -497,6 +497,32 @@ HWY_INLINE float quantize_tiles(E element, ConstRows x, const Scaling& scaling) 
   return value_of_bits(element, shared.get().amax_bits);
 }
 
+/// quantize_tile over a band; `fetch(r, col, cols)` may bring what comes next into the cache.
+template <class Scaling, typename E, typename Fetch>
+HWY_INLINE void quantize_band(E element, ConstRows band, const Fetch& fetch, const Scaling& scaling,
+                              TileWork<E, Scaling::kBlock>& work, Extremes& extremes) {
+  constexpr size_t kBlock = Scaling::kBlock;
+  for (size_t r = 0; r < band.rows; r += kBlock)
+    for (size_t c = 0; c < band.cols; c += kTileCols<kBlock>) {
+      const Tile<kBlock> tile(band, r, c);
+      const auto fetch_rows = [&](size_t of_tile)
+                                  TANDEM_INLINE_LAMBDA { fetch(r + of_tile, tile.col, tile.cols); };
+      quantize_tile(element, band, tile, fetch_rows, scaling, work, extremes);
+    }
+}
+
+/// quantize_tiles of a band, whose scaling writes behind the rows before it: its amax.
+template <class Scaling, typename E>
+HWY_INLINE float quantize_tiles_of_band(E element, const Band& band, const Scaling& scaling) {
+  const ScopedFloatMode mode;
+  Extremes extremes;
+  TileWork<E, Scaling::kBlock> work;
+  const auto fetch_nothing = [](size_t, size_t, size_t) {};
+  quantize_band(element, band.rows, fetch_nothing, scaling.behind(band.first, band.rows.cols), work,
+                extremes);
+  return value_of_bits(element, extremes.amax_bits);
+}
+
 /// quantize_tiles of a matrix that is made; bands of whole blocks of it stay in the cache
 /// meanwhile. `scaling.behind(rows, cols)` is what writes behind `rows` rows of `cols` numbers.
 template <class Scaling, typename E>
@@ -518,17 +544,11 @@ HWY_INLINE float quantize_tiles_made(E element, const MadeRows& made, const Scal
                        : reinterpret_cast<Stored*>(scratch(ScratchUse::made, height * cols));
       made.make(row, count, rows);
       const ScopedFloatMode mode;
-      const ConstRows band{rows, E::kElement, count, cols, cols};
-      const Scaling own = scaling.behind(row, cols);
       const SourceRows next(made, row + count, end);
-      for (size_t r = 0; r < count; r += kBlock)
-        for (size_t c = 0; c < cols; c += kCols) {
-          const Tile<kBlock> tile(band, r, c);
-          const auto fetch = [&](size_t of_tile) TANDEM_INLINE_LAMBDA {
-            next.fetch(r + of_tile, tile.col, tile.cols);
-          };
-          quantize_tile(element, band, tile, fetch, own, work, extremes);
-        }
+      const auto fetch = [&](size_t r, size_t col, size_t width)
+                             TANDEM_INLINE_LAMBDA { next.fetch(r, col, width); };
+      quantize_band(element, ConstRows{rows, E::kElement, count, cols, cols}, fetch,
+                    scaling.behind(row, cols), work, extremes);
     }
     shared.add(extremes);
   });

@@ -167,6 +167,22 @@ void quantize_made(const MadeRows& made, const Fp8BlockScaling& scaling, Fp8Bloc
 #endif
 }
 
+void quantize_band_of([[maybe_unused]] const Band& band,
+                      [[maybe_unused]] const Fp8BlockScaling& scaling,
+                      [[maybe_unused]] Fp8BlockOutput row, [[maybe_unused]] Fp8BlockOutput column,
+                      [[maybe_unused]] Fp8BlockOutput square, [[maybe_unused]] float& amax) {
+#if TANDEM_HAS_ELEMENT_PAIRS
+  ConstRows all = band.rows;  // its sizes; where the scales of rows lie depends on them
+  all.rows = band.of_rows;
+  with_element(all.element, [&](auto element) HWY_ATTR {
+    with_format(scaling.format, [&](auto format) HWY_ATTR {
+      amax = quantize_tiles_of_band(element, band,
+                                    Fp8Tiles<format()>(all, scaling, row, column, square));
+    });
+  });
+#endif
+}
+
 /// y[c] = float_from_fp8(codes[c]) * dequant_scale[c].
 template <Fp8Format kFormat, typename E>
 HWY_INLINE void dequantize_by_column(E element, const uint8_t* HWY_RESTRICT codes, size_t count,
@@ -222,6 +238,7 @@ HWY_AFTER_NAMESPACE();
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
 HWY_EXPORT(quantize_made);
+HWY_EXPORT(quantize_band_of);
 HWY_EXPORT(dequantize_blocks);
 
 namespace {
@@ -250,6 +267,14 @@ void fp8_block_quantize_made(const MadeRows& made, const Fp8BlockScaling& scalin
                              float* amax) {
   clear_paddings({made.y.rows, made.y.cols}, row, column, square);
   HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, square, amax);
+}
+
+Seen fp8_block_quantize_band(const Band& band, const Fp8BlockScaling& scaling, Fp8BlockOutput row,
+                             Fp8BlockOutput column, Fp8BlockOutput square) {
+  if (band.first == 0) clear_paddings({band.of_rows, band.rows.cols}, row, column, square);
+  Seen seen;
+  HWY_DYNAMIC_DISPATCH(quantize_band_of)(band, scaling, row, column, square, seen.amax);
+  return seen;
 }
 
 void fp8_block_dequantize(const uint8_t* codes, const float* dequant_scale, Fp8Format format,

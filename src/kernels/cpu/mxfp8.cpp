@@ -45,6 +45,22 @@ void quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp8Outpu
 #endif
 }
 
+bool takes_bands() { return TANDEM_HAS_ELEMENT_PAIRS != 0; }
+
+void quantize_band_of([[maybe_unused]] const Band& band,
+                      [[maybe_unused]] const Mxfp8Scaling& scaling,
+                      [[maybe_unused]] Mxfp8Output row, [[maybe_unused]] Mxfp8Output column,
+                      [[maybe_unused]] float& amax) {
+#if TANDEM_HAS_ELEMENT_PAIRS
+  with_element(band.rows.element, [&](auto element) HWY_ATTR {
+    with_format(scaling.format, [&](auto format) HWY_ATTR {
+      amax = quantize_tiles_of_band(
+          element, band, MxTiles<format()>(band.rows, scaling.square_blocks, row, column));
+    });
+  });
+#endif
+}
+
 void dequantize_blocks(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,
                        MxDirection direction, Rows y) {
   const size_t stride = mx_scale_shape(direction, y.rows, y.cols).cols;
@@ -82,6 +98,8 @@ HWY_AFTER_NAMESPACE();
 namespace tandem::kernels::cpu {
 HWY_EXPORT(quantize);
 HWY_EXPORT(quantize_made);
+HWY_EXPORT(takes_bands);
+HWY_EXPORT(quantize_band_of);
 HWY_EXPORT(dequantize_blocks);
 
 namespace {
@@ -106,6 +124,16 @@ void mxfp8_quantize_made(const MadeRows& made, const Mxfp8Scaling& scaling, Mxfp
                          Mxfp8Output column, float* amax) {
   clear_paddings({made.y.rows, made.y.cols}, row, column);
   HWY_DYNAMIC_DISPATCH(quantize_made)(made, scaling, row, column, amax);
+}
+
+bool takes_bands_of_blocks() { return HWY_DYNAMIC_DISPATCH(takes_bands)(); }
+
+Seen mxfp8_quantize_band(const Band& band, const Mxfp8Scaling& scaling, Mxfp8Output row,
+                         Mxfp8Output column) {
+  if (band.first == 0) clear_paddings({band.of_rows, band.rows.cols}, row, column);
+  Seen seen;
+  HWY_DYNAMIC_DISPATCH(quantize_band_of)(band, scaling, row, column, seen.amax);
+  return seen;
 }
 
 void mxfp8_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, Fp8Format format,

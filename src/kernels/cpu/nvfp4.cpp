@@ -164,6 +164,11 @@ void nvfp4_quantize_made(const MadeRows& made, const Fp4Scaling& scaling, Fp4Out
   quantize_with_amax(made.y, scaling, row, column, amax_made(made), amax);
 }
 
+void nvfp4_quantize_seen(ConstRows y, const Seen& seen, const Fp4Scaling& scaling, Fp4Output row,
+                         Fp4Output column, float* amax) {
+  quantize_with_amax(y, scaling, row, column, seen.amax, amax);
+}
+
 void nvfp4_dequantize(const uint8_t* codes, const uint8_t* dequant_scale, float amax,
                       float largest_scale, Fp4Direction direction, Rows y) {
   HWY_DYNAMIC_DISPATCH(dequantize_blocks)(codes, dequant_scale, amax, largest_scale, direction, y);

@@ -138,6 +138,19 @@ Extremes for_each_block_made(E, const MadeRows& made, const Body& body) {
   return shared.get();
 }
 
+/// Adds the amax of adjacent elements to `extremes` and writes their codes.
+template <Fp8Format kFormat, typename E>
+HWY_INLINE void quantize_part(E element, const typename E::Stored* HWY_RESTRICT x, size_t count,
+                              float quant_scale, uint8_t* HWY_RESTRICT codes, Extremes& extremes) {
+  const ScopedFloatMode mode;
+  Extremes seen;
+  look_at(element, x, count, seen);
+  const bool ordinary =
+      is_ordinary(value_of_bits(element, seen.amax_bits), seen.has_nan, quant_scale, kFormat);
+  quantize_row<kFormat>(element, x, count, quant_scale, ordinary, codes);
+  extremes.amax_bits = std::max(extremes.amax_bits, seen.amax_bits);
+}
+
 void amax_while_made(const MadeRows& made, float& amax, bool& has_nan) {
   with_element(made.y.element, [&](auto element) HWY_ATTR {
     const Extremes all = for_each_block_made(
@@ -157,16 +170,33 @@ void quantize_while_made(const MadeRows& made, Fp8Format format, float quant_sca
       const Extremes all = for_each_block_made(
           element, made,
           [&](const auto* rows, size_t first, size_t count, Extremes& extremes) HWY_ATTR {
-            const ScopedFloatMode mode;
-            Extremes seen;
-            look_at(element, rows, count * cols, seen);
-            const bool ordinary = is_ordinary(value_of_bits(element, seen.amax_bits), seen.has_nan,
-                                              quant_scale, format);
-            quantize_row<kind()>(element, rows, count * cols, quant_scale, ordinary,
-                                 codes + first * cols);
-            extremes.amax_bits = std::max(extremes.amax_bits, seen.amax_bits);
+            quantize_part<kind()>(element, rows, count * cols, quant_scale, codes + first * cols,
+                                  extremes);
           });
       amax = value_of_bits(element, all.amax_bits);
+    });
+  });
+}
+
+void look_at_rows(ConstRows rows, Seen& seen) {
+  with_element(rows.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    Extremes extremes;
+    look_at(element, E::at(rows.data, 0), rows.rows * rows.cols, extremes);
+    seen = {value_of_bits(element, extremes.amax_bits), extremes.has_nan};
+  });
+}
+
+void quantize_band_given(const Band& band, Fp8Format format, float quant_scale, uint8_t* codes,
+                         float& amax) {
+  const ConstRows& rows = band.rows;
+  with_element(rows.element, [&](auto element) HWY_ATTR {
+    using E = decltype(element);
+    with_format(format, [&](auto kind) HWY_ATTR {
+      Extremes extremes;
+      quantize_part<kind()>(element, E::at(rows.data, 0), rows.rows * rows.cols, quant_scale,
+                            codes + band.first * rows.cols, extremes);
+      amax = value_of_bits(element, extremes.amax_bits);
     });
   });
 }
@@ -200,6 +230,8 @@ HWY_EXPORT(quantize_scaled);
 HWY_EXPORT(quantize_given);
 HWY_EXPORT(amax_while_made);
 HWY_EXPORT(quantize_while_made);
+HWY_EXPORT(look_at_rows);
+HWY_EXPORT(quantize_band_given);
 HWY_EXPORT(dequantize_to);
 
 float amax(ConstRows x) {
@@ -236,6 +268,41 @@ float amax_made(const MadeRows& made) {
   bool has_nan = false;
   HWY_DYNAMIC_DISPATCH(amax_while_made)(made, largest, has_nan);
   return largest;
+}
+
+void make_all(const MadeRows& made) {
+  const Rows& y = made.y;
+  const size_t row_bytes = y.cols * bytes_per_element(y.element);
+  constexpr size_t kOfABand = 32768;
+  const MadeBands bands(made, std::max<size_t>(1, kOfABand / std::max<size_t>(1, y.cols)));
+  parallel_for(0, static_cast<int64_t>(bands.count), 1, [&](int64_t begin, int64_t last) {
+    const size_t end = std::min(y.rows, static_cast<size_t>(last) * bands.together);
+    for (size_t first = static_cast<size_t>(begin) * bands.together; first < end;
+         first += bands.height) {
+      void* const rows = y ? static_cast<std::byte*>(y.data) + first * row_bytes
+                           : static_cast<void*>(scratch(ScratchUse::made, bands.height * y.cols));
+      made.make(first, std::min(bands.height, end - first), rows);
+    }
+  });
+}
+
+void* memory_beside(size_t elements) { return scratch(ScratchUse::made_beside, elements); }
+
+Seen look_at_band(const Band& band) {
+  Seen seen;
+  HWY_DYNAMIC_DISPATCH(look_at_rows)(band.rows, seen);
+  return seen;
+}
+
+Seen quantize_delayed_band(const Band& band, Fp8Format format, float quant_scale, uint8_t* codes) {
+  Seen seen;
+  HWY_DYNAMIC_DISPATCH(quantize_band_given)(band, format, quant_scale, codes, seen.amax);
+  return seen;
+}
+
+void quantize_current_seen(ConstRows y, const Seen& seen, const CurrentScaling& scaling,
+                           Fp8Output out) {
+  quantize_with_amax(y, seen.amax, seen.has_nan, scaling, out);
 }
 
 void quantize_current_made(const MadeRows& made, const CurrentScaling& scaling, Fp8Output out) {

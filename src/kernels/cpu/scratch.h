@@ -10,7 +10,7 @@ namespace tandem::kernels::cpu {
 
 /// One buffer per purpose, so that what a caller holds is not overwritten by the part of the work
 /// that its own thread does.
-enum class ScratchUse : size_t { parameters, partial_sums, rows, made, count };
+enum class ScratchUse : size_t { parameters, partial_sums, rows, made, made_beside, count };
 
 /// At least `floats` floats, aligned for any vector, of undefined value; valid until the same
 /// thread asks for the same use again.
