@@ -212,6 +212,20 @@ TEST_P(QuantizeFront, IsNearWhatItIsOf) {
   EXPECT_LE(((y - x).abs() - allowed).max().item<double>(), 0);
 }
 
+TEST_P(QuantizeFront, HasNumbersOfEveryShapeInEveryDtype) {
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{7}, {0}, {}, {3, 0}, {5, 3, 20}})
+    for (const auto of : {at::kFloat, at::kDouble}) {
+      const QuantizedTensor codes = quantize(random(sizes, of), make());
+      for (const auto to : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+        for (const bool columnwise : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << at::IntArrayRef(sizes) << of << to << columnwise);
+          const at::Tensor y = codes.dequantize(columnwise, to);
+          EXPECT_TRUE(same(y, codes.dequantize(columnwise, at::kFloat).to(to)));
+          EXPECT_TRUE(columnwise || y.sizes() == codes.sizes());
+        }
+    }
+}
+
 TEST_P(QuantizeFront, ZerosStayZeros) {
   const QuantizedTensor codes = quantize(at::zeros({33, 65}), make());
   EXPECT_TRUE(same(codes.dequantize(), at::zeros({33, 65})));
