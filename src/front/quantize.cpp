@@ -15,6 +15,7 @@
 #include <cmath>
 #include <limits>
 #include <ostream>
+#include <utility>
 
 #include "autograd/straight_through.h"
 #include "kernel_ops/cast.h"
@@ -38,6 +39,12 @@ constexpr std::pair<at::ScalarType, std::string_view> kCasts[] = {
 
 std::string name_of(at::ScalarType dtype) {
   return dtype == at::ScalarType::Undefined ? "none" : std::string(dtype_name(dtype));
+}
+
+void check_tensor(const char* function, const char* name, const Tensor& tensor,
+                  const char* remedy) {
+  TORCH_CHECK_VALUE(tensor.defined(), function, ": expected ", name,
+                    " to be a tensor, got an undefined one. ", remedy);
 }
 
 std::string_view cast_format(const char* function, at::ScalarType dtype) {
@@ -221,11 +228,15 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
 }  // namespace
 
 Tensor cast(const Tensor& x, at::ScalarType dtype, const CastOptions& options) {
+  check_tensor("cast", "x", x, "Pass the numbers.");
+  if (options.seed)
+    check_tensor("cast", "a seed", *options.seed, "Leave it out to round to nearest.");
   return kernel_ops::dispatch<kernel_ops::CastToCodes>(x, cast_format("cast", dtype),
                                                        options.saturate, options.seed)[0];
 }
 
 Tensor cast_back(const Tensor& codes, at::ScalarType dtype, at::ScalarType to) {
+  check_tensor("cast_back", "codes", codes, "Pass what cast has made.");
   return kernel_ops::dispatch<kernel_ops::CastFromCodes>(codes, cast_format("cast_back", dtype),
                                                          to)[0];
 }
@@ -268,9 +279,29 @@ TensorQuantizer::TensorQuantizer(std::string_view text, bool rowwise, bool colum
   amax_ = at::zeros({1});
 }
 
-const std::string& TensorQuantizer::text() const { return quantizer_->text; }
+TensorQuantizer::TensorQuantizer(TensorQuantizer&& other) noexcept { *this = std::move(other); }
+
+TensorQuantizer& TensorQuantizer::operator=(TensorQuantizer&& other) noexcept {
+  if (this == &other) return *this;
+  quantizer_ = std::exchange(other.quantizer_, nullptr);
+  rowwise_ = other.rowwise_;
+  columnwise_ = other.columnwise_;
+  scale_ = std::move(other.scale_);
+  amax_ = std::move(other.amax_);
+  return *this;
+}
+
+const Quantizer& TensorQuantizer::core() const {
+  TORCH_CHECK_VALUE(quantizer_ != nullptr,
+                    "TensorQuantizer: expected a quantizer, got one that was moved from. Make "
+                    "another, or assign one to it.");
+  return *quantizer_;
+}
+
+const std::string& TensorQuantizer::text() const { return core().text; }
 
 void TensorQuantizer::set_usage(std::optional<bool> rowwise, std::optional<bool> columnwise) {
+  core();
   const bool row = rowwise.value_or(rowwise_), column = columnwise.value_or(columnwise_);
   check_directions("set_usage", row, column);
   rowwise_ = row;
@@ -284,13 +315,23 @@ QuantizedTensor::QuantizedTensor(const QuantizedParts& parts, const TensorQuanti
                     "QuantizedTensor: expected codes of rows or of columns, got neither. Pass "
                     "rowwise_data or columnwise_data.");
   check_numbers(dtype);
-  check_parts(parts, *quantizer.quantizer_, sizes);
+  check_parts(parts, quantizer.core(), sizes);
 }
 
 void QuantizedTensor::check_defined() const {
   TORCH_CHECK_VALUE(defined(),
                     "QuantizedTensor: expected one with codes, got an undefined one. Make it with "
                     "quantize, or read it with torch::load.");
+}
+
+const TensorQuantizer& QuantizedTensor::quantizer() const {
+  check_defined();
+  return quantizer_;
+}
+
+at::IntArrayRef QuantizedTensor::sizes() const {
+  check_defined();
+  return sizes_;
 }
 
 at::Device QuantizedTensor::device() const {
@@ -346,6 +387,7 @@ QuantizedTensor QuantizedTensor::with(Change&& change) const {
 }
 
 QuantizedTensor QuantizedTensor::detach() const {
+  check_defined();
   QuantizedTensor made = *this;
   made.history_ = nullptr;
   return made;
@@ -429,8 +471,8 @@ QuantizedTensor QuantizedTensor::made_of(const Tensor& x, const TensorQuantizer&
   check_floating("quantize", x, "x");
   QuantizedTensor made;
   made.history_ = StraightThrough::of(x);
-  made.parts_ = codes_of(x.detach(), *quantizer.quantizer_, quantizer.rowwise_,
-                         quantizer.columnwise_, quantizer.scale_, quantizer.amax_);
+  made.parts_ = codes_of(x.detach(), quantizer.core(), quantizer.rowwise_, quantizer.columnwise_,
+                         quantizer.scale_, quantizer.amax_);
   made.quantizer_ = quantizer;
   made.dtype_ = x.scalar_type();
   made.sizes_ = x.sizes().vec();

@@ -9,6 +9,7 @@
 #include <torch/serialize.h>
 
 #include <cmath>
+#include <functional>
 #include <sstream>
 
 #include "support/quantized.h"
@@ -33,6 +34,14 @@ TEST(CastFrontErrors, DtypesSeedsAndGradients) {
   EXPECT_THAT([&] { cast_back(x, kE4m3); }, ThrowsText<c10::TypeError>("expected uint8 codes"));
   EXPECT_THAT([&] { cast(x, at::kFloat8_e8m0fnu, {.seed = at::tensor({int64_t{1}}, at::kLong)}); },
               ThrowsText<c10::ValueError>("expected no seed for e8m0"));
+  EXPECT_THAT([&] { cast(at::Tensor(), kE4m3); },
+              ThrowsText<c10::ValueError>("cast: expected x to be a tensor, got an undefined one"));
+  EXPECT_THAT([&] { cast(x, kE4m3, {.seed = at::Tensor()}); },
+              ThrowsText<c10::ValueError>("cast: expected a seed to be a tensor, got an undefined "
+                                          "one. Leave it out"));
+  EXPECT_THAT([&] { cast_back(at::Tensor(), kE4m3); },
+              ThrowsText<c10::ValueError>("cast_back: expected codes to be a tensor, got an "
+                                          "undefined one"));
   EXPECT_THAT([&] { cast(leaf({2}), kE4m3); },
               ThrowsText<c10::NotImplementedError>("expected a tensor that needs no gradient"));
 }
@@ -124,6 +133,78 @@ TEST(QuantizeFrontErrors, WhatIsQuantized) {
   EXPECT_THAT([] { QuantizedTensor().dequantize(); },
               ThrowsText<c10::ValueError>("QuantizedTensor: expected one with codes, got an "
                                           "undefined one"));
+}
+
+/// Each use of an undefined tensor in codes.
+void expect_undefined(QuantizedTensor& codes) {
+  EXPECT_FALSE(codes.defined());
+  EXPECT_EQ(codes.scalar_type(), at::ScalarType::Undefined);
+  EXPECT_FALSE(codes.requires_grad());
+  std::stringstream file;
+  const std::vector<std::pair<const char*, std::function<void()>>> uses{
+      {"device", [&] { codes.device(); }},
+      {"sizes", [&] { codes.sizes(); }},
+      {"quantizer", [&] { codes.quantizer(); }},
+      {"dequantize", [&] { codes.dequantize(); }},
+      {"detach", [&] { codes.detach(); }},
+      {"clone", [&] { codes.clone(); }},
+      {"to device", [&] { codes.to(at::kCPU); }},
+      {"to dtype", [&] { codes.to(at::kHalf); }},
+      {"quantize_", [&] { codes.quantize_(at::ones({2})); }},
+      {"copy_", [&] { codes.copy_(QuantizedTensor()); }},
+      {"update_usage", [&] { codes.update_usage(true); }},
+      {"save", [&] { torch::save(codes, file); }}};
+  for (const auto& [name, use] : uses) {
+    SCOPED_TRACE(name);
+    EXPECT_THAT(use, ThrowsText<c10::ValueError>("QuantizedTensor: expected one with codes, got an "
+                                                 "undefined one"));
+  }
+}
+
+TEST(QuantizeFrontErrors, UndefinedTensorsSayThatTheyAre) {
+  QuantizedTensor codes;
+  expect_undefined(codes);
+  QuantizedTensor source = quantize(leaf({4, 32}), TensorQuantizer("fp8_e4m3:delayed"));
+  const QuantizedTensor expected = source, taken = std::move(source);
+  EXPECT_TRUE(same_parts(taken, expected));
+  expect_undefined(source);  // NOLINT(bugprone-use-after-move)
+  source = expected;
+  EXPECT_TRUE(same(source.dequantize(), taken.dequantize()));
+  codes = std::move(source);
+  EXPECT_TRUE(same_parts(codes, expected));
+  expect_undefined(source);  // NOLINT(bugprone-use-after-move)
+}
+
+TEST(QuantizeFrontErrors, QuantizersThatWereMovedFrom) {
+  TensorQuantizer source("fp8_e4m3:delayed");
+  const QuantizedTensor codes = quantize(at::ones({4, 32}), source);
+  const TensorQuantizer taken = std::move(source);
+  EXPECT_TRUE(same_parts(quantize(at::ones({4, 32}), taken), codes));
+  // NOLINTBEGIN(bugprone-use-after-move)
+  const std::vector<std::pair<const char*, std::function<void()>>> uses{
+      {"text", [&] { source.text(); }},
+      {"set_usage", [&] { source.set_usage(true, false); }},
+      {"quantize",
+       [&] {
+         quantize(at::ones({4, 32}), source);
+       }},
+      {"constructor", [&] {
+         QuantizedTensor(codes.parts(), source, at::kFloat, {4, 32});
+       }}};
+  // NOLINTEND(bugprone-use-after-move)
+  for (const auto& [name, use] : uses) {
+    SCOPED_TRACE(name);
+    EXPECT_THAT(use, ThrowsText<c10::ValueError>("TensorQuantizer: expected a quantizer, got one "
+                                                 "that was moved from",
+                                                 "Make another"));
+  }
+  source = taken;
+  EXPECT_EQ(source.text(), taken.text());
+  Float8Quantizer options{.scale = at::ones({1}), .amax = at::zeros({1}), .fp8_dtype = kE4m3};
+  const Float8Quantizer moved = std::move(options);
+  EXPECT_THAT([&] { quantize(at::ones({2}), options); },  // NOLINT(bugprone-use-after-move)
+              ThrowsText<c10::ValueError>("Float8Quantizer: expected scale to be a tensor of one "
+                                          "float32, got an undefined tensor"));
 }
 
 TEST(QuantizeFrontErrors, PartsThatDoNotBelongTogether) {
