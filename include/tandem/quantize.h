@@ -190,10 +190,13 @@ class TANDEM_API QuantizedTensor {
   /// One that is undefined, for torch::load to write. One that was moved from is so, too.
   QuantizedTensor() = default;
   /// Puts parts together that belong together, such as those of another one. `sizes` and `dtype`
-  /// are those of x.
+  /// are those of x. Where one set of codes serves both directions, that of columns is the same
+  /// tensor as that of rows.
   ///
-  /// Throws: c10::ValueError where there are no codes, where a part is missing or of another shape
-  ///         or dtype than the quantizer writes; c10::TypeError on a dtype that has no codes.
+  /// Throws: c10::ValueError where there are no codes, where a part is missing, not strided or of
+  ///         another shape or dtype than the quantizer writes, where codes of columns are another
+  ///         tensor than those of rows that serve for both, and on sizes that no tensor has;
+  ///         c10::TypeError on a dtype that has no codes.
   QuantizedTensor(const QuantizedParts& parts, const TensorQuantizer& quantizer,
                   at::ScalarType dtype, at::IntArrayRef sizes);
 
@@ -256,8 +259,8 @@ class TANDEM_API QuantizedTensor {
   /// QuantizedParts, "quantizer" its text, "dtype" and "sizes" of x and, of a Float8Quantizer,
   /// "scale" and "amax". Archives nest: codes.save(own), then archive.write("codes", own).
   ///
-  /// Throws: c10::ValueError where the archive holds no such tensor, or parts that do not belong
-  ///         together.
+  /// Throws: c10::ValueError where the archive holds no such tensor, or what its constructor
+  ///         refuses; it is as it was then.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

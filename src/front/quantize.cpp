@@ -2,12 +2,14 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/fmax.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
@@ -146,9 +148,15 @@ constexpr std::array<const char*, group_amax> kNames = {"rowwise_data",         
                                                         "amax_rowwise",         "columnwise_data",
                                                         "columnwise_scale_inv", "amax_columnwise"};
 
+/// Whether numbers of this dtype are quantized.
+bool has_codes(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
+}
+
 void check_numbers(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(
-      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      has_codes(dtype),
       "QuantizedTensor: expected numbers in float32, bfloat16, float16 or float64, got ",
       name_of(dtype), ". Call dequantize(), and convert what it returns.");
 }
@@ -195,8 +203,20 @@ void copy_parts(const QuantizedParts& from, const QuantizedParts& to) {
   }
 }
 
+void check_sizes(at::IntArrayRef sizes) {
+  bool are_sizes = std::ranges::all_of(sizes, [](int64_t size) { return size >= 0; });
+  int64_t product = 1;
+  for (const int64_t size : sizes)
+    are_sizes = are_sizes && !c10::mul_overflows(product, size, &product);
+  TORCH_CHECK_VALUE(are_sizes,
+                    "QuantizedTensor: expected sizes of at least 0 whose product is below 2^63, "
+                    "got ",
+                    sizes, ". Pass those of x.");
+}
+
 /// Throws c10::ValueError unless these are the parts of numbers of these sizes.
 void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::IntArrayRef sizes) {
+  check_sizes(sizes);
   const CodeLayout& layout = quantizer.format->layout;
   const c10::SymDimVector numbers(sizes.begin(), sizes.end());
   for (size_t part = 0; part < kParts.size(); ++part) {
@@ -210,6 +230,9 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
                       ", got ", tensor.defined() ? "one" : "none",
                       ". Pass the parts that quantize made.");
     if (!is_wanted) continue;
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "QuantizedTensor: expected ", kNames[part],
+                      " to be a strided tensor, got one of layout ", tensor.layout(),
+                      ". Pass the parts that quantize made.");
     const c10::SymDimVector expected = place == 0   ? sizes_of_codes(quantizer, numbers, direction)
                                        : place == 1 ? layout.sizes(MatrixSize(numbers), direction)
                                                     : c10::SymDimVector{1};
@@ -223,6 +246,24 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
                       tensor.sizes(), ", ", name_of(tensor.scalar_type()),
                       ". Pass the parts that quantize made.");
   }
+  if (!serves_both_directions(quantizer) || !parts.rowwise_data.defined()) return;
+  for (size_t part = part_of(Direction::column, 0); part < kParts.size(); ++part) {
+    const Tensor& of_columns = parts.*kParts[part];
+    TORCH_CHECK_VALUE(
+        !of_columns.defined() || of_columns.is_same(parts.*kParts[part - kPartsOfCodes]),
+        "QuantizedTensor: expected ", kNames[part], " to be ", kNames[part - kPartsOfCodes],
+        ", as one set of codes serves both directions in ", quantizer.text,
+        ", got another tensor. Pass the same tensor twice, or that of one direction.");
+  }
+}
+
+/// Whether tensors that were read from an archive are one that was written twice.
+bool are_one(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined() || a.layout() != at::kStrided || b.layout() != at::kStrided ||
+      a.device() != b.device() || a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes())
+    return false;
+  const auto bytes = [](const Tensor& x) { return x.contiguous().flatten().view(at::kByte); };
+  return at::equal(bytes(a), bytes(b));
 }
 
 }  // namespace
@@ -503,12 +544,12 @@ void QuantizedTensor::load(torch::serialize::InputArchive& archive) {
   QuantizedParts parts;
   for (size_t part = 0; part < kParts.size(); ++part)
     archive.try_read(kNames[part], parts.*kParts[part], /*is_buffer=*/true);
-  if (serves_both_directions(tandem::quantizer(text.toStringRef())) &&
-      parts.columnwise_data.defined() && parts.rowwise_data.defined()) {
-    parts.columnwise_data = parts.rowwise_data;
-    parts.columnwise_scale_inv = parts.rowwise_scale_inv;
-  }
   TensorQuantizer made(text.toStringRef());
+  if (serves_both_directions(made.core()))
+    for (size_t part = part_of(Direction::column, 0); part < kParts.size(); ++part)
+      if (const Tensor& of_rows = parts.*kParts[part - kPartsOfCodes];
+          are_one(of_rows, parts.*kParts[part]))
+        parts.*kParts[part] = of_rows;
   made.rowwise_ = parts.rowwise_data.defined();
   made.columnwise_ = parts.columnwise_data.defined();
   if (made.scale_.defined()) {
@@ -522,9 +563,11 @@ void QuantizedTensor::load(torch::serialize::InputArchive& archive) {
   }
   const auto& dtypes = c10::getStringToDtypeMap();
   const auto found = dtypes.find(dtype.toStringRef());
-  *this = QuantizedTensor(parts, made,
-                          found == dtypes.end() ? at::ScalarType::Undefined : found->second,
-                          sizes.toIntVector());
+  TORCH_CHECK_VALUE(found != dtypes.end() && has_codes(found->second),
+                    "QuantizedTensor: expected an archive whose dtype is float32, bfloat16, "
+                    "float16 or float64, got \"",
+                    dtype.toStringRef(), "\". Load what was saved.");
+  *this = QuantizedTensor(parts, made, found->second, sizes.toIntVector());
 }
 
 QuantizedTensor quantize(const Tensor& x, const TensorQuantizer& quantizer) {

@@ -234,6 +234,92 @@ TEST(QuantizeFrontErrors, PartsThatDoNotBelongTogether) {
                                   "numbers of shape [4, 48] in nvfp4, got shape [4, 16]"));
 }
 
+TEST(QuantizeFrontErrors, OneSetOfCodesForBothDirections) {
+  for (const char* text : {"fp8_e4m3:current", "fp8_128x128_e4m3"}) {
+    SCOPED_TRACE(text);
+    const TensorQuantizer quantizer(text);
+    const QuantizedTensor codes = quantize(random({4, 32}), quantizer);
+    for (const auto part :
+         {&QuantizedParts::columnwise_data, &QuantizedParts::columnwise_scale_inv}) {
+      QuantizedParts parts = codes.parts();
+      parts.*part = (parts.*part).clone();
+      EXPECT_THAT(
+          [&] {
+            QuantizedTensor(parts, quantizer, at::kFloat, {4, 32});
+          },
+          ThrowsText<c10::ValueError>("QuantizedTensor: expected columnwise_",
+                                      "one set of codes serves both directions",
+                                      "got another tensor", "Pass the same tensor twice"));
+    }
+  }
+}
+
+TEST(QuantizeFrontErrors, SizesAndLayoutsThatNoCodesHave) {
+  const TensorQuantizer quantizer("nvfp4");
+  const QuantizedParts parts = quantize(random({16, 32}), quantizer).parts();
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{
+           {-2, -8, 32}, {(int64_t{1} << 60) + 1, 16, 32}, {int64_t{1} << 62, 4, 0}})
+    EXPECT_THAT([&] { QuantizedTensor(parts, quantizer, at::kFloat, sizes); },
+                ThrowsText<c10::ValueError>("QuantizedTensor: expected sizes of at least 0 whose "
+                                            "product is below 2^63",
+                                            "got [" + std::to_string(sizes[0]), "Pass those of x"));
+  QuantizedParts sparse = parts;
+  sparse.rowwise_data = parts.rowwise_data.to_sparse();
+  EXPECT_THAT(
+      [&] {
+        QuantizedTensor(sparse, quantizer, at::kFloat, {16, 32});
+      },
+      ThrowsText<c10::ValueError>("QuantizedTensor: expected rowwise_data to be a strided "
+                                  "tensor, got one of layout Sparse"));
+}
+
+/// An archive as QuantizedTensor::save writes it, but for what is changed.
+struct Archive {
+  std::string dtype = "float32";
+  std::vector<int64_t> sizes{16, 32};
+  QuantizedParts parts;
+  void load_into(QuantizedTensor& codes) const {
+    torch::serialize::OutputArchive out;
+    out.write("quantizer", c10::IValue("fp8_e4m3:current"));
+    out.write("dtype", c10::IValue(dtype));
+    out.write("sizes", c10::IValue(sizes));
+    out.write("rowwise_data", parts.rowwise_data, /*is_buffer=*/true);
+    out.write("rowwise_scale_inv", parts.rowwise_scale_inv, /*is_buffer=*/true);
+    out.write("columnwise_data", parts.columnwise_data, /*is_buffer=*/true);
+    out.write("columnwise_scale_inv", parts.columnwise_scale_inv, /*is_buffer=*/true);
+    std::stringstream file;
+    out.save_to(file);
+    torch::serialize::InputArchive in;
+    in.load_from(file);
+    codes.load(in);
+  }
+};
+
+TEST(QuantizeFrontErrors, ArchivesOfNoCodes) {
+  const QuantizedTensor source = quantize(random({16, 32}), TensorQuantizer("fp8_e4m3:current"));
+  const Archive good{.parts = source.parts()};
+  QuantizedTensor codes;
+  good.load_into(codes);
+  EXPECT_TRUE(same_parts(codes, source));
+  for (const char* dtype : {"int32", "none", "no dtype"}) {
+    Archive other = good;
+    other.dtype = dtype;
+    EXPECT_THAT([&] { other.load_into(codes); },
+                ThrowsText<c10::ValueError>("QuantizedTensor: expected an archive whose dtype is "
+                                            "float32, bfloat16, float16 or float64",
+                                            std::string("got \"") + dtype + "\"", "Load what was"));
+  }
+  Archive sized = good;
+  sized.sizes = {-16, -32};
+  EXPECT_THAT([&] { sized.load_into(codes); },
+              ThrowsText<c10::ValueError>("expected sizes of at least 0"));
+  Archive apart = good;
+  apart.parts.columnwise_data = source.rowwise_data().clone().add_(1);
+  EXPECT_THAT([&] { apart.load_into(codes); },
+              ThrowsText<c10::ValueError>("one set of codes serves both directions"));
+  EXPECT_TRUE(same_parts(codes, source)) << "what is refused changes nothing";
+}
+
 TEST(QuantizeFrontErrors, Archives) {
   std::stringstream file;
   torch::save(at::ones({2}), file);
