@@ -47,7 +47,9 @@ TANDEM_API at::Tensor cast(const at::Tensor& x, at::ScalarType dtype,
 
 /// The values of codes of a format, one code in the low bits of each byte, rounded once to `to`.
 ///
-/// Throws:  c10::ValueError (another dtype), c10::TypeError (codes that are no uint8).
+/// Dtypes:  `to` float32, bfloat16, float16 or float64.
+/// Throws:  c10::ValueError (another dtype, no tensor), c10::TypeError (codes that are no uint8,
+///          another `to`).
 TANDEM_API at::Tensor cast_back(const at::Tensor& codes, at::ScalarType dtype,
                                 at::ScalarType to = at::kFloat);
 
@@ -222,7 +224,8 @@ class TANDEM_API QuantizedTensor {
   /// rotated, as a matrix whose number of rows is padded to 16, and have no gradient.
   ///
   /// Error:  none: bitwise what the numerics page specifies (tests GoldenQuantize, QuantizeFront).
-  /// Throws: c10::ValueError where these codes are absent, or rotated and not asked for.
+  /// Throws: c10::ValueError where these codes are absent, or rotated and not asked for;
+  ///         c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
   at::Tensor dequantize(bool columnwise = false,
                         std::optional<at::ScalarType> dtype = std::nullopt) const;
 

@@ -80,6 +80,7 @@ Results<1> CastToCodes::reference(const Tensor& x, std::string_view format, bool
 
 Specs<1> CastFromCodes::shapes(const Tensor& codes, std::string_view format, at::ScalarType dtype) {
   check_codes(kName, codes);
+  check_decoded_dtype(kName, dtype);
   format_of(kName, format);
   return {like(codes, dtype)};
 }

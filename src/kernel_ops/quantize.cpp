@@ -72,6 +72,7 @@ Results<group_size> Quantize::reference(const Tensor& x, const std::optional<Ten
 Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
                             const Quantizer& quantizer, bool column, at::ScalarType dtype,
                             const std::optional<Tensor>& amax, at::OptionalSymIntArrayRef sizes) {
+  check_decoded_dtype("dequantize", dtype);
   c10::SymDimVector numbers =
       checked_sizes("dequantize", codes, dequant_scale, quantizer, column, amax);
   if (!sizes) return {ResultSpec{std::move(numbers), dtype, true}};

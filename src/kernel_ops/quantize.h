@@ -34,6 +34,7 @@ struct Quantize {
 /// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which
 /// direction the codes are of, `amax` is what comes with codes that have one. Packed codes have
 /// numbers of more than one size: `sizes` says which, without it the padding is there too.
+/// Throws:  c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   static constexpr const char* kQualifiedName = "tandem::dequantize";

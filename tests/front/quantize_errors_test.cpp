@@ -34,6 +34,11 @@ TEST(CastFrontErrors, DtypesSeedsAndGradients) {
   EXPECT_THAT([&] { cast_back(x, kE4m3); }, ThrowsText<c10::TypeError>("expected uint8 codes"));
   EXPECT_THAT([&] { cast(x, at::kFloat8_e8m0fnu, {.seed = at::tensor({int64_t{1}}, at::kLong)}); },
               ThrowsText<c10::ValueError>("expected no seed for e8m0"));
+  EXPECT_THAT([&] { cast_back(cast(x, kE4m3), kE4m3, at::kInt); },
+              ThrowsText<c10::TypeError>("expected numbers in float32, bfloat16, float16 or "
+                                         "float64, got int32"));
+  EXPECT_THAT([&] { cast_back(cast(x, kE4m3), kE4m3, at::ScalarType::Undefined); },
+              ThrowsText<c10::TypeError>("float64, got none. Take float32, and convert"));
   EXPECT_THAT([&] { cast(at::Tensor(), kE4m3); },
               ThrowsText<c10::ValueError>("cast: expected x to be a tensor, got an undefined one"));
   EXPECT_THAT([&] { cast(x, kE4m3, {.seed = at::Tensor()}); },
@@ -133,6 +138,16 @@ TEST(QuantizeFrontErrors, WhatIsQuantized) {
   EXPECT_THAT([] { QuantizedTensor().dequantize(); },
               ThrowsText<c10::ValueError>("QuantizedTensor: expected one with codes, got an "
                                           "undefined one"));
+}
+
+TEST(QuantizeFrontErrors, DtypesThatNumbersHaveNot) {
+  for (const char* text : {"fp8_e4m3", "nvfp4"}) {
+    const QuantizedTensor codes = quantize(at::ones({4, 32}), TensorQuantizer(text));
+    EXPECT_THAT([&] { codes.dequantize(false, at::kInt); },
+                ThrowsText<c10::TypeError>("dequantize: expected numbers in float32, bfloat16, "
+                                           "float16 or float64, got int32",
+                                           "Take float32, and convert"));
+  }
 }
 
 /// Each use of an undefined tensor in codes.
