@@ -17,7 +17,7 @@ namespace tandem::kernel_ops {
 ///
 /// Shapes:  x any -> codes like x, uint8, one each.
 /// Dtypes:  float32, bfloat16, float16; float64 is rounded to float32 before.
-/// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastOp).
+/// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastFront).
 /// Throws:  c10::ValueError on another format or seed.
 struct CastToCodes {
   static constexpr const char* kName = "cast_to_codes";

@@ -15,7 +15,7 @@ namespace tandem::kernel_ops {
 /// Where one value serves both directions, it is that of rows, written if either is wanted.
 /// Shapes: x any -> codes like x, uint8, never transposed, or packed; these and scales as the
 ///         format's layout says; amax [], float32, those of rows and columns [1].
-/// Error:  none: bitwise what the numerics page specifies (tests GoldenCurrent, GoldenQuantize).
+/// Error:  none: bitwise what the numerics page specifies (test GoldenQuantize).
 struct Quantize {
   static constexpr const char* kName = "quantize";
   static constexpr const char* kQualifiedName = "tandem::quantize";
