@@ -171,8 +171,7 @@ QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quan
   QuantizedParts parts;
   for (size_t part = 0; part < kParts.size(); ++part) {
     const bool is_wanted = direction_of(part) == Direction::row ? rowwise : columnwise;
-    const bool is_amax = part % kPartsOfCodes == kPartsOfCodes - 1;
-    if (!is_wanted || (is_amax && !quantizer.format->layout.has_amax)) continue;
+    if (!is_wanted || (is_amax_part(part) && !quantizer.format->layout.has_amax)) continue;
     parts.*kParts[part] = group[serves_both_directions(quantizer) ? part % kPartsOfCodes : part];
   }
   return parts;
@@ -224,7 +223,7 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
     const Direction direction = direction_of(part);
     const size_t place = part % kPartsOfCodes;
     const bool is_wanted = (parts.*kParts[part_of(direction, 0)]).defined() &&
-                           (place != kPartsOfCodes - 1 || layout.has_amax);
+                           (!is_amax_part(part) || layout.has_amax);
     TORCH_CHECK_VALUE(tensor.defined() == is_wanted, "QuantizedTensor: expected ",
                       is_wanted ? "" : "no ", kNames[part], " with these codes of ", quantizer.text,
                       ", got ", tensor.defined() ? "one" : "none",
@@ -236,7 +235,7 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
     const c10::SymDimVector expected = place == 0   ? sizes_of_codes(quantizer, numbers, direction)
                                        : place == 1 ? layout.sizes(MatrixSize(numbers), direction)
                                                     : c10::SymDimVector{1};
-    const at::ScalarType dtype = place == 0 ? at::kByte : place == 1 ? layout.dtype : at::kFloat;
+    const at::ScalarType dtype = dtype_of_part(quantizer, part);
     const bool is_one = expected.empty() && tensor.numel() == 1;
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype &&
                           (is_one || tensor.sym_sizes() == c10::SymIntArrayRef(expected)),

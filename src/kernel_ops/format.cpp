@@ -310,19 +310,20 @@ std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
       ". Only scales that are kept from call to call are passed in, and seeds of rounding.");
   if (takes == Given::scale) check_one_element(op, *given, "scale");
   if (takes == Given::seed) check_seed(op, *given);
-  const CodeLayout& layout = quantizer.format->layout;
   const GroupMask written = written_of(quantizer, mask);
   std::array<ResultSpec, group_size> specs;
-  const auto spec = [&](size_t part, at::ScalarType dtype, c10::SymDimVector sizes) {
+  const auto spec = [&](size_t part, c10::SymDimVector sizes) {
+    const at::ScalarType dtype = dtype_of_part(quantizer, part);
     specs[part] = is_written(quantizer, written, part) ? ResultSpec{std::move(sizes), dtype, true}
                                                        : ResultSpec{{0}, dtype, false};
   };
   for (const Direction direction : {Direction::row, Direction::column}) {
-    spec(part_of(direction, 0), at::kByte, sizes_of_codes(quantizer, x.sym_sizes(), direction));
-    spec(part_of(direction, 1), layout.dtype, layout.sizes(MatrixSize(x.sym_sizes()), direction));
-    spec(part_of(direction, 2), at::kFloat, {1});
+    spec(part_of(direction, 0), sizes_of_codes(quantizer, x.sym_sizes(), direction));
+    spec(part_of(direction, 1),
+         quantizer.format->layout.sizes(MatrixSize(x.sym_sizes()), direction));
+    spec(part_of(direction, 2), {1});
   }
-  spec(group_amax, at::kFloat, {});
+  spec(group_amax, {});
   return specs;
 }
 
@@ -330,15 +331,9 @@ Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask) {
   const GroupMask written = written_of(quantizer, mask);
   Group group = quantizer.scaling->reference(x, given, quantizer, written);
-  for (const auto& [part, dtype] : {std::pair(row_codes, at::kByte),
-                                    {row_scale, quantizer.format->layout.dtype},
-                                    {row_amax, at::kFloat},
-                                    {column_codes, at::kByte},
-                                    {column_scale, quantizer.format->layout.dtype},
-                                    {column_amax, at::kFloat},
-                                    {group_amax, at::kFloat}})
+  for (size_t part = 0; part < group.size(); ++part)
     if (!is_written(quantizer, written, part))
-      group[part] = at::empty({0}, x.options().dtype(dtype));
+      group[part] = at::empty({0}, x.options().dtype(dtype_of_part(quantizer, part)));
   return group;
 }
 
