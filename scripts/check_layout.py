@@ -9,9 +9,11 @@ Usage: check_layout.py [ROOT]      Rules:
           others: each says that one module cannot be understood without the other. That a module runs the __init__.py of its packages
           does not count.
   lists   each source is listed once, in the CMakeLists.txt of its folder or of one above, and each listed source exists
+  tests   where a header says of what holds "(test X)" or "(tests X, Y)", these are suites or cases of tests/, "*" standing for any text
 """
 
 import ast
+import fnmatch
 import re
 import statistics
 import sys
@@ -46,6 +48,9 @@ TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
 CUDA = re.compile(r"^(cuda|cub/|cublas|cudnn|cutlass/|cute/|thrust/|cooperative_groups|nccl|nvtx)")
 AUTOGRAD = re.compile(r"^torch/csrc/autograd/")
 CUDA_SWITCH = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\bTANDEM_CUDA\b")
+COMMENT_BREAK = re.compile(r"\n\s*//[/!]?")
+NAMED_TESTS = re.compile(r"\(tests?\s+([A-Z*][\w.*]*(?:,\s+[A-Z*][\w.*]*)*)\)")
+TEST_CASE = re.compile(r"\b(?:TYPED_)?TEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)")
 LISTING = re.compile(r"\b(?:target_sources|add_executable|add_library|tandem_add_\w+|set)\s*\(([^()]*)\)")
 LISTED = re.compile(r"[\w$/{}.+-]+\.(?:cpp|cu)\b(?!\.)")
 
@@ -247,9 +252,27 @@ def check_lists(root: Path, files: list[Path]) -> list[str]:
     return problems
 
 
+def check_tests(root: Path, files: list[Path]) -> list[str]:
+    names = {
+        name
+        for path in files
+        if path.suffix == ".cpp" and root / "tests" in path.parents
+        for case in TEST_CASE.finditer(path.read_text(encoding="utf-8"))
+        for name in (case[1], case[2], f"{case[1]}.{case[2]}")
+    }
+    return [
+        f"{path.relative_to(root)}: expected a suite or a case of tests/ for what holds, got {name}, which none is called. Name one that is there."
+        for path in files
+        if path.suffix == ".h" and layer_of(path.relative_to(root))
+        for said in NAMED_TESTS.finditer(COMMENT_BREAK.sub("", path.read_text(encoding="utf-8")))
+        for name in re.split(r",\s+", said[1])
+        if not fnmatch.filter(names, name)
+    ]
+
+
 def main(root: Path) -> int:
     files = source_files(root)
-    problems = check_sizes(root, files) + check_columns(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files)
+    problems = check_sizes(root, files) + check_columns(root, files) + check_arrows(root, files) + check_bodies(root, files) + check_circles(root) + check_lists(root, files) + check_tests(root, files)
     for problem in problems:
         print(f"check_layout: {problem}", file=sys.stderr)
     if not problems:

@@ -118,7 +118,8 @@ class TANDEM_API Context {
 using Arguments = std::variant<LinearArguments, LayerNormLinearArguments, LayerNormMLPArguments,
                                GroupedLinearArguments>;
 
-/// Throws: c10::ValueError where tensors do not fit.
+/// Throws: c10::ValueError where tensors do not fit, and where groups have no weights, or biases
+///         that are not as many.
 TANDEM_API Results forward(const Arguments& arguments);
 
 /// Throws: c10::ValueError where an argument that backward reads is not the one that forward was

@@ -40,14 +40,16 @@ struct CastOptions {
 /// Shapes:  x any -> codes like x, one each.
 /// Dtypes:  float32, bfloat16, float16; float64 is rounded to float32 before. Codes are uint8.
 /// Error:   none: bit by bit the same on every device (tests GoldenBlocks, QuantizeFront).
-/// Throws:  c10::ValueError (another dtype, another seed), c10::TypeError (x of no such dtype),
-///          c10::NotImplementedError (a gradient of x is recorded).
+/// Throws:  c10::ValueError (another dtype, another seed, no tensor), c10::TypeError (x of no such
+///          dtype), c10::NotImplementedError (a gradient of x is recorded).
 TANDEM_API at::Tensor cast(const at::Tensor& x, at::ScalarType dtype,
                            const CastOptions& options = {});
 
 /// The values of codes of a format, one code in the low bits of each byte, rounded once to `to`.
 ///
-/// Throws:  c10::ValueError (another dtype), c10::TypeError (codes that are no uint8).
+/// Dtypes:  `to` float32, bfloat16, float16 or float64.
+/// Throws:  c10::ValueError (another dtype, no tensor), c10::TypeError (codes that are no uint8,
+///          another `to`).
 TANDEM_API at::Tensor cast_back(const at::Tensor& codes, at::ScalarType dtype,
                                 at::ScalarType to = at::kFloat);
 
@@ -119,11 +121,11 @@ struct NVFP4Quantizer {
 };
 
 /// A quantizer, whichever it is. A copy has the same values and, of a Float8Quantizer, the same
-/// tensors.
+/// tensors; one that was moved from may be assigned to or destroyed.
 ///
-/// Throws: c10::ValueError on arguments that are none of those above, on no direction at all and on
-///         two options that exclude each other; c10::NotImplementedError on with_post_rht_amax that
-///         is not with_rht.
+/// Throws: c10::ValueError on arguments that are none of those above, on no direction at all, on
+///         two options that exclude each other and on any other use of one that was moved from;
+///         c10::NotImplementedError on with_post_rht_amax that is not with_rht.
 class TANDEM_API TensorQuantizer {
  public:
   // Each may be passed where a quantizer is asked for.
@@ -135,6 +137,12 @@ class TANDEM_API TensorQuantizer {
   /// The one that kernel ops know by this text, "mxfp8_e4m3". One whose scale is given begins with
   /// the scale 1 and the amax 0.
   explicit TensorQuantizer(std::string_view text, bool rowwise = true, bool columnwise = true);
+
+  TensorQuantizer(const TensorQuantizer&) = default;
+  TensorQuantizer(TensorQuantizer&& other) noexcept;
+  TensorQuantizer& operator=(const TensorQuantizer&) = default;
+  TensorQuantizer& operator=(TensorQuantizer&& other) noexcept;
+  ~TensorQuantizer() = default;
 
   /// What kernel ops know it by: "fp8_e4m3:current:eps=0:pow2=0".
   const std::string& text() const;
@@ -150,7 +158,9 @@ class TANDEM_API TensorQuantizer {
   friend class QuantizedTensor;
   TensorQuantizer() = default;
   TensorQuantizer(const char* name, const Quantizer& quantizer, bool rowwise, bool columnwise);
+  const Quantizer& core() const;
 
+  /// Null where there is none.
   const Quantizer* quantizer_ = nullptr;
   bool rowwise_ = true, columnwise_ = true;
   at::Tensor scale_, amax_;
@@ -174,15 +184,21 @@ struct QuantizedParts {
 ///
 /// The gradient of its numbers is that of what was quantized: rounding counts as none. It is no
 /// at::Tensor: pipelines and torch take the numbers, `dequantize()`.
+///
+/// Throws: c10::ValueError on any use of an undefined one but to ask what it has, `defined`,
+///         `parts`, `scalar_type` and `requires_grad`, to assign to it, load or print it.
 class TANDEM_API QuantizedTensor {
  public:
-  /// One that is undefined, for torch::load to write.
+  /// One that is undefined, for torch::load to write. One that was moved from is so, too.
   QuantizedTensor() = default;
   /// Puts parts together that belong together, such as those of another one. `sizes` and `dtype`
-  /// are those of x.
+  /// are those of x. Where one set of codes serves both directions, that of columns is the same
+  /// tensor as that of rows.
   ///
-  /// Throws: c10::ValueError where there are no codes, where a part is missing or of another shape
-  ///         or dtype than the quantizer writes; c10::TypeError on a dtype that has no codes.
+  /// Throws: c10::ValueError where there are no codes, where a part is missing, not strided or of
+  ///         another shape or dtype than the quantizer writes, where codes of columns are another
+  ///         tensor than those of rows that serve for both, and on sizes that no tensor has;
+  ///         c10::TypeError on a dtype that has no codes.
   QuantizedTensor(const QuantizedParts& parts, const TensorQuantizer& quantizer,
                   at::ScalarType dtype, at::IntArrayRef sizes);
 
@@ -195,9 +211,9 @@ class TANDEM_API QuantizedTensor {
   const at::Tensor& amax_rowwise() const { return parts_.amax_rowwise; }
   const at::Tensor& amax_columnwise() const { return parts_.amax_columnwise; }
   /// The one that made it. What it does to others, set_usage for one, it does to none of them.
-  const TensorQuantizer& quantizer() const { return quantizer_; }
-  at::ScalarType scalar_type() const { return dtype_; }
-  at::IntArrayRef sizes() const { return sizes_; }
+  const TensorQuantizer& quantizer() const;
+  at::ScalarType scalar_type() const { return defined() ? dtype_ : at::ScalarType::Undefined; }
+  at::IntArrayRef sizes() const;
   /// Where the codes lie.
   at::Device device() const;
   /// Whether its numbers have a gradient, which is that of x.
@@ -208,7 +224,8 @@ class TANDEM_API QuantizedTensor {
   /// rotated, as a matrix whose number of rows is padded to 16, and have no gradient.
   ///
   /// Error:  none: bitwise what the numerics page specifies (tests GoldenQuantize, QuantizeFront).
-  /// Throws: c10::ValueError where these codes are absent, or rotated and not asked for.
+  /// Throws: c10::ValueError where these codes are absent, or rotated and not asked for;
+  ///         c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
   at::Tensor dequantize(bool columnwise = false,
                         std::optional<at::ScalarType> dtype = std::nullopt) const;
 
@@ -245,8 +262,8 @@ class TANDEM_API QuantizedTensor {
   /// QuantizedParts, "quantizer" its text, "dtype" and "sizes" of x and, of a Float8Quantizer,
   /// "scale" and "amax". Archives nest: codes.save(own), then archive.write("codes", own).
   ///
-  /// Throws: c10::ValueError where the archive holds no such tensor, or parts that do not belong
-  ///         together.
+  /// Throws: c10::ValueError where the archive holds no such tensor, or what its constructor
+  ///         refuses; it is as it was then.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

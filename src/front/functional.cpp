@@ -133,6 +133,12 @@ Call call_of(const LayerNormMLPArguments& a) {
 }
 
 Call call_of(const GroupedLinearArguments& a) {
+  TORCH_CHECK_VALUE(!a.weights.empty(),
+                    "grouped_linear: expected weights to be one matrix for each group, got none. "
+                    "Pass one for each of m_splits.");
+  TORCH_CHECK_VALUE(a.biases.empty() || a.biases.size() == a.weights.size(),
+                    "grouped_linear: expected biases to be as many as weights, ", a.weights.size(),
+                    ", or none, got ", a.biases.size(), ". Pass one for each group.");
   Named parameters;
   for (size_t g = 0; g < a.weights.size(); ++g) {
     parameters["weight" + std::to_string(g)] = a.weights[g];

@@ -2,12 +2,14 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/fmax.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
@@ -15,6 +17,7 @@
 #include <cmath>
 #include <limits>
 #include <ostream>
+#include <utility>
 
 #include "autograd/straight_through.h"
 #include "kernel_ops/cast.h"
@@ -38,6 +41,12 @@ constexpr std::pair<at::ScalarType, std::string_view> kCasts[] = {
 
 std::string name_of(at::ScalarType dtype) {
   return dtype == at::ScalarType::Undefined ? "none" : std::string(dtype_name(dtype));
+}
+
+void check_tensor(const char* function, const char* name, const Tensor& tensor,
+                  const char* remedy) {
+  TORCH_CHECK_VALUE(tensor.defined(), function, ": expected ", name,
+                    " to be a tensor, got an undefined one. ", remedy);
 }
 
 std::string_view cast_format(const char* function, at::ScalarType dtype) {
@@ -139,9 +148,15 @@ constexpr std::array<const char*, group_amax> kNames = {"rowwise_data",         
                                                         "amax_rowwise",         "columnwise_data",
                                                         "columnwise_scale_inv", "amax_columnwise"};
 
+/// Whether numbers of this dtype are quantized.
+bool has_codes(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
+}
+
 void check_numbers(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(
-      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      has_codes(dtype),
       "QuantizedTensor: expected numbers in float32, bfloat16, float16 or float64, got ",
       name_of(dtype), ". Call dequantize(), and convert what it returns.");
 }
@@ -156,8 +171,7 @@ QuantizedParts parts_of(const kernel_ops::Results<group_size>& group, const Quan
   QuantizedParts parts;
   for (size_t part = 0; part < kParts.size(); ++part) {
     const bool is_wanted = direction_of(part) == Direction::row ? rowwise : columnwise;
-    const bool is_amax = part % kPartsOfCodes == kPartsOfCodes - 1;
-    if (!is_wanted || (is_amax && !quantizer.format->layout.has_amax)) continue;
+    if (!is_wanted || (is_amax_part(part) && !quantizer.format->layout.has_amax)) continue;
     parts.*kParts[part] = group[serves_both_directions(quantizer) ? part % kPartsOfCodes : part];
   }
   return parts;
@@ -188,8 +202,20 @@ void copy_parts(const QuantizedParts& from, const QuantizedParts& to) {
   }
 }
 
+void check_sizes(at::IntArrayRef sizes) {
+  bool are_sizes = std::ranges::all_of(sizes, [](int64_t size) { return size >= 0; });
+  int64_t product = 1;
+  for (const int64_t size : sizes)
+    are_sizes = are_sizes && !c10::mul_overflows(product, size, &product);
+  TORCH_CHECK_VALUE(are_sizes,
+                    "QuantizedTensor: expected sizes of at least 0 whose product is below 2^63, "
+                    "got ",
+                    sizes, ". Pass those of x.");
+}
+
 /// Throws c10::ValueError unless these are the parts of numbers of these sizes.
 void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::IntArrayRef sizes) {
+  check_sizes(sizes);
   const CodeLayout& layout = quantizer.format->layout;
   const c10::SymDimVector numbers(sizes.begin(), sizes.end());
   for (size_t part = 0; part < kParts.size(); ++part) {
@@ -197,16 +223,19 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
     const Direction direction = direction_of(part);
     const size_t place = part % kPartsOfCodes;
     const bool is_wanted = (parts.*kParts[part_of(direction, 0)]).defined() &&
-                           (place != kPartsOfCodes - 1 || layout.has_amax);
+                           (!is_amax_part(part) || layout.has_amax);
     TORCH_CHECK_VALUE(tensor.defined() == is_wanted, "QuantizedTensor: expected ",
                       is_wanted ? "" : "no ", kNames[part], " with these codes of ", quantizer.text,
                       ", got ", tensor.defined() ? "one" : "none",
                       ". Pass the parts that quantize made.");
     if (!is_wanted) continue;
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "QuantizedTensor: expected ", kNames[part],
+                      " to be a strided tensor, got one of layout ", tensor.layout(),
+                      ". Pass the parts that quantize made.");
     const c10::SymDimVector expected = place == 0   ? sizes_of_codes(quantizer, numbers, direction)
                                        : place == 1 ? layout.sizes(MatrixSize(numbers), direction)
                                                     : c10::SymDimVector{1};
-    const at::ScalarType dtype = place == 0 ? at::kByte : place == 1 ? layout.dtype : at::kFloat;
+    const at::ScalarType dtype = dtype_of_part(quantizer, part);
     const bool is_one = expected.empty() && tensor.numel() == 1;
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype &&
                           (is_one || tensor.sym_sizes() == c10::SymIntArrayRef(expected)),
@@ -216,16 +245,38 @@ void check_parts(const QuantizedParts& parts, const Quantizer& quantizer, at::In
                       tensor.sizes(), ", ", name_of(tensor.scalar_type()),
                       ". Pass the parts that quantize made.");
   }
+  if (!serves_both_directions(quantizer) || !parts.rowwise_data.defined()) return;
+  for (size_t part = part_of(Direction::column, 0); part < kParts.size(); ++part) {
+    const Tensor& of_columns = parts.*kParts[part];
+    TORCH_CHECK_VALUE(
+        !of_columns.defined() || of_columns.is_same(parts.*kParts[part - kPartsOfCodes]),
+        "QuantizedTensor: expected ", kNames[part], " to be ", kNames[part - kPartsOfCodes],
+        ", as one set of codes serves both directions in ", quantizer.text,
+        ", got another tensor. Pass the same tensor twice, or that of one direction.");
+  }
+}
+
+/// Whether tensors that were read from an archive are one that was written twice.
+bool are_one(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined() || a.layout() != at::kStrided || b.layout() != at::kStrided ||
+      a.device() != b.device() || a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes())
+    return false;
+  const auto bytes = [](const Tensor& x) { return x.contiguous().flatten().view(at::kByte); };
+  return at::equal(bytes(a), bytes(b));
 }
 
 }  // namespace
 
 Tensor cast(const Tensor& x, at::ScalarType dtype, const CastOptions& options) {
+  check_tensor("cast", "x", x, "Pass the numbers.");
+  if (options.seed)
+    check_tensor("cast", "a seed", *options.seed, "Leave it out to round to nearest.");
   return kernel_ops::dispatch<kernel_ops::CastToCodes>(x, cast_format("cast", dtype),
                                                        options.saturate, options.seed)[0];
 }
 
 Tensor cast_back(const Tensor& codes, at::ScalarType dtype, at::ScalarType to) {
+  check_tensor("cast_back", "codes", codes, "Pass what cast has made.");
   return kernel_ops::dispatch<kernel_ops::CastFromCodes>(codes, cast_format("cast_back", dtype),
                                                          to)[0];
 }
@@ -268,9 +319,29 @@ TensorQuantizer::TensorQuantizer(std::string_view text, bool rowwise, bool colum
   amax_ = at::zeros({1});
 }
 
-const std::string& TensorQuantizer::text() const { return quantizer_->text; }
+TensorQuantizer::TensorQuantizer(TensorQuantizer&& other) noexcept { *this = std::move(other); }
+
+TensorQuantizer& TensorQuantizer::operator=(TensorQuantizer&& other) noexcept {
+  if (this == &other) return *this;
+  quantizer_ = std::exchange(other.quantizer_, nullptr);
+  rowwise_ = other.rowwise_;
+  columnwise_ = other.columnwise_;
+  scale_ = std::move(other.scale_);
+  amax_ = std::move(other.amax_);
+  return *this;
+}
+
+const Quantizer& TensorQuantizer::core() const {
+  TORCH_CHECK_VALUE(quantizer_ != nullptr,
+                    "TensorQuantizer: expected a quantizer, got one that was moved from. Make "
+                    "another, or assign one to it.");
+  return *quantizer_;
+}
+
+const std::string& TensorQuantizer::text() const { return core().text; }
 
 void TensorQuantizer::set_usage(std::optional<bool> rowwise, std::optional<bool> columnwise) {
+  core();
   const bool row = rowwise.value_or(rowwise_), column = columnwise.value_or(columnwise_);
   check_directions("set_usage", row, column);
   rowwise_ = row;
@@ -284,13 +355,23 @@ QuantizedTensor::QuantizedTensor(const QuantizedParts& parts, const TensorQuanti
                     "QuantizedTensor: expected codes of rows or of columns, got neither. Pass "
                     "rowwise_data or columnwise_data.");
   check_numbers(dtype);
-  check_parts(parts, *quantizer.quantizer_, sizes);
+  check_parts(parts, quantizer.core(), sizes);
 }
 
 void QuantizedTensor::check_defined() const {
   TORCH_CHECK_VALUE(defined(),
                     "QuantizedTensor: expected one with codes, got an undefined one. Make it with "
                     "quantize, or read it with torch::load.");
+}
+
+const TensorQuantizer& QuantizedTensor::quantizer() const {
+  check_defined();
+  return quantizer_;
+}
+
+at::IntArrayRef QuantizedTensor::sizes() const {
+  check_defined();
+  return sizes_;
 }
 
 at::Device QuantizedTensor::device() const {
@@ -346,6 +427,7 @@ QuantizedTensor QuantizedTensor::with(Change&& change) const {
 }
 
 QuantizedTensor QuantizedTensor::detach() const {
+  check_defined();
   QuantizedTensor made = *this;
   made.history_ = nullptr;
   return made;
@@ -429,8 +511,8 @@ QuantizedTensor QuantizedTensor::made_of(const Tensor& x, const TensorQuantizer&
   check_floating("quantize", x, "x");
   QuantizedTensor made;
   made.history_ = StraightThrough::of(x);
-  made.parts_ = codes_of(x.detach(), *quantizer.quantizer_, quantizer.rowwise_,
-                         quantizer.columnwise_, quantizer.scale_, quantizer.amax_);
+  made.parts_ = codes_of(x.detach(), quantizer.core(), quantizer.rowwise_, quantizer.columnwise_,
+                         quantizer.scale_, quantizer.amax_);
   made.quantizer_ = quantizer;
   made.dtype_ = x.scalar_type();
   made.sizes_ = x.sizes().vec();
@@ -461,12 +543,12 @@ void QuantizedTensor::load(torch::serialize::InputArchive& archive) {
   QuantizedParts parts;
   for (size_t part = 0; part < kParts.size(); ++part)
     archive.try_read(kNames[part], parts.*kParts[part], /*is_buffer=*/true);
-  if (serves_both_directions(tandem::quantizer(text.toStringRef())) &&
-      parts.columnwise_data.defined() && parts.rowwise_data.defined()) {
-    parts.columnwise_data = parts.rowwise_data;
-    parts.columnwise_scale_inv = parts.rowwise_scale_inv;
-  }
   TensorQuantizer made(text.toStringRef());
+  if (serves_both_directions(made.core()))
+    for (size_t part = part_of(Direction::column, 0); part < kParts.size(); ++part)
+      if (const Tensor& of_rows = parts.*kParts[part - kPartsOfCodes];
+          are_one(of_rows, parts.*kParts[part]))
+        parts.*kParts[part] = of_rows;
   made.rowwise_ = parts.rowwise_data.defined();
   made.columnwise_ = parts.columnwise_data.defined();
   if (made.scale_.defined()) {
@@ -480,9 +562,11 @@ void QuantizedTensor::load(torch::serialize::InputArchive& archive) {
   }
   const auto& dtypes = c10::getStringToDtypeMap();
   const auto found = dtypes.find(dtype.toStringRef());
-  *this = QuantizedTensor(parts, made,
-                          found == dtypes.end() ? at::ScalarType::Undefined : found->second,
-                          sizes.toIntVector());
+  TORCH_CHECK_VALUE(found != dtypes.end() && has_codes(found->second),
+                    "QuantizedTensor: expected an archive whose dtype is float32, bfloat16, "
+                    "float16 or float64, got \"",
+                    dtype.toStringRef(), "\". Load what was saved.");
+  *this = QuantizedTensor(parts, made, found->second, sizes.toIntVector());
 }
 
 QuantizedTensor quantize(const Tensor& x, const TensorQuantizer& quantizer) {

@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/isnan.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 
@@ -31,6 +30,15 @@ CastFormat format_of(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": expected a format among e4m3, e5m2, e2m1, e8m0, got \"",
                     std::string(name), "\". Name one of them.");
 }
+
+/// Of all but e8m0.
+constexpr kernels::Fp8Format fp8_format(CastFormat format) {
+  return static_cast<kernels::Fp8Format>(format);
+}
+static_assert(fp8_format(CastFormat::e4m3) == kernels::Fp8Format::e4m3 &&
+                  fp8_format(CastFormat::e5m2) == kernels::Fp8Format::e5m2 &&
+                  fp8_format(CastFormat::e2m1) == kernels::Fp8Format::e2m1,
+              "formats that both have are in the same order");
 
 /// In integers: a logarithm is wrong next to powers of two.
 Tensor e8m0_codes(const Tensor& x) {
@@ -75,11 +83,12 @@ Results<1> CastToCodes::reference(const Tensor& x, std::string_view format, bool
   if (cast_format == CastFormat::e8m0) return {e8m0_codes(numbers)};
   Tensor words;
   if (seed) words = philox_words(*seed, x.sym_numel()).reshape_symint(x.sym_sizes());
-  return {encode(numbers, static_cast<kernels::Fp8Format>(cast_format), saturate, words)};
+  return {encode(numbers, fp8_format(cast_format), saturate, words)};
 }
 
 Specs<1> CastFromCodes::shapes(const Tensor& codes, std::string_view format, at::ScalarType dtype) {
   check_codes(kName, codes);
+  check_decoded_dtype(kName, dtype);
   format_of(kName, format);
   return {like(codes, dtype)};
 }

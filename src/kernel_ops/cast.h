@@ -17,7 +17,7 @@ namespace tandem::kernel_ops {
 ///
 /// Shapes:  x any -> codes like x, uint8, one each.
 /// Dtypes:  float32, bfloat16, float16; float64 is rounded to float32 before.
-/// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastOp).
+/// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastFront).
 /// Throws:  c10::ValueError on another format or seed.
 struct CastToCodes {
   static constexpr const char* kName = "cast_to_codes";
@@ -32,7 +32,9 @@ struct CastToCodes {
                               const std::optional<Tensor>& seed);
 };
 
-/// The values of codes, rounded once to `dtype`.
+/// The values of codes, rounded once to `dtype`: float32, bfloat16, float16 or float64.
+///
+/// Throws:  c10::ValueError on another format, c10::TypeError on another dtype.
 struct CastFromCodes {
   static constexpr const char* kName = "cast_from_codes";
   static constexpr const char* kQualifiedName = "tandem::cast_from_codes";

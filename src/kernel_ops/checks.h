@@ -23,6 +23,15 @@ inline void check_floating(std::string_view op, const at::Tensor& tensor, std::s
       dtype_name(dtype), ". Convert it before the call.");
 }
 
+/// Numbers that codes are decoded to.
+inline void check_decoded_dtype(std::string_view op, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      op, ": expected numbers in float32, bfloat16, float16 or float64, got ",
+      dtype == at::ScalarType::Undefined ? "none" : dtype_name(dtype),
+      ". Take float32, and convert that.");
+}
+
 inline void check_codes(std::string_view op, const at::Tensor& codes) {
   TORCH_CHECK_TYPE(codes.scalar_type() == at::kByte, op, ": expected uint8 codes, got ",
                    dtype_name(codes.scalar_type()), ". Pass what a quantize op returned.");

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <variant>
 
 #include "kernel_ops/block_scaling.h"
 #include "kernel_ops/checks.h"
@@ -69,32 +70,80 @@ std::string format_names() {
   return names;
 }
 
-std::string option_names(const ScalingDef& scaling) {
-  std::string names;
-  if (scaling.has_epsilon) names = joined(std::move(names), "eps");
-  if (scaling.has_power_of_two) names = joined(std::move(names), "pow2");
-  if (scaling.has_square_blocks) names = joined(std::move(names), "2d");
-  if (scaling.has_hadamard) names = joined(std::move(names), "rht");
-  if (scaling.has_stochastic_rounding) names = joined(std::move(names), "sr");
-  if (scaling.has_four_over_six) names = joined(std::move(names), "4over6");
-  return names.empty() ? "none" : names;
-}
+// The values of options as texts, and back: false on what is none.
 
-std::string shortest(double number) {
+std::string text_of(double number) {
   char text[32];
   return {text, std::to_chars(std::begin(text), std::end(text), number).ptr};
 }
+std::string text_of(bool flag) { return flag ? "1" : "0"; }
+std::string text_of(kernels::FourOverSix metric) {
+  return std::string(kFourOverSix[static_cast<size_t>(metric)]);
+}
+
+bool parse_value(std::string_view text, double& number) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size();
+}
+bool parse_value(std::string_view text, bool& flag) {
+  flag = text == "1";
+  return flag || text == "0";
+}
+bool parse_value(std::string_view text, kernels::FourOverSix& metric) {
+  const auto value = std::ranges::find(kFourOverSix, text);
+  if (value == std::end(kFourOverSix)) return false;
+  metric = static_cast<kernels::FourOverSix>(value - std::begin(kFourOverSix));
+  return true;
+}
+
+/// An option of quantizers.
+struct OptionDef {
+  std::string_view name;
+  /// Whether a kind of scale has it.
+  bool ScalingDef::*flag;
+  std::variant<double Quantizer::*, bool Quantizer::*, kernels::FourOverSix Quantizer::*> member;
+  /// Of a canonical text: also where it is at its default.
+  bool is_always_written = false;
+
+  std::string text(const Quantizer& of) const {
+    return std::visit([&](auto own) { return std::string(name) + "=" + text_of(of.*own); }, member);
+  }
+  bool parse(std::string_view value, Quantizer& parsed) const {
+    return std::visit([&](auto own) { return parse_value(value, parsed.*own); }, member);
+  }
+  bool is_at_default(const Quantizer& of) const {
+    return std::visit([&](auto own) { return of.*own == Quantizer().*own; }, member);
+  }
+};
+
+/// The only list of options, in the order of canonical texts.
+const OptionDef kOptions[] = {
+    {"eps", &ScalingDef::has_epsilon, &Quantizer::amax_epsilon, true},
+    {"pow2", &ScalingDef::has_power_of_two, &Quantizer::power_of_two, true},
+    {"2d", &ScalingDef::has_square_blocks, &Quantizer::square_blocks},
+    {"rht", &ScalingDef::has_hadamard, &Quantizer::hadamard},
+    {"sr", &ScalingDef::has_stochastic_rounding, &Quantizer::stochastic_rounding},
+    {"4over6", &ScalingDef::has_four_over_six, &Quantizer::four_over_six},
+};
+
+std::string option_names(const ScalingDef& scaling) {
+  std::string names;
+  for (const OptionDef& option : kOptions)
+    if (scaling.*option.flag) names = joined(std::move(names), option.name);
+  return names.empty() ? "none" : names;
+}
+
+std::string name_of(const FormatDef& format, const ScalingDef& scaling) {
+  std::string name(format.name);
+  if (!scaling.name.empty()) name.append(":").append(scaling.name);
+  return name;
+}
 
 std::string canonical(const Quantizer& of) {
-  std::string text(of.format->name);
-  if (!of.scaling->name.empty()) text.append(":").append(of.scaling->name);
-  if (of.scaling->has_epsilon) text += ":eps=" + shortest(of.amax_epsilon);
-  if (of.scaling->has_power_of_two) text += of.power_of_two ? ":pow2=1" : ":pow2=0";
-  if (of.square_blocks) text += ":2d=1";
-  if (of.hadamard) text += ":rht=1";
-  if (of.stochastic_rounding) text += ":sr=1";
-  if (of.four_over_six != kernels::FourOverSix::off)
-    text.append(":4over6=").append(kFourOverSix[static_cast<size_t>(of.four_over_six)]);
+  std::string text = name_of(*of.format, *of.scaling);
+  for (const OptionDef& option : kOptions)
+    if (of.scaling->*option.flag && (option.is_always_written || !option.is_at_default(of)))
+      text += ":" + option.text(of);
   return text;
 }
 
@@ -115,35 +164,14 @@ class Pieces {
   bool is_done_ = false;
 };
 
-bool parse_number(std::string_view text, double& number) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size();
-}
-bool parse_flag(std::string_view text, bool& flag) {
-  flag = text == "1";
-  return flag || text == "0";
-}
-
-bool parse_metric(std::string_view text, kernels::FourOverSix& metric) {
-  const auto value = std::ranges::find(kFourOverSix, text);
-  if (value == std::end(kFourOverSix)) return false;
-  metric = static_cast<kernels::FourOverSix>(value - std::begin(kFourOverSix));
-  return true;
-}
-
 void parse_option(std::string_view piece, Quantizer& parsed) {
   const size_t sign = piece.find('=');
   const std::string_view name = piece.substr(0, sign),
                          value = sign == std::string_view::npos ? "" : piece.substr(sign + 1);
   const ScalingDef& scaling = *parsed.scaling;
+  const auto option = std::ranges::find(kOptions, name, &OptionDef::name);
   const bool is_known =
-      (name == "eps" && scaling.has_epsilon && parse_number(value, parsed.amax_epsilon)) ||
-      (name == "pow2" && scaling.has_power_of_two && parse_flag(value, parsed.power_of_two)) ||
-      (name == "2d" && scaling.has_square_blocks && parse_flag(value, parsed.square_blocks)) ||
-      (name == "rht" && scaling.has_hadamard && parse_flag(value, parsed.hadamard)) ||
-      (name == "sr" && scaling.has_stochastic_rounding &&
-       parse_flag(value, parsed.stochastic_rounding)) ||
-      (name == "4over6" && scaling.has_four_over_six && parse_metric(value, parsed.four_over_six));
+      option != std::end(kOptions) && scaling.*option->flag && option->parse(value, parsed);
   TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
                     option_names(scaling), " with a number, 0 or 1 (4over6: 0, mae or mse), got \"",
                     piece, "\". Write them as in \"fp8_e4m3:current:eps=0:pow2=1\".");
@@ -213,6 +241,12 @@ const Quantizer& quantizer(std::string_view text) {
 const Quantizer& quantizer(Quantizer options) {
   TORCH_INTERNAL_ASSERT(options.format != nullptr, "a quantizer has a format");
   if (options.scaling == nullptr) options.scaling = options.format->scalings.front();
+  for (const OptionDef& option : kOptions)
+    TORCH_CHECK_VALUE(options.scaling->*option.flag || option.is_at_default(options),
+                      "quantizer: expected options that ",
+                      name_of(*options.format, *options.scaling), " has, which are ",
+                      option_names(*options.scaling), ", got ", option.text(options),
+                      ". Leave it at its default.");
   TORCH_CHECK_VALUE(options.amax_epsilon >= 0 && std::isfinite(options.amax_epsilon),
                     "quantizer: expected eps >= 0 and finite, got ", options.amax_epsilon,
                     ". 0 sets no lower bound of amax.");
@@ -276,19 +310,20 @@ std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
       ". Only scales that are kept from call to call are passed in, and seeds of rounding.");
   if (takes == Given::scale) check_one_element(op, *given, "scale");
   if (takes == Given::seed) check_seed(op, *given);
-  const CodeLayout& layout = quantizer.format->layout;
   const GroupMask written = written_of(quantizer, mask);
   std::array<ResultSpec, group_size> specs;
-  const auto spec = [&](size_t part, at::ScalarType dtype, c10::SymDimVector sizes) {
+  const auto spec = [&](size_t part, c10::SymDimVector sizes) {
+    const at::ScalarType dtype = dtype_of_part(quantizer, part);
     specs[part] = is_written(quantizer, written, part) ? ResultSpec{std::move(sizes), dtype, true}
                                                        : ResultSpec{{0}, dtype, false};
   };
   for (const Direction direction : {Direction::row, Direction::column}) {
-    spec(part_of(direction, 0), at::kByte, sizes_of_codes(quantizer, x.sym_sizes(), direction));
-    spec(part_of(direction, 1), layout.dtype, layout.sizes(MatrixSize(x.sym_sizes()), direction));
-    spec(part_of(direction, 2), at::kFloat, {1});
+    spec(part_of(direction, 0), sizes_of_codes(quantizer, x.sym_sizes(), direction));
+    spec(part_of(direction, 1),
+         quantizer.format->layout.sizes(MatrixSize(x.sym_sizes()), direction));
+    spec(part_of(direction, 2), {1});
   }
-  spec(group_amax, at::kFloat, {});
+  spec(group_amax, {});
   return specs;
 }
 
@@ -296,15 +331,9 @@ Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask) {
   const GroupMask written = written_of(quantizer, mask);
   Group group = quantizer.scaling->reference(x, given, quantizer, written);
-  for (const auto& [part, dtype] : {std::pair(row_codes, at::kByte),
-                                    {row_scale, quantizer.format->layout.dtype},
-                                    {row_amax, at::kFloat},
-                                    {column_codes, at::kByte},
-                                    {column_scale, quantizer.format->layout.dtype},
-                                    {column_amax, at::kFloat},
-                                    {group_amax, at::kFloat}})
+  for (size_t part = 0; part < group.size(); ++part)
     if (!is_written(quantizer, written, part))
-      group[part] = at::empty({0}, x.options().dtype(dtype));
+      group[part] = at::empty({0}, x.options().dtype(dtype_of_part(quantizer, part)));
   return group;
 }
 

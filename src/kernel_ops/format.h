@@ -39,6 +39,10 @@ constexpr size_t part_of(Direction direction, size_t part) {
   return kPartsOfCodes * static_cast<size_t>(direction) + part;
 }
 using Group = std::array<at::Tensor, group_size>;
+/// Whether that is an amax that comes with codes.
+constexpr bool is_amax_part(size_t group_part) {
+  return group_part != group_amax && group_part % kPartsOfCodes == kPartsOfCodes - 1;
+}
 /// Which of them are wanted: those of rows, those of columns, amax.
 using GroupMask = std::array<bool, 3>;
 /// Place in a mask.
@@ -151,10 +155,14 @@ inline GroupMask written_of(const Quantizer& quantizer, GroupMask mask) {
 
 /// Whether a group has this tensor, where `written` is written.
 inline bool is_written(const Quantizer& quantizer, GroupMask written, size_t group_part) {
-  const bool is_amax_of_codes =
-      group_part != group_amax && group_part % kPartsOfCodes == kPartsOfCodes - 1;
   return written[place_in_mask(group_part)] &&
-         (!is_amax_of_codes || quantizer.format->layout.has_amax);
+         (!is_amax_part(group_part) || quantizer.format->layout.has_amax);
+}
+
+/// The dtype of a tensor of a group.
+inline at::ScalarType dtype_of_part(const Quantizer& quantizer, size_t group_part) {
+  if (group_part == group_amax || is_amax_part(group_part)) return at::kFloat;
+  return group_part % kPartsOfCodes == 0 ? at::kByte : quantizer.format->layout.dtype;
 }
 
 /// Whether codes have other sizes than their numbers.

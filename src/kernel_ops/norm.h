@@ -10,7 +10,7 @@ namespace tandem::kernel_ops {
 /// has, the last ones; gamma = weight or 1 + weight.
 ///
 /// Shapes:  x [..., *hidden], weight [*hidden] -> y like x, inv_rms [rows].
-/// Error:   at most 8 float32 ULP from float64 (test RmsNormForward), then one rounding to y's
+/// Error:   at most 8 float32 ULP from float64 (test NormOp), then one rounding to y's
 ///          dtype.
 /// Throws:  c10::ValueError where weight is not [*hidden].
 struct RmsNormForward {
@@ -96,7 +96,7 @@ struct LayerNormBackward {
 ///
 /// Shapes:  x [..., hidden] -> y like x, inv_norm [rows].
 /// Dtypes:  y as x; inv_norm float32, float64 where x is.
-/// Error:   as RmsNormForward (test L2Norm).
+/// Error:   as RmsNormForward (test NormOp).
 struct L2NormForward {
   static constexpr const char* kName = "l2_norm_forward";
   static constexpr const char* kQualifiedName = "tandem::l2_norm_forward";

@@ -78,6 +78,7 @@ Results<group_size> quantize_reference(const Tensor& x, const std::optional<Tens
 Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
                             const Quantizer& quantizer, bool column, at::ScalarType dtype,
                             const std::optional<Tensor>& amax, at::OptionalSymIntArrayRef sizes) {
+  check_decoded_dtype("dequantize", dtype);
   c10::SymDimVector numbers =
       checked_sizes("dequantize", codes, dequant_scale, quantizer, column, amax);
   if (!sizes) return {ResultSpec{std::move(numbers), dtype, true}};
@@ -108,9 +109,11 @@ Results<1> Dequantize::reference(const Tensor& codes, const Tensor& dequant_scal
       format.layout.unpacked == nullptr ? codes : format.layout.unpacked(codes, direction);
   Tensor numbers = (decode_values(each, format.element) * scales).to(dtype);
   if (is_packed(quantizer) && sizes) {
-    const MatrixSize size(*sizes);
-    numbers = numbers.flatten(0, -2).narrow_symint(0, 0, size.rows).narrow_symint(1, 0, size.cols);
-    numbers = numbers.reshape_symint(*sizes);
+    const MatrixSize padded(numbers.sym_sizes()), size(*sizes);
+    numbers = numbers.reshape_symint({padded.rows, padded.cols})
+                  .narrow_symint(0, 0, size.rows)
+                  .narrow_symint(1, 0, size.cols)
+                  .reshape_symint(*sizes);
   }
   return {numbers};
 }

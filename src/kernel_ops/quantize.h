@@ -15,7 +15,7 @@ namespace tandem::kernel_ops {
 /// Where one value serves both directions, it is that of rows, written if either is wanted.
 /// Shapes: x any -> codes like x, uint8, never transposed, or packed; these and scales as the
 ///         format's layout says; amax [], float32, those of rows and columns [1].
-/// Error:  none: bitwise what the numerics page specifies (tests GoldenCurrent, GoldenQuantize).
+/// Error:  none: bitwise what the numerics page specifies (test GoldenQuantize).
 struct Quantize {
   static constexpr const char* kName = "quantize";
   static constexpr const char* kQualifiedName = "tandem::quantize";
@@ -38,6 +38,7 @@ Results<group_size> quantize_reference(const Tensor& x, const std::optional<Tens
 /// y = decode(codes) * dequant_scale in float32, rounded once to `dtype`; `column` says which
 /// direction the codes are of, `amax` is what comes with codes that have one. Packed codes have
 /// numbers of more than one size: `sizes` says which, without it the padding is there too.
+/// Throws:  c10::TypeError on a dtype other than float32, bfloat16, float16 and float64.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   static constexpr const char* kQualifiedName = "tandem::dequantize";

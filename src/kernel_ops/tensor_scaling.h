@@ -12,7 +12,7 @@ extern const CodeLayout kTensorScale;
 /// scale = format max / max(amax(x), epsilon), rounded down to a power of two where asked: codes =
 /// cast(x * scale), saturating.
 ///
-/// Error: none: bitwise what the numerics page specifies (test GoldenCurrent).
+/// Error: none: bitwise what the numerics page specifies (test GoldenQuantize).
 extern const ScalingDef kCurrentScaling;
 
 /// codes = cast(x * scale), saturating, dequant_scale = 1 / scale, with the scale that is passed

@@ -21,16 +21,24 @@ enum Stamp : int64_t {
   data_pointer,
   version_counter,
   version,
+  /// Of optimizers.
   epoch,
+  /// Of autocast.
   stamped_region,
+  /// Which quantizer.
   made_by,
   layout,
+  /// What the weight's bytes were.
   content,
+  /// What the next call and the last one are told of the weight.
   said_for_next,
   said_last,
+  /// How each has last come by the codes.
   in_forward,
-  in_backward
+  in_backward,
+  stamp_places
 };
+static_assert(kStampSize == stamp_places, "a stamp has one number for each of its places");
 /// The first of them.
 using Signs = std::array<int64_t, content>;
 

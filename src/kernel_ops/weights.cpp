@@ -158,10 +158,7 @@ SixTensors weight_codes_plain(Pieces weight, const Part& row_codes, const Part& 
   }
   for (size_t part = 0; part < result.size(); ++part)
     if (!result[part].defined())
-      result[part] = at::empty(
-          {0}, amax.options().dtype(part % kPartsOfCodes == 0   ? at::kByte
-                                    : part % kPartsOfCodes == 1 ? quantizer.format->layout.dtype
-                                                                : at::kFloat));
+      result[part] = at::empty({0}, amax.options().dtype(dtype_of_part(quantizer, part)));
   return as_tuple(std::move(result));
 }
 

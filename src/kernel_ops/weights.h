@@ -13,9 +13,7 @@
 
 namespace tandem::kernel_ops {
 
-/// Numbers in a stamp: storage, data pointer, version counter, version, optimizer epoch, autocast
-/// region, quantizer, layout, what the weight's bytes were, what the next call and the last one
-/// said of the weight, how forward and backward have last come by the codes.
+/// Numbers in a stamp: those of Stamp (weight_signs.h).
 inline constexpr int64_t kStampSize = 13;
 
 /// The tensors of a workspace, in this order: those of the group that its quantizer writes, then

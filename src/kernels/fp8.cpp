@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "kernels/cpu/float_mode.h"
-#include "kernels/fp8.h"
 #include "kernels/quantize.h"
 
 namespace tandem::kernels {

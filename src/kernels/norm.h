@@ -19,7 +19,7 @@ struct NormOptions {
 ///
 /// Shapes:  x, y [rows, hidden]; weight [hidden]; inv_rms [rows], float32.
 /// Dtypes:  any Element each; arithmetic in float32.
-/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test RmsNormForward), then one
+/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test NormTarget), then one
 ///          rounding to y's element.
 /// Bytes:   reads x once from memory (the second read hits L1/L2), writes y once.
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,

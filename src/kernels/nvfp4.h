@@ -139,7 +139,7 @@ namespace cpu {
 /// Bytes:  reads x twice, for column codes that are rotated once more; writes half a byte per
 ///         element and direction, and 1/8 of that in scales.
 /// Error:  none: bitwise equal to the reference on every target and thread count (tests Nvfp4,
-///         GoldenNvfp4).
+///         GoldenBlocks).
 void nvfp4_quantize(ConstRows x, const Fp4Scaling& scaling, Fp4Output row, Fp4Output column,
                     float* amax);
 

@@ -10,7 +10,7 @@ namespace tandem::ops {
 ///
 /// Shapes:  x [..., *hidden], weight [*hidden] -> y like x, inv_rms [rows].
 /// Dtypes:  that of autocast, else of weight; sums are kept in float32 or wider.
-/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test RmsNormForward).
+/// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test NormOp).
 /// Throws:  c10::ValueError (shapes).
 /// Source:  Zhang and Sennrich 2019, arXiv:1910.07467.
 extern const OpDef kRmsNorm;

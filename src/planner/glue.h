@@ -75,8 +75,8 @@ Step behind_step(Value x, const Values& gradients, Value y);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
 
-/// Codes and scales of a tensor, as a front that has a type for such puts them into one: what
-/// readers of set_quantized_reader know. Absent parts are undefined.
+/// Codes and scales of a tensor, as a front that has a type for such puts them into one, and as
+/// they are read from one that comes back as an input. Absent parts are undefined.
 struct TensorInCodes {
   const Quantizer* quantizer = nullptr;
   std::array<at::Tensor, group_amax> parts = {};

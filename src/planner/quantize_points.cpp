@@ -398,16 +398,16 @@ class QuantizePoints {
   /// The tensors of a workspace in their order; Value::none where it has none.
   Values add_workspace(const CachedWeight& cached) {
     Values workspace;
-    const at::ScalarType scale = cached.quantizer->format->layout.dtype;
-    const at::ScalarType dtypes[kernel_ops::workspace_size] = {
-        at::kByte, scale, at::kFloat, at::kByte, scale, at::kFloat, at::kFloat, at::kLong};
     for (size_t part = 0; part < kernel_ops::workspace_size; ++part) {
       const bool is_there = kernel_ops::has_part(*cached.quantizer, cached.parts, part);
       workspace.push_back(
-          is_there ? scope_.draft.add({dtypes[part], Format::plain, Origin::workspace, Value::none,
-                                       scope_.draft.name(cached.weight) + "." +
-                                           kernel_ops::kWorkspaceNames[part]})
-                   : Value::none);
+          is_there
+              ? scope_.draft.add(
+                    {part == kernel_ops::stamp_part ? at::kLong
+                                                    : dtype_of_part(*cached.quantizer, part),
+                     Format::plain, Origin::workspace, Value::none,
+                     scope_.draft.name(cached.weight) + "." + kernel_ops::kWorkspaceNames[part]})
+              : Value::none);
       if (is_there) scope_.draft.workspaces.push_back(workspace.back());
     }
     scope_.draft.cached_weights.push_back(cached);

@@ -63,6 +63,11 @@ class Choices {
                       "CustomRecipe: expected quantizers whose scales follow from the numbers, ",
                       "got \"", text, "\" for ", slot.op.empty() ? slot.kind : slot.op,
                       ", whose scale is one of the past. Use DelayedScaling for the whole region.");
+    TORCH_CHECK_VALUE(
+        chosen == nullptr || slot.role != Role::weight || given_to(*chosen) != Given::seed,
+        "CustomRecipe: expected a quantizer that rounds to nearest for the weight of ",
+        slot.op.empty() ? slot.kind : slot.op, ", as its codes are kept from call to call, got \"",
+        text, "\". Round gradients by chance, whose role is grad_output.");
     const std::lock_guard<std::mutex> lock(mutex_);
     return choice->made.try_emplace(key, chosen).first->second;
   }

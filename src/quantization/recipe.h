@@ -26,7 +26,8 @@ struct QuantizeSlot {
 };
 
 /// What a recipe is asked by those who quantize; null: the tensor is not quantized. Throws
-/// c10::ValueError where a recipe of the user's names what is no quantizer, or one with a state.
+/// c10::ValueError where a recipe of the user's names what is no quantizer, one with a state, or,
+/// for a weight, whose codes are kept from call to call, one that rounds by chance.
 TANDEM_API const Quantizer* quantizer_of(const Recipe& recipe, const QuantizeSlot& slot);
 
 /// What quantizes a tensor, as a quantizer's text; empty: nothing does.

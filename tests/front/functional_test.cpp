@@ -141,6 +141,19 @@ TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
   const Gradients gradients = backward(context, at::ones({5, 4}));
   EXPECT_TRUE(gradients.at("weight1").allclose(at::ones({4, 3}).mm(arguments.x.slice(0, 2, 5))));
 
+  const auto forward_of = [&](std::vector<at::Tensor> of, std::vector<at::Tensor> biases) {
+    return forward(GroupedLinearArguments{.x = arguments.x,
+                                          .m_splits = arguments.m_splits,
+                                          .weights = std::move(of),
+                                          .biases = std::move(biases)});
+  };
+  EXPECT_THAT([&] { forward_of({}, {}); },
+              ThrowsText<c10::ValueError>("grouped_linear: expected weights to be one matrix for "
+                                          "each group, got none. Pass one for each of m_splits."));
+  EXPECT_THAT([&] { forward_of(weights, {at::zeros({4})}); },
+              ThrowsText<c10::ValueError>("grouped_linear: expected biases to be as many as "
+                                          "weights, 2, or none, got 1. Pass one for each group."));
+
   const LayerNormLinearArguments normed{.x = at::randn({3, 6}),
                                         .layer_norm_weight = at::ones({6}),
                                         .layer_norm_bias = at::zeros({6}),

@@ -13,6 +13,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "kernels/nvfp4.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"
@@ -160,6 +161,24 @@ TEST(QuantizerErrors, FormatScaleAndOptions) {
                                           "leave one of them out"));
   EXPECT_THAT([&] { quantizer("nvfp4:2d=1:rht=1"); },
               ThrowsText<c10::ValueError>("quantizer: expected squares (2d) or rotated columns "));
+  const auto refuses = [](const char* format, auto member, auto value, const char* text) {
+    Quantizer options = quantizer(format);
+    options.*member = value;
+    EXPECT_THAT([&] { quantizer(options); },
+                ThrowsText<c10::ValueError>(std::string("quantizer: expected options that ") + text,
+                                            "Leave it at its default"));
+  };
+  refuses("mxfp8_e4m3", &Quantizer::power_of_two, true, "mxfp8_e4m3 has, which are 2d, got pow2=1");
+  refuses("nvfp4", &Quantizer::amax_epsilon, 0.5,
+          "nvfp4 has, which are 2d, rht, sr, 4over6, got eps=0.5");
+  refuses("fp8_e4m3", &Quantizer::square_blocks, true,
+          "fp8_e4m3:current has, which are eps, pow2, got 2d=1");
+  refuses("fp8_1x128_e5m2", &Quantizer::hadamard, true,
+          "fp8_1x128_e5m2 has, which are eps, pow2, got rht=1");
+  refuses("fp8_e5m2:delayed", &Quantizer::stochastic_rounding, true,
+          "fp8_e5m2:delayed has, which are none, got sr=1");
+  refuses("mxfp8_e5m2", &Quantizer::four_over_six, kernels::FourOverSix::mse,
+          "mxfp8_e5m2 has, which are 2d, got 4over6=mse");
   for (const char* epsilon : {"-1", "inf", "nan"})
     EXPECT_THAT([&] { quantizer(std::string("fp8_e5m2:eps=") + epsilon); },
                 ThrowsText<c10::ValueError>("quantizer: expected eps >= 0 and finite, got ",

@@ -48,3 +48,9 @@ def test_pages_link_to_what_exists():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pages_name_files_that_exist():
+    for page in PAGES:
+        for path in re.findall(r"`((?:src|include|tests|python|cli|scripts|examples|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"

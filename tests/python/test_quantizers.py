@@ -27,6 +27,22 @@ def test_blocks_of_rows_and_columns(fp8_dtype, square, shape):
     assert torch.equal(codes.rowwise_data, codes.columnwise_data) or not square
 
 
+@pytest.mark.parametrize("shape", [(7,), (0,), (), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_vectors_and_scalars_have_numbers_in_every_dtype(shape, dtype):
+    for quantizer in (
+        tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+        tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True),
+        tandem.MXFP8Quantizer(torch.float8_e4m3fn),
+        tandem.NVFP4Quantizer(),
+    ):
+        for codes in (tandem.quantize(torch.randn(shape), quantizer), tandem.quantize(torch.randn(shape).double(), quantizer)):
+            for columnwise in (False, True):
+                numbers = codes.dequantize(dtype=dtype, columnwise=columnwise)
+                assert numbers.shape == shape and numbers.dtype == dtype
+                assert torch.equal(numbers, codes.dequantize(dtype=torch.float32, columnwise=columnwise).to(dtype))
+
+
 @pytest.mark.parametrize("fp8_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("pow2", [False, True])

@@ -134,6 +134,15 @@ BROKEN_LAYOUTS = {
         {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp gone.cpp)\n"},
         "src/core/gone.cpp: expected a file",
     ),
+    "no such test": ({"src/core/plan.h": "/// Error: none (test Plans).\n"}, "src/core/plan.h: expected a suite or a case of tests/ for what holds, got Plans"),
+    "no such test in the next line": (
+        {
+            "src/core/plan.h": "/// Error: none (tests PlanTest, PlanTest.*Order,\n///         Plans).\n",
+            "tests/plan_test.cpp": "TEST_P(PlanTest, KeepsOrder) {}\n",
+            "tests/CMakeLists.txt": "target_sources(tests PRIVATE plan_test.cpp)\n",
+        },
+        "got Plans, which none is called. Name one that is there",
+    ),
     "listed twice": (
         {"src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp plan.cpp)\n"},
         "src/core/plan.cpp: expected one list to name it, got 2",

@@ -84,6 +84,21 @@ TEST(Recipe, AFunctionIsAskedOnceForEachSlot) {
                   "which is taken"));
 }
 
+TEST(Recipe, NoFunctionRoundsWeightsByChance) {
+  register_quantizer_choice("recipe_test.by_chance",
+                            [](const QuantizeSlot&) { return std::string("nvfp4:sr=1"); });
+  const CustomRecipe recipe{.quantizers = "recipe_test.by_chance"};
+  EXPECT_EQ(quantizer_of(recipe, {Role::grad_output, "basic_linear", "0.basic_linear"})->text,
+            "nvfp4:sr=1");
+  EXPECT_THAT(
+      [&] {
+        quantizer_of(recipe, {Role::weight, "basic_linear", "0.basic_linear"});
+      },
+      ThrowsText<c10::ValueError>("CustomRecipe: expected a quantizer that rounds to "
+                                  "nearest for the weight of 0.basic_linear",
+                                  "got \"nvfp4:sr=1\"", "whose role is grad_output"));
+}
+
 TEST(Recipe, BlocksOf128OfEachRole) {
   Float8BlockScaling recipe;
   EXPECT_EQ(recipe_from_json(to_json(recipe)), Recipe(recipe));
