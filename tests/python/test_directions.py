@@ -80,6 +80,10 @@ def test_fields_of_contexts_have_the_names_of_transformer_engine():
     assert ctx.dtype == torch.bfloat16 and ctx.to_save[0].dtype == torch.bfloat16
     assert ctx.input_requires_grad and ctx.weight_requires_grad and not ctx.with_quantized_compute and ctx.backward_override is None
     assert ctx.input_quantizer is ctx.weight_quantizer is ctx.grad_output_quantizer is ctx.grad_input_quantizer is None
+    for override in (None, "high_precision"):
+        with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling(backward_override=override)):
+            ops.BasicLinear(32, 32).op_forward(ctx, torch.randn(32, 32))
+        assert ctx.with_quantized_compute and ctx.backward_override == override
     ops.GELU().op_forward(ctx, torch.randn(2))
     assert ctx.dtype == torch.float32 and ctx.prev_op_grad_output_quantizer is None
     ops.Reshape((-1,)).op_forward(ctx, torch.randn(2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -164,10 +165,11 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
 
     def _context_fields(self, ctx: OperationContext, saved: Sequence[torch.Tensor | None], x: torch.Tensor | None) -> dict[str, Any]:
         call: Call = ctx._call
+        override = "none" if call.recipe == "null" else json.loads(call.recipe).get("backward_override", "none")
         return {
             **super()._context_fields(ctx, saved, x),
             "with_quantized_compute": call.recipe != "null",
-            "backward_override": None,
+            "backward_override": None if override == "none" else override,
             "input_requires_grad": ctx.requires_grad and call.asked[0],
             "weight_requires_grad": ctx.requires_grad and any(call.asked[1:]),
         }
