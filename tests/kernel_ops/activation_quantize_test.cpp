@@ -127,7 +127,7 @@ TEST(ActivationQuantizeOp, SumsOfManyBlocksOnAnyNumberOfThreads) {
   const std::vector<const Quantizer*> all = with_delayed();
   for (size_t q = 0; q < all.size(); ++q)
     for (const Quantizer* const of_y : {all[q], all[(q + 3) % all.size()]})
-      for (const int64_t rows : {600, of_y == all[q] ? 1100 : 4500}) {
+      for (const int64_t rows : {600, of_y != all[q] && q % 4 == 0 ? 4500 : 1100}) {
         const at::Tensor grad_y = random({rows, 40}, at::kBFloat16, 2);
         at::Tensor z = random({rows, 80}, at::kFloat);
         z[rows - 2][3] = NAN;
