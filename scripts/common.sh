@@ -31,9 +31,10 @@ compile() {
   cmake --build --preset "$preset" -j "$(jobs_count)" --target "$@"
 }
 
-# run_ctest PRESET: runs the C++ tests and prints the closing lines of each test program.
+# run_ctest PRESET: runs the C++ tests and prints the closing lines of each test program. Their threads wait without spinning: the programs
+# run side by side, on the same cores.
 run_ctest() {
-  ctest --preset "$1" -j "$(jobs_count)" ${CTEST_ARGS:-}
+  OMP_WAIT_POLICY=passive ctest --preset "$1" -j "$(jobs_count)" ${CTEST_ARGS:-}
   grep -hE '^\[==========\] .* ran\.|^\[  (PASSED|SKIPPED) +\] [0-9]|^[0-9]+ skipped$|^\[  SKIPPED \] [^ ]+$' \
     "build/$1/Testing/Temporary/LastTest.log" || true
 }
