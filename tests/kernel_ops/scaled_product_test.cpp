@@ -407,7 +407,8 @@ TEST_F(ScaledProduct, KeepsNan) {
   Tensor x = random({16, 32});
   x[3][5] = NAN;
   const InCodes codes(x, "fp8_e4m3"), w(random({16, 32}, at::kFloat, 2), "fp8_e4m3");
-  const Views views({"y", codes.row, false, w.row, true});
+  const OfCodes product{"y", codes.row, false, w.row, true};
+  const Views views(product);
   const Tensor y = at::empty({16, 16});
   multiply_by_scaled_mm(views.product, y);
   EXPECT_TRUE(at::isnan(y[3]).all().item<bool>());
