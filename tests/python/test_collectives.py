@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import os
 import pickle
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # whose default arguments would hold on to the group that there is when it is first imported
 import torch.multiprocessing as mp
 from torch.testing import assert_close
 
@@ -266,7 +269,17 @@ def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None
         end.set(str(rank), "done")
         end.wait([str(each) for each in range(size)], timedelta(minutes=10))
     finally:
+        gc.collect()  # cycles of modules hold on to their group
         dist.destroy_process_group()
+    if threads_of_gloo():  # parts of torch hold on to the group: a thread of it that lets go of a tensor while Python ends aborts the process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def threads_of_gloo() -> list[str]:
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
 
 
 class Product(ops.FusedOperation):
@@ -345,6 +358,21 @@ def test_amaxes_are_those_of_all_ranks(tmp_path: Path, size: int) -> None:
 def test_a_group_is_needed() -> None:
     with pytest.raises(RuntimeError, match="expected processes that know each other, got none. Call torch.distributed.init_process_group first"):
         ops.Linear(4, 4, tensor_parallel_mode="column")
+
+
+def test_a_group_ends_with_its_layers(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        block = ops.Sequential(ops.AllReduce(), ops.Linear(4, 4), ops.AllGather())
+        block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        torch.compile(block, fullgraph=True, backend="aot_eager")(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert threads_of_gloo()
+        torch.compiler.reset()
+        del block
+        gc.collect()
+    finally:
+        dist.destroy_process_group()
+    assert not threads_of_gloo()
 
 
 def test_one_rank_is_no_parallelism(tmp_path: Path) -> None:
