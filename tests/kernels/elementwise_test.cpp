@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
+#include <random>
 
 #include "kernels/philox.h"
 #include "tests/support/matrix.h"
@@ -129,6 +131,31 @@ TEST_P(ElementwiseKernel, NanAndInfinity) {
     const float want = rounded(a.at(i) + b.at(i), Element::bfloat16);
     EXPECT_TRUE(std::isnan(want) ? std::isnan(out.at(i)) : want == out.at(i))
         << i << ": expected " << want << ", got " << out.at(i);
+  }
+}
+
+/// Any bits at all, among them whole vectors and single lanes of denormals, which processors have
+/// instructions for that round all else.
+TEST_P(ElementwiseKernel, RoundsAnyBitsToBFloat16) {
+  constexpr size_t kRows = 64, kCols = 16411;
+  Matrix x(Element::float32, kRows, kCols), out(Element::bfloat16, kRows, kCols);
+  auto* bits = static_cast<uint32_t*>(x.view().data);
+  std::mt19937 draw(13);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const size_t row = i / kCols;
+    bits[i] = static_cast<uint32_t>(draw());
+    if (row % 4 == 1) bits[i] &= 0x807FFFFFu;                   // denormals and zeros alone
+    if (row % 4 == 2 && draw() % 64 != 0) bits[i] |= 1u << 30;  // few that are small
+    if (row % 4 == 3) bits[i] = (bits[i] & 0xFFFF0000u) | (0x7FFFu + draw() % 3);  // beside ties
+  }
+  kernels::cpu::add_bias(x.view(), {}, Element::float32, {}, out.view());
+  Matrix zeros(Element::float32, kRows, kCols), sum(Element::float32, kRows, kCols);
+  for (size_t i = 0; i < zeros.size(); ++i) zeros.set(i, -0.0f);
+  kernels::cpu::add_bias(x.view(), {}, Element::bfloat16, zeros.view(), sum.view());
+  for (size_t i = 0; i < x.size(); ++i) {
+    const uint32_t expected = round_to_bits(std::bit_cast<float>(bits[i]), Element::bfloat16);
+    ASSERT_EQ(out.bits_at(i), expected) << std::hex << bits[i];
+    ASSERT_EQ(sum.bits_at(i), expected << 16) << std::hex << bits[i];
   }
 }
 

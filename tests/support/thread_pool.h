@@ -13,9 +13,10 @@
 
 namespace tandem::testing {
 
-/// Splits every loop into `size` equal ranges (fewer where the grain forbids it), one per thread;
-/// restores serial execution at its end. Threads wait by spinning and are bound to processors in
-/// turn, so a benchmark sees neither wake-ups nor two threads on one core.
+/// Splits every loop into `size` equal ranges (fewer where the grain forbids it), one per thread,
+/// but loops within such a range: a thread runs those whole. Restores serial execution at its end.
+/// Threads wait by spinning and are bound to processors in turn, so a benchmark sees neither
+/// wake-ups nor two threads on one core.
 class ScopedThreadPool {
  public:
   explicit ScopedThreadPool(int size) : size_(size) {
@@ -47,8 +48,14 @@ class ScopedThreadPool {
     return pool;
   }
 
+  static bool& is_within_range() {
+    thread_local bool is_within = false;
+    return is_within;
+  }
+
   static void parallel_for(int64_t begin, int64_t end, int64_t grain, void* context,
                            void (*body)(void*, int64_t, int64_t)) {
+    if (is_within_range()) return body(context, begin, end);
     current()->run({begin, end, 0, context, body}, grain);
   }
 
@@ -64,7 +71,9 @@ class ScopedThreadPool {
   void run_part(int i) {
     const int64_t begin = work_.begin + i * work_.step,
                   end = std::min(work_.end, begin + work_.step);
+    is_within_range() = true;
     if (begin < end) work_.body(work_.context, begin, end);
+    is_within_range() = false;
   }
 
   void serve(int i) {
