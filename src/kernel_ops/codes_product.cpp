@@ -3,6 +3,7 @@
 #include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
+#include "kernel_ops/checks.h"
 #include "kernel_ops/quantize.h"
 #include "kernel_ops/register.h"
 #include "kernel_ops/run.h"
@@ -45,6 +46,14 @@ MatrixSize size_of(const Tensor& codes, const Tensor& scale, const std::optional
   return size;
 }
 
+/// How many numbers codes of k numbers are decoded to.
+c10::SymInt padded(const Quantizer& quantizer, const c10::SymInt& k) {
+  if (!is_packed(quantizer)) return k;
+  return sizes_of_numbers(quantizer, sizes_of_codes(quantizer, {1, k}, Direction::row),
+                          Direction::row)
+      .back();
+}
+
 }  // namespace
 
 Tensor turned(const CodedMatrix& operand, bool is_transposed) {
@@ -52,6 +61,15 @@ Tensor turned(const CodedMatrix& operand, bool is_transposed) {
   const MatrixSize size(matrix.sym_sizes());
   const Tensor flat = matrix.dim() == 2 ? matrix : matrix.reshape_symint({size.rows, size.cols});
   return is_transposed ? flat.t() : flat;
+}
+
+void cut_padding(Tensor& a, const Quantizer& a_quantizer, Tensor& b, const Quantizer& b_quantizer) {
+  if (is_packed(a_quantizer) == is_packed(b_quantizer)) return;
+  if (is_packed(a_quantizer)) {
+    a = a.narrow_symint(1, 0, b.sym_size(0));
+  } else {
+    b = b.narrow_symint(0, 0, a.sym_size(1));
+  }
 }
 
 ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, const CodedMatrix& b,
@@ -66,7 +84,8 @@ ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, cons
                         target.scalar_type() != first.matrix.scalar_type();
   const Tensor sums =
       finishes ? empty_beside(target, target.sizes(), first.matrix.scalar_type()) : target;
-  const Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
+  Tensor numbers = turned(first, a_transposed), others = turned(second, b_transposed);
+  cut_padding(numbers, *a.quantizer, others, *b.quantizer);
   took |= multiply(
       Product({numbers}, {others}, sums.scalar_type(), rows, Sums::independent_of_threads), sums);
   if (!finishes) return took;
@@ -84,10 +103,13 @@ Specs<1> MultiplyCodes::shapes(const Tensor& a, const Tensor& a_scale,
                                at::ScalarType dtype) {
   const MatrixSize left = size_of(a, a_scale, a_amax, a_quantizer, a_column, a_transposed),
                    right = size_of(b, b_scale, b_amax, b_quantizer, b_column, b_transposed);
-  TORCH_CHECK_VALUE(left.cols == right.rows,
-                    "multiply_codes: expected matrices [m, k] and [k, n], got [", left.rows, ", ",
-                    left.cols, "] and [", right.rows, ", ", right.cols,
-                    "]. Transpose one of them.");
+  TORCH_CHECK_VALUE(
+      left.cols == padded(a_quantizer, right.rows) || right.rows == padded(b_quantizer, left.cols),
+      "multiply_codes: expected matrices [m, k] and [k, n], got [", left.rows, ", ", left.cols,
+      "] and [", right.rows, ", ", right.cols, "]. Transpose one of them.");
+  constexpr Dtypes kNumbers(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble);
+  TORCH_CHECK_TYPE(kNumbers.has(dtype), "multiply_codes: expected dtype float32, bfloat16, ",
+                   "float16 or float64, got ", dtype_name(dtype), ". Cast the product.");
   return {ResultSpec{{left.rows, right.cols}, dtype}};
 }
 
@@ -128,8 +150,10 @@ Results<1> MultiplyCodes::reference(const Tensor& a, const Tensor& a_scale,
     return codes.quantizer->format->layout.applies_at_end ? std::optional(codes.scale)
                                                           : std::nullopt;
   };
-  const Tensor sums = at::mm(turned(numbers(left, a_amax), a_transposed),
-                             turned(numbers(right, b_amax), b_transposed));
+  Tensor factor_a = turned(numbers(left, a_amax), a_transposed),
+         factor_b = turned(numbers(right, b_amax), b_transposed);
+  cut_padding(factor_a, a_quantizer, factor_b, b_quantizer);
+  const Tensor sums = at::mm(factor_a, factor_b);
   return ScaleProduct::reference(sums, at_end(left), at_end(right), dtype);
 }
 

@@ -18,6 +18,11 @@ struct CodedMatrix {
 /// Its rows and columns, transposed or not.
 at::Tensor turned(const CodedMatrix& operand, bool is_transposed);
 
+/// Cuts matrices [m, k] and [k, n] of numbers to the same k where one was packed, and so ends in
+/// zeros that fill its last block, and the other was not.
+void cut_padding(at::Tensor& a, const Quantizer& a_quantizer, at::Tensor& b,
+                 const Quantizer& b_quantizer);
+
 /// target = a b of codes, each transposed or not: multiplied as they are, or decoded in float32,
 /// multiplied, scaled and rounded once. Returns who did, and why codes were decoded.
 ///
@@ -29,7 +34,8 @@ ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, cons
 /// The same as a kernel op. `column` says which direction codes are of, `amax` is what comes with
 /// codes that have one.
 ///
-/// Throws: c10::ValueError where a and b are no codes of these quantizers, or do not fit.
+/// Throws: c10::ValueError where a and b are no codes of these quantizers, or do not fit;
+///         c10::TypeError for a dtype that no product has.
 struct MultiplyCodes {
   static constexpr const char* kName = "multiply_codes";
   static constexpr const char* kQualifiedName = "tandem::multiply_codes";

@@ -178,9 +178,10 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   if (at::Tensor result = multiply_codes(call, a, b, sizes, dtype, rows); result.defined())
     return finished(call, result, epilogue);
   const Decoded first(call, a.read), second(call, b.read);
-  at::Tensor result = multiply(call, matrix(first.values, a.transposed, call.path()),
-                               matrix(second.values, b.transposed, call.path()), sizes, rows,
-                               Sums::independent_of_threads);
+  at::Tensor left = matrix(first.values, a.transposed, call.path()),
+             right = matrix(second.values, b.transposed, call.path());
+  kernel_ops::cut_padding(left, first.quantizer, right, second.quantizer);
+  at::Tensor result = multiply(call, left, right, sizes, rows, Sums::independent_of_threads);
   if (first.scale || second.scale || dtype != result.scalar_type())
     result = call.run<kernel_ops::ScaleProduct>(result, first.scale, second.scale, dtype)[0];
   return finished(call, result, epilogue);

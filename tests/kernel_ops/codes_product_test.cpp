@@ -70,6 +70,68 @@ TEST_P(MultiplyCodesOp, HasTheBitsOfTheDirectCall) {
     }
 }
 
+TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
+  const Quantizer &how = quantizer(GetParam()), &packed = quantizer("nvfp4");
+  if (how.hadamard) GTEST_SKIP() << "numbers that are rotated fit no others";
+  const Tensor x = random({5, 40}), w = random({24, 40}, at::kFloat, 2);
+  const auto numbers = [](const Part& part, const Quantizer& of) {
+    return dispatch<Dequantize>(
+               part.codes, part.scale, of, part.column, at::kFloat, part.amax,
+               at::OptionalSymIntArrayRef(c10::SymIntArrayRef({c10::SymInt(5), 40})))[0]
+        .to(at::kDouble);
+  };
+  for (const bool column : {false, true}) {
+    const Direction along = column ? Direction::column : Direction::row;
+    const Part a(x, how, along), b(x, packed, along);
+    const Tensor left = numbers(a, how), right = numbers(b, packed);
+    const int64_t size = column ? 40 : 5;
+    for (const bool is_packed_first : {false, true}) {
+      const auto &first = is_packed_first ? b : a, &second = is_packed_first ? a : b;
+      const auto &first_how = is_packed_first ? packed : how,
+                 &second_how = is_packed_first ? how : packed;
+      const Tensor product = column ? left.t().mm(right) : left.mm(right.t());
+      const Tensor expected = is_packed_first ? product.t() : product;
+      const Tensor direct = at::empty({size, size});
+      multiply_codes(first.matrix(first_how), column, second.matrix(second_how), !column,
+                     Rows::of_the_result, direct);
+      EXPECT_TRUE(near(direct, expected.to(at::kFloat), /*magnitude=*/40));
+      const auto call = [&](auto&& run) {
+        return run(first.codes, first.scale, first.amax, first_how, first.column, column,
+                   second.codes, second.scale, second.amax, second_how, second.column, !column,
+                   at::kFloat)[0];
+      };
+      EXPECT_TRUE(
+          same(call([](const auto&... args) { return dispatch<MultiplyCodes>(args...); }), direct));
+      EXPECT_TRUE(near(call(MultiplyCodes::reference), expected.to(at::kFloat), /*magnitude=*/40));
+    }
+  }
+}
+
+TEST(MultiplyCodesErrors, PaddingIsNoDimension) {
+  const Quantizer &how = quantizer("fp8_e4m3"), &packed = quantizer("nvfp4");
+  const Part a(random({3, 5}), packed, Direction::row), b(random({4, 17}), how, Direction::row);
+  EXPECT_THAT(
+      [&] {
+        dispatch<MultiplyCodes>(a.codes, a.scale, a.amax, packed, false, false, b.codes, b.scale,
+                                b.amax, how, false, true, at::kFloat);
+      },
+      ThrowsText<c10::ValueError>(
+          "multiply_codes: expected matrices [m, k] and [k, n], got [3, 16] "
+          "and [17, 4]. Transpose one of them."));
+}
+
+TEST(MultiplyCodesErrors, ADtypeThatNoProductHas) {
+  const Quantizer& how = quantizer("fp8_e4m3");
+  const Part a(random({3, 5}), how, Direction::row);
+  EXPECT_THAT(
+      [&] {
+        dispatch<MultiplyCodes>(a.codes, a.scale, a.amax, how, false, false, a.codes, a.scale,
+                                a.amax, how, false, true, at::kInt);
+      },
+      ThrowsText<c10::TypeError>("multiply_codes: expected dtype float32, bfloat16, float16 or "
+                                 "float64, got int32. Cast the product."));
+}
+
 TEST(MultiplyCodesErrors, MatricesThatDoNotFit) {
   const Quantizer& how = quantizer("fp8_e4m3");
   const Part a(random({3, 5}), how, Direction::row), b(random({5, 4}), how, Direction::row);

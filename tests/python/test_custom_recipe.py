@@ -115,6 +115,40 @@ def test_what_has_no_quantizer_is_taken_as_it_is():
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.parametrize("packed", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("other", [as_current_scaling, as_mxfp8, as_blocks])
+def test_sizes_that_divide_by_nothing_suit_a_packed_format_beside_another(packed, other):
+    torch.manual_seed(0)
+    nvfp4 = tandem.NVFP4Quantizer()
+    recipe = CustomRecipe(lambda role: nvfp4 if role.tensor_type == packed else other(role))
+    linear, x = ops.Linear(40, 24, bias=False), torch.randn(21, 40)
+
+    def numbers(of, tensor_type, columnwise):
+        quantizer = recipe.qfactory(QuantizerRole("linear", tensor_type, "basic_linear"))
+        return tandem.quantize(of.detach(), quantizer).dequantize(columnwise=columnwise)
+
+    y, grad_x, grad_weight = step(linear, x, recipe)
+    torch.testing.assert_close(y, numbers(x, "input", False) @ numbers(linear.weight, "weight", False).t())
+    grad = 2 * y
+    torch.testing.assert_close(grad_x, numbers(grad, "grad_output", False) @ numbers(linear.weight, "weight", True))
+    torch.testing.assert_close(grad_weight, numbers(grad, "grad_output", True).t() @ numbers(x, "input", True))
+    torch.compiler.reset()
+    compiled = step(torch.compile(linear, fullgraph=True, backend="aot_eager"), x, recipe)
+    for actual, wanted in zip(compiled, (y, grad_x, grad_weight), strict=True):
+        assert torch.equal(actual, wanted)
+
+    experts, splits = ops.GroupedLinear(2, 40, 24, bias=False), torch.tensor([8, 13])
+    with tandem.autocast(recipe=recipe):
+        y = experts(x, splits)
+    grads = torch.autograd.grad(y.square().sum(), [*experts.parameters()])
+    for rows, weight, got, grad in zip(x.split([8, 13]), experts.parameters(), y.split([8, 13]), grads, strict=True):
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+        expected, _, expected_grad = step(linear, rows, recipe)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(grad, expected_grad)
+
+
 def test_one_layer_may_be_left_out():
     torch.manual_seed(0)
     box, x = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32)), torch.randn(8, 32)
