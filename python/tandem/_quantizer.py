@@ -215,8 +215,12 @@ class _Quantized(torch.autograd.Function):
     """Codes; the gradient of their numbers is that of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    def forward(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
         return quantizer._quantized(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

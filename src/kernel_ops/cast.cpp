@@ -2,12 +2,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 
 #include "kernel_ops/checks.h"
 #include "kernel_ops/format.h"
 #include "kernel_ops/gradient.h"
+#include "kernel_ops/look_up.h"
 #include "kernel_ops/operands.h"
 #include "kernel_ops/random.h"
 #include "kernel_ops/register.h"
@@ -103,11 +103,10 @@ void CastFromCodes::cpu(const Tensor& codes, std::string_view format, at::Scalar
 Results<1> CastFromCodes::reference(const Tensor& codes, std::string_view format,
                                     at::ScalarType dtype) {
   const CastFormat cast_format = format_of(kName, format);
-  std::vector<float> table(256);
+  std::array<float, 256> table;
   for (size_t code = 0; code < table.size(); ++code)
     table[code] = kernels::float_from_code(static_cast<uint8_t>(code), cast_format);
-  return {
-      at::tensor(table, codes.options().dtype(at::kFloat)).index({codes.to(at::kLong)}).to(dtype)};
+  return {look_up(table, codes).to(dtype)};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

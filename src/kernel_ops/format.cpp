@@ -12,7 +12,6 @@
 #include <ATen/ops/round.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/signbit.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 
 #include <algorithm>
@@ -27,6 +26,7 @@
 #include "kernel_ops/block_scaling.h"
 #include "kernel_ops/checks.h"
 #include "kernel_ops/fp4_scaling.h"
+#include "kernel_ops/look_up.h"
 #include "kernel_ops/mx_scaling.h"
 #include "kernel_ops/random.h"
 #include "kernel_ops/shapes.h"
@@ -394,10 +394,10 @@ Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, co
 }
 
 Tensor decode_values(const Tensor& codes, kernels::Fp8Format format) {
-  std::vector<float> table(256);
+  std::array<float, 256> table;
   for (size_t code = 0; code < table.size(); ++code)
     table[code] = kernels::float_from_fp8(static_cast<uint8_t>(code), format);
-  return at::tensor(table, codes.options().dtype(at::kFloat)).index({codes.to(at::kLong)});
+  return look_up(table, codes);
 }
 
 }  // namespace kernel_ops

@@ -184,3 +184,31 @@ def test_only_numbers_have_codes(dtype):
     for call in (lambda: tandem.quantize(x, MXFP8), lambda: MXFP8(x), lambda: MXFP8.quantize(x, out=tandem.quantize(torch.ones(4, 64), MXFP8))):
         with pytest.raises(TypeError, match=f"MXFP8Quantizer: expected numbers in float32, bfloat16, float16 or float64, got {dtype}. Convert x before"):
             call()
+
+
+@pytest.mark.parametrize("quantizer", [CURRENT, MXFP8, tandem.NVFP4Quantizer(), tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True)])
+def test_transforms_of_functions_of_weights(quantizer):
+    torch.manual_seed(0)
+    x, weight = tandem.quantize(torch.randn(32, 64), quantizer), torch.randn(16, 64)
+    linear, box = ops.Linear(64, 16, bias=False), ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 16))
+
+    def of_weight(weight, x):
+        return torch.func.functional_call(linear, {"weight": weight}, (x,)).square().sum()
+
+    def of_gamma(gamma, x):
+        return torch.func.functional_call(box, {"0.weight": gamma}, (x,)).square().sum()
+
+    for function, point in ((of_weight, weight), (of_gamma, torch.ones(64))):
+        torch.testing.assert_close(torch.func.grad(function)(point, x), torch.func.grad(function)(point, x.dequantize()))
+        tangents = [torch.func.jvp(lambda p, of=numbers: function(p, of), (point,), (point,))[1] for numbers in (x, x.dequantize())]  # noqa: B023
+        torch.testing.assert_close(*tangents)
+
+
+@pytest.mark.parametrize("quantizer", [CURRENT, MXFP8, tandem.NVFP4Quantizer()])
+def test_transforms_of_functions_that_quantize(quantizer):
+    x, weight = torch.randn(32, 64), torch.randn(16, 64)
+    for function, expected in (
+        (lambda x: torch.nn.functional.linear(quantizer.quantize(x), weight).sum(), weight.sum(0).expand(32, 64)),
+        (lambda x: (quantizer.quantize(x) * 2).sum(), torch.full((32, 64), 2.0)),
+    ):
+        torch.testing.assert_close(torch.func.grad(function)(x), expected)
