@@ -73,7 +73,7 @@ TEST_P(MultiplyCodesOp, HasTheBitsOfTheDirectCall) {
 TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
   const Quantizer &how = quantizer(GetParam()), &packed = quantizer("nvfp4");
   if (how.hadamard) GTEST_SKIP() << "numbers that are rotated fit no others";
-  const Tensor x = random({5, 40}), w = random({24, 40}, at::kFloat, 2);
+  const Tensor x = random({5, 40});
   const auto numbers = [](const Part& part, const Quantizer& of) {
     return dispatch<Dequantize>(
                part.codes, part.scale, of, part.column, at::kFloat, part.amax,
@@ -107,41 +107,41 @@ TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
   }
 }
 
-TEST(MultiplyCodesErrors, PaddingIsNoDimension) {
-  const Quantizer &how = quantizer("fp8_e4m3"), &packed = quantizer("nvfp4");
-  const Part a(random({3, 5}), packed, Direction::row), b(random({4, 17}), how, Direction::row);
-  EXPECT_THAT(
-      [&] {
-        dispatch<MultiplyCodes>(a.codes, a.scale, a.amax, packed, false, false, b.codes, b.scale,
-                                b.amax, how, false, true, at::kFloat);
-      },
-      ThrowsText<c10::ValueError>(
-          "multiply_codes: expected matrices [m, k] and [k, n], got [3, 16] "
-          "and [17, 4]. Transpose one of them."));
-}
-
-TEST(MultiplyCodesErrors, ADtypeThatNoProductHas) {
-  const Quantizer& how = quantizer("fp8_e4m3");
-  const Part a(random({3, 5}), how, Direction::row);
-  EXPECT_THAT(
-      [&] {
-        dispatch<MultiplyCodes>(a.codes, a.scale, a.amax, how, false, false, a.codes, a.scale,
-                                a.amax, how, false, true, at::kInt);
-      },
-      ThrowsText<c10::TypeError>("multiply_codes: expected dtype float32, bfloat16, float16 or "
-                                 "float64, got int32. Cast the product."));
+/// a b^T of codes of rows.
+Tensor product_of_rows(const Tensor& a, const std::string& a_text, const Tensor& b,
+                       const std::string& b_text, at::ScalarType dtype) {
+  const Quantizer &a_how = quantizer(a_text), &b_how = quantizer(b_text);
+  const Part left(a, a_how, Direction::row), right(b, b_how, Direction::row);
+  return dispatch<MultiplyCodes>(left.codes, left.scale, left.amax, a_how, false, false,
+                                 right.codes, right.scale, right.amax, b_how, false, true,
+                                 dtype)[0];
 }
 
 TEST(MultiplyCodesErrors, MatricesThatDoNotFit) {
-  const Quantizer& how = quantizer("fp8_e4m3");
-  const Part a(random({3, 5}), how, Direction::row), b(random({5, 4}), how, Direction::row);
   EXPECT_THAT(
-      [&] {
-        dispatch<MultiplyCodes>(a.codes, a.scale, a.amax, how, false, false, b.codes, b.scale,
-                                b.amax, how, false, true, at::kFloat);
+      [] {
+        product_of_rows(random({3, 5}), "fp8_e4m3", random({5, 4}), "fp8_e4m3", at::kFloat);
       },
       ThrowsText<c10::ValueError>("multiply_codes: expected matrices [m, k] and [k, n], got [3, 5] "
                                   "and [4, 5]. Transpose one of them."));
+}
+
+TEST(MultiplyCodesErrors, PaddingIsNoDimension) {
+  EXPECT_THAT(
+      [] {
+        product_of_rows(random({3, 5}), "nvfp4", random({4, 17}), "fp8_e4m3", at::kFloat);
+      },
+      ThrowsText<c10::ValueError>("multiply_codes: expected matrices [m, k] and [k, n], got [3, "
+                                  "16] and [17, 4]. Transpose one of them."));
+}
+
+TEST(MultiplyCodesErrors, ADtypeThatNoProductHas) {
+  EXPECT_THAT(
+      [] {
+        product_of_rows(random({3, 5}), "fp8_e4m3", random({3, 5}), "fp8_e4m3", at::kInt);
+      },
+      ThrowsText<c10::TypeError>("multiply_codes: expected dtype float32, bfloat16, float16 or "
+                                 "float64, got int32. Cast the product."));
 }
 
 }  // namespace
