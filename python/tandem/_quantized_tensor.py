@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from tandem._quantized_parts import DTYPES, PARTS, serves_both
 from tandem._quantized_sharding import post_all_gather, pre_all_gather
-from tandem._quantized_views import FIRST_NUMBERS, SHARING, STAYING, ZEROS, Decoded, is_view, with_first
+from tandem._quantized_views import FIRST_NUMBERS, SHARING, STAYING, ZEROS, Decoded, has_tangent, is_view, with_first
 
 OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
 _GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
@@ -30,7 +29,7 @@ class QuantizedTensor(torch.Tensor):
     It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again. Copies, moves to another device
     or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last dimension alone, slices of rows and pickles
     stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are copies of the numbers, which cannot be written,
-    and so cannot a slice of rows whose scales serve other rows too. `param.data = x` quantizes x, or takes the codes that it is in. State dicts hold the parts, as plain tensors
+    and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are decoded too. `param.data = x` quantizes x, or takes the codes that it is in. State dicts hold the parts, as plain tensors
     under the parameter's name.
 
     Attributes:
@@ -280,7 +279,7 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(columnwise, torch.dtype):
             columnwise, dtype = False, columnwise
         is_rotated = columnwise and ":rht=1" in self.quantizer.text
-        if (torch.is_grad_enabled() and self.requires_grad or _has_tangent(self)) and not is_rotated:
+        if (torch.is_grad_enabled() and self.requires_grad or has_tangent(self)) and not is_rotated:
             made: torch.Tensor = _Dequantized.apply(self, columnwise, dtype)  # type: ignore[no-untyped-call]
             return made
         return self._numbers(columnwise, dtype)
@@ -347,17 +346,18 @@ class _Held(NamedTuple):
         return self
 
 
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[attr-defined]
-
-
 class _Dequantized(torch.autograd.Function):
     """Numbers, whose gradient is that of the codes' tensor, and so is their tangent."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, codes: QuantizedTensor, columnwise: bool, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.dtype, ctx.made = codes.dtype, dtype or codes.dtype
+    def forward(codes: QuantizedTensor, columnwise: bool, dtype: torch.dtype | None) -> torch.Tensor:
         return codes._numbers(columnwise, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # apart from forward, as torch.func wants it
+        ctx.dtype, ctx.made = inputs[0].dtype, output.dtype
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:

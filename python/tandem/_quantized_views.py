@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
+from tandem import _C
 from tandem._quantized_parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
 
 SHARING = "_shares_scales"  # of a slice of rows: True where its parts serve other rows too, or the Zeros that it is of
@@ -47,9 +49,9 @@ class Decoded(torch.Tensor):
     def __new__(cls, numbers: torch.Tensor) -> Decoded:
         """A plain tensor, or the quantized one that is to be read in one dimension."""
         is_plain = type(numbers) is torch.Tensor
-        sizes, strides = (numbers.shape, numbers.stride()) if is_plain else ((numbers.numel(),), (1,))
+        sizes, strides, offset = (numbers.shape, numbers.stride(), numbers.storage_offset()) if is_plain else ((numbers.numel(),), (1,), 0)
         made: Decoded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, sizes, strides=strides, dtype=numbers.dtype, device=numbers.device
+            cls, sizes, strides=strides, storage_offset=offset, dtype=numbers.dtype, device=numbers.device
         )
         made._numbers = numbers
         return made
@@ -163,13 +165,22 @@ def rows_of(x: Any, first: int, last: int) -> Any:
     return x._of(parts, (last - first, *x.shape[1:]))._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
 
 
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows it."""
+    return forward_ad._current_level >= 0 and _C.has_tangent(x)  # type: ignore[attr-defined]
+
+
+# Rows of a tensor with a tangent are decoded: torch wants those of the tangent in the same place of as large a memory.
+
+
 def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     first, last, _ = slice(start, end).indices(x.shape[0]) if x.dim() else (0, 0, 1)
-    return rows_of(x, first, max(first, last)) if x.dim() > 1 and dim in (0, -x.dim()) and step == 1 else None
+    is_of_rows = x.dim() > 1 and dim in (0, -x.dim()) and step == 1 and not has_tangent(x)
+    return rows_of(x, first, max(first, last)) if is_of_rows else None
 
 
 def _split(x: Any, size: int, dim: int = 0) -> Any:
-    if x.dim() < 2 or dim not in (0, -x.dim()) or size <= 0:
+    if x.dim() < 2 or dim not in (0, -x.dim()) or size <= 0 or has_tangent(x):
         return None
     made = [rows_of(x, first, min(first + size, x.shape[0])) for first in range(0, max(x.shape[0], 1), size)]
     return None if any(part is None for part in made) else made
@@ -209,4 +220,4 @@ STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or 
     torch.ops.aten.as_strided.default: _strided,
 }
 
-__all__ = ["FIRST_NUMBERS", "SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "is_view", "rows_of", "with_first"]
+__all__ = ["FIRST_NUMBERS", "SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "has_tangent", "is_view", "rows_of", "with_first"]

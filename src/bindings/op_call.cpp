@@ -10,6 +10,7 @@
 
 #include "bindings/autocast.h"
 #include "front/attention_rules.h"
+#include "kernel_ops/gradient.h"
 #include "kernel_ops/weights.h"
 #include "ops/deferred.h"
 #include "ops/groups.h"
@@ -206,6 +207,8 @@ void bind_op_call(py::module_& module) {
   module.def(
       "canonical_quantizer", [](const std::string& text) { return quantizer(text).text; },
       py::arg("text"), "The text by which equal quantizers are known.");
+  module.def("has_tangent", &kernel_ops::has_tangent, py::arg("x"),
+             "Whether forward-mode differentiation follows x, asked below autograd too.");
 }
 
 }  // namespace tandem::bindings

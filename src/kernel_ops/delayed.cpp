@@ -1,5 +1,10 @@
 #include "kernel_ops/delayed.h"
 
+// Behind that of the older vmap it would find two of some names.
+// clang-format off
+#include <ATen/functorch/PlumbingHelper.h>
+#include <ATen/LegacyBatchedTensorImpl.h>
+// clang-format on
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
@@ -8,6 +13,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -17,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <vector>
 
 #include "kernel_ops/collective.h"
@@ -269,6 +276,41 @@ void record_amax_now(Tensor& amax_history, Tensor& pending, const Tensor& amax,
   if (counts) set_number(pending, number);
 }
 
+/// Of all samples of a vmap, as in a loop over them: they share a scale. `dims`: theirs.
+void record_each_amax(const ScalingState& state, const Tensor& amaxes, at::IntArrayRef dims,
+                      const Tensor& region, const SlotRange& slots, bool counts) {
+  std::vector<int64_t> front(dims.size());
+  std::iota(front.begin(), front.end(), 0);
+  const auto last = static_cast<int64_t>(dims.size()) - 1;
+  for (const Tensor& amax : amaxes.movedim(dims, front).flatten(0, last).unbind())
+    record_amax(state, amax, region, slots, counts);
+}
+
+/// Under torch.vmap.
+void record_amax_of_samples(Tensor& amax_history, Tensor& pending, const Tensor& amax,
+                            const Tensor& region, int64_t slot, bool counts, int64_t stride) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+  const int64_t level = at::functorch::maybeCurrentDynamicLayer()->layerId();
+  const auto [amaxes, dim] = at::functorch::unwrapTensorAtLevel(amax, level);
+  const ScalingState state{{}, amax_history, pending};
+  if (dim)
+    record_each_amax(state, amaxes, {*dim}, region, {slot, stride, 0}, counts);
+  else
+    record_amax(state, amaxes, region, {slot, stride, 0}, counts);
+}
+
+/// Under is_grads_batched, whose vmap is another.
+void record_amax_of_gradients(Tensor& amax_history, Tensor& pending, const Tensor& amax,
+                              const Tensor& region, int64_t slot, bool counts, int64_t stride) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::Batched);
+  const ScalingState state{{}, amax_history, pending};
+  const auto* batched = at::maybeGetBatchedImpl(amax);
+  if (batched == nullptr) return record_amax(state, amax, region, {slot, stride, 0}, counts);
+  std::vector<int64_t> dims;
+  for (const auto& each : batched->bdims()) dims.push_back(each.dim());
+  record_each_amax(state, batched->value(), dims, region, {slot, stride, 0}, counts);
+}
+
 void record_amax_shape(Tensor& amax_history, Tensor& pending, const Tensor& amax,
                        const Tensor& region, int64_t slot, bool, int64_t stride) {
   check_slots({amax_history.select(0, 0), amax_history, pending}, region,
@@ -369,6 +411,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       tags);
   library.impl("record_amax_", c10::DispatchKey::CompositeExplicitAutograd, &record_amax_now);
   library.impl("record_amax_", c10::DispatchKey::Meta, &record_amax_shape);
+  library.impl("record_amax_", c10::DispatchKey::FuncTorchBatched, &record_amax_of_samples);
+  library.impl("record_amax_", c10::DispatchKey::Batched, &record_amax_of_gradients);
   // Two draws of a number are two regions: no compiler may merge them.
   library.def(
       "region_number(Tensor like) -> Tensor",

@@ -1,6 +1,7 @@
 """Backward on its own path: torch.autocast, batched gradients and subclasses, torch.jit.trace, checkpoints outside their region."""
 
 import contextlib
+import copy
 import io
 
 import pytest
@@ -104,6 +105,51 @@ def test_batched_gradients(recipe, retain):
     for tensor, *expected in zip(batched, *one_by_one, strict=True):
         expected = torch.stack(expected)
         torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+
+
+def test_batched_gradients_share_a_delayed_scale():
+    """As those of one call: the next scale is that of the largest of all."""
+    linear, x = ops.Linear(32, 32, bias=False), torch.randn(16, 32, requires_grad=True)
+    asked, grads = [x, linear.weight], torch.randn(3, 16, 32)
+    for _ in range(2):  # the second finds a scale
+        with tandem.autocast(recipe=tandem.recipe.DelayedScaling()):
+            y = linear(x)
+        batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(linear.state_dict()["recipe_state.backward.scale"], torch.finfo(torch.float8_e5m2).max / grads.abs().max()[None])
+    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
+    for tensor, *expected in zip(batched, *one_by_one, strict=True):
+        assert torch.equal(tensor, torch.stack(expected))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("nested", [False, True])
+def test_samples_share_a_delayed_scale(nested):
+    x = torch.randn(6, 16, 32)
+    weights = torch.randn(6, 32, 32)
+    ways = {
+        "x": lambda linear, run: run(linear, x),
+        "weight": lambda linear, run: run(lambda weight: torch.func.functional_call(linear, {"weight": weight}, (x[0],)), weights),
+    }
+
+    def of_samples(function, samples):
+        if nested:
+            return torch.vmap(torch.vmap(function))(samples.unflatten(0, (2, 3))).flatten(0, 1)
+        return torch.vmap(function)(samples)
+
+    def one_by_one(function, samples):
+        return torch.stack([function(sample) for sample in samples])
+
+    for way in ways.values():
+        linear = ops.Linear(32, 32, bias=False)
+        found = []
+        for run in (of_samples, one_by_one):
+            module = copy.deepcopy(linear)
+            for _ in range(2):
+                with tandem.autocast(recipe=tandem.recipe.DelayedScaling()):
+                    y = way(module, run)
+            found.append((y, module.state_dict()["recipe_state.forward.amax_history"], module.state_dict()["recipe_state.forward.scale"]))
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -178,6 +178,82 @@ def test_tangents_of_codes():
                     pipeline(dual)
 
 
+QUANTIZERS = {
+    "current": CURRENT,
+    "blocks": tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True),
+    "mxfp8": MXFP8,
+    "nvfp4": tandem.NVFP4Quantizer(),
+}
+
+
+def in_parameter(module, name, x):
+    """What torch.func differentiates."""
+    return lambda value: torch.func.functional_call(module, {name: value}, (x,)).square().sum()
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_torch_func_over_a_weight_beside_codes(quantizer):
+    codes = quantizer.quantize(torch.randn(32, 128))
+    linear = ops.Linear(128, 16, bias=False)
+    for module, name in ((linear, "weight"), (ops.Sequential(ops.RMSNorm(128), linear), "0.weight")):
+        value = module.get_parameter(name).detach()
+        of_codes, of_numbers = (in_parameter(module, name, x) for x in (codes, codes.dequantize()))
+        expected = torch.func.grad(of_numbers)(value)
+        assert torch.equal(torch.func.grad(of_codes)(value), expected)
+        assert torch.equal(torch.vmap(torch.func.grad(of_codes))(value[None])[0], expected)
+        tangents = (torch.ones_like(value),)
+        torch.testing.assert_close(torch.func.jvp(of_codes, (value,), tangents), torch.func.jvp(of_numbers, (value,), tangents))
+
+
+@pytest.mark.parametrize("recipe", [tandem.recipe.MXFP8BlockScaling(), tandem.recipe.DelayedScaling(), tandem.recipe.NVFP4BlockScaling()])
+def test_torch_func_beside_codes_under_a_recipe_is_refused(recipe):
+    linear, codes = ops.Linear(64, 32, bias=False), MXFP8.quantize(torch.randn(32, 64))
+    weight, function = linear.weight.detach(), in_parameter(linear, "weight", codes)
+    with tandem.autocast(recipe=recipe):
+        with pytest.raises(NotImplementedError, match="quantize: expected a tensor without a tangent, got one under forward-mode"):
+            torch.func.jvp(function, (weight,), (weight,))
+        with pytest.raises(NotImplementedError, match="pipeline: expected no recipe where torch.func differentiates, got one whose backward rounds"):
+            torch.func.grad(function)(weight)
+
+
+def test_codes_with_a_history_inside_torch_func():
+    """They count as their numbers."""
+    x, weight = torch.randn(32, 64), torch.randn(64, 8)
+    codes = MXFP8.quantize(x.clone().requires_grad_())
+    numbers = codes.detach().dequantize()
+    gradient = torch.func.grad(lambda weight: (codes.dequantize() @ weight).square().sum())(weight)
+    torch.testing.assert_close(gradient, 2 * numbers.t() @ (numbers @ weight))
+    torch.testing.assert_close(torch.vmap(lambda weight: codes.dequantize() @ weight)(weight[None])[0], numbers @ weight)
+    inside = torch.func.grad(lambda weight: (MXFP8.quantize(x).dequantize() @ weight).square().sum())(weight)
+    torch.testing.assert_close(inside, gradient)
+
+
+VIEWS = {
+    "rows": lambda x: x[32:],
+    "first rows": lambda x: x[:32],
+    "row": lambda x: x[3],
+    "columns": lambda x: x[:, 32:],
+    "split": lambda x: x.split(32)[1],
+    "chunk": lambda x: x.chunk(2)[1],
+    "unbind": lambda x: x.unbind()[1],
+    "narrow": lambda x: x.narrow(0, 32, 32),
+    "view": lambda x: x.view(2, 32, 64),
+    "slice of a slice": lambda x: x[32:][8:16],
+}
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_of_codes_with_a_tangent(quantizer, view):
+    codes, tangent = quantizer.quantize(torch.randn(64, 64)), torch.randn(64, 64)
+    with forward_ad.dual_level():
+        dual = view(forward_ad.make_dual(codes, tangent))
+        numbers = forward_ad.unpack_dual(dual * 1)
+        assert torch.equal(numbers.primal, view(codes.dequantize())) and torch.equal(numbers.tangent, view(tangent))
+        kind = type(view(codes))
+    assert type(view(codes)) is kind  # the same codes without a tangent are seen as ever
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn])
 def test_only_numbers_have_codes(dtype):
     x = torch.ones(4, 64).to(dtype)
@@ -186,26 +262,8 @@ def test_only_numbers_have_codes(dtype):
             call()
 
 
-@pytest.mark.parametrize("quantizer", [CURRENT, MXFP8, tandem.NVFP4Quantizer(), tandem.Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True)])
-def test_transforms_of_functions_of_weights(quantizer):
-    torch.manual_seed(0)
-    x, weight = tandem.quantize(torch.randn(32, 64), quantizer), torch.randn(16, 64)
-    linear, box = ops.Linear(64, 16, bias=False), ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 16))
-
-    def of_weight(weight, x):
-        return torch.func.functional_call(linear, {"weight": weight}, (x,)).square().sum()
-
-    def of_gamma(gamma, x):
-        return torch.func.functional_call(box, {"0.weight": gamma}, (x,)).square().sum()
-
-    for function, point in ((of_weight, weight), (of_gamma, torch.ones(64))):
-        torch.testing.assert_close(torch.func.grad(function)(point, x), torch.func.grad(function)(point, x.dequantize()))
-        tangents = [torch.func.jvp(lambda p, of=numbers: function(p, of), (point,), (point,))[1] for numbers in (x, x.dequantize())]  # noqa: B023
-        torch.testing.assert_close(*tangents)
-
-
-@pytest.mark.parametrize("quantizer", [CURRENT, MXFP8, tandem.NVFP4Quantizer()])
-def test_transforms_of_functions_that_quantize(quantizer):
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_torch_func_over_what_is_quantized(quantizer):
     x, weight = torch.randn(32, 64), torch.randn(16, 64)
     for function, expected in (
         (lambda x: torch.nn.functional.linear(quantizer.quantize(x), weight).sum(), weight.sum(0).expand(32, 64)),
