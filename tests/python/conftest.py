@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import end_ranks
 
 import tandem
 
@@ -18,3 +19,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_end():
+    yield
+    end_ranks()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import faulthandler
 import gc
 import os
 import pickle
 import re
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # whose default arguments would hold on to the group that there is when it is first imported
-import torch.multiprocessing as mp
+from ranks import on_ranks, threads_of_gloo
 from torch.testing import assert_close
 
 import tandem
@@ -78,7 +74,7 @@ def check_against_one_process(rank: int, size: int, sequence_parallel: bool, bia
             optimizer.zero_grad()
 
 
-def check_order(rank: int, size: int, *_: Any) -> None:
+def check_order(rank: int, size: int) -> None:
     """The product of grad_weight stands between the start of a collective and the wait for it."""
     block = sharded(rank, size, True, True)
     block(torch.randn(ROWS // size, HIDDEN, requires_grad=True)).sum().backward()
@@ -91,7 +87,7 @@ def check_order(rank: int, size: int, *_: Any) -> None:
     assert "all_gather.y" not in kept, "the gathered rows are gathered again, not kept"
 
 
-def check_masks(rank: int, size: int, *_: Any) -> None:
+def check_masks(rank: int, size: int) -> None:
     """A frozen weight gathers nothing again; an input without a gradient scatters none."""
     block = sharded(rank, size, True, True)
     block[1].weight.requires_grad_(False)
@@ -101,7 +97,7 @@ def check_masks(rank: int, size: int, *_: Any) -> None:
     assert block[0].weight.grad is not None
 
 
-def check_errors(rank: int, size: int, *_: Any) -> None:
+def check_errors(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"expected out_features that {size} ranks share evenly, got 7. Use a multiple of {size}"):
         ops.Linear(8, 7, tensor_parallel_mode="column")
     with pytest.raises(ValueError, match='expected tensor_parallel_mode None, "column" or "row", got \'rows\''):
@@ -119,7 +115,7 @@ def check_errors(rank: int, size: int, *_: Any) -> None:
     assert ops.AllReduce()(torch.tensor(1.0)) == size
 
 
-def check_changes(rank: int, size: int, *_: Any) -> None:
+def check_changes(rank: int, size: int) -> None:
     """Attributes of a layer that ranks share count at the next call."""
     whole, block = full(True), sharded(rank, size, False, True)
     x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -153,7 +149,7 @@ def check_changes(rank: int, size: int, *_: Any) -> None:
     assert keys == ["basic_ops.0.weight", "basic_ops.1.bias", *[f"basic_ops.{index}._extra_state" for index in range(3)]]
 
 
-def check_products_alone(rank: int, size: int, *_: Any) -> None:
+def check_products_alone(rank: int, size: int) -> None:
     """A `BasicLinear` has the collectives of a `Linear` around it, alone and in containers."""
     for mode in ("column", "row"):
         for sequence_parallel in (False, True):
@@ -166,7 +162,7 @@ def check_products_alone(rank: int, size: int, *_: Any) -> None:
             assert [*basic.state_dict()] == ["weight"] and (basic.local_in_features, basic.local_out_features) == basic.weight.shape[::-1]
             basic.weight = linear.weight
             x = torch.randn(ROWS, basic.local_in_features, requires_grad=True)
-            for run in (basic, ops.Sequential(ops.Identity(), basic), copy.deepcopy(basic), pickle.loads(pickle.dumps(basic)), torch.compile(basic, fullgraph=True)):
+            for run in (basic, ops.Sequential(ops.Identity(), basic), copy.deepcopy(basic), pickle.loads(pickle.dumps(basic)), torch.compile(basic, fullgraph=True, backend="aot_eager")):
                 y, expected = run(x), linear(x)
                 assert_close(y, expected)
                 grad = torch.ones_like(y)
@@ -179,7 +175,7 @@ def check_products_alone(rank: int, size: int, *_: Any) -> None:
         ops.BasicLinear(8, 7, tensor_parallel_mode="column")
 
 
-def check_copies(rank: int, size: int, *_: Any) -> None:
+def check_copies(rank: int, size: int) -> None:
     block = sharded(rank, size, True, True)
     x = torch.randn(ROWS // size, HIDDEN)
     for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
@@ -187,7 +183,7 @@ def check_copies(rank: int, size: int, *_: Any) -> None:
         assert copied[1].tensor_parallel_group is block[1].tensor_parallel_group
 
 
-def check_ddp(rank: int, size: int, *_: Any) -> None:
+def check_ddp(rank: int, size: int) -> None:
     """Each rank has some rows; gradients are averaged."""
     whole, wrapped = full(True), torch.nn.parallel.DistributedDataParallel(full(True))
     for step in range(2):
@@ -198,7 +194,7 @@ def check_ddp(rank: int, size: int, *_: Any) -> None:
             assert_close(param.grad * size, expected.grad)
 
 
-def check_ops(rank: int, size: int, *_: Any) -> None:
+def check_ops(rank: int, size: int) -> None:
     x = torch.full((size, 2), float(rank + 1), requires_grad=True)
     total = sum(range(1, size + 1))
     y = ops.AllReduce()(x)
@@ -254,34 +250,6 @@ def check_delayed_scaling_errors(rank: int, size: int) -> None:
             ops.Linear(HIDDEN, WIDE)(torch.ones(1, HIDDEN))
 
 
-def run(rank: int, size: int, store: str, checks: list[tuple[Any, ...]]) -> None:
-    faulthandler.enable()  # a rank that a signal ends says where all its threads were
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    try:
-        for check, *arguments in checks:
-            try:
-                check(rank, size, *arguments)
-            except Exception as error:
-                error.add_note(f"in {check.__name__}{tuple(arguments)}")
-                raise
-        end = dist.FileStore(f"{store}.end", size)  # who leaves first takes the connection from those who still read its last words
-        end.set(str(rank), "done")
-        end.wait([str(each) for each in range(size)], timedelta(minutes=10))
-    finally:
-        gc.collect()  # cycles of modules hold on to their group
-        dist.destroy_process_group()
-    if threads_of_gloo():  # parts of torch hold on to the group: a thread of it that lets go of a tensor while Python ends aborts the process
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def threads_of_gloo() -> list[str]:
-    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name]
-
-
 class Product(ops.FusedOperation):
     """A product alone, by the op's own forward."""
 
@@ -314,45 +282,58 @@ def check_fusion_functions_see_the_collectives(rank: int, size: int) -> None:
     assert seen[0] == ["ReduceGradient", "BasicLinear", "GELU", "BasicLinear", "ReduceScatter"]
 
 
-def spawn(tmp_path: Path, size: int, *checks: tuple[Any, ...]) -> None:
-    """Runs checks one after the other: starting processes takes longer than they do."""
-    mp.spawn(run, (size, str(tmp_path / "store"), list(checks)), nprocs=size)
-
-
 def check_abort(rank: int, size: int) -> None:
     if rank == 0:  # two stacks at once would be mixed
         os.abort()
     dist.barrier()  # until it is told that the other is gone
 
 
-def test_a_rank_that_aborts_shows_its_stack(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(mp.ProcessExitedException, match="terminated with signal SIGABRT"):
-        spawn(tmp_path, 2, (check_abort,))
-    shown = capfd.readouterr().err
-    assert "Fatal Python error: Aborted" in shown and "in check_abort" in shown
+def check_that_fails_on_the_last_rank(rank: int, size: int) -> None:
+    assert rank < size - 1, "planted"
+
+
+def test_a_rank_that_aborts_shows_its_stack() -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 0: ended with signal SIGABRT") as failure:
+        on_ranks(2, check_abort)
+    assert "Fatal Python error: Aborted" in str(failure.value) and "in check_abort" in str(failure.value)
+
+
+def test_a_rank_that_fails_says_where() -> None:
+    for size in (1, 2):  # the check behind it has other processes
+        with pytest.raises(pytest.fail.Exception, match=rf"rank {size - 1}: Traceback(?s:.*)in check_that_fails_on_the_last_rank(?s:.*): planted"):
+            on_ranks(size, check_that_fails_on_the_last_rank)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_block_on_several_ranks_equals_one_process(size: int, sequence_parallel: bool, bias: bool) -> None:
+    on_ranks(size, check_against_one_process, sequence_parallel, bias, False)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_three_steps_of_a_compiled_block_equal_one_process(sequence_parallel: bool) -> None:
+    on_ranks(2, check_against_one_process, sequence_parallel, True, True)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_order, check_masks, check_errors, check_changes, check_products_alone, check_copies, check_ops, check_ddp, check_fusion_functions_see_the_collectives],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+def test_on_two_ranks(check: Any) -> None:
+    on_ranks(2, check)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_amaxes_are_those_of_all_ranks(size: int, compiled: bool) -> None:
+    on_ranks(size, check_delayed_scaling, compiled)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_block_on_several_ranks_equals_one_process(tmp_path: Path, size: int) -> None:
-    cases = [(sequence_parallel, bias) for sequence_parallel in (False, True) for bias in (False, True)]
-    spawn(tmp_path, size, *[(check_against_one_process, *case, False) for case in cases])
-
-
-def test_three_steps_of_a_compiled_block_equal_one_process(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, *[(check_against_one_process, sequence_parallel, True, True) for sequence_parallel in (False, True)])
-
-
-def test_order_masks_errors_copies_ops_and_ddp_on_two_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_order,), (check_masks,), (check_errors,), (check_changes,), (check_products_alone,), (check_copies,), (check_ops,), (check_ddp,))
-
-
-def test_fusions_of_users_on_two_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_fusion_functions_see_the_collectives,))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_amaxes_are_those_of_all_ranks(tmp_path: Path, size: int) -> None:
-    spawn(tmp_path, size, (check_delayed_scaling, False), (check_delayed_scaling, True), (check_delayed_scaling_errors,))
+def test_ranks_that_call_other_modules_are_told(size: int) -> None:
+    on_ranks(size, check_delayed_scaling_errors)
 
 
 def test_a_group_is_needed() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_collectives import spawn
+from ranks import on_ranks
 from torch.testing import assert_close
 
 import tandem
@@ -136,8 +135,8 @@ def check_over_ranks(rank: int, size: int) -> None:
     assert_close(row(z.chunk(size, 1)[rank]), undivided(z), rtol=1e-4, atol=1e-5)
 
 
-def test_over_ranks(tmp_path: Path) -> None:
-    spawn(tmp_path, 2, (check_over_ranks,))
+def test_over_ranks() -> None:
+    on_ranks(2, check_over_ranks)
 
 
 def experts(x: torch.Tensor, splits: list[int], weights: Any, biases: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_collectives import spawn
+from ranks import on_ranks
 from test_quantized_init_later import numbers_of
 from test_quantized_model_init import QUANTIZERS
 from test_quantized_sharding import MADE
@@ -215,29 +215,46 @@ def check_placements(rank, size):
         tandem.finish_quantized_init(layer)
 
 
-def test_a_full_state_dict_from_rank_0(tmp_path):
-    spawn(tmp_path, 2, *[(check_full_state_dict, name, broadcast, emptied) for name in MADE for broadcast, emptied in ((True, True), (True, False), (False, True))])
+EACH = pytest.mark.parametrize("name", MADE)
 
 
-def test_loads_behind_the_first(tmp_path):
-    spawn(tmp_path, 2, *[(check_second_load, name) for name in MADE])
+@EACH
+@pytest.mark.parametrize(("broadcast", "emptied"), [(True, True), (True, False), (False, True)])
+def test_a_full_state_dict_from_rank_0(name, broadcast, emptied):
+    on_ranks(2, check_full_state_dict, name, broadcast, emptied)
 
 
-def test_modules_are_reset_behind_fully_shard(tmp_path):
-    spawn(tmp_path, 2, *[(check_reset, name, emptied) for name in MADE for emptied in (True, False)])
+@EACH
+def test_loads_behind_the_first(name):
+    on_ranks(2, check_second_load, name)
 
 
-def test_values_written_in_place_and_placements(tmp_path):
-    spawn(tmp_path, 2, *[(check_written_in_place, name) for name in MADE], (check_placements,))
+@EACH
+@pytest.mark.parametrize("emptied", [True, False])
+def test_modules_are_reset_behind_fully_shard(name, emptied):
+    on_ranks(2, check_reset, name, emptied)
 
 
-def test_distributed_checkpoints(tmp_path):
-    spawn(tmp_path, 2, *[(check_checkpoint, name, str(tmp_path)) for name in MADE])
+@EACH
+def test_values_written_in_place(name):
+    on_ranks(2, check_written_in_place, name)
 
 
-def test_distributed_checkpoints_of_codes(tmp_path):
-    spawn(tmp_path, 2, *[(check_checkpoint_of_codes, name, str(tmp_path)) for name in MADE])
+def test_placements():
+    on_ranks(2, check_placements)
 
 
-def test_shares_that_are_uneven_or_empty(tmp_path):
-    spawn(tmp_path, 3, *[(check_uneven, name, given) for name in MADE for given in ("values", "state dict")])
+@EACH
+def test_distributed_checkpoints(name, tmp_path):
+    on_ranks(2, check_checkpoint, name, str(tmp_path))
+
+
+@EACH
+def test_distributed_checkpoints_of_codes(name, tmp_path):
+    on_ranks(2, check_checkpoint_of_codes, name, str(tmp_path))
+
+
+@EACH
+@pytest.mark.parametrize("given", ["values", "state dict"])
+def test_shares_that_are_uneven_or_empty(name, given):
+    on_ranks(3, check_uneven, name, given)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import spawn
+from ranks import on_ranks
 from test_quantized_tensors import E4M3, QUANTIZERS, same
 from torch.distributed.fsdp import fully_shard
 
@@ -88,16 +88,10 @@ def check_fsdp_errors(rank: int, size: int) -> None:
         sharded(64, QUANTIZERS["nvfp4"])(torch.randn(2, 64))
 
 
-def test_sharded_parameters_are_gathered_in_codes(tmp_path):
-    spawn(tmp_path, 2, *[(check_fsdp, name) for name in RECIPES], (check_fsdp_errors,))
-
-
-def test_one_rank_alone_has_all_rows(tmp_path):
-    spawn(tmp_path, 1, *[(check_fsdp, name) for name in RECIPES])
-
-
-def test_processes_share_an_amax(tmp_path):
-    spawn(tmp_path, 2, (check_amax,))
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("size", [2, 1])  # one rank alone has all rows
+def test_sharded_parameters_are_gathered_in_codes(size, name):
+    on_ranks(size, check_fsdp, name)
 
 
 def test_a_group_of_an_amax_is_one_of_processes():
@@ -215,13 +209,24 @@ def check_first_write_before_a_call(rank: int, size: int) -> None:
         layer(torch.randn(2, 64))
 
 
-def test_ranks_train_what_quantized_model_init_made(tmp_path):
-    spawn(tmp_path, 2, *[(check_made, name, 256) for name in MADE], (check_first_write_before_a_call,))
+@pytest.mark.parametrize("check", [check_fsdp_errors, check_amax, check_first_write_before_a_call], ids=lambda check: check.__name__)
+def test_on_two_ranks(check):
+    on_ranks(2, check)
 
 
-def test_shares_may_be_uneven(tmp_path):
-    # Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing.
-    spawn(tmp_path, 3, *[(check_made, *each) for each in (("current", 100), ("delayed", 64), ("mxfp8", 95), ("nvfp4", 95))], (check_empty_share,))
+@pytest.mark.parametrize("name", MADE)
+def test_ranks_train_what_quantized_model_init_made(name):
+    on_ranks(2, check_made, name, 256)
+
+
+# Blocks of columns have 32, 128 and 16 rows; a scale of the whole tensor cuts nothing.
+@pytest.mark.parametrize(("name", "rows"), [("current", 100), ("delayed", 64), ("mxfp8", 95), ("nvfp4", 95)])
+def test_shares_may_be_uneven(name, rows):
+    on_ranks(3, check_made, name, rows)
+
+
+def test_a_share_may_be_empty():
+    on_ranks(3, check_empty_share)
 
 
 def test_parts_of_one_amax_in_four_bits():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from support import randomize
-from test_collectives import spawn
 from torch import nn
 
 import tandem
@@ -112,8 +112,8 @@ def check_sums_over_ranks(rank, size):
     assert torch.equal(x, before) and torch.equal(kept, before) and torch.equal(y, torch.full((2, 2), 3.0))
 
 
-def test_09_a_sum_over_ranks_leaves_its_input_alone(tmp_path):
-    spawn(tmp_path, 2, (check_sums_over_ranks,))
+def test_09_a_sum_over_ranks_leaves_its_input_alone():
+    on_ranks(2, check_sums_over_ranks)
 
 
 def test_10_a_sum_in_place_into_a_channel_spoils_nothing_that_backward_reads():
