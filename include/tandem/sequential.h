@@ -47,7 +47,10 @@ inline VerifyReport verify(Sequential pipeline, const at::Tensor& x,
   return pipeline->verify(x, extra_inputs);
 }
 
-/// Instruction sets that this processor's kernels run with, the best first: "AVX3", "AVX2", ...
+/// Instruction sets that this processor's kernels run with, the best first: "AVX3" (AVX-512),
+/// "AVX2", ..., none above TANDEM_MAX_CPU_ISA (avx512, avx2 or baseline) where that is set.
+///
+/// Throws: std::invalid_argument where it is set to something else.
 TANDEM_API std::vector<std::string> cpu_targets();
 
 }  // namespace tandem

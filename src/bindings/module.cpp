@@ -29,6 +29,7 @@
 #include "planner/program.h"
 #include "planner/registry.h"
 #include "tandem/memory.h"
+#include "tandem/sequential.h"
 #include "tandem/version.h"
 
 namespace py = pybind11;
@@ -391,6 +392,7 @@ ExplainFormat format_of(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  cpu_targets();  // a wrong TANDEM_MAX_CPU_ISA is refused here, not in a thread of a kernel
   py::class_<VerifyReport>(module, "VerifyReport")
       .def_readonly("passed", &VerifyReport::passed)
       .def_readonly("comparisons", &VerifyReport::comparisons)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from program import MLP, TANDEM, TINY, assert_refused, losses, rows, tandem, train, validation_bits
@@ -359,3 +360,19 @@ def test_doctor():
         assert part in text
     document = json.loads(tandem("doctor", "--json").stdout)
     assert document["healthy"] and document["cpu_targets"] and document["threads"] >= 1
+
+
+def test_the_best_instruction_set_can_be_chosen():
+    def targets(best):
+        return json.loads(tandem("doctor", "--json", env={**os.environ, "TANDEM_MAX_CPU_ISA": best}).stdout)["cpu_targets"]
+
+    everything = targets("avx512")
+    assert targets("avx2") == [name for name in everything if name != "AVX3"]
+    assert targets("baseline") == everything[-1:]
+
+
+@pytest.mark.parametrize("command", [[TANDEM, "doctor"], [sys.executable, "-c", "import tandem"]], ids=["program", "import"])
+def test_an_unknown_instruction_set_is_refused(command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TANDEM_MAX_CPU_ISA": "sse9"})
+    text = 'TANDEM_MAX_CPU_ISA: expected avx512, avx2 or baseline, got "sse9". Set it to one of these, or unset it.'
+    assert done.returncode == 1 and done.stderr.endswith(text + "\n") and "terminate" not in done.stderr

@@ -5,6 +5,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 
 #include "kernels/cpu/targets.h"
 // clang-format off
@@ -46,10 +49,21 @@ int64_t detect() {
 int64_t detect() { return 0; }  // beyond what is compiled in any case, nothing is
 #endif
 
+/// Those up to the instruction set that TANDEM_MAX_CPU_ISA names; all where it is not set.
+int64_t allowed() {
+  const char* const given = std::getenv("TANDEM_MAX_CPU_ISA");
+  const std::string_view best = given != nullptr ? given : "avx512";
+  if (best == "avx512") return HWY_AVX3 | HWY_AVX2;
+  if (best == "avx2") return HWY_AVX2;
+  if (best == "baseline") return 0;
+  throw std::invalid_argument("TANDEM_MAX_CPU_ISA: expected avx512, avx2 or baseline, got \"" +
+                              std::string(best) + "\". Set it to one of these, or unset it.");
+}
+
 }  // namespace
 
 int64_t SupportedTargets() {
-  static const int64_t detected = detect() | HWY_STATIC_TARGET;
+  static const int64_t detected = (detect() & allowed()) | HWY_STATIC_TARGET;
   return targets_for_test != 0 ? targets_for_test : detected;
 }
 
