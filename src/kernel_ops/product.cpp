@@ -158,8 +158,17 @@ bool multiply_in_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Te
   return true;
 }
 
-/// result = a b in tiles, in bfloat16 where the numbers are such.
+/// result = a b in tiles, in bfloat16 where the numbers are such. MKL sums a few rows or columns in
+/// an order that depends on where the result begins: behind the rows of other groups it may begin
+/// anywhere.
 void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  constexpr uintptr_t kVector = 64;
+  if (reinterpret_cast<uintptr_t>(result.const_data_ptr()) % kVector != 0) {
+    const at::Tensor aligned = empty_cpu(result.sizes(), result.scalar_type());
+    multiply_in_tiles(a, b, aligned);
+    result.copy_(aligned);
+    return;
+  }
   if (multiply_in_bfloat16(a, b, result)) return;
   for_each_tile(a.size(0), b.size(1), [&](const Tile& tile) {
     at::Tensor target = part_of(part_of(result, 0, tile.row, tile.height), 1, tile.col, tile.width);

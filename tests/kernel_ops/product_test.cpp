@@ -78,14 +78,19 @@ at::Tensor codes_like(at::IntArrayRef sizes, uint64_t seed) {
   return (random(sizes, at::kFloat, seed) * 8).round().clamp(-15, 15) * 0x1p-20;
 }
 
-at::Tensor independent_of_threads(const at::Tensor& a, const at::Tensor& b) {
-  at::Tensor result = at::full({a.size(0), b.size(1)}, NAN, a.options());
+void write_independent_of_threads(const at::Tensor& a, const at::Tensor& b,
+                                  const at::Tensor& result) {
   kernel_ops::multiply({{a},
                         {b},
                         at::kFloat,
                         kernel_ops::Rows::of_the_result,
                         kernel_ops::Sums::independent_of_threads},
                        result);
+}
+
+at::Tensor independent_of_threads(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor result = at::full({a.size(0), b.size(1)}, NAN, a.options());
+  write_independent_of_threads(a, b, result);
   return result;
 }
 
@@ -112,6 +117,16 @@ TEST(ProductInTiles, NumbersThatAreNoBfloat16AreNotRounded) {
     EXPECT_TRUE(near(independent_of_threads(changed, b), expected, /*magnitude=*/8)) << other;
     const at::Tensor tiny = at::full({1, 1}, other), one = at::full({1, 1}, 1.0);
     EXPECT_TRUE(same(independent_of_threads(tiny, one), tiny)) << other;
+  }
+}
+
+TEST(ProductInTiles, HasTheSameBitsWhereverItsResultLies) {
+  for (const auto& [m, k, n] :
+       {std::array{1, 31, 48}, std::array{64, 48, 7}, std::array{300, 500, 300}}) {
+    const at::Tensor a = random({m, k}), b = random({k, n}, at::kFloat, 2);
+    const at::Tensor behind_one = at::empty({m * n + 1}).narrow(0, 1, m * n).view({m, n});
+    write_independent_of_threads(a, b, behind_one);
+    EXPECT_TRUE(same(behind_one, independent_of_threads(a, b))) << m << " " << k << " " << n;
   }
 }
 
