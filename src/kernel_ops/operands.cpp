@@ -3,6 +3,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace tandem::kernel_ops {
@@ -19,14 +20,23 @@ std::pair<size_t, size_t> shape_of_rows(const at::Tensor& tensor, int64_t dims) 
   return {elements(tensor.sizes().slice(0, leading)), elements(tensor.sizes().slice(leading))};
 }
 
-/// True where the leading dimensions are evenly spaced, so that one stride walks all rows.
-bool has_even_rows(const at::Tensor& tensor) {
-  const int64_t dims = tensor.dim();
-  if (dims < 2 || (tensor.size(-1) > 1 && tensor.stride(-1) != 1)) return false;
-  for (int64_t d = 0; d + 2 < dims; ++d)
-    if (tensor.size(d) > 1 && tensor.stride(d) != tensor.stride(d + 1) * tensor.size(d + 1))
-      return false;
-  return tensor.stride(dims - 2) >= tensor.size(-1) || tensor.stride(dims - 2) == 0;
+/// The stride that walks all rows of `tensor`. None where the last dimension is not dense, where the
+/// leading dimensions are not evenly spaced, and where rows overlap without being one and the same.
+/// Strides of dimensions of one element mean nothing and are not read.
+std::optional<size_t> stride_of_rows(const at::Tensor& tensor) {
+  const int64_t cols = tensor.size(-1);
+  if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;
+  std::optional<int64_t> stride;
+  int64_t even = 0;  // the stride of dimension d with which the rows are evenly spaced
+  for (int64_t d = tensor.dim() - 2; d >= 0; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (!stride) stride = even = tensor.stride(d);
+    if (tensor.stride(d) != even) return std::nullopt;
+    even *= tensor.size(d);
+  }
+  if (!stride) return static_cast<size_t>(cols);
+  if (*stride != 0 && *stride < cols) return std::nullopt;
+  return static_cast<size_t>(*stride);
 }
 
 }  // namespace
@@ -38,8 +48,8 @@ RowsIn::RowsIn(const at::Tensor& tensor, int64_t dims) {
   const auto [rows, cols] = shape_of_rows(tensor, dims);
   if (tensor.is_contiguous()) {
     stride = cols;
-  } else if (dims == 1 && has_even_rows(tensor)) {
-    stride = static_cast<size_t>(tensor.stride(tensor.dim() - 2));
+  } else if (const auto even = dims == 1 ? stride_of_rows(tensor) : std::nullopt) {
+    stride = *even;
   } else {
     contiguous_ = tensor.contiguous();
     source = &contiguous_;

@@ -53,6 +53,11 @@ const std::vector<Layout>& layouts() {
        [](ScalarType dtype, int64_t rows, int64_t cols, uint64_t seed) {
          return random({2, rows, cols}, dtype, seed).transpose(0, 1);
        }},
+      {"one_inside",
+       [](ScalarType dtype, int64_t rows, int64_t cols, uint64_t seed) {
+         return random({rows, 3, 2, cols}, dtype, seed)
+             .as_strided({rows, 1, 2, cols}, {6 * cols, 6 * cols, cols, 1});
+       }},
   };
   return kLayouts;
 }
