@@ -1,4 +1,4 @@
-"""The differential machine (tests/differential): that it finds what is planted, and that what it once found stays mended."""
+"""The differential machine (tests/differential): that it finds what is planted. Its campaigns are a stage of .ci/run, `make fuzz` another."""
 
 import os
 import subprocess
@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TESTS))
+
+from differential import case as cases  # noqa: E402
+from differential.campaign import found_before  # noqa: E402
+from differential.generate import generate  # noqa: E402
+
+FOUND = found_before()
+EAGER = [case for _, case in FOUND if case["mode"].get("run") != "compile"]
 
 PLANTED = """
 import os, sys
@@ -20,6 +28,9 @@ def slope_off_by_a_thousandth(self, ctx, grad_output):
 def crash(self, ctx, input_, **_):
     os.abort()
 
+found = [(name, each) for name, each in campaign.found_before() if each["mode"].get("run") != "compile"]
+count = campaign.campaign(found, "eager", report=lambda text: print(text, file=sys.stderr))
+print("found before:", sum(count.statuses.values()), [name for name, _, _ in count.failures])
 pipeline = case.parse('{"x": {"s": (2, 3, 8), "l": "t"}, "ops": [{"k": "rms"}, {"k": "linear", "out": 6}, {"k": "py_sin"}, {"k": "relu"}], "mode": {"bw": "acc"}, "seed": 3}')
 assert campaign.judge_alone(pipeline).status == "right"
 python_ops.Sin.op_backward = slope_off_by_a_thousandth
@@ -38,22 +49,21 @@ def run(*arguments):
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
-def test_what_is_planted_is_found_and_shrunk():
+def test_what_is_planted_is_found_and_shrunk_and_what_was_found_is_right_now():
     done = run("-c", PLANTED)
     assert done.stdout.splitlines() == [
+        f"found before: {len(EAGER)} []",
         "gradient: wrong ['py_sin'] {} wrong",
         "crash: {'right': 2, 'crashed': 1} ['this one']",
     ], done.stdout + done.stderr
 
 
 def test_a_seed_is_a_case():
-    first, second = (run("-m", "differential", "eager:17", "compiled:17") for _ in range(2))
-    assert first.returncode == 0 and first.stdout == second.stdout
-    text = first.stdout.splitlines()[0]
-    assert run("-m", "differential", text).stdout.splitlines()[0] == text
+    eager, compiled = (cases.text_of(generate(17, kind)) for kind in ("eager", "compiled"))
+    done = run("-m", "differential", "eager:17", "compiled:17", eager)
+    assert done.returncode == 0 and done.stdout.splitlines()[::2] == [eager, compiled, eager], done.stdout + done.stderr
 
 
-def test_what_was_found_before_is_right_now_and_so_are_fixed_seeds():
-    done = run("-m", "differential", "--found", "--first", "1", "--eager", "400")
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_cases_that_were_found_are_read():
+    """Those that are compiled run in the stage of .ci/run alone."""
+    assert len(FOUND) > len(EAGER) > 0 and all(name and cases.parse(cases.text_of(case)) == case for name, case in FOUND)

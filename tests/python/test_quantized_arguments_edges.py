@@ -16,7 +16,8 @@ MXFP8 = tandem.MXFP8Quantizer(torch.float8_e4m3fn)
 CURRENT = tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
 
 COMPILED = """
-    import torch, tandem
+    import torch, torch._inductor, tandem
+    torch._inductor.config.fallback_by_default = True  # caches are the same, and no C++ compiler runs
     torch.manual_seed(0)
     linear = tandem.ops.Sequential(tandem.ops.Linear(64, 16, bias=False))
 
@@ -34,45 +35,45 @@ COMPILED = """
 
     current = tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
     mxfp8 = tandem.MXFP8Quantizer(torch.float8_e4m3fn)
+    print([tandem.quantize(torch.randn(4, 64), each)._stable_hash_for_caching() for each in (mxfp8, current)])
 """
 
 
-def in_processes(tmp_path, *parts):
-    """Runs each part behind COMPILED in a process of its own, with one cache on disk."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
-    for part in parts:
+# Each behind COMPILED in a process of its own, with one cache on disk: the second may find what the first has left there.
+IN_PROCESSES = [
+    """
+    assert run(torch.randn(16, 64), current) is None
+    for rows in (33, 64, 1): run(torch.randn(rows, 64), mxfp8)
+    """,
+    """
+    assert run(torch.randn(16, 64, requires_grad=True), current).norm() > 1
+    assert run(torch.randn(16, 64, requires_grad=True), mxfp8).norm() > 1
+    run(torch.randn(33, 64), current)
+    linear = linear.bfloat16()
+    run(torch.randn(64, 64).bfloat16(), mxfp8)
+    """,
+]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """What they have printed."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    results = []
+    for part in IN_PROCESSES:
         source = textwrap.dedent(COMPILED) + textwrap.dedent(part)
-        result = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False)
+        results.append(subprocess.run([sys.executable, "-c", source], env={**os.environ, **cache, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=False))
+    return results
+
+
+def test_compile_caches_tell_who_wants_a_gradient_and_sizes_and_dtypes(processes):
+    for result in processes:
         assert result.returncode == 0, result.stderr
 
 
-def test_compile_caches_tell_who_wants_a_gradient(tmp_path):
-    in_processes(
-        tmp_path,
-        "assert run(torch.randn(16, 64), current) is None",
-        "assert run(torch.randn(16, 64, requires_grad=True), current).norm() > 1",
-        "assert run(torch.randn(16, 64, requires_grad=True), mxfp8).norm() > 1",
-    )
-
-
-def test_compile_caches_tell_sizes_and_dtypes(tmp_path):
-    in_processes(
-        tmp_path,
-        "for rows in (33, 64, 1): run(torch.randn(rows, 64), mxfp8)",
-        "run(torch.randn(64, 64), mxfp8); run(torch.randn(33, 64), current)",
-        "linear = linear.bfloat16(); run(torch.randn(64, 64).bfloat16(), mxfp8)",
-    )
-
-
-def test_what_caches_know_a_tensor_by_means_the_same_in_every_process():
+def test_what_caches_know_a_tensor_by_means_the_same_in_every_process(processes):
     made = [tandem.quantize(torch.randn(4, 64), quantizer)._stable_hash_for_caching() for quantizer in (MXFP8, CURRENT)]
-    command = (
-        "import torch, tandem\n"
-        "q = [tandem.MXFP8Quantizer(torch.float8_e4m3fn), tandem.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)]\n"
-        "print([tandem.quantize(torch.randn(4, 64), each)._stable_hash_for_caching() for each in q])"
-    )
-    other = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
-    assert other.stdout.strip() == str(made) and made[0] != made[1]
+    assert [result.stdout.strip() for result in processes] == [str(made)] * 2 and made[0] != made[1]
 
 
 @pytest.mark.parametrize("recipe", [tandem.recipe.Float8CurrentScaling(), tandem.recipe.DelayedScaling()])
@@ -85,7 +86,7 @@ def test_a_recipe_from_outside_of_compiled_code_with_dynamic_shapes(recipe):
             return linear(x)
 
     x = torch.randn(8, 64)
-    y = torch.compile(function, fullgraph=True, dynamic=True)(linear, x)
+    y = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")(linear, x)
     assert torch.equal(y, function(another, x))
 
 
