@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import op_pages
 import render_ops
-from new_op_texts import ACTIVATION_FORMULA, ACTIVATION_REFERENCE, NEW_FILES
+from new_op_texts import ACTIVATION_FORMULA, ACTIVATION_REFERENCE, KERNEL_OP_CASES, NEW_FILES
 
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 CPP_KEYWORDS = set(
@@ -25,6 +26,7 @@ CPP_KEYWORDS = set(
     "typename union unsigned using virtual void volatile while and or not xor".split()
 )
 TABLE = "include/tandem/activations.h"
+CASES = "tests/python/test_kernel_ops.py"
 
 
 class Refused(Exception):
@@ -102,22 +104,28 @@ def with_source(source: str):
     return change
 
 
-def document(root: Path, op: dict) -> None:
-    """Puts an op in its place in docs/ops.md."""
+def document(root: Path, op: dict) -> str:
+    """Puts an op in its place in docs/ops.md, and writes its page, as render_ops.py will from what was built; the page's name."""
     path = root / "docs" / "ops.md"
     text = path.read_text(encoding="utf-8")
     if op["family"]:
         rows = re.findall(r"^\| \[`\w+`\]\(ops/\w+\.md\) \| y = .*\n", text.split("\n## ")[1], re.M)
         rest = text.replace("".join(rows), "\0", 1)
-        path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)]))), encoding="utf-8")
-        return
-    head, table, *sections = re.split(r"\n(?=## )", text)
-    sections = sorted([*(each.rstrip("\n") + "\n" for each in sections), render_ops.section(op)], key=lambda each: each.split("\n")[0])
-    path.write_text("\n".join([head, table, *sections]), encoding="utf-8")
+        path.write_text(rest.replace("\0", "".join(sorted([*rows, render_ops.row(op)], key=lambda row: row.split("`")[1]))), encoding="utf-8")
+    else:
+        head, table, *sections = re.split(r"\n(?=## )", text)
+        sections = sorted([*(each.rstrip("\n") + "\n" for each in sections), render_ops.section(op)], key=lambda each: each.split("\n")[0])
+        path.write_text("\n".join([head, table, *sections]), encoding="utf-8")
+    # Shapes, dtypes, what is kept and the steps are those of sigmoid, which has no class of its own either.
+    same, fusions = (root / "docs" / "ops" / "sigmoid.md").read_text(encoding="utf-8").split("\n## Shapes", 1)[1].split("\n## Fusions\n\n")
+    shown = same.replace("sigmoid", op["name"]) + "\n## Fusions\n\n" + (fusions if op["family"] else op_pages.NO_FUSIONS)
+    page = f"docs/ops/{op['name']}.md"
+    (root / page).write_text(f"{op_pages.opening(op, render_ops.section(op))}\n## Shapes{shown}", encoding="utf-8")
+    return page
 
 
-def description(name: str, formula: str, family: str, options: list[dict]) -> dict:
-    """What the library will say of the op."""
+def description(name: str, formula: str, family: str, options: list[dict], python) -> dict:
+    """What the library will say of the op; `python` takes what its class will take."""
     return {
         "name": name,
         "formula": formula,
@@ -127,6 +135,7 @@ def description(name: str, formula: str, family: str, options: list[dict]) -> di
         "parameters": [],
         "extra_inputs": [],
         "extra_outputs": [],
+        "class": python,
         "python": f"tandem.ops.library.{camel(name)}",
     }
 
@@ -138,8 +147,8 @@ def write_activation(name: str, root: Path) -> tuple[list[str], list[str]]:
     mark = "template <Precision kPrecision, typename Body, size_t... kIndex>"
     edit(root / kernel, before(mark, ACTIVATION_FORMULA.replace("@name@", name)))
     edit(root / reference, before("}  // namespace tandem::kernel_ops", ACTIVATION_REFERENCE.replace("@name@", name)))
-    document(root, description(name, f"y = {formula}", "activation", []))
-    return [], [TABLE, kernel, reference, "docs/ops.md"]
+    page = document(root, description(name, f"y = {formula}", "activation", [], lambda: None))
+    return [page], [TABLE, kernel, reference, "docs/ops.md"]
 
 
 def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
@@ -161,8 +170,9 @@ def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
         "is_required": False,
         "doc": "how fast y bends away from x",
     }
-    document(root, description(name, "y = x / (1 + slope |x|)", "", [slope]))
-    return new, [*lists, "docs/ops.md"]
+    edit(root / CASES, before("    }\n\n\ndef test_every_op_has_a_case", KERNEL_OP_CASES.replace("@name@", name)))
+    page = document(root, description(name, "y = x / (1 + slope |x|)", "", [slope], lambda *, slope=1.0: None))
+    return [*new, page], [*lists, CASES, "docs/ops.md"]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,7 @@
-"""What new_op.py writes. @name@ stands for the op's name, @Type@ for that of its types."""
+"""What new_op.py writes. @name@ stands for the op's name, @Type@ for that of its types.
+
+Sources are compiled in groups, so a name that is seen in a whole file holds the op's name. Kernels are compiled one by one.
+"""
 
 ACTIVATION_FORMULA = """template <Precision kPrecision>
 struct Formula<Activation::@name@, kPrecision> {
@@ -31,6 +34,11 @@ struct ActivationReference<Activation::@name@> {
 };
 
 """
+
+# Rows of tests/python/test_kernel_ops.py.
+KERNEL_OP_CASES = '''        "@name@_backward": [y, x, 1.0, [True, True]],
+        "@name@_forward": [x, 1.0],
+'''
 
 NEW_FILES = {
     "src/kernels/@name@.h": """// @name@, forward and backward: one pass over memory each.
@@ -202,18 +210,6 @@ struct @Type@Backward {
 
 namespace tandem::kernel_ops {
 
-namespace {
-
-Tensor widened(const Tensor& x) { return x.to(wide(x.scalar_type())); }
-Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
-
-/// Kernels always write grad_x.
-Tensor or_scratch(const Tensor& result, const Tensor& x) {
-  return result.defined() ? result : at::empty(x.sizes(), x.options());
-}
-
-}  // namespace
-
 Specs<1> @Type@Forward::shapes(const Tensor& x, double) {
   check_floating("@name@", x, "x");
   return {like(x)};
@@ -224,7 +220,7 @@ void @Type@Forward::cpu(const Tensor& x, double slope, Results<1>& results) {
 }
 
 Results<1> @Type@Forward::reference(const Tensor& x, double slope) {
-  const Tensor source = widened(x);
+  const Tensor source = x.to(wide(x.scalar_type()));
   return {(source / (1 + slope * source.abs())).to(x.scalar_type())};
 }
 
@@ -237,16 +233,18 @@ Specs<2> @Type@Backward::shapes(const Tensor& grad_y, const Tensor& x, double,
 
 void @Type@Backward::cpu(const Tensor& grad_y, const Tensor& x, double slope, std::array<bool, 2>,
                         Results<2>& results) {
+  // The kernel always writes grad_x.
+  const Tensor grad_x = results[0].defined() ? results[0] : at::empty(x.sizes(), x.options());
   kernels::cpu::@name@_backward(RowsIn(grad_y), RowsIn(x), static_cast<float>(slope),
-                              rows_out(or_scratch(results[0], x)), rows_out(results[1]));
+                              rows_out(grad_x), rows_out(results[1]));
 }
 
 Results<2> @Type@Backward::reference(const Tensor& grad_y, const Tensor& x, double slope,
                                     std::array<bool, 2> output_mask) {
-  const Tensor source = widened(x), below = 1 + slope * source.abs();
-  const Tensor grad = grad_y.to(source.scalar_type());
-  return {output_mask[0] ? (grad / (below * below)).to(x.scalar_type()) : masked_out(x),
-          output_mask[1] ? (source / below).to(x.scalar_type()) : masked_out(x)};
+  const Tensor source = x.to(wide(x.scalar_type())), below = 1 + slope * source.abs();
+  const Tensor grad = grad_y.to(source.scalar_type()), unwanted = at::empty({0}, x.options());
+  return {output_mask[0] ? (grad / (below * below)).to(x.scalar_type()) : unwanted,
+          output_mask[1] ? (source / below).to(x.scalar_type()) : unwanted};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
@@ -271,12 +269,12 @@ struct @Type@Options {
   double slope = 1;
 };
 
-void forward(Call& call) {
+void @name@_forward(Call& call) {
   enum Read { x };
   call.write<kernel_ops::@Type@Forward>(call.in(x), call.options<@Type@Options>().slope);
 }
 
-void backward(Call& call) {
+void @name@_backward(Call& call) {
   enum Read { grad_y, x };
   call.write<kernel_ops::@Type@Backward>(
       call.in(grad_y), call.in(x), call.options<@Type@Options>().slope, call.output_mask<2>());
@@ -287,11 +285,11 @@ const OpDef k@Type@{
     .formula = "y = x / (1 + slope |x|)",
     .signature = {@Type@Options{},
                   {{"slope", &@Type@Options::slope, at_least(0), "how fast y bends away from x"}}},
-    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = forward}},
+    .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = @name@_forward}},
     .backward = {{.name = "backward",
                   .reads = {"grad_y", "x"},
                   .writes = {"grad_x", "y"},
-                  .run = backward}},
+                  .run = @name@_backward}},
     .reemits = {"y"},
     .context = {"x"},
 };

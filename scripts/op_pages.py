@@ -10,6 +10,7 @@ RULES = {
     "promote": "Computes in the dtype to which torch promotes the operands. `torch.autocast` changes nothing{but}.",
     "promote_number": "Computes in the dtype to which torch promotes x with a number that has a fraction. `torch.autocast` changes nothing.",
 }
+NO_FUSIONS = "None that is built in.\n"
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
 
 
@@ -178,14 +179,18 @@ def fusions(op: dict) -> str:
     from tandem import _C
 
     rows = [f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" for fusion in _C.built_in_fusions() if fusion.name in op["fusions"]]
-    return "| pass | fusion | what it replaces |\n|---|---|---|\n" + "\n".join(rows) + "\n" if rows else "None that is built in.\n"
+    return "| pass | fusion | what it replaces |\n|---|---|---|\n" + "\n".join(rows) + "\n" if rows else NO_FUSIONS
+
+
+def opening(op: dict, section: str) -> str:
+    """The start of an op's page, for which the definition is enough."""
+    facts = section.split("\n", 2)[2].split("\nFusions: ")[0].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
+    return f"# {op['name']}\n\n{facts}\n\nBack to [all ops](../ops.md).\n\n## In Python\n\n{call(op)}"
 
 
 def page(op: dict, section: str) -> str:
     """The page of an op, whose section of docs/ops.md says what can be given."""
-    facts = section.split("\n", 2)[2].split("\nFusions: ")[0].strip("\n").replace(f" [More](ops/{op['name']}.md).", "")
-    text = f"# {op['name']}\n\n{facts}\n\nBack to [all ops](../ops.md).\n"
-    text += f"\n## In Python\n\n{call(op)}"
+    text = opening(op, section)
     if sample(op) is None:
         text += f"\n## Shapes\n\n{COLLECTIVES[op['name']]}.\n\n## Dtypes\n\n{rule(op)}\n\n## Kept for backward\n\nNothing.\n"
         text += f"\n## Steps\n\n```text\nforward   {op['name']}           x -> y\nbackward  {op['name']}.backward  grad of y -> grad of x\n```\n"

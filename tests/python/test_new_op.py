@@ -1,4 +1,7 @@
-"""scripts/new_op.py: what it writes and refuses. That what it writes works is for scripts/check_new_op.sh, which .ci/run calls."""
+"""scripts/new_op.py: what it writes and refuses. That what it writes works is for scripts/check_new_op.sh, which .ci/run calls.
+
+The names are not those of the documentation, so that these tests pass in a tree where someone followed it.
+"""
 
 import re
 import shutil
@@ -31,39 +34,45 @@ def new_op(root, *arguments):
     return subprocess.run([sys.executable, SCRIPT, *arguments, root], capture_output=True, text=True, check=False)
 
 
-def test_an_op_is_six_files_and_four_rows(tree):
+def test_an_op_is_seven_files_and_six_rows(tree):
     before = files_of(tree)
-    result = new_op(tree, "soft_clip")
+    result = new_op(tree, "zig_zag")
     assert result.returncode == 0, result.stderr
     after = files_of(tree)
     new, edited = sorted(after.keys() - before.keys()), sorted(name for name in before if after[name] != before[name])
     assert new == [
-        "src/kernel_ops/soft_clip.cpp", "src/kernel_ops/soft_clip.h", "src/kernels/cpu/soft_clip.cpp", "src/kernels/soft_clip.h",
-        "src/ops/soft_clip.cpp", "tests/python/test_soft_clip.py",
+        "docs/ops/zig_zag.md", "src/kernel_ops/zig_zag.cpp", "src/kernel_ops/zig_zag.h", "src/kernels/cpu/zig_zag.cpp", "src/kernels/zig_zag.h",
+        "src/ops/zig_zag.cpp", "tests/python/test_zig_zag.py",
     ]  # fmt: skip
-    assert edited == ["docs/ops.md", "src/kernel_ops/CMakeLists.txt", "src/kernels/CMakeLists.txt", "src/ops/CMakeLists.txt"]
+    lists = ["src/kernel_ops/CMakeLists.txt", "src/kernels/CMakeLists.txt", "src/ops/CMakeLists.txt"]
+    assert edited == ["docs/ops.md", *lists, "tests/python/test_kernel_ops.py"]
     assert sorted(re.findall(r"^new +(\S+)$", result.stdout, re.M)) == new
     assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited
-    assert "6 new files, 4 edited." in result.stdout
+    assert "7 new files, 5 edited." in result.stdout
     for name in edited[1:]:
-        assert len(after[name].splitlines()) == len(before[name].splitlines()) + 1
+        assert len(after[name].splitlines()) == len(before[name].splitlines()) + (1 if name in lists else 2)
     assert not any(word in after[name] for name in new for word in ("@name@", "@Type@"))
-    assert "\n## soft_clip\n" in after["docs/ops.md"]
+    assert "\n## zig_zag\n" in after["docs/ops.md"]
 
 
-def test_an_activation_is_four_edits(tree):
+def test_an_activation_is_a_page_and_four_edits(tree):
     before = files_of(tree)
-    result = new_op(tree, "--activation", "soft_sign")
+    result = new_op(tree, "--activation", "zig_zag")
     assert result.returncode == 0, result.stderr
     after = files_of(tree)
     edited = sorted(name for name in before if after[name] != before[name])
-    assert after.keys() == before.keys()
+    assert after.keys() - before.keys() == {"docs/ops/zig_zag.md"}
     assert edited == ["docs/ops.md", "include/tandem/activations.h", "src/kernel_ops/activation_reference.h", "src/kernels/cpu/activation_math-inl.h"]
-    assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited and "0 new files, 4 edited." in result.stdout
-    assert '  ROW(soft_sign, "x / (1 + |x|)")\n' in after["include/tandem/activations.h"]
-    assert "| [`soft_sign`](ops/soft_sign.md) | y = x / (1 + \\|x\\|) | `tandem.ops.library.SoftSign` |\n" in after["docs/ops.md"]
-    again = new_op(tree, "--activation", "softer_sign")
-    assert again.returncode == 0 and files_of(tree)["include/tandem/activations.h"].count("ROW(soft") == 2
+    assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited and "1 new files, 4 edited." in result.stdout
+    assert '  ROW(zig_zag, "x / (1 + |x|)")\n' in after["include/tandem/activations.h"]
+    assert "| [`zig_zag`](ops/zig_zag.md) | y = x / (1 + \\|x\\|) | `tandem.ops.library.ZigZag` |\n" in after["docs/ops.md"]
+    page, names = after["docs/ops/sigmoid.md"], {"sigmoid": "zig_zag", "Sigmoid": "ZigZag", "1 / (1 + exp(-x))": "x / (1 + |x|)"}
+    for old, new in names.items():
+        page = page.replace(old, new)
+    assert after["docs/ops/zig_zag.md"] == page
+    again = new_op(tree, "--activation", "zig")
+    assert again.returncode == 0 and files_of(tree)["include/tandem/activations.h"].count("ROW(zig") == 2
+    assert re.findall(r"^\| \[`(zig\w*)`", files_of(tree)["docs/ops.md"], re.M) == ["zig", "zig_zag"]
 
 
 @pytest.mark.parametrize(
@@ -93,23 +102,23 @@ def test_names_are_checked_before_anything_is_written(tree, name, text, flags):
 
 
 def test_a_name_whose_class_is_taken_is_refused(tree):
-    assert new_op(tree, "soft2").returncode == 0
-    result = new_op(tree, "soft_2")
-    assert "new_op: expected a name whose class in Python is new, got 'soft_2', whose class is Soft2. Rename it." in result.stderr
+    assert new_op(tree, "zig2").returncode == 0
+    result = new_op(tree, "zig_2")
+    assert "new_op: expected a name whose class in Python is new, got 'zig_2', whose class is Zig2. Rename it." in result.stderr
 
 
 def test_a_folder_without_sources_is_refused(tmp_path):
-    result = new_op(tmp_path, "soft_clip")
+    result = new_op(tmp_path, "zig_zag")
     assert result.returncode == 2
     assert f"new_op: expected the folder of Tandem's sources, which has include/tandem/activations.h, got {tmp_path}." in result.stderr
 
 
 def test_a_list_that_was_broken_is_refused(tree):
     (tree / "src/ops/CMakeLists.txt").write_text("")
-    result = new_op(tree, "soft_clip")
+    result = new_op(tree, "zig_zag")
     assert result.returncode == 2 and "new_op: expected a list of sources in alphabetical order, got one without any before" in result.stderr
     (tree / "src/kernel_ops/activation_reference.h").write_text("")
-    result = new_op(tree, "--activation", "soft_sign")
+    result = new_op(tree, "--activation", "zag")
     assert result.returncode == 2 and "new_op: expected a file that holds" in result.stderr
 
 
