@@ -126,7 +126,7 @@ def test_tensors_and_functions_as_arguments_of_a_call(through_dispatcher):
 
 def test_compiled_code_takes_plain_arguments_only():
     op, x = Applied(), torch.randn(3)
-    box = torch.compile(ops.Sequential(op), fullgraph=True)
+    box = torch.compile(ops.Sequential(op), fullgraph=True, backend="aot_eager")
     for given in ({"shift": x}, {"function": torch.abs}):
         with pytest.raises(Exception, match=r"op_kwargs: expected plain values \(numbers, texts, None, lists of them\) in compiled code, got"):
             box(x, op_kwargs={op: given})
@@ -151,7 +151,7 @@ def test_none_for_a_gradient_means_zero():
             return None, ()
 
     op, x, extra = Passes(), torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)
-    for run in (op, torch.compile(op, fullgraph=True)):
+    for run in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         y, other = run(x, extra)
         grads = torch.autograd.grad(y.sum() + other.sum(), (x, extra, op.weight))
         assert [tuple(grad.shape) for grad in grads] == [(3, 4), (3, 2), (2, 2)] and not any(grad.any() for grad in grads)
