@@ -18,7 +18,7 @@ namespace tandem::cli {
 
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kBenchExamples =
     "\nPlain is the same ops as libtorch's own functions, on the same parameters. Both take turns, "
     "so that what else the\n"
     "machine does hits both; times are medians over rounds.\n\n"
@@ -34,7 +34,7 @@ constexpr const char* kQuantizers = "quantizers";  // in the place of a pipeline
 constexpr int64_t kQuantizedWidth = 1024;          // where no --width says
 constexpr double kTwice = 3;  // forward, grad_input and grad_weight: three products
 
-struct Arguments {
+struct BenchArguments {
   PipelineArguments pipeline;
   int64_t rounds = 50;
   bool json = false;
@@ -115,7 +115,7 @@ std::string table(const std::vector<Timing>& timings, double plain_saved, double
                        tandem_saved / std::max(plain_saved, 1.0));
 }
 
-int bench(const Arguments& arguments) {
+int bench(const BenchArguments& arguments) {
   if (arguments.pipeline.words == std::vector<std::string>{kQuantizers}) {
     const int64_t width = arguments.pipeline.width > 0 ? arguments.pipeline.width : kQuantizedWidth;
     print(bench_quantizers(arguments.pipeline.rows, width, arguments.pipeline.scalar_type(),
@@ -178,10 +178,10 @@ int bench(const Arguments& arguments) {
 }  // namespace
 
 void add_bench(CLI::App& tandem, Action& action) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<BenchArguments>();
   CLI::App& app = add_command(
       tandem, "bench", "Time a pipeline against the same ops as libtorch's own functions.",
-      op_list_help() + kExamples, action, [arguments] { return bench(*arguments); });
+      op_list_help() + kBenchExamples, action, [arguments] { return bench(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
   add_option(app, "--rounds", arguments->rounds, Whole{1, 1'000'000},
              "rounds to take the median of");

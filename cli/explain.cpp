@@ -12,20 +12,20 @@ namespace tandem::cli {
 
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kExplainExamples =
     "\nExamples:\n"
     "  tandem explain rms_norm:256 linear:256:1408 swiglu linear:704:256\n"
     "  tandem explain make_extra_output:residual rms_norm:256 linear:256:256 "
     "add_extra_input:residual --recipe fp8\n"
     "  tandem explain linear:256:1024 gelu linear:1024:256 --format html --output plan.html";
 
-struct Arguments {
+struct ExplainArguments {
   PipelineArguments pipeline;
   std::string format = "text";
   std::string output;
 };
 
-std::string explained(const Workload& workload, const Arguments& arguments) {
+std::string explained(const Workload& workload, const ExplainArguments& arguments) {
   const Sequential& pipeline = workload.pipeline;
   if (arguments.format == "svg") return pipeline->explain(ExplainFormat::svg);
   if (arguments.format == "dot") return pipeline->explain(ExplainFormat::dot);
@@ -54,7 +54,7 @@ std::string explained(const Workload& workload, const Arguments& arguments) {
                            .c_str());
 }
 
-int explain(const Arguments& arguments) {
+int explain(const ExplainArguments& arguments) {
   Workload workload = make_workload(arguments.pipeline);
   backward(workload.forward());
   const std::string text = explained(workload, arguments);
@@ -69,12 +69,12 @@ int explain(const Arguments& arguments) {
 }  // namespace
 
 void add_explain(CLI::App& tandem, Action& action) {
-  const auto arguments = std::make_shared<Arguments>();
-  CLI::App& app =
-      add_command(tandem, "explain",
-                  "Run a pipeline once and print its plan: steps of forward "
-                  "and backward, what is kept, and why what fused or not.",
-                  op_list_help() + kExamples, action, [arguments] { return explain(*arguments); });
+  const auto arguments = std::make_shared<ExplainArguments>();
+  CLI::App& app = add_command(tandem, "explain",
+                              "Run a pipeline once and print its plan: steps of forward "
+                              "and backward, what is kept, and why what fused or not.",
+                              op_list_help() + kExplainExamples, action,
+                              [arguments] { return explain(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
   add_option(app, "--format", arguments->format, Choice{{"text", "svg", "html", "dot", "json"}},
              "of the plan");

@@ -35,7 +35,7 @@ constexpr const char* kFooter =
     "  tandem train --text notes.txt --out notes         a text of your own\n"
     "  tandem train --resume --out notes                 go on where it stopped";
 
-struct Arguments {
+struct TrainArguments {
   /// Knows what was given.
   const CLI::App* app = nullptr;
   TrainOptions options;
@@ -43,7 +43,7 @@ struct Arguments {
   bool json = false;
 };
 
-int train(const Arguments& arguments) {
+int train(const TrainArguments& arguments) {
   TrainOptions options = arguments.options;
   std::optional<OutFolder> out;
   nlohmann::json state;
@@ -82,7 +82,7 @@ int train(const Arguments& arguments) {
 }  // namespace
 
 void add_train(CLI::App& tandem, Action& action) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<TrainArguments>();
   CLI::App& app = add_command(tandem, "train", kDescription, kFooter, action,
                               [arguments] { return train(*arguments); });
   arguments->app = &app;

@@ -11,18 +11,18 @@ namespace tandem::cli {
 
 namespace {
 
-constexpr const char* kExamples =
+constexpr const char* kVerifyExamples =
     "\nExits with 0 if all agrees, with 1 if something differs.\n\n"
     "Examples:\n"
     "  tandem verify rms_norm:256 linear:256:1408 swiglu linear:704:256\n"
     "  tandem verify layer_norm:64 linear:64:256 gelu --recipe fp8 --rows 7";
 
-struct Arguments {
+struct VerifyArguments {
   PipelineArguments pipeline;
   bool json = false;
 };
 
-int verify_pipeline(const Arguments& arguments) {
+int verify_pipeline(const VerifyArguments& arguments) {
   Workload workload = make_workload(arguments.pipeline);
   std::optional<Autocast> region;
   if (workload.recipe) region.emplace(true, *workload.recipe);
@@ -45,11 +45,11 @@ int verify_pipeline(const Arguments& arguments) {
 }  // namespace
 
 void add_verify(CLI::App& tandem, Action& action) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<VerifyArguments>();
   CLI::App& app = add_command(tandem, "verify",
                               "Run a pipeline fused and unfused, in every part, and "
                               "compare outputs, gradients and what is kept.",
-                              op_list_help() + kExamples, action,
+                              op_list_help() + kVerifyExamples, action,
                               [arguments] { return verify_pipeline(*arguments); });
   add_pipeline_options(app, arguments->pipeline);
   add_flag(

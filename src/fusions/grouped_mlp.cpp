@@ -27,7 +27,7 @@ constexpr bool is_gated(Unit unit) { return unit == Unit::glu || unit == Unit::s
 
 /// Reads of forward; backward has them behind grad_y. The lists are weights and biases of the first
 /// product, then of the second.
-enum Read { x, splits, factors, next_splits, next_factors, unit_scales };
+enum ForwardRead { input, splits, factors, next_splits, next_factors, unit_scales };
 
 /// What each product of a direction quantizes by itself under a recipe, by place: of the steps that
 /// its half replaces.
@@ -164,26 +164,26 @@ Tensor product(Call& call, const Tensor& rows, const Layer& layer, const GroupBi
 template <Unit kUnit>
 void forward_by_product(Call& call, const Tensor& rows, const Layer& first, const Layer& second) {
   enum Write { z, y };
-  Between<kUnit> unit(call, x, unit_scales);
+  Between<kUnit> unit(call, input, unit_scales);
   const Tensor sums = product(call, rows, first, first.biases, true);
-  if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
+  if (call.wants(z)) call.out(z, unflat(sums, call.in(input)));
   if (!call.wants(y)) return;
   const Tensor h = unit.forward(sums, std::nullopt, unit.scales, true);
-  call.out(y, unflat(product(call, h, second, second.biases, true), call.in(x)));
+  call.out(y, unflat(product(call, h, second, second.biases, true), call.in(input)));
 }
 
 template <Unit kUnit>
 void forward(Call& call) {
   enum Write { z, y };
-  const Layer first(call, 0, kQuantizedInForward, x, splits, factors),
-      second(call, 1, kQuantizedInForward, x, next_splits, next_factors);
-  ops::check_features(call, call.in(x).sym_sizes(), 0, first.options);
-  const Tensor rows = ops::as_matrix(call.in(x));
+  const Layer first(call, 0, kQuantizedInForward, input, splits, factors),
+      second(call, 1, kQuantizedInForward, input, next_splits, next_factors);
+  ops::check_features(call, call.in(input).sym_sizes(), 0, first.options);
+  const Tensor rows = ops::as_matrix(call.in(input));
   if (call.path() != Path::direct) return forward_by_product<kUnit>(call, rows, first, second);
   const auto offsets = first.offsets(rows.size(0));
   if (offsets != second.offsets(rows.size(0)))
     return forward_by_product<kUnit>(call, rows, first, second);
-  Between<kUnit> unit(call, x, unit_scales);
+  Between<kUnit> unit(call, input, unit_scales);
   const c10::SymInt between[] = {rows.size(0),
                                  first.matrices.matrices[0].size(0) / (is_gated(kUnit) ? 2 : 1)};
   ops::check_features(call, between, 2, second.options);
@@ -215,8 +215,8 @@ void forward(Call& call) {
   for (const Tensor& each : {sums, result})
     if (each.defined() && offsets.back() != rows.size(0))
       rows_between(each, offsets.back(), rows.size(0)).zero_();
-  if (call.wants(z)) call.out(z, unflat(sums, call.in(x)));
-  if (call.wants(y)) call.out(y, unflat(result, call.in(x)));
+  if (call.wants(z)) call.out(z, unflat(sums, call.in(input)));
+  if (call.wants(y)) call.out(y, unflat(result, call.in(input)));
 }
 
 /// Reads of backward: grad_y, z, then those of forward.
@@ -347,7 +347,7 @@ template <Unit kUnit>
 void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, const Tensor& rows,
                          const Layer& first, const Layer& second) {
   const Written<kUnit> wanted(call, first, second);
-  Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
+  Between<kUnit> unit(call, kBehind + input, kBehind + unit_scales);
   const auto shaped = [&](const Tensor& all, size_t read) {
     return all.reshape_symint(call.in(read).sym_sizes());
   };
@@ -359,7 +359,7 @@ void backward_by_product(Call& call, const Tensor& gradient, const Tensor& z, co
     made.h = unit.forward(z, std::nullopt, unit.scales, true);
   }
   if (wanted.x)
-    call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + x)));
+    call.out(grad_x, unflat(product(call, made.z, first, {}, false), call.in(kBehind + input)));
   if (wanted.unit_scales) call.out(grad_unit_scales, shaped(made.scales, kBehind + unit_scales));
   const auto bias_of = [&](const Layer& layer, const Tensor& of_sums, size_t list, bool is_wanted) {
     if (is_wanted)
@@ -396,19 +396,19 @@ Tensor per_row(Call& call, size_t write, bool is_wanted, size_t read, const Tens
 template <Unit kUnit>
 void backward(Call& call) {
   enum BackwardRead { grad_y, sums };
-  const Layer first(call, 0, kQuantizedInBackward, kBehind + x, kBehind + splits,
+  const Layer first(call, 0, kQuantizedInBackward, kBehind + input, kBehind + splits,
                     kBehind + factors),
-      second(call, 1, kQuantizedInBackward, kBehind + x, kBehind + next_splits,
+      second(call, 1, kQuantizedInBackward, kBehind + input, kBehind + next_splits,
              kBehind + next_factors);
   const Tensor gradient = ops::as_matrix(call.in(grad_y)), z = ops::as_matrix(call.in(sums)),
-               rows = ops::as_matrix(call.in(kBehind + x));
+               rows = ops::as_matrix(call.in(kBehind + input));
   if (call.path() != Path::direct)
     return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
   const auto offsets = first.offsets(rows.size(0));
   if (offsets != second.offsets(rows.size(0)))
     return backward_by_product<kUnit>(call, gradient, z, rows, first, second);
   const Written<kUnit> wanted(call, first, second);
-  Between<kUnit> unit(call, kBehind + x, kBehind + unit_scales);
+  Between<kUnit> unit(call, kBehind + input, kBehind + unit_scales);
   const int64_t wide = z.size(1), out = gradient.size(1), in = rows.size(1),
                 inner = is_gated(kUnit) ? wide / 2 : wide, used = offsets.back();
   const auto all_rows = [&](bool is_wanted, int64_t features) {
@@ -486,7 +486,7 @@ void backward(Call& call) {
   next_weights.finish(rows, offsets);
   weights.defer(whole_z, rows, /*is_callers=*/false);
   next_weights.defer(gradient, whole_h, /*is_callers=*/true);
-  if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + x)));
+  if (wanted.x) call.out(grad_x, unflat(of_x, call.in(kBehind + input)));
 }
 
 Refusal refuse(const Match& match) {

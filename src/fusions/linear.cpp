@@ -23,15 +23,16 @@ namespace {
 struct Parts {
   bool bias = false, scale = false, extra = false;
 };
-enum Read { x, weight, bias };
 
 /// The dtype that the unfused product has.
 at::ScalarType product_dtype(const Call& call) {
+  enum Read { x, weight, bias };
   return call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
 }
 
 /// x W^T + bias as compilers know it best; undefined where that is not what the step computes.
 at::Tensor addmm(Call& call) {
+  enum Read { x, weight, bias };
   if (call.path() == Path::direct || call.format(x) != Format::plain ||
       call.in(bias).scalar_type() != call.in(x).scalar_type())
     return {};
@@ -48,6 +49,7 @@ at::Tensor addmm(Call& call) {
 /// product + alpha * bias (+ extra), in the memory of the product.
 at::Tensor with_bias(Call& call, const at::Tensor& product, bool scaled, double alpha,
                      const std::optional<at::Tensor>& extra) {
+  enum Read { x, weight, bias };
   if (scaled)
     return call.run_into<kernel_ops::AddScaledBias>({product}, product, call.in(bias), alpha,
                                                     extra)[0];
@@ -57,6 +59,7 @@ at::Tensor with_bias(Call& call, const at::Tensor& product, bool scaled, double 
 /// Adds the product to a tensor of the caller, in the product where that can write there.
 template <Parts kParts>
 void add_in_place(Call& call, const at::Tensor& target, double alpha) {
+  enum Read { x, weight, bias };
   ops::check_linear(call, x, weight);
   const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
   const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
@@ -78,6 +81,7 @@ void add_in_place(Call& call, const at::Tensor& target, double alpha) {
 /// What is before the sum is smaller than the sum.
 template <Parts kParts>
 at::Tensor wider_sum(Call& call, size_t extra, double alpha, c10::SymIntArrayRef sizes) {
+  enum Read { x, weight, bias };
   at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
   if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
   return ops::sum_of_sizes(call, sum, extra, sizes);
@@ -85,6 +89,7 @@ at::Tensor wider_sum(Call& call, size_t extra, double alpha, c10::SymIntArrayRef
 
 template <Parts kParts>
 void linear_sum(Call& call) {
+  enum Read { x, weight, bias };
   constexpr size_t kExtra = kParts.bias ? 3 : 2;
   const double alpha =
       kParts.scale ? call.options<ops::ScaleOptions>(kParts.bias ? 2 : 1).factor : 1;
@@ -114,6 +119,7 @@ void linear_sum(Call& call) {
 
 template <typename K, Parts kParts>
 void linear_activation(Call& call) {
+  enum Read { x, weight, bias };
   enum Write { z, y };
   const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
   // The sum with the bias, or what the activation makes of it, takes the product's memory. A z that
@@ -131,6 +137,7 @@ void linear_activation(Call& call) {
 
 template <typename K>
 void linear_bias_activation_quantize(Call& call) {
+  enum Read { x, weight, bias };
   enum OfUnit { given = bias + 1 };
   enum Write { y, z, row, column, amax };
   const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));

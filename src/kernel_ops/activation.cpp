@@ -25,7 +25,6 @@ at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
   return bias ? at::result_type(x, *bias) : x.scalar_type();
 }
 Tensor biased(const Tensor& x, const std::optional<Tensor>& bias) { return bias ? x + *bias : x; }
-Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
 Tensor column_sums(const Tensor& grad_z) {
   return grad_z.reshape_symint({-1, grad_z.sym_size(-1)})
       .sum(0, /*keepdim=*/false, wide(grad_z.scalar_type()))

@@ -17,8 +17,6 @@ template <typename Unit>
 constexpr bool kIsGated = std::is_same_v<Unit, GluForward> || std::is_same_v<Unit, GluBackward>;
 
 ResultSpec unwanted(at::ScalarType dtype) { return {{0}, dtype, false}; }
-Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
-
 /// What is made.
 kernels::Rows shape_of(const ResultSpec& spec, size_t rows, size_t cols) {
   return {nullptr, element_of(spec.dtype), rows, cols, cols};

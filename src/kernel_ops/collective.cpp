@@ -42,12 +42,12 @@ at::Tensor all_gather_again_shape(const at::Tensor& x, const at::Tensor& /*behin
 
 }  // namespace
 
-at::Tensor start_all_gather(const at::Tensor& x, const Group& group) {
+at::Tensor start_all_gather(const at::Tensor& x, const ProcessGroup& group) {
   check_rows("all_gather", x);
   return call("_c10d_functional::all_gather_into_tensor", x.contiguous(), group.size, group.name);
 }
 
-at::Tensor start_reduce_scatter(const at::Tensor& x, const Group& group) {
+at::Tensor start_reduce_scatter(const at::Tensor& x, const ProcessGroup& group) {
   check_rows("reduce_scatter", x);
   TORCH_CHECK_VALUE(x.sym_size(0) % group.size == 0,
                     "reduce_scatter: expected a first dimension that the ", group.size,
@@ -57,11 +57,11 @@ at::Tensor start_reduce_scatter(const at::Tensor& x, const Group& group) {
               group.size, group.name);
 }
 
-at::Tensor start_all_reduce(const at::Tensor& x, const Group& group) {
+at::Tensor start_all_reduce(const at::Tensor& x, const ProcessGroup& group) {
   return call("_c10d_functional::all_reduce", x.contiguous(), std::string("sum"), group.name);
 }
 
-at::Tensor start_all_reduce_max(const at::Tensor& x, const Group& group) {
+at::Tensor start_all_reduce_max(const at::Tensor& x, const ProcessGroup& group) {
   return call("_c10d_functional::all_reduce", x.contiguous(), std::string("max"), group.name);
 }
 
@@ -70,7 +70,7 @@ at::Tensor wait(const at::Tensor& started) {
 }
 
 at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
-                                  const Group& group) {
+                                  const ProcessGroup& group) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tandem::all_gather_again", "")

@@ -11,7 +11,7 @@
 namespace tandem::kernel_ops {
 
 /// Who takes part.
-struct Group {
+struct ProcessGroup {
   /// As torch.distributed knows it.
   std::string name;
   int64_t size = 1;
@@ -25,15 +25,15 @@ struct Group {
 /// c10::ValueError unless size divides rows.
 /// all_reduce:      [rows, ...], the sum over ranks
 /// all_reduce_max:  [rows, ...], the largest over ranks
-at::Tensor start_all_gather(const at::Tensor& x, const Group& group);
-at::Tensor start_reduce_scatter(const at::Tensor& x, const Group& group);
-at::Tensor start_all_reduce(const at::Tensor& x, const Group& group);
-at::Tensor start_all_reduce_max(const at::Tensor& x, const Group& group);
+at::Tensor start_all_gather(const at::Tensor& x, const ProcessGroup& group);
+at::Tensor start_reduce_scatter(const at::Tensor& x, const ProcessGroup& group);
+at::Tensor start_all_reduce(const at::Tensor& x, const ProcessGroup& group);
+at::Tensor start_all_reduce_max(const at::Tensor& x, const ProcessGroup& group);
 at::Tensor wait(const at::Tensor& started);
 
 /// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps
 /// compilers from taking the two for one and the result of the first from being kept.
 at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
-                                  const Group& group);
+                                  const ProcessGroup& group);
 
 }  // namespace tandem::kernel_ops

@@ -160,7 +160,7 @@ void update_state(const ScalingState& state, const ScaleUpdate& update, const Te
 
 /// The largest over the group, element by element. Every process must come with as many numbers.
 Tensor reduced_over(const Tensor& amaxes, const std::string& name) {
-  const kernel_ops::Group group{name};
+  const kernel_ops::ProcessGroup group{name};
   const int64_t count = amaxes.numel();
   const Tensor counts = on_host(kernel_ops::wait(kernel_ops::start_all_reduce_max(
       at::tensor({count, -count}, at::kLong).to(amaxes.device()), group)));

@@ -35,8 +35,6 @@ at::ScalarType wide(const Tensor& x, const Tensor& weight) {
 Tensor gamma_of(const Tensor& weight, bool zero_centered_gamma, at::ScalarType dtype) {
   return zero_centered_gamma ? weight.to(dtype) + 1 : weight.to(dtype);
 }
-Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
-
 /// The last dimensions, as many as weight has: those of a row.
 c10::DimVector row_dims(const Tensor& weight) {
   c10::DimVector dims;

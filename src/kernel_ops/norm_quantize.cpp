@@ -19,10 +19,6 @@ namespace tandem::kernel_ops {
 
 namespace {
 
-Tensor masked_out(const Tensor& like, at::ScalarType dtype) {
-  return at::empty({0}, like.options().dtype(dtype));
-}
-
 /// As `tensor`, for kernels; null where it is absent.
 const float* statistic_in(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
@@ -72,7 +68,7 @@ Results<4 + group_size> AddNormQuantize::reference(
   auto made =
       AddNormForward::reference(x, extra, weight, bias, eps, zero_centered_gamma, {output_mask[0]});
   auto codes = Quantize::reference(made[1], given, quantizer, group_mask(output_mask));
-  if (!output_mask[1]) made[1] = masked_out(made[1], made[1].scalar_type());
+  if (!output_mask[1]) made[1] = masked_out(made[1]);
   return joined(std::move(made), std::move(codes));
 }
 
@@ -185,13 +181,13 @@ Results<NormBackwardQuantize::kResults> NormBackwardQuantize::reference(
     const auto [grad_x, grad_weight, y] =
         RmsNormBackward::reference(grad_y, x, weight, inv_norm, grad_residual, zero_centered_gamma,
                                    {true, wants_weight, makes_y});
-    made = {grad_x, grad_weight, y, {}, masked_out(weight, weight.scalar_type())};
+    made = {grad_x, grad_weight, y, {}, masked_out(weight)};
   }
   made[3] = output_mask[3] ? SumRows::reference(made[0], sums_dtype)[0] : masked_out(x, sums_dtype);
   auto codes = joined(quantize_reference(made[0], given, quantizer, group_mask(output_mask, 1)),
                       quantize_reference(made[2], y_given, y_quantizer, group_mask(output_mask)));
   for (const size_t i : {size_t{0}, size_t{2}})
-    if (!output_mask[i]) made[i] = masked_out(made[i], made[i].scalar_type());
+    if (!output_mask[i]) made[i] = masked_out(made[i]);
   return joined(std::move(made), std::move(codes));
 }
 

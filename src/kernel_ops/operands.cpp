@@ -1,5 +1,6 @@
 #include "kernel_ops/operands.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -75,6 +76,10 @@ kernels::Rows rows_out(const at::Tensor& tensor, int64_t dims) {
 kernels::Vector vector_out(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   return {tensor.data_ptr(), element_of(tensor.scalar_type()), static_cast<size_t>(tensor.numel())};
+}
+
+at::Tensor masked_out(const at::Tensor& like, std::optional<at::ScalarType> dtype) {
+  return at::empty({0}, like.options().dtype(dtype.value_or(like.scalar_type())));
 }
 
 }  // namespace tandem::kernel_ops

@@ -50,4 +50,7 @@ class VectorIn {
 kernels::Rows rows_out(const at::Tensor& tensor, int64_t dims = 1);
 kernels::Vector vector_out(const at::Tensor& tensor);
 
+/// What stands in the place of a result that nobody asked for: a tensor of no elements.
+at::Tensor masked_out(const at::Tensor& like, std::optional<at::ScalarType> dtype = std::nullopt);
+
 }  // namespace tandem::kernel_ops

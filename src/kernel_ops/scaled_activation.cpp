@@ -23,8 +23,6 @@ Tensor per_row(const Tensor& scales, const Tensor& x) {
 }
 
 at::ScalarType wide_dtype(const Tensor& x) { return wide(x.scalar_type()); }
-Tensor masked_out(const Tensor& like) { return at::empty({0}, like.options()); }
-
 }  // namespace
 
 void check_scales(const Tensor& x, const Tensor& scales) {

@@ -7,18 +7,18 @@ namespace tandem::ops {
 
 namespace {
 
-using kernel_ops::Group;
+using kernel_ops::ProcessGroup;
 
 /// Starts a collective on the step's first read.
-template <at::Tensor (*kCollective)(const at::Tensor&, const Group&)>
+template <at::Tensor (*kCollective)(const at::Tensor&, const ProcessGroup&)>
 void start(Call& call) {
-  call.out(0, kCollective(call.in(0), call.options<Group>()));
+  call.out(0, kCollective(call.in(0), call.options<ProcessGroup>()));
 }
 
 void start_again(Call& call) {
   enum Read { x, behind };
-  call.out(0,
-           kernel_ops::start_all_gather_again(call.in(x), call.in(behind), call.options<Group>()));
+  call.out(0, kernel_ops::start_all_gather_again(call.in(x), call.in(behind),
+                                                 call.options<ProcessGroup>()));
 }
 
 /// Not the same value: its gradient is another.
@@ -27,9 +27,9 @@ void pass_on(Call& call) { call.out(0, call.in(0)); }
 void wait(Call& call) { call.out(0, kernel_ops::wait(call.in(0))); }
 
 const Signature kGroupSignature{
-    Group{},
-    {{"group", &Group::name, required(), "the process group, as torch.distributed names it"},
-     {"size", &Group::size, required(between(1, 1 << 20)), "the ranks in it"}}};
+    ProcessGroup{},
+    {{"group", &ProcessGroup::name, required(), "the process group, as torch.distributed names it"},
+     {"size", &ProcessGroup::size, required(between(1, 1 << 20)), "the ranks in it"}}};
 
 std::vector<StepDef> forward(Run run) {
   return {

@@ -89,7 +89,7 @@ Tensor multiply_groups(Call& call, const Tensor& x, const Tensor& splits,
   return y;
 }
 
-void forward(Call& call) {
+void groups_forward(Call& call) {
   enum Read { x, splits, scales };
   enum List { weight, bias };
   const GroupedLinearOptions& options = options_of(call);
@@ -100,7 +100,7 @@ void forward(Call& call) {
                            biases_of(call, bias, scales, options), /*transposed=*/true, "output"));
 }
 
-void grad_x(Call& call) {
+void groups_grad_x(Call& call) {
   enum Read { grad_y, splits };
   const auto weights = matrices_of(call, 0, options_of(call).packed_weight, quantizer_at(call, 1));
   call.out(0, multiply_groups(call, call.in(grad_y), call.in(splits), weights, {},
@@ -115,7 +115,7 @@ kernel_ops::GradQuantizers grad_quantizers(Call& call, const Tensor& gradient, i
           quantizer_at(call, 1)};
 }
 
-void grad_weight(Call& call) {
+void groups_grad_weight(Call& call) {
   enum Read { grad_y, x, splits };
   const GroupedLinearOptions& options = options_of(call);
   const Tensor gradient = as_matrix(call.in(grad_y)), input = as_matrix(call.in(x));
@@ -247,12 +247,12 @@ bool has_scales(const void* options) {
 }
 bool has_packed_weight(const void* options) { return grouped(options).packed_weight; }
 bool always(const void*) { return true; }
-bool returns_gradient(const void* options) {
+bool groups_return_gradient(const void* options) {
   return !grouped(options).accumulate_into_main_grad && !grouped(options).delay_wgrad;
 }
-bool delays(const void* options) { return grouped(options).delay_wgrad; }
+bool groups_delay(const void* options) { return grouped(options).delay_wgrad; }
 template <bool kDummy>
-bool accumulates(const void* options) {
+bool groups_accumulate(const void* options) {
   return grouped(options).accumulate_into_main_grad && !grouped(options).delay_wgrad &&
          (grouped(options).dummy != BasicLinearOptions::Dummy::none) == kDummy;
 }
@@ -304,20 +304,20 @@ const OpDef kGroupedLinear{
                  .mutates = {"output[]"},
                  .contracts = {{"x", Direction::row, always},
                                {"weight[]", Direction::row, has_packed_weight}},
-                 .run = forward}},
+                 .run = groups_forward}},
     .backward = {{.name = "grad_x",
                   .reads = {"grad_y", "splits", "weight[]"},
                   .writes = {"grad_x"},
                   .mutates = {"grad_input[]"},
                   .contracts = {{"grad_y", Direction::row, always},
                                 {"weight[]", Direction::column, has_packed_weight}},
-                  .run = grad_x},
+                  .run = groups_grad_x},
                  {.name = "grad_weight",
                   .reads = {"grad_y", "x", "splits"},
                   .writes = {"grad_weight[]"},
                   .contracts = kGradWeightContracts,
-                  .run = grad_weight,
-                  .applies = returns_gradient},
+                  .run = groups_grad_weight,
+                  .applies = groups_return_gradient},
                  {.name = "accumulate",
                   .reads = {"grad_y", "x", "splits"},
                   .writes = {},
@@ -325,7 +325,7 @@ const OpDef kGroupedLinear{
                   .absorbs = {"grad_weight[]"},
                   .contracts = kGradWeightContracts,
                   .run = accumulate,
-                  .applies = accumulates</*kDummy=*/false>},
+                  .applies = groups_accumulate</*kDummy=*/false>},
                  {.name = "accumulate",
                   .reads = {"grad_y", "x", "splits"},
                   .writes = {"grad_weight[]"},
@@ -333,7 +333,7 @@ const OpDef kGroupedLinear{
                   .absorbs = {"grad_weight[]"},
                   .contracts = kGradWeightContracts,
                   .run = accumulate,
-                  .applies = accumulates</*kDummy=*/true>},
+                  .applies = groups_accumulate</*kDummy=*/true>},
                  {.name = "defer",
                   .reads = {"grad_y", "x", "splits"},
                   .writes = {},
@@ -341,7 +341,7 @@ const OpDef kGroupedLinear{
                   .absorbs = {"grad_weight[]"},
                   .contracts = kGradWeightContracts,
                   .run = defer_gradients,
-                  .applies = delays},
+                  .applies = groups_delay},
                  {.name = "grad_bias",
                   .reads = {"grad_y", "splits", "scales"},
                   .writes = {"grad_bias[]"},

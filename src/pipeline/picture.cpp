@@ -43,7 +43,7 @@ std::string clipped(std::string text, size_t most) {
 
 using Id = int64_t;
 
-struct Node {
+struct DrawnNode {
   enum Kind { step, fused, argument, result } kind;
   std::string name, title, detail, time;
   /// Of all time that was measured.
@@ -80,7 +80,7 @@ class Graph {
     }
   }
 
-  const std::vector<Node>& nodes() const { return nodes_; }
+  const std::vector<DrawnNode>& nodes() const { return nodes_; }
   const std::vector<Edge>& edges() const { return edges_; }
 
   std::string name(Id value) const { return field(value, "name"); }
@@ -109,7 +109,7 @@ class Graph {
       const std::string node = prefix + std::to_string(next++);
       if (id.is_null()) continue;
       const Id value = id.get<Id>();
-      nodes_.push_back({Node::argument, node, name(value), type(value), ""});
+      nodes_.push_back({DrawnNode::argument, node, name(value), type(value), ""});
       writer_[value] = node;
       arguments_.insert(value);
     }
@@ -121,12 +121,12 @@ class Graph {
       const std::string node = prefix + std::to_string(next++);
       const bool is_fused = step.at("fused").get<bool>();
       const double time = time_of(step, times);
-      Node made{is_fused ? Node::fused : Node::step,
-                node,
-                step.at("kind").get<std::string>(),
-                is_fused ? "replaces " + joined(step.at("covers"), " + ") : "",
-                time > 0 ? number_text(time < 10 ? "%.2f us" : "%.1f us", time) : "",
-                total > 0 ? time / total : 0};
+      DrawnNode made{is_fused ? DrawnNode::fused : DrawnNode::step,
+                     node,
+                     step.at("kind").get<std::string>(),
+                     is_fused ? "replaces " + joined(step.at("covers"), " + ") : "",
+                     time > 0 ? number_text(time < 10 ? "%.2f us" : "%.1f us", time) : "",
+                     total > 0 ? time / total : 0};
       if (const std::string by = joined(step.at("implementations"), ", "); !by.empty())
         made.title += " by " + by;
       std::set<Id> seen;
@@ -158,13 +158,13 @@ class Graph {
       const std::string node = prefix + std::to_string(next++);
       if (id.is_null() || !writer_.contains(id.get<Id>())) continue;
       const Id value = id.get<Id>();
-      nodes_.push_back({Node::result, node, name(value), type(value), ""});
+      nodes_.push_back({DrawnNode::result, node, name(value), type(value), ""});
       edges_.push_back({Edge::flow, writer_.at(value), node, value});
     }
   }
 
   const json& plan_;
-  std::vector<Node> nodes_;
+  std::vector<DrawnNode> nodes_;
   std::vector<Edge> edges_;
   std::map<Id, std::string> writer_;
   std::map<Id, int64_t> kept_bytes_;
@@ -183,11 +183,11 @@ class Drawing {
  public:
   Drawing(const Graph& graph) : graph_(graph) {
     int columns[2] = {0, 0};
-    for (const Node& node : graph.nodes())
+    for (const DrawnNode& node : graph.nodes())
       if (is_step(node.name)) ++columns[node.name[0] == 'b'];
     const int rows = std::max({columns[0], columns[1], 1});
     int next[2] = {rows - columns[0], rows - 1};
-    for (const Node& node : graph.nodes()) {
+    for (const DrawnNode& node : graph.nodes()) {
       if (!is_step(node.name)) continue;
       const bool backward = node.name[0] == 'b';
       boxes_[node.name] = {backward ? kRight : kLeft, kTop + next[backward] * kPitch};
@@ -197,7 +197,7 @@ class Drawing {
   }
 
   std::string run() {
-    for (const Node& node : graph_.nodes())
+    for (const DrawnNode& node : graph_.nodes())
       if (is_step(node.name)) box(node);
     flows();
     kept();
@@ -232,10 +232,10 @@ class Drawing {
            << escaped(clipped(text, most)) << "</text>";
   }
 
-  void box(const Node& node) {
+  void box(const DrawnNode& node) {
     const auto [x, y] = boxes_.at(node.name);
-    drawn_ << "<rect class=\"" << (node.kind == Node::fused ? "fused" : "box") << "\" x=\"" << x
-           << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox
+    drawn_ << "<rect class=\"" << (node.kind == DrawnNode::fused ? "fused" : "box") << "\" x=\""
+           << x << "\" y=\"" << y << "\" width=\"" << kWidth << "\" height=\"" << kBox
            << "\" rx=\"6\"/>";
     text(x + 10, y + 17, "t", node.title, node.time.empty() ? 48 : 38);
     if (!node.time.empty()) text(x + kWidth - 10, y + 17, "t time", node.time, 16);
@@ -322,14 +322,14 @@ class Drawing {
 };
 
 /// From light to strong by share of the time.
-std::string fill_of(const Node& node) {
+std::string fill_of(const DrawnNode& node) {
   if (node.share > 0) {
     const int strength = static_cast<int>(std::min(node.share, 0.5) * 2 * 150);
     char color[8];
     std::snprintf(color, sizeof(color), "#ff%02x%02x", 240 - strength, 230 - strength);
     return color;
   }
-  return node.kind == Node::fused ? "#e3f4e4" : "#eef3fb";
+  return node.kind == DrawnNode::fused ? "#e3f4e4" : "#eef3fb";
 }
 
 }  // namespace
@@ -372,9 +372,9 @@ std::string plan_dot(const json& plan, const StepTimes& times) {
   const auto cluster = [&](const char* name, const char* label, auto&& is_member) {
     dot << "  subgraph cluster_" << name << " {\n    label=\"" << label
         << "\"; color=\"#c8cfdd\"; fontcolor=\"#777777\"; style=rounded\n";
-    for (const Node& node : graph.nodes()) {
+    for (const DrawnNode& node : graph.nodes()) {
       if (!is_member(node.name)) continue;
-      const bool is_box = node.kind == Node::step || node.kind == Node::fused;
+      const bool is_box = node.kind == DrawnNode::step || node.kind == DrawnNode::fused;
       dot << "    " << node.name << " [label=<<table border=\"0\" cellborder=\"" << (is_box ? 1 : 0)
           << "\" cellspacing=\"0\" cellpadding=\"5\"><tr><td"
           << (is_box ? " style=\"rounded\" bgcolor=\"" + fill_of(node) + "\"" : "") << ">"

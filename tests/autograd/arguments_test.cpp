@@ -11,7 +11,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_arguments {
 namespace {
 
 auto calling(const Tensors& inputs, const Tensors& params, const std::string& description,
@@ -129,4 +129,4 @@ TEST(ArgumentErrors, RowsWithoutElementsTakeNoTime) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_arguments

@@ -12,7 +12,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_call {
 namespace {
 
 /// Forward-mode differentiation while one lives.
@@ -112,4 +112,4 @@ TEST(Path, KeysHoldWhetherGradientsAreRecordedAndWhoCalls) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_call

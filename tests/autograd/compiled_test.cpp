@@ -5,7 +5,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_compiled {
 namespace {
 
 void collect(const Ops& ops, const Tensors& inputs, const Tensors& params) {
@@ -46,4 +46,4 @@ TEST(CompiledAutogradErrors, AViewOfAnArgument) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_compiled

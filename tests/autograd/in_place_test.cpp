@@ -9,7 +9,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_in_place {
 namespace {
 
 const std::string kAdd = R"(add_extra_input {"in_place": true})";
@@ -342,4 +342,4 @@ TEST(InPlace, OfAnOperandThatBackwardReadsIsRefusedByThePlan) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_in_place

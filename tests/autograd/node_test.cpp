@@ -11,7 +11,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_node {
 namespace {
 
 const Ops kMlp = {"rms_norm", "basic_linear", "swiglu", "basic_linear"};
@@ -233,4 +233,4 @@ TEST(Node, WrongNumberOfWorkspaces) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_node

@@ -8,7 +8,7 @@
 #include "pipeline/pipeline.h"
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::autograd_outputs {
 namespace {
 
 Outputs call(const Ops& ops, const Tensors& inputs, const Tensors& params = {}) {
@@ -123,4 +123,4 @@ TEST(Outputs, GradientsFlowIntoWhatCameBefore) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::autograd_outputs

@@ -4,7 +4,7 @@
 #include "support/memory.h"
 #include "support/tensors.h"
 
-namespace tandem::testing {
+namespace tandem::testing::core_frame {
 namespace {
 
 class FrameMemory : public ::testing::Test {
@@ -49,4 +49,4 @@ TEST_F(FrameMemory, AllPartsOfAGroupDie) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::core_frame

@@ -5,7 +5,7 @@
 #include "core/value.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::core_op_registry {
 namespace {
 
 OpDef definition(std::string_view name) {
@@ -307,4 +307,4 @@ TEST(Values, PartsOfFormats) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::core_op_registry

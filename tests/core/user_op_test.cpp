@@ -12,7 +12,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::core_user_op {
 namespace {
 
 struct ShiftedReluOptions {
@@ -140,4 +140,4 @@ TEST(UserOp, AFusionPerformsTheMutationsThatItDeclaresAndIsRefusedWithout) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::core_user_op

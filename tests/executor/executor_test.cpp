@@ -11,7 +11,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::executor_executor {
 namespace {
 
 constexpr int64_t kRows = 256, kCols = 128;  // 128 KiB: above what is worth keeping
@@ -128,4 +128,4 @@ TEST(Executor, TakesWhatTheCallerCouldNotHaveKept) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::executor_executor

@@ -9,7 +9,7 @@
 
 #include "support/tensors.h"
 
-namespace tandem::testing {
+namespace tandem::testing::executor_overlap {
 namespace {
 
 std::set<intptr_t> bytes_of(const at::Tensor& tensor) {
@@ -74,4 +74,4 @@ TEST(Overlap, TheSameElementsAreThoseOfOneGeometry) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::executor_overlap

@@ -15,7 +15,7 @@
 #include "tandem/functional.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_delayed_gradients {
 namespace {
 
 using ::testing::HasSubstr;
@@ -328,4 +328,4 @@ TEST_P(DelayedGradients, ACheckpointedMLPDelaysThemToo) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_delayed_gradients

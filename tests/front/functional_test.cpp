@@ -13,7 +13,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_functional {
 namespace {
 
 using namespace functional;
@@ -169,4 +169,4 @@ TEST(Functional, GroupsAndNormsAndWhatIsRefused) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_functional

@@ -23,7 +23,7 @@
 #include "tandem/tandem.h"
 #include "tandem/weights.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_grouped_linear {
 namespace {
 
 using ::testing::ElementsAre;
@@ -449,4 +449,4 @@ TEST(GroupedLinearErrors, TellWhatIsExpected) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_grouped_linear

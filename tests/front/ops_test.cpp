@@ -18,7 +18,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_ops {
 namespace {
 
 using ::testing::ElementsAre;
@@ -398,4 +398,4 @@ TEST(OpsErrors, APlaceOfAParameterIsOne) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_ops

@@ -18,7 +18,7 @@
 #include "tandem/quantize.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_quantize_errors {
 namespace {
 
 constexpr auto kE4m3 = at::kFloat8_e4m3fn;
@@ -362,4 +362,4 @@ TEST(QuantizeFrontErrors, Tangents) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_quantize_errors

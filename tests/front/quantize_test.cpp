@@ -28,7 +28,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_quantize {
 namespace {
 
 constexpr auto kE4m3 = at::kFloat8_e4m3fn, kE5m2 = at::kFloat8_e5m2;
@@ -422,4 +422,4 @@ TEST(CastFront, RoundsByChanceAsTheKernelOp) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_quantize

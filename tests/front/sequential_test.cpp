@@ -13,7 +13,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_sequential {
 namespace {
 
 using ::testing::ElementsAre;
@@ -320,4 +320,4 @@ TEST(Sequential, VerifyNamesAWrongFusion) {
 TEST(Front, KnowsItsInstructionSets) { EXPECT_FALSE(cpu_targets().empty()); }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_sequential

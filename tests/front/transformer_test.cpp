@@ -33,7 +33,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::front_transformer {
 namespace {
 
 using ::testing::ElementsAre;
@@ -473,4 +473,4 @@ TEST(TransformerLayer, AddsGradientsOfWeightsToMainGrad) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::front_transformer

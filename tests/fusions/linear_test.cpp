@@ -6,7 +6,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_linear {
 namespace {
 
 using ::testing::Contains;
@@ -441,4 +441,4 @@ TEST(LinearFusions, TheLongestComesFirst) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_linear

@@ -4,7 +4,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_norm_quantize {
 namespace {
 
 using ::testing::Contains;
@@ -341,4 +341,4 @@ TEST(DropoutBackwardQuantize, FiresAndEqualsBitwise) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_norm_quantize

@@ -4,7 +4,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_norm {
 namespace {
 
 using ::testing::Contains;
@@ -134,4 +134,4 @@ TEST(ActivationFusion, RefusesMixedDtypes) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_norm

@@ -4,7 +4,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_quantize {
 namespace {
 
 using ::testing::Contains;
@@ -183,4 +183,4 @@ TEST(QuantizeFusion, RefusesABiasOfAnotherDtype) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_quantize

@@ -4,7 +4,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_residual {
 namespace {
 
 using ::testing::Contains;
@@ -293,4 +293,4 @@ TEST(ActivationQuantize, WritesYWhereItIsDemanded) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_residual

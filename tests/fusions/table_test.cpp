@@ -9,7 +9,7 @@
 #include "core/step.h"
 #include "planner/registry.h"
 
-namespace tandem::testing {
+namespace tandem::testing::fusions_table {
 namespace {
 
 TEST(FusionTable, LongestFirstNamedOnceAndWithAPicture) {
@@ -112,4 +112,4 @@ TEST(FusionMatch, FindsOperandsByMemberAndName) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::fusions_table

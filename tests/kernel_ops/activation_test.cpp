@@ -13,7 +13,7 @@
 #include "support/targets.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_activation {
 namespace {
 
 using kernel_ops::ActivationBackward;
@@ -371,4 +371,4 @@ TEST(ActivationOpErrors, ShapesThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_activation

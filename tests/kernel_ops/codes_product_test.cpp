@@ -8,7 +8,7 @@
 #include "support/quantizers.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_codes_product {
 namespace {
 
 using namespace kernel_ops;
@@ -145,4 +145,4 @@ TEST(MultiplyCodesErrors, ADtypeThatNoProductHas) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_codes_product

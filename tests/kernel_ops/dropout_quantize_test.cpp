@@ -10,44 +10,40 @@
 #include "support/quantizers.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_dropout_quantize {
 namespace {
 
 using namespace kernel_ops;
 using std::array;
 using Optional = std::optional<at::Tensor>;
 
-void expect_the_bits_of_both(const at::Tensor& grad_y) {
+void expect_the_bits_of_both(const Quantizer& quantizer, const at::Tensor& grad_y) {
   const at::Tensor seed = at::scalar_tensor(77, at::kLong);
-  std::vector<const Quantizer*> all = quantizers();
-  for (const char* text : {"fp8_e4m3:delayed", "fp8_e5m2:delayed"}) all.push_back(&quantizer(text));
-  for (const Quantizer* quantizer : all) {
-    SCOPED_TRACE(quantizer->text);
-    const Optional given =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
-    for (const auto& mask :
-         {array{true, true, true, true, true}, array{false, false, true, true, false},
-          array{false, true, true, false, true}, array{true, false, false, false, true}}) {
-      const auto dtype = mask[0] ? at::kFloat : at::kBFloat16;
-      const auto made = dispatch<DropoutBackwardBias>(grad_y, seed, 0.3, dtype, array{true, true});
-      const auto codes =
-          dispatch<Quantize>(made[0], given, *quantizer, array{mask[2], mask[3], mask[4]});
-      const auto fused =
-          dispatch<DropoutBackwardQuantize>(grad_y, seed, given, 0.3, dtype, *quantizer, mask);
-      for (size_t i = 0; i < 2; ++i)
-        EXPECT_TRUE(same(fused[i], mask[i] ? made[i] : made[i].new_empty({0}))) << i;
-      for (size_t part = 0; part < group_size; ++part)
-        EXPECT_TRUE(same(fused[part + 2], codes[part])) << "part " << part;
-      if (!mask[0] || grad_y.numel() > 8192) continue;  // composite forms are slow
-      const auto reference =
-          DropoutBackwardQuantize::reference(grad_y, seed, given, 0.3, dtype, *quantizer, mask);
-      for (size_t i = 0; i < reference.size(); ++i)
-        EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << i;
-    }
+  const Optional given = given_for(quantizer);
+  for (const auto& mask :
+       {array{true, true, true, true, true}, array{false, false, true, true, false},
+        array{false, true, true, false, true}, array{true, false, false, false, true}}) {
+    const auto dtype = mask[0] ? at::kFloat : at::kBFloat16;
+    const auto made = dispatch<DropoutBackwardBias>(grad_y, seed, 0.3, dtype, array{true, true});
+    const auto codes =
+        dispatch<Quantize>(made[0], given, quantizer, array{mask[2], mask[3], mask[4]});
+    const auto fused =
+        dispatch<DropoutBackwardQuantize>(grad_y, seed, given, 0.3, dtype, quantizer, mask);
+    for (size_t i = 0; i < 2; ++i)
+      EXPECT_TRUE(same(fused[i], mask[i] ? made[i] : made[i].new_empty({0}))) << i;
+    for (size_t part = 0; part < group_size; ++part)
+      EXPECT_TRUE(same(fused[part + 2], codes[part])) << "part " << part;
+    if (!mask[0] || grad_y.numel() > 8192) continue;  // composite forms are slow
+    const auto reference =
+        DropoutBackwardQuantize::reference(grad_y, seed, given, 0.3, dtype, quantizer, mask);
+    for (size_t i = 0; i < reference.size(); ++i)
+      EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << i;
   }
 }
 
-TEST(DropoutQuantizeOp, GivesTheBitsOfBothInTurn) { for_every_case(1, expect_the_bits_of_both); }
+TEST(DropoutQuantizeOp, GivesTheBitsOfBothInTurn) {
+  for_every_quantizer(quantizers_and_delayed(), 1, expect_the_bits_of_both);
+}
 
 TEST(DropoutQuantizeOp, OfManyBlocksOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
@@ -55,7 +51,10 @@ TEST(DropoutQuantizeOp, OfManyBlocksOnAnyNumberOfThreads) {
   grad_y[1000][7] = NAN;
   for (const int count : {1, 2, 3}) {
     at::set_num_threads(count);
-    expect_the_bits_of_both(grad_y);
+    for (const Quantizer* quantizer : quantizers_and_delayed()) {
+      SCOPED_TRACE(quantizer->text);
+      expect_the_bits_of_both(*quantizer, grad_y);
+    }
   }
   at::set_num_threads(threads);
 }
@@ -72,4 +71,4 @@ TEST(DropoutQuantizeOpErrors, AScaleThatTheQuantizerDoesNotTake) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_dropout_quantize

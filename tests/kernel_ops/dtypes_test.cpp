@@ -11,7 +11,7 @@
 #include "support/kernel_ops.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_dtypes {
 namespace {
 
 using namespace kernel_ops;
@@ -167,4 +167,4 @@ TEST(KernelErrors, OperandsOfTwoDevices) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_dtypes

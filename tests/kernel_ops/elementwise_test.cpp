@@ -8,7 +8,7 @@
 #include "support/kernel_ops.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_elementwise {
 namespace {
 
 using namespace kernel_ops;
@@ -158,4 +158,4 @@ TEST(DropoutOpErrors, ProbabilityAndSeed) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_elementwise

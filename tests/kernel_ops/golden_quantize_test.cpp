@@ -12,7 +12,7 @@
 #include "support/tensors.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_golden_quantize {
 namespace {
 
 using namespace kernel_ops;
@@ -164,4 +164,4 @@ TEST(GoldenDelayedRun, CodesOfEveryStepWithTheScaleSoFar) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_golden_quantize

@@ -15,7 +15,7 @@
 #include "support/quantizers.h"
 #include "support/tensors.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_inspection {
 namespace {
 
 QuantizationStatistics statistics(const at::Tensor& x, const std::string& text,
@@ -105,4 +105,4 @@ TEST(WatchedQuantizations, AreTakenOnce) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_inspection

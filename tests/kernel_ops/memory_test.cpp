@@ -7,7 +7,7 @@
 #include "support/tensors.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_memory {
 namespace {
 
 using kernel_ops::empty_cpu;
@@ -143,4 +143,4 @@ TEST_F(Memory, ANegativeLimitIsRefused) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_memory

@@ -10,7 +10,7 @@
 #include "support/quantizers.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_norm {
 namespace {
 
 using namespace kernel_ops;
@@ -117,40 +117,39 @@ TEST_P(NormOp, LayerNormBackwardMatchesReference) {
 }
 
 TEST_P(NormOp, NormAndQuantizeGivesTheBitsOfBothInTurn) {
-  for (const Quantizer* quantizer : quantizers())
-    for_every_case(1, [&](const at::Tensor& x) {
-      const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
-                       bias = random({x.size(-1)}, x.scalar_type(), 9);
-      const Optional given = given_for(*quantizer);
-      for (const auto& mask : {array{true, true, true, true}, array{false, true, true, true},
-                               array{false, true, false, false}, array{true, false, true, false},
-                               array{true, false, false, true}}) {
-        const array<bool, 3> group{mask[1], mask[2], mask[3]};
-        const auto expect = [&](const auto& fused, const auto& norm) {
-          const size_t statistics = norm.size();
-          if (mask[0]) {
-            EXPECT_TRUE(same(fused[0], norm[0]));
-          }
-          EXPECT_EQ(mask[0] ? x.numel() : 0, fused[0].numel());
-          for (size_t i = 1; i < statistics; ++i) EXPECT_TRUE(same(fused[i], norm[i]));
-          const auto codes = dispatch<Quantize>(norm[0], given, *quantizer, group);
-          for (size_t part = 0; part < codes.size(); ++part)
-            EXPECT_TRUE(same(fused[statistics + part], codes[part]))
-                << quantizer->text << " " << part;
-        };
-        expect(dispatch<RmsNormQuantize>(x, weight, given, kEps, zero_centered(), *quantizer, mask),
-               dispatch<RmsNormForward>(x, weight, kEps, zero_centered()));
-        expect(dispatch<LayerNormQuantize>(x, weight, bias, given, kEps, zero_centered(),
-                                           *quantizer, mask),
-               dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered()));
-      }
-    });
+  for_every_quantizer(quantizers(), 1, [&](const Quantizer& quantizer, const at::Tensor& x) {
+    const at::Tensor weight = random({x.size(-1)}, x.scalar_type(), 8),
+                     bias = random({x.size(-1)}, x.scalar_type(), 9);
+    const Optional given = given_for(quantizer);
+    for (const auto& mask : {array{true, true, true, true}, array{false, true, true, true},
+                             array{false, true, false, false}, array{true, false, true, false},
+                             array{true, false, false, true}}) {
+      const array<bool, 3> group{mask[1], mask[2], mask[3]};
+      const auto expect = [&](const auto& fused, const auto& norm) {
+        const size_t statistics = norm.size();
+        if (mask[0]) {
+          EXPECT_TRUE(same(fused[0], norm[0]));
+        }
+        EXPECT_EQ(mask[0] ? x.numel() : 0, fused[0].numel());
+        for (size_t i = 1; i < statistics; ++i) EXPECT_TRUE(same(fused[i], norm[i]));
+        const auto codes = dispatch<Quantize>(norm[0], given, quantizer, group);
+        for (size_t part = 0; part < codes.size(); ++part)
+          EXPECT_TRUE(same(fused[statistics + part], codes[part])) << part;
+      };
+      expect(dispatch<RmsNormQuantize>(x, weight, given, kEps, zero_centered(), quantizer, mask),
+             dispatch<RmsNormForward>(x, weight, kEps, zero_centered()));
+      expect(dispatch<LayerNormQuantize>(x, weight, bias, given, kEps, zero_centered(), quantizer,
+                                         mask),
+             dispatch<LayerNormForward>(x, weight, bias, kEps, zero_centered()));
+    }
+  });
 }
 
 TEST_P(NormOp, NormAndQuantizeOfManyBands) {
   for (const Quantizer* quantizer : quantizers())
     for (const auto dtype : kKernelDtypes)
-      for (const auto& [rows, cols] : {std::pair{600, 131}, std::pair{300, 1100}}) {
+      for (const auto& [rows, cols] :
+           {dtype == at::kHalf ? std::pair{600, 131} : std::pair{300, 1100}}) {
         const at::Tensor x = random({rows, cols}, dtype), weight = random({cols}, dtype, 8);
         const Optional given = given_for(*quantizer);
         const auto [y, inv_rms] = dispatch<RmsNormForward>(x, weight, kEps, zero_centered());
@@ -357,4 +356,4 @@ TEST(NormOpErrors, WhatForwardDidNotReturn) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_norm

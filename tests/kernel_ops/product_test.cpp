@@ -14,7 +14,7 @@
 #include "support/tensors.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_product {
 namespace {
 
 at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, kernel_ops::Rows rows) {
@@ -154,4 +154,4 @@ TEST(ProductInTiles, HasTheSameBitsOnAnyNumberOfThreads) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_product

@@ -18,7 +18,7 @@
 #include "support/quantizers.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_quantize {
 namespace {
 
 using namespace kernel_ops;
@@ -251,4 +251,4 @@ TEST(QuantizeOpErrors, HasNoDerivative) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_quantize

@@ -19,7 +19,7 @@
 #include "support/quantizers.h"
 #include "support/tensors.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_scaled_product {
 namespace {
 
 using namespace kernel_ops;
@@ -426,4 +426,4 @@ TEST_F(ScaledProduct, OnTheCpuIsDecodedAndSaysSo) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_scaled_product

@@ -10,37 +10,34 @@
 #include "support/quantizers.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_sum_rows_quantize {
 namespace {
 
 using namespace kernel_ops;
 using std::array;
 using Optional = std::optional<at::Tensor>;
 
-void expect_the_bits_of_both(const at::Tensor& x) {
-  std::vector<const Quantizer*> all = quantizers();
-  for (const char* text : {"fp8_e4m3:delayed", "fp8_e5m2:delayed"}) all.push_back(&quantizer(text));
-  for (const Quantizer* quantizer : all) {
-    const Optional given =
-        quantizer->scaling->takes_scale ? Optional(at::scalar_tensor(3.0f)) : given_for(*quantizer);
-    for (const auto& mask :
-         {array{true, true, true}, array{true, false, false}, array{false, true, false}}) {
-      const auto dtype = mask[0] ? at::kFloat : at::kBFloat16;
-      const auto sums = dispatch<SumRows>(x, dtype);
-      const auto codes = dispatch<Quantize>(x, given, *quantizer, mask);
-      const auto fused = dispatch<SumRowsQuantize>(x, given, dtype, *quantizer, mask);
-      EXPECT_TRUE(same(fused[0], sums[0])) << quantizer->text;
-      for (size_t part = 0; part < group_size; ++part)
-        EXPECT_TRUE(same(fused[part + 1], codes[part])) << quantizer->text << " part " << part;
-      if (!mask[2]) continue;  // composite forms are slow
-      const auto reference = SumRowsQuantize::reference(x, given, dtype, *quantizer, mask);
-      for (size_t i = 0; i < reference.size(); ++i)
-        EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << quantizer->text << " result " << i;
-    }
+void expect_the_bits_of_both(const Quantizer& quantizer, const at::Tensor& x) {
+  const Optional given = given_for(quantizer);
+  for (const auto& mask :
+       {array{true, true, true}, array{true, false, false}, array{false, true, false}}) {
+    const auto dtype = mask[0] ? at::kFloat : at::kBFloat16;
+    const auto sums = dispatch<SumRows>(x, dtype);
+    const auto codes = dispatch<Quantize>(x, given, quantizer, mask);
+    const auto fused = dispatch<SumRowsQuantize>(x, given, dtype, quantizer, mask);
+    EXPECT_TRUE(same(fused[0], sums[0]));
+    for (size_t part = 0; part < group_size; ++part)
+      EXPECT_TRUE(same(fused[part + 1], codes[part])) << "part " << part;
+    if (!mask[2]) continue;  // composite forms are slow
+    const auto reference = SumRowsQuantize::reference(x, given, dtype, quantizer, mask);
+    for (size_t i = 0; i < reference.size(); ++i)
+      EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << "result " << i;
   }
 }
 
-TEST(SumRowsQuantizeOp, GivesTheBitsOfBothInTurn) { for_every_case(1, expect_the_bits_of_both); }
+TEST(SumRowsQuantizeOp, GivesTheBitsOfBothInTurn) {
+  for_every_quantizer(quantizers_and_delayed(), 1, expect_the_bits_of_both);
+}
 
 TEST(SumRowsQuantizeOp, OfManyBlocksOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
@@ -48,7 +45,10 @@ TEST(SumRowsQuantizeOp, OfManyBlocksOnAnyNumberOfThreads) {
   x[1000][7] = NAN;
   for (const int count : {1, 2, 3}) {
     at::set_num_threads(count);
-    expect_the_bits_of_both(x);
+    for (const Quantizer* quantizer : quantizers_and_delayed()) {
+      SCOPED_TRACE(quantizer->text);
+      expect_the_bits_of_both(*quantizer, x);
+    }
   }
   at::set_num_threads(threads);
 }
@@ -67,4 +67,4 @@ TEST(SumRowsQuantizeOpErrors, ScalarsAndWhatTheQuantizerDoesNotTake) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_sum_rows_quantize

@@ -15,7 +15,7 @@
 #include "support/tensors.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernel_ops_weights {
 namespace {
 
 using namespace kernel_ops;
@@ -532,4 +532,4 @@ TEST(SayOfWeight, RefusesWhatIsNoStampAndUnknownWords) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernel_ops_weights

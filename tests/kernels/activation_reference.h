@@ -50,9 +50,6 @@ inline double activation_slope_reference(kernels::Activation activation, double 
   return on == 0 ? 0 : on + z * on * off * gate_slope(activation, z);
 }
 
-inline kernels::ConstVector vector_of(const Matrix& row) {
-  return {row.view().data, row.element(), row.cols()};
-}
 inline float value(const Matrix& matrix, size_t r, size_t c) {
   return matrix.at(r * matrix.cols() + c);
 }

@@ -13,7 +13,7 @@
 #include "tests/support/thread_pool.h"
 #include "tests/support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_activation {
 namespace {
 
 using kernels::Activation;
@@ -120,7 +120,7 @@ TEST_P(ActivationAccuracy, ForwardAndBackwardMatchFloat64) {
           const Matrix x = Matrix::random(mix.x, rows, wide(cols), gap, 1);
           const Matrix bias = Matrix::random(mix.bias, 1, wide(cols), 0, 2);
           Matrix z(mix.z, rows, wide(cols), gap), y(mix.y, rows, cols, gap), without_z = y;
-          forward(x.view(), vector_of(bias), mix.z, z.view(), y.view());
+          forward(x.view(), bias.parameter(), mix.z, z.view(), y.view());
           for (size_t r = 0; r < rows; ++r) {
             for (size_t c = 0; c < wide(cols); ++c) {
               const double sum = static_cast<float>(value(x, r, c) + value(bias, 0, c));
@@ -129,7 +129,7 @@ TEST_P(ActivationAccuracy, ForwardAndBackwardMatchFloat64) {
           }
           ASSERT_NO_FATAL_FAILURE(expect_forward(z, y));
           EXPECT_TRUE(z.gaps_untouched() && y.gaps_untouched());
-          forward(x.view(), vector_of(bias), mix.z, {}, without_z.view());
+          forward(x.view(), bias.parameter(), mix.z, {}, without_z.view());
           EXPECT_EQ(y.bits(), without_z.bits()) << "z is not wanted, y differs";
 
           const Matrix grad_y = Matrix::random(mix.y, rows, cols, gap, 3);
@@ -227,8 +227,8 @@ TEST_P(ActivationKernel, FusedBiasEqualsUnfused) {
     const Matrix x = Matrix::random(element, 9, wide(101), 0, 5),
                  bias = Matrix::random(element, 1, wide(101), 0, 6);
     Matrix fused(element, 9, 101), sum(element, 9, wide(101)), unfused = fused;
-    forward(x.view(), vector_of(bias), element, {}, fused.view());
-    kernels::cpu::add_bias(x.view(), vector_of(bias), element, {}, sum.view());
+    forward(x.view(), bias.parameter(), element, {}, fused.view());
+    kernels::cpu::add_bias(x.view(), bias.parameter(), element, {}, sum.view());
     forward(sum.view(), {}, element, {}, unfused.view());
     EXPECT_EQ(fused.bits(), unfused.bits()) << name_of(element);
   }
@@ -283,4 +283,4 @@ INSTANTIATE_TEST_SUITE_P(Known, ActivationAccuracy,
                          case_name);
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_activation

@@ -16,7 +16,7 @@
 #include "support/thread_pool.h"
 #include "support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_cast {
 namespace {
 
 using kernels::CastFormat;
@@ -203,4 +203,4 @@ TEST(StochasticCast, FollowsItsWords) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_cast

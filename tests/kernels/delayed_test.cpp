@@ -14,7 +14,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_delayed {
 namespace {
 
 using kernels::AmaxAlgorithm;
@@ -151,4 +151,4 @@ TEST(Delayed, IgnoresFlushToZeroOfTheCaller) {
 #endif
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_delayed

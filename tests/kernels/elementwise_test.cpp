@@ -13,17 +13,13 @@
 #include "tests/support/thread_pool.h"
 #include "tests/support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_elementwise {
 namespace {
 
 using kernels::Element;
 
 constexpr size_t kRowCases[] = {0, 1, 3, 17};
 constexpr size_t kColumnCases[] = {1, 7, 8, 15, 16, 17, 33, 1000};
-
-kernels::ConstVector vector_of(const Matrix& row) {
-  return {row.view().data, row.element(), row.cols()};
-}
 
 float rounded(float value, Element element) {
   return element == Element::float32 ? value
@@ -84,12 +80,12 @@ TEST_P(ElementwiseKernel, AddBias) {
     const Matrix extra = Matrix::random(mix.out, rows, cols, gap, 5);
     for (const Element sum : kElements) {
       Matrix out(mix.out, rows, cols, gap);
-      kernels::cpu::add_bias(x.view(), vector_of(bias), sum, extra.view(), out.view());
+      kernels::cpu::add_bias(x.view(), bias.parameter(), sum, extra.view(), out.view());
       expect_exactly(
           out, [&](size_t i) { return rounded(x.at(i) + bias.at(i % cols), sum) + extra.at(i); });
     }
     Matrix out(mix.out, rows, cols, gap);
-    kernels::cpu::add_bias(x.view(), vector_of(bias), mix.out, {}, out.view());
+    kernels::cpu::add_bias(x.view(), bias.parameter(), mix.out, {}, out.view());
     expect_exactly(out, [&](size_t i) { return x.at(i) + bias.at(i % cols); });
     kernels::cpu::add_bias(x.view(), {}, mix.out, extra.view(), out.view());
     expect_exactly(out, [&](size_t i) { return rounded(x.at(i), mix.out) + extra.at(i); });
@@ -192,7 +188,7 @@ TEST_P(ElementwiseKernel, ThreadsDoNotMatter) {
       const ScopedThreadPool pool(size);
       Matrix sum(element, 701, 83), dropped = sum, grad_x = sum, sums(Element::float32, 1, 83),
                                     grad_bias = sums;
-      kernels::cpu::add_bias(x.view(), vector_of(bias), element, x.view(), sum.view());
+      kernels::cpu::add_bias(x.view(), bias.parameter(), element, x.view(), sum.view());
       kernels::cpu::dropout(x.view(), 12, 0.4, dropped.view());
       kernels::cpu::sum_rows(x.view(), sums.vector());
       kernels::cpu::dropout_backward_bias(x.view(), 12, 0.4, grad_x.view(), grad_bias.vector());
@@ -239,7 +235,7 @@ TEST_P(ElementwiseKernel, DropoutAdd) {
         return is_kept(seed, i, p) ? rounded(value * factor, sum) : 0.0f;
       };
       Matrix out(mix.out, rows, cols, gap);
-      kernels::cpu::dropout_add(x.view(), vector_of(bias), sum, seed, p, extra.view(), out.view());
+      kernels::cpu::dropout_add(x.view(), bias.parameter(), sum, seed, p, extra.view(), out.view());
       expect_exactly(out, [&](size_t i) {
         return kept(i, rounded(x.at(i) + bias.at(i % cols), sum)) + extra.at(i);
       });
@@ -316,4 +312,4 @@ INSTANTIATE_TEST_SUITE_P(All, ElementwiseKernel, ::testing::ValuesIn(all_targets
                          });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_elementwise

@@ -22,7 +22,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_fp8_block {
 namespace {
 
 using kernels::ConstRows;
@@ -219,4 +219,4 @@ TEST_P(Fp8Block, IgnoresFlushToZeroOfTheCaller) {
 #endif
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_fp8_block

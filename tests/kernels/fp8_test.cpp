@@ -12,7 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_fp8 {
 namespace {
 
 using kernels::Fp8Format;
@@ -136,4 +136,4 @@ TEST(ScaleFromAmax, IgnoresFlushToZeroOfTheCaller) {
 #endif
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_fp8

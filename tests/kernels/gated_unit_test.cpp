@@ -11,7 +11,7 @@
 #include "tests/support/targets.h"
 #include "tests/support/thread_pool.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_gated_unit {
 namespace {
 
 using kernels::Activation;
@@ -276,7 +276,7 @@ TEST_P(GatedUnit, TurnsAreHalves) {
       const auto run = [&](const Function& f, const Matrix& from, const Matrix& with_bias) {
         Matrix z(mix.z, kRows, 2 * cols), y(mix.y, kRows, cols),
             y_again = y, grad_z(mix.x, kRows, 2 * cols), grad_bias(Element::float32, 1, 2 * cols);
-        kernels::cpu::glu_forward(f, from.view(), vector_of(with_bias), mix.z, z.view(), y.view());
+        kernels::cpu::glu_forward(f, from.view(), with_bias.parameter(), mix.z, z.view(), y.view());
         kernels::cpu::glu_backward(f, grad_y.view(), z.view(), grad_z.view(), grad_bias.vector(),
                                    y_again.view());
         return std::array{z, y, y_again, grad_z, grad_bias};
@@ -310,8 +310,8 @@ TEST_P(KnownGatedUnit, TimesANumberPerRow) {
                                           grad_factors(of_factors, 1, kRows);
           for (int threads = 1; threads <= 2; ++threads) {
             const ScopedThreadPool pool(threads);
-            kernels::cpu::scaled_forward(f, is_gated, x.view(), vector_of(factors), y.view());
-            kernels::cpu::scaled_backward(f, is_gated, grad_y.view(), x.view(), vector_of(factors),
+            kernels::cpu::scaled_forward(f, is_gated, x.view(), factors.parameter(), y.view());
+            kernels::cpu::scaled_backward(f, is_gated, grad_y.view(), x.view(), factors.parameter(),
                                           grad_x.view(), grad_factors.vector(), y_again.view());
             results[threads - 1] = {y.bits(), y_again.bits(), grad_x.bits(), grad_factors.bits()};
           }
@@ -349,4 +349,4 @@ TEST_P(KnownGatedUnit, TimesANumberPerRow) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_gated_unit

@@ -12,7 +12,7 @@
 #include "support/targets.h"
 #include "support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_golden_blocks {
 namespace {
 
 using kernels::CastFormat;
@@ -207,4 +207,4 @@ TEST_P(GoldenBlocks, Casts) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_golden_blocks

@@ -12,7 +12,7 @@
 #include "support/targets.h"
 #include "support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_golden_formats {
 namespace {
 
 using kernels::Element;
@@ -164,4 +164,4 @@ TEST(GoldenDelayed, Updates) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_golden_formats

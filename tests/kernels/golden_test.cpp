@@ -11,7 +11,7 @@
 #include "support/targets.h"
 #include "support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_golden {
 namespace {
 
 using kernels::Element;
@@ -122,4 +122,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, GoldenTarget, ::testing::ValuesIn(all_targets()),
                          [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_golden

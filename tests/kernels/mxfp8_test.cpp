@@ -21,7 +21,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_mxfp8 {
 namespace {
 
 using kernels::ConstRows;
@@ -351,4 +351,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, Mxfp8,
                          });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_mxfp8

@@ -13,7 +13,7 @@
 #include "support/thread_pool.h"
 #include "support/ulp.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_norm {
 namespace {
 
 using kernels::ConstRows;
@@ -391,4 +391,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, NormTarget, ::testing::ValuesIn(all_targets()),
                          [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_norm

@@ -21,7 +21,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_nvfp4 {
 namespace {
 
 using kernels::ConstRows;
@@ -96,11 +96,14 @@ TEST(Nvfp4Hadamard, KeepsProducts) {
 class Nvfp4 : public ::testing::TestWithParam<int64_t> {
  protected:
   void SetUp() override { target_.emplace(GetParam()); }
-  void expect_right(ConstRows x) {
-    for (const Fp4Scaling& scaling : kScalings)
+  /// Goes over every third scaling, from number `turn` on; over all without.
+  void expect_right(ConstRows x, std::optional<size_t> turn = std::nullopt) {
+    for (size_t i = turn.value_or(0) % 3; i < std::size(kScalings); i += turn ? 3 : 1) {
+      const Fp4Scaling& scaling = kScalings[i];
       EXPECT_TRUE(is_right(x, scaling))
           << scaling.square_blocks << scaling.rotates_columns << scaling.stochastic
           << static_cast<int>(scaling.four_over_six) << " " << scaling.largest_scale;
+    }
   }
   std::optional<ScopedTarget> target_;
 };
@@ -228,13 +231,14 @@ TEST_P(Nvfp4, RandomFloat32Patterns) {
 }
 
 TEST_P(Nvfp4, EveryShapeAroundABlockAndStride) {
-  uint32_t seed = 0;
+  uint32_t seed = 0, turn = 0;
   for (const Element element : kElements) {
+    ++turn;  // a shape meets other scalings with another element: the count of shapes divides by 3
     for (const size_t rows : {1, 2, 15, 16, 17, 33}) {
       for (const size_t cols : {1, 3, 8, 15, 16, 17, 33, 255, 256, 257, 300}) {
         const Matrix x = Matrix::random(element, rows, cols, seed % 2 * 3, seed);
         ++seed;
-        expect_right(x.view());
+        expect_right(x.view(), turn++);
       }
     }
   }
@@ -247,12 +251,13 @@ TEST_P(Nvfp4, OneDirectionAlone) {
 }
 
 TEST_P(Nvfp4, ASpecialValueInEveryLane) {
+  size_t turn = 0;
   for (const Element element : kElements) {
     for (const float special : {kNan, -kNan, -kInfinity, -0.0f}) {
       for (size_t at = 0; at < 40; ++at) {
         Matrix x = Matrix::random(element, 18, 40, 0, 7);
         x.set(at * 41 % (18 * 40), special);
-        expect_right(x.view());
+        expect_right(x.view(), turn++);
       }
     }
   }
@@ -273,7 +278,7 @@ TEST_P(Nvfp4, NothingAndZerosAndNanAlone) {
 }
 
 TEST_P(Nvfp4, AnyNumberOfThreadsGivesTheSameBits) {
-  const Matrix x = Matrix::random(Element::bfloat16, 150, 700, 1, 8);
+  const Matrix x = Matrix::random(Element::bfloat16, 150, 350, 1, 8);
   for (const int threads : {1, 2, 3}) {
     const ScopedThreadPool pool(threads);
     expect_right(x.view());
@@ -351,4 +356,4 @@ TEST_P(Nvfp4, IgnoresFlushToZeroOfTheCaller) {
 #endif
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_nvfp4

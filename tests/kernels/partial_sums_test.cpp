@@ -9,7 +9,7 @@
 #include "support/matrix.h"
 #include "support/targets.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_partial_sums {
 namespace {
 
 using kernels::ConstRows;
@@ -203,4 +203,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, SumsByParts, ::testing::ValuesIn(all_targets()),
                          [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_partial_sums

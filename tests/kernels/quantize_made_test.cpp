@@ -18,7 +18,7 @@
 #include "support/targets.h"
 #include "support/thread_pool.h"
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_quantize_made {
 namespace {
 
 using kernels::ConstRows;
@@ -391,4 +391,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, QuantizeMade, ::testing::ValuesIn(all_targets()),
                          [](const auto& info) { return target_name(info.param); });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_quantize_made

@@ -20,7 +20,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace tandem::testing {
+namespace tandem::testing::kernels_quantize {
 namespace {
 
 using kernels::ConstRows;
@@ -295,4 +295,4 @@ INSTANTIATE_TEST_SUITE_P(Cpu, Quantize,
                          });
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::kernels_quantize

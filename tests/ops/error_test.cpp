@@ -5,7 +5,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::ops_error {
 namespace {
 
 auto running(Ops ops, Tensors inputs, Tensors params = {}) {
@@ -96,4 +96,4 @@ TEST(Dropout, OfEverythingAndOfNothing) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::ops_error

@@ -9,7 +9,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::ops_gradient {
 namespace {
 
 struct OpCase {
@@ -171,4 +171,4 @@ TEST(OpValues, EveryLayoutOfTheInput) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::ops_gradient

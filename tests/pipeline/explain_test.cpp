@@ -10,7 +10,7 @@
 #include "support/throws.h"
 #include "tandem/autocast.h"
 
-namespace tandem::testing {
+namespace tandem::testing::pipeline_explain {
 namespace {
 
 using ::testing::AllOf;
@@ -249,4 +249,4 @@ TEST(ExplainRename, OfNoStepsAtAll) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::pipeline_explain

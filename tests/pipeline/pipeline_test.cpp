@@ -15,7 +15,7 @@
 #include "support/throws.h"
 #include "tandem/autocast.h"
 
-namespace tandem::testing {
+namespace tandem::testing::pipeline_pipeline {
 namespace {
 
 using ::testing::HasSubstr;
@@ -305,4 +305,4 @@ TEST(AutocastRegions, AnUnknownRecipeLeavesNoRegionBehind) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::pipeline_pipeline

@@ -34,7 +34,7 @@
 #include "support/plans.h"
 #include "tandem/autocast.h"
 
-namespace tandem::testing {
+namespace tandem::testing::pipeline_second_device {
 namespace {
 
 using at::Tensor;
@@ -466,4 +466,4 @@ TEST(ImplementationNames, AreAtMost64) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::pipeline_second_device

@@ -25,7 +25,7 @@
 #include "support/throws.h"
 #include "tandem/autocast.h"
 
-namespace tandem::testing {
+namespace tandem::testing::pipeline_verify {
 namespace {
 
 using ::testing::HasSubstr;
@@ -465,4 +465,4 @@ TEST(Verify, LeavesTheGeneratorAloneWhereARunThrows) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::pipeline_verify

@@ -10,7 +10,7 @@
 #include "support/throws.h"
 #include "tandem/tandem.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_budget {
 namespace {
 
 using ::testing::HasSubstr;
@@ -128,4 +128,4 @@ TEST(MemoryBudget, AWrongOneIsRefused) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_budget

@@ -6,7 +6,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_description {
 namespace {
 
 auto parsing(Ops ops, std::string fields = "{}") {
@@ -356,4 +356,4 @@ TEST(DescriptionErrors, AreThoseOfAPipelineToo) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_description

@@ -3,7 +3,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_keep {
 namespace {
 
 using ::testing::ElementsAre;
@@ -83,4 +83,4 @@ TEST(Kept, UnusedResultsOfForwardAreNotWritten) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_keep

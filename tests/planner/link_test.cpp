@@ -11,7 +11,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_link {
 namespace {
 
 using ::testing::Contains;
@@ -274,4 +274,4 @@ TEST(Links, OneValueReadByTwoStepsOfTheSameKind) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_link

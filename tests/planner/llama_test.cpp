@@ -3,7 +3,7 @@
 
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_llama {
 namespace {
 
 using ::testing::AllOf;
@@ -166,4 +166,4 @@ TEST(LlamaMlp, OnAResidualStreamQuantizesNothingByItselfThatIsWrittenAgain) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_llama

@@ -9,7 +9,7 @@
 #include "support/plans.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_names {
 namespace {
 
 using ::testing::Contains;
@@ -269,4 +269,4 @@ TEST(PatternErrors, StepsThatNoOpHas) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_names

@@ -9,7 +9,7 @@
 #include "planner/registry.h"
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_program {
 namespace {
 
 PlanKey key_for(const Tensors& tensors, PlanKey::Call call = {.grad_mode = true}) {
@@ -159,4 +159,4 @@ TEST(PlanCache, OneProgramPerDescription) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_program

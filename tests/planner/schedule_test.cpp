@@ -4,7 +4,7 @@
 #include "planner/liveness.h"
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_schedule {
 namespace {
 
 using ::testing::ElementsAre;
@@ -164,4 +164,4 @@ TEST(Schedule, CodesAreMadeAgainWhereTheirSourceIsThere) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_schedule

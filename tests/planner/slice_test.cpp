@@ -4,7 +4,7 @@
 #include "planner/planner.h"
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_slice {
 namespace {
 
 const Ops kTwoOutputs = {"gelu", "make_extra_output", "silu"};
@@ -83,4 +83,4 @@ TEST(Slices, OfManyMasksTheFirstAndTheRecentStay) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_slice

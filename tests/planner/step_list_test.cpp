@@ -3,7 +3,7 @@
 
 #include <gmock/gmock.h>
 
-namespace tandem::testing {
+namespace tandem::testing::planner_step_list {
 namespace {
 
 using ::testing::ElementsAre;
@@ -47,4 +47,4 @@ TEST(StepList, KnowsWhoTouchesWhatBeforeAndAfterAReplacement) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_step_list

@@ -14,7 +14,7 @@
 #include "support/throws.h"
 #include "tandem/op_options.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_user_fusion {
 namespace {
 
 using ::testing::Contains;
@@ -357,4 +357,4 @@ TEST(GroupFusionErrors, OverlappingGroups) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_user_fusion

@@ -6,7 +6,7 @@
 #include "planner/planner.h"
 #include "support/plans.h"
 
-namespace tandem::testing {
+namespace tandem::testing::planner_width {
 namespace {
 
 TEST(Widths, SeventyOutputsDifferentiatedAlone) {
@@ -40,4 +40,4 @@ TEST(Widths, FortyThousandOpsArePlannedAndRun) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::planner_width

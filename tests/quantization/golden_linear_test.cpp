@@ -6,7 +6,7 @@
 #include "support/plans.h"
 #include "support/safetensors.h"
 
-namespace tandem::testing {
+namespace tandem::testing::quantization_golden_linear {
 namespace {
 
 const Safetensors& golden() {
@@ -90,4 +90,4 @@ TEST_P(GoldenLinear, OutputAndGradients) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::quantization_golden_linear

@@ -5,7 +5,7 @@
 
 #include "support/throws.h"
 
-namespace tandem::testing {
+namespace tandem::testing::quantization_recipe {
 namespace {
 
 TEST(Recipe, RoundTripThroughJson) {
@@ -216,4 +216,4 @@ TEST(RecipeErrors, UnknownNameAndFormat) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::quantization_recipe

@@ -2,6 +2,7 @@
 // named.
 #pragma once
 
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 
 #include "kernel_ops/format.h"
 #include "kernels/nvfp4.h"
+#include "support/kernel_ops.h"
 
 namespace tandem::testing {
 
@@ -71,10 +73,33 @@ inline std::vector<const Quantizer*> quantizers() {
   return all;
 }
 
-/// What one of them is given beside x: a seed and an offset, or nothing.
+/// These, and those whose scale the caller keeps.
+inline std::vector<const Quantizer*> quantizers_and_delayed() {
+  std::vector<const Quantizer*> all = quantizers();
+  for (const char* text : {"fp8_e4m3:delayed", "fp8_e5m2:delayed"}) all.push_back(&quantizer(text));
+  return all;
+}
+
+/// What one of them is given beside x: a seed and an offset, a scale, or nothing.
 inline std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
+  if (quantizer.scaling->takes_scale) return at::scalar_tensor(3.0f);
   if (given_to(quantizer) != Given::seed) return std::nullopt;
   return at::tensor({int64_t{0x0123456789ABCDEF}, int64_t{3}}, at::kLong);
+}
+
+/// Calls `check(quantizer, x)`: each quantizer meets a seventh of the cases of `for_every_case`, which
+/// has every pair of dtype, layout, row count and width in it, and every case meets some of them.
+template <typename Check>
+void for_every_quantizer(const std::vector<const Quantizer*>& all, int64_t width_step,
+                         Check&& check) {
+  constexpr size_t kShare = 7;  // no count of dtypes, layouts, row counts or widths divides it
+  size_t index = 0;
+  for_every_case(width_step, [&](const at::Tensor& x) {
+    for (size_t q = index++ % kShare; q < all.size(); q += kShare) {
+      SCOPED_TRACE(all[q]->text);
+      check(*all[q], x);
+    }
+  });
 }
 
 /// As the name of a test.

@@ -26,7 +26,7 @@
 #include "tandem/tandem.h"
 #include "threads/together.h"
 
-namespace tandem::testing {
+namespace tandem::testing::threads_threads {
 namespace {
 
 constexpr size_t kThreads = 4;
@@ -575,4 +575,4 @@ TEST(Threads, FreeWhatOthersAllocated) {
 }
 
 }  // namespace
-}  // namespace tandem::testing
+}  // namespace tandem::testing::threads_threads
