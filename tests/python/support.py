@@ -93,12 +93,12 @@ def randomize(module):
     return module
 
 
-def close(actual, expected, dtype=None):
-    """Asserts that `actual` is as near to the float64 `expected` as its dtype allows."""
+def close(actual, expected, dtype=None, terms=0.0):
+    """Asserts that `actual` is as near to the float64 `expected` as its dtype allows. Of a sum whose terms, of magnitude `terms`, may cancel."""
     dtype = dtype or actual.dtype
     assert actual.shape == expected.shape
     scale = expected.abs().max().item() if expected.numel() else 0.0
-    bound = TOLERANCES[dtype] * max(scale, 1.0)
+    bound = TOLERANCES[dtype] * max(scale, terms, 1.0)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=bound, equal_nan=True)
 
 
@@ -106,8 +106,9 @@ def double_leaves(tensors):
     return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def check_against(module, reference, x):
-    """Output and all gradients of `module` against `reference` of float64 copies of x and the parameters."""
+def check_against(module, reference, x, gain=0.0):
+    """Output and all gradients of `module` against `reference` of float64 copies of x and the parameters. Terms of gradients are at most `gain`
+    times that of the output."""
     params = list(module.parameters())
     x64, *params64 = double_leaves([x, *params])
     y, y64 = module(x), reference(x64, *params64)
@@ -121,7 +122,7 @@ def check_against(module, reference, x):
     grads = torch.autograd.grad(y, asked, grad)
     for actual, expected in zip(grads, torch.autograd.grad(y64, asked64, grad.double()), strict=True):
         assert actual.dtype == y.dtype or actual.dtype in [t.dtype for t in asked]
-        close(actual, expected)
+        close(actual, expected, terms=gain * grad.abs().max().item() if grad.numel() else 0.0)
 
 
 def llama_mlp(hidden=16, inner=24, **kwargs):
