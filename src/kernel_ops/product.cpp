@@ -1,6 +1,7 @@
 #include "kernel_ops/product.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
@@ -331,10 +332,14 @@ OneMklThread::~OneMklThread() {
 
 bool has_onednn() {
 #if defined(__x86_64__)
-  static const bool has_avx512 = __builtin_cpu_supports("avx512vl") &&
-                                 __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq");
-  return at::native::mkldnn_matmul != nullptr && has_avx512;
+  // What libtorch asks before it lets oneDNN multiply bfloat16: AVX-512, unless ONEDNN_MAX_CPU_ISA
+  // hides it.
+  static const bool is_supported = [] {
+    const auto op =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return op && op->typed<bool()>().redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU));
+  }();
+  return at::native::mkldnn_matmul != nullptr && is_supported;
 #else
   return false;
 #endif

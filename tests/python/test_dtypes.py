@@ -1,6 +1,9 @@
 """Every op on every dtype and every mixture: the value, dtype and gradients of the same expression in torch, or both raise."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -236,3 +239,14 @@ def test_a_sum_of_integers_and_fractions_before_a_norm(norm):
     box = ops.Sequential(ops.AddExtraInput(), norm(8))
     torch.testing.assert_close(box(x, extra), norm(8)(x + extra))
     assert "x is Long, which no norm takes" in box.explain()
+
+
+def test_bfloat16_where_onednn_may_not_use_it():
+    script = """if True:
+        import torch, tandem
+        linear, x = tandem.ops.Linear(256, 256, bias=False, dtype=torch.bfloat16), torch.randn(256, 256).bfloat16()  # 2^24 multiplications
+        wanted = x.double() @ linear.weight.double().t()
+        sums = 256 * 2**-23 * (x.double().abs() @ linear.weight.double().abs().t())
+        assert ((linear(x).double() - wanted).abs() <= sums + torch.finfo(x.dtype).eps / 2 * (wanted.abs() + sums)).all()
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
