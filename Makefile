@@ -4,10 +4,12 @@
 #     as on other processors: TANDEM_MAX_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2 make test
 #   make bench ARGS="..."                  benchmarks/run.py ARGS
 #   make fuzz  MINUTES=10                  random pipelines against plain torch; prints its seeds (ARGS: python -m differential --help)
+#   make dev   TESTS=rms_norm              after an edit: compiles file by file, runs the tests of that name; all tests without TESTS
+#   make check-all ARGS="..."              what .ci/run leaves out, hours of it (ARGS: names of stages, see scripts/check_all.sh)
 # After any of them .venv holds the package and the program. JOBS=n sets the number of compilers that run at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: run test bench fuzz setup build format clean
+.PHONY: run test dev bench fuzz check-all setup build format clean
 export TANDEM_JOBS := $(JOBS)
 
 run: export TANDEM_STARTED := $(shell date +%s.%N)
@@ -16,8 +18,17 @@ run:
 	@scripts/build.sh
 	@.venv/bin/tandem train $(ARGS)
 
-test: build
+test: setup
+	@scripts/build.sh
 	@scripts/test.sh
+
+dev: export TANDEM_PRESET := dev
+dev: setup
+	@scripts/build.sh
+	@TESTS="$(TESTS)" scripts/test.sh
+
+check-all:
+	@scripts/check_all.sh $(ARGS)
 
 bench: setup
 	@scripts/build.sh benchmarks

@@ -49,12 +49,6 @@ double seconds_of(const Call& call, int64_t repeats) {
   return taken.count() / static_cast<double>(repeats);
 }
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 /// Median seconds of each call; the calls take turns in every round.
 std::vector<double> measure(const std::vector<Call>& calls, int64_t rounds, Progress& progress) {
   std::vector<int64_t> repeats;

@@ -12,7 +12,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr const char* kFormat = "tandem train checkpoint 2";
+constexpr const char* kCheckpointFormat = "tandem train checkpoint 2";
 constexpr const char* kWithoutChecksum = "\"tandem train checkpoint 1\"";
 constexpr const char* kPrefix = "checkpoint-";
 constexpr const char* kSuffix = ".safetensors";
@@ -58,7 +58,7 @@ void save_checkpoint(OutFolder& out, const std::string& tag, const json& state,
   write_safetensors(data, tensors);
   out.commit(data);
   json document = state;
-  document["format"] = kFormat;
+  document["format"] = kCheckpointFormat;
   document["tensors"] = {
       {"file", name}, {"bytes", data.digest().bytes}, {"fnv1a64", data.digest().checksum.hex()}};
   document[kChecksum] = std::string(Checksum::kDigits, '0');
@@ -87,9 +87,10 @@ json load_checkpoint_state(const fs::path& folder) {
                     named = text.substr(position, Checksum::kDigits);
   if (found != named) refuse_damaged(path, "a document with checksum " + named, found);
   json state = parse_document(text);
-  const bool known = state.is_object() && state.value("format", json()) == kFormat;
+  const bool known = state.is_object() && state.value("format", json()) == kCheckpointFormat;
   if (!known)
-    refuse_damaged(path, "\"format\": \"" + std::string(kFormat) + "\"", "another document");
+    refuse_damaged(path, "\"format\": \"" + std::string(kCheckpointFormat) + "\"",
+                   "another document");
   return state;
 }
 

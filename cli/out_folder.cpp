@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kLock = "tandem.lock";
 constexpr const char* kList = "tandem-files.json";
-constexpr const char* kFormat = "tandem train files 2";
+constexpr const char* kFilesFormat = "tandem train files 2";
 constexpr size_t kOwnerDigits = 16;
 constexpr std::string_view kLockMark = "lock of tandem train\n";
 /// Written at once and never shorter than before.
@@ -234,8 +234,8 @@ void OutFolder::read_list() {
   }
   const json list = parse_document(read_file(path, "Tandem's list of the files that it wrote",
                                              "Pass another folder with --out."));
-  if (!list.is_object() || list.value("format", json()) != kFormat || !list.contains("files") ||
-      !list["files"].is_object())
+  if (!list.is_object() || list.value("format", json()) != kFilesFormat ||
+      !list.contains("files") || !list["files"].is_object())
     refuse_file(path, "not the list of tandem train");
   for (const auto& [name, listed] : list["files"].items()) {
     const auto contents = contents_of(listed);
@@ -258,7 +258,7 @@ void OutFolder::write_list() {
   json files = json::object();
   for (const auto& [name, entry] : files_) files[name] = json_of(entry.contents);
   AtomicFile file(folder_ / kList, owner_);
-  file.write(json{{"format", kFormat}, {"files", files}}.dump(1) + "\n");
+  file.write(json{{"format", kFilesFormat}, {"files", files}}.dump(1) + "\n");
   file.commit();
   list_is_old_ = false;
   growth_.clear();

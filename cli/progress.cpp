@@ -64,4 +64,11 @@ void Pace::add(double step_seconds) {
   pace_ = pace_ == 0 ? step_seconds : (1 - kNewest) * pace_ + kNewest * step_seconds;
 }
 
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
 }  // namespace tandem::cli

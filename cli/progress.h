@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace tandem::cli {
 
@@ -36,5 +37,8 @@ class Pace {
  private:
   double pace_ = 0;
 };
+
+/// The middle one of some times, 0 of none.
+double median(std::vector<double> values);
 
 }  // namespace tandem::cli

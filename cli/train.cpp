@@ -16,13 +16,13 @@ namespace tandem::cli {
 
 namespace {
 
-constexpr const char* kDescription =
+constexpr const char* kTrainDescription =
     "Train a byte-level GPT on a text three times from the same start: with libtorch's own modules "
     "(plain), with Tandem\n"
     "pipelines (tandem), and with Tandem pipelines in emulated FP8 (fp8). Compares loss, speed and "
     "memory.";
 
-constexpr const char* kFooter =
+constexpr const char* kTrainFooter =
     "Writes into --out: metrics.jsonl, report.html, model-RUN.safetensors, checkpoint.json with "
     "its tensors, and\n"
     "tandem-files.json, which lists them: no other file there is replaced or removed.\n"
@@ -83,7 +83,7 @@ int train(const TrainArguments& arguments) {
 
 void add_train(CLI::App& tandem, Action& action) {
   const auto arguments = std::make_shared<TrainArguments>();
-  CLI::App& app = add_command(tandem, "train", kDescription, kFooter, action,
+  CLI::App& app = add_command(tandem, "train", kTrainDescription, kTrainFooter, action,
                               [arguments] { return train(*arguments); });
   arguments->app = &app;
   for (const TrainOption& option : train_options()) {

@@ -44,13 +44,6 @@ void catch_interrupts() {
   ::sigaction(SIGTERM, &action, nullptr);
 }
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 constexpr const char *kMetricsName = "metrics.jsonl", *kReportName = "report.html";
 
 std::string model_name(const std::string& run) { return "model-" + run + ".safetensors"; }

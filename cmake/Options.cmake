@@ -6,8 +6,9 @@ option(TANDEM_CLI "Build the command line program" ON)
 option(TANDEM_WERROR "Treat warnings as errors (g++ 12 and clang++ 14)" OFF)
 option(TANDEM_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
 option(TANDEM_TSAN "Build with ThreadSanitizer" OFF)
-option(TANDEM_FUZZ "Build the fuzz targets (clang++, with TANDEM_SANITIZE)" OFF)
-option(CMAKE_UNITY_BUILD "Compile sources in groups of eight: half the time from nothing, more after an edit (preset `dev` has it off)" ON)
+option(TANDEM_FUZZ "Build the fuzz targets too, and the library with what guides them (clang++, with TANDEM_SANITIZE)" OFF)
+option(TANDEM_FEW_KERNELS "Compile kernels for AVX2 alone, with ASan and without UBSan, in a tenth of the time (clang++, with TANDEM_SANITIZE)" OFF)
+option(CMAKE_UNITY_BUILD "Compile sources in groups of eight: a third of the time from nothing, more after an edit" ON)
 set(CMAKE_UNITY_BUILD_BATCH_SIZE 8)
 set(TANDEM_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where torch has CUDA and nvcc is there), ON, OFF")
 
@@ -37,24 +38,25 @@ endif()
 if(TANDEM_SANITIZE AND TANDEM_TSAN)
   message(FATAL_ERROR "tandem: expected one of TANDEM_SANITIZE and TANDEM_TSAN, got both. Build each in a folder of its own.")
 endif()
+# -Wno-tsan: it does not know the fences by which libtorch counts references to Python objects, of which there are none.
+set(tandem_tsan_options -fsanitize=thread -fno-omit-frame-pointer -O1 -g1 $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
 if(TANDEM_TSAN)
-  # tsan: it does not know the fences by which libtorch counts references to Python objects, of which there are none.
-  target_compile_options(tandem_options INTERFACE -fsanitize=thread -fno-omit-frame-pointer -O1 -g1
-                                                  $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
+  target_compile_options(tandem_options INTERFACE ${tandem_tsan_options})
   target_link_options(tandem_options INTERFACE -fsanitize=thread)
 endif()
 if(TANDEM_SANITIZE)
+  set(is_kernels $<STREQUAL:$<TARGET_PROPERTY:NAME>,tandem_kernels>)
   # vptr: the type information of libtorch's classes is hidden in libtorch.
   set(sanitize -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all)
   target_compile_options(tandem_options INTERFACE ${sanitize} -fno-omit-frame-pointer -O1 -g1)
   target_link_options(tandem_options INTERFACE ${sanitize})
   if(TANDEM_FUZZ)
-    # A fuzzer looks for ways through the reading and the planning of descriptions. Kernels are not what it follows, and with checks of
-    # addresses by calls, and of nothing else, they compile in a third of the time.
-    set(is_kernels $<STREQUAL:$<TARGET_PROPERTY:NAME>,tandem_kernels>)
-    target_compile_options(
-      tandem_options INTERFACE $<IF:${is_kernels},-fno-sanitize=undefined,-fsanitize=fuzzer-no-link>
-                               "$<${is_kernels}:SHELL:-mllvm -asan-instrumentation-with-call-threshold=0>")
+    # A fuzzer looks for ways through the reading and the planning of descriptions: those of the kernels would lead it astray.
+    target_compile_options(tandem_options INTERFACE $<$<NOT:${is_kernels}>:-fsanitize=fuzzer-no-link>)
+  endif()
+  if(TANDEM_FEW_KERNELS)  # checks of addresses as calls: inline they take three times as long to compile
+    target_compile_options(tandem_options INTERFACE $<${is_kernels}:-fno-sanitize=undefined>
+                                                    "$<${is_kernels}:SHELL:-mllvm -asan-instrumentation-with-call-threshold=0>")
   endif()
 endif()
 

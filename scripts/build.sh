@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build.sh [TARGET...]: builds the library, the extension and the program into build/release, installs the package into .venv, then builds
-# the targets: `all` for the tests, `benchmarks`. Prints the seconds that each took. `scripts/setup.sh` has run before.
+# build.sh [TARGET...]: builds the library, the extension and the program into build/$TANDEM_PRESET (release), installs the package into
+# .venv, then builds the targets: `all` for the tests, `benchmarks`. Prints the seconds that each took. `scripts/setup.sh` has run before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
@@ -12,30 +12,31 @@ if ! flock -n 9; then
   flock 9
 fi
 
-configure release
+folder=build/$preset
+configure "$preset"
 state=incremental
-[ -e build/release/libtandem.built ] || state=clean
+[ -e "$folder/libtandem.built" ] || state=clean
 start=$(now)
-compile release tandem _C tandem_cli
-touch build/release/libtandem.built
+compile "$preset" tandem _C tandem_cli
+touch "$folder/libtandem.built"
 library_seconds=$(seconds_since "$start")
 
 # What is installed is known by the files it is made of; nothing is done when none of them changed.
 start=$(now)
 package_stamp() {
   { find python include data cmake pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum
-    sha256sum build/release/src/libtandem.so build/release/src/_C.*.so build/release/bin/tandem; } | sha256sum
+    sha256sum "$folder"/src/libtandem.so "$folder"/src/_C.*.so "$folder/bin/tandem"; } | sha256sum
 }
 if [ "$(cat .venv/tandem.stamp 2>/dev/null)" != "$(package_stamp)" ] || [ ! -e .venv/bin/tandem ]; then
   rm -f .venv/tandem.stamp
   .venv/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-    --config-settings=build-dir=build/release . </dev/null
+    --config-settings=build-dir="$folder" . </dev/null
   package_stamp >.venv/tandem.stamp
 fi
 echo "build: library $library_seconds s ($state, $(jobs_count) jobs), package $(seconds_since "$start") s"
 
 if [ $# -gt 0 ]; then
   start=$(now)
-  compile release "$@"
+  compile "$preset" "$@"
   echo "build: $* $(seconds_since "$start") s"
 fi

@@ -17,8 +17,8 @@ if ! clang++ -x c++ -fsanitize=fuzzer,address,undefined - -o build/fuzz/probe <<
   exit 0
 fi
 
-configure fuzz
-compile fuzz "${targets[@]/#/fuzz_}"
+configure sanitize
+compile sanitize "${targets[@]/#/fuzz_}"
 # libtorch is not instrumented: see tests/CMakeLists.txt.
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:strict_string_checks=1:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1
@@ -26,7 +26,7 @@ for target in "${targets[@]}"; do
   echo "fuzz: $target, $seconds s"
   mkdir -p "build/fuzz/corpus/$target"
   # A pipeline that takes longer than 20 s to plan and run, or 4 GiB, is a finding too.
-  if ! "build/fuzz/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
+  if ! "build/sanitize/tests/fuzz/fuzz_$target" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=4096 \
     -dict="tests/fuzz/$target.dict" -artifact_prefix="build/fuzz/$target-" -print_final_stats=1 ${FUZZ_ARGS:-} \
     "build/fuzz/corpus/$target" "tests/fuzz/corpus/$target" >"build/fuzz/$target.log" 2>&1; then
     tail -n 200 "build/fuzz/$target.log" >&2

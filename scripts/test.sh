@@ -1,7 +1,35 @@
 #!/usr/bin/env bash
-# Runs all tests on what scripts/build.sh built: the C++ programs, then pytest. CTEST_ARGS and PYTEST_ARGS are passed on.
+# test.sh: builds all tests on what scripts/build.sh built and runs them: the C++ programs are compiled and run beside pytest, which needs the
+# package alone. With TESTS=word only tests whose names, or for pytest whose files, have the word: TESTS=rms_norm.
+# CTEST_ARGS and PYTEST_ARGS are passed on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
-run_ctest release
-.venv/bin/python -m pytest ${PYTEST_ARGS:-}
+
+cpp_tests() {
+  local start
+  start=$(now)
+  compile "$preset" all
+  echo "tests: C++ built in $(seconds_since "$start") s"
+  start=$(now)
+  run_ctest "$preset"
+  echo "tests: C++ run in $(seconds_since "$start") s"
+}
+
+# One thread: what else runs here takes the other cores. Compilers of compiled code are not started in advance.
+python_tests() {
+  local start
+  start=$(now)
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCHINDUCTOR_COMPILE_THREADS=1 .venv/bin/python -m pytest ${PYTEST_ARGS:-} "$@"
+  echo "tests: pytest run in $(seconds_since "$start") s"
+}
+
+if [ -z "${TESTS:-}" ]; then
+  side_by_side python_tests cpp_tests
+  exit
+fi
+camel=$(sed -E 's/(^|_)([a-z])/\U\2/g' <<<"$TESTS")
+compile "$preset" tandem_tests
+"build/$preset/tests/tandem_tests" --gtest_brief=1 --gtest_filter="*$TESTS*:*$camel*"
+mapfile -t files < <(grep -liE "$TESTS|$camel" tests/python/test_*.py tests/cli/test_*.py)
+python_tests -q -k "$TESTS or $camel" "${files[@]}"

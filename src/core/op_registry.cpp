@@ -15,17 +15,17 @@ namespace tandem {
 
 namespace {
 
-struct Registry {
+struct OpRegistry {
   std::mutex mutex;
   std::map<std::string, std::unique_ptr<const OpKind>, std::less<>> ops;
   OpSource source;
 };
-Registry& registry() {
-  static Registry registry;
+OpRegistry& op_registry() {
+  static OpRegistry registry;
   return registry;
 }
 
-std::string joined(const std::vector<std::string>& names) {
+std::string joined_names(const std::vector<std::string>& names) {
   std::ostringstream text;
   for (const auto& name : names) text << (text.tellp() > 0 ? ", " : "") << name;
   return text.str();
@@ -71,17 +71,17 @@ void check_family(const OpDef& definition, const OpDef& other) {
 }  // namespace
 
 const OpKind& op_kind(std::string_view name) {
-  Registry& all = registry();
+  OpRegistry& all = op_registry();
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (const auto found = all.ops.find(name); found != all.ops.end()) return *found->second;
   }
-  TORCH_CHECK_VALUE(false, "op: expected one of ", joined(op_names()), ", got \"", shown(name),
-                    "\". Register the op before the pipeline that uses it.");
+  TORCH_CHECK_VALUE(false, "op: expected one of ", joined_names(op_names()), ", got \"",
+                    shown(name), "\". Register the op before the pipeline that uses it.");
 }
 
 void set_op_source(OpSource source) {
-  Registry& all = registry();
+  OpRegistry& all = op_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.source = std::move(source);
 }
@@ -89,7 +89,7 @@ void set_op_source(OpSource source) {
 std::shared_ptr<const OpKind> find_op(std::string_view name) {
   OpSource source;
   {
-    Registry& all = registry();
+    OpRegistry& all = op_registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
     source = all.source;
   }
@@ -100,7 +100,7 @@ std::shared_ptr<const OpKind> find_op(std::string_view name) {
 void register_op(const OpDef& definition) {
   check_names(definition);
   auto op = std::make_unique<const OpKind>(definition);
-  Registry& all = registry();
+  OpRegistry& all = op_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (const auto& [name, other] : all.ops)
     if (!definition.family.empty() && other->def.family == definition.family)
@@ -111,7 +111,7 @@ void register_op(const OpDef& definition) {
 }
 
 std::vector<std::string> op_names() {
-  Registry& all = registry();
+  OpRegistry& all = op_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<std::string> names;
   for (const auto& [name, op] : all.ops) names.push_back(name);

@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/result_type.h>
 
 #include "kernel_ops/activation_function.h"
 #include "kernel_ops/checks.h"
@@ -21,9 +20,6 @@ ResultSpec columns_of(const Tensor& z, bool wanted) {
   return {{z.sym_size(-1)}, z.scalar_type(), true};
 }
 
-at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
-  return bias ? at::result_type(x, *bias) : x.scalar_type();
-}
 Tensor biased(const Tensor& x, const std::optional<Tensor>& bias) { return bias ? x + *bias : x; }
 Tensor column_sums(const Tensor& grad_z) {
   return grad_z.reshape_symint({-1, grad_z.sym_size(-1)})

@@ -41,6 +41,7 @@ at::Tensor scale_from_amax(const at::Tensor& amax, const Quantizer& quantizer, d
   return at::where((bounded == 0).bitwise_or(at::isinf(bounded)), 1.0f, scale).to(at::kFloat);
 }
 
+namespace line_blocks {
 namespace {
 
 using at::Tensor;
@@ -192,30 +193,31 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
 }
 
 }  // namespace
+}  // namespace line_blocks
 
 const CodeLayout kLineScale{
     .dtype = at::kFloat,
-    .sizes = sizes_of_lines,
-    .dequantize = dequantize<false>,
-    .scales_of_elements = scales_of_elements<false>,
+    .sizes = line_blocks::sizes_of_lines,
+    .dequantize = line_blocks::dequantize<false>,
+    .scales_of_elements = line_blocks::scales_of_elements<false>,
 };
 
 const CodeLayout kSquareScale{
     .serves_both_directions = true,
     .dtype = at::kFloat,
-    .sizes = sizes_of_squares,
-    .dequantize = dequantize<true>,
-    .scales_of_elements = scales_of_elements<true>,
+    .sizes = line_blocks::sizes_of_squares,
+    .dequantize = line_blocks::dequantize<true>,
+    .scales_of_elements = line_blocks::scales_of_elements<true>,
 };
 
 const ScalingDef kBlockScaling{
     .name = "",
     .has_epsilon = true,
     .has_power_of_two = true,
-    .quantize = quantize,
-    .reference = reference,
-    .quantize_made = quantize_made,
-    .quantize_band = quantize_band,
+    .quantize = line_blocks::quantize,
+    .reference = line_blocks::reference,
+    .quantize_made = line_blocks::quantize_made,
+    .quantize_band = line_blocks::quantize_band,
     .band_rows = kernels::kFp8Block,
 };
 

@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/result_type.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -14,14 +13,6 @@
 #include "kernels/elementwise.h"
 
 namespace tandem::kernel_ops {
-
-namespace {
-
-at::ScalarType sum_dtype(const Tensor& x, const std::optional<Tensor>& bias) {
-  return bias ? at::result_type(x, *bias) : x.scalar_type();
-}
-
-}  // namespace
 
 Specs<1> AddBias::shapes(const Tensor& x, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& extra) {

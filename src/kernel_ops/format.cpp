@@ -97,7 +97,7 @@ bool parse_value(std::string_view text, kernels::FourOverSix& metric) {
 }
 
 /// An option of quantizers.
-struct OptionDef {
+struct OptionRow {
   std::string_view name;
   /// Whether a kind of scale has it.
   bool ScalingDef::*flag;
@@ -117,7 +117,7 @@ struct OptionDef {
 };
 
 /// The only list of options, in the order of canonical texts.
-const OptionDef kOptions[] = {
+const OptionRow kOptions[] = {
     {"eps", &ScalingDef::has_epsilon, &Quantizer::amax_epsilon, true},
     {"pow2", &ScalingDef::has_power_of_two, &Quantizer::power_of_two, true},
     {"2d", &ScalingDef::has_square_blocks, &Quantizer::square_blocks},
@@ -128,7 +128,7 @@ const OptionDef kOptions[] = {
 
 std::string option_names(const ScalingDef& scaling) {
   std::string names;
-  for (const OptionDef& option : kOptions)
+  for (const OptionRow& option : kOptions)
     if (scaling.*option.flag) names = joined(std::move(names), option.name);
   return names.empty() ? "none" : names;
 }
@@ -141,7 +141,7 @@ std::string name_of(const FormatDef& format, const ScalingDef& scaling) {
 
 std::string canonical(const Quantizer& of) {
   std::string text = name_of(*of.format, *of.scaling);
-  for (const OptionDef& option : kOptions)
+  for (const OptionRow& option : kOptions)
     if (of.scaling->*option.flag && (option.is_always_written || !option.is_at_default(of)))
       text += ":" + option.text(of);
   return text;
@@ -169,7 +169,7 @@ void parse_option(std::string_view piece, Quantizer& parsed) {
   const std::string_view name = piece.substr(0, sign),
                          value = sign == std::string_view::npos ? "" : piece.substr(sign + 1);
   const ScalingDef& scaling = *parsed.scaling;
-  const auto option = std::ranges::find(kOptions, name, &OptionDef::name);
+  const auto option = std::ranges::find(kOptions, name, &OptionRow::name);
   const bool is_known =
       option != std::end(kOptions) && scaling.*option->flag && option->parse(value, parsed);
   TORCH_CHECK_VALUE(is_known, "quantizer: expected options of ", parsed.format->name, " among ",
@@ -241,7 +241,7 @@ const Quantizer& quantizer(std::string_view text) {
 const Quantizer& quantizer(Quantizer options) {
   TORCH_INTERNAL_ASSERT(options.format != nullptr, "a quantizer has a format");
   if (options.scaling == nullptr) options.scaling = options.format->scalings.front();
-  for (const OptionDef& option : kOptions)
+  for (const OptionRow& option : kOptions)
     TORCH_CHECK_VALUE(options.scaling->*option.flag || option.is_at_default(options),
                       "quantizer: expected options that ",
                       name_of(*options.format, *options.scaling), " has, which are ",

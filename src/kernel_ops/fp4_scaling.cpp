@@ -21,6 +21,7 @@
 
 namespace tandem {
 
+namespace fp4_blocks {
 namespace {
 
 using at::Tensor;
@@ -309,9 +310,12 @@ constexpr CodeLayout layout() {
       .scales_of_elements = scales_of_elements<kLargestScale>,
   };
 }
-}  // namespace
 
-constexpr CodeLayout kFp4Scale = layout<448>(), kFp4Scale256 = layout<256>();
+}  // namespace
+}  // namespace fp4_blocks
+
+constexpr CodeLayout kFp4Scale = fp4_blocks::layout<448>(),
+                     kFp4Scale256 = fp4_blocks::layout<256>();
 
 const ScalingDef kFp4Scaling{
     .name = "",
@@ -319,10 +323,10 @@ const ScalingDef kFp4Scaling{
     .has_hadamard = true,
     .has_stochastic_rounding = true,
     .has_four_over_six = true,
-    .quantize = quantize,
-    .reference = reference,
-    .quantize_made = quantize_made,
-    .quantize_seen = quantize_seen,
+    .quantize = fp4_blocks::quantize,
+    .reference = fp4_blocks::reference,
+    .quantize_made = fp4_blocks::quantize_made,
+    .quantize_seen = fp4_blocks::quantize_seen,
 };
 
 }  // namespace tandem

@@ -20,6 +20,7 @@
 
 namespace tandem {
 
+namespace mx_blocks {
 namespace {
 
 using at::Tensor;
@@ -158,21 +159,22 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
 }
 
 }  // namespace
+}  // namespace mx_blocks
 
 const CodeLayout kMxScale{
     .dtype = at::kByte,
-    .sizes = sizes_of_scales,
-    .dequantize = dequantize,
-    .scales_of_elements = scales_of_elements,
+    .sizes = mx_blocks::sizes_of_scales,
+    .dequantize = mx_blocks::dequantize,
+    .scales_of_elements = mx_blocks::scales_of_elements,
 };
 
 const ScalingDef kMxScaling{
     .name = "",
     .has_square_blocks = true,
-    .quantize = quantize,
-    .reference = reference,
-    .quantize_made = quantize_made,
-    .quantize_band = quantize_band,
+    .quantize = mx_blocks::quantize,
+    .reference = mx_blocks::reference,
+    .quantize_made = mx_blocks::quantize_made,
+    .quantize_band = mx_blocks::quantize_band,
     .band_rows = kernels::kMxBlock,
 };
 

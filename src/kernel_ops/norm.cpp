@@ -26,7 +26,7 @@ kernels::cpu::NormOptions norm_options(double eps, bool zero_centered_gamma) {
 }
 
 /// The type that statistics are kept in, after checking that x and weight have one.
-at::ScalarType wide(const Tensor& x, const Tensor& weight) {
+at::ScalarType wider(const Tensor& x, const Tensor& weight) {
   check_floating("norm", x, "x");
   check_floating("norm", weight, "weight");
   return x.scalar_type() == at::kDouble || weight.scalar_type() == at::kDouble ? at::kDouble
@@ -45,7 +45,7 @@ Tensor row_means(const Tensor& x, const Tensor& weight) {
   return x.mean(row_dims(weight), /*keepdim=*/true);
 }
 /// One value per row, shaped to broadcast over x.
-Tensor per_row(const Tensor& statistic, const Tensor& x, int64_t dims = 1) {
+Tensor along_rows(const Tensor& statistic, const Tensor& x, int64_t dims = 1) {
   c10::SymDimVector sizes = sizes_of(x);
   std::fill(sizes.end() - dims, sizes.end(), 1);
   return statistic.reshape_symint(sizes);
@@ -123,7 +123,7 @@ void check_bias(std::string_view op, const Tensor& x, const Tensor& weight, cons
 Specs<2> RmsNormForward::shapes(const Tensor& x, const Tensor& weight, double, bool) {
   check_row_shape("rms_norm", x, weight, "weight");
   return {like(x, weight.scalar_type()),
-          ResultSpec{{rows_of(x, weight.dim())}, statistics(wide(x, weight))}};
+          ResultSpec{{rows_of(x, weight.dim())}, statistics(wider(x, weight))}};
 }
 
 void RmsNormForward::cpu(const Tensor& x, const Tensor& weight, double eps,
@@ -135,7 +135,7 @@ void RmsNormForward::cpu(const Tensor& x, const Tensor& weight, double eps,
 
 Results<2> RmsNormForward::reference(const Tensor& x, const Tensor& weight, double eps,
                                      bool zero_centered_gamma) {
-  const auto dtype = wide(x, weight);
+  const auto dtype = wider(x, weight);
   const Tensor source = x.to(dtype);
   const Tensor inv_rms = at::rsqrt(row_means(source * source, weight) + eps);
   const Tensor y = source * inv_rms * gamma_of(weight, zero_centered_gamma, dtype);
@@ -169,8 +169,8 @@ Results<3> RmsNormBackward::reference(const Tensor& grad_y, const Tensor& x, con
                                       const Tensor& inv_rms,
                                       const std::optional<Tensor>& grad_residual,
                                       bool zero_centered_gamma, std::array<bool, 3> output_mask) {
-  const auto dtype = wide(x, weight);
-  const Tensor inv = per_row(inv_rms.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
+  const auto dtype = wider(x, weight);
+  const Tensor inv = along_rows(inv_rms.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
                gamma = gamma_of(weight, zero_centered_gamma, dtype);
   const Tensor x_hat = x.to(dtype) * inv;
   Results<3> results{masked_out(x), masked_out(weight), masked_out(weight)};
@@ -188,7 +188,7 @@ Specs<3> LayerNormForward::shapes(const Tensor& x, const Tensor& weight, const T
                                   bool) {
   check_row_shape("layer_norm", x, weight, "weight");
   check_bias("layer_norm", x, weight, bias);
-  const auto dtype = statistics(wide(x, weight));
+  const auto dtype = statistics(wider(x, weight));
   const ResultSpec statistic{{rows_of(x, weight.dim())}, dtype};
   return {like(x, weight.scalar_type()), statistic, statistic};
 }
@@ -203,7 +203,7 @@ void LayerNormForward::cpu(const Tensor& x, const Tensor& weight, const Tensor& 
 
 Results<3> LayerNormForward::reference(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                        double eps, bool zero_centered_gamma) {
-  const auto dtype = wide(x, weight);
+  const auto dtype = wider(x, weight);
   const Tensor source = x.to(dtype);
   const Tensor mean = row_means(source, weight), centered = source - mean;
   const Tensor variance = row_means(centered * centered, weight);
@@ -251,10 +251,10 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
                                         const Tensor& inv_std,
                                         const std::optional<Tensor>& grad_residual,
                                         bool zero_centered_gamma, std::array<bool, 4> output_mask) {
-  const auto dtype = wide(x, weight);
-  const Tensor inv = per_row(inv_std.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
+  const auto dtype = wider(x, weight);
+  const Tensor inv = along_rows(inv_std.to(dtype), x, weight.dim()), grad = grad_y.to(dtype),
                gamma = gamma_of(weight, zero_centered_gamma, dtype);
-  const Tensor x_hat = (x.to(dtype) - per_row(mean.to(dtype), x, weight.dim())) * inv;
+  const Tensor x_hat = (x.to(dtype) - along_rows(mean.to(dtype), x, weight.dim())) * inv;
   Results<4> results{masked_out(x), masked_out(weight), masked_out(weight), masked_out(weight)};
   if (output_mask[0]) {
     const Tensor g = grad * gamma;
@@ -268,7 +268,7 @@ Results<4> LayerNormBackward::reference(const Tensor& grad_y, const Tensor& x, c
 }
 
 Specs<2> L2NormForward::shapes(const Tensor& x, double) {
-  const at::ScalarType dtype = wide(x, x);
+  const at::ScalarType dtype = wider(x, x);
   TORCH_CHECK_VALUE(x.dim() >= 1,
                     "l2_norm: expected x with at least 1 dimension, got a scalar. Pass ",
                     "x.reshape({1}) if one element is meant.");
@@ -280,7 +280,7 @@ void L2NormForward::cpu(const Tensor& x, double eps, Results<2>& results) {
 }
 
 Results<2> L2NormForward::reference(const Tensor& x, double eps) {
-  const Tensor source = x.to(wide(x, x));
+  const Tensor source = x.to(wider(x, x));
   const Tensor inv_norm = at::rsqrt((source * source).sum(-1, /*keepdim=*/true) + eps);
   return {(source * inv_norm).to(x.scalar_type()), inv_norm.flatten()};
 }
@@ -301,8 +301,8 @@ void L2NormBackward::cpu(const Tensor& grad_y, const Tensor& x, const Tensor& in
 
 Results<2> L2NormBackward::reference(const Tensor& grad_y, const Tensor& x, const Tensor& inv_norm,
                                      std::array<bool, 2> output_mask) {
-  const at::ScalarType dtype = wide(x, x);
-  const Tensor inv = per_row(inv_norm.to(dtype), x), grad = grad_y.to(dtype);
+  const at::ScalarType dtype = wider(x, x);
+  const Tensor inv = along_rows(inv_norm.to(dtype), x), grad = grad_y.to(dtype);
   const Tensor x_hat = x.to(dtype) * inv;
   Results<2> results{masked_out(x), masked_out(x)};
   if (output_mask[0])
@@ -319,7 +319,7 @@ Specs<4> AddNormForward::shapes(const Tensor& x, const Tensor& extra, const Tens
   check_row_shape("add_norm", x, weight, "weight");
   if (bias) check_bias("add_norm", x, weight, *bias);
   const at::ScalarType sum = at::result_type(x, extra),
-                       statistic = sum == at::kDouble ? at::kDouble : wide(x, weight);
+                       statistic = sum == at::kDouble ? at::kDouble : wider(x, weight);
   const c10::SymInt rows = rows_of(x, weight.dim());
   return {like(x, sum, output_mask[0]), like(x, weight.scalar_type()),
           ResultSpec{{bias ? rows : c10::SymInt(0)}, statistic, bias.has_value()},

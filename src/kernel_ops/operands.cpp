@@ -21,9 +21,9 @@ std::pair<size_t, size_t> shape_of_rows(const at::Tensor& tensor, int64_t dims) 
   return {elements(tensor.sizes().slice(0, leading)), elements(tensor.sizes().slice(leading))};
 }
 
-/// The stride that walks all rows of `tensor`. None where the last dimension is not dense, where the
-/// leading dimensions are not evenly spaced, and where rows overlap without being one and the same.
-/// Strides of dimensions of one element mean nothing and are not read.
+/// The stride that walks all rows of `tensor`. None where the last dimension is not dense, where
+/// the leading dimensions are not evenly spaced, and where rows overlap without being one and the
+/// same. Strides of dimensions of one element mean nothing and are not read.
 std::optional<size_t> stride_of_rows(const at::Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
   if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;

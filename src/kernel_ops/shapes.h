@@ -2,6 +2,8 @@
 // tracing with dynamic shapes works.
 #pragma once
 
+#include <ATen/ops/result_type.h>
+
 #include <algorithm>
 
 #include "kernel_ops/kernel_op.h"
@@ -32,6 +34,10 @@ std::array<T, A + B> joined(std::array<T, A> first, std::array<T, B> second) {
 /// that torch promotes or raises.
 inline at::ScalarType wide(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+/// The dtype of x + bias.
+inline at::ScalarType sum_dtype(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
+  return bias ? at::result_type(x, *bias) : x.scalar_type();
 }
 
 /// Statistics of a row are float32, or float64 where the computation is.

@@ -16,6 +16,7 @@
 
 namespace tandem {
 
+namespace whole_tensors {
 namespace {
 
 using at::Tensor;
@@ -128,34 +129,35 @@ void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen
 }
 
 }  // namespace
+}  // namespace whole_tensors
 
 const CodeLayout kTensorScale{
     .serves_both_directions = true,
     .applies_at_end = true,
     .dtype = at::kFloat,
-    .sizes = one_number,
-    .dequantize = dequantize,
-    .scales_of_elements = scales_of_elements,
+    .sizes = whole_tensors::one_number,
+    .dequantize = whole_tensors::dequantize,
+    .scales_of_elements = whole_tensors::scales_of_elements,
 };
 
 const ScalingDef kCurrentScaling{
     .name = "current",
     .has_epsilon = true,
     .has_power_of_two = true,
-    .quantize = quantize_current,
-    .reference = current_reference,
-    .quantize_made = quantize_current_made,
-    .quantize_seen = quantize_current_seen,
+    .quantize = whole_tensors::quantize_current,
+    .reference = whole_tensors::current_reference,
+    .quantize_made = whole_tensors::quantize_current_made,
+    .quantize_seen = whole_tensors::quantize_current_seen,
 };
 
 const ScalingDef kDelayedScaling{
     .name = "delayed",
     .takes_scale = true,
-    .quantize = quantize_delayed,
-    .reference = delayed_reference,
-    .quantize_made = quantize_delayed_made,
-    .quantize_band = quantize_delayed_band,
-    .quantize_seen = finish_delayed,
+    .quantize = whole_tensors::quantize_delayed,
+    .reference = whole_tensors::delayed_reference,
+    .quantize_made = whole_tensors::quantize_delayed_made,
+    .quantize_band = whole_tensors::quantize_delayed_band,
+    .quantize_seen = whole_tensors::finish_delayed,
 };
 
 }  // namespace tandem

@@ -14,7 +14,7 @@ namespace {
 
 using nlohmann::json;
 
-std::string joined(const json& parts, const char* separator) {
+std::string joined_words(const json& parts, const char* separator) {
   std::string text;
   for (const json& part : parts) text += (text.empty() ? "" : separator) + part.get<std::string>();
   return text;
@@ -124,10 +124,10 @@ class Graph {
       DrawnNode made{is_fused ? DrawnNode::fused : DrawnNode::step,
                      node,
                      step.at("kind").get<std::string>(),
-                     is_fused ? "replaces " + joined(step.at("covers"), " + ") : "",
+                     is_fused ? "replaces " + joined_words(step.at("covers"), " + ") : "",
                      time > 0 ? number_text(time < 10 ? "%.2f us" : "%.1f us", time) : "",
                      total > 0 ? time / total : 0};
-      if (const std::string by = joined(step.at("implementations"), ", "); !by.empty())
+      if (const std::string by = joined_words(step.at("implementations"), ", "); !by.empty())
         made.title += " by " + by;
       std::set<Id> seen;
       for (const char* field : {"read_ids", "mutated_ids"})

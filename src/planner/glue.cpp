@@ -34,7 +34,7 @@ Step step_of(StepKind kind, std::string_view name, Run run, Names read_names, Va
 }
 
 /// Quantizers are there for good.
-Options options_of(const Quantizer& quantizer) { return {std::shared_ptr<void>(), &quantizer}; }
+Options as_options(const Quantizer& quantizer) { return {std::shared_ptr<void>(), &quantizer}; }
 
 void run_cast(Call& call) { call.out(0, call.in(0).to(call.out_type(0).dtype)); }
 
@@ -313,7 +313,7 @@ Step seed_step(Value x, Value seed) {
 Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer) {
   Step step = step_of(StepKind::quantize, "quantize", run_quantize, {"x", "given"}, {x, given},
                       {"row_codes", "column_codes", "amax"}, {group.begin(), group.end()});
-  step.options = {options_of(quantizer)};
+  step.options = {as_options(quantizer)};
   return step;
 }
 
@@ -364,7 +364,7 @@ Step again_step(const Step& forward, Values writes) {
   if (forward.kind == StepKind::watched_quantize) {  // it has told already
     step.run = forward.run == run_watched_groups ? run_rename : run_quantize;
     step.options = {
-        options_of(*static_cast<const WatchOptions*>(forward.options[0].get())->quantizer)};
+        as_options(*static_cast<const WatchOptions*>(forward.options[0].get())->quantizer)};
   }
   return step;
 }

@@ -13,7 +13,7 @@ namespace tandem {
 
 namespace {
 
-struct Registry {
+struct FusionRegistry {
   struct Entry {
     uint64_t id;
     std::shared_ptr<const Fusion> fusion;
@@ -24,8 +24,8 @@ struct Registry {
   std::atomic<uint64_t> version{0};
   std::function<std::vector<OpGroup>(Pass, const Description&)> groups;
 };
-Registry& registry() {
-  static Registry& registry = *new Registry;  // outlives static handles
+FusionRegistry& fusion_registry() {
+  static FusionRegistry& registry = *new FusionRegistry;  // outlives static handles
   return registry;
 }
 
@@ -48,7 +48,7 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
                         " steps of its pattern, got ", operand.name, " of step ", operand.member,
                         ". Count the steps from 0.");
   check_pattern(fusion);
-  Registry& all = registry();
+  FusionRegistry& all = fusion_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (const auto& entry : all.order)
     TORCH_CHECK_VALUE(entry.fusion->name != fusion.name, "fusion: expected a new name, got \"",
@@ -62,25 +62,25 @@ FusionHandle register_fusion(Fusion fusion, bool prepend) {
 
 void FusionHandle::remove() {
   if (id_ == 0) return;
-  Registry& all = registry();
+  FusionRegistry& all = fusion_registry();
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
-    std::erase_if(all.order, [&](const Registry::Entry& entry) { return entry.id == id_; });
+    std::erase_if(all.order, [&](const FusionRegistry::Entry& entry) { return entry.id == id_; });
     ++all.version;
   }
   id_ = 0;
   drop_outdated_programs(fusions_version());
 }
 
-uint64_t fusions_version() { return registry().version.load(std::memory_order_relaxed); }
+uint64_t fusions_version() { return fusion_registry().version.load(std::memory_order_relaxed); }
 
 void bump_fusions_version() {
-  ++registry().version;
+  ++fusion_registry().version;
   drop_outdated_programs(fusions_version());
 }
 
 UserFusions user_fusions() {
-  Registry& all = registry();
+  FusionRegistry& all = fusion_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   UserFusions fusions;
   for (const auto& entry : all.order) fusions.patterns.push_back(entry.fusion);
@@ -90,7 +90,7 @@ UserFusions user_fusions() {
 
 void set_group_fusions(
     std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups) {
-  Registry& all = registry();
+  FusionRegistry& all = fusion_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.groups = std::move(groups);
 }

@@ -138,7 +138,7 @@ class DelayedGroups
   /// `main_grads`: of the last layer.
   Sequential experts(bool delays, const std::vector<at::Tensor>& main_grads = {}) const {
     const auto& [recipe, is_packed, is_fused] = GetParam();
-    const auto layer = [&](int64_t out) {
+    const auto layer = [&, is_packed = is_packed](int64_t out) {
       const Op op =
           ops::grouped_linear(kHidden, out, {.num_groups = kGroups, .packed_weight = is_packed});
       return delays ? op.with_delayed_wgrad() : op;

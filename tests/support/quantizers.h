@@ -87,8 +87,8 @@ inline std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
   return at::tensor({int64_t{0x0123456789ABCDEF}, int64_t{3}}, at::kLong);
 }
 
-/// Calls `check(quantizer, x)`: each quantizer meets a seventh of the cases of `for_every_case`, which
-/// has every pair of dtype, layout, row count and width in it, and every case meets some of them.
+/// Calls `check(quantizer, x)`: each quantizer meets a seventh of the cases of `for_every_case`,
+/// which has every pair of dtype, layout, row count and width in it; every case meets some of them.
 template <typename Check>
 void for_every_quantizer(const std::vector<const Quantizer*>& all, int64_t width_step,
                          Check&& check) {

@@ -27,8 +27,8 @@ struct Layout {
 };
 std::ostream& operator<<(std::ostream& out, const Layout& layout);
 /// Contiguous, rows with gaps, transposed, one row expanded, three dimensions that no single stride
-/// walks, four of which one has a single element and the stride of the one before it (as the heads of
-/// queries, keys and values have that are unbound from one tensor for one sequence).
+/// walks, four of which one has a single element and the stride of the one before it (as the heads
+/// of queries, keys and values have that are unbound from one tensor for one sequence).
 const std::vector<Layout>& layouts();
 
 /// The dtypes that CPU kernels compute on.
