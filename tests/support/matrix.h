@@ -1,14 +1,20 @@
 // Matrices of any Element for tests of kernels: values go in and come out as float.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <new>
 #include <ostream>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/views.h"
@@ -56,14 +62,56 @@ inline float value_of_bits(uint16_t bits, kernels::Element element) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
+/// Bytes that end where a page begins that nobody may touch: a kernel that reads or writes behind
+/// them ends the program, on every instruction set and without a sanitizer.
+class GuardedBytes {
+ public:
+  GuardedBytes(size_t size, uint8_t value) : size_(size) {
+    const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    const size_t whole = (size + page - 1) / page * page;
+    void* const memory = ::mmap(nullptr, whole + page, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, /*offset=*/0);
+    if (memory == MAP_FAILED || ::mprotect(static_cast<uint8_t*>(memory) + whole, page, PROT_NONE))
+      throw std::bad_alloc();
+    pages_ = {static_cast<uint8_t*>(memory), Unmap{whole + page}};
+    data_ = pages_.get() + whole - size;
+    std::memset(data_, value, size);
+  }
+  GuardedBytes(const GuardedBytes& other) : GuardedBytes(other.size_, 0) {
+    std::memcpy(data_, other.data_, size_);
+  }
+  GuardedBytes(GuardedBytes&&) noexcept = default;
+  GuardedBytes& operator=(GuardedBytes other) noexcept {
+    std::swap(pages_, other.pages_);
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+
+  uint8_t* data() { return data_; }
+  const uint8_t* data() const { return data_; }
+  uint8_t operator[](size_t i) const { return data_[i]; }
+
+ private:
+  struct Unmap {
+    size_t size;
+    void operator()(uint8_t* pages) const { ::munmap(pages, size); }
+  };
+  std::unique_ptr<uint8_t, Unmap> pages_;
+  uint8_t* data_ = nullptr;
+  size_t size_;
+};
+
 /// A matrix with `gap` unused elements behind each row; they hold a mark, and `gaps_untouched` says
-/// whether a kernel left it alone.
+/// whether a kernel left it alone. Nothing may touch what is behind the last one.
 class Matrix {
  public:
   Matrix(kernels::Element element, size_t rows, size_t cols, size_t gap = 0)
-      : element_(element), rows_(rows), cols_(cols), stride_(cols + gap) {
-    bytes_.assign(rows * stride_ * bytes_per_element(element), kMark);
-  }
+      : element_(element),
+        rows_(rows),
+        cols_(cols),
+        stride_(cols + gap),
+        bytes_(rows * stride_ * bytes_per_element(element), kMark) {}
 
   static Matrix random(kernels::Element element, size_t rows, size_t cols, size_t gap,
                        uint32_t seed) {
@@ -136,7 +184,7 @@ class Matrix {
 
   kernels::Element element_;
   size_t rows_, cols_, stride_;
-  std::vector<uint8_t> bytes_;
+  GuardedBytes bytes_;
 };
 
 }  // namespace tandem::testing
