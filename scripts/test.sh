@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# test.sh: builds all tests on what scripts/build.sh built and runs them: the C++ programs are compiled and run beside pytest, which needs the
-# package alone. With TESTS=word only tests whose names, or for pytest whose files, have the word: TESTS=rms_norm.
-# CTEST_ARGS and PYTEST_ARGS are passed on.
+# test.sh: builds all tests on what scripts/build.sh built and runs them: the C++ programs are compiled and run beside the tests of the package,
+# which need it alone; the tests of the command line follow them. With TESTS=word only tests whose names, or for pytest whose files, have the
+# word: TESTS=rms_norm. CTEST_ARGS and PYTEST_ARGS are passed on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
+
+# One thread: what else runs here takes the other cores. Compilers of compiled code are not started in advance.
+python_tests() {
+  local start
+  start=$(now)
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCHINDUCTOR_COMPILE_THREADS=1 .venv/bin/python -m pytest "$@"
+  echo "tests: pytest run in $(seconds_since "$start") s"
+}
+
+# shellcheck disable=SC2086  # the words of PYTEST_ARGS are arguments
+package_tests() { python_tests ${PYTEST_ARGS:-tests/python}; }
 
 cpp_tests() {
   local start
@@ -14,18 +25,11 @@ cpp_tests() {
   start=$(now)
   run_ctest "$preset"
   echo "tests: C++ run in $(seconds_since "$start") s"
-}
-
-# One thread: what else runs here takes the other cores. Compilers of compiled code are not started in advance.
-python_tests() {
-  local start
-  start=$(now)
-  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCHINDUCTOR_COMPILE_THREADS=1 .venv/bin/python -m pytest ${PYTEST_ARGS:-} "$@"
-  echo "tests: pytest run in $(seconds_since "$start") s"
+  [ -n "${PYTEST_ARGS:-}" ] || python_tests tests/cli
 }
 
 if [ -z "${TESTS:-}" ]; then
-  side_by_side python_tests cpp_tests
+  side_by_side package_tests cpp_tests
   exit
 fi
 camel=$(sed -E 's/(^|_)([a-z])/\U\2/g' <<<"$TESTS")
