@@ -34,14 +34,6 @@ constexpr int64_t kShareOfPeak = 2;
 // Between the header and the data, whose alignment is the header's.
 constexpr size_t kHeader = kAlignment;
 
-#if defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kSanitized = __has_feature(address_sanitizer);
-#else
-constexpr bool kSanitized = false;
-#endif
-
 int64_t default_limit() {
   // To the sanitizer a block in the cache is alive: it would not see who uses it.
   return kSanitized ? 0 : static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 8;

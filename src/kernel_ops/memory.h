@@ -13,6 +13,15 @@ at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 /// The same on the device of `neighbour`: on another than the CPU as torch allocates there.
 at::Tensor empty_beside(const at::Tensor& neighbour, at::IntArrayRef sizes, at::ScalarType dtype);
 
+/// Whether AddressSanitizer watches, under which everything takes several times as long.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kSanitized = __has_feature(address_sanitizer);
+#else
+constexpr bool kSanitized = false;
+#endif
+
 /// Whether the host reads the tensor's bytes without waiting for anybody.
 inline bool is_on_host(const at::Tensor& tensor) { return tensor.is_cpu(); }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernel_ops/format.h"
+#include "kernel_ops/memory.h"
 #include "kernels/nvfp4.h"
 #include "support/kernel_ops.h"
 
@@ -89,10 +90,12 @@ inline std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
 
 /// Calls `check(quantizer, x)`: each quantizer meets a seventh of the cases of `for_every_case`,
 /// which has every pair of dtype, layout, row count and width in it; every case meets some of them.
+/// Under AddressSanitizer a fifth of that.
 template <typename Check>
 void for_every_quantizer(const std::vector<const Quantizer*>& all, int64_t width_step,
                          Check&& check) {
-  constexpr size_t kShare = 7;  // no count of dtypes, layouts, row counts or widths divides it
+  // No count of dtypes, layouts, row counts or widths has a factor of it.
+  constexpr size_t kShare = kernel_ops::kSanitized ? 35 : 7;
   size_t index = 0;
   for_every_case(width_step, [&](const at::Tensor& x) {
     for (size_t q = index++ % kShare; q < all.size(); q += kShare) {
