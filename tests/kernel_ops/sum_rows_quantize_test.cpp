@@ -28,7 +28,7 @@ void expect_the_bits_of_both(const Quantizer& quantizer, const at::Tensor& x) {
     EXPECT_TRUE(same(fused[0], sums[0]));
     for (size_t part = 0; part < group_size; ++part)
       EXPECT_TRUE(same(fused[part + 1], codes[part])) << "part " << part;
-    if (!mask[2]) continue;  // composite forms are slow
+    if (!mask[2] || x.numel() > 8192) continue;  // composite forms are slow
     const auto reference = SumRowsQuantize::reference(x, given, dtype, quantizer, mask);
     for (size_t i = 0; i < reference.size(); ++i)
       EXPECT_EQ(reference[i].sizes(), fused[i].sizes()) << "result " << i;
