@@ -115,7 +115,7 @@ TEST(ActivationQuantizeOp, OfGradientsOfGatedUnits) {
 TEST(ActivationQuantizeOp, SumsOfManyBlocksOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
   const std::vector<const Quantizer*> all = quantizers_and_delayed();
-  for (size_t q = 0; q < all.size(); ++q)
+  for (size_t q = 0; q < all.size(); q += kSanitized ? 5 : 1)
     for (const Quantizer* const of_y : {all[q], all[(q + 3) % all.size()]})
       for (const int64_t rows : {of_y == all[q] ? 600 : q % 4 == 0 ? 4500 : 1100}) {
         const at::Tensor grad_y = random({rows, 40}, at::kBFloat16, 2);
