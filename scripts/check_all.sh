@@ -52,17 +52,14 @@ tsan() {
 
 new_ops() { scripts/check_new_op.sh --whole; }
 
-# The oldest and the newest torch that the library compiles with, each in an environment of its own.
+# The oldest torch that CMakeLists.txt accepts, in an environment of its own.
 torch_versions() {
-  local version folder
-  for version in 2.11.0 2.14.1; do
-    folder=build/torch-$version
-    python3 -m venv "$folder/venv"
-    "$folder/venv/bin/python" -m pip install -qq --disable-pip-version-check "torch==$version" numpy
-    cmake --preset release -B "$folder" -DPython_EXECUTABLE="$PWD/$folder/venv/bin/python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF
-    cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli
-    PYTHONPATH=python "$folder/bin/tandem" doctor
-  done
+  local folder=build/torch-2.11.0
+  python3 -m venv "$folder/venv"
+  "$folder/venv/bin/python" -m pip install -qq --disable-pip-version-check torch==2.11.0 numpy
+  cmake --preset release -B "$folder" -DPython_EXECUTABLE="$PWD/$folder/venv/bin/python" -DTANDEM_TESTS=OFF -DTANDEM_BENCHMARKS=OFF
+  cmake --build "$folder" -j "$(jobs_count)" --target tandem _C tandem_cli
+  "$folder/bin/tandem" doctor
 }
 
 differential() { make --no-print-directory fuzz MINUTES=10; }
