@@ -10,7 +10,7 @@
 #include <set>
 #include <span>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "output.h"
 #include "pipeline/op_call.h"
 #include "quantization/recipe.h"

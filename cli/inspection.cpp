@@ -6,7 +6,7 @@
 #include <map>
 #include <vector>
 
-#include "kernel_ops/inspection.h"
+#include "quantization/inspection.h"
 #include "strings.h"
 
 namespace tandem::cli {

@@ -9,8 +9,8 @@
 
 namespace tandem::cli {
 
-/// Collects what quantizing does to the tensors of a run (kernel_ops/inspection.h), under the names
-/// of their products, and tells of the first step in which one saturates or is not finite.
+/// Collects what quantizing does to the tensors of a run (quantization/inspection.h), under the
+/// names of their products, and tells of the first step in which one saturates or is not finite.
 class Inspection {
  public:
   /// Takes what was quantized since the last time. `name(pipeline, op)`: of the product.

@@ -11,7 +11,7 @@
 #include <unordered_map>
 
 #include "front/describe.h"
-#include "kernel_ops/activation.h"
+#include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
 
 namespace tandem::cli {

@@ -28,9 +28,11 @@ MAX_COLUMNS = 100
 SOURCE_SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py"}
 SKIPPED_FOLDERS = {"build", "dist", "out", "node_modules", "__pycache__"}
 
-# From the bottom. Folders in one row may see each other; a row sees itself and the rows before it.
+# From the bottom. Folders in one row may see each other; a row sees itself and the rows before it. A folder inside another is a layer of
+# its own where it is named.
 LAYERS = [
     ["kernels"],
+    ["kernel_ops/framework", "quantization/formats"],
     ["kernel_ops"],
     ["core"],
     ["quantization"],
@@ -92,8 +94,14 @@ def layer_of(path: Path) -> str | None:
     """Name in RANK of the layer that a path relative to the root belongs to."""
     parts = path.parts
     if parts[0] in ("src", "include") and len(parts) > 2:
-        return parts[1]
+        return folder_of("/".join(parts[1:]))
     return "cli" if parts[0] == "cli" else None
+
+
+def folder_of(header: str) -> str:
+    """The folder of LAYERS that a path below src/ lies in."""
+    inner = "/".join(header.split("/")[:2])
+    return inner if inner in RANK else header.split("/")[0]
 
 
 def check_include(path: Path, layer: str, included: str) -> str | None:
@@ -106,7 +114,7 @@ def check_include(path: Path, layer: str, included: str) -> str | None:
     if AUTOGRAD.match(included) and path.parts[0] == "src" and layer != "autograd":
         if not (layer == "bindings" and included.endswith("/python_variable.h")):
             return "only src/autograd includes torch/csrc/autograd"
-    target = included.split("/")[0]
+    target = folder_of(included)
     if included in SEEN_BY_ALL or "/" not in included or target not in RANK:
         return None
     if RANK[target] > RANK[layer]:

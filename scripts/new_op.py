@@ -142,7 +142,7 @@ def description(name: str, formula: str, family: str, options: list[dict], pytho
 
 def write_activation(name: str, root: Path) -> tuple[list[str], list[str]]:
     formula = "x / (1 + |x|)"
-    kernel, reference = "src/kernels/cpu/activation_math-inl.h", "src/kernel_ops/activation_reference.h"
+    kernel, reference = "src/kernels/cpu/activation_math-inl.h", "src/kernel_ops/unit/activation_reference.h"
     edit(root / TABLE, lambda table: with_row(table, f'ROW({name}, "{formula}")'))
     mark = "template <Precision kPrecision, typename Body, size_t... kIndex>"
     edit(root / kernel, before(mark, ACTIVATION_FORMULA.replace("@name@", name)))

@@ -162,7 +162,7 @@ void @name@_backward(ConstRows grad_y, ConstRows x, float slope, Rows grad_x, Ro
     "src/kernel_ops/@name@.h": """// @name@ as kernel ops.
 #pragma once
 
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
@@ -202,10 +202,10 @@ struct @Type@Backward {
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
-#include "kernel_ops/checks.h"
-#include "kernel_ops/operands.h"
-#include "kernel_ops/register.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/operands.h"
+#include "kernel_ops/framework/register.h"
+#include "kernel_ops/framework/shapes.h"
 #include "kernels/@name@.h"
 
 namespace tandem::kernel_ops {

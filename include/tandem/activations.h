@@ -1,7 +1,7 @@
 // The activations of the library, a row each. The enum of kernels, the ops, their functions in C++
 // and on the command line, their classes in Python, their tests and docs/ops.md follow the rows.
 // The formulas of a row stand in src/kernels/cpu/activation_math-inl.h (vector code) and
-// src/kernel_ops/activation_reference.h (torch's operations).
+// src/kernel_ops/unit/activation_reference.h (torch's operations).
 #pragma once
 
 /// ROW(name, formula): y = formula, element by element.

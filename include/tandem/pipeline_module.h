@@ -46,8 +46,8 @@ class TANDEM_API PipelineModule : public torch::nn::Module {
   void set_memory_budget(std::optional<double> bytes_per_row);
   std::optional<double> memory_budget() const;
   /// From the next call on each quantization says what it does, under this number, to whoever takes
-  /// that (kernel_ops/inspection.h); 0, as at first: none does. No other thread may call the module
-  /// meanwhile.
+  /// that (quantization/inspection.h); 0, as at first: none does. No other thread may call the
+  /// module meanwhile.
   void set_watched(int64_t number);
   /// Compares fused with unfused on these tensors: outputs and gradients, for all and for random
   /// subsets of the gradients, that of x included whether it asks for one or not. Gradients that go

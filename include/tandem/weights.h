@@ -2,7 +2,7 @@
 // where the weight has changed.
 #pragma once
 
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "tandem/export.h"
 
 namespace tandem {

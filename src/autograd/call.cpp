@@ -7,7 +7,7 @@
 #include <atomic>
 
 #include "autograd/direct.h"
-#include "kernel_ops/delayed.h"
+#include "kernel_ops/quantize/delayed.h"
 
 namespace tandem {
 

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "kernel_ops/gradient.h"
+#include "kernel_ops/framework/gradient.h"
 
 namespace tandem {
 

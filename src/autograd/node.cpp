@@ -14,7 +14,7 @@
 
 #include "autograd/direct.h"
 #include "executor/executor.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 #include "planner/planner.h"
 
 namespace tandem {

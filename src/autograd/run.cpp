@@ -16,7 +16,7 @@
 #include "autograd/direct.h"
 #include "autograd/node.h"
 #include "executor/executor.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 
 namespace tandem {
 

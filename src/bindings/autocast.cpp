@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "bindings/hold.h"
-#include "kernel_ops/delayed.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/quantize/delayed.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/pipeline.h"
 #include "quantization/recipe.h"
 

@@ -10,8 +10,8 @@
 
 #include "bindings/autocast.h"
 #include "front/attention_rules.h"
-#include "kernel_ops/gradient.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/framework/gradient.h"
+#include "kernel_ops/weights/weights.h"
 #include "ops/deferred.h"
 #include "ops/groups.h"
 #include "pipeline/op_call.h"

@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "core/step.h"
-#include "kernel_ops/format.h"
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/kernel_op.h"
+#include "quantization/formats/format.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -72,7 +72,7 @@ class TANDEM_API Frame {
   /// A fresh contiguous tensor on the device of `like`.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& like);
   /// Drops a value that nobody reads any more. What this frame alone held serves the next
-  /// `allocate` (kernel_ops/memory.h).
+  /// `allocate` (kernel_ops/framework/memory.h).
   void drop(Value value);
 
  private:

@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
 
 #include "core/call.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 
 namespace tandem {
 

@@ -13,8 +13,8 @@
 
 #include "core/cache.h"
 #include "core/step.h"
-#include "kernel_ops/delayed.h"
-#include "kernel_ops/format.h"
+#include "kernel_ops/quantize/delayed.h"
+#include "quantization/formats/format.h"
 
 namespace tandem {
 

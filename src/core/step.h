@@ -7,7 +7,7 @@
 
 #include "core/op_def.h"
 #include "core/value.h"
-#include "kernel_ops/implementations.h"
+#include "kernel_ops/framework/implementations.h"
 
 namespace tandem {
 

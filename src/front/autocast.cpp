@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/autocast.h"
 #include "quantization/recipe.h"
 

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "front/describe.h"
-#include "kernel_ops/delayed.h"
+#include "kernel_ops/quantize/delayed.h"
 #include "ops/deferred.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"

@@ -20,9 +20,9 @@
 #include <utility>
 
 #include "autograd/straight_through.h"
-#include "kernel_ops/cast.h"
-#include "kernel_ops/checks.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/framework/checks.h"
+#include "kernel_ops/quantize/cast.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "kernels/nvfp4.h"
 
 namespace tandem {

@@ -2,10 +2,10 @@
 
 #include "core/call.h"
 #include "fusions/refusals.h"
-#include "kernel_ops/activation.h"
-#include "kernel_ops/activation_quantize.h"
-#include "kernel_ops/shapes.h"
-#include "kernel_ops/sum_rows_quantize.h"
+#include "kernel_ops/elementwise/sum_rows_quantize.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/unit/activation.h"
+#include "kernel_ops/unit/activation_quantize.h"
 #include "ops/activation.h"
 
 namespace tandem::fusions {

@@ -2,9 +2,9 @@
 
 #include "core/call.h"
 #include "fusions/refusals.h"
-#include "kernel_ops/dropout_quantize.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/elementwise/dropout_quantize.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/framework/shapes.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {

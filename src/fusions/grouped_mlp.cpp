@@ -4,9 +4,9 @@
 #include <optional>
 
 #include "core/call.h"
-#include "kernel_ops/activation.h"
-#include "kernel_ops/scaled_activation.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/unit/activation.h"
+#include "kernel_ops/unit/scaled_activation.h"
 #include "ops/activation.h"
 #include "ops/groups.h"
 

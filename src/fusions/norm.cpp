@@ -2,9 +2,9 @@
 
 #include "core/call.h"
 #include "fusions/refusals.h"
-#include "kernel_ops/norm.h"
-#include "kernel_ops/norm_quantize.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/norm/norm.h"
+#include "kernel_ops/norm/norm_quantize.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {

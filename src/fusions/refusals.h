@@ -5,7 +5,7 @@
 
 #include "core/call.h"
 #include "core/fusion.h"
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/kernel_op.h"
 #include "ops/structure.h"
 
 namespace tandem::fusions {

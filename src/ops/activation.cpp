@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "core/call.h"
-#include "kernel_ops/activation.h"
-#include "kernel_ops/scaled_activation.h"
+#include "kernel_ops/unit/activation.h"
+#include "kernel_ops/unit/scaled_activation.h"
 #include "tandem/activations.h"
 #include "tandem/op_options.h"
 

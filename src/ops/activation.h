@@ -22,7 +22,7 @@ std::span<const OpDef> activations();
 
 /// What steps are told, whatever the struct of options that a user fills in.
 struct ActivationOptions {
-  /// As kernel ops take it (kernel_ops/activation_function.h).
+  /// As kernel ops take it (kernel_ops/unit/activation_function.h).
   std::string function;
 };
 

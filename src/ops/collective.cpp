@@ -1,7 +1,7 @@
 #include "ops/collective.h"
 
 #include "core/call.h"
-#include "kernel_ops/collective.h"
+#include "kernel_ops/elementwise/collective.h"
 
 namespace tandem::ops {
 

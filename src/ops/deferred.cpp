@@ -6,8 +6,8 @@
 #include <cstring>
 #include <sstream>
 
-#include "kernel_ops/grouped.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
+#include "kernel_ops/grouped/grouped.h"
 
 namespace tandem::ops {
 

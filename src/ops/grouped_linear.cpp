@@ -4,7 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/json_fields.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/framework/shapes.h"
 #include "ops/groups.h"
 #include "ops/product.h"
 

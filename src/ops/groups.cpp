@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/framework/shapes.h"
 #include "ops/deferred.h"
 
 namespace tandem::ops {

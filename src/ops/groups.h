@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/call.h"
-#include "kernel_ops/grouped.h"
+#include "kernel_ops/grouped/grouped.h"
 #include "tandem/export.h"
 #include "tandem/op_options.h"
 

@@ -4,7 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "core/call.h"
-#include "kernel_ops/elementwise.h"
+#include "kernel_ops/elementwise/elementwise.h"
 #include "ops/deferred.h"
 #include "ops/product.h"
 #include "tandem/op_options.h"

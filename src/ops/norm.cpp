@@ -1,7 +1,7 @@
 #include "ops/norm.h"
 
 #include "core/call.h"
-#include "kernel_ops/norm.h"
+#include "kernel_ops/norm/norm.h"
 #include "tandem/op_options.h"
 
 namespace tandem::ops {

@@ -8,10 +8,10 @@
 
 #include <cmath>
 
-#include "kernel_ops/codes_product.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/quantize.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/product/codes_product.h"
+#include "kernel_ops/quantize/quantize.h"
 
 namespace tandem::ops {
 

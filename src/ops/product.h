@@ -5,7 +5,7 @@
 #include <initializer_list>
 
 #include "core/call.h"
-#include "kernel_ops/product.h"
+#include "kernel_ops/product/product.h"
 
 namespace tandem::ops {
 

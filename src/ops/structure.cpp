@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "core/call.h"
-#include "kernel_ops/checks.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/shapes.h"
 #include "tandem/op_options.h"
 
 namespace tandem::ops {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/json_fields.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/description.h"
 #include "quantization/recipe.h"
 

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <utility>
 
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/picture.h"
 #include "pipeline/pipeline.h"
 #include "planner/planner.h"

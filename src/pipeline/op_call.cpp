@@ -12,7 +12,7 @@
 #include "autograd/call.h"
 #include "autograd/direct.h"
 #include "executor/executor.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/on_demand.h"
 #include "planner/planner.h"
 #include "planner/program.h"

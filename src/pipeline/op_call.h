@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "autograd/run.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/key.h"
 #include "tandem/export.h"
 

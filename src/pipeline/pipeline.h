@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "autograd/call.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/autocast.h"
 #include "tandem/export.h"
 #include "tandem/report.h"
@@ -43,7 +43,7 @@ class TANDEM_API Pipeline {
   std::optional<double> memory_budget() const { return memory_budget_; }
 
   /// From the next call on each quantization says what it does, under this number
-  /// (kernel_ops/inspection.h); 0: none does. Other threads must not call it meanwhile.
+  /// (quantization/inspection.h); 0: none does. Other threads must not call it meanwhile.
   void set_watched(int64_t number) { watched_ = number; }
 
   /// Runs the pipeline on the path that the tensors and the thread's state ask for, under the

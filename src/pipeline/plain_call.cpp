@@ -10,7 +10,7 @@
 
 #include "autograd/call.h"
 #include "autograd/direct.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/on_demand.h"
 #include "planner/planner.h"
 #include "planner/program.h"

@@ -10,7 +10,7 @@
 #include <mutex>
 
 #include "executor/executor.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "pipeline/compare.h"
 
 namespace tandem {

@@ -82,7 +82,7 @@ struct PlanningTerms {
   /// Of the registered user fusions.
   uint64_t fusions_version = 0;
   /// Not 0: each quantization is a step of its own that says what it does, under this number
-  /// (kernel_ops/inspection.h).
+  /// (quantization/inspection.h).
   int64_t watched = 0;
   /// Bytes that forward may keep for backward, per row of the main input: numel(x) / size(-1) rows.
   std::optional<double> memory_budget = std::nullopt;

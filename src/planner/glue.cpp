@@ -7,14 +7,14 @@
 #include <limits>
 
 #include "core/call.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/grouped.h"
-#include "kernel_ops/inspection.h"
-#include "kernel_ops/join.h"
-#include "kernel_ops/quantize.h"
-#include "kernel_ops/shapes.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/elementwise/join.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/grouped/grouped.h"
+#include "kernel_ops/quantize/quantize.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/draft.h"
+#include "quantization/inspection.h"
 
 namespace tandem {
 

@@ -6,8 +6,8 @@
 #include <span>
 
 #include "core/step.h"
-#include "kernel_ops/delayed.h"
-#include "kernel_ops/format.h"
+#include "kernel_ops/quantize/delayed.h"
+#include "quantization/formats/format.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -45,7 +45,7 @@ struct Watch {
   Role role = Role::input;
   int64_t group = -1;
 };
-/// The same, which keeps what it has done for take_watched (kernel_ops/inspection.h).
+/// The same, which keeps what it has done for take_watched (quantization/inspection.h).
 Step watched_quantize_step(Value x, Value given, const GroupValues& group,
                            const Quantizer& quantizer, const Watch& watch);
 /// y = x, whose groups the op multiplies by their own codes: tells what quantizing does to each
@@ -53,8 +53,8 @@ Step watched_quantize_step(Value x, Value given, const GroupValues& group,
 /// `watch.group`: how many there are.
 Step watched_groups_step(Value x, Value splits, Value given, Value y, const Quantizer& quantizer,
                          const Watch& watch);
-/// Slots of the recipe's state: values of its tensors (kernel_ops/delayed.h) and of the region's
-/// number.
+/// Slots of the recipe's state: values of its tensors (kernel_ops/quantize/delayed.h) and of the
+/// region's number.
 struct StateSlot {
   std::array<Value, kScalingState.size()> state;
   Value region;
@@ -90,8 +90,8 @@ TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 /// autograd records, and where a gradient of y comes to compiled code. y counts as the numbers
 /// `of`.
 Value add_handed_over(Draft& draft, Value row, Value column, Value of);
-/// Row codes and column codes of the weight in its workspace (kernel_ops/weights.h), made again
-/// where the weight has changed. `weight`: the parameter, or those that it is joined of.
+/// Row codes and column codes of the weight in its workspace (kernel_ops/weights/weights.h), made
+/// again where the weight has changed. `weight`: the parameter, or those that it is joined of.
 Step refresh_weight_step(const Values& weight, const Values& workspace,
                          const std::array<Value, 2>& codes, const Quantizer& quantizer,
                          bool backward);

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "kernel_ops/quantizer.h"
+#include "quantization/formats/quantizer.h"
 
 namespace tandem {
 

@@ -6,8 +6,8 @@
 #include <map>
 #include <span>
 
-#include "kernel_ops/checks.h"
-#include "kernel_ops/join.h"
+#include "kernel_ops/elementwise/join.h"
+#include "kernel_ops/framework/checks.h"
 #include "ops/structure.h"
 #include "planner/glue.h"
 #include "planner/lower.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem {
 

@@ -7,11 +7,11 @@
 #include <map>
 #include <tuple>
 
-#include "kernel_ops/format.h"
-#include "kernel_ops/kernel_op.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/framework/kernel_op.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/glue.h"
 #include "planner/quantize_groups.h"
+#include "quantization/formats/format.h"
 
 namespace tandem {
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "kernel_ops/checks.h"
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem {
 

@@ -6,9 +6,9 @@
 #include <map>
 #include <vector>
 
-#include "kernel_ops/quantizer.h"
 #include "planner/draft.h"
 #include "planner/glue.h"
+#include "quantization/formats/quantizer.h"
 
 namespace tandem {
 

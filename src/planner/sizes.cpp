@@ -9,11 +9,11 @@
 #include <algorithm>
 
 #include "core/call.h"
-#include "kernel_ops/format.h"
-#include "kernel_ops/join.h"
-#include "kernel_ops/quantize.h"
-#include "kernel_ops/shapes.h"
+#include "kernel_ops/elementwise/join.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "planner/glue.h"
+#include "quantization/formats/format.h"
 
 namespace tandem {
 

@@ -10,8 +10,8 @@
 #include <typeinfo>
 
 #include "core/json_fields.h"
-#include "kernel_ops/format.h"
 #include "kernels/nvfp4.h"
+#include "quantization/formats/format.h"
 
 namespace tandem {
 

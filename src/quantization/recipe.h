@@ -11,7 +11,7 @@
 #include "core/op_def.h"
 #include "core/signature.h"
 #include "core/value.h"
-#include "kernel_ops/delayed.h"
+#include "kernel_ops/quantize/delayed.h"
 #include "tandem/recipe.h"
 
 namespace tandem {

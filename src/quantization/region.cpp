@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 
 namespace tandem {
 

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "kernel_ops/delayed.h"
+#include "kernel_ops/quantize/delayed.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -18,7 +18,7 @@ namespace tandem {
 /// backward states when it has been left and the last backward of its calls has run, on whatever
 /// thread. What is not updated by then (a backward that never runs, or runs again; compiled code;
 /// tensors that go through the dispatcher) is updated when it is next used in another region
-/// (kernel_ops/delayed.h): either way once, before its next use.
+/// (kernel_ops/quantize/delayed.h): either way once, before its next use.
 class TANDEM_API RecipeRegion : public std::enable_shared_from_this<RecipeRegion> {
  public:
   /// `number`: as kernel_ops::new_region gives it.

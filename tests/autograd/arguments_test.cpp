@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "autograd/call.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/verify.h"
 #include "support/plans.h"

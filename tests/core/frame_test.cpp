@@ -1,6 +1,6 @@
 // Frames: dead values go, and their memory with them, whoever else holds them.
 #include "core/call.h"
-#include "kernel_ops/quantizer.h"
+#include "quantization/formats/quantizer.h"
 #include "support/memory.h"
 #include "support/tensors.h"
 

@@ -19,8 +19,8 @@
 #include <cmath>
 #include <sstream>
 
-#include "kernel_ops/cast.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/cast.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/quantized.h"
 #include "support/quantizers.h"
 #include "support/safetensors.h"

@@ -15,7 +15,7 @@
 #include <random>
 
 #include "autograd/call.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/program.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);

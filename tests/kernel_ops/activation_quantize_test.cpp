@@ -1,10 +1,10 @@
 // An activation and its quantizer as one kernel op: the bits of both in turn.
-#include "kernel_ops/activation_quantize.h"
+#include "kernel_ops/unit/activation_quantize.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

@@ -1,13 +1,13 @@
 // Activations and gated units as kernel ops: on every instruction set the CPU kernel is the
 // composite reference, within one rounding. Every row of tandem/activations.h is tested here;
 // tests/kernels measures the formulas that it knows in float64 more closely.
-#include "kernel_ops/activation.h"
+#include "kernel_ops/unit/activation.h"
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
 
-#include "kernel_ops/scaled_activation.h"
+#include "kernel_ops/unit/scaled_activation.h"
 #include "kernels/activation.h"
 #include "support/kernel_ops.h"
 #include "support/targets.h"

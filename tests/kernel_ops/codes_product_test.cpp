@@ -1,9 +1,9 @@
 // The product of codes as a kernel op: eager and compiled code call the same.
-#include "kernel_ops/codes_product.h"
+#include "kernel_ops/product/codes_product.h"
 
 #include <ATen/ops/empty.h>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

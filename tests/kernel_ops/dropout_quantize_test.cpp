@@ -1,11 +1,11 @@
 // The gradient of dropout and a quantizer as one kernel op: the bits of both in turn.
-#include "kernel_ops/dropout_quantize.h"
+#include "kernel_ops/elementwise/dropout_quantize.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

@@ -4,10 +4,10 @@
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>
 
-#include "kernel_ops/activation.h"
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/norm.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/norm/norm.h"
+#include "kernel_ops/quantize/quantize.h"
+#include "kernel_ops/unit/activation.h"
 #include "support/kernel_ops.h"
 #include "support/throws.h"
 

@@ -1,5 +1,5 @@
 // Sums and dropout as kernel ops.
-#include "kernel_ops/elementwise.h"
+#include "kernel_ops/elementwise/elementwise.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>

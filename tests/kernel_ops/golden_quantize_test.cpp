@@ -6,8 +6,8 @@
 
 #include <cstring>
 
-#include "kernel_ops/block_scaling.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
+#include "quantization/formats/block_scaling.h"
 #include "support/safetensors.h"
 #include "support/tensors.h"
 #include "support/throws.h"

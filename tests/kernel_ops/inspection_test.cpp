@@ -1,5 +1,5 @@
 // Statistics of quantizing against what they say they are.
-#include "kernel_ops/inspection.h"
+#include "quantization/inspection.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -10,7 +10,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/tensors.h"

@@ -1,5 +1,5 @@
 // Memory of large CPU tensors: what is freed serves again, within the limit.
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 
 #include <thread>
 

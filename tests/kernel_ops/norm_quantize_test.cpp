@@ -1,13 +1,13 @@
 // A sum before a norm, and the gradient of a norm, with the quantizer behind them as one kernel op:
 // the bits of all in turn.
-#include "kernel_ops/norm_quantize.h"
+#include "kernel_ops/norm/norm_quantize.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "kernel_ops/elementwise.h"
-#include "kernel_ops/norm.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/norm/norm.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

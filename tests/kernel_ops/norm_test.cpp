@@ -1,11 +1,11 @@
 // Norms as kernel ops: the CPU kernel is the composite reference, within one rounding.
-#include "kernel_ops/norm.h"
+#include "kernel_ops/norm/norm.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/kernel_ops.h"
 #include "support/quantizers.h"
 #include "support/throws.h"

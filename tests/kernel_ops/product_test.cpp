@@ -1,6 +1,6 @@
 // Products in pieces: any number of rows gives the product, and what is cut depends on the shape
 // alone.
-#include "kernel_ops/product.h"
+#include "kernel_ops/product/product.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

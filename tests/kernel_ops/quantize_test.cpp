@@ -1,5 +1,5 @@
 // FP8 as kernel ops: the composite reference has the bits of the CPU kernel, whatever the input.
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

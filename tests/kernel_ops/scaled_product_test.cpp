@@ -1,6 +1,6 @@
 // Products of codes by torch's scaled_mm: what it is asked for, and that its operands are the
 // numbers that were quantized. One scale per tensor is multiplied on the CPU too.
-#include "kernel_ops/scaled_product.h"
+#include "kernel_ops/product/scaled_product.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
@@ -14,8 +14,8 @@
 #include <ATen/ops/stack.h>
 #include <gmock/gmock.h>
 
-#include "kernel_ops/codes_product.h"
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/product/codes_product.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/quantizers.h"
 #include "support/tensors.h"
 

@@ -1,5 +1,5 @@
 // The codes of weights: when they are made and when they are found.
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,7 +11,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
-#include "kernel_ops/quantize.h"
+#include "kernel_ops/quantize/quantize.h"
 #include "support/tensors.h"
 #include "support/throws.h"
 

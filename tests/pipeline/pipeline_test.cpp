@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "kernel_ops/weights.h"
+#include "kernel_ops/weights/weights.h"
 #include "planner/program.h"
 #include "planner/registry.h"
 #include "quantization/recipe.h"

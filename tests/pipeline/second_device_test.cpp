@@ -21,13 +21,13 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 
-#include "kernel_ops/codes_product.h"
-#include "kernel_ops/delayed.h"
-#include "kernel_ops/norm.h"
-#include "kernel_ops/product.h"
-#include "kernel_ops/quantize.h"
-#include "kernel_ops/scaled_product.h"
-#include "kernel_ops/weights.h"
+#include "kernel_ops/norm/norm.h"
+#include "kernel_ops/product/codes_product.h"
+#include "kernel_ops/product/product.h"
+#include "kernel_ops/product/scaled_product.h"
+#include "kernel_ops/quantize/delayed.h"
+#include "kernel_ops/quantize/quantize.h"
+#include "kernel_ops/weights/weights.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/replay.h"
 #include "planner/planner.h"

@@ -17,7 +17,7 @@
 #include <optional>
 
 #include "core/call.h"
-#include "kernel_ops/norm.h"
+#include "kernel_ops/norm/norm.h"
 #include "pipeline/compare.h"
 #include "planner/registry.h"
 #include "quantization/recipe.h"

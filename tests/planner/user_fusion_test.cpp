@@ -7,7 +7,7 @@
 #include <gmock/gmock.h>
 
 #include "core/call.h"
-#include "kernel_ops/activation.h"
+#include "kernel_ops/unit/activation.h"
 #include "planner/planner.h"
 #include "planner/registry.h"
 #include "support/plans.h"

@@ -62,7 +62,7 @@ def test_an_activation_is_a_page_and_four_edits(tree):
     after = files_of(tree)
     edited = sorted(name for name in before if after[name] != before[name])
     assert after.keys() - before.keys() == {"docs/ops/zig_zag.md"}
-    assert edited == ["docs/ops.md", "include/tandem/activations.h", "src/kernel_ops/activation_reference.h", "src/kernels/cpu/activation_math-inl.h"]
+    assert edited == ["docs/ops.md", "include/tandem/activations.h", "src/kernel_ops/unit/activation_reference.h", "src/kernels/cpu/activation_math-inl.h"]
     assert sorted(re.findall(r"^edited +(\S+)$", result.stdout, re.M)) == edited and "1 new files, 4 edited." in result.stdout
     assert '  ROW(zig_zag, "x / (1 + |x|)")\n' in after["include/tandem/activations.h"]
     assert "| [`zig_zag`](ops/zig_zag.md) | y = x / (1 + \\|x\\|) | `tandem.ops.library.ZigZag` |\n" in after["docs/ops.md"]
@@ -117,7 +117,7 @@ def test_a_list_that_was_broken_is_refused(tree):
     (tree / "src/ops/CMakeLists.txt").write_text("")
     result = new_op(tree, "zig_zag")
     assert result.returncode == 2 and "new_op: expected a list of sources in alphabetical order, got one without any before" in result.stderr
-    (tree / "src/kernel_ops/activation_reference.h").write_text("")
+    (tree / "src/kernel_ops/unit/activation_reference.h").write_text("")
     result = new_op(tree, "--activation", "zag")
     assert result.returncode == 2 and "new_op: expected a file that holds" in result.stderr
 

@@ -1,7 +1,7 @@
 // A kernel op's CPU kernel against its composite reference.
 #pragma once
 
-#include "kernel_ops/kernel_op.h"
+#include "kernel_ops/framework/kernel_op.h"
 #include "support/tensors.h"
 
 namespace tandem::testing {

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "kernel_ops/format.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 #include "kernels/nvfp4.h"
+#include "quantization/formats/format.h"
 #include "support/kernel_ops.h"
 
 namespace tandem::testing {

@@ -15,7 +15,7 @@
 
 #include "autograd/call.h"
 #include "core/call.h"
-#include "kernel_ops/memory.h"
+#include "kernel_ops/framework/memory.h"
 #include "pipeline/pipeline.h"
 #include "planner/program.h"
 #include "planner/registry.h"

@@ -1,0 +1,88 @@
+#include "kernel_ops/elementwise/collective.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <vector>
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+/// Boxed: the schemas say `str group_name` up to some torch, and any object since; boxed takes a
+///        text in both.
+template <typename... Args>
+at::Tensor call(const char* name, const Args&... args) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  TORCH_CHECK_NOT_IMPLEMENTED(op, "collective: expected a torch that has ", name,
+                              ", got one that is built without torch.distributed. Use another.");
+  std::vector<c10::IValue> stack{args...};
+  op->callBoxed(&stack);
+  return stack.back().toTensor();
+}
+
+void check_rows(const char* op, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() != 0, op, ": expected x with at least 1 dimension, along which ranks ",
+                    "share rows, got a scalar. Pass x.reshape({1}) if one row is meant.");
+}
+
+at::Tensor all_gather_again(const at::Tensor& x, const at::Tensor& /*behind*/, int64_t size,
+                            std::string_view group) {
+  return start_all_gather(x, {std::string(group), size});
+}
+
+at::Tensor all_gather_again_shape(const at::Tensor& x, const at::Tensor& /*behind*/, int64_t size,
+                                  std::string_view /*group*/) {
+  c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  sizes[0] = sizes[0] * size;
+  return at::empty_symint(sizes, x.options());
+}
+
+}  // namespace
+
+at::Tensor start_all_gather(const at::Tensor& x, const ProcessGroup& group) {
+  check_rows("all_gather", x);
+  return call("_c10d_functional::all_gather_into_tensor", x.contiguous(), group.size, group.name);
+}
+
+at::Tensor start_reduce_scatter(const at::Tensor& x, const ProcessGroup& group) {
+  check_rows("reduce_scatter", x);
+  TORCH_CHECK_VALUE(x.sym_size(0) % group.size == 0,
+                    "reduce_scatter: expected a first dimension that the ", group.size,
+                    " ranks of the group share evenly, got x of shape ", x.sym_sizes(),
+                    ". Pad the sequence.");
+  return call("_c10d_functional::reduce_scatter_tensor", x.contiguous(), std::string("sum"),
+              group.size, group.name);
+}
+
+at::Tensor start_all_reduce(const at::Tensor& x, const ProcessGroup& group) {
+  return call("_c10d_functional::all_reduce", x.contiguous(), std::string("sum"), group.name);
+}
+
+at::Tensor start_all_reduce_max(const at::Tensor& x, const ProcessGroup& group) {
+  return call("_c10d_functional::all_reduce", x.contiguous(), std::string("max"), group.name);
+}
+
+at::Tensor wait(const at::Tensor& started) {
+  return call("_c10d_functional::wait_tensor", started);
+}
+
+at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
+                                  const ProcessGroup& group) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tandem::all_gather_again", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, std::string_view)>();
+  return op.call(x, behind, group.size, group.name);
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  library.def("all_gather_again(Tensor x, Tensor behind, int size, str group) -> Tensor",
+              {at::Tag::pt2_compliant_tag});
+  library.impl("all_gather_again", c10::DispatchKey::CompositeExplicitAutograd, &all_gather_again);
+  library.impl("all_gather_again", c10::DispatchKey::Meta, &all_gather_again_shape);
+}
+
+}  // namespace tandem::kernel_ops

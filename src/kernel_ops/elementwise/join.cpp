@@ -1,0 +1,150 @@
+#include "kernel_ops/elementwise/join.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "quantization/formats/format.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+void let_go(void* memory) { delete static_cast<at::Tensor*>(memory); }
+
+/// What a piece is a part of: the tensor that `lay_together` has made, else itself.
+const at::Tensor& memory_of(const at::Tensor& piece) {
+  const c10::DataPtr& data = piece.storage().data_ptr();
+  return data.get_deleter() == &let_go ? *static_cast<const at::Tensor*>(data.get_context())
+                                       : piece;
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+/// Along which dimension scales go with rows, and how many of these have one in common; 0: all.
+struct OfRows {
+  int64_t dim = 0, rows = 0;
+};
+OfRows rows_of_scales(const Quantizer& quantizer, Direction direction) {
+  constexpr int64_t kSome = 1024;  // whole blocks of every format
+  const auto sizes = [&](int64_t rows) {
+    return quantizer.format->layout.sizes(MatrixSize(c10::SymDimVector{rows, kSome}), direction);
+  };
+  const auto few = sizes(kSome), many = sizes(2 * kSome);
+  for (size_t dim = 0; dim < few.size(); ++dim)
+    if (const auto more = (many[dim] - few[dim]).expect_int(); more != 0)
+      return {static_cast<int64_t>(dim), kSome / more};
+  return {};
+}
+
+}  // namespace
+
+void check_pieces(at::TensorList pieces) {
+  const at::Tensor& first = pieces[0];
+  for (const at::Tensor& piece : pieces.slice(1)) {
+    TORCH_CHECK_VALUE(piece.dim() == first.dim() && piece.dim() != 0 &&
+                          piece.sym_sizes().slice(1) == first.sym_sizes().slice(1),
+                      "join: expected parts of one parameter that differ in their first size at "
+                      "most, got ",
+                      first.sym_sizes(), " and ", piece.sym_sizes(), ". Give parts that fit.");
+    TORCH_CHECK_VALUE(piece.device() == first.device(), "join: expected parts of one parameter on ",
+                      "one device, got ", first.device(), " and ", piece.device(),
+                      ". Move the module: it has .to(device).");
+  }
+}
+
+std::optional<at::Tensor> memory_of_pieces(at::TensorList pieces) {
+  const at::Tensor& first = pieces[0];
+  const at::Tensor& memory = memory_of(first);
+  const auto* const begin = static_cast<const char*>(memory.storage().data());
+  const auto* const here = static_cast<const char*>(first.const_data_ptr());
+  const char* end = here;
+  at::DimVector sizes(first.sizes().begin(), first.sizes().end());
+  sizes[0] = 0;
+  for (const at::Tensor& piece : pieces) {
+    if (!piece.is_contiguous() || piece.const_data_ptr() != end ||
+        piece.scalar_type() != memory.scalar_type() ||
+        storage_of(memory_of(piece)) != storage_of(memory))
+      return std::nullopt;
+    end += piece.nbytes();
+    sizes[0] += piece.size(0);
+  }
+  return at::native::as_strided_tensorimpl(
+      memory, sizes, first.strides(), (here - begin) / static_cast<int64_t>(memory.itemsize()));
+}
+
+std::vector<at::Tensor> laid_together(at::TensorList pieces) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor memory = at::cat(pieces).contiguous();
+  c10::Allocator* const allocator = memory.storage().allocator();
+  std::vector<at::Tensor> made;
+  int64_t begin = 0;
+  for (const at::Tensor& piece : pieces) {
+    const at::Tensor own = memory.narrow(0, begin, piece.size(0));
+    begin += piece.size(0);
+    c10::Storage storage(
+        c10::Storage::use_byte_size_t(), own.nbytes(),
+        c10::DataPtr(own.mutable_data_ptr(), new at::Tensor(memory), &let_go, memory.device()),
+        allocator, /*resizable=*/allocator != nullptr);
+    made.push_back(at::empty({0}, memory.options()));
+    made.back().set_(std::move(storage), 0, own.sizes(), own.strides());
+  }
+  return made;
+}
+
+at::Tensor joined(at::TensorList pieces, bool may_view) {
+  if (pieces.size() == 1) return pieces[0];
+  check_pieces(pieces);
+  if (may_view)
+    if (auto memory = memory_of_pieces(pieces)) return *std::move(memory);
+  return at::cat(pieces);
+}
+
+bool codes_join(const Quantizer& quantizer) {
+  return !quantizer.format->layout.has_amax && !is_packed(quantizer) &&
+         rows_of_scales(quantizer, Direction::row).rows != 0 &&
+         rows_of_scales(quantizer, Direction::column).rows != 0;
+}
+
+at::Tensor joined_scales(at::TensorList scales, at::TensorList codes, const Quantizer& quantizer,
+                         Direction direction, bool may_view) {
+  const auto [dim, height] = rows_of_scales(quantizer, direction);
+  std::vector<at::Tensor> own;
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const c10::SymInt rows = MatrixSize(codes[i].sym_sizes()).rows;
+    TORCH_CHECK_VALUE(height == 1 || i + 1 == scales.size() || rows % height == 0,
+                      "join: expected parts in codes of whole blocks, each but the last a multiple "
+                      "of ",
+                      height, " rows, got ", rows, ". Keep them in plain numbers, or in a format ",
+                      "with smaller blocks.");
+    own.push_back(scales[i].narrow_symint(dim, 0, (rows + height - 1) / height));
+  }
+  const at::Tensor all = dim == 0 ? joined(own, may_view) : at::cat(own, dim);
+  const auto sizes = quantizer.format->layout.sizes(MatrixSize(joined_sizes(codes)), direction);
+  const c10::SymInt missing = sizes[static_cast<size_t>(dim)] - all.sym_size(dim);
+  if (missing == 0) return all;
+  c10::SymDimVector padding(all.sym_sizes().begin(), all.sym_sizes().end());
+  padding[static_cast<size_t>(dim)] = missing;  // where a matrix has some behind its scales too
+  return at::cat({all, all.new_zeros_symint(padding)}, dim);
+}
+
+c10::SymDimVector joined_sizes(at::TensorList pieces) {
+  check_pieces(pieces);
+  c10::SymDimVector sizes(pieces[0].sym_sizes().begin(), pieces[0].sym_sizes().end());
+  for (const at::Tensor& piece : pieces.slice(1)) sizes[0] += piece.sym_size(0);
+  return sizes;
+}
+
+at::Tensor like_joined(at::TensorList pieces) {
+  if (pieces.size() == 1) return pieces[0];
+  return at::empty({}, pieces[0].options().requires_grad(false))
+      .expand_symint(joined_sizes(pieces));
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,56 @@
+// Shape arithmetic that several families of kernel ops share. Everything is symbolic, so that
+// tracing with dynamic shapes works.
+#pragma once
+
+#include <ATen/ops/result_type.h>
+
+#include <algorithm>
+
+#include "kernel_ops/framework/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+/// numel of all dimensions but the last ones, those of a row.
+inline c10::SymInt rows_of(const Tensor& x, int64_t row_dims = 1) {
+  c10::SymInt rows = 1;
+  const auto sizes = x.sym_sizes();
+  for (size_t d = 0; d + static_cast<size_t>(row_dims) < sizes.size(); ++d) rows = rows * sizes[d];
+  return rows;
+}
+
+inline c10::SymDimVector sizes_of(const Tensor& x) {
+  return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
+}
+
+/// One array behind the other.
+template <typename T, size_t A, size_t B>
+std::array<T, A + B> joined(std::array<T, A> first, std::array<T, B> second) {
+  std::array<T, A + B> all;
+  std::move(second.begin(), second.end(), std::move(first.begin(), first.end(), all.begin()));
+  return all;
+}
+
+/// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so
+/// that torch promotes or raises.
+inline at::ScalarType wide(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+/// The dtype of x + bias.
+inline at::ScalarType sum_dtype(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
+  return bias ? at::result_type(x, *bias) : x.scalar_type();
+}
+
+/// Statistics of a row are float32, or float64 where the computation is.
+inline at::ScalarType statistics(at::ScalarType compute) {
+  return compute == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline ResultSpec like(const Tensor& x, at::ScalarType dtype, bool wanted = true) {
+  if (!wanted) return {{0}, dtype, false};
+  return {sizes_of(x), dtype, true};
+}
+inline ResultSpec like(const Tensor& x) { return like(x, x.scalar_type()); }
+
+inline ResultSpec scalar(at::ScalarType dtype) { return {{}, dtype, true}; }
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,311 @@
+#include "kernel_ops/grouped/grouped.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+
+#include "kernel_ops/elementwise/elementwise.h"
+#include "kernel_ops/framework/run.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/product/product.h"
+#include "kernel_ops/quantize/quantize.h"
+#include "kernels/parallel.h"
+
+namespace tandem::kernel_ops {
+
+using at::Tensor;
+
+namespace {
+
+/// What the quantizer of a group takes.
+std::optional<Tensor> given_to_group(const GroupQuantizer& how, size_t group) {
+  const auto g = static_cast<int64_t>(group);
+  switch (given_to(*how.quantizer)) {
+    case Given::nothing:
+      return std::nullopt;
+    case Given::scale:
+      return how.given.value().select(0, g);
+    case Given::seed:
+      break;
+  }
+  const Tensor& seed = how.given.value();
+  return at::cat({seed.view({1}), at::full({1}, g, seed.options())});
+}
+
+/// Numbers of a group in the codes of a quantizer, if there is one.
+CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
+                    size_t number, Direction direction) {
+  if (how.quantizer == nullptr) return {numbers};
+  const Quantizer& quantizer = *how.quantizer;
+  const bool is_row =
+      direction == Direction::row || quantizer.format->layout.serves_both_directions;
+  Group group = run<Quantize>(took, {}, numbers.contiguous(), given_to_group(how, number),
+                              quantizer, GroupMask{is_row, !is_row, how.amaxes.defined()});
+  if (how.amaxes.defined())
+    how.amaxes.select(0, static_cast<int64_t>(number)).copy_(group[group_amax]);
+  return {std::move(group[is_row ? row_codes : column_codes]), &quantizer, direction,
+          std::move(group[is_row ? row_scale : column_scale]),
+          quantizer.format->layout.has_amax ? std::move(group[is_row ? row_amax : column_amax])
+                                            : Tensor()};
+}
+
+/// The numbers that the row codes of a group stand for.
+Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuantizer& how,
+               size_t group, at::ScalarType dtype) {
+  const CodedMatrix codes = operand(took, numbers, how, group, Direction::row);
+  const c10::SymDimVector sizes = sizes_of(numbers);
+  const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
+  return run<Dequantize>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
+                         codes.direction == Direction::column, dtype, amax,
+                         at::OptionalSymIntArrayRef(sizes))[0];
+}
+
+/// target += column row: a product of one term.
+void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
+               const Tensor& target) {
+  const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
+  took |= multiply(Product({left}, {right}, target.scalar_type(), Rows::of_the_result, Sums::any,
+                           /*accumulate=*/true),
+                   target);
+}
+
+void add_bias(ImplementationNames& took, const GroupBiases& biases, size_t group,
+              const std::optional<Tensor>& scales, const Tensor& y) {
+  if (biases.biases.empty()) return;
+  if (scales) return add_outer(took, *scales, biases.biases[group], y);
+  const Tensor sum =
+      run<AddBias>(took, {y}, y, std::optional(biases.biases[group]), std::optional<Tensor>())[0];
+  if (!sum.is_same(y)) y.copy_(sum);
+}
+
+}  // namespace
+
+Tensor rows_between(const Tensor& matrix, int64_t first, int64_t last) {
+  c10::DimVector sizes(matrix.sizes().begin(), matrix.sizes().end());
+  sizes[0] = last - first;
+  return at::native::as_strided_tensorimpl(matrix, sizes, matrix.strides(),
+                                           matrix.storage_offset() + first * matrix.stride(0));
+}
+
+namespace {
+
+/// Groups by thread; empty where one thread would wait for another.
+std::vector<std::vector<size_t>> shared_out(const std::vector<int64_t>& offsets) {
+  // What reading and packing its matrix costs a product, in rows. Measured on Sapphire Rapids.
+  constexpr int64_t kRowsOfMatrix = 32;
+  const auto threads = static_cast<size_t>(at::in_parallel_region() ? 1 : at::get_num_threads());
+  const auto cost = [&](size_t g) { return offsets[g + 1] - offsets[g] + kRowsOfMatrix; };
+  std::vector<size_t> groups;
+  int64_t total = 0;
+  for (size_t g = 0; g + 1 < offsets.size(); ++g)
+    if (offsets[g] != offsets[g + 1]) {
+      groups.push_back(g);
+      total += cost(g);
+    }
+  if (threads == 1 || groups.size() < threads) return {};
+  std::ranges::sort(groups, std::ranges::greater(), cost);
+  std::vector<std::vector<size_t>> shares(threads);
+  std::vector<int64_t> loads(threads);
+  for (const size_t g : groups) {
+    const auto least = std::ranges::min_element(loads);
+    *least += cost(g);
+    shares[static_cast<size_t>(least - loads.begin())].push_back(g);
+  }
+  const int64_t most = *std::ranges::max_element(loads);
+  return most * static_cast<int64_t>(threads) * 5 > total * 6 ? std::vector<std::vector<size_t>>()
+                                                              : shares;
+}
+
+}  // namespace
+
+void for_each_group(const std::vector<int64_t>& offsets,
+                    const std::function<void(size_t group)>& work) {
+  const auto shares = shared_out(offsets);
+  if (shares.empty()) {
+    for (size_t g = 0; g + 1 < offsets.size(); ++g)
+      if (offsets[g] != offsets[g + 1]) work(g);
+    return;
+  }
+  const at::ThreadLocalState state;
+  std::vector<std::exception_ptr> errors(shares.size());
+  auto run_share = [&](int64_t first, int64_t last) {
+    const at::ThreadLocalStateGuard as_caller(state);
+    const OneMklThread one;
+    for (auto share = static_cast<size_t>(first); share < static_cast<size_t>(last); ++share) {
+      try {
+        for (const size_t g : shares[share]) work(g);
+      } catch (...) {  // no exception may leave a parallel region
+        errors[share] = std::current_exception();
+      }
+    }
+  };
+  kernels::parallel_for(0, static_cast<int64_t>(shares.size()), 1, run_share);
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matrices,
+                                     const GroupBiases& biases, size_t group, bool transposed,
+                                     const GroupQuantizer& quantizer, const Tensor& y) {
+  ImplementationNames took = 0;
+  const Tensor& matrix = matrices.matrices[group];
+  const Direction along = transposed ? Direction::row : Direction::column;
+  if (quantizer.quantizer == nullptr) {
+    const Tensor numbers = matrices.quantizer.quantizer == nullptr
+                               ? matrix
+                               : rounded(took, matrix, matrices.quantizer, group, x.scalar_type());
+    const Tensor right = transposed ? numbers.t() : numbers;
+    took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
+  } else {
+    const CodedMatrix weight =
+        matrices.scales.empty()
+            ? operand(took, matrix, matrices.quantizer, group, along)
+            : CodedMatrix{matrix, matrices.quantizer.quantizer, along, matrices.scales[group],
+                          matrices.amaxes.empty() ? Tensor() : matrices.amaxes[group]};
+    took |= multiply_codes(operand(took, x, quantizer, group, Direction::row), false, weight,
+                           transposed, Rows::of_the_result, y);
+  }
+  add_bias(took, biases, group, biases.scales, y);
+  return took;
+}
+
+ImplementationNames product_of_groups(const Tensor& x, const std::vector<int64_t>& offsets,
+                                      const GroupMatrices& matrices, const GroupBiases& biases,
+                                      bool transposed, const GroupQuantizer& quantizer,
+                                      const Tensor& y) {
+  std::atomic<ImplementationNames> took = 0;
+  for_each_group(offsets, [&](size_t g) {
+    const int64_t first = offsets[g], last = offsets[g + 1];
+    GroupBiases of_rows{biases.biases};
+    if (biases.scales) of_rows.scales = rows_between(*biases.scales, first, last);
+    took |= product_of_group(rows_between(x, first, last), matrices, of_rows, g, transposed,
+                             quantizer, rows_between(y, first, last));
+  });
+  if (offsets.back() != y.size(0)) rows_between(y, offsets.back(), y.size(0)).zero_();
+  return took;
+}
+
+ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
+                                         const GradQuantizers& quantizers, size_t group,
+                                         const Tensor& target, bool accumulate) {
+  ImplementationNames took = 0;
+  if (x.size(0) == 0) {
+    if (!accumulate) target.zero_();
+    return took;
+  }
+  const bool is_quantized = quantizers.grad_y.quantizer != nullptr;
+  if (!is_quantized && quantizers.x.quantizer != nullptr) {
+    const Tensor numbers = rounded(took, x, quantizers.x, group, x.scalar_type());
+    return took | grad_weight_of_group(grad_y, numbers, {}, group, target, accumulate);
+  }
+  const bool is_writable =
+      target.is_contiguous() && is_plain(target) && target.device() == x.device();
+  if (is_quantized || !is_writable) {
+    const bool is_spare = is_writable && !accumulate;
+    const at::ScalarType wide =
+        is_quantized ? at::kFloat : c10::promoteTypes(x.scalar_type(), target.scalar_type());
+    const Tensor sums = is_spare ? target : empty_beside(x, target.sizes(), wide);
+    if (is_quantized) {
+      took |= multiply_codes(operand(took, grad_y, quantizers.grad_y, group, Direction::column),
+                             true, operand(took, x, quantizers.x, group, Direction::column), false,
+                             Rows::contracted, sums);
+    } else {
+      took |= grad_weight_of_group(grad_y, x, quantizers, group, sums, /*accumulate=*/false);
+    }
+    if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
+    return took;
+  }
+  // Exact in the wider dtype, and so is the sum's only rounding.
+  const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), target.scalar_type());
+  const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
+  if (wide == target.scalar_type()) {
+    took |=
+        multiply(Product({left}, {right}, wide, Rows::contracted, Sums::any, accumulate), target);
+    return took;
+  }
+  const Tensor sums = empty_beside(x, target.sizes(), wide);
+  took |= multiply(Product({left}, {right}, wide, Rows::contracted), sums);
+  accumulate ? target.add_(sums) : target.copy_(sums);
+  return took;
+}
+
+ImplementationNames grad_weight_of_codes(const CodedMatrix& grad_y, const CodedMatrix& x,
+                                         const Tensor& target, bool accumulate) {
+  if (x.quantizer == nullptr)
+    return grad_weight_of_group(turned(grad_y, false), turned(x, false), {}, 0, target, accumulate);
+  const bool is_spare = !accumulate && target.is_contiguous() && is_plain(target) &&
+                        target.device() == x.matrix.device();
+  const Tensor sums = is_spare ? target : empty_beside(x.matrix, target.sizes(), at::kFloat);
+  const ImplementationNames took = multiply_codes(grad_y, true, x, false, Rows::contracted, sums);
+  if (!is_spare) accumulate ? target.add_(sums) : target.copy_(sums);
+  return took;
+}
+
+CodedMatrix codes_of_group(const Tensor& numbers, const GroupQuantizer& how, size_t group) {
+  ImplementationNames took = 0;
+  return operand(took, numbers, how, group, Direction::row);
+}
+
+Tensor amax_of_rows(const Tensor& rows) {
+  static const Quantizer& any = quantizer("fp8_e4m3");  // none has another amax
+  ImplementationNames took = 0;
+  return run<Quantize>(took, {}, rows.contiguous(), std::optional<Tensor>(), any,
+                       GroupMask{false, false, true})[group_amax];
+}
+
+ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional<Tensor>& scales,
+                                       const Tensor& target) {
+  ImplementationNames took = 0;
+  if (grad_y.size(0) == 0) {
+    target.zero_();
+  } else if (scales) {
+    const Tensor left = scales->unsqueeze(0);
+    took |= multiply(Product({left}, {grad_y}, target.scalar_type(), Rows::contracted),
+                     target.unsqueeze(0));
+  } else {
+    const Tensor sums = run<SumRows>(took, {target}, grad_y, target.scalar_type())[0];
+    if (!sums.is_same(target)) target.copy_(sums);
+  }
+  return took;
+}
+
+ImplementationNames grad_scales_of_group(const Tensor& grad_y, const Tensor& bias,
+                                         const Tensor& target) {
+  const Tensor right = bias.unsqueeze(1);
+  return multiply(Product({grad_y}, {right}, target.scalar_type(), Rows::of_the_result),
+                  target.unsqueeze(1));
+}
+
+std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t rows) {
+  TORCH_CHECK_TYPE(c10::isIntegralType(splits.scalar_type(), /*includeBool=*/false),
+                   "grouped_linear: expected splits that are integers, got ", splits.scalar_type(),
+                   ". Pass the number of rows of each group as an int64 tensor.");
+  TORCH_CHECK_VALUE(splits.numel() == groups, "grouped_linear: expected splits of shape [", groups,
+                    "], one number per group, got ", splits.sizes(),
+                    ". Pass the number of rows of each group.");
+  const bool is_readable = is_on_host(splits) && is_plain(splits) && splits.dim() == 1 &&
+                           splits.scalar_type() == at::kLong;
+  const Tensor counts = is_readable ? splits : splits.to(at::kCPU, at::kLong).reshape({-1});
+  std::vector<int64_t> offsets{0};
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t count =
+        is_readable ? counts.const_data_ptr<int64_t>()[g * counts.stride(0)]
+                    : counts.select(0, g).item<int64_t>();  // a transform's tensor has no memory
+    TORCH_CHECK_VALUE(count >= 0 && count <= rows - offsets.back(),
+                      "grouped_linear: expected splits >= 0 whose sum is at most the ", rows,
+                      " rows of x, got ", count, " for group ", g, " behind ", offsets.back(),
+                      " rows. Count the rows of each group.");
+    offsets.push_back(offsets.back() + count);
+  }
+  return offsets;
+}
+
+}  // namespace tandem::kernel_ops

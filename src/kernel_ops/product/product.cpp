@@ -1,0 +1,372 @@
+#include "kernel_ops/product/product.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "kernel_ops/framework/kernel_op.h"
+#include "kernel_ops/framework/memory.h"
+#include "kernel_ops/product/scaled_product.h"
+#include "kernels/bfloat16.h"
+#include "kernels/parallel.h"
+
+namespace at::native {
+// oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak,
+// so that one without it loads too.
+__attribute__((weak)) void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& result,
+                                         float beta, float alpha);
+}  // namespace at::native
+
+/// libtorch exports it where it is built with MKL. Returns the number before; 0: that of the
+/// process.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
+/// c = alpha a b + beta c of bfloat16 numbers, in float32: of MKL too, with cblas's numbers for the
+/// layout and whether an operand is transposed.
+extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(int layout, int a_transposed,
+                                                             int b_transposed, int m, int n, int k,
+                                                             float alpha, const uint16_t* a,
+                                                             int a_stride, const uint16_t* b,
+                                                             int b_stride, float beta, float* c,
+                                                             int c_stride);
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+// Multiplications from which oneDNN is faster than at::mm in float32, measured on Zen 4; twice as
+// many where rows are left to at::mm.
+constexpr int64_t kWorthIt = 1 << 24;
+
+/// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16
+/// too, after checks of its own, but gives float32 to MKL, which on processors of other makers than
+/// Intel is slower (benchmarks/products.py; measured on Zen 4).
+bool prefers_onednn([[maybe_unused]] at::ScalarType dtype) {
+#if defined(__x86_64__)
+  static const bool has_slow_mkl = !__builtin_cpu_is("intel");
+  return has_onednn() && (dtype == at::kBFloat16 || (dtype == at::kFloat && has_slow_mkl)) &&
+         at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
+
+/// `count` rows or columns of a matrix, from `first` on.
+at::Tensor part_of(const at::Tensor& matrix, int64_t dim, int64_t first, int64_t count) {
+  if (count == matrix.size(dim)) return matrix;
+  int64_t sizes[] = {matrix.size(0), matrix.size(1)};
+  sizes[dim] = count;
+  return at::native::as_strided_tensorimpl(matrix, sizes, matrix.strides(),
+                                           matrix.storage_offset() + first * matrix.stride(dim));
+}
+
+/// The largest number up to `rows` of which all but the two leading bits are zero: two per octave.
+int64_t rounded_down(int64_t rows) {
+  const int dropped =
+      std::max(static_cast<int>(std::bit_width(static_cast<uint64_t>(rows))) - 2, 0);
+  return rows >> dropped << dropped;
+}
+
+/// Where in a result [rows, cols] a tile lies.
+struct Tile {
+  int64_t row, col, height, width;
+};
+
+/// Calls `multiply` for tiles of a fixed size, each by one thread: what a tile holds then depends
+/// on its operands alone.
+template <typename Multiply>
+void for_each_tile(int64_t rows, int64_t cols, const Multiply& multiply) {
+  constexpr int64_t kTile = 256;
+  const int64_t down = (rows + kTile - 1) / kTile, across = (cols + kTile - 1) / kTile;
+  kernels::parallel_for(0, down * across, 1, [&](int64_t first, int64_t last) {
+    const OneMklThread one;
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t row = tile / across * kTile, col = tile % across * kTile;
+      multiply(Tile{row, col, std::min(kTile, rows - row), std::min(kTile, cols - col)});
+    }
+  });
+}
+
+/// Whether the processor multiplies bfloat16, and MKL knows how: on those of other makers than
+/// Intel it computes in float32.
+bool multiplies_bfloat16() {
+#if defined(__x86_64__)
+  static const bool does = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
+                           __builtin_cpu_supports("avx512bf16");
+  return does;
+#else
+  return false;
+#endif
+}
+
+/// A float32 matrix in bfloat16, where that is exact.
+class Narrowed {
+ public:
+  explicit Narrowed(const at::Tensor& matrix) {
+    is_transposed_ = matrix.stride(1) != 1;
+    stride_ = matrix.stride(is_transposed_ ? 1 : 0);
+    if (matrix.stride(is_transposed_ ? 0 : 1) != 1 ||
+        stride_ != matrix.size(is_transposed_ ? 0 : 1))
+      return;
+    numbers_ = empty_cpu({matrix.numel()}, at::kBFloat16);
+    fits_ = kernels::cpu::to_bfloat16_if_exact(matrix.const_data_ptr<float>(),
+                                               static_cast<size_t>(matrix.numel()), data());
+  }
+  bool fits() const { return fits_; }
+  /// What cblas calls it.
+  int form() const { return is_transposed_ ? 112 : 111; }
+  int stride() const { return static_cast<int>(stride_); }
+  const uint16_t* at(int64_t row, int64_t col) const {
+    return data() + row * (is_transposed_ ? 1 : stride_) + col * (is_transposed_ ? stride_ : 1);
+  }
+
+ private:
+  uint16_t* data() const { return static_cast<uint16_t*>(numbers_.data_ptr()); }
+
+  at::Tensor numbers_;
+  int64_t stride_ = 0;
+  bool is_transposed_ = false, fits_ = false;
+};
+
+/// result = a b, in the products of bfloat16 that are summed in float32, if all numbers are
+/// bfloat16 ones: decoded codes are. Returns whether it has.
+bool multiply_in_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  const auto most = static_cast<int64_t>(std::numeric_limits<int>::max());
+  if (!multiplies_bfloat16() || result.scalar_type() != at::kFloat || result.numel() == 0 ||
+      a.numel() == 0 || a.numel() > most || b.numel() > most)
+    return false;
+  const Narrowed left(a);
+  if (!left.fits()) return false;
+  const Narrowed right(b);
+  if (!right.fits()) return false;
+  constexpr int kRowMajor = 101;
+  for_each_tile(a.size(0), b.size(1), [&](const Tile& tile) {
+    cblas_gemm_bf16bf16f32(
+        kRowMajor, left.form(), right.form(), static_cast<int>(tile.height),
+        static_cast<int>(tile.width), static_cast<int>(a.size(1)), 1.0f, left.at(tile.row, 0),
+        left.stride(), right.at(0, tile.col), right.stride(), 0.0f,
+        result.data_ptr<float>() + tile.row * b.size(1) + tile.col, static_cast<int>(b.size(1)));
+  });
+  return true;
+}
+
+/// result = a b in tiles, in bfloat16 where the numbers are such. MKL sums a few rows or columns in
+/// an order that depends on where the result begins: behind the rows of other groups it may begin
+/// anywhere.
+void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result) {
+  constexpr uintptr_t kVector = 64;
+  if (reinterpret_cast<uintptr_t>(result.const_data_ptr()) % kVector != 0) {
+    const at::Tensor aligned = empty_cpu(result.sizes(), result.scalar_type());
+    multiply_in_tiles(a, b, aligned);
+    result.copy_(aligned);
+    return;
+  }
+  if (multiply_in_bfloat16(a, b, result)) return;
+  for_each_tile(a.size(0), b.size(1), [&](const Tile& tile) {
+    at::Tensor target = part_of(part_of(result, 0, tile.row, tile.height), 1, tile.col, tile.width);
+    at::cpu::mm_out(target, part_of(a, 0, tile.row, tile.height),
+                    part_of(b, 1, tile.col, tile.width));
+  });
+}
+
+/// Numbers of one dtype that CPU libraries multiply.
+bool is_uniform(const ProductType& type) {
+  return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.a.dtype == type.dtype &&
+         type.b.dtype == type.dtype && kArithmetic.has(type.dtype);
+}
+
+/// Small products are as fast by at::mm.
+bool is_for_onednn(const ProductType& type) {
+  return type.a.rows * type.a.cols * type.b.cols >= kWorthIt && is_uniform(type) &&
+         type.sums == Sums::any && prefers_onednn(type.dtype);
+}
+
+/// The left operand of a bfloat16 product without memory between its rows that is not its own:
+/// where the processor has tiles for bfloat16, oneDNN reads behind the ends of rows that fill no
+/// tile and multiplies what is there by zeros, which leaves NaN where there is one. torch.mm too.
+at::Tensor without_gaps(const at::Tensor& matrix) {
+  constexpr int64_t kTileColumns = 32;
+  const bool has_gaps =
+      matrix.stride(1) == 1 && matrix.size(0) > 1 && matrix.stride(0) != matrix.size(1);
+  return matrix.scalar_type() == at::kBFloat16 && has_gaps && matrix.size(1) % kTileColumns != 0
+             ? matrix.contiguous()
+             : matrix;
+}
+
+constexpr ProductImplementation kOneDnn{
+    .name = "onednn",
+    .device = at::kCPU,
+    .accepts = is_for_onednn,
+    .run =
+        [](const Product& product, const at::Tensor& result) {
+          multiply_by_onednn(without_gaps(product.a.matrix), product.b.matrix, result,
+                             product.type.rows, product.type.accumulate, product.type.alpha);
+        },
+};
+
+/// result = alpha a b, or result += alpha a b, without a dispatch.
+void multiply_by_aten(const at::Tensor& a, const at::Tensor& b, at::Tensor result, bool accumulate,
+                      double alpha) {
+  if (accumulate || alpha != 1) {
+    at::cpu::addmm_out(result, result, without_gaps(a), b, /*beta=*/accumulate ? 1 : 0, alpha);
+  } else {
+    at::cpu::mm_out(result, without_gaps(a), b);
+  }
+}
+
+/// at::mm without a dispatch: MKL for float32, oneDNN for bfloat16.
+constexpr ProductImplementation kAten{
+    .name = "aten",
+    .device = at::kCPU,
+    .accepts = [](const ProductType& type) { return is_uniform(type) && type.sums == Sums::any; },
+    .run =
+        [](const Product& product, const at::Tensor& result) {
+          multiply_by_aten(product.a.matrix, product.b.matrix, result, product.type.accumulate,
+                           product.type.alpha);
+        },
+};
+
+constexpr ProductImplementation kTiles{
+    .name = "tiles",
+    .device = at::kCPU,
+    .accepts =
+        [](const ProductType& type) {
+          return is_uniform(type) && !type.accumulate && type.alpha == 1;
+        },
+    .run =
+        [](const Product& product, const at::Tensor& result) {
+          multiply_in_tiles(product.a.matrix, product.b.matrix, result);
+        },
+};
+
+/// The list. What is independent of threads is right everywhere, and comes last as it is slower.
+std::atomic<const void*>& products() {
+  static std::atomic<const void*>* const list = [] {
+    std::atomic<const void*>& empty = detail::list_of("product");
+    for (const auto* row : {&kTiles, &kAten, &kOneDnn, &kScaledMm}) detail::prepend(empty, *row);
+    return &empty;
+  }();
+  return *list;
+}
+
+ProductType::Operand operand(const Factor& factor) {
+  const at::IntArrayRef sizes = factor.matrix.sizes(), strides = factor.matrix.strides();
+  return {sizes[0],         sizes[1],        strides[0], strides[1], factor.matrix.scalar_type(),
+          factor.quantizer, factor.direction};
+}
+
+bool is_plain_on(c10::Device device, const Factor& factor) {
+  return factor.matrix.device() == device && is_plain(factor.matrix) &&
+         std::ranges::all_of(std::array{factor.dequant_scale, factor.amax}, [&](const auto* scale) {
+           return scale == nullptr || (scale->device() == device && is_plain(*scale));
+         });
+}
+
+}  // namespace
+
+Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype, Rows rows,
+                 Sums sums, bool accumulate, double alpha)
+    : a(left), b(right), type{operand(left), operand(right), dtype, rows, sums, accumulate, alpha} {
+  type.device = left.matrix.device();
+}
+
+void register_product(const ProductImplementation& implementation) {
+  detail::prepend(products(), implementation);
+}
+
+ProductChoice choose(const Product& product) {
+  const c10::Device device = product.a.matrix.device();
+  if (!is_plain_on(device, product.a) || !is_plain_on(device, product.b)) return nullptr;
+  auto* next = static_cast<ProductChoice>(products().load(std::memory_order_acquire));
+  while (next != nullptr && !(next->row.device == device.type() && next->row.accepts(product.type)))
+    next = next->next;
+  return next;
+}
+
+ImplementationNames why_decoded(const Product& product) {
+  static const ImplementationNames nobody_does =
+      bit_of_reason("no library multiplies codes on this device");
+  ImplementationNames why = 0;
+  const auto* next = static_cast<ProductChoice>(products().load(std::memory_order_acquire));
+  for (; next != nullptr; next = next->next)
+    if (next->row.device == product.type.device.type() && next->row.reason != nullptr)
+      if (const std::string_view reason = next->row.reason(product.type); !reason.empty())
+        why |= bit_of_reason(reason);
+  return why != 0 ? why : nobody_does;
+}
+
+ImplementationNames multiply(const Product& product, const at::Tensor& result) {
+  const ProductType::Operand &a = product.type.a, &b = product.type.b;
+  const bool are_numbers = a.quantizer == nullptr && b.quantizer == nullptr;  // packed codes differ
+  TORCH_CHECK_VALUE(!are_numbers || a.cols == b.rows,
+                    "product: expected matrices [m, k] and [k, n], got [", a.rows, ", ", a.cols,
+                    "] and [", b.rows, ", ", b.cols, "]. Reshape or transpose them.");
+  if (const ProductChoice choice = choose(product)) {
+    choice->row.run(product, result);
+    return choice->bit;
+  }
+  at::Tensor target = result;
+  if (product.type.accumulate || product.type.alpha != 1) {
+    at::addmm_out(target, target, product.a.matrix, product.b.matrix,
+                  /*beta=*/product.type.accumulate ? 1 : 0, product.type.alpha);
+  } else {
+    at::mm_out(target, product.a.matrix, product.b.matrix);
+  }
+  return kReference;
+}
+
+OneMklThread::OneMklThread()
+    : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+OneMklThread::~OneMklThread() {
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
+}
+
+bool has_onednn() {
+#if defined(__x86_64__)
+  // What libtorch asks before it lets oneDNN multiply bfloat16: AVX-512, unless ONEDNN_MAX_CPU_ISA
+  // hides it.
+  static const bool is_supported = [] {
+    const auto op =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return op && op->typed<bool()>().redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU));
+  }();
+  return at::native::mkldnn_matmul != nullptr && is_supported;
+#else
+  return false;
+#endif
+}
+
+void multiply_by_onednn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& result,
+                        Rows rows, bool accumulate, double alpha) {
+  const bool contracted = rows == Rows::contracted, rounds = a.scalar_type() == at::kFloat;
+  const int64_t count = a.size(contracted ? 1 : 0);
+  const int64_t per_row = b.size(1) * a.size(contracted ? 0 : 1);
+  for (int64_t first = 0, piece = 0; first < count || first == 0; first += piece) {
+    const int64_t rest = count - first;
+    piece = rounds ? rounded_down(rest) : rest;
+    const bool is_worth_it = piece * per_row >= (piece == count ? kWorthIt : 2 * kWorthIt);
+    if (!is_worth_it) piece = rest;
+    const at::Tensor part_a = part_of(a, contracted ? 1 : 0, first, piece),
+                     part_b = contracted ? part_of(b, 0, first, piece) : b;
+    at::Tensor target = contracted ? result : part_of(result, 0, first, piece);
+    const bool adds = accumulate || (contracted && first != 0);
+    if (is_worth_it) {
+      at::native::mkldnn_matmul(part_a, part_b, target, /*beta=*/adds ? 1 : 0,
+                                static_cast<float>(alpha));
+    } else {
+      multiply_by_aten(part_a, part_b, target, adds, alpha);
+    }
+    if (piece == 0) break;
+  }
+}
+
+}  // namespace tandem::kernel_ops

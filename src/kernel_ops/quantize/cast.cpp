@@ -1,0 +1,119 @@
+#include "kernel_ops/quantize/cast.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/where.h>
+
+#include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/gradient.h"
+#include "kernel_ops/framework/look_up.h"
+#include "kernel_ops/framework/operands.h"
+#include "kernel_ops/framework/random.h"
+#include "kernel_ops/framework/register.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernels/cast.h"
+#include "quantization/formats/format.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+using kernels::CastFormat;
+
+CastFormat format_of(const char* op, std::string_view name) {
+  constexpr std::pair<std::string_view, CastFormat> kFormats[] = {{"e4m3", CastFormat::e4m3},
+                                                                  {"e5m2", CastFormat::e5m2},
+                                                                  {"e2m1", CastFormat::e2m1},
+                                                                  {"e8m0", CastFormat::e8m0}};
+  for (const auto& [known, format] : kFormats)
+    if (known == name) return format;
+  TORCH_CHECK_VALUE(false, op, ": expected a format among e4m3, e5m2, e2m1, e8m0, got \"",
+                    std::string(name), "\". Name one of them.");
+}
+
+/// Of all but e8m0.
+constexpr kernels::Fp8Format fp8_format(CastFormat format) {
+  return static_cast<kernels::Fp8Format>(format);
+}
+static_assert(fp8_format(CastFormat::e4m3) == kernels::Fp8Format::e4m3 &&
+                  fp8_format(CastFormat::e5m2) == kernels::Fp8Format::e5m2 &&
+                  fp8_format(CastFormat::e2m1) == kernels::Fp8Format::e2m1,
+              "formats that both have are in the same order");
+
+/// In integers: a logarithm is wrong next to powers of two.
+Tensor e8m0_codes(const Tensor& x) {
+  const Tensor numbers = at::where(x < 0, 0.0f, x.to(at::kFloat));
+  const Tensor bits = numbers.contiguous().view(at::kInt).to(at::kLong).bitwise_and(0x7FFFFFFF);
+  const Tensor code =
+      at::clamp((bits + 0x7FFFFF).bitwise_right_shift(23), 0, int64_t{kernels::kE8m0Largest});
+  const Tensor least = at::where(bits <= 0x00400000, 0, code);
+  return at::where(bits > 0x7F800000, int64_t{kernels::kE8m0Nan}, least).to(at::kByte);
+}
+
+}  // namespace
+
+Specs<1> CastToCodes::shapes(const Tensor& x, std::string_view format, bool,
+                             const std::optional<Tensor>& seed) {
+  check_floating(kName, x, "x");
+  const CastFormat cast_format = format_of(kName, format);
+  if (seed) check_seed(kName, *seed);
+  TORCH_CHECK_VALUE(!seed || cast_format != CastFormat::e8m0, kName,
+                    ": expected no seed for e8m0, which rounds up, got one. Leave it out.");
+  return {like(x, at::kByte)};
+}
+
+void CastToCodes::cpu(const Tensor& x, std::string_view format, bool saturate,
+                      const std::optional<Tensor>& seed, Results<1>& results) {
+  kernels::Cast cast{format_of(kName, format), saturate};
+  if (seed) {
+    const Tensor numbers = seed->contiguous();
+    const auto* words = numbers.const_data_ptr<int64_t>();
+    cast.rounding = kernels::Rounding::stochastic;
+    cast.seed = static_cast<uint64_t>(words[0]);
+    if (numbers.numel() > 1) cast.offset = static_cast<uint32_t>(words[1]);
+  }
+  kernels::cpu::cast_to_codes(RowsIn(x), cast, results[0].data_ptr<uint8_t>());
+}
+
+Results<1> CastToCodes::reference(const Tensor& x, std::string_view format, bool saturate,
+                                  const std::optional<Tensor>& seed) {
+  check_no_gradient(kName, x);
+  const CastFormat cast_format = format_of(kName, format);
+  const Tensor numbers = x.to(at::kFloat);
+  if (cast_format == CastFormat::e8m0) return {e8m0_codes(numbers)};
+  Tensor words;
+  if (seed) words = philox_words(*seed, x.sym_numel()).reshape_symint(x.sym_sizes());
+  return {encode(numbers, fp8_format(cast_format), saturate, words)};
+}
+
+Specs<1> CastFromCodes::shapes(const Tensor& codes, std::string_view format, at::ScalarType dtype) {
+  check_codes(kName, codes);
+  check_decoded_dtype(kName, dtype);
+  format_of(kName, format);
+  return {like(codes, dtype)};
+}
+
+void CastFromCodes::cpu(const Tensor& codes, std::string_view format, at::ScalarType,
+                        Results<1>& results) {
+  const Tensor source = codes.contiguous();
+  kernels::cpu::cast_from_codes(source.const_data_ptr<uint8_t>(), format_of(kName, format),
+                                rows_out(results[0]));
+}
+
+Results<1> CastFromCodes::reference(const Tensor& codes, std::string_view format,
+                                    at::ScalarType dtype) {
+  const CastFormat cast_format = format_of(kName, format);
+  std::array<float, 256> table;
+  for (size_t code = 0; code < table.size(); ++code)
+    table[code] = kernels::float_from_code(static_cast<uint8_t>(code), cast_format);
+  return {look_up(table, codes).to(dtype)};
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) {
+  register_kernel_op<CastToCodes>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kSeed>::these, CastToCodes::cpu}});
+  register_kernel_op<CastFromCodes>(
+      library, {{"cpu", at::kCPU, Takes<kCodes, kArithmetic>::these, CastFromCodes::cpu}});
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,125 @@
+#include "quantization/formats/made.h"
+
+#include "kernel_ops/framework/memory.h"
+#include "kernels/elementwise.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+at::ScalarType dtype_of(kernels::Element element) {
+  switch (element) {
+    case kernels::Element::bfloat16:
+      return at::kBFloat16;
+    case kernels::Element::float16:
+      return at::kHalf;
+    case kernels::Element::float32:
+      break;
+  }
+  return at::kFloat;
+}
+
+}  // namespace
+
+SumsOfMade::SumsOfMade(size_t rows, size_t cols) : rows_(rows) {
+  if (cols == 0) return;
+  const auto count = static_cast<int64_t>(kernels::sum_blocks(rows) * cols);
+  memory_ = empty_cpu({count}, at::kFloat);
+  part_ = {memory_.data_ptr<float>(), cols, kernels::sum_block_rows(rows)};
+}
+
+void SumsOfMade::finish(kernels::Vector totals) const {
+  if (part_) kernels::cpu::add_partial_sums(part_, rows_, totals);
+}
+
+namespace {
+
+/// Codes of a column lie along the last dimension but one, which a row may go beyond.
+bool is_matrix(c10::SymIntArrayRef sizes, const kernels::Rows& y) {
+  return sizes.empty() || sizes.back() == static_cast<int64_t>(y.cols);
+}
+
+bool has_codes(const Group& group) {
+  return group[row_codes].defined() || group[column_codes].defined();
+}
+
+}  // namespace
+
+void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
+                       const std::optional<Tensor>& given, const Quantizer* quantizer,
+                       Group group) {
+  if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // `make` alone writes
+  if (quantizer == nullptr) return kernels::cpu::make_all(made);
+  const ScalingDef& scaling = *quantizer->scaling;
+  if (has_codes(group) && is_matrix(sizes, made.y) && scaling.quantize_made != nullptr)
+    return scaling.quantize_made(made, given, *quantizer, group);
+  const Tensor all =
+      y.defined() ? y : empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype_of(made.y.element));
+  made.y.data = const_cast<void*>(all.const_data_ptr());
+  kernels::cpu::make_all(made);
+  scaling.quantize(all, given, *quantizer, group);
+}
+
+CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
+                         const std::optional<Tensor>& given, const Quantizer* quantizer,
+                         Group group)
+    : y_(y),
+      sizes_(sizes.begin(), sizes.end()),
+      given_(given),
+      quantizer_(quantizer),
+      group_(std::move(group)),
+      way_(way()),
+      memory_(memory) {
+  if (!memory_.defined() && (way_ == Way::once_seen || way_ == Way::at_the_end))
+    memory_ = empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes_), dtype_of(y.element));
+  y_.data = memory_.defined() ? const_cast<void*>(memory_.const_data_ptr()) : nullptr;
+}
+
+CodesBeside::Way CodesBeside::way() const {
+  if (quantizer_ == nullptr) return Way::nowhere;
+  const ScalingDef& scaling = *quantizer_->scaling;
+  if (!has_codes(group_) || !is_matrix(sizes_, y_)) return Way::at_the_end;
+  if (scaling.quantize_band == nullptr)
+    return scaling.quantize_seen == nullptr ? Way::at_the_end : Way::once_seen;
+  const bool is_of_blocks = scaling.band_rows != 1;
+  return is_of_blocks && !kernels::cpu::takes_bands_of_blocks() ? Way::at_the_end : Way::in_bands;
+}
+
+size_t CodesBeside::together() const {
+  return way_ == Way::in_bands ? quantizer_->scaling->band_rows : 1;
+}
+
+kernels::Rows CodesBeside::rows(size_t first, size_t count) const {
+  if (y_ || way_ == Way::nowhere) return rows_from(y_, first, count);
+  return rows_at(kernels::cpu::memory_beside(count * y_.cols), y_, count);
+}
+
+void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
+  if (way_ != Way::in_bands && way_ != Way::once_seen) return;
+  const kernels::cpu::Band band{rows, first, y_.rows};
+  const kernels::cpu::Seen seen = way_ == Way::once_seen ? kernels::cpu::look_at_band(band)
+                                                         : quantizer_->scaling->quantize_band(
+                                                               band, given_, *quantizer_, group_);
+  float known = amax_.load();
+  while (known < seen.amax && !amax_.compare_exchange_weak(known, seen.amax)) {
+  }
+  if (seen.has_nan) has_nan_ = true;
+}
+
+void CodesBeside::finish() const {
+  if (way_ == Way::nowhere) return;
+  const ScalingDef& scaling = *quantizer_->scaling;
+  if (way_ == Way::at_the_end) return scaling.quantize(memory_, given_, *quantizer_, group_);
+  if (scaling.quantize_seen != nullptr)
+    scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, given_, *quantizer_, group_);
+  if (group_[group_amax].defined()) *group_[group_amax].data_ptr<float>() = amax_.load();
+}
+
+MadeInMemory::MadeInMemory(kernels::cpu::MadeRows made) : made_(std::move(made)) {
+  if (made_.y) return;
+  memory_ = empty_cpu({static_cast<int64_t>(made_.y.rows), static_cast<int64_t>(made_.y.cols)},
+                      dtype_of(made_.y.element));
+  made_.y.data = memory_.data_ptr();
+}
+
+}  // namespace tandem::kernel_ops
