@@ -80,7 +80,7 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
         return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, None, False, dtype, one["quantizer"], of_y["quantizer"], mask)
 
     def glu_backward(g: torch.Tensor, z: torch.Tensor, one: dict[str, Any], wanted: list[bool], of_y: dict[str, Any] = nothing) -> Any:
-        return op.glu_backward_quantize(g, z, None, None, "silu", one["quantizer"], of_y["quantizer"], [*wanted, *one["mask"], *of_y["mask"]])
+        return op.activation_backward(g, z, "silu", True, wanted, one["quantizer"], None, one["mask"], of_y["quantizer"], None, of_y["mask"])
 
     rows = []
     kinds = (("1x128 blocks", "fp8_1x128_e4m3:eps=0:pow2=1"), ("MXFP8", "mxfp8_e4m3"), ("current scaling", "fp8_e4m3:current:eps=0:pow2=0"), ("NVFP4", "nvfp4"))
@@ -117,8 +117,8 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
                 lambda one=as_one: (lambda g, x, r: norm_backward(g, x, None, r, one, [True, True, False, False, False]))(*g_x_r()),
             ),
             "RMSNorm backward, bias": (
-                lambda one=as_one: op.sum_rows_quantize(
-                    op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0], None, dtype, one["quantizer"], one["mask"]
+                lambda one=as_one: op.sum_rows(
+                    op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0], dtype, one["quantizer"], None, one["mask"]
                 ),
                 lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, True, False]),
             ),
@@ -127,23 +127,23 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
                 lambda one=as_one: norm_backward(*g_x(), means, None, one, [False, True, False, False, True]),
             ),
             "dropout backward": (
-                lambda codes=codes: codes(op.dropout(*x(), seed, 0.1)),
-                lambda one=as_one: op.dropout_backward_quantize(*x(), seed, None, 0.1, dtype, one["quantizer"], [False, False, *one["mask"]]),
+                lambda codes=codes: codes(op.dropout(*x(), None, seed, 0.1)),
+                lambda one=as_one: op.dropout_backward(*x(), seed, 0.1, dtype, [False, False], one["quantizer"], None, one["mask"]),
             ),
             "dropout backward, bias": (
-                lambda codes=codes: codes(op.dropout_backward_bias(*x(), seed, 0.1, dtype, [True, True])[0]),
-                lambda one=as_one: op.dropout_backward_quantize(*x(), seed, None, 0.1, dtype, one["quantizer"], [False, True, *one["mask"]]),
+                lambda codes=codes: codes(op.dropout_backward(*x(), seed, 0.1, dtype, [True, True])[0]),
+                lambda one=as_one: op.dropout_backward(*x(), seed, 0.1, dtype, [False, True], one["quantizer"], None, one["mask"]),
             ),
             "SwiGLU": (
-                lambda codes=codes: codes(op.glu_forward(*z(), None, "silu", [False, True])[1]),
-                lambda one=as_one: op.glu_quantize(*z(), None, None, "silu", one["quantizer"], [False, False, *one["mask"]]),
+                lambda codes=codes: codes(op.activation_forward(*z(), None, "silu", True, [False, True])[1]),
+                lambda one=as_one: op.activation_forward(*z(), None, "silu", True, [False, False], one["quantizer"], None, one["mask"]),
             ),
             "SwiGLU backward": (
-                lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, False, False])[0]),
+                lambda codes=codes: codes(glu_backward(*g_z(), nothing, [True, False, False])[0]),
                 lambda one=as_one: glu_backward(*g_z(), one, [False, False, False]),
             ),
             "SwiGLU backward, y to codes": (
-                lambda again=again: again(op.glu_backward(*g_z(), "silu", [True, False, True])[2]),
+                lambda again=again: again(glu_backward(*g_z(), nothing, [True, True, False])[1]),
                 lambda of_y=of_y: glu_backward(*g_z(), nothing, [True, False, False], of_y),
             ),
             "SwiGLU backward, both to codes": (
@@ -151,12 +151,12 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
                 lambda one=as_one, of_y=of_y: glu_backward(*g_z(), one, [False, False, False], of_y),
             ),
             "SwiGLU backward, bias": (
-                lambda codes=codes: codes(op.glu_backward(*g_z(), "silu", [True, True, False])[0]),
+                lambda codes=codes: codes(glu_backward(*g_z(), nothing, [True, False, True])[0]),
                 lambda one=as_one: glu_backward(*g_z(), one, [False, False, True]),
             ),
             "sum of a bias's gradient": (
                 lambda codes=codes: (lambda g: (op.sum_rows(g, dtype), codes(g)))(*x()),
-                lambda one=as_one: op.sum_rows_quantize(*x(), None, dtype, one["quantizer"], one["mask"]),
+                lambda one=as_one: op.sum_rows(*x(), dtype, one["quantizer"], None, one["mask"]),
             ),
         }
         for what, (apart, together) in pairs.items():

@@ -52,8 +52,8 @@ std::string bench_quantizers(int64_t rows, int64_t width, at::ScalarType dtype, 
       if (given_to(quantizer) == Given::seed) given = at::ones({}, at::kLong);
       if (given_to(quantizer) == Given::scale) given = at::ones({1}, at::kFloat);
       const auto call = [&x, &quantizer, given] {
-        return kernel_ops::dispatch<kernel_ops::Quantize>(x, given, quantizer,
-                                                          GroupMask{true, true, false});
+        return kernel_ops::dispatch<kernel_ops::Quantize>(
+            {.x = x, .given = given, .quantizer = quantizer, .output_mask = {true, true, false}});
       };
       found.push_back({recipe.name, quantizer.text, 0, read + total_bytes(call())});
       calls.push_back([call] { call(); });

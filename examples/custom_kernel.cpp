@@ -10,19 +10,18 @@ namespace {
 
 namespace kernel_ops = tandem::kernel_ops;
 
-bool accepts(const at::Tensor& x, const std::optional<at::Tensor>& bias,
-             const std::optional<at::Tensor>& extra) {
+bool accepts(const kernel_ops::AddBias::Args& args) {
   const auto fits = [](const at::Tensor& tensor) {
     return tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
   };
-  return fits(x) && bias && fits(*bias) && !extra;
+  return fits(args.x) && args.bias && fits(*args.bias) && args.factor == 1 && !args.extra;
 }
 
-void add_bias(const at::Tensor& x, const std::optional<at::Tensor>& bias,
-              const std::optional<at::Tensor>&, kernel_ops::Results<1>& results) {
-  const float *from = x.const_data_ptr<float>(), *terms = bias->const_data_ptr<float>();
+void add_bias(const kernel_ops::AddBias::Args& args, std::span<at::Tensor> results) {
+  const at::Tensor &x = args.x, &bias = *args.bias;
+  const float *from = x.const_data_ptr<float>(), *terms = bias.const_data_ptr<float>();
   float* to = results[0].mutable_data_ptr<float>();
-  for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] + terms[i % bias->numel()];
+  for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] + terms[i % bias.numel()];
 }
 
 }  // namespace

@@ -41,8 +41,8 @@ def taken_names(root: Path) -> dict[str, str]:
     """Names that are used, and the file that uses them."""
     table = (root / TABLE).read_text(encoding="utf-8")
     names = dict.fromkeys(re.findall(r"^  ROW\((\w+),", table, re.M), TABLE)
-    for folder in ("src/ops", "src/kernel_ops", "src/kernels", "src/kernels/cpu"):
-        for path in sorted((root / folder).glob("*.*")):
+    for folder in ("src/ops", "src/kernel_ops", "src/kernels"):
+        for path in sorted((root / folder).rglob("*.*")):
             names.setdefault(re.sub(r"(-inl)?\.\w+$", "", path.name), str(path.relative_to(root)))
             for found in re.findall(r'\.name = "(\w+)",\n +\.formula', path.read_text(encoding="utf-8")) if folder == "src/ops" else ():
                 names[found] = str(path.relative_to(root))
@@ -96,9 +96,12 @@ def with_source(source: str):
     def change(text: str) -> str:
         folder = source.rpartition("/")[0]
         listed = re.findall(r"^( +|.*PRIVATE )([\w/]+\.cpp)(\)?)$", text, re.M)
-        behind = [name for _, name, _ in listed if name.rpartition("/")[0] == folder and name < source]
+        beside = [name for _, name, _ in listed if name.rpartition("/")[0] == folder]
+        if not beside:
+            raise Refused(f"expected a list of sources in alphabetical order, got one without any of the folder of {source}. Restore it.")
+        behind = [name for name in beside if name < source]
         if not behind:
-            raise Refused(f"expected a list of sources in alphabetical order, got one without any before {source}. Restore it.")
+            return re.sub(rf"^( *)({re.escape(beside[0])})$", rf"\1{source}\n\1\2", text, count=1, flags=re.M)
         return re.sub(rf"^( *)(.*\b{re.escape(behind[-1])})(\)?)$", lambda line: f"{line[0][:-len(line[3]) or None]}\n{line[1]}{source}{line[3]}", text, count=1, flags=re.M)
 
     return change
@@ -160,7 +163,7 @@ def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
         new.append(path)
     for path, text in zip(new, NEW_FILES.values(), strict=True):
         (root / path).write_text(text.replace("@name@", name).replace("@Type@", camel(name)), encoding="utf-8")
-    lists = {"src/kernels/CMakeLists.txt": f"cpu/{name}.cpp", "src/kernel_ops/CMakeLists.txt": f"{name}.cpp", "src/ops/CMakeLists.txt": f"{name}.cpp"}
+    lists = {"src/kernels/CMakeLists.txt": f"cpu/{name}.cpp", "src/kernel_ops/CMakeLists.txt": f"elementwise/{name}.cpp", "src/ops/CMakeLists.txt": f"{name}.cpp"}
     for path, source in lists.items():
         edit(root / path, with_source(source))
     slope = {
@@ -170,7 +173,7 @@ def write_op(name: str, root: Path) -> tuple[list[str], list[str]]:
         "is_required": False,
         "doc": "how fast y bends away from x",
     }
-    edit(root / CASES, before("    }\n\n\ndef test_every_op_has_a_case", KERNEL_OP_CASES.replace("@name@", name)))
+    edit(root / CASES, before("    }\n\n\ndef without_codes", KERNEL_OP_CASES.replace("@name@", name)))
     page = document(root, description(name, "y = x / (1 + slope |x|)", "", [slope], lambda *, slope=1.0: None))
     return [*new, page], [*lists, CASES, "docs/ops.md"]
 

@@ -159,7 +159,7 @@ void @name@_backward(ConstRows grad_y, ConstRows x, float slope, Rows grad_x, Ro
 }  // namespace tandem::kernels::cpu
 #endif  // HWY_ONCE
 """,
-    "src/kernel_ops/@name@.h": """// @name@ as kernel ops.
+    "src/kernel_ops/elementwise/@name@.h": """// @name@ as kernel ops.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -171,33 +171,36 @@ namespace tandem::kernel_ops {
 /// Shapes: x any -> y like x.
 struct @Type@Forward {
   static constexpr const char* kName = "@name@_forward";
-  static constexpr const char* kQualifiedName = "tandem::@name@_forward";
-  static constexpr const char* kSchema = "@name@_forward(Tensor x, float slope) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, double slope);
-  static void cpu(const Tensor& x, double slope, Results<1>& results);
-  static Results<1> reference(const Tensor& x, double slope);
+  static constexpr std::array kResults{"y"};
+  struct Args {
+    const Tensor& x;
+    double slope;
+    TANDEM_ARGUMENTS(x, slope)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
 /// grad_x = grad_y / (1 + slope |x|)^2; y as forward wrote it.
-///
-/// output_mask: grad_x, y.
 struct @Type@Backward {
   static constexpr const char* kName = "@name@_backward";
-  static constexpr const char* kQualifiedName = "tandem::@name@_backward";
-  static constexpr const char* kSchema =
-      "@name@_backward(Tensor grad_y, Tensor x, float slope, bool[2] output_mask) -> (Tensor grad_x, "
-      "Tensor y)";
-  static Specs<2> shapes(const Tensor& grad_y, const Tensor& x, double slope,
-                         std::array<bool, 2> output_mask);
-  static void cpu(const Tensor& grad_y, const Tensor& x, double slope,
-                  std::array<bool, 2> output_mask, Results<2>& results);
-  static Results<2> reference(const Tensor& grad_y, const Tensor& x, double slope,
-                              std::array<bool, 2> output_mask);
+  static constexpr std::array kResults{"grad_x", "y"};
+  struct Args {
+    const Tensor& grad_y;
+    const Tensor& x;
+    double slope;
+    std::array<bool, 2> output_mask;
+    TANDEM_ARGUMENTS(grad_y, x, slope, output_mask)
+  };
+  static Specs<2> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<2> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops
 """,
-    "src/kernel_ops/@name@.cpp": """#include "kernel_ops/@name@.h"
+    "src/kernel_ops/elementwise/@name@.cpp": """#include "kernel_ops/elementwise/@name@.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -210,41 +213,41 @@ struct @Type@Backward {
 
 namespace tandem::kernel_ops {
 
-Specs<1> @Type@Forward::shapes(const Tensor& x, double) {
-  check_floating("@name@", x, "x");
-  return {like(x)};
+Specs<1> @Type@Forward::shapes(const Args& args) {
+  check_floating("@name@", args.x, "x");
+  return {like(args.x)};
 }
 
-void @Type@Forward::cpu(const Tensor& x, double slope, Results<1>& results) {
-  kernels::cpu::@name@_forward(RowsIn(x), static_cast<float>(slope), rows_out(results[0]));
+void @Type@Forward::cpu(const Args& args, std::span<Tensor> results) {
+  kernels::cpu::@name@_forward(RowsIn(args.x), static_cast<float>(args.slope), rows_out(results[0]));
 }
 
-Results<1> @Type@Forward::reference(const Tensor& x, double slope) {
-  const Tensor source = x.to(wide(x.scalar_type()));
-  return {(source / (1 + slope * source.abs())).to(x.scalar_type())};
+Results<1> @Type@Forward::reference(const Args& args) {
+  const Tensor source = args.x.to(wide(args.x.scalar_type()));
+  return {(source / (1 + args.slope * source.abs())).to(args.x.scalar_type())};
 }
 
-Specs<2> @Type@Backward::shapes(const Tensor& grad_y, const Tensor& x, double,
-                               std::array<bool, 2> output_mask) {
+Specs<2> @Type@Backward::shapes(const Args& args) {
+  const auto& [grad_y, x, slope, output_mask] = args;
   check_floating("@name@_backward", x, "x");
   check_same_shape("@name@_backward", grad_y, "grad_y", x, "x");
   return {like(x, x.scalar_type(), output_mask[0]), like(x, x.scalar_type(), output_mask[1])};
 }
 
-void @Type@Backward::cpu(const Tensor& grad_y, const Tensor& x, double slope, std::array<bool, 2>,
-                        Results<2>& results) {
+void @Type@Backward::cpu(const Args& args, std::span<Tensor> results) {
+  const auto& [grad_y, x, slope, output_mask] = args;
   // The kernel always writes grad_x.
   const Tensor grad_x = results[0].defined() ? results[0] : at::empty(x.sizes(), x.options());
   kernels::cpu::@name@_backward(RowsIn(grad_y), RowsIn(x), static_cast<float>(slope),
                               rows_out(grad_x), rows_out(results[1]));
 }
 
-Results<2> @Type@Backward::reference(const Tensor& grad_y, const Tensor& x, double slope,
-                                    std::array<bool, 2> output_mask) {
+Results<2> @Type@Backward::reference(const Args& args) {
+  const auto& [grad_y, x, slope, output_mask] = args;
   const Tensor source = x.to(wide(x.scalar_type())), below = 1 + slope * source.abs();
-  const Tensor grad = grad_y.to(source.scalar_type()), unwanted = at::empty({0}, x.options());
-  return {output_mask[0] ? (grad / (below * below)).to(x.scalar_type()) : unwanted,
-          output_mask[1] ? (source / below).to(x.scalar_type()) : unwanted};
+  const Tensor grad = grad_y.to(source.scalar_type());
+  return {output_mask[0] ? (grad / (below * below)).to(x.scalar_type()) : masked_out(x),
+          output_mask[1] ? (source / below).to(x.scalar_type()) : masked_out(x)};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
@@ -259,7 +262,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
     "src/ops/@name@.cpp": """// y = x / (1 + slope |x|), element by element.
 #include "core/call.h"
 #include "core/op_def.h"
-#include "kernel_ops/@name@.h"
+#include "kernel_ops/elementwise/@name@.h"
 
 namespace tandem::ops {
 
@@ -271,13 +274,16 @@ struct @Type@Options {
 
 void @name@_forward(Call& call) {
   enum Read { x };
-  call.write<kernel_ops::@Type@Forward>(call.in(x), call.options<@Type@Options>().slope);
+  call.write<kernel_ops::@Type@Forward>(
+      {.x = call.in(x), .slope = call.options<@Type@Options>().slope});
 }
 
 void @name@_backward(Call& call) {
   enum Read { grad_y, x };
-  call.write<kernel_ops::@Type@Backward>(
-      call.in(grad_y), call.in(x), call.options<@Type@Options>().slope, call.output_mask<2>());
+  call.write<kernel_ops::@Type@Backward>({.grad_y = call.in(grad_y),
+                                        .x = call.in(x),
+                                        .slope = call.options<@Type@Options>().slope,
+                                        .output_mask = call.output_mask<2>()});
 }
 
 const OpDef k@Type@{

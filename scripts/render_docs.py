@@ -13,7 +13,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def fusions() -> str:
-    """Every built-in fusion, in the order in which each pass tries them."""
+    """Every built-in fusion, in the order of its pass."""
     rows = [f"| {fusion.pass_name} | `{fusion.name}` | `{fusion.picture}` |" for fusion in _C.built_in_fusions()]
     return "\n".join(["| pass | fusion | what it replaces |", "|---|---|---|", *rows])
 

@@ -8,7 +8,6 @@
 
 #include "core/step.h"
 #include "kernel_ops/framework/kernel_op.h"
-#include "quantization/formats/format.h"
 #include "tandem/export.h"
 
 namespace tandem {
@@ -146,22 +145,18 @@ class Call {
   void took(kernel_ops::ImplementationNames names) { step_.taken.add(names); }
 
   /// Runs kernel op K on this call's path: by the first implementation that takes the arguments,
-  /// into tensors of the frame; through the dispatcher; or in composite form.
-  template <typename K, typename... Args>
-  kernel_ops::ResultsOf<K> run(const Args&... args) {
-    return run_into<K>({}, args...);
-  }
-
-  /// The same into memory that is there: `spare[i]` is a tensor that nobody reads afterwards and
-  /// result i may be written to, where it has the sizes and dtype. It may be an argument.
-  template <typename K, typename... Args>
-  kernel_ops::ResultsOf<K> run_into(const kernel_ops::ResultsOf<K>& spare, const Args&... args) {
+  /// into tensors of the frame; through the dispatcher; or in composite form. `spare[i]` is a
+  /// tensor that nobody reads afterwards and result i may be written to, where it has the sizes and
+  /// dtype. It may be an argument.
+  template <typename K>
+  kernel_ops::ResultsOf<K> run(const typename K::Args& args,
+                               const kernel_ops::ResultsOf<K>& spare = {}) {
     if (path() == Path::dispatch) {
       took(kernel_ops::kDispatcher);
-      return kernel_ops::dispatch<K>(args...);
+      return kernel_ops::dispatch<K>(args);
     }
-    const kernel_ops::Choice<K> choice =
-        path() == Path::direct ? kernel_ops::choose<K>(args...) : nullptr;
+    const auto choice =
+        path() == Path::direct ? kernel_ops::choose<K>(args) : kernel_ops::Choice<K>();
     took(kernel_ops::name_of<K>(choice));
     return kernel_ops::run_choice<K>(
         choice,
@@ -170,50 +165,58 @@ class Call {
           if (spare[i].defined() && spare[i].scalar_type() == spec.dtype &&
               spare[i].sizes() == sizes)
             return spare[i];
-          return frame_.allocate(sizes, spec.dtype, kernel_ops::detail::first_tensor(args...));
+          return frame_.allocate(sizes, spec.dtype, kernel_ops::detail::first_tensor(args));
         },
-        args...);
+        args);
   }
 
-  /// Runs K and hands its results to the step's writes, which stand in the same order.
-  template <typename K, typename... Args>
-  void write(const Args&... args) {
-    auto results = run<K>(args...);
-    for (size_t i = 0; i < step_.writes.size(); ++i)
-      if (wants(i)) out(i, std::move(results[i]));
+  /// Runs K and hands its results to the step's writes: result `places[i]` to write i, unless said
+  /// otherwise in the order of K, and behind these row codes, column codes and amax of each group
+  /// of codes that K may be asked for, as far as the step has writes for them.
+  template <typename K>
+  void write(const typename K::Args& args, std::initializer_list<size_t> places = {}) {
+    hand_out<K>(args, run<K>(args), places);
+  }
+  template <typename K>
+  void hand_out(const typename K::Args& args, kernel_ops::ResultsOf<K> results,
+                std::initializer_list<size_t> places = {}) {
+    const size_t count = places.size() != 0
+                             ? places.size()
+                             : std::min(kernel_ops::kMadeCount<K>, step_.writes.size());
+    for (size_t i = 0; i < count; ++i)
+      if (wants(i)) out(i, std::move(results[places.size() != 0 ? places.begin()[i] : i]));
+    kernel_ops::detail::for_each_codes(args, [&](const auto& asked, size_t index) {
+      if (!asked) return;
+      hand_out_group(
+          count + index * std::tuple_size_v<GroupMask>,
+          [&] {
+            const auto specs = K::shapes(args);
+            const auto sizes = kernel_ops::detail::sizes_of_source<K>(asked, args, specs);
+            return c10::SymDimVector(sizes.begin(), sizes.end());
+          },
+          results.data() + kernel_ops::kMadeCount<K> + index * group_size);
+    });
+  }
+  /// Hands the tensors of a group to three writes, `first` on: row codes, column codes, amax.
+  /// `sizes()` are those of what the codes are of.
+  template <typename Sizes>
+  void hand_out_group(size_t first, Sizes&& sizes, at::Tensor* group) {
+    for (const Direction direction : {Direction::row, Direction::column})
+      if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
+        const Type& type = out_type(write);
+        for (size_t part = 0; part < tensors_per_value(type); ++part)
+          out(write, std::move(group[part_of(direction, part)]), part);
+        note_sizes(step_.writes[write], type, sizes);
+      }
+    if (const size_t write = first + place_in_mask(group_amax); wants(write))
+      out(write, std::move(group[group_amax]));
   }
 
-  /// The same for a K that writes codes: the step's last writes are row codes, column codes and
-  /// amax, K's last results their group, K's first results what the step writes before. `sizes()`
-  /// are those of what the codes are of.
-  template <typename K, typename Sizes, typename... Args>
-  void write_codes(Sizes&& sizes, const Args&... args) {
-    hand_out_codes(sizes, run<K>(args...));
-  }
-  template <typename Sizes, size_t N>
-  void hand_out_codes(Sizes&& sizes, kernel_ops::Results<N> results) {
-    hand_out_groups(std::array{sizes}, std::move(results));
-  }
-  /// The same for a K that writes the codes of several tensors, each with its sizes.
-  template <typename Sizes, size_t kGroups, size_t N>
-  void hand_out_groups(const std::array<Sizes, kGroups>& sizes, kernel_ops::Results<N> results) {
-    constexpr size_t kWrites = std::tuple_size_v<GroupMask>;
-    const size_t first = step_.writes.size() - kGroups * kWrites;
-    for (size_t i = 0; i < first; ++i)
-      if (wants(i)) out(i, std::move(results[i]));
-    for (size_t group = 0; group < kGroups; ++group)
-      hand_out_group(first + group * kWrites, sizes[group],
-                     results.data() + N - (kGroups - group) * group_size);
-  }
-
-  /// The quantizer of a group of codes, of which `write` is the first; null where none is wanted.
-  const Quantizer* quantizer_of(size_t write) const {
-    for (const size_t each : {write, write + 1})
-      if (wants(each)) return out_type(each).quantizer;
-    return nullptr;
-  }
-  GroupMask mask_of_group(size_t write) const {
-    return {wants(write), wants(write + 1), wants(write + 2)};
+  /// What is asked of a kernel op for the codes that three writes take, `write` on: row codes,
+  /// column codes, amax. `given`: the read of what the quantizer takes; null: nothing is asked.
+  kernel_ops::AskedCodes codes(const Quantizer* quantizer, size_t given, size_t write) const {
+    if (quantizer == nullptr) return {};
+    return {quantizer, maybe(given), {wants(write), wants(write + 1), wants(write + 2)}};
   }
 
   /// Packed codes do not tell how long the lines of their numbers are: it is written down for those
@@ -235,19 +238,6 @@ class Call {
   }
 
  private:
-  template <typename Sizes>
-  void hand_out_group(size_t first, Sizes&& sizes, at::Tensor* group) {
-    for (const Direction direction : {Direction::row, Direction::column})
-      if (const size_t write = first + static_cast<size_t>(direction); wants(write)) {
-        const Type& type = out_type(write);
-        for (size_t part = 0; part < tensors_per_value(type); ++part)
-          out(write, std::move(group[part_of(direction, part)]), part);
-        note_sizes(step_.writes[write], type, sizes);
-      }
-    if (const size_t write = first + place_in_mask(group_amax); wants(write))
-      out(write, std::move(group[group_amax]));
-  }
-
   Frame& frame_;
   const Step& step_;
 };

@@ -6,7 +6,18 @@
 
 namespace tandem {
 
+namespace {
+
+/// The member, or the last one before it that is there: the first always is.
+const Step& last_of(const Match& match, uint32_t member) {
+  while (!match.has(member)) --member;
+  return *match.steps[member];
+}
+
+}  // namespace
+
 Value Match::operator[](const MemberOperand& operand) const {
+  if (operand.name == kMainResult) return written(operand);
   if (!has(operand.member)) return Value::none;
   const Step& step = *steps[operand.member];
   if (operand.name == kOtherRead) {
@@ -27,6 +38,10 @@ Value Match::operator[](const MemberOperand& operand) const {
 }
 
 Value Match::written(const MemberOperand& operand) const {
+  if (operand.name == kMainResult) {
+    const Step& step = last_of(*this, operand.member);
+    return step.main_write == npos ? Value::none : step.writes[step.main_write];
+  }
   if (!has(operand.member)) return Value::none;
   const Step& step = *steps[operand.member];
   const size_t write = position(step.write_names, operand.name);
@@ -34,19 +49,19 @@ Value Match::written(const MemberOperand& operand) const {
 }
 
 Values Match::all(const MemberOperand& operand) const {
+  if (!is_list(operand.name)) return {(*this)[operand]};
   if (!has(operand.member)) return {Value::none};
   const Step& step = *steps[operand.member];
   Values values;
-  for (size_t i = 0; is_list(operand.name) && i < step.reads.size(); ++i)
+  for (size_t i = 0; i < step.reads.size(); ++i)
     if (step.read_names[i] == operand.name) values.push_back(step.reads[i]);
-  if (!is_list(operand.name)) return {(*this)[operand]};
   return values.empty() ? all_written(operand) : values;
 }
 
 Values Match::all_written(const MemberOperand& operand) const {
+  if (!is_list(operand.name)) return {written(operand)};
   if (!has(operand.member)) return {Value::none};
   const Step& step = *steps[operand.member];
-  if (!is_list(operand.name)) return {written(operand)};
   Values values;
   for (size_t i = 0; i < step.writes.size(); ++i)
     if (step.write_names[i] == operand.name) values.push_back(step.writes[i]);
@@ -54,6 +69,7 @@ Values Match::all_written(const MemberOperand& operand) const {
 }
 
 bool Match::has(const MemberOperand& operand) const {
+  if (operand.name == kMainResult) return last_of(*this, operand.member).main_write != npos;
   if (!has(operand.member)) return false;
   const Step& step = *steps[operand.member];
   if (operand.name == kOtherRead) return exists((*this)[operand]);

@@ -31,6 +31,10 @@ inline constexpr std::string_view kAnyStep = "*";
 /// as the other term of a sum.
 inline constexpr std::string_view kOtherRead = "*";
 
+/// As a write's name: the main result of the member, or, where that is absent, of the last one
+/// before it that is there.
+inline constexpr std::string_view kMainResult = "->";
+
 /// As a pattern's `operand`: whichever operand reads what the chain goes through.
 inline constexpr std::string_view kAnyRead = "*";
 
@@ -64,25 +68,30 @@ struct PatternStep {
     return step;
   }
 
-  /// A member only where it is there and the fusion is legal with it, which is then called by its
-  /// own name with this behind it. Its operands are absent otherwise. It stands behind one that is
-  /// always there, and, with `needs`, only beside the one at that place.
-  PatternStep optional(std::string_view name_suffix, size_t needed = npos) const {
+  /// The fused step is called by the fusion's name with this behind it.
+  PatternStep named(std::string_view name_suffix) const {
     PatternStep step = *this;
     step.suffix = name_suffix;
+    return step;
+  }
+  /// The same of a member that is one only where it is there and the fusion is legal with it; its
+  /// operands are absent otherwise. With `needs` it is one only beside the one at that place.
+  PatternStep optional(std::string_view name_suffix, size_t needed = npos) const {
+    PatternStep step = named(name_suffix);
+    step.is_optional = true;
     step.needs = needed;
     return step;
   }
-  bool is_optional() const { return !suffix.empty(); }
 
   StepKind kind = StepKind::op;
   /// Of an op's step, alternatives separated by '|'.
   std::string_view name = {};
   bool is_family = false;
   std::string_view result = {}, operand = {};
-  /// Place of the step before it in the chain; npos: the last one.
+  /// Place of the step before it in the chain; npos: the last one that is there.
   size_t source = npos;
   std::string_view suffix = {};
+  bool is_optional = false;
   size_t needs = npos;
 };
 
@@ -131,7 +140,8 @@ struct FusedRun {
 struct Fusion {
   std::string name;
   Pass pass = Pass::forward;
-  /// Each step reads a result of the one before it, or of the one that it is `behind`.
+  /// Each step reads a result of the last one before it that is there, or of the one that it is
+  /// `behind`.
   std::vector<PatternStep> pattern = {};
   FusedRun run = {};
   /// Joint fusions: the steps of backward that it replaces are all those of the matched ops.
@@ -147,7 +157,9 @@ struct Fusion {
   std::string spelled() const {
     std::string spelled = name;
     for (const PatternStep& step : pattern)
-      if (step.is_optional()) spelled.append("[").append(step.suffix).append("]");
+      spelled.append(step.is_optional ? "[" : "")
+          .append(step.suffix)
+          .append(step.is_optional ? "]" : "");
     return spelled;
   }
 };

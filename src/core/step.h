@@ -128,7 +128,8 @@ struct Step {
   std::vector<Part> repeats;
   /// Of a round step: the op that wants its numbers rounded.
   size_t asked_by = npos;
-  /// One per op that the step covers, in op order; one for a quantize step.
+  /// One for an op's step and for a quantize step. Of a fused step one per member, in pattern
+  /// order, null for one that is absent or has none.
   std::vector<Options> options;
   /// Under a recipe, of an op's step that quantizes in groups: by its contracts. Of a fused step by
   /// FusedRun::quantizes.

@@ -186,7 +186,7 @@ QuantizedParts codes_of(const Tensor& x, const Quantizer& quantizer, bool rowwis
     given = at::randint(std::numeric_limits<int64_t>::max(), {}, x.options().dtype(at::kLong));
   const c10::AutoGradMode no_grad(false);
   const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
-      x, given, quantizer, std::array{rowwise, columnwise, true});
+      {.x = x, .given = given, .quantizer = quantizer, .output_mask = {rowwise, columnwise, true}});
   // Of this step's other calls too; a NaN counts as none.
   if (amax.defined()) amax.copy_(at::fmax(amax, group[group_amax].view_as(amax)));
   return parts_of(group, quantizer, rowwise, columnwise);
@@ -271,14 +271,16 @@ Tensor cast(const Tensor& x, at::ScalarType dtype, const CastOptions& options) {
   check_tensor("cast", "x", x, "Pass the numbers.");
   if (options.seed)
     check_tensor("cast", "a seed", *options.seed, "Leave it out to round to nearest.");
-  return kernel_ops::dispatch<kernel_ops::CastToCodes>(x, cast_format("cast", dtype),
-                                                       options.saturate, options.seed)[0];
+  return kernel_ops::dispatch<kernel_ops::CastToCodes>({.x = x,
+                                                        .format = cast_format("cast", dtype),
+                                                        .saturate = options.saturate,
+                                                        .seed = options.seed})[0];
 }
 
 Tensor cast_back(const Tensor& codes, at::ScalarType dtype, at::ScalarType to) {
   check_tensor("cast_back", "codes", codes, "Pass what cast has made.");
-  return kernel_ops::dispatch<kernel_ops::CastFromCodes>(codes, cast_format("cast_back", dtype),
-                                                         to)[0];
+  return kernel_ops::dispatch<kernel_ops::CastFromCodes>(
+      {.codes = codes, .format = cast_format("cast_back", dtype), .dtype = to})[0];
 }
 
 TensorQuantizer::TensorQuantizer(const char* name, const Quantizer& quantizer, bool rowwise,
@@ -401,10 +403,13 @@ Tensor QuantizedTensor::dequantize(bool columnwise, std::optional<at::ScalarType
   {
     const c10::AutoGradMode no_grad(false);
     numbers = kernel_ops::dispatch<kernel_ops::Dequantize>(
-        data, scale, *quantizer_.quantizer_, column, dtype.value_or(dtype_),
-        amax.defined() ? std::optional<Tensor>(amax) : std::nullopt,
-        rotated ? at::OptionalSymIntArrayRef()
-                : at::OptionalSymIntArrayRef(c10::SymIntArrayRef(sizes)))[0];
+        {.codes = data,
+         .dequant_scale = scale,
+         .quantizer = *quantizer_.quantizer_,
+         .column = column,
+         .dtype = dtype.value_or(dtype_),
+         .amax = amax.defined() ? std::optional(amax) : std::nullopt,
+         .sizes = rotated ? at::OptionalSymIntArrayRef() : c10::SymIntArrayRef(sizes)})[0];
   }
   if (history_ && !rotated) history_->give_to(numbers);
   return numbers;

@@ -7,25 +7,18 @@
 
 namespace tandem::fusions {
 
-/// bias -> activation, and the same for gated units
-///
-///   x -> + bias -> act -> y
-///           |
-///           +--> z, written only if demanded: the activation's backward reads it
-extern const Fusion kBiasActivation, kBiasGlu;
-
 /// activation -> quantize, and the same for gated units: y is looked at, and with a scale that is
 /// given turned to codes, while it is in the cache
 ///
 ///   z -> act -> y (if demanded) -> codes, dequant_scale, amax
 extern const Fusion kActivationQuantize, kGluQuantize;
 
-/// bias -> activation -> quantize, and the same for gated units
+/// bias -> activation (-> quantize), and the same for gated units
 ///
-///   x -> + bias -> act -> y (if demanded) -> codes, dequant_scale, amax
+///   x -> + bias -> act -> y (if demanded) (-> codes, dequant_scale, amax)
 ///           |
-///           +--> z, written only if demanded
-extern const Fusion kBiasActivationQuantize, kBiasGluQuantize;
+///           +--> z, written only if demanded: the activation's backward reads it
+extern const Fusion kBiasActivation, kBiasGlu;
 
 /// activation.backward -> (bias.grad_bias) (quantize), and the quantize step of the y that it
 /// writes again; the same for gated units: one pass gives the gradient of z, its column sums and

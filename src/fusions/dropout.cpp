@@ -2,9 +2,7 @@
 
 #include "core/call.h"
 #include "fusions/refusals.h"
-#include "kernel_ops/elementwise/dropout_quantize.h"
 #include "kernel_ops/elementwise/elementwise.h"
-#include "kernel_ops/framework/shapes.h"
 #include "tandem/op_options.h"
 
 namespace tandem::fusions {
@@ -20,40 +18,28 @@ void dropout_add(Call& call) {
   const bool is_wider = !wide.empty() && c10::SymIntArrayRef(wide) != sizes;  // the mask is of x
   std::optional<at::Tensor> added;
   if (!is_wider) added = added_by(call, extra, sizes);
-  auto results = call.run_into<kernel_ops::DropoutAdd>(
-      {is_wider ? at::Tensor() : memory_for_sum(call, *added)}, call.in(x),
-      kBias ? call.maybe(bias) : std::nullopt, call.in(seed),
-      call.options<ops::DropoutOptions>(kBias ? 1 : 0).p, added);
+  auto results =
+      call.run<kernel_ops::Dropout>({.x = call.in(x),
+                                     .bias = kBias ? call.maybe(bias) : std::nullopt,
+                                     .seed = call.in(seed),
+                                     .p = call.options<ops::DropoutOptions>(kBias ? 1 : 0).p,
+                                     .extra = added},
+                                    {is_wider ? at::Tensor() : memory_for_sum(call, *added)});
   if (is_wider) results[0] = ops::sum_of_sizes(call, results[0], extra, wide);
   write_sum(call, 0, std::move(results[0]), call.in(extra));
 }
 
-void dropout_backward_bias(Call& call) {
-  enum Read { grad_y, seed };
-  enum Write { grad_x, grad_bias };
-  const at::Tensor& gradient = call.in(grad_y);
-  const at::ScalarType dtype =
-      call.wants(grad_bias) ? call.out_type(grad_bias).dtype : gradient.scalar_type();
-  call.write<kernel_ops::DropoutBackwardBias>(gradient, call.in(seed),
-                                              call.options<ops::DropoutOptions>(0).p, dtype,
-                                              call.output_mask<2>());
-}
-
-/// kBias: with the gradient of a bias before it.
-template <bool kBias>
-void dropout_backward_quantize(Call& call) {
+void dropout_backward(Call& call) {
   enum Read { grad_y, seed, given };
-  enum Write { grad_x, grad_bias };
-  constexpr size_t kCodes = kBias ? 2 : 1;
+  enum Write { grad_x, grad_bias, codes };
   const at::Tensor& gradient = call.in(grad_y);
-  const bool wants_bias = kBias && call.wants(grad_bias);
-  call.write_codes<kernel_ops::DropoutBackwardQuantize>(
-      [&] { return kernel_ops::sizes_of(gradient); }, gradient, call.in(seed), call.maybe(given),
-      call.options<ops::DropoutOptions>(0).p,
-      wants_bias ? call.out_type(grad_bias).dtype : gradient.scalar_type(),
-      call.options<Quantizer>(kBias ? 2 : 1),
-      std::array{call.wants(grad_x), wants_bias, call.wants(kCodes), call.wants(kCodes + 1),
-                 call.wants(kCodes + 2)});
+  call.write<kernel_ops::DropoutBackward>(
+      {.grad_y = gradient,
+       .seed = call.in(seed),
+       .p = call.options<ops::DropoutOptions>(0).p,
+       .dtype = call.wants(grad_bias) ? call.out_type(grad_bias).dtype : gradient.scalar_type(),
+       .output_mask = call.output_mask<2>(),
+       .codes = codes_of_member(call, 2, given, codes)});
 }
 
 template <uint32_t kSum>
@@ -91,45 +77,23 @@ const Fusion kDropoutAdd{
     .picture = "x -> dropout -> + extra -> y",
 };
 
-const Fusion kDropoutBackwardBias{
-    .name = "dropout_backward_bias",
+const Fusion kDropoutBackward{
+    .name = "dropout_backward",
     .pass = Pass::backward,
-    .pattern = {"dropout.backward", "bias.grad_bias"},
-    .run = {.reads = {{0, "grad_y"}, {0, "seed"}},
-            .writes = {{0, "grad_x"}, {1, "grad_bias"}},
-            .run = dropout_backward_bias},
-    .picture =
-        "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> "
-        "grad_bias",
-};
-
-const Fusion kDropoutBackwardQuantize{
-    .name = "dropout_backward_quantize",
-    .pass = Pass::backward,
-    .pattern = {"dropout.backward", StepKind::quantize},
-    .run = {.reads = {{0, "grad_y"}, {0, "seed"}, {1, "given"}},
-            .writes = {{0, "grad_x"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
-            .run = dropout_backward_quantize<false>},
-    .refuse = refuse_without_codes,
-    .picture = "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> codes, scales, amax",
-};
-
-const Fusion kDropoutBackwardBiasQuantize{
-    .name = "dropout_backward_bias_quantize",
-    .pass = Pass::backward,
-    .pattern = {"dropout.backward", "bias.grad_bias",
-                PatternStep(StepKind::quantize).through("grad_x", "x").behind(0)},
+    .pattern =
+        {"dropout.backward", PatternStep("bias.grad_bias").optional("_bias"),
+         PatternStep(StepKind::quantize).through("grad_x", "x").behind(0).optional("_quantize")},
     .run = {.reads = {{0, "grad_y"}, {0, "seed"}, {2, "given"}},
             .writes = {{0, "grad_x"},
                        {1, "grad_bias"},
                        {2, "row_codes"},
                        {2, "column_codes"},
                        {2, "amax"}},
-            .run = dropout_backward_quantize<true>},
+            .run = dropout_backward},
     .refuse = refuse_without_codes,
     .picture =
-        "grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> grad_bias; "
-        "grad_x -> codes, scales, amax",
+        "grad_y, seed -> dropout.backward -> grad_x (if demanded) (-> sum over rows -> grad_bias) "
+        "(-> codes, scales, amax)",
 };
 
 }  // namespace tandem::fusions

@@ -13,20 +13,15 @@ namespace tandem::fusions {
 /// One pass; the mask is not written, backward makes it again from the seed.
 extern const Fusion kBiasDropoutAdd, kDropoutAdd;
 
-/// dropout.backward -> bias.grad_bias
-///
-///   grad_y, seed -> dropout.backward -> grad_x (if demanded) -> sum over rows -> grad_bias
-///
-/// One pass: the gradient of x, which is that of the sum with the bias, is added up while it is
-/// written. Any bias before a dropout has it, that of a product too.
-extern const Fusion kDropoutBackwardBias;
-
-/// dropout.backward (-> bias.grad_bias) -> quantize: the gradient goes to codes while rows of it
-/// are in the cache, with the bits of one after the other
+/// dropout.backward (-> bias.grad_bias) (-> quantize)
 ///
 ///   grad_y, seed -> dropout.backward -> grad_x (if demanded) -> (sum over rows -> grad_bias)
 ///                                          |
-///                                          +--> codes, dequant_scale, amax
-extern const Fusion kDropoutBackwardQuantize, kDropoutBackwardBiasQuantize;
+///                                          +--> (codes, dequant_scale, amax)
+///
+/// One pass: the gradient of x, which is that of the sum with the bias, is added up, and goes to
+/// codes with the bits of one after the other, while rows of it are in the cache. Any bias before a
+/// dropout has it, that of a product too.
+extern const Fusion kDropoutBackward;
 
 }  // namespace tandem::fusions

@@ -6,7 +6,6 @@
 #include "core/call.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/unit/activation.h"
-#include "kernel_ops/unit/scaled_activation.h"
 #include "ops/activation.h"
 #include "ops/groups.h"
 
@@ -87,10 +86,8 @@ struct Between {
     }
   }
 
-  using Forward =
-      std::conditional_t<kUnit == Unit::glu, kernel_ops::GluForward, kernel_ops::ActivationForward>;
-  using Backward = std::conditional_t<kUnit == Unit::glu, kernel_ops::GluBackward,
-                                      kernel_ops::ActivationBackward>;
+  using Forward = kernel_ops::ActivationForward;
+  using Backward = kernel_ops::ActivationBackward;
 
   Tensor scales_between(int64_t first, int64_t last) const {
     return rows_between(*scales, first, last);
@@ -101,12 +98,17 @@ struct Between {
                  bool wanted) {
     if (!wanted && !bias) return {};
     if constexpr (is_scaled(kUnit)) {
-      return call.run<kernel_ops::ScaledActivationForward>(z, *own, function, is_gated(kUnit))[0];
+      return call.run<kernel_ops::ScaledActivationForward>(
+          {.x = z, .scales = *own, .activation = function, .is_gated = is_gated(kUnit)})[0];
     } else {
-      auto results =
-          call.run_into<Forward>({z, {}}, z, bias, function, std::array{bias.has_value(), wanted});
-      if (bias && !results[0].is_same(z)) z.copy_(results[0]);
-      return std::move(results[1]);
+      auto results = call.run<Forward>({.x = z,
+                                        .bias = bias,
+                                        .activation = function,
+                                        .is_gated = is_gated(kUnit),
+                                        .output_mask = {bias.has_value(), wanted}},
+                                       {z});
+      if (bias && !results[Forward::z].is_same(z)) z.copy_(results[Forward::z]);
+      return std::move(results[Forward::y]);
     }
   }
 
@@ -121,14 +123,26 @@ struct Between {
                      const Wanted& wanted, const Gradients& place = {}) {
     Gradients made;
     if constexpr (is_scaled(kUnit)) {
-      auto results = call.run_into<kernel_ops::ScaledActivationBackward>(
-          {place.z, {}, place.h}, grad_h, z, *own, function, is_gated(kUnit),
-          std::array{wanted.z, wanted.scales, wanted.h});
+      auto results = call.run<kernel_ops::ScaledActivationBackward>(
+          {.grad_y = grad_h,
+           .x = z,
+           .scales = *own,
+           .activation = function,
+           .is_gated = is_gated(kUnit),
+           .output_mask = {wanted.z, wanted.scales, wanted.h}},
+          {place.z, {}, place.h});
       made = {std::move(results[0]), std::move(results[1]), {}, std::move(results[2])};
     } else {
-      auto results = call.run_into<Backward>({place.z, {}, place.h}, grad_h, z, function,
-                                             std::array{wanted.z, wanted.bias, wanted.h});
-      made = {std::move(results[0]), {}, std::move(results[1]), std::move(results[2])};
+      auto results = call.run<Backward>({.grad_y = grad_h,
+                                         .z = z,
+                                         .activation = function,
+                                         .is_gated = is_gated(kUnit),
+                                         .output_mask = {wanted.z, wanted.h, wanted.bias}},
+                                        {place.z, place.h});
+      made = {std::move(results[Backward::grad_z]),
+              {},
+              std::move(results[Backward::grad_bias]),
+              std::move(results[Backward::y])};
     }
     for (Tensor Gradients::*part : {&Gradients::z, &Gradients::h})
       if ((place.*part).defined() && !(made.*part).is_same(place.*part))

@@ -8,7 +8,6 @@
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/unit/activation.h"
-#include "kernel_ops/unit/activation_quantize.h"
 #include "ops/activation.h"
 #include "ops/product.h"
 #include "ops/structure.h"
@@ -18,11 +17,7 @@ namespace tandem::fusions {
 
 namespace {
 
-/// What stands between the product and the last step of a pattern. All forward fusions here read x
-/// and weight first, and then the bias if there is one.
-struct Parts {
-  bool bias = false, scale = false, extra = false;
-};
+// All forward fusions here read x and weight first, and then the bias if there is one.
 
 /// The dtype that the unfused product has.
 at::ScalarType product_dtype(const Call& call) {
@@ -46,109 +41,98 @@ at::Tensor addmm(Call& call) {
   return input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight)));
 }
 
-/// product + alpha * bias (+ extra), in the memory of the product.
-at::Tensor with_bias(Call& call, const at::Tensor& product, bool scaled, double alpha,
-                     const std::optional<at::Tensor>& extra) {
+/// product (+ factor * bias) (+ extra behind a bias), in the memory of the product.
+at::Tensor with_bias(Call& call, const at::Tensor& product, double factor,
+                     const std::optional<at::Tensor>& extra = std::nullopt) {
   enum Read { x, weight, bias };
-  if (scaled)
-    return call.run_into<kernel_ops::AddScaledBias>({product}, product, call.in(bias), alpha,
-                                                    extra)[0];
-  return call.run_into<kernel_ops::AddBias>({product}, product, call.maybe(bias), extra)[0];
+  if (!call.has(bias)) return product;
+  return call.run<kernel_ops::AddBias>(
+      {.x = product, .bias = call.maybe(bias), .factor = factor, .extra = extra}, {product})[0];
 }
 
 /// Adds the product to a tensor of the caller, in the product where that can write there.
-template <Parts kParts>
-void add_in_place(Call& call, const at::Tensor& target, double alpha) {
+void add_in_place(Call& call, const at::Tensor& target, double factor) {
   enum Read { x, weight, bias };
   ops::check_linear(call, x, weight);
   const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
   const bool fits = target.sym_sizes() == c10::SymIntArrayRef(sizes) && target.is_contiguous() &&
                     target.scalar_type() == product_dtype(call);
   const bool is_apart = !target.is_alias_of(call.in(x)) && !target.is_alias_of(call.in(weight));
-  if (fits && is_apart && !kParts.bias && ops::multiplies_by(alpha)) {
+  if (fits && is_apart && !call.has(bias) && ops::multiplies_by(factor)) {
     ops::product_into(call, {x}, {weight, true},
                       target.view_symint({kernel_ops::rows_of(target), target.sym_size(-1)}),
-                      /*accumulate=*/true, alpha);
+                      /*accumulate=*/true, factor);
   } else {
-    at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
-    ops::check_target(call, target, sum);
-    if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
-    target.add_(sum);
+    const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call), {factor});
+    ops::check_target(call, target, product);
+    target.add_(with_bias(call, product, factor));
   }
   target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
 }
 
-/// What is before the sum is smaller than the sum.
-template <Parts kParts>
-at::Tensor wider_sum(Call& call, size_t extra, double alpha, c10::SymIntArrayRef sizes) {
-  enum Read { x, weight, bias };
-  at::Tensor sum = ops::linear_product(call, x, weight, product_dtype(call), {alpha});
-  if (kParts.bias) sum = with_bias(call, sum, kParts.scale, alpha, std::nullopt);
-  return ops::sum_of_sizes(call, sum, extra, sizes);
-}
-
-template <Parts kParts>
 void linear_sum(Call& call) {
-  enum Read { x, weight, bias };
-  constexpr size_t kExtra = kParts.bias ? 3 : 2;
-  const double alpha =
-      kParts.scale ? call.options<ops::ScaleOptions>(kParts.bias ? 2 : 1).factor : 1;
-  std::optional<at::Tensor> extra;
-  if (kParts.extra) extra = call.in(kExtra);
-  if (kParts.extra && !call.step().mutates.empty()) {
-    add_in_place<kParts>(call, *extra, alpha);
-    call.out(0, *extra);
-    return;
+  enum Read { x, weight, bias, extra };
+  const auto* scale = member_options<ops::ScaleOptions>(call, 2);
+  const double factor = scale == nullptr ? 1 : scale->factor;
+  std::optional<at::Tensor> added = call.maybe(extra);
+  if (added && !call.step().mutates.empty()) {
+    add_in_place(call, *added, factor);
+    return call.out(0, *added);
   }
-  if (kParts.extra) {
+  if (added) {
     ops::check_linear(call, x, weight);
     const c10::SymDimVector sizes = ops::output_sizes(call.in(x), call.in(weight));
-    if (extra->sym_sizes() != c10::SymIntArrayRef(sizes)) {
-      const c10::SymDimVector wide = ops::sizes_of_sum(call, kExtra, sizes);
-      if (wide != sizes) return call.out(0, wider_sum<kParts>(call, kExtra, alpha, wide));
-      extra = ops::extra_of(call, kExtra, sizes);
+    if (added->sym_sizes() != c10::SymIntArrayRef(sizes)) {
+      const c10::SymDimVector wide = ops::sizes_of_sum(call, extra, sizes);
+      if (wide != sizes) {  // what is before the sum is smaller than the sum
+        const at::Tensor product =
+            ops::linear_product(call, x, weight, product_dtype(call), {factor});
+        return call.out(0, ops::sum_of_sizes(call, with_bias(call, product, factor), extra, wide));
+      }
+      added = ops::extra_of(call, extra, sizes);
     }
   }
-  if constexpr (kParts.bias && !kParts.scale && !kParts.extra)
+  if (call.has(bias) && scale == nullptr && !added) {
     if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));
-  const at::Tensor product =
-      ops::linear_product(call, x, weight, product_dtype(call),
-                          {alpha, !kParts.bias && kParts.extra ? &*extra : nullptr});
-  call.out(0, kParts.bias ? with_bias(call, product, kParts.scale, alpha, extra) : product);
+    if (ops::may_do_more(call, x))
+      if (auto made =
+              ops::linear_product_and(call, x, weight, product_dtype(call), {call.maybe(bias)});
+          made.y.defined())
+        return call.out(0, std::move(made.y));
+  }
+  const at::Tensor product = ops::linear_product(
+      call, x, weight, product_dtype(call), {factor, !call.has(bias) && added ? &*added : nullptr});
+  call.out(0, with_bias(call, product, factor, added));
 }
 
-template <typename K, Parts kParts>
 void linear_activation(Call& call) {
-  enum Read { x, weight, bias };
-  enum Write { z, y };
+  enum Read { x, weight, bias, given };
+  enum Write { z, y, codes };
+  using Unit = kernel_ops::ActivationForward;
+  const auto& [function, is_gated] = call.options<ops::ActivationOptions>(2);
+  if (ops::may_do_more(call, x) && member_options<Quantizer>(call, 3) == nullptr) {
+    auto made = ops::linear_product_and(call, x, weight, product_dtype(call),
+                                        {call.maybe(bias), function, is_gated, call.wants(z)});
+    if (made.y.defined()) {
+      if (call.wants(z)) call.out(z, std::move(made.z));
+      return call.out(y, std::move(made.y));
+    }
+  }
   const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
-  // The sum with the bias, or what the activation makes of it, takes the product's memory. A z that
-  // is the product is no result of the kernel.
-  const bool is_z = !kParts.bias && call.wants(z);
-  kernel_ops::ResultsOf<K> spare;
-  if (!is_z) spare[call.wants(z) ? z : y] = product;
-  auto results =
-      call.run_into<K>(spare, product, kParts.bias ? call.maybe(bias) : std::nullopt,
-                       call.options<ops::ActivationOptions>(kParts.bias ? 2 : 1).function,
-                       std::array<bool, 2>{call.wants(z) && !is_z, call.wants(y)});
-  if (call.wants(z)) call.out(z, is_z ? product : std::move(results[z]));
-  if (call.wants(y)) call.out(y, std::move(results[y]));
-}
-
-template <typename K>
-void linear_bias_activation_quantize(Call& call) {
-  enum Read { x, weight, bias };
-  enum OfUnit { given = bias + 1 };
-  enum Write { y, z, row, column, amax };
-  const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
-  kernel_ops::ResultsOf<K> spare;
-  spare[call.wants(z) ? z : y] = product;
-  call.hand_out_codes(
-      [&] { return K::sizes_of_y(product); },
-      call.run_into<K>(spare, product, call.maybe(bias), call.maybe(given),
-                       call.options<ops::ActivationOptions>(2).function, call.options<Quantizer>(3),
-                       std::array{call.wants(y), call.wants(z), call.wants(row), call.wants(column),
-                                  call.wants(amax)}));
+  // A z that is the product is no result of the kernel. Else the sum with the bias, or what the
+  // activation makes of it, takes the product's memory.
+  const bool is_z = !call.has(bias) && call.wants(z);
+  const Unit::Args args{.x = product,
+                        .bias = call.maybe(bias),
+                        .activation = function,
+                        .is_gated = is_gated,
+                        .output_mask = {call.wants(z) && !is_z, call.wants(y)},
+                        .codes = codes_of_member(call, 3, given, codes)};
+  kernel_ops::ResultsOf<Unit> spare;
+  if (!is_z) spare[call.wants(z) ? Unit::z : Unit::y] = product;
+  auto results = call.run<Unit>(args, spare);
+  if (is_z) results[Unit::z] = product;
+  call.hand_out<Unit>(args, std::move(results));
 }
 
 /// Codes of an argument have the dtype of its numbers. Where these are cast, in which dtype the
@@ -163,72 +147,31 @@ Refusal refuse_cast_codes(const Match& match) {
 
 Refusal refuse_bias(const Match& match) {
   if (auto refusal = refuse_cast_codes(match)) return refusal;
+  if (!match.has(1)) return std::nullopt;
   return refuse_mixed(match, {1, "bias"}, "the bias", {0, "y"}, "the product");
 }
 
-template <Parts kParts>
 Refusal refuse_sum(const Match& match) {
-  const auto last = static_cast<uint32_t>(match.steps.size() - 1);
-  if (kParts.extra && is_own_extra(match, last)) return "the product is the extra input of the sum";
-  return kParts.bias ? refuse_bias(match) : refuse_cast_codes(match);
+  if (match.has(3) && is_own_extra(match, 3)) return "the product is the extra input of the sum";
+  return refuse_bias(match);
 }
 
-/// The steps of a pattern, and what the fused step reads, up to the last one.
-template <Parts kParts>
-Fusion begun(std::string_view name) {
-  Fusion fusion{.name = std::string(name), .pattern = {"basic_linear"}};
-  fusion.run.reads = {{0, "x"}, {0, "weight"}};
-  if (kParts.bias) {
-    fusion.pattern.emplace_back("bias");
-    fusion.run.reads.push_back({1, "bias"});
-  }
-  return fusion;
-}
-
-template <Parts kParts>
-Fusion sum(std::string_view name, std::string_view picture) {
-  Fusion fusion = begun<kParts>(name);
-  if (kParts.scale) fusion.pattern.emplace_back("constant_scale");
-  if (kParts.extra) {
-    fusion.run.mutates = {static_cast<uint32_t>(fusion.pattern.size())};
-    fusion.run.reads.push_back({fusion.run.mutates[0], "extra"});
-    fusion.pattern.push_back(
-        PatternStep("add_extra_input|add_extra_input.in_place").through("y", kAnyRead));
-  }
-  fusion.run.writes = {{static_cast<uint32_t>(fusion.pattern.size() - 1), "y"}};
-  fusion.run.run = linear_sum<kParts>;
-  fusion.refuse = refuse_sum<kParts>;
-  fusion.picture = picture;
-  return fusion;
-}
-
-template <typename K, Parts kParts>
-Fusion activated(std::string_view name, std::string_view family, std::string_view picture) {
-  Fusion fusion = begun<kParts>(name);
-  const auto last = static_cast<uint32_t>(fusion.pattern.size());
-  fusion.pattern.push_back(PatternStep::any_of(family));
-  fusion.run.writes = {{last - 1, "y"}, {last, "y"}};
-  fusion.run.run = linear_activation<K, kParts>;
-  fusion.refuse = kParts.bias ? refuse_bias : refuse_cast_codes;
-  fusion.picture = picture;
-  return fusion;
-}
-
-Refusal refuse_bias_or_codes(const Match& match) {
+Refusal refuse_activation(const Match& match) {
   if (auto refusal = refuse_bias(match)) return refusal;
   return refuse_without_codes(match);
 }
 
-template <typename K>
-Fusion quantized(std::string_view name, std::string_view family, std::string_view picture) {
-  Fusion fusion = begun<Parts{.bias = true}>(name);
-  fusion.pattern.push_back(PatternStep::any_of(family));
-  fusion.pattern.emplace_back(StepKind::quantize);
-  fusion.run.reads.push_back({3, "given"});
-  fusion.run.writes = {{2, "y"}, {1, "y"}, {3, "row_codes"}, {3, "column_codes"}, {3, "amax"}};
-  fusion.run.run = linear_bias_activation_quantize<K>;
-  fusion.refuse = refuse_bias_or_codes;
-  fusion.picture = picture;
+Fusion activated(std::string_view family, std::string_view suffix, std::string_view picture) {
+  Fusion fusion{.name = "linear",
+                .pattern = {"basic_linear", PatternStep("bias").optional("_bias"),
+                            PatternStep::any_of(family).named(suffix),
+                            PatternStep(StepKind::quantize).optional("_quantize", /*needed=*/1)},
+                .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}, {3, "given"}},
+                        .writes = {{1, kMainResult}, {2, "y"}},
+                        .run = linear_activation},
+                .refuse = refuse_activation,
+                .picture = picture};
+  write_codes(fusion.run, 3);
   return fusion;
 }
 
@@ -243,72 +186,46 @@ Refusal refuse_linear_backward_add(const Match& match) {
   return refuse_mixed(match, {1, kOtherRead}, "the other gradient", {0, "grad_x"}, "the product");
 }
 
-ops::Epilogue scaled_by_factor(const Call& call) {
-  return {call.options<ops::ScaleOptions>().factor};
-}
-
-template <size_t kWrite>
-void linear_grad_x_scale(Call& call) {
-  enum Read { grad_y, weight };
-  if (call.wants(kWrite))
-    call.out(kWrite, ops::linear_grad_x(call, grad_y, weight, call.out_type(kWrite).dtype,
-                                        scaled_by_factor(call)));
-}
-
-template <size_t kRead, size_t kWrite>
-void linear_grad_weight_scale(Call& call) {
-  if (call.wants(kWrite))
-    call.out(kWrite, ops::linear_grad_weight(call, 0, kRead, call.out_type(kWrite).dtype,
-                                             scaled_by_factor(call)));
-}
-
 void linear_backward_scale(Call& call) {
-  linear_grad_x_scale<0>(call);
-  linear_grad_weight_scale<2, 1>(call);
+  enum Read { grad_y, weight, x };
+  enum Write { grad_x, grad_weight };
+  const ops::Epilogue scaled{call.options<ops::ScaleOptions>(0).factor};
+  if (call.wants(grad_x))
+    call.out(grad_x, ops::linear_grad_x(call, grad_y, weight, call.out_type(grad_x).dtype, scaled));
+  if (call.wants(grad_weight))
+    call.out(grad_weight,
+             ops::linear_grad_weight(call, grad_y, x, call.out_type(grad_weight).dtype, scaled));
 }
 
 Refusal refuse_other_dtype(const Match& match) {
   return refuse_mixed(match, {0, "grad_x"}, "the scaled gradient", {0, "grad_y"}, "the gradient");
 }
 
-constexpr Parts kBias{.bias = true}, kBiasAdd{.bias = true, .extra = true},
-    kBiasScale{.bias = true, .scale = true},
-    kBiasScaleAdd{.bias = true, .scale = true, .extra = true}, kAdd{.extra = true},
-    kScale{.scale = true}, kScaleAdd{.scale = true, .extra = true}, kNone{};
-
 }  // namespace
 
-const Fusion kLinearBias = sum<kBias>("linear_bias", "x, weight -> product -> + bias -> y");
-const Fusion kLinearBiasAdd =
-    sum<kBiasAdd>("linear_bias_add", "x, weight -> product -> + bias -> + extra -> y");
-const Fusion kLinearBiasScale =
-    sum<kBiasScale>("linear_bias_scale", "x, weight -> factor * product -> + factor * bias -> y");
-const Fusion kLinearBiasScaleAdd = sum<kBiasScaleAdd>(
-    "linear_bias_scale_add", "x, weight -> factor * product -> + factor * bias -> + extra -> y");
-const Fusion kLinearAdd = sum<kAdd>("linear_add", "x, weight, extra -> product + extra -> y");
-const Fusion kLinearScale = sum<kScale>("linear_scale", "x, weight -> factor * product -> y");
-const Fusion kLinearScaleAdd =
-    sum<kScaleAdd>("linear_scale_add", "x, weight, extra -> factor * product + extra -> y");
+const Fusion kLinearSum{
+    .name = "linear",
+    .pattern = {"basic_linear", PatternStep("bias").optional("_bias"),
+                PatternStep("constant_scale").optional("_scale"),
+                PatternStep("add_extra_input|add_extra_input.in_place")
+                    .through("y", kAnyRead)
+                    .optional("_add")},
+    .run = {.reads = {{0, "x"}, {0, "weight"}, {1, "bias"}, {3, "extra"}},
+            .writes = {{3, kMainResult}},
+            .run = linear_sum,
+            .mutates = {3}},
+    .refuse = refuse_sum,
+    .picture = "x, weight -> (factor *) product (-> + (factor *) bias) (-> + extra) -> y",
+};
 
-const Fusion kLinearBiasActivation = activated<kernel_ops::ActivationForward, kBias>(
-    "linear_bias_activation", "activation",
-    "x, weight -> product -> + bias -> z (if demanded) -> act -> y");
-const Fusion kLinearActivation = activated<kernel_ops::ActivationForward, kNone>(
-    "linear_activation", "activation", "x, weight -> product z (if demanded) -> act -> y");
-const Fusion kLinearBiasGlu = activated<kernel_ops::GluForward, kBias>(
-    "linear_bias_glu", "glu",
-    "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y");
-const Fusion kLinearGlu = activated<kernel_ops::GluForward, kNone>(
-    "linear_glu", "glu", "x, weight -> product z = [a, b] (if demanded) -> act(a) b -> y");
-
-const Fusion kLinearBiasActivationQuantize = quantized<kernel_ops::ActivationQuantize>(
-    "linear_bias_activation_quantize", "activation",
-    "x, weight -> product -> + bias -> z (if demanded) -> act -> y (if demanded) -> codes, scales, "
-    "amax");
-const Fusion kLinearBiasGluQuantize = quantized<kernel_ops::GluQuantize>(
-    "linear_bias_glu_quantize", "glu",
-    "x, weight -> product -> + bias -> z = [a, b] (if demanded) -> act(a) b -> y (if demanded) -> "
-    "codes, scales, amax");
+const Fusion kLinearActivation = activated(
+    "activation", "_activation",
+    "x, weight -> product (-> + bias) -> z (if demanded) -> act -> y (if demanded) (-> codes, "
+    "scales, amax)");
+const Fusion kLinearGlu = activated(
+    "glu", "_glu",
+    "x, weight -> product (-> + bias) -> z = [a, b] (if demanded) -> act(a) b -> y (if demanded) "
+    "(-> codes, scales, amax)");
 
 const Fusion kLinearBackwardAdd{
     .name = "linear_backward_add",
@@ -324,35 +241,13 @@ const Fusion kLinearBackwardAdd{
 const Fusion kLinearBackwardScale{
     .name = "linear_backward_scale",
     .pass = Pass::backward,
-    .pattern = {"constant_scale.backward", "basic_linear.grad_x",
-                PatternStep("basic_linear.grad_weight").behind(0)},
+    .pattern = {"constant_scale.backward", PatternStep("basic_linear.grad_x").optional("_x"),
+                PatternStep("basic_linear.grad_weight").behind(0).optional("_weight")},
     .run = {.reads = {{0, "grad_y"}, {1, "weight"}, {2, "x"}},
             .writes = {{1, "grad_x"}, {2, "grad_weight"}},
             .run = linear_backward_scale},
     .refuse = refuse_other_dtype,
     .picture = "grad_y, weight, x -> factor * products -> grad_x, grad_weight",
-};
-
-const Fusion kLinearGradXScale{
-    .name = "linear_grad_x_scale",
-    .pass = Pass::backward,
-    .pattern = {"constant_scale.backward", "basic_linear.grad_x"},
-    .run = {.reads = {{0, "grad_y"}, {1, "weight"}},
-            .writes = {{1, "grad_x"}},
-            .run = linear_grad_x_scale<0>},
-    .refuse = refuse_other_dtype,
-    .picture = "grad_y, weight -> factor * product -> grad_x",
-};
-
-const Fusion kLinearGradWeightScale{
-    .name = "linear_grad_weight_scale",
-    .pass = Pass::backward,
-    .pattern = {"constant_scale.backward", "basic_linear.grad_weight"},
-    .run = {.reads = {{0, "grad_y"}, {1, "x"}},
-            .writes = {{1, "grad_weight"}},
-            .run = linear_grad_weight_scale<1, 0>},
-    .refuse = refuse_other_dtype,
-    .picture = "grad_y, x -> factor * product -> grad_weight",
 };
 
 }  // namespace tandem::fusions

@@ -12,27 +12,16 @@ namespace tandem::fusions {
 ///
 /// Without a bias the product itself multiplies and adds. An extra input that is written in place
 /// is what it adds to.
-extern const Fusion kLinearBias, kLinearBiasAdd, kLinearBiasScale, kLinearBiasScaleAdd, kLinearAdd,
-    kLinearScale, kLinearScaleAdd;
+extern const Fusion kLinearSum;
 
-/// linear (-> bias) -> activation
+/// linear (-> bias) -> activation (-> quantize behind a bias), and the same for gated units.
+/// Without a bias the product is z, and the unit and its quantizer are a fusion of their own.
 ///
-///   x, weight -> product -> + bias -> act -> y
-///                              |
-///                              +--> z, written only if demanded: the activation's backward reads
-///                              it
-extern const Fusion kLinearBiasActivation, kLinearActivation;
-
-/// linear (-> bias) -> gated linear unit, likewise
-extern const Fusion kLinearBiasGlu, kLinearGlu;
-
-/// linear -> bias -> activation -> quantize, and the same for gated units. Without a bias the
-/// product is z, and the unit and its quantizer are a fusion of their own.
-///
-///   x, weight -> product -> + bias -> act -> y (if demanded) -> codes, dequant_scale, amax
-///                              |
-///                              +--> z, written only if demanded, into the memory of the product
-extern const Fusion kLinearBiasActivationQuantize, kLinearBiasGluQuantize;
+///   x, weight -> product (-> + bias) -> act -> y (if demanded) (-> codes, dequant_scale, amax)
+///                                    |
+///                                    +--> z, written only if demanded, into the memory of the
+///                                         product: the activation's backward reads it
+extern const Fusion kLinearActivation, kLinearGlu;
 
 /// Backward of a linear that reads the residual stream: grad_x = grad_y W + grad_residual
 ///
@@ -44,6 +33,6 @@ extern const Fusion kLinearBackwardAdd;
 ///
 ///   grad_y, weight -> factor * product -> grad_x
 ///   grad_y, x      -> factor * product -> grad_weight
-extern const Fusion kLinearBackwardScale, kLinearGradXScale, kLinearGradWeightScale;
+extern const Fusion kLinearBackwardScale;
 
 }  // namespace tandem::fusions

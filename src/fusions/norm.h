@@ -13,20 +13,13 @@ namespace tandem::fusions {
 /// The same bits as one after the other; y is not written to memory for its own sake.
 extern const Fusion kRmsNormQuantize, kLayerNormQuantize;
 
-/// add_extra_input -> rms_norm, add_extra_input -> layer_norm: the sum of the residual stream and
-/// the norm of the next branch, in one pass
+/// add_extra_input -> rms_norm (-> quantize), and the same for layer_norm: the sum of the residual
+/// stream, the norm of the next branch and its quantizer, in one pass
 ///
-///   x, extra -> + -> norm -> y
+///   x, extra -> + -> norm -> y (if demanded) (-> codes, dequant_scale, amax)
 ///               |
 ///               +--> sum, written only if demanded
-extern const Fusion kAddRmsNorm, kAddLayerNorm;
-
-/// add_extra_input -> rms_norm -> quantize, and the same for layer_norm
-///
-///   x, extra -> + -> norm -> y (if demanded) -> codes, dequant_scale, amax
-///               |
-///               +--> sum, written only if demanded
-extern const Fusion kAddRmsNormQuantize, kAddLayerNormQuantize;
+extern const Fusion kAddRmsNorm, kAddLayerNorm, kAddRmsNormQuantize, kAddLayerNormQuantize;
 
 /// norm.backward -> (bias.grad_bias) (quantize), and the quantize step of the y that it writes
 /// again: the gradient of a norm, with the sums for the bias before it, and what the product behind

@@ -10,9 +10,21 @@
 
 namespace tandem::fusions {
 
+/// Options of an optional member; null where it is absent.
+template <typename T>
+const T* member_options(const Call& call, size_t member) {
+  return static_cast<const T*>(call.step().options[member].get());
+}
+
+/// The codes that an optional quantize step is fused for: its writes are three, `write` on.
+inline kernel_ops::AskedCodes codes_of_member(const Call& call, size_t member, size_t given,
+                                              size_t write) {
+  return call.codes(member_options<Quantizer>(call, member), given, write);
+}
+
 /// Whether the sum that is member `sum` takes what the chain brings as its extra input.
 inline bool is_own_extra(const Match& match, uint32_t sum) {
-  const Value chained = match.written({sum - 1, "y"});
+  const Value chained = match.written({sum - 1, kMainResult});
   return match[{sum, "x"}] != chained || match[{sum, "extra"}] == chained;
 }
 

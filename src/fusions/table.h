@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-/// Those of one pass, longest patterns first.
+/// Those of one pass. Among candidates with as many members the first takes precedence.
 TANDEM_API std::span<const Fusion> built_in_fusions(Pass pass);
 
 }  // namespace tandem

@@ -9,7 +9,6 @@
 
 #include "core/call.h"
 #include "kernel_ops/unit/activation.h"
-#include "kernel_ops/unit/scaled_activation.h"
 #include "tandem/activations.h"
 #include "tandem/op_options.h"
 
@@ -17,21 +16,28 @@ namespace tandem::ops {
 
 namespace {
 
+using Forward = kernel_ops::ActivationForward;
+using Backward = kernel_ops::ActivationBackward;
+
 /// An op and the function that it applies.
 struct Applied {
   std::string_view op, function;
+  bool is_gated;
 };
 constexpr Applied kApplied[] = {
-#define TANDEM_APPLIED(name, ...) {#name, #name},
-    TANDEM_ACTIVATIONS(TANDEM_APPLIED) TANDEM_NUMBERED_UNITS(TANDEM_APPLIED)
+#define TANDEM_APPLIED(name, ...) {#name, #name, false},
+    TANDEM_ACTIVATIONS(TANDEM_APPLIED)
 #undef TANDEM_APPLIED
-#define TANDEM_APPLIED(name, function) {#name, #function},
-        TANDEM_GATED_UNITS(TANDEM_APPLIED)
+#define TANDEM_APPLIED(name, ...) {#name, #name, true},
+        TANDEM_NUMBERED_UNITS(TANDEM_APPLIED)
 #undef TANDEM_APPLIED
-            {"scaled_swiglu", "silu"},
-    {"scaled_situglu", "situglu"},
-    {"scaled_clamped_qgeglu", "clamped_swiglu"},
-    {"scaled_srelu", "srelu"},
+#define TANDEM_APPLIED(name, function) {#name, #function, true},
+            TANDEM_GATED_UNITS(TANDEM_APPLIED)
+#undef TANDEM_APPLIED
+                {"scaled_swiglu", "silu", true},
+    {"scaled_situglu", "situglu", true},
+    {"scaled_clamped_qgeglu", "clamped_swiglu", true},
+    {"scaled_srelu", "srelu", false},
 };
 
 std::string shortest(double number) {
@@ -43,7 +49,8 @@ std::string shortest(double number) {
 /// The function of the op, with the numbers that its options are.
 Options parse(const OpDef& def, const nlohmann::json& given) {
   const Options options = def.signature.parse(def.name, given);
-  std::string function(std::ranges::find(kApplied, def.name, &Applied::op)->function);
+  const Applied& applied = *std::ranges::find(kApplied, def.name, &Applied::op);
+  std::string function(applied.function);
   for (const OptionDef& option : def.signature.options()) {
     const OptionValue value = option.get(options.get());
     if (const auto* number = std::get_if<double>(&value)) {
@@ -55,57 +62,54 @@ Options parse(const OpDef& def, const nlohmann::json& given) {
       function += ":interleave=" + std::to_string(std::get<int64_t>(value));
     }
   }
-  return std::make_shared<ActivationOptions>(ActivationOptions{std::move(function)});
+  return std::make_shared<ActivationOptions>(
+      ActivationOptions{std::move(function), applied.is_gated});
 }
 
-const std::string& function_of(const Call& call) {
-  return call.options<ActivationOptions>().function;
-}
-
-template <typename Kernel>
 void forward(Call& call) {
   enum Read { x };
-  const std::array<bool, 2> output_mask{false, true};
-  call.out(0, call.run<Kernel>(call.in(x), std::optional<at::Tensor>(), function_of(call),
-                               output_mask)[1]);
+  const auto& [function, is_gated] = call.options<ActivationOptions>();
+  call.write<Forward>({.x = call.in(x), .activation = function, .is_gated = is_gated},
+                      {Forward::y});
 }
 
-template <typename Kernel>
 void backward(Call& call) {
   enum Read { grad_y, x };
-  const std::array<bool, 3> output_mask{call.wants(0), false, call.wants(1)};
-  auto results = call.run<Kernel>(call.in(grad_y), call.in(x), function_of(call), output_mask);
-  if (call.wants(0)) call.out(0, std::move(results[0]));
-  if (call.wants(1)) call.out(1, std::move(results[2]));
+  const auto& [function, is_gated] = call.options<ActivationOptions>();
+  call.write<Backward>({.grad_y = call.in(grad_y),
+                        .z = call.in(x),
+                        .activation = function,
+                        .is_gated = is_gated,
+                        .output_mask = {call.wants(0), call.wants(1)}});
 }
 
-template <bool kGated>
 void scaled_forward(Call& call) {
   enum Read { x, scales };
-  call.write<kernel_ops::ScaledActivationForward>(call.in(x), call.in(scales), function_of(call),
-                                                  kGated);
+  const auto& [function, is_gated] = call.options<ActivationOptions>();
+  call.write<kernel_ops::ScaledActivationForward>(
+      {.x = call.in(x), .scales = call.in(scales), .activation = function, .is_gated = is_gated});
 }
 
-template <bool kGated>
 void scaled_backward(Call& call) {
   enum Read { grad_y, x, scales };
-  call.write<kernel_ops::ScaledActivationBackward>(call.in(grad_y), call.in(x), call.in(scales),
-                                                   function_of(call), kGated,
-                                                   call.output_mask<3>());
+  const auto& [function, is_gated] = call.options<ActivationOptions>();
+  call.write<kernel_ops::ScaledActivationBackward>({.grad_y = call.in(grad_y),
+                                                    .x = call.in(x),
+                                                    .scales = call.in(scales),
+                                                    .activation = function,
+                                                    .is_gated = is_gated,
+                                                    .output_mask = call.output_mask<3>()});
 }
 
 OpDef activation(std::string_view name, std::string_view formula) {
   return {.name = name,
           .formula = formula,
           .family = "activation",
-          .forward = {{.name = "forward",
-                       .reads = {"x"},
-                       .writes = {"y"},
-                       .run = forward<kernel_ops::ActivationForward>}},
+          .forward = {{.name = "forward", .reads = {"x"}, .writes = {"y"}, .run = forward}},
           .backward = {{.name = "backward",
                         .reads = {"grad_y", "x"},
                         .writes = {"grad_x", "y"},
-                        .run = backward<kernel_ops::ActivationBackward>}},
+                        .run = backward}},
           .reemits = {"y"},
           .context = {"x"},
           .parse = parse};
@@ -115,13 +119,11 @@ OpDef gated(std::string_view name, std::string_view formula, Signature signature
   OpDef definition = activation(name, formula);
   definition.family = "glu";
   definition.signature = std::move(signature);
-  definition.forward[0].run = forward<kernel_ops::GluForward>;
-  definition.backward[0].run = backward<kernel_ops::GluBackward>;
   return definition;
 }
 
 /// The same function times the extra input.
-OpDef scaled(std::string_view name, std::string_view formula, Signature signature, bool is_gated) {
+OpDef scaled(std::string_view name, std::string_view formula, Signature signature) {
   return {.name = name,
           .formula = formula,
           .family = "scaled_activation",
@@ -130,11 +132,11 @@ OpDef scaled(std::string_view name, std::string_view formula, Signature signatur
           .forward = {{.name = "forward",
                        .reads = {"x", "scales"},
                        .writes = {"y"},
-                       .run = is_gated ? scaled_forward<true> : scaled_forward<false>}},
+                       .run = scaled_forward}},
           .backward = {{.name = "backward",
                         .reads = {"grad_y", "x", "scales"},
                         .writes = {"grad_x", "grad_scales", "y"},
-                        .run = is_gated ? scaled_backward<true> : scaled_backward<false>}},
+                        .run = scaled_backward}},
           .reemits = {"y"},
           .context = {"x", "scales"},
           .parse = parse};
@@ -180,10 +182,10 @@ std::span<const OpDef> activations() {
   static const std::array kActivations{
       TANDEM_ACTIVATIONS(TANDEM_PLAIN) TANDEM_GATED_UNITS(TANDEM_GATED)
           TANDEM_NUMBERED_UNITS(TANDEM_NUMBERED)
-              scaled("scaled_swiglu", "y = swiglu(x) scales", glu_signature(), true),
-      scaled("scaled_situglu", "y = situglu(x) scales", situ_signature(), true),
-      scaled("scaled_clamped_qgeglu", "y = clamped_swiglu(x) scales", clamped_signature(), true),
-      scaled("scaled_srelu", "y = srelu(x) scales", {}, false)};
+              scaled("scaled_swiglu", "y = swiglu(x) scales", glu_signature()),
+      scaled("scaled_situglu", "y = situglu(x) scales", situ_signature()),
+      scaled("scaled_clamped_qgeglu", "y = clamped_swiglu(x) scales", clamped_signature()),
+      scaled("scaled_srelu", "y = srelu(x) scales", {})};
 #undef TANDEM_PLAIN
 #undef TANDEM_GATED
 #undef TANDEM_NUMBERED

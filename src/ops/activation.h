@@ -24,6 +24,7 @@ std::span<const OpDef> activations();
 struct ActivationOptions {
   /// As kernel ops take it (kernel_ops/unit/activation_function.h).
   std::string function;
+  bool is_gated = false;
 };
 
 }  // namespace tandem::ops

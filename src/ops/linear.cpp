@@ -79,12 +79,12 @@ size_t buffers(const void* options, std::string_view operand) {
 
 void bias_forward(Call& call) {
   enum Read { x, bias };
-  call.write<kernel_ops::AddBias>(call.in(x), call.maybe(bias), std::optional<at::Tensor>());
+  call.write<kernel_ops::AddBias>({.x = call.in(x), .bias = call.maybe(bias)});
 }
 
 void bias_backward(Call& call) {
   enum Read { grad_y };
-  call.write<kernel_ops::SumRows>(call.in(grad_y), call.out_type(0).dtype);
+  call.write<kernel_ops::SumRows>({.x = call.in(grad_y), .dtype = call.out_type(0).dtype});
 }
 
 }  // namespace

@@ -8,47 +8,70 @@ namespace tandem::ops {
 
 namespace {
 
+using Forward = kernel_ops::NormForward;
+using Backward = kernel_ops::NormBackward;
+
 void rms_norm_forward(Call& call) {
   enum Read { x, weight };
   const auto& options = call.options<NormOptions>();
-  call.write<kernel_ops::RmsNormForward>(call.in(x), call.in(weight), options.eps,
-                                         options.zero_centered_gamma);
+  call.write<Forward>({.x = call.in(x),
+                       .weight = call.in(weight),
+                       .eps = options.eps,
+                       .zero_centered_gamma = options.zero_centered_gamma},
+                      {Forward::y, Forward::inv_norm});
 }
 
 void rms_norm_backward(Call& call) {
   enum Read { grad_y, x, weight, inv_rms };
-  call.write<kernel_ops::RmsNormBackward>(
-      call.in(grad_y), call.in(x), call.in(weight), call.in(inv_rms), std::optional<at::Tensor>(),
-      call.options<NormOptions>().zero_centered_gamma, call.output_mask<3>());
+  call.write<Backward>({.grad_y = call.in(grad_y),
+                        .x = call.in(x),
+                        .weight = call.in(weight),
+                        .inv_norm = call.in(inv_rms),
+                        .zero_centered_gamma = call.options<NormOptions>().zero_centered_gamma,
+                        .output_mask = {call.wants(0), call.wants(1), call.wants(2)}});
 }
 
 void layer_norm_forward(Call& call) {
   enum Read { x, weight, bias };
   const auto& options = call.options<NormOptions>();
-  call.write<kernel_ops::LayerNormForward>(call.in(x), call.in(weight), call.in(bias), options.eps,
-                                           options.zero_centered_gamma);
+  call.write<Forward>({.x = call.in(x),
+                       .weight = call.in(weight),
+                       .bias = call.in(bias),
+                       .eps = options.eps,
+                       .zero_centered_gamma = options.zero_centered_gamma},
+                      {Forward::y, Forward::mean, Forward::inv_norm});
 }
 
 void layer_norm_backward(Call& call) {
   enum Read { grad_y, x, weight, mean, inv_std, bias };
-  call.write<kernel_ops::LayerNormBackward>(
-      call.in(grad_y), call.in(x), call.in(weight), call.maybe(bias), call.in(mean),
-      call.in(inv_std), std::optional<at::Tensor>(),
-      call.options<NormOptions>().zero_centered_gamma, call.output_mask<4>());
+  enum Write { grad_x, grad_weight, grad_bias, y };
+  call.write<Backward>({.grad_y = call.in(grad_y),
+                        .x = call.in(x),
+                        .weight = call.in(weight),
+                        .bias = call.maybe(bias),
+                        .mean = call.in(mean),
+                        .inv_norm = call.in(inv_std),
+                        .zero_centered_gamma = call.options<NormOptions>().zero_centered_gamma,
+                        .output_mask = {call.wants(grad_x), call.wants(grad_weight), call.wants(y),
+                                        false, call.wants(grad_bias)}},
+                       {Backward::grad_x, Backward::grad_weight, Backward::grad_bias, Backward::y});
 }
 
 /// Of whole numbers as of those of the default dtype, as torch promotes them.
 void l2_norm_forward(Call& call) {
   const at::Tensor& x = call.in(0);
   const bool is_whole = at::isIntegralType(x.scalar_type(), /*includeBool=*/true);
-  call.write<kernel_ops::L2NormForward>(is_whole ? x.to(c10::get_default_dtype_as_scalartype()) : x,
-                                        call.options<L2NormalizationOptions>().eps);
+  const at::Tensor numbers = is_whole ? x.to(c10::get_default_dtype_as_scalartype()) : x;
+  call.write<kernel_ops::L2NormForward>(
+      {.x = numbers, .eps = call.options<L2NormalizationOptions>().eps});
 }
 
 void l2_norm_backward(Call& call) {
   enum Read { grad_y, x, inv_norm };
-  call.write<kernel_ops::L2NormBackward>(call.in(grad_y), call.in(x), call.in(inv_norm),
-                                         call.output_mask<2>());
+  call.write<kernel_ops::L2NormBackward>({.grad_y = call.in(grad_y),
+                                          .x = call.in(x),
+                                          .inv_norm = call.in(inv_norm),
+                                          .output_mask = call.output_mask<2>()});
 }
 
 const Signature kNormSignature{

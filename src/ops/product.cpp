@@ -66,8 +66,11 @@ at::Tensor in_sizes(const at::Tensor& result, c10::SymIntArrayRef sizes) {
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
                     Rows rows, Sums sums = Sums::any, Epilogue epilogue = {}) {
   if (call.path() == Path::direct) {
-    const Product product({a}, {b}, a.scalar_type(), rows, sums, epilogue.addend != nullptr,
-                          epilogue.alpha);
+    const Product product({a}, {b}, a.scalar_type(),
+                          {.rows = rows,
+                           .sums = sums,
+                           .alpha = epilogue.alpha,
+                           .beta = epilogue.addend != nullptr ? 1.0 : 0.0});
     Fresh result(call, product, sizes);
     if (epilogue.addend != nullptr) result.tensor.copy_(*epilogue.addend);
     call.took(kernel_ops::multiply(product, result.matrix));
@@ -89,8 +92,7 @@ bool is_for_libraries(const Call& call, Epilogue epilogue, at::ScalarType dtype,
 at::Tensor finished(Call& call, at::Tensor product, Epilogue epilogue) {
   if (epilogue.alpha != 1) product = at::mul(product, epilogue.alpha);
   if (epilogue.addend == nullptr) return product;
-  return call.run_into<kernel_ops::AddBias>({product}, product, std::optional<at::Tensor>(),
-                                            std::optional(*epilogue.addend))[0];
+  return call.run<kernel_ops::AddBias>({.x = product, .extra = *epilogue.addend}, {product})[0];
 }
 
 /// The product of codes as the dispatcher sees it: what runs the op decodes them where it must.
@@ -100,12 +102,30 @@ at::Tensor dispatched_product_of_codes(Call& call, Factor a, Factor b, c10::SymI
     return call.type(factor.read).direction == Direction::column;
   };
   call.took(kernel_ops::kDispatcher);
-  return in_sizes(kernel_ops::dispatch<kernel_ops::MultiplyCodes>(
-                      call.in(a.read), call.in(a.read, 1), call.amax_of_codes(a.read),
-                      *call.type(a.read).quantizer, is_column(a), a.transposed, call.in(b.read),
-                      call.in(b.read, 1), call.amax_of_codes(b.read), *call.type(b.read).quantizer,
-                      is_column(b), b.transposed, dtype)[0],
-                  sizes);
+  return in_sizes(
+      kernel_ops::dispatch<kernel_ops::MultiplyCodes>({.a = call.in(a.read),
+                                                       .a_scale = call.in(a.read, 1),
+                                                       .a_amax = call.amax_of_codes(a.read),
+                                                       .a_quantizer = *call.type(a.read).quantizer,
+                                                       .a_column = is_column(a),
+                                                       .a_transposed = a.transposed,
+                                                       .b = call.in(b.read),
+                                                       .b_scale = call.in(b.read, 1),
+                                                       .b_amax = call.amax_of_codes(b.read),
+                                                       .b_quantizer = *call.type(b.read).quantizer,
+                                                       .b_column = is_column(b),
+                                                       .b_transposed = b.transposed,
+                                                       .dtype = dtype})[0],
+      sizes);
+}
+
+/// A read, as this matrix, for implementations of products.
+kernel_ops::Factor factor(const Call& call, const at::Tensor& matrix, size_t read) {
+  const Type& type = call.type(read);
+  if (type.format != Format::codes) return {matrix};
+  const bool has_amax = type.quantizer->format->layout.has_amax;
+  return {matrix, type.quantizer, type.direction, &call.in(read, 1),
+          has_amax ? &call.in(read, kPartsOfCodes - 1) : nullptr};
 }
 
 /// The product of codes as they are, undefined where no implementation takes them.
@@ -115,14 +135,8 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
   if (call.path() != Path::direct) return {};
   const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                    right = matrix(call.in(b.read), b.transposed, call.path());
-  const auto factor = [&](const at::Tensor& codes, size_t read) -> kernel_ops::Factor {
-    const Type& type = call.type(read);
-    const bool has_amax = type.quantizer->format->layout.has_amax;
-    return {codes, type.quantizer, type.direction, &call.in(read, 1),
-            has_amax ? &call.in(read, kPartsOfCodes - 1) : nullptr};
-  };
-  const Product product(factor(left, a.read), factor(right, b.read), dtype, rows,
-                        Sums::independent_of_threads);
+  const Product product(factor(call, left, a.read), factor(call, right, b.read), dtype,
+                        {.rows = rows, .sums = Sums::independent_of_threads});
   if (kernel_ops::choose(product) == nullptr) {
     call.took(kernel_ops::why_decoded(product));
     return {};
@@ -137,9 +151,12 @@ at::Tensor multiply_codes(Call& call, Factor a, Factor b, c10::SymIntArrayRef si
 struct Decoded {
   Decoded(Call& call, size_t read)
       : quantizer(*call.type(read).quantizer),
-        values(call.run<kernel_ops::Decode>(call.in(read), call.in(read, 1), quantizer,
-                                            call.type(read).direction == Direction::column,
-                                            call.amax_of_codes(read))[0]) {
+        values(
+            call.run<kernel_ops::Decode>({.codes = call.in(read),
+                                          .dequant_scale = call.in(read, 1),
+                                          .quantizer = quantizer,
+                                          .column = call.type(read).direction == Direction::column,
+                                          .amax = call.amax_of_codes(read)})[0]) {
     if (quantizer.format->layout.applies_at_end) scale = call.in(read, 1);
   }
   const Quantizer& quantizer;
@@ -183,7 +200,8 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   kernel_ops::cut_padding(left, first.quantizer, right, second.quantizer);
   at::Tensor result = multiply(call, left, right, sizes, rows, Sums::independent_of_threads);
   if (first.scale || second.scale || dtype != result.scalar_type())
-    result = call.run<kernel_ops::ScaleProduct>(result, first.scale, second.scale, dtype)[0];
+    result = call.run<kernel_ops::ScaleProduct>(
+        {.product = result, .a_scale = first.scale, .b_scale = second.scale, .dtype = dtype})[0];
   return finished(call, result, epilogue);
 }
 
@@ -213,8 +231,9 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
                            target.device() == left.device();
   if (call.path() == Path::direct && is_writable) {
     const Product product({left}, {right}, target.scalar_type(),
-                          a.transposed ? Rows::contracted : Rows::of_the_result, Sums::any,
-                          accumulate, alpha);
+                          {.rows = a.transposed ? Rows::contracted : Rows::of_the_result,
+                           .alpha = alpha,
+                           .beta = accumulate ? 1.0 : 0.0});
     call.took(kernel_ops::multiply(product, target));
     return;
   }
@@ -249,6 +268,39 @@ at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dt
   check_linear(call, x, weight);
   return product(call, {x}, {weight, true}, output_sizes(call.in(x), call.in(weight)), dtype,
                  epilogue);
+}
+
+ProductAndUnit linear_product_and(Call& call, size_t x, size_t weight, at::ScalarType dtype,
+                                  const BehindProduct& behind) {
+  check_linear(call, x, weight);
+  check_one_device(call, {x, weight});
+  const at::Tensor left = matrix(call.in(x), false, call.path()),
+                   right = matrix(call.in(weight), true, call.path());
+  const bool is_quantized = call.format(x) == Format::codes;
+  c10::SymDimVector sizes = output_sizes(call.in(x), call.in(weight));
+  const auto allocate = [&] {
+    return call.frame().allocate(C10_AS_INTARRAYREF_SLOW(sizes), dtype, left);
+  };
+  const auto as_matrix = [](const at::Tensor& tensor) {
+    return tensor.view({-1, tensor.size(-1)});
+  };
+  kernel_ops::ProductOptions options{
+      .sums = is_quantized ? Sums::independent_of_threads : Sums::any,
+      .bias = behind.bias ? &*behind.bias : nullptr,
+      .unit = behind.unit,
+      .is_gated = behind.is_gated,
+      .unit_argument = behind.wants_z ? &left : nullptr};  // where it is written is not asked
+  const auto product = [&] {
+    return Product(factor(call, left, x), factor(call, right, weight), dtype, options);
+  };
+  if (kernel_ops::choose(product()) == nullptr) return {};
+  ProductAndUnit made{.y = {}, .z = behind.wants_z ? allocate() : at::Tensor()};
+  const at::Tensor z = made.z.defined() ? as_matrix(made.z) : at::Tensor();
+  if (z.defined()) options.unit_argument = &z;
+  if (behind.is_gated) sizes.back() = sizes.back() / 2;
+  made.y = allocate();
+  call.took(kernel_ops::multiply(product(), as_matrix(made.y)));
+  return made;
 }
 
 at::Tensor linear_grad_x(Call& call, size_t grad_y, size_t weight, at::ScalarType dtype,

@@ -58,6 +58,24 @@ void check_linear(const Call& call, size_t x, size_t weight);
 /// y = x W^T for the reads x and weight, after checking that they fit.
 at::Tensor linear_product(Call& call, size_t x, size_t weight, at::ScalarType dtype,
                           Epilogue epilogue = {});
+/// Whether some product on the device of read x takes a bias or a unit.
+inline bool may_do_more(const Call& call, size_t x) {
+  return call.path() == Path::direct && kernel_ops::takes_epilogues(call.in(x).device().type());
+}
+/// y = unit(x W^T + bias), and z, its argument, where that is wanted.
+struct ProductAndUnit {
+  at::Tensor y, z;
+};
+/// What stands behind x W^T: `unit` as kernel ops take it, or empty.
+struct BehindProduct {
+  std::optional<at::Tensor> bias = std::nullopt;
+  std::string_view unit = {};
+  bool is_gated = false, wants_z = false;
+};
+/// All of it by one implementation of the product, rounded once to `dtype`; undefined tensors where
+/// none does that, and then nothing has been computed. Only where may_do_more.
+ProductAndUnit linear_product_and(Call& call, size_t x, size_t weight, at::ScalarType dtype,
+                                  const BehindProduct& behind);
 /// grad_x = grad_y W and grad_weight = grad_y^T x for these reads.
 at::Tensor linear_grad_x(Call& call, size_t grad_y, size_t weight, at::ScalarType dtype,
                          Epilogue epilogue = {});

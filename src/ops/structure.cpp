@@ -49,15 +49,15 @@ void scale(Call& call) { call.out(0, at::mul(call.in(0), call.options<ScaleOptio
 
 void dropout(Call& call) {
   enum Read { x, seed };
-  call.write<kernel_ops::Dropout>(call.in(x), call.in(seed), call.options<DropoutOptions>().p);
+  call.write<kernel_ops::Dropout>(
+      {.x = call.in(x), .seed = call.in(seed), .p = call.options<DropoutOptions>().p});
 }
 
 void add(Call& call) {
   enum Read { x, extra };
   const at::Tensor& own = call.in(x);
   if (own.sym_sizes() == call.in(extra).sym_sizes())
-    return call.write<kernel_ops::AddBias>(own, std::optional<at::Tensor>(),
-                                           std::optional(call.in(extra)));
+    return call.write<kernel_ops::AddBias>({.x = own, .extra = call.in(extra)});
   call.out(0, sum_of_sizes(call, own, extra, sizes_of_sum(call, extra, own.sym_sizes())));
 }
 
@@ -124,8 +124,8 @@ at::Tensor broadcast_to(const at::Tensor& x, c10::SymIntArrayRef sizes) {
 }
 
 at::Tensor sum_of_sizes(Call& call, const at::Tensor& x, size_t extra, c10::SymIntArrayRef sizes) {
-  return call.run<kernel_ops::AddBias>(broadcast_to(x, sizes), std::optional<at::Tensor>(),
-                                       std::optional(extra_of(call, extra, sizes)))[0];
+  return call.run<kernel_ops::AddBias>(
+      {.x = broadcast_to(x, sizes), .extra = extra_of(call, extra, sizes)})[0];
 }
 
 void check_target(const Call& call, const at::Tensor& target, const at::Tensor& x) {

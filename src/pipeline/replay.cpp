@@ -84,8 +84,12 @@ at::Tensor decoded(Frame& frame, Value codes) {
   std::optional<at::Tensor> amax;
   if (tensors_per_value(type) == kPartsOfCodes) amax = frame.tensor(codes, kPartsOfCodes - 1);
   return kernel_ops::dispatch<kernel_ops::Dequantize>(
-      frame.tensor(codes, 0), frame.tensor(codes, 1), *type.quantizer,
-      type.direction == Direction::column, type.dtype, amax, at::OptionalSymIntArrayRef())[0];
+      {.codes = frame.tensor(codes, 0),
+       .dequant_scale = frame.tensor(codes, 1),
+       .quantizer = *type.quantizer,
+       .column = type.direction == Direction::column,
+       .dtype = type.dtype,
+       .amax = amax})[0];
 }
 
 at::Tensor state_of(at::Generator& generator) {

@@ -27,14 +27,16 @@ namespace {
 Lookup lookup_in(const Match& match) {
   return {[&match](const MemberOperand& operand) { return match.all(operand); },
           [&match](const MemberOperand& operand) { return match.all_written(operand); },
-          [&match](uint32_t member) { return std::vector<const Step*>{match.steps[member]}; }};
+          [&match](uint32_t member) {
+            return std::vector<const Step*>(match.has(member) ? 1 : 0, match.steps[member]);
+          }};
 }
 
-/// Whether the members could become one step.
-bool fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
+/// Has the members become one step where they may.
+void fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
                   FusionScope& scope) {
   const Candidate candidate(steps, members, fusion);
-  if (scope.skips(candidate.name)) return false;
+  if (scope.skips(candidate.name)) return;
   const Match match{candidate.steps, *scope.types};
   Step step = fused_step(fusion, fusion.run, candidate.options, lookup_in(match), scope);
   step.name = candidate.name;
@@ -43,21 +45,37 @@ bool fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
   if (!refusal) refusal = check_names(fusion, match, scope);
   if (!refusal) refusal = replacement.check(step);
   scope.note(candidate.name, fusion.picture, candidate.place, refusal);
-  if (refusal) return false;
+  if (refusal) return;
   replacement.drop_undemanded_writes(step);
   replacement.apply(steps, std::move(step));
-  return true;
+}
+
+bool is_built_in(const Fusion* fusion) {
+  const auto built_in = built_in_fusions(fusion->pass);
+  return std::ranges::any_of(built_in, [&](const Fusion& each) { return &each == fusion; });
 }
 
 }  // namespace
 
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope) {
+  struct Search {
+    const Fusion* fusion;
+    Form form;
+    size_t length;  // npos of a user's, which come first
+  };
+  std::vector<Search> searches;
   for (const Fusion* fusion : fusions) {
     if (fusion->pass != scope.pass || scope.skips(fusion->name)) continue;
-    for (size_t start = 0; start < steps.size(); ++start)
-      for (const Members& members : find_patterns(steps, start, *fusion))
-        if (fuse_members(steps, members, *fusion, scope)) break;
+    const bool yields = is_built_in(fusion);
+    for (const Form& form : forms_of(*fusion))
+      searches.push_back(
+          {fusion, form, yields ? static_cast<size_t>(std::ranges::count(form, true)) : npos});
   }
+  std::ranges::stable_sort(searches, std::greater(), &Search::length);
+  for (const auto& [fusion, form, length] : searches)
+    for (size_t start = 0; start < steps.size(); ++start)
+      if (const Members members = find_pattern(steps, start, *fusion, form); !members.empty())
+        fuse_members(steps, members, *fusion, scope);
 }
 
 namespace {
@@ -169,24 +187,20 @@ class Claims {
 
  private:
   void add(const StepList& steps, const Fusion& fusion, const std::vector<Type>& types) {
-    for (size_t start = 0; start < steps.size(); ++start) {
-      const Members members = find_pattern(steps, start, fusion);
-      if (members.empty()) continue;
-      const Candidate candidate(steps, members, fusion);
-      if (fusion.refuse != nullptr && fusion.refuse({candidate.steps, types})) continue;
-      for (const Step* step : candidate.steps)
-        if (step != nullptr)
-          for (const Part& part : step->covers) by_op_.try_emplace(part.op, fusion.name);
-    }
+    for (const Form& form : forms_of(fusion))
+      for (size_t start = 0; start < steps.size(); ++start) {
+        const Members members = find_pattern(steps, start, fusion, form);
+        if (members.empty()) continue;
+        const Candidate candidate(steps, members, fusion);
+        if (fusion.refuse != nullptr && fusion.refuse({candidate.steps, types})) continue;
+        for (const Step* step : candidate.steps)
+          if (step != nullptr)
+            for (const Part& part : step->covers) by_op_.try_emplace(part.op, fusion.name);
+      }
   }
 
   std::map<size_t, std::string> by_op_;
 };
-
-bool is_built_in(const Fusion* fusion) {
-  const auto built_in = built_in_fusions(fusion->pass);
-  return std::ranges::any_of(built_in, [&](const Fusion& each) { return &each == fusion; });
-}
 
 void fuse_patterns_jointly(StepList& forward, StepList& backward,
                            const std::vector<const Fusion*>& fusions, const Claims& claims,
@@ -194,8 +208,9 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
   for (const Fusion* fusion : fusions) {
     if (scope.skips(fusion->name)) continue;
     const bool yields = is_built_in(fusion);
+    const Form whole(fusion->pattern.size(), true);
     for (size_t start = 0; start < forward.size(); ++start) {
-      const Members members = find_pattern(forward, start, *fusion);
+      const Members members = find_pattern(forward, start, *fusion, whole);
       if (members.empty()) continue;
       const Candidate candidate(forward, members, *fusion);
       const Match match{candidate.steps, types};
@@ -210,10 +225,11 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
         Step ahead = fused_step(*fusion, fusion->run, candidate.options, lookup_in(match), scope);
         Step back = fused_step(*fusion, fusion->backward, candidate.options,
                                joint_lookup(match, backward, scope), scope);
+        ahead.name = back.name = candidate.name;
         refusal = join(forward, backward, *fusion, {std::move(ahead), members},
                        {std::move(back), backward_members}, scope, types);
       }
-      scope.note(fusion->name, fusion->picture, candidate.place, refusal);
+      scope.note(candidate.name, fusion->picture, candidate.place, refusal);
     }
   }
 }

@@ -33,8 +33,8 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
                                FusionScope& scope);
 
-/// Replaces what the fusions match in `steps`, in order of precedence. Every step's demanded writes
-/// stay written.
+/// Replaces what the fusions match in `steps`: those of users in their order, then of the library's
+/// what has the most members, in the order of the table. Every step's demanded writes stay written.
 void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScope& scope);
 
 /// Replaces the steps of each group's ops by the group's fusion.

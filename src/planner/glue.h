@@ -7,6 +7,7 @@
 
 #include "core/step.h"
 #include "kernel_ops/quantize/delayed.h"
+#include "ops/glue.h"
 #include "quantization/formats/format.h"
 #include "tandem/export.h"
 
@@ -37,14 +38,6 @@ Step seed_step(Value x, Value seed);
 using GroupValues = std::array<Value, 3>;
 /// codes and amax of x; `given`, a scale or a seed, where the quantizer takes one.
 Step quantize_step(Value x, Value given, const GroupValues& group, const Quantizer& quantizer);
-/// Of whom a watched quantization tells: number of the pipeline, place of the op, role, and of an
-/// op with groups which group, else -1.
-struct Watch {
-  int64_t pipeline = 0;
-  size_t op = 0;
-  Role role = Role::input;
-  int64_t group = -1;
-};
 /// The same, which keeps what it has done for take_watched (quantization/inspection.h).
 Step watched_quantize_step(Value x, Value given, const GroupValues& group,
                            const Quantizer& quantizer, const Watch& watch);
@@ -75,16 +68,6 @@ Step behind_step(Value x, const Values& gradients, Value y);
 /// y = decoded codes.
 Step dequantize_step(Value codes, Value y);
 
-/// Codes and scales of a tensor, as a front that has a type for such puts them into one, and as
-/// they are read from one that comes back as an input. Absent parts are undefined.
-struct TensorInCodes {
-  const Quantizer* quantizer = nullptr;
-  std::array<at::Tensor, group_amax> parts = {};
-  at::ScalarType dtype;
-  c10::SymDimVector sizes;
-};
-using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
-TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 /// Adds a step behind forward: y = a tensor that holds these codes, of which those of one direction
 /// may be absent; decoded codes where no front has a type for such, in composite form, where
 /// autograd records, and where a gradient of y comes to compiled code. y counts as the numbers

@@ -48,23 +48,28 @@ KnownSteps known_steps(Pass pass, bool of_families) {
   return steps;
 }
 
-/// The place of the step before the one at `place` in the chain.
-size_t source_of(const PatternStep& pattern, size_t place) {
-  return pattern.source == npos ? place - 1 : pattern.source;
+/// The places of the steps that may be before the one at `place` in the chain.
+std::vector<size_t> sources_of(const Fusion& fusion, size_t place) {
+  if (place == 0) return {};
+  if (const size_t named = fusion.pattern[place].source; named != npos) return {named};
+  std::vector<size_t> sources{place - 1};
+  while (sources.back() > 0 && fusion.pattern[sources.back()].is_optional)
+    sources.push_back(sources.back() - 1);
+  return sources;
 }
 
 /// An optional member is there or not, and nothing else changes by it.
 void check_optional(const Fusion& fusion, size_t place) {
   const PatternStep& pattern = fusion.pattern[place];
-  TORCH_CHECK_VALUE(!pattern.is_optional() || fusion.pass != Pass::joint, "fusion \"", fusion.name,
+  TORCH_CHECK_VALUE(!pattern.is_optional || fusion.pass != Pass::joint, "fusion \"", fusion.name,
                     "\": expected optional steps in a pass of one direction, got one at ", place,
                     " in the joint pass. Register a fusion without it.");
-  TORCH_CHECK_VALUE(place == 0 ? !pattern.is_optional()
-                               : !fusion.pattern[source_of(pattern, place)].is_optional(),
-                    "fusion \"", fusion.name, "\": expected step ", place,
-                    " of its pattern to be behind one that is always there, got ",
-                    place == 0 ? "none before it" : "an optional one",
-                    ". Name another with behind(place).");
+  TORCH_CHECK_VALUE(
+      place == 0 ? !pattern.is_optional
+                 : pattern.source == npos || !fusion.pattern[pattern.source].is_optional,
+      "fusion \"", fusion.name, "\": expected step ", place,
+      " of its pattern to be behind one that is always there, got ",
+      place == 0 ? "none before it" : "an optional one", ". Name another with behind(place).");
   TORCH_CHECK_VALUE(pattern.needs == npos || pattern.needs < fusion.pattern.size(), "fusion \"",
                     fusion.name, "\": expected step ", place, " to need one of the ",
                     fusion.pattern.size(), " of its pattern, got step ", pattern.needs,
@@ -168,77 +173,61 @@ void check_pattern(const Fusion& fusion) {
         return false;
       });
     }
-    if (place > 0)
-      check_link(fusion, place, "the step before", linked[source_of(pattern, place)],
-                 pattern.result);
+    for (const size_t source : sources_of(fusion, place))
+      check_link(fusion, place, "the step before", linked[source], pattern.result);
     check_link(fusion, place, "its own", reads, pattern.operand);
     linked.push_back(std::move(writes));
     if (!linked.back().empty()) linked.back().insert(reads.begin(), reads.end());
   }
 }
 
-namespace {
-
-bool is_pattern(const Members& members, const Fusion& fusion) {
-  for (size_t p = 0; p < members.size(); ++p)
-    if (const size_t needed = fusion.pattern[p].needs;
-        members[p] != npos && needed != npos && members[needed] == npos)
-      return false;
-  return members.size() == 1 ||
-         std::ranges::count(members, npos) + 1 < static_cast<std::ptrdiff_t>(members.size());
+std::vector<Form> forms_of(const Fusion& fusion) {
+  std::vector<Form> forms{{}};
+  for (const PatternStep& step : fusion.pattern)
+    for (size_t i = 0, count = forms.size(); i < count; ++i) {
+      if (step.is_optional) (forms.emplace_back(forms[i])).push_back(false);
+      forms[i].push_back(true);
+    }
+  std::erase_if(forms, [&](const Form& form) {
+    for (size_t p = 0; p < form.size(); ++p)
+      if (const size_t needed = fusion.pattern[p].needs; form[p] && needed != npos && !form[needed])
+        return true;
+    return form.size() > 1 && std::ranges::count(form, true) == 1;
+  });
+  std::ranges::sort(forms, std::greater(), [](const Form& form) {
+    return std::pair(std::ranges::count(form, true), form);  // rather without the last
+  });
+  return forms;
 }
 
-}  // namespace
-
-Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion) {
+Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion, const Form& form) {
   if (!steps.has(start) || !matches(steps[start], fusion.pattern[0])) return {};
   Members members{start};
-  for (size_t p = 1; p < fusion.pattern.size(); ++p) {
+  for (size_t p = 1, before = start; p < form.size(); ++p) {
     const PatternStep& pattern = fusion.pattern[p];
-    const Value link = link_from(steps[members[source_of(pattern, p)]], pattern);
-    size_t next = npos;
-    if (exists(link)) {
-      const auto readers = steps.readers(link);
-      const auto found = std::find_if(readers.begin(), readers.end(), [&](size_t reader) {
-        return matches(steps[reader], pattern) && takes_up(steps[reader], link, pattern) &&
-               std::find(members.begin(), members.end(), reader) == members.end();
-      });
-      if (found != readers.end()) next = *found;
-    }
-    if (next == npos && !pattern.is_optional()) return {};
-    members.push_back(next);
+    members.push_back(npos);
+    if (!form[p]) continue;
+    const Value link =
+        link_from(steps[pattern.source == npos ? before : members[pattern.source]], pattern);
+    if (!exists(link)) return {};
+    const auto readers = steps.readers(link);
+    const auto found = std::find_if(readers.begin(), readers.end(), [&](size_t reader) {
+      return matches(steps[reader], pattern) && takes_up(steps[reader], link, pattern) &&
+             std::find(members.begin(), members.end(), reader) == members.end();
+    });
+    if (found == readers.end()) return {};
+    members[p] = before = *found;
   }
-  for (size_t p = 0; p < members.size(); ++p)  // alone, without the one that it needs
-    if (const size_t needed = fusion.pattern[p].needs; needed != npos && members[needed] == npos)
-      members[p] = npos;
-  return is_pattern(members, fusion) ? members : Members{};
-}
-
-std::vector<Members> find_patterns(const StepList& steps, size_t start, const Fusion& fusion) {
-  const Members all = find_pattern(steps, start, fusion);
-  if (all.empty()) return {};
-  std::vector<Members> found{all};
-  for (size_t p = all.size(); p-- > 0;)  // rather without the last
-    if (fusion.pattern[p].is_optional() && all[p] != npos)
-      for (size_t i = 0, count = found.size(); i < count; ++i) {
-        Members fewer = found[i];
-        fewer[p] = npos;
-        found.push_back(std::move(fewer));
-      }
-  std::erase_if(found, [&](const Members& members) { return !is_pattern(members, fusion); });
-  std::ranges::stable_sort(
-      found, {}, [](const Members& members) { return std::ranges::count(members, npos); });
-  return found;
+  return members;
 }
 
 Candidate::Candidate(const StepList& list, const Members& members, const Fusion& fusion)
     : name(fusion.name), place(place_of(list, members)) {
   for (size_t p = 0; p < members.size(); ++p) {
-    steps.push_back(members[p] == npos ? nullptr : &list[members[p]]);
-    if (members[p] == npos) continue;
-    name += fusion.pattern[p].suffix;
-    const auto& options_of_step = list[members[p]].options;
-    options.insert(options.end(), options_of_step.begin(), options_of_step.end());
+    const Step* step = members[p] == npos ? nullptr : &list[members[p]];
+    steps.push_back(step);
+    options.push_back(step == nullptr || step->options.empty() ? nullptr : step->options[0]);
+    if (step != nullptr) name += fusion.pattern[p].suffix;
   }
 }
 

@@ -6,27 +6,31 @@
 namespace tandem {
 
 /// Throws c10::ValueError where a pattern can match nothing: it names a step that no registered op
-/// has in its pass, or a link by what no such step writes or reads; and where others depend on an
+/// has in its pass, or a link by what no such step writes or reads; and where others are behind an
 /// optional step. Backward may run steps of forward again.
 void check_pattern(const Fusion& fusion);
 
-/// Finds the members of a fusion's pattern that starts at `start`, in pattern order, npos for one
-/// that is not there; empty where it does not match, or with one step alone.
-Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion);
+/// Which members of a fusion's pattern are there.
+using Form = std::vector<bool>;
 
-/// The same without some of those that are optional, the least of them first.
-std::vector<Members> find_patterns(const StepList& steps, size_t start, const Fusion& fusion);
+/// The forms that a fusion has, of the most members first, and of as many those with the first
+/// ones; none with one step alone, but where the pattern is one.
+std::vector<Form> forms_of(const Fusion& fusion);
+
+/// Finds the members of a form of a fusion's pattern that starts at `start`, in pattern order, npos
+/// for one that the form leaves out; empty where it does not match.
+Members find_pattern(const StepList& steps, size_t start, const Fusion& fusion, const Form& form);
 
 /// A pattern that matched.
 struct Candidate {
   Candidate(const StepList& list, const Members& members, const Fusion& fusion);
 
-  /// The fusion's, with those of its optional members.
+  /// The fusion's, with what its members add.
   std::string name;
   std::vector<const Step*> steps;
   /// As `explain` prints it: "1.basic_linear + 1.bias".
   std::string place;
-  /// Of the ops that it covers, in member order.
+  /// By member, null for one that is absent or has none.
   std::vector<Options> options;
 };
 

@@ -112,7 +112,10 @@ class Measurement {
 
   void put_codes(const at::Tensor& x, const Quantizer& quantizer, Value row, Value column) {
     const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
-        x, given_for(quantizer), quantizer, std::array{exists(row), exists(column), false});
+        {.x = x,
+         .given = given_for(quantizer),
+         .quantizer = quantizer,
+         .output_mask = {exists(row), exists(column), false}});
     for (const Value value : {row, column}) {
       if (!exists(value)) continue;
       const Direction direction = value == row ? Direction::row : Direction::column;

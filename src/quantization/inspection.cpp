@@ -29,9 +29,13 @@ Watched& watched() {
 /// The numbers that codes mean, for x's sizes.
 at::Tensor meaning(const at::Tensor& x, const at::Tensor& codes, const Codes& of,
                    const Quantizer& quantizer) {
-  return kernel_ops::Dequantize::reference(codes, of.dequant_scale, quantizer,
-                                           of.direction == Direction::column, at::kFloat, of.amax,
-                                           x.sym_sizes())[0]
+  return kernel_ops::Dequantize::reference({.codes = codes,
+                                            .dequant_scale = of.dequant_scale,
+                                            .quantizer = quantizer,
+                                            .column = of.direction == Direction::column,
+                                            .dtype = at::kFloat,
+                                            .amax = of.amax,
+                                            .sizes = x.sym_sizes()})[0]
       .to(at::kDouble);
 }
 

@@ -140,8 +140,8 @@ class QuantizeFront : public ::testing::TestWithParam<Case> {
     if (given_to(core()) == Given::scale) given = made.scale();
     at::manual_seed(5);
     if (draws()) given = at::randint(INT64_MAX, {}, at::kLong);
-    const auto group =
-        kernel_ops::dispatch<kernel_ops::Quantize>(x, given, core(), std::array{row, column, true});
+    const auto group = kernel_ops::dispatch<kernel_ops::Quantize>(
+        {.x = x, .given = given, .quantizer = core(), .output_mask = {row, column, true}});
     const auto got = parts_of(codes);
     const bool both = serves_both_directions(core());
     for (size_t part = 0; part < got.size(); ++part) {
@@ -161,11 +161,15 @@ class QuantizeFront : public ::testing::TestWithParam<Case> {
       if (core().format->layout.has_amax) amax = group[first + 2];
       const c10::SymDimVector sizes(x.sizes().begin(), x.sizes().end());
       const bool rotated = of_columns && core().hadamard;
-      EXPECT_TRUE(same(
-          numbers, kernel_ops::dispatch<kernel_ops::Dequantize>(
-                       group[first], group[first + 1], core(), of_columns, x.scalar_type(), amax,
-                       rotated ? at::OptionalSymIntArrayRef()
-                               : at::OptionalSymIntArrayRef(c10::SymIntArrayRef(sizes)))[0]));
+      EXPECT_TRUE(same(numbers, kernel_ops::dispatch<kernel_ops::Dequantize>(
+                                    {.codes = group[first],
+                                     .dequant_scale = group[first + 1],
+                                     .quantizer = core(),
+                                     .column = of_columns,
+                                     .dtype = x.scalar_type(),
+                                     .amax = amax,
+                                     .sizes = rotated ? at::OptionalSymIntArrayRef()
+                                                      : c10::SymIntArrayRef(sizes)})[0]));
       EXPECT_TRUE(rotated || numbers.sizes() == x.sizes());
     }
   }
@@ -417,7 +421,7 @@ TEST(CastFront, RoundsByChanceAsTheKernelOp) {
   const at::Tensor x = random({1000}), seed = at::tensor({int64_t{3}, int64_t{1}}, at::kLong);
   const at::Tensor codes = cast(x, kE4m3, {.seed = seed});
   EXPECT_TRUE(same(codes, kernel_ops::dispatch<kernel_ops::CastToCodes>(
-                              x, std::string_view("e4m3"), true, std::optional(seed))[0]));
+                              {.x = x, .format = "e4m3", .saturate = true, .seed = seed})[0]));
   EXPECT_FALSE(same(codes, cast(x, kE4m3)));
 }
 

@@ -292,13 +292,14 @@ TEST(LinearBackwardScale, ScalesBothProducts) {
   const Ops ops = {"basic_linear", kScaled};
   const Tensors params{leaf({12, 8}, at::kFloat, 2)};
   EXPECT_EQ(Planned(ops, inputs(), params).backward(),
-            "linear_backward_scale: grad of 1.constant_scale.y, 0.basic_linear.weight, x -> grad "
+            "linear_backward_scale_x_weight: grad of 1.constant_scale.y, 0.basic_linear.weight, x "
+            "-> grad "
             "of x, grad of 0.basic_linear.weight\n");
   EXPECT_EQ(Planned(ops, {random({3, 8})}, params).backward(),
-            "linear_grad_weight_scale: grad of 1.constant_scale.y, x -> grad of "
+            "linear_backward_scale_weight: grad of 1.constant_scale.y, x -> grad of "
             "0.basic_linear.weight\n");
   EXPECT_EQ(Planned(ops, inputs(), {random({12, 8})}).backward(),
-            "linear_grad_x_scale: grad of 1.constant_scale.y, 0.basic_linear.weight -> grad of "
+            "linear_backward_scale_x: grad of 1.constant_scale.y, 0.basic_linear.weight -> grad of "
             "x\n");
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
     EXPECT_TRUE(fused_equals_unfused(ops, {random({3, 8}, dtype)}, {leaf({12, 8}, dtype)}));
@@ -310,10 +311,12 @@ TEST(LinearBackwardScale, RefusesWhereTheScaledGradientIsDemanded) {
   const Ops ops = {"basic_linear", "bias", kScaled};
   const Planned planned(ops, inputs(), params());
   EXPECT_THAT(planned.backward(), HasSubstr("constant_scale.backward: "));
-  EXPECT_THAT(planned.decisions(),
-              Contains("linear_backward_scale at 2.constant_scale.backward + 0.basic_linear.grad_x "
-                       "+ 0.basic_linear.grad_weight: grad of 1.bias.y is demanded outside and the "
-                       "fused step does not write it"));
+  EXPECT_THAT(
+      planned.decisions(),
+      Contains(
+          "linear_backward_scale_x_weight at 2.constant_scale.backward + 0.basic_linear.grad_x "
+          "+ 0.basic_linear.grad_weight: grad of 1.bias.y is demanded outside and the "
+          "fused step does not write it"));
 }
 
 const std::string kOut =

@@ -7,6 +7,7 @@
 namespace tandem::testing::fusions_residual {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 
@@ -246,6 +247,22 @@ TEST_P(AddNorm, OfAValueAndItself) {
   const Ops ops = {kOut, kIn, norm()};
   EXPECT_THAT(Planned(ops, {leaf({7, 40})}, params()).forward(), HasSubstr(fusion() + ": x, x, "));
   EXPECT_TRUE(fused_equals_unfused(ops, {leaf({7, 40})}, params()));
+}
+
+TEST(AddNormBehindAProduct, TakesTheSumFromOneWithoutABias) {
+  const std::string recipe = R"({"recipe": {"name": "MXFP8BlockScaling"}})";
+  const Ops ops = {kOut, "basic_linear", kIn, "rms_norm", "basic_linear"},
+            biased = {kOut, "basic_linear", "bias", kIn, "rms_norm", "basic_linear"};
+  const Tensors inputs{leaf({32, 64})},
+      params{leaf({64, 64}, at::kFloat, 2), leaf({64}, at::kFloat, 3),
+             leaf({64, 64}, at::kFloat, 4)},
+      with_bias{params[0], leaf({64}, at::kFloat, 5), params[1], params[2]};
+  EXPECT_THAT(Planned(ops, inputs, params).forward(), HasSubstr("\nadd_rms_norm: "));
+  EXPECT_THAT(Planned(ops, inputs, params, recipe).forward(),
+              HasSubstr("\nadd_rms_norm_quantize: "));
+  EXPECT_THAT(Planned(biased, inputs, with_bias).forward(), HasSubstr("linear_bias_add: "));
+  EXPECT_THAT(Planned(biased, inputs, with_bias, recipe).forward(),
+              AllOf(HasSubstr("linear_bias_add: "), HasSubstr("\nrms_norm_quantize: ")));
 }
 
 TEST(BiasActivation, FiresAndEqualsBitwise) {

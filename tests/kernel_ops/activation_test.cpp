@@ -7,7 +7,6 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
 
-#include "kernel_ops/unit/scaled_activation.h"
 #include "kernels/activation.h"
 #include "support/kernel_ops.h"
 #include "support/targets.h"
@@ -18,12 +17,41 @@ namespace {
 
 using kernel_ops::ActivationBackward;
 using kernel_ops::ActivationForward;
-using kernel_ops::GluBackward;
-using kernel_ops::GluForward;
 using kernel_ops::ScaledActivationBackward;
 using kernel_ops::ScaledActivationForward;
 using std::array;
 using Bias = std::optional<at::Tensor>;
+
+/// y; where there is a bias z too.
+ActivationForward::Args forward_of(const at::Tensor& x, const Bias& bias, std::string_view function,
+                                   bool is_gated) {
+  return {.x = x,
+          .bias = bias,
+          .activation = function,
+          .is_gated = is_gated,
+          .output_mask = {bias.has_value(), true}};
+}
+ActivationBackward::Args backward_of(const at::Tensor& grad_y, const at::Tensor& z,
+                                     std::string_view function, bool is_gated,
+                                     array<bool, 3> output_mask = {true, true, true}) {
+  return {.grad_y = grad_y,
+          .z = z,
+          .activation = function,
+          .is_gated = is_gated,
+          .output_mask = output_mask};
+}
+
+/// z and y of x and bias; grad_z, y and grad_bias of grad_y and z.
+Tensors forward(std::string_view function, bool is_gated, const Tensors& t) {
+  const auto r =
+      kernel_ops::dispatch<ActivationForward>(forward_of(t[0], t[1], function, is_gated));
+  return {r[0], r[1]};
+}
+Tensors backward(std::string_view function, bool is_gated, const Tensors& t) {
+  const auto r =
+      kernel_ops::dispatch<ActivationBackward>(backward_of(t[0], t[1], function, is_gated));
+  return {r[0], r[1], r[2]};
+}
 
 using Param = std::tuple<int64_t, std::string_view>;
 
@@ -43,90 +71,56 @@ INSTANTIATE_TEST_SUITE_P(Functions, ActivationOp,
                          });
 
 TEST_P(ActivationOp, ForwardMatchesReference) {
-  for_every_case(1, [&](const at::Tensor& x) {
-    const at::Tensor bias = random({x.size(-1)}, x.scalar_type(), 9);
-    EXPECT_TRUE(matches_reference<ActivationForward>(x, Bias(), function(), array{false, true}));
-    EXPECT_TRUE(matches_reference<ActivationForward>(x, Bias(bias), function(), array{true, true}));
-  });
+  for (const bool is_gated : {false, true})
+    for_every_case(is_gated ? 2 : 1, [&](const at::Tensor& x) {
+      const at::Tensor bias = random({x.size(-1)}, x.scalar_type(), 9);
+      for (const Bias& added : {Bias(), Bias(bias)})
+        EXPECT_TRUE(
+            matches_reference<ActivationForward>(forward_of(x, added, function(), is_gated)));
+    });
 }
 
 TEST_P(ActivationOp, BackwardMatchesReference) {
-  for_every_case(1, [&](const at::Tensor& z) {
-    const at::Tensor grad_y = random(z.sizes(), z.scalar_type(), 4);
-    EXPECT_TRUE(matches_reference_at<ActivationBackward>(1, grad_y, z, function(),
-                                                         array{true, true, true}));
-    EXPECT_TRUE(matches_reference_at<ActivationBackward>(1, grad_y, z, function(),
-                                                         array{false, true, false}));
-    if (z.numel() == 0) return;
-    EXPECT_TRUE(matches_reference<ActivationBackward>(grad_y.narrow(0, 0, 1).expand_as(z), z,
-                                                      function(), array{true, false, false}));
-  });
-}
-
-TEST_P(ActivationOp, GluForwardMatchesReference) {
-  for_every_case(2, [&](const at::Tensor& x) {
-    const at::Tensor bias = random({x.size(-1)}, x.scalar_type(), 9);
-    EXPECT_TRUE(matches_reference<GluForward>(x, Bias(), function(), array{false, true}));
-    EXPECT_TRUE(matches_reference<GluForward>(x, Bias(bias), function(), array{true, true}));
-  });
-}
-
-TEST_P(ActivationOp, GluBackwardMatchesReference) {
-  for_every_case(2, [&](const at::Tensor& z) {
-    const at::Tensor grad_y = random(z.narrow(-1, 0, z.size(-1) / 2).sizes(), z.scalar_type(), 4);
-    EXPECT_TRUE(matches_reference<GluBackward>(grad_y, z, function(), array{true, true, true}));
-    EXPECT_TRUE(matches_reference<GluBackward>(grad_y, z, function(), array{false, true, false}));
-  });
+  for (const bool is_gated : {false, true})
+    for_every_case(is_gated ? 2 : 1, [&](const at::Tensor& z) {
+      const at::Tensor grad_y =
+          random(z.narrow(-1, 0, z.size(-1) / (is_gated ? 2 : 1)).sizes(), z.scalar_type(), 4);
+      for (const array mask : {array{true, true, true}, array{false, false, true}})
+        EXPECT_TRUE(matches_reference_at<ActivationBackward>(
+            is_gated ? 0 : 1, backward_of(grad_y, z, function(), is_gated, mask)));
+      if (z.numel() == 0) return;
+      const at::Tensor expanded = grad_y.narrow(0, 0, 1).expand_as(grad_y);
+      EXPECT_TRUE(matches_reference<ActivationBackward>(
+          backward_of(expanded, z, function(), is_gated, {true, false, false})));
+    });
 }
 
 TEST_P(ActivationOp, MixedDtypesPromote) {
   const at::Tensor x = random({5, 8}, at::kBFloat16), bias = random({8}, at::kFloat);
-  const auto results =
-      kernel_ops::dispatch<ActivationForward>(x, Bias(bias), function(), array{true, true});
-  EXPECT_EQ(results[1].scalar_type(), at::kFloat);
-  EXPECT_TRUE(matches_reference<ActivationForward>(x, Bias(bias), function(), array{true, true}));
-  EXPECT_TRUE(matches_reference<GluForward>(x, Bias(bias), function(), array{true, true}));
+  for (const bool is_gated : {false, true}) {
+    EXPECT_EQ(forward(function(), is_gated, {x, bias})[1].scalar_type(), at::kFloat);
+    EXPECT_TRUE(matches_reference<ActivationForward>(forward_of(x, bias, function(), is_gated)));
+  }
 }
 
 TEST_P(ActivationOp, Float64RunsTheReference) {
   const at::Tensor x = random({3, 8}, at::kDouble);
-  EXPECT_TRUE(same(kernel_ops::dispatch<GluForward>(x, Bias(), function(), array{false, true})[1],
-                   GluForward::reference(x, Bias(), function(), array{false, true})[1]));
+  const auto args = forward_of(x, Bias(), function(), true);
+  EXPECT_TRUE(same(kernel_ops::dispatch<ActivationForward>(args)[1],
+                   ActivationForward::reference(args)[1]));
 }
 
 TEST_P(ActivationOp, GradientOfTheOpByItself) {
-  const auto inputs = Tensors{leaf({3, 6}, at::kDouble), leaf({6}, at::kDouble, 2)};
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r = kernel_ops::dispatch<ActivationForward>(t[0], Bias(t[1]), function(),
-                                                               array{true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      inputs));
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r =
-            kernel_ops::dispatch<GluForward>(t[0], Bias(t[1]), function(), array{true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      inputs));
+  for (const bool is_gated : {false, true})
+    EXPECT_TRUE(gradients_match([&](const Tensors& t) { return forward(function(), is_gated, t); },
+                                {leaf({3, 6}, at::kDouble), leaf({6}, at::kDouble, 2)}));
 }
 
 TEST_P(ActivationOp, GradientOfTheBackwardByItself) {
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r = kernel_ops::dispatch<ActivationBackward>(t[0], t[1], function(),
-                                                                array{true, true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      {leaf({3, 6}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r =
-            kernel_ops::dispatch<GluBackward>(t[0], t[1], function(), array{true, true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      {leaf({3, 3}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
+  for (const bool is_gated : {false, true})
+    EXPECT_TRUE(
+        gradients_match([&](const Tensors& t) { return backward(function(), is_gated, t); },
+                        {leaf({3, is_gated ? 3 : 6}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
 }
 
 /// What only gated units take, for last dimensions that are multiples of 6.
@@ -153,28 +147,18 @@ TEST_P(GatedOp, MatchesReference) {
   for_every_case(6, [&](const at::Tensor& z) {
     const at::Tensor bias = random({z.size(-1)}, z.scalar_type(), 9),
                      grad_y = random(z.narrow(-1, 0, z.size(-1) / 2).sizes(), z.scalar_type(), 4);
-    EXPECT_TRUE(matches_reference<GluForward>(z, Bias(), function(), array{false, true}));
-    EXPECT_TRUE(matches_reference<GluForward>(z, Bias(bias), function(), array{true, true}));
+    for (const Bias& added : {Bias(), Bias(bias)})
+      EXPECT_TRUE(matches_reference<ActivationForward>(forward_of(z, added, function(), true)));
     EXPECT_TRUE(
-        matches_reference_at<GluBackward>(1, grad_y, z, function(), array{true, true, true}));
+        matches_reference_at<ActivationBackward>(1, backward_of(grad_y, z, function(), true)));
   });
 }
 
 TEST_P(GatedOp, GradientByItself) {
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r =
-            kernel_ops::dispatch<GluForward>(t[0], Bias(t[1]), function(), array{true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      {leaf({3, 6}, at::kDouble), leaf({6}, at::kDouble, 2)}));
-  EXPECT_TRUE(gradients_match(
-      [&](const Tensors& t) {
-        const auto r =
-            kernel_ops::dispatch<GluBackward>(t[0], t[1], function(), array{true, true, true});
-        return Tensors(r.begin(), r.end());
-      },
-      {leaf({3, 3}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
+  EXPECT_TRUE(gradients_match([&](const Tensors& t) { return forward(function(), true, t); },
+                              {leaf({3, 6}, at::kDouble), leaf({6}, at::kDouble, 2)}));
+  EXPECT_TRUE(gradients_match([&](const Tensors& t) { return backward(function(), true, t); },
+                              {leaf({3, 3}, at::kDouble), leaf({3, 6}, at::kDouble, 2)}));
 }
 
 /// As activation_function.h has them, and whether the unit is gated.
@@ -184,6 +168,22 @@ constexpr std::pair<std::string_view, bool> kScaled[] = {
     {"clamped_swiglu:limit=0.75:alpha=1.702:glu_linear_offset=1", true},
     {"srelu", false},
     {"gelu", false}};
+
+ScaledActivationForward::Args scaled_of(const at::Tensor& x, const at::Tensor& scales,
+                                        std::string_view function, bool is_gated) {
+  return {.x = x, .scales = scales, .activation = function, .is_gated = is_gated};
+}
+ScaledActivationBackward::Args scaled_backward_of(const at::Tensor& grad_y, const at::Tensor& x,
+                                                  const at::Tensor& scales,
+                                                  std::string_view function, bool is_gated,
+                                                  array<bool, 3> output_mask = {true, true, true}) {
+  return {.grad_y = grad_y,
+          .x = x,
+          .scales = scales,
+          .activation = function,
+          .is_gated = is_gated,
+          .output_mask = output_mask};
+}
 
 class ScaledOp
     : public ::testing::TestWithParam<std::tuple<int64_t, std::pair<std::string_view, bool>>> {
@@ -205,11 +205,13 @@ TEST_P(ScaledOp, MatchesReference) {
     const at::Tensor grad_y = random(x.narrow(-1, 0, cols).sizes(), x.scalar_type(), 4);
     for (const auto dtype : {x.scalar_type(), at::kFloat}) {
       const at::Tensor scales = random(rows, dtype, 5);
-      EXPECT_TRUE(matches_reference<ScaledActivationForward>(x, scales, function(), is_gated()));
+      EXPECT_TRUE(
+          matches_reference<ScaledActivationForward>(scaled_of(x, scales, function(), is_gated())));
       for (const array mask :
            {array{true, true, true}, array{true, false, false}, array{false, true, false}})
         EXPECT_TRUE(matches_reference_at<ScaledActivationBackward>(
-            static_cast<double>(cols), grad_y, x, scales, function(), is_gated(), mask));
+            static_cast<double>(cols),
+            scaled_backward_of(grad_y, x, scales, function(), is_gated(), mask)));
     }
   });
 }
@@ -218,14 +220,14 @@ TEST_P(ScaledOp, GradientByItself) {
   const auto x = leaf({3, is_gated() ? 12 : 6}, at::kDouble), scales = leaf({3}, at::kDouble, 2);
   EXPECT_TRUE(gradients_match(
       [&](const Tensors& t) {
-        return Tensors{
-            kernel_ops::dispatch<ScaledActivationForward>(t[0], t[1], function(), is_gated())[0]};
+        return Tensors{kernel_ops::dispatch<ScaledActivationForward>(
+            scaled_of(t[0], t[1], function(), is_gated()))[0]};
       },
       {x, scales}));
   EXPECT_TRUE(gradients_match(
       [&](const Tensors& t) {
         const auto r = kernel_ops::dispatch<ScaledActivationBackward>(
-            t[0], t[1], t[2], function(), is_gated(), array{true, true, true});
+            scaled_backward_of(t[0], t[1], t[2], function(), is_gated()));
         return Tensors(r.begin(), r.end());
       },
       {leaf({3, 6}, at::kDouble, 3), x, scales}));
@@ -233,24 +235,28 @@ TEST_P(ScaledOp, GradientByItself) {
 
 TEST(ScaledOps, OfNothingHaveGradientsOfZero) {
   const auto results = kernel_ops::dispatch<ScaledActivationBackward>(
-      random({3, 0}), random({3, 0}), random({3}), "srelu", false, array{true, true, true});
+      scaled_backward_of(random({3, 0}), random({3, 0}), random({3}), "srelu", false));
   EXPECT_TRUE(same(results[1], at::zeros({3})));
 }
 
 TEST(ScaledOpErrors, ShapesThatDoNotFit) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ScaledActivationForward>(random({2, 4}), random({3}), "silu", true);
+        kernel_ops::dispatch<ScaledActivationForward>(
+            scaled_of(random({2, 4}), random({3}), "silu", true));
       },
       ThrowsText<c10::ValueError>("scaled_activation: expected scales with 2 elements, one per row "
                                   "of x [2, 4], got shape [3]. Pass a tensor of the shape of x"));
   EXPECT_THAT(
-      [] { kernel_ops::dispatch<ScaledActivationForward>(random({}), random({}), "srelu", false); },
+      [] {
+        kernel_ops::dispatch<ScaledActivationForward>(
+            scaled_of(random({}), random({}), "srelu", false));
+      },
       ThrowsText<c10::ValueError>("scaled_activation: expected x with at least 1 dimension"));
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ScaledActivationBackward>(random({2, 4}), random({2, 4}), random({2}),
-                                                       "silu", true, array{true, true, true});
+        kernel_ops::dispatch<ScaledActivationBackward>(
+            scaled_backward_of(random({2, 4}), random({2, 4}), random({2}), "silu", true));
       },
       ThrowsText<c10::ValueError>(
           "scaled_activation: expected grad_y of the shape of y, [2, 2], got [2, 4]"));
@@ -258,9 +264,7 @@ TEST(ScaledOpErrors, ShapesThatDoNotFit) {
 
 TEST(ActivationOpErrors, TextsThatAreNone) {
   const auto given = [](std::string_view text) {
-    return [text] {
-      kernel_ops::dispatch<GluForward>(random({2, 4}), Bias(), text, array{true, true});
-    };
+    return [text] { forward(text, true, {random({2, 4}), random({4})}); };
   };
   for (const auto text : {"situglu", "situglu:beta1=4", "situglu:beta2=4:beta1=4",
                           "situglu:beta1=nan:beta2=4", "situglu:beta1=4:beta2=25:interleave=0",
@@ -277,8 +281,7 @@ TEST(ActivationOpErrors, TextsThatAreNone) {
                                                          "situglu, clamped_swiglu, got \"tanh\""));
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ActivationForward>(random({2, 4}), Bias(), "silu:interleave=2",
-                                                array{true, true});
+        forward("silu:interleave=2", false, {random({2, 4}), random({4})});
       },
       ThrowsText<c10::ValueError>("activation: expected silu, got \"silu:interleave=2\""));
 }
@@ -286,8 +289,7 @@ TEST(ActivationOpErrors, TextsThatAreNone) {
 TEST(ActivationOpErrors, BlocksThatDoNotFit) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<GluForward>(random({2, 12}), Bias(), "silu:interleave=4",
-                                         array{true, true});
+        forward("silu:interleave=4", true, {random({2, 12}), random({12})});
       },
       ThrowsText<c10::ValueError>("glu: expected x whose last dimension is a multiple of 8, two "
                                   "blocks of glu_interleave_size, got [2, 12]"));
@@ -296,8 +298,8 @@ TEST(ActivationOpErrors, BlocksThatDoNotFit) {
 TEST(ActivationOpErrors, WholeNumbersOfAFunctionWithFractions) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ActivationForward>(at::ones({2, 4}, at::kLong), Bias(), "qgelu",
-                                                array{false, true});
+        kernel_ops::dispatch<ActivationForward>(
+            forward_of(at::ones({2, 4}, at::kLong), Bias(), "qgelu", false));
       },
       ThrowsText<c10::TypeError>("activation: expected x of a dtype with fractions, as qgelu has, "
                                  "got int64. Convert it before the call."));
@@ -305,26 +307,25 @@ TEST(ActivationOpErrors, WholeNumbersOfAFunctionWithFractions) {
 
 TEST(ActivationOps, MaskedOutResultsAreEmptyAndFresh) {
   const at::Tensor x = random({2, 4});
-  const auto results =
-      kernel_ops::dispatch<ActivationForward>(x, Bias(), "silu", array{true, false});
+  const ActivationForward::Args args{
+      .x = x, .activation = "silu", .is_gated = false, .output_mask = {true, false}};
+  const auto results = kernel_ops::dispatch<ActivationForward>(args);
   EXPECT_EQ(results[1].numel(), 0);
   EXPECT_TRUE(same(results[0], x));
   EXPECT_NE(results[0].const_data_ptr(), x.const_data_ptr()) << "a result may not be an operand";
-  EXPECT_NE(ActivationForward::reference(x, Bias(), "silu", array{true, false})[0].const_data_ptr(),
-            x.const_data_ptr());
+  EXPECT_NE(ActivationForward::reference(args)[0].const_data_ptr(), x.const_data_ptr());
 }
 
 TEST(ActivationOps, SiluIsTorchs) {
   const at::Tensor x = random({5, 9});
-  EXPECT_TRUE(
-      near(kernel_ops::dispatch<ActivationForward>(x, Bias(), "silu", array{false, true})[1],
-           at::silu(x)));
+  EXPECT_TRUE(near(kernel_ops::dispatch<ActivationForward>(forward_of(x, Bias(), "silu", false))[1],
+                   at::silu(x)));
 }
 
 TEST(ActivationOpErrors, UnknownFunction) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ActivationForward>(random({2, 4}), Bias(), "tanh", array{true, true});
+        forward("tanh", false, {random({2, 4}), random({4})});
       },
       ThrowsText<c10::ValueError>("activation: expected one of gelu, silu, relu", "got \"tanh\"",
                                   "Use one of these"));
@@ -333,14 +334,13 @@ TEST(ActivationOpErrors, UnknownFunction) {
 TEST(ActivationOpErrors, OddLastDimension) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<GluForward>(random({2, 5}), Bias(), "silu", array{true, true});
+        forward("silu", true, {random({2, 5}), random({5})});
       },
       ThrowsText<c10::ValueError>("glu: expected x with an even last dimension, two halves, got ",
                                   "[2, 5]", "write twice the features"));
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<GluBackward>(random({2, 2}), random({2, 5}), "silu",
-                                          array{true, true, true});
+        backward("silu", true, {random({2, 2}), random({2, 5})});
       },
       ThrowsText<c10::ValueError>("glu_backward: expected x with an even last dimension"));
 }
@@ -348,22 +348,19 @@ TEST(ActivationOpErrors, OddLastDimension) {
 TEST(ActivationOpErrors, ShapesThatDoNotFit) {
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ActivationForward>(random({2, 4}), Bias(random({3})), "silu",
-                                                array{true, true});
+        forward("silu", false, {random({2, 4}), random({3})});
       },
       ThrowsText<c10::ValueError>("activation: expected bias of shape [4]",
                                   ", the last dimension of x [2, 4]", "got [3]", "4 features"));
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<ActivationBackward>(random({2, 4}), random({2, 5}), "silu",
-                                                 array{true, true, true});
+        backward("silu", false, {random({2, 4}), random({2, 5})});
       },
       ThrowsText<c10::ValueError>("activation_backward: expected grad_y", " of the shape of z",
                                   "[2, 5], got [2, 4]", "Expand or reshape grad_y"));
   EXPECT_THAT(
       [] {
-        kernel_ops::dispatch<GluBackward>(random({2, 4}), random({2, 6}), "silu",
-                                          array{true, true, true});
+        backward("silu", true, {random({2, 4}), random({2, 6})});
       },
       ThrowsText<c10::ValueError>(
           "glu_backward: expected grad_y with half the last dimension of z, ",

@@ -18,8 +18,10 @@ using at::Tensor;
 struct Part {
   Part(const Tensor& x, const Quantizer& how, Direction direction)
       : column(direction == Direction::column && !serves_both_directions(how)) {
-    const Group group =
-        dispatch<Quantize>(x, given_for(how), how, std::array{!column, column, false});
+    const Group group = dispatch<Quantize>({.x = x,
+                                            .given = given_for(how),
+                                            .quantizer = how,
+                                            .output_mask = {!column, column, false}});
     const Direction written = column ? Direction::column : Direction::row;
     codes = group[part_of(written, 0)];
     scale = group[part_of(written, 1)];
@@ -33,6 +35,24 @@ struct Part {
   Tensor codes, scale;
   std::optional<Tensor> amax;
 };
+
+MultiplyCodes::Args product_of(const Part& a, const Quantizer& a_how, bool a_transposed,
+                               const Part& b, const Quantizer& b_how, bool b_transposed,
+                               at::ScalarType dtype) {
+  return {.a = a.codes,
+          .a_scale = a.scale,
+          .a_amax = a.amax,
+          .a_quantizer = a_how,
+          .a_column = a.column,
+          .a_transposed = a_transposed,
+          .b = b.codes,
+          .b_scale = b.scale,
+          .b_amax = b.amax,
+          .b_quantizer = b_how,
+          .b_column = b.column,
+          .b_transposed = b_transposed,
+          .dtype = dtype};
+}
 
 class MultiplyCodesOp : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Formats, MultiplyCodesOp, ::testing::ValuesIn(quantizer_texts()),
@@ -58,14 +78,10 @@ TEST_P(MultiplyCodesOp, HasTheBitsOfTheDirectCall) {
       const Tensor expected = at::empty({c.rows, c.cols}, dtype);
       multiply_codes(c.a.matrix(how), c.a_transposed, c.b.matrix(how), c.b_transposed,
                      Rows::of_the_result, expected);
-      const auto call = [&](auto&& product) {
-        return product(c.a.codes, c.a.scale, c.a.amax, how, c.a.column, c.a_transposed, c.b.codes,
-                       c.b.scale, c.b.amax, how, c.b.column, c.b_transposed, dtype)[0];
-      };
-      EXPECT_TRUE(same(call([](const auto&... args) { return dispatch<MultiplyCodes>(args...); }),
-                       expected));
+      const auto args = product_of(c.a, how, c.a_transposed, c.b, how, c.b_transposed, dtype);
+      EXPECT_TRUE(same(dispatch<MultiplyCodes>(args)[0], expected));
       const at::ScalarType summed = dtype == at::kDouble ? at::kFloat : dtype;
-      EXPECT_TRUE(near(call(MultiplyCodes::reference).to(summed), expected.to(summed),
+      EXPECT_TRUE(near(MultiplyCodes::reference(args)[0].to(summed), expected.to(summed),
                        /*magnitude=*/40));
     }
 }
@@ -75,9 +91,14 @@ TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
   if (how.hadamard) GTEST_SKIP() << "numbers that are rotated fit no others";
   const Tensor x = random({5, 40});
   const auto numbers = [](const Part& part, const Quantizer& of) {
-    return dispatch<Dequantize>(
-               part.codes, part.scale, of, part.column, at::kFloat, part.amax,
-               at::OptionalSymIntArrayRef(c10::SymIntArrayRef({c10::SymInt(5), 40})))[0]
+    const c10::SymInt sizes[] = {5, 40};
+    return dispatch<Dequantize>({.codes = part.codes,
+                                 .dequant_scale = part.scale,
+                                 .quantizer = of,
+                                 .column = part.column,
+                                 .dtype = at::kFloat,
+                                 .amax = part.amax,
+                                 .sizes = sizes})[0]
         .to(at::kDouble);
   };
   for (const bool column : {false, true}) {
@@ -95,14 +116,11 @@ TEST_P(MultiplyCodesOp, TakesAnotherFormatBesideAPackedOne) {
       multiply_codes(first.matrix(first_how), column, second.matrix(second_how), !column,
                      Rows::of_the_result, direct);
       EXPECT_TRUE(near(direct, expected.to(at::kFloat), /*magnitude=*/40));
-      const auto call = [&](auto&& run) {
-        return run(first.codes, first.scale, first.amax, first_how, first.column, column,
-                   second.codes, second.scale, second.amax, second_how, second.column, !column,
-                   at::kFloat)[0];
-      };
-      EXPECT_TRUE(
-          same(call([](const auto&... args) { return dispatch<MultiplyCodes>(args...); }), direct));
-      EXPECT_TRUE(near(call(MultiplyCodes::reference), expected.to(at::kFloat), /*magnitude=*/40));
+      const auto args =
+          product_of(first, first_how, column, second, second_how, !column, at::kFloat);
+      EXPECT_TRUE(same(dispatch<MultiplyCodes>(args)[0], direct));
+      EXPECT_TRUE(near(MultiplyCodes::reference(args)[0], expected.to(at::kFloat),
+                       /*magnitude=*/40));
     }
   }
 }
@@ -112,9 +130,7 @@ Tensor product_of_rows(const Tensor& a, const std::string& a_text, const Tensor&
                        const std::string& b_text, at::ScalarType dtype) {
   const Quantizer &a_how = quantizer(a_text), &b_how = quantizer(b_text);
   const Part left(a, a_how, Direction::row), right(b, b_how, Direction::row);
-  return dispatch<MultiplyCodes>(left.codes, left.scale, left.amax, a_how, false, false,
-                                 right.codes, right.scale, right.amax, b_how, false, true,
-                                 dtype)[0];
+  return dispatch<MultiplyCodes>(product_of(left, a_how, false, right, b_how, true, dtype))[0];
 }
 
 TEST(MultiplyCodesErrors, MatricesThatDoNotFit) {

@@ -32,15 +32,16 @@ auto attempt(F&& function) -> std::optional<decltype(function())> {
 }
 
 /// The dispatcher's kernel gives what the reference gives, or raises where it raises.
-template <typename K, typename... Args>
-::testing::AssertionResult agrees(const Args&... args) {
-  const auto got = attempt([&] { return dispatch<K>(args...); }),
-             expected = attempt([&] { return run_reference<K>(args...); });
+template <typename K>
+::testing::AssertionResult agrees(const typename K::Args& args) {
+  const auto got = attempt([&] { return dispatch<K>(args); }),
+             expected = attempt([&] { return run_reference<K>(args); });
   if (got.has_value() != expected.has_value())
     return ::testing::AssertionFailure() << (got ? "did not raise" : "raised");
   if (!got) return ::testing::AssertionSuccess();
   for (size_t i = 0; i < got->size(); ++i) {
     const at::Tensor &a = (*got)[i], &b = (*expected)[i];
+    if (!a.defined() && !b.defined()) continue;
     if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes() || !a.is_contiguous())
       return ::testing::AssertionFailure() << "result " << i << ": " << a.toString() << a.sizes();
     const auto wide = b.is_complex() ? at::kComplexDouble : at::kDouble;
@@ -66,76 +67,105 @@ void for_every_pair(Check&& check) {
 
 TEST(KernelDtypes, Sums) {
   for_every_pair([](at::ScalarType a, at::ScalarType b) {
-    const at::Tensor x = filled({5, 19}, a);
-    EXPECT_TRUE(agrees<AddBias>(x, Optional(filled({19}, b, 2)), Optional()));
-    EXPECT_TRUE(agrees<AddBias>(x, Optional(), Optional(filled({5, 19}, b, 2))));
-    EXPECT_TRUE(agrees<SumRows>(x, b));
+    const at::Tensor x = filled({5, 19}, a), bias = filled({19}, b, 2);
+    EXPECT_TRUE(agrees<AddBias>({.x = x, .bias = bias}));
+    EXPECT_TRUE(agrees<AddBias>({.x = x, .bias = bias, .factor = 0.5}));
+    EXPECT_TRUE(agrees<AddBias>({.x = x, .extra = filled({5, 19}, b, 2)}));
+    EXPECT_TRUE(agrees<SumRows>({.x = x, .dtype = b}));
   });
 }
 
 TEST(KernelDtypes, Dropout) {
   for_every_pair([](at::ScalarType a, at::ScalarType b) {
-    EXPECT_TRUE(agrees<Dropout>(filled({5, 19}, a), at::ones({}, b), 0.5));
-    EXPECT_TRUE(agrees<DropoutBackwardBias>(filled({5, 19}, a), at::ones({}, at::kLong), 0.5, b,
-                                            std::array{true, true}));
+    const at::Tensor x = filled({5, 19}, a), seed = at::ones({}, at::kLong);
+    EXPECT_TRUE(agrees<Dropout>({.x = x, .seed = at::ones({}, b), .p = 0.5}));
+    EXPECT_TRUE(agrees<Dropout>({.x = x, .bias = filled({19}, b, 2), .seed = seed, .p = 0.5}));
+    EXPECT_TRUE(agrees<DropoutBackward>({.grad_y = x, .seed = seed, .p = 0.5, .dtype = b}));
   });
 }
 
 TEST(KernelDtypes, Activations) {
   for_every_pair([](at::ScalarType a, at::ScalarType b) {
-    for (const char* activation : {"gelu", "silu", "relu"}) {
-      const std::string_view name = activation;
-      const std::array<bool, 2> two{true, true};
-      const std::array<bool, 3> three{true, true, true};
-      const at::Tensor x = filled({5, 38}, a), half = filled({5, 19}, b, 2);
-      const Optional bias(filled({38}, b, 2));
-      EXPECT_TRUE(agrees<ActivationForward>(x, bias, name, two));
-      EXPECT_TRUE(agrees<GluForward>(x, bias, name, two));
-      EXPECT_TRUE(agrees<ActivationBackward>(filled({5, 38}, b, 2), x, name, three));
-      EXPECT_TRUE(agrees<GluBackward>(half, x, name, three));
-    }
+    for (const char* activation : {"gelu", "silu", "relu"})
+      for (const bool is_gated : {false, true}) {
+        const at::Tensor x = filled({5, 38}, a), grad_y = filled({5, is_gated ? 19 : 38}, b, 2);
+        EXPECT_TRUE(agrees<ActivationForward>({.x = x,
+                                               .bias = filled({38}, b, 2),
+                                               .activation = activation,
+                                               .is_gated = is_gated,
+                                               .output_mask = {true, true}}));
+        EXPECT_TRUE(agrees<ActivationBackward>({.grad_y = grad_y,
+                                                .z = x,
+                                                .activation = activation,
+                                                .is_gated = is_gated,
+                                                .output_mask = {true, true, true}}));
+      }
   });
 }
 
 TEST(KernelDtypes, Norms) {
-  const at::Tensor rows = at::ones({5});
+  const at::Tensor rows = at::ones({5}), wide_rows = at::ones({5}, at::kDouble);
   for_every_pair([&](at::ScalarType a, at::ScalarType b) {
     const at::Tensor x = filled({5, 19}, a), weight = filled({19}, b, 2), grad = filled({5, 19}, b);
-    const std::array<bool, 3> three{true, true, true};
-    const std::array<bool, 4> four{true, true, true, true};
-    EXPECT_TRUE(agrees<RmsNormForward>(x, weight, 1e-5, false));
-    EXPECT_TRUE(agrees<L2NormForward>(x, 1e-5));
-    EXPECT_TRUE(agrees<L2NormBackward>(grad, x, rows, std::array<bool, 2>{true, true}));
-    EXPECT_TRUE(agrees<LayerNormForward>(x, weight, filled({19}, a), 1e-5, false));
-    EXPECT_TRUE(
-        agrees<RmsNormBackward>(grad, x, weight, rows.to(at::kDouble), Optional(), false, three));
-    EXPECT_TRUE(agrees<RmsNormBackward>(grad, x, weight, rows, Optional(x), false, three));
-    EXPECT_TRUE(agrees<LayerNormBackward>(grad, x, weight, Optional(weight), rows, rows, Optional(),
-                                          false, four));
+    for (const bool is_layer_norm : {false, true}) {
+      NormForward::Args forward{
+          .x = x, .weight = weight, .eps = 1e-5, .zero_centered_gamma = false};
+      if (is_layer_norm) forward.bias = filled({19}, a);
+      EXPECT_TRUE(agrees<NormForward>(forward));
+      NormBackward::Args backward{.grad_y = grad,
+                                  .x = x,
+                                  .weight = weight,
+                                  .inv_norm = rows,
+                                  .zero_centered_gamma = false,
+                                  .output_mask = {true, true, true, false, is_layer_norm}};
+      if (is_layer_norm) backward.bias = weight, backward.mean = rows;
+      EXPECT_TRUE(agrees<NormBackward>(backward));
+      backward.grad_residual = x;
+      EXPECT_TRUE(agrees<NormBackward>(backward));
+    }
+    EXPECT_TRUE(agrees<NormBackward>({.grad_y = grad,
+                                      .x = x,
+                                      .weight = weight,
+                                      .inv_norm = wide_rows,
+                                      .zero_centered_gamma = false,
+                                      .output_mask = {true, true, true}}));
+    EXPECT_TRUE(agrees<L2NormForward>({.x = x, .eps = 1e-5}));
+    EXPECT_TRUE(agrees<L2NormBackward>(
+        {.grad_y = grad, .x = x, .inv_norm = rows, .output_mask = {true, true}}));
   });
 }
 
 TEST(KernelDtypes, Codes) {
   const Quantizer& quantizer = tandem::quantizer("fp8_e4m3");
-  const at::OptionalSymIntArrayRef no_sizes;
   for_every_pair([&](at::ScalarType a, at::ScalarType b) {
     const at::Tensor codes = filled({5, 19}, a), scale = at::ones({}, b);
-    EXPECT_TRUE(agrees<Decode>(codes, scale, quantizer, false, Optional()));
+    EXPECT_TRUE(agrees<Decode>(
+        {.codes = codes, .dequant_scale = scale, .quantizer = quantizer, .column = false}));
+    EXPECT_TRUE(agrees<Dequantize>({.codes = codes,
+                                    .dequant_scale = scale,
+                                    .quantizer = quantizer,
+                                    .column = false,
+                                    .dtype = at::kFloat}));
+    EXPECT_TRUE(agrees<Dequantize>({.codes = filled({5, 19}, at::kByte),
+                                    .dequant_scale = at::ones({}),
+                                    .quantizer = quantizer,
+                                    .column = false,
+                                    .dtype = b}));
+    EXPECT_TRUE(agrees<ScaleProduct>(
+        {.product = codes, .a_scale = scale, .b_scale = at::ones({}), .dtype = at::kBFloat16}));
     EXPECT_TRUE(
-        agrees<Dequantize>(codes, scale, quantizer, false, at::kFloat, Optional(), no_sizes));
-    EXPECT_TRUE(agrees<Dequantize>(filled({5, 19}, at::kByte), at::ones({}), quantizer, false, b,
-                                   Optional(), no_sizes));
-    EXPECT_TRUE(
-        agrees<ScaleProduct>(codes, Optional(scale), Optional(at::ones({})), at::kBFloat16));
-    EXPECT_TRUE(c10::isComplexType(a) ||
-                agrees<Quantize>(codes, Optional(), quantizer, std::array{true, true, true}));
+        c10::isComplexType(a) ||
+        agrees<Quantize>({.x = codes, .quantizer = quantizer, .output_mask = {true, true, true}}));
   });
 }
 
 TEST(KernelErrors, DtypesThatAnOpIsNotDefinedFor) {
   EXPECT_THAT(
       [] {
-        dispatch<RmsNormForward>(filled({2, 4}, at::kLong), filled({4}, at::kFloat), 0.1, false);
+        dispatch<NormForward>({.x = filled({2, 4}, at::kLong),
+                               .weight = filled({4}, at::kFloat),
+                               .eps = 0.1,
+                               .zero_centered_gamma = false});
       },
       ThrowsText<c10::TypeError>(
           "norm: expected x of dtype float32, bfloat16, float16 or float64, ",
@@ -143,12 +173,14 @@ TEST(KernelErrors, DtypesThatAnOpIsNotDefinedFor) {
           "Convert it before the call"));
   EXPECT_THAT(
       [] {
-        dispatch<Decode>(filled({2, 4}, at::kFloat), at::ones({}), tandem::quantizer("fp8_e4m3"),
-                         false, std::optional<at::Tensor>());
+        dispatch<Decode>({.codes = filled({2, 4}, at::kFloat),
+                          .dequant_scale = at::ones({}),
+                          .quantizer = tandem::quantizer("fp8_e4m3"),
+                          .column = false});
       },
       ThrowsText<c10::TypeError>("decode: expected uint8 codes, got ", "float32",
                                  "Pass what a quantize op returned"));
-  EXPECT_THAT([] { dispatch<SumRows>(filled({}, at::kFloat), at::kFloat); },
+  EXPECT_THAT([] { dispatch<SumRows>({.x = filled({}, at::kFloat), .dtype = at::kFloat}); },
               ThrowsText<c10::ValueError>("sum_rows: expected x with at least 1 dimension, got a ",
                                           "Pass x.reshape({1}) if one element is meant"));
 }
@@ -158,10 +190,9 @@ TEST(KernelErrors, OperandsOfTwoDevices) {
   const auto text = ThrowsText<c10::ValueError>(
       "tandem::add_bias: expected x and bias on one device, got cpu and meta",
       " on one device, got ", "Move the module or its input: both have .to(device)");
-  EXPECT_THAT([&] { dispatch<AddBias>(x, Optional(elsewhere), Optional()); }, text);
-  EXPECT_THAT([&] { run_reference<AddBias>(x, Optional(elsewhere), Optional()); }, text);
-  const at::Tensor all_meta =
-      dispatch<AddBias>(x.to(at::kMeta), Optional(elsewhere), Optional())[0];
+  EXPECT_THAT([&] { dispatch<AddBias>({.x = x, .bias = elsewhere}); }, text);
+  EXPECT_THAT([&] { run_reference<AddBias>({.x = x, .bias = elsewhere}); }, text);
+  const at::Tensor all_meta = dispatch<AddBias>({.x = x.to(at::kMeta), .bias = elsewhere})[0];
   EXPECT_TRUE(all_meta.is_meta());
   EXPECT_EQ(all_meta.sizes(), x.sizes());
 }

@@ -75,14 +75,14 @@ TEST_P(GoldenQuantize, CodesScalesAndNumbers) {
     const at::Tensor x = options.at("dtype") == "fp32"
                              ? raw<uint32_t>(file, name + "/x", at::kFloat)
                              : raw<uint16_t>(file, name + "/x", at::kBFloat16);
-    constexpr std::array kAll{true, true, true};
     Optional given;
     if (quantizer.stochastic_rounding)
       given = at::tensor({options.at("seed").get<int64_t>(), options.at("offset").get<int64_t>()},
                          at::kLong);
     const at::ScalarType scale_dtype = quantizer.format->layout.dtype;
-    for (const Group& group : {dispatch<Quantize>(x, given, quantizer, kAll),
-                               Quantize::reference(x, given, quantizer, kAll)}) {
+    const Quantize::Args args{
+        .x = x, .given = given, .quantizer = quantizer, .output_mask = {true, true, true}};
+    for (const Group& group : {dispatch<Quantize>(args), Quantize::reference(args)}) {
       const bool both = serves_both_directions(quantizer);
       for (const Direction direction : {Direction::row, Direction::column}) {
         const bool column = direction == Direction::column;
@@ -110,15 +110,22 @@ TEST_P(GoldenQuantize, CodesScalesAndNumbers) {
           EXPECT_TRUE(same(*amax, raw<uint32_t>(file, prefix + "amax", at::kFloat))) << prefix;
         }
         const at::Tensor numbers = part("dequant", at::kFloat);
-        const auto sizes = numbers.sym_sizes();
-        EXPECT_TRUE(same(dispatch<Dequantize>(codes, scale, quantizer, column, at::kFloat, amax,
-                                              at::OptionalSymIntArrayRef(sizes))[0],
-                         numbers));
-        EXPECT_TRUE(same(Dequantize::reference(codes, scale, quantizer, column, at::kFloat, amax,
-                                               at::OptionalSymIntArrayRef(sizes))[0],
-                         numbers));
+        const Dequantize::Args decoding{.codes = codes,
+                                        .dequant_scale = scale,
+                                        .quantizer = quantizer,
+                                        .column = column,
+                                        .dtype = at::kFloat,
+                                        .amax = amax,
+                                        .sizes = numbers.sym_sizes()};
+        EXPECT_TRUE(same(dispatch<Dequantize>(decoding)[0], numbers));
+        EXPECT_TRUE(same(Dequantize::reference(decoding)[0], numbers));
         if (!quantizer.format->layout.applies_at_end && !is_packed(quantizer)) {
-          EXPECT_TRUE(same(dispatch<Decode>(codes, scale, quantizer, column, amax)[0], numbers));
+          EXPECT_TRUE(same(dispatch<Decode>({.codes = codes,
+                                             .dequant_scale = scale,
+                                             .quantizer = quantizer,
+                                             .column = column,
+                                             .amax = amax})[0],
+                           numbers));
         }
       }
     }
@@ -142,14 +149,15 @@ TEST(GoldenDelayedRun, CodesOfEveryStepWithTheScaleSoFar) {
                      after = raw<uint32_t>(file, name + "/scale_after", at::kFloat).flatten();
     Optional scale(at::ones({1}));
     for (int64_t step = 0; step < x.size(0); ++step) {
-      constexpr std::array kRows{true, false, true}, kAmaxOnly{false, false, true};
-      const auto got = dispatch<Quantize>(x[step], scale, delayed, kRows),
-                 expected = Quantize::reference(x[step], scale, delayed, kRows);
-      for (const Group& group : {got, expected}) {
+      const at::Tensor numbers = x[step];
+      const auto asking = [&](GroupMask mask) -> Quantize::Args {
+        return {.x = numbers, .given = scale, .quantizer = delayed, .output_mask = mask};
+      };
+      const auto rows = asking({true, false, true}), amax = asking({false, false, true});
+      for (const Group& group : {dispatch<Quantize>(rows), Quantize::reference(rows)}) {
         EXPECT_TRUE(same(group[row_codes], codes[step]));
         EXPECT_TRUE(same(group[row_scale], inverse[step]));
-        EXPECT_TRUE(same(group[group_amax],
-                         dispatch<Quantize>(x[step], scale, delayed, kAmaxOnly)[group_amax]));
+        EXPECT_TRUE(same(group[group_amax], dispatch<Quantize>(amax)[group_amax]));
       }
       scale = after.slice(0, step, step + 1);
     }
@@ -157,8 +165,9 @@ TEST(GoldenDelayedRun, CodesOfEveryStepWithTheScaleSoFar) {
   EXPECT_EQ(cases, 1);
   EXPECT_THAT(
       [] {
-        dispatch<Quantize>(at::ones({2}), Optional(), quantizer("fp8_e4m3:delayed"),
-                           std::array{true, false, true});
+        dispatch<Quantize>({.x = at::ones({2}),
+                            .quantizer = quantizer("fp8_e4m3:delayed"),
+                            .output_mask = {true, false, true}});
       },
       ThrowsText<c10::ValueError>("quantize: expected a scale for fp8_e4m3:delayed, got none"));
 }

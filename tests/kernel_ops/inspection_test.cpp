@@ -22,7 +22,8 @@ QuantizationStatistics statistics(const at::Tensor& x, const std::string& text,
                                   std::optional<at::Tensor> given = {}) {
   const Quantizer& quantizer = tandem::quantizer(text);
   if (!given) given = given_for(quantizer);
-  const Group group = kernel_ops::Quantize::reference(x, given, quantizer, {true, false, false});
+  const Group group = kernel_ops::Quantize::reference(
+      {.x = x, .given = given, .quantizer = quantizer, .output_mask = {true, false, false}});
   const Codes codes{
       group[row_codes], group[row_scale],
       quantizer.format->layout.has_amax ? std::optional(group[row_amax]) : std::nullopt,

@@ -80,11 +80,7 @@ at::Tensor codes_like(at::IntArrayRef sizes, uint64_t seed) {
 
 void write_independent_of_threads(const at::Tensor& a, const at::Tensor& b,
                                   const at::Tensor& result) {
-  kernel_ops::multiply({{a},
-                        {b},
-                        at::kFloat,
-                        kernel_ops::Rows::of_the_result,
-                        kernel_ops::Sums::independent_of_threads},
+  kernel_ops::multiply({{a}, {b}, at::kFloat, {.sums = kernel_ops::Sums::independent_of_threads}},
                        result);
 }
 

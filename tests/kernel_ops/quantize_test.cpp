@@ -24,9 +24,6 @@ namespace {
 using namespace kernel_ops;
 using Optional = std::optional<at::Tensor>;
 
-constexpr std::array kRows{true, false, true};
-constexpr at::OptionalSymIntArrayRef kNoSizes;
-
 /// Numbers that make a cast go wrong: zeros, the smallest and largest, infinities, NaN, and one of
 /// every exponent.
 at::Tensor special_numbers(at::ScalarType dtype) {
@@ -44,9 +41,9 @@ class QuantizeOp : public ::testing::TestWithParam<std::string> {
   void expect_same_bits(const at::Tensor& x) {
     for (const std::array mask : {std::array{true, true, true}, std::array{true, false, false},
                                   std::array{false, true, false}, std::array{false, false, true}}) {
-      const Optional given = given_for(quantizer());
-      const auto got = dispatch<Quantize>(x, given, quantizer(), mask),
-                 expected = Quantize::reference(x, given, quantizer(), mask);
+      const Quantize::Args args{
+          .x = x, .given = given_for(quantizer()), .quantizer = quantizer(), .output_mask = mask};
+      const auto got = dispatch<Quantize>(args), expected = Quantize::reference(args);
       for (size_t part = 0; part < got.size(); ++part) {
         EXPECT_TRUE(same(got[part], expected[part])) << part;
         EXPECT_TRUE(is_written(quantizer(), written_of(quantizer(), mask), part) ||
@@ -84,8 +81,10 @@ TEST_P(QuantizeOp, OneNumberSetsTheScale) {
 
 TEST_P(QuantizeOp, DequantizeGivesEveryCodeItsValue) {
   const at::Tensor x = random({36, 64}, at::kFloat) * 1e-3;
-  const auto group =
-      dispatch<Quantize>(x, given_for(quantizer()), quantizer(), std::array{true, true, false});
+  const auto group = dispatch<Quantize>({.x = x,
+                                         .given = given_for(quantizer()),
+                                         .quantizer = quantizer(),
+                                         .output_mask = {true, true, false}});
   for (const bool column : {false, true}) {
     const Direction direction =
         column && !serves_both_directions(quantizer()) ? Direction::column : Direction::row;
@@ -97,13 +96,26 @@ TEST_P(QuantizeOp, DequantizeGivesEveryCodeItsValue) {
     if (quantizer().format->layout.has_amax) amax = group[part_of(direction, 2)];
     const c10::SymInt some[] = {column && is_packed(quantizer()) ? 35 : 36, 64};
     for (const auto sizes : {at::OptionalSymIntArrayRef(), at::OptionalSymIntArrayRef(some)})
-      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
-        EXPECT_TRUE(
-            same(dispatch<Dequantize>(codes, scale, quantizer(), column, dtype, amax, sizes)[0],
-                 Dequantize::reference(codes, scale, quantizer(), column, dtype, amax, sizes)[0]));
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+        const Dequantize::Args args{.codes = codes,
+                                    .dequant_scale = scale,
+                                    .quantizer = quantizer(),
+                                    .column = column,
+                                    .dtype = dtype,
+                                    .amax = amax,
+                                    .sizes = sizes};
+        EXPECT_TRUE(same(dispatch<Dequantize>(args)[0], Dequantize::reference(args)[0]));
+      }
+    const auto decoding = [&](const at::Tensor& these) -> Decode::Args {
+      return {.codes = these,
+              .dequant_scale = scale,
+              .quantizer = quantizer(),
+              .column = column,
+              .amax = amax};
+    };
     const at::Tensor strided = codes.t().contiguous().t();
-    EXPECT_TRUE(same(dispatch<Decode>(strided, scale, quantizer(), column, amax)[0],
-                     Decode::reference(codes, scale, quantizer(), column, amax)[0]));
+    EXPECT_TRUE(
+        same(dispatch<Decode>(decoding(strided))[0], Decode::reference(decoding(codes))[0]));
   }
 }
 
@@ -112,15 +124,15 @@ TEST(ScaleProductOp, MatchesReference) {
   for (const Layout& layout : layouts())
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
       const at::Tensor product = layout.make(at::kFloat, 5, 19, 1);
-      EXPECT_TRUE(same(dispatch<ScaleProduct>(product, Optional(a), Optional(b), dtype)[0],
-                       ScaleProduct::reference(product, Optional(a), Optional(b), dtype)[0]))
+      const ScaleProduct::Args args{.product = product, .a_scale = a, .b_scale = b, .dtype = dtype};
+      EXPECT_TRUE(same(dispatch<ScaleProduct>(args)[0], ScaleProduct::reference(args)[0]))
           << layout;
     }
 }
 
 TEST(ScaleProductOp, WithoutScalesIsACast) {
   const at::Tensor product = random({3, 5});
-  EXPECT_TRUE(same(dispatch<ScaleProduct>(product, Optional(), Optional(), at::kBFloat16)[0],
+  EXPECT_TRUE(same(dispatch<ScaleProduct>({.product = product, .dtype = at::kBFloat16})[0],
                    product.to(at::kBFloat16)));
 }
 
@@ -139,8 +151,14 @@ TEST(Quantizers, HaveOneTextAndOneAddress) {
     EXPECT_EQ(quantizer(format.name).text, quantizer(quantizer(format.name).text).text);
 }
 
+/// Row codes and amax.
+Group quantized(const at::Tensor& x, const Quantizer& quantizer, const Optional& given = {}) {
+  return dispatch<Quantize>(
+      {.x = x, .given = given, .quantizer = quantizer, .output_mask = {true, false, true}});
+}
+
 TEST(QuantizerErrors, FormatScaleAndOptions) {
-  EXPECT_THAT([] { dispatch<Quantize>(random({2}), Optional(), quantizer("fp8_e3m4"), kRows); },
+  EXPECT_THAT([] { quantized(random({2}), quantizer("fp8_e3m4")); },
               ThrowsText<c10::ValueError>("quantizer: expected a format among fp8_e4m3, fp8_e5m2",
                                           "got \"fp8_e3m4\"", "Begin with the format's name"));
   EXPECT_THAT([] { quantizer("fp8_e4m3:previous"); },
@@ -185,15 +203,15 @@ TEST(QuantizerErrors, FormatScaleAndOptions) {
                                             std::string("got ") + epsilon,
                                             "0 sets no lower bound of amax"));
   EXPECT_THAT(
-      [] { dispatch<Quantize>(random({2}), Optional(at::ones({})), quantizer("fp8_e4m3"), kRows); },
+      [] { quantized(random({2}), quantizer("fp8_e4m3"), at::ones({})); },
       ThrowsText<c10::ValueError>(
           "quantize: expected no scale and no seed for fp8_e4m3:current:eps=0:pow2=0, got one",
           ". Only scales that are kept from call to call are passed in, and seeds of rounding."));
   const Quantizer& by_chance = quantizer("nvfp4:sr=1");
-  EXPECT_THAT([&] { dispatch<Quantize>(random({2}), Optional(), by_chance, kRows); },
+  EXPECT_THAT([&] { quantized(random({2}), by_chance); },
               ThrowsText<c10::ValueError>("quantize: expected a seed for nvfp4:sr=1, got none"));
   for (const at::Tensor& seed : {random({1}), at::arange(3), at::arange(2).view({1, 2})})
-    EXPECT_THAT([&] { dispatch<Quantize>(random({2}), Optional(seed), by_chance, kRows); },
+    EXPECT_THAT([&] { quantized(random({2}), by_chance, seed); },
                 ThrowsText<c10::ValueError>(
                     "quantize: expected a seed of one int64, or of two with an offset, got ",
                     "Draw it with torch.randint."));
@@ -203,38 +221,51 @@ TEST(QuantizeOpErrors, ScalesHaveOneElement) {
   const at::Tensor codes = at::arange(4, at::kByte), one = random({1});
   EXPECT_THAT(
       [&] {
-        dispatch<Dequantize>(codes, random({0}), quantizer("fp8_e4m3"), false, at::kFloat,
-                             Optional(), kNoSizes);
+        dispatch<Dequantize>({.codes = codes,
+                              .dequant_scale = random({0}),
+                              .quantizer = quantizer("fp8_e4m3"),
+                              .column = false,
+                              .dtype = at::kFloat});
       },
       ThrowsText<c10::ValueError>("dequantize: expected dequant_scale with one element"));
+  const auto decode = [](const at::Tensor& these, const char* text, const Optional& amax) {
+    dispatch<Decode>({.codes = these,
+                      .dequant_scale = random({}),
+                      .quantizer = quantizer(text),
+                      .column = false,
+                      .amax = amax});
+  };
   EXPECT_THAT(
-      [&] {
-        dispatch<Decode>(codes, random({}), quantizer("fp8_e4m3"), false, Optional(random({})));
-      },
+      [&] { decode(codes, "fp8_e4m3", random({})); },
       ThrowsText<c10::ValueError>("decode: expected no amax with codes of fp8_e4m3", "got one"));
-  EXPECT_THAT([&] { dispatch<Decode>(codes, random({}), quantizer("nvfp4"), false, Optional()); },
+  EXPECT_THAT([&] { decode(codes, "nvfp4", {}); },
               ThrowsText<c10::ValueError>("decode: expected an amax with codes of nvfp4, got none",
                                           "Pass what quantize returned beside the codes."));
   EXPECT_THAT(
-      [&] {
-        dispatch<Decode>(codes[0], random({}), quantizer("nvfp4"), false, Optional(random({1})));
-      },
+      [&] { decode(codes[0], "nvfp4", random({1})); },
       ThrowsText<c10::ValueError>("decode: expected packed codes with at least 1 dimension, got a ",
                                   "scalar", "Pass what quantize returned"));
-  const auto four = dispatch<Quantize>(random({3, 5}), Optional(), quantizer("nvfp4"), kRows);
+  const Group four = quantized(random({3, 5}), quantizer("nvfp4"));
   const c10::SymInt other[] = {3, 17};
   EXPECT_THAT(
       [&] {
-        dispatch<Dequantize>(four[row_codes], four[row_scale], quantizer("nvfp4"), false,
-                             at::kFloat, Optional(four[row_amax]),
-                             at::OptionalSymIntArrayRef(other));
+        dispatch<Dequantize>({.codes = four[row_codes],
+                              .dequant_scale = four[row_scale],
+                              .quantizer = quantizer("nvfp4"),
+                              .column = false,
+                              .dtype = at::kFloat,
+                              .amax = four[row_amax],
+                              .sizes = other});
       },
       ThrowsText<c10::ValueError>(
           "dequantize: expected codes of shape [3, 16] for numbers of shape [3, 17], got [3, 8]",
           "Pass the sizes of what was quantized."));
   EXPECT_THAT(
       [&] {
-        dispatch<ScaleProduct>(random({2, 2}), Optional(one), Optional(random({2})), at::kFloat);
+        dispatch<ScaleProduct>({.product = random({2, 2}),
+                                .a_scale = one,
+                                .b_scale = random({2}),
+                                .dtype = at::kFloat});
       },
       ThrowsText<c10::ValueError>("scale_product: expected b_scale with one element",
                                   "got shape [2]"));
@@ -242,12 +273,12 @@ TEST(QuantizeOpErrors, ScalesHaveOneElement) {
 
 TEST(QuantizeOpErrors, HasNoDerivative) {
   EXPECT_THAT(
-      [] { dispatch<Quantize>(leaf({2}), Optional(), quantizer("fp8_e4m3"), kRows); },
+      [] { quantized(leaf({2}), quantizer("fp8_e4m3")); },
       ThrowsText<c10::NotImplementedError>(
           "quantize: expected a tensor that needs no gradient, got one",
           ": expected a tensor that needs no gradient, got one that requires ", "detach x"));
   const c10::AutoGradMode no_grad(false);
-  EXPECT_NO_THROW(dispatch<Quantize>(leaf({2}), Optional(), quantizer("fp8_e4m3"), kRows));
+  EXPECT_NO_THROW(quantized(leaf({2}), quantizer("fp8_e4m3")));
 }
 
 }  // namespace

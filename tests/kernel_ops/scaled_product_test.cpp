@@ -97,7 +97,7 @@ TEST(ScaledMm, SaysWhatItDoesNotTake) {
         << c.a << " " << c.b << " " << c.m << " " << c.k << " " << c.n << " "
         << c.device.capability;
   ProductType adds = type_of(kOne, kOne, 32, 32, 32), numbers = adds;
-  adds.accumulate = true;
+  adds.beta = 1;
   numbers.b.quantizer = nullptr;
   for (const ProductType& type : {adds, numbers})
     EXPECT_EQ(refusal_of_scaled_mm(type, kHopper), "it multiplies codes, and adds them to nothing");
@@ -139,7 +139,8 @@ struct InCodes {
   CodedMatrix row, column;
   InCodes(const Tensor& x, const char* text) {
     const Quantizer& how = quantizer(text);
-    const Group group = dispatch<Quantize>(x, given_for(how), how, std::array{true, true, false});
+    const Group group = dispatch<Quantize>(
+        {.x = x, .given = given_for(how), .quantizer = how, .output_mask = {true, true, false}});
     const auto coded = [&](Direction direction) {
       const Direction as = serves_both_directions(how) ? Direction::row : direction;
       return CodedMatrix{group[part_of(as, 0)], &how, as, group[part_of(as, 1)],
@@ -170,8 +171,8 @@ struct Views {
   explicit Views(const OfCodes& of, at::ScalarType dtype = at::kFloat)
       : left(turned(of.a, of.a_transposed)),
         right(turned(of.b, of.b_transposed)),
-        product(factor(of.a, left), factor(of.b, right), dtype, Rows::of_the_result,
-                Sums::independent_of_threads) {}
+        product(factor(of.a, left), factor(of.b, right), dtype,
+                {.sums = Sums::independent_of_threads}) {}
   static Factor factor(const CodedMatrix& codes, const Tensor& matrix) {
     return {matrix, codes.quantizer, codes.direction, &codes.scale,
             codes.amax.defined() ? &codes.amax : nullptr};
@@ -183,9 +184,12 @@ struct Views {
 /// The numbers of an operand in float64, as the emulation decodes them.
 Tensor numbers_of(const CodedMatrix& codes, bool transposed) {
   const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  const Tensor numbers = Dequantize::reference(codes.matrix, codes.scale, *codes.quantizer,
-                                               codes.direction == Direction::column, at::kDouble,
-                                               amax, std::nullopt)[0];
+  const Tensor numbers = Dequantize::reference({.codes = codes.matrix,
+                                                .dequant_scale = codes.scale,
+                                                .quantizer = *codes.quantizer,
+                                                .column = codes.direction == Direction::column,
+                                                .dtype = at::kDouble,
+                                                .amax = amax})[0];
   return transposed ? numbers.t() : numbers;
 }
 

@@ -32,9 +32,9 @@ class RefreshWeight : public ::testing::Test {
   bool forward() { return refresh(false); }
   bool backward() { return refresh(true); }
   ::testing::AssertionResult is_current() {
-    const auto fresh =
-        dispatch<Quantize>(weight_.detach(), std::optional<at::Tensor>(),
-                           tandem::quantizer("fp8_e4m3"), std::array{true, true, true});
+    const auto fresh = dispatch<Quantize>({.x = weight_.detach(),
+                                           .quantizer = tandem::quantizer("fp8_e4m3"),
+                                           .output_mask = {true, true, true}});
     if (auto codes = same(codes_, fresh[0]); !codes) return codes;
     if (auto scale = same(dequant_scale_, fresh[1]); !scale) return scale;
     return same(amax_, fresh[group_amax]);
@@ -344,8 +344,8 @@ bool has(const WeightCodes& codes, size_t part) { return codes.workspace[part].d
 /// The parts of a group that was quantized for these directions.
 ::testing::AssertionResult holds(const WeightCodes& codes, const at::Tensor& weight,
                                  const char* quantizer, GroupMask mask) {
-  const auto fresh = dispatch<Quantize>(weight.detach(), std::optional<at::Tensor>(),
-                                        tandem::quantizer(quantizer), mask);
+  const auto fresh = dispatch<Quantize>(
+      {.x = weight.detach(), .quantizer = tandem::quantizer(quantizer), .output_mask = mask});
   for (size_t part = 0; part < group_size; ++part)
     if (has_part(tandem::quantizer(quantizer), mask, part))
       if (auto as_fresh = same(codes.workspace[part], fresh[part]); !as_fresh) return as_fresh;
@@ -431,8 +431,8 @@ TEST(WeightCodesOp, CopiesCodesThatServeAndMakesOthers) {
   const Quantizer& blocks = quantizer(kBlocks);
   const WeightCodes held = quantize_weight(weight, blocks);
   const auto fresh = [&] {
-    return dispatch<Quantize>(weight, std::optional<at::Tensor>(), blocks,
-                              std::array{false, true, false});
+    return dispatch<Quantize>(
+        {.x = weight, .quantizer = blocks, .output_mask = {false, true, false}});
   };
   const auto expect_codes = [&](int64_t made) {
     const int64_t before = refresh_counts().made;
@@ -460,8 +460,8 @@ TEST(PiecesOfAWeight, AreQuantizedAsOneAndKnownByEach) {
     return refresh_counts().made != before;
   };
   const auto expect_codes = [&] {
-    const auto fresh = dispatch<Quantize>(at::cat(pieces), std::optional<at::Tensor>(), blocks,
-                                          std::array{true, true, true});
+    const auto fresh = dispatch<Quantize>(
+        {.x = at::cat(pieces), .quantizer = blocks, .output_mask = {true, true, true}});
     for (size_t part = 0; part < group_size; ++part) {
       if (!workspace[part].defined()) continue;
       EXPECT_TRUE(same(workspace[part], fresh[part])) << part;

@@ -27,6 +27,7 @@
 #include "kernel_ops/product/scaled_product.h"
 #include "kernel_ops/quantize/delayed.h"
 #include "kernel_ops/quantize/quantize.h"
+#include "kernel_ops/unit/activation.h"
 #include "kernel_ops/weights/weights.h"
 #include "pipeline/pipeline.h"
 #include "pipeline/replay.h"
@@ -113,24 +114,54 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", &at::native::view);
 }
 
-using kernel_ops::ProductType, kernel_ops::Product, kernel_ops::RmsNormForward;
-int norms = 0, products = 0, products_of_codes = 0;
-bool takes_codes = true;
+using kernel_ops::ProductType, kernel_ops::Product, kernel_ops::NormForward;
+int norms = 0, products = 0, products_of_codes = 0, products_with_epilogue = 0;
+bool takes_codes = true, takes_epilogue = false;
 
-void norm(const Tensor& x, const Tensor& weight, double eps, bool zero_centered_gamma,
-          kernel_ops::Results<2>& results) {
+bool is_rms_norm(const NormForward::Args& args) {
+  return args.x.scalar_type() == at::kFloat && args.weight.scalar_type() == at::kFloat &&
+         !args.extra && !args.bias;
+}
+void norm(const NormForward::Args& args, std::span<Tensor> results) {
   ++norms;
-  kernel_ops::Results<2> written{on_host(results[0]), on_host(results[1])};
-  RmsNormForward::cpu(on_host(x), on_host(weight), eps, zero_centered_gamma, written);
+  kernel_ops::ResultsOf<NormForward> written;
+  for (const auto result : {NormForward::y, NormForward::inv_norm})
+    written[result] = on_host(results[result]);
+  NormForward::cpu({.x = on_host(args.x),
+                    .weight = on_host(args.weight),
+                    .eps = args.eps,
+                    .zero_centered_gamma = args.zero_centered_gamma},
+                   written);
+}
+/// RMSNorm, there.
+kernel_ops::ResultsOf<NormForward> dispatched_norm(const Tensor& x, const Tensor& weight,
+                                                   at::Device device) {
+  return kernel_ops::dispatch<NormForward>(
+      {.x = x.to(device), .weight = weight.to(device), .eps = 1e-5, .zero_centered_gamma = false});
 }
 
 bool is_of_numbers(const ProductType& type) {
   return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.dtype == at::kFloat &&
-         type.sums == kernel_ops::Sums::any && !type.accumulate && type.alpha == 1;
+         type.sums == kernel_ops::Sums::any && type.beta == 0 && type.alpha == 1 &&
+         !type.has_epilogue();
 }
 void multiply(const Product& product, const Tensor& result) {
   ++products;
   on_host(result).copy_(at::mm(on_host(product.a.matrix), on_host(product.b.matrix)));
+}
+
+/// A product with bias and GELU behind it, which may write the GELU's argument too.
+bool is_with_epilogue(const ProductType& type) {
+  return takes_epilogue && type.a.quantizer == nullptr && type.dtype == at::kFloat &&
+         type.has_epilogue() && (type.unit.empty() || type.unit == "gelu") && !type.writes_amax;
+}
+void multiply_with_epilogue(const Product& product, const Tensor& result) {
+  ++products_with_epilogue;
+  Tensor sums = at::mm(on_host(product.a.matrix), on_host(product.b.matrix));
+  if (product.bias != nullptr) sums = sums + on_host(*product.bias);
+  if (product.unit_argument != nullptr) on_host(*product.unit_argument).copy_(sums);
+  on_host(result).copy_(
+      product.type.unit.empty() ? sums : kernel_ops::activation(product.type.unit, sums));
 }
 
 bool is_of_codes(const ProductType& type) {
@@ -139,9 +170,12 @@ bool is_of_codes(const ProductType& type) {
 Tensor numbers(const kernel_ops::Factor& factor) {
   std::optional<Tensor> amax;
   if (factor.amax != nullptr) amax = on_host(*factor.amax);
-  return kernel_ops::Dequantize::reference(on_host(factor.matrix), on_host(*factor.dequant_scale),
-                                           *factor.quantizer, factor.direction == Direction::column,
-                                           at::kDouble, amax, std::nullopt)[0];
+  return kernel_ops::Dequantize::reference({.codes = on_host(factor.matrix),
+                                            .dequant_scale = on_host(*factor.dequant_scale),
+                                            .quantizer = *factor.quantizer,
+                                            .column = factor.direction == Direction::column,
+                                            .dtype = at::kDouble,
+                                            .amax = amax})[0];
 }
 void multiply_codes(const Product& product, const Tensor& result) {
   ++products_of_codes;
@@ -168,10 +202,13 @@ void multiply_scaled(const Product& product, const Tensor& result) {
 class SecondDevice : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
-    kernel_ops::register_implementation<RmsNormForward>(
-        {"second", kType,
-         kernel_ops::Takes<kernel_ops::kArithmetic, kernel_ops::kArithmetic>::these, norm});
+    kernel_ops::register_implementation<NormForward>({"second", kType, is_rms_norm, norm});
     kernel_ops::register_product({"second_product", kType, is_of_numbers, multiply});
+    kernel_ops::register_product({.name = "second_epilogue",
+                                  .device = kType,
+                                  .accepts = is_with_epilogue,
+                                  .run = multiply_with_epilogue,
+                                  .takes_epilogues = true});
     kernel_ops::register_product({"second_codes", kType, is_of_codes, multiply_codes});
     kernel_ops::register_product(
         {"second_scaled_mm", kType,
@@ -197,23 +234,21 @@ class SecondDevice : public ::testing::Test {
 
 TEST_F(SecondDevice, AKernelOpTakesWhatWasRegistered) {
   const Tensor x = random({4, 8}), weight = random({8}, at::kFloat, 2);
-  const auto expected = kernel_ops::dispatch<RmsNormForward>(x, weight, 1e-5, false);
-  const auto got =
-      kernel_ops::dispatch<RmsNormForward>(x.to(kDevice), weight.to(kDevice), 1e-5, false);
+  const auto expected = dispatched_norm(x, weight, at::kCPU),
+             got = dispatched_norm(x, weight, kDevice);
   EXPECT_EQ(norms, 1);
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_EQ(got[i].device(), kDevice);
-    EXPECT_TRUE(same(got[i].to(at::kCPU), expected[i]));
+  for (const auto result : {NormForward::y, NormForward::inv_norm}) {
+    EXPECT_EQ(got[result].device(), kDevice);
+    EXPECT_TRUE(same(got[result].to(at::kCPU), expected[result]));
   }
 }
 
 TEST_F(SecondDevice, WhatAnImplementationDoesNotTakeGoesToTheReference) {
   const Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
-  const auto expected = kernel_ops::dispatch<RmsNormForward>(x, weight, 1e-5, false);
-  const auto got =
-      kernel_ops::dispatch<RmsNormForward>(x.to(kDevice), weight.to(kDevice), 1e-5, false);
+  const auto expected = dispatched_norm(x, weight, at::kCPU),
+             got = dispatched_norm(x, weight, kDevice);
   EXPECT_EQ(norms, 0);
-  EXPECT_TRUE(near(got[0].to(at::kCPU), expected[0]));
+  EXPECT_TRUE(near(got[NormForward::y].to(at::kCPU), expected[NormForward::y]));
 }
 
 TEST_F(SecondDevice, APipelineTakesItAndExplainSaysSo) {
@@ -258,6 +293,24 @@ TEST_F(SecondDevice, BackwardTakesItToo) {
   EXPECT_TRUE(near(got, gradients(ops, inputs_, params_), /*magnitude=*/64));
 }
 
+TEST_F(SecondDevice, AProductMayDoWhatStandsBehindIt) {
+  takes_epilogue = true;
+  const Tensors inputs{inputs_[0]}, params{params_[1], leaf({32}, at::kFloat, 4)};
+  for (const Ops& ops : {Ops{"basic_linear", "bias"}, Ops{"basic_linear", "gelu"},
+                         Ops{"basic_linear", "bias", "gelu"}}) {
+    const size_t count = ops[1] == "bias" ? 2 : 1;
+    const Tensors own(params.begin(), params.begin() + static_cast<std::ptrdiff_t>(count));
+    products_with_epilogue = 0;
+    const Tensors got = gradients(ops, there(inputs), there(own));
+    EXPECT_EQ(products_with_epilogue, 1);
+    EXPECT_TRUE(near(got, gradients(ops, inputs, own), /*magnitude=*/64));
+    Pipeline pipeline(ops_json(ops));
+    EXPECT_TRUE(near(pipeline(there(inputs), there(own), true)[0].to(at::kCPU),
+                     pipeline(inputs, own, true)[0], /*magnitude=*/8));
+    EXPECT_THAT(pipeline.explain(ExplainFormat::text), HasSubstr("by second_epilogue\n"));
+  }
+}
+
 TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
   Pipeline pipeline(ops_json({"rms_norm", "basic_linear"}));
   const Autocast region;
@@ -274,15 +327,22 @@ TEST_F(SecondDevice, AProductOfCodesTakesThemAsTheyAre) {
 TEST_F(SecondDevice, AKernelOpOfCodesTakesThemAsTheyAre) {
   const Quantizer& how = quantizer("fp8_e4m3");
   const auto codes = [&](const Tensor& x) {
-    return kernel_ops::dispatch<kernel_ops::Quantize>(x, std::optional<Tensor>(), how,
-                                                      std::array{true, false, false});
+    return kernel_ops::dispatch<kernel_ops::Quantize>(
+        {.x = x, .quantizer = how, .output_mask = {true, false, false}});
   };
   const auto x = codes(random({16, 32})), w = codes(random({48, 32}, at::kFloat, 2));
   const auto product = [&](at::Device device) {
-    const std::optional<Tensor> amax;
-    return kernel_ops::dispatch<kernel_ops::MultiplyCodes>(
-        x[row_codes].to(device), x[row_scale].to(device), amax, how, false, false,
-        w[row_codes].to(device), w[row_scale].to(device), amax, how, false, true, at::kFloat)[0];
+    return kernel_ops::dispatch<kernel_ops::MultiplyCodes>({.a = x[row_codes].to(device),
+                                                            .a_scale = x[row_scale].to(device),
+                                                            .a_quantizer = how,
+                                                            .a_column = false,
+                                                            .a_transposed = false,
+                                                            .b = w[row_codes].to(device),
+                                                            .b_scale = w[row_scale].to(device),
+                                                            .b_quantizer = how,
+                                                            .b_column = false,
+                                                            .b_transposed = true,
+                                                            .dtype = at::kFloat})[0];
   };
   const Tensor y = product(kDevice);
   EXPECT_EQ(products_of_codes, 1);

@@ -326,15 +326,19 @@ TEST(Verify, AWrongFusionAtAQuantizePointIsNamed) {
       {.name = "test_wrong",
        .pattern = {"rms_norm", StepKind::quantize},
        .run = {
-           .reads = {{0, "x"}, {0, "weight"}},
+           .reads = {{0, "x"}, {0, "weight"}, {1, "given"}},
            .writes = {{0, "y"}, {0, "inv_rms"}, {1, "row_codes"}, {1, "column_codes"}, {1, "amax"}},
            .run = [](Call& call) {
-             const std::array mask{call.wants(0), call.wants(2), call.wants(3), call.wants(4)};
-             const auto sizes = call.in(0).sym_sizes();
-             call.write_codes<kernel_ops::RmsNormQuantize>(
-                 [&] { return c10::SymDimVector(sizes.begin(), sizes.end()); }, call.in(0),
-                 call.in(1) * 1.1, std::optional<at::Tensor>(), 1e-5, false,
-                 call.options<Quantizer>(1), mask);
+             using Norm = kernel_ops::NormForward;
+             const at::Tensor wrong = call.in(1) * 1.1;
+             call.write<Norm>({.x = call.in(0),
+                               .weight = wrong,
+                               .eps = 1e-5,
+                               .zero_centered_gamma = false,
+                               .output_mask = {false, call.wants(0)},
+                               .codes = call.codes(&call.options<Quantizer>(1), /*given=*/2,
+                                                   /*write=*/2)},
+                              {Norm::y, Norm::inv_norm});
            }}});
   const Autocast region;
   const VerifyReport report =

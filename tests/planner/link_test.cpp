@@ -1,6 +1,7 @@
 // Through which values patterns go, and what a fused step may read.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <gmock/gmock.h>
@@ -10,11 +11,13 @@
 #include "planner/registry.h"
 #include "support/plans.h"
 #include "support/throws.h"
+#include "tandem/op_options.h"
 
 namespace tandem::testing::planner_link {
 namespace {
 
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -210,6 +213,22 @@ Fusion optional_fusion() {
                   }}};
 }
 
+/// relu -> silu, with gelu between them and a factor behind gelu and silu.
+Fusion chain() {
+  return {
+      .name = "test",
+      .pattern = {"relu", PatternStep("gelu").optional("_gelu"), PatternStep("silu").named("_silu"),
+                  PatternStep("constant_scale").optional("_scale", 1)},
+      .run = {.reads = {{0, "x"}}, .writes = {{3, kMainResult}}, .run = [](Call& call) {
+                const auto* scale =
+                    static_cast<const ops::ScaleOptions*>(call.step().options[3].get());
+                at::Tensor y = at::relu(call.in(0));
+                if (call.step().options[1] != nullptr) y = at::gelu(y, "tanh");
+                y = at::silu(y);
+                call.out(0, scale == nullptr ? y : y * scale->factor);
+              }}};
+}
+
 TEST(OptionalMembers, AreTakenWhereTheyAreThere) {
   const FusionHandle handle = register_fusion(optional_fusion());
   const Ops with_sum = {"gelu", "add_extra_input"}, without = {"gelu", "silu"};
@@ -227,12 +246,43 @@ TEST(OptionalMembers, AreTakenWhereTheyAreThere) {
 
 TEST(OptionalMembers, AreSpelledInBrackets) {
   EXPECT_EQ(optional_fusion().spelled(), "test_gelu[_silu][_add]");
+  EXPECT_EQ(chain().spelled(), "test[_gelu]_silu[_scale]");
+}
+
+TEST(OptionalMembers, OfAChainAreLeftOut) {
+  const FusionHandle handle = register_fusion(chain());
+  const std::string scale = R"(constant_scale {"options": {"factor": 3}})";
+  const Tensors inputs{random({3})};
+  const auto forward = [&](const Ops& ops) { return Planned(ops, inputs, {}).forward(); };
+  EXPECT_EQ(forward({"relu", "gelu", "silu", scale}),
+            "test_gelu_silu_scale: x -> 3.constant_scale.y\n");
+  EXPECT_EQ(forward({"relu", "gelu", "silu"}), "test_gelu_silu: x -> 2.silu.y\n");
+  EXPECT_EQ(forward({"relu", "silu"}), "test_silu: x -> 1.silu.y\n");
+  EXPECT_EQ(forward({"relu", "silu", scale}),
+            "test_silu: x -> 1.silu.y\nconstant_scale: 1.silu.y -> 2.constant_scale.y\n")
+      << "the scale needs gelu";
+  for (const Ops& ops : {Ops{"relu", "gelu", "silu", scale}, Ops{"relu", "silu"}})
+    EXPECT_TRUE(fused_equals_unfused(ops, inputs, {}, R"({"fusions_version": 3003})"));
+}
+
+TEST(OptionalMembers, ComeBackWhereAMemberLessIsLegal) {
+  Fusion fusion = chain();
+  fusion.refuse = [](const Match& match) -> Refusal {
+    if (match.has(3)) return "no scale today";
+    return std::nullopt;
+  };
+  const FusionHandle handle = register_fusion(fusion);
+  const Planned planned({"relu", "gelu", "silu", R"(constant_scale {"options": {"factor": 3}})"},
+                        {random({3})}, {});
+  EXPECT_THAT(planned.decisions(),
+              ElementsAre("test_gelu_silu_scale at 0.relu + 1.gelu + 2.silu + 3.constant_scale: no "
+                          "scale today",
+                          "test_gelu_silu at 0.relu + 1.gelu + 2.silu: made"));
 }
 
 TEST(OptionalMembersErrors, NothingElseDependsOnThem) {
   Fusion fusion = optional_fusion();
-  fusion.pattern[1].source = npos;
-  fusion.pattern[2].source = npos;
+  fusion.pattern[2].source = 1;
   EXPECT_THAT([&] { (void)register_fusion(fusion); },
               ThrowsText<c10::ValueError>("fusion \"test_gelu\": expected step 2 of its pattern to "
                                           "be behind one that is always there, got an optional "

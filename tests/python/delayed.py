@@ -47,5 +47,5 @@ def settled(state) -> tuple[torch.Tensor, torch.Tensor]:
     copied = copy.deepcopy(state)
     if copied.pending.item():
         region = torch.tensor([2**40])
-        torch.ops.tandem.take_scale_(copied.scale, copied.amax_history, copied.pending, region, 0, f"fp8_{FORMAT}:margin=0:max")
+        torch.ops.tandem.take_scale_(copied.scale, copied.amax_history, copied.pending, region, 0, f"fp8_{FORMAT}:margin=0:max", 1, 0)
     return copied.scale, copied.amax_history

@@ -516,14 +516,14 @@ def test_kernel_ops_check_their_arguments():
     scale, history, pending = torch.ones(2), torch.zeros(4, 2), torch.zeros(1, dtype=torch.int64)
     region = torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"expected state with at least 3 slots, got 2"):
-        torch.ops.tandem.take_scale_(scale, history, pending, region, 2, "fp8_e4m3:margin=0:max")
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 2, "fp8_e4m3:margin=0:max", 1, 0)
     with pytest.raises(ValueError, match=r"expected FORMAT:margin=NUMBER:max or :most_recent.*got \"fp8_e4m3\""):
-        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3")
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3", 1, 0)
     with pytest.raises(ValueError, match="expected region as one int64"):
-        torch.ops.tandem.take_scale_(scale, history, pending, torch.ones(1), 0, "fp8_e4m3:margin=0:max")
+        torch.ops.tandem.take_scale_(scale, history, pending, torch.ones(1), 0, "fp8_e4m3:margin=0:max", 1, 0)
     with pytest.raises(ValueError, match="scale update: expected a registered function, got nobody, which this process does not know"):
         pending.fill_(7)
-        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3:margin=0:max:function=nobody")
+        torch.ops.tandem.take_scale_(scale, history, pending, region, 0, "fp8_e4m3:margin=0:max:function=nobody", 1, 0)
 
 
 def test_bits_of_a_scale_are_those_of_the_quotient():

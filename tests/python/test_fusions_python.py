@@ -284,7 +284,7 @@ class BackwardDropout(ops.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         (seed,) = basic_op_ctxs[0].saved_tensors
         assert seed is basic_op_ctxs[0].saved_tensor("seed") and basic_op_ctxs[1].saved_tensors == ()
-        return torch.ops.tandem.dropout(grad_output * self.flat_ops()[1].scale, seed, self.flat_ops()[0].p), [(), ()], [(), ()]
+        return torch.ops.tandem.dropout(grad_output * self.flat_ops()[1].scale, None, seed, self.flat_ops()[0].p), [(), ()], [(), ()]
 
 
 def test_a_fused_backward_reads_the_seed_of_a_dropout():

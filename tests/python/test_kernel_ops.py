@@ -45,28 +45,18 @@ def cases(layout="contiguous", dtype=torch.float32):
     matrices, biases = list(torch.randn(3, 5, 8).to(dtype)), list(torch.randn(3, 5).to(dtype))
     pending, region = torch.tensor([1]), torch.tensor([2])
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
+    rows_and_amax, all_of_it = [True, False, True], [True] * 3
     return {
-        "activation_backward": [y, x, "gelu", [True, True, True]],
-        "activation_backward_quantize": [y, x, None, None, "gelu", "fp8_e5m2", "fp8_e4m3", [True] * 9],
-        "activation_forward": [x, bias, "silu", [True, True]],
-        "activation_quantize": [x, bias, None, "gelu", "fp8_e4m3", [True] * 5],
-        "add_bias": [x, bias, y],
-        "add_scaled_bias": [x, bias, -0.75, y],
-        "add_norm_forward": [x, y, weight, bias, 1e-5, False, [True]],
-        "add_norm_quantize": [x, y, weight, bias, None, 1e-5, False, "mxfp8_e4m3", [True] * 5],
+        "activation_backward": [y, x, "gelu", False, all_of_it, "fp8_e5m2", None, all_of_it, "fp8_e4m3", None, all_of_it],
+        "activation_forward": [x, bias, "silu", False, [True, True], "fp8_e4m3", None, all_of_it],
+        "add_bias": [x, bias, -0.75, y],
         "behind": [x, y],
         "cast_from_codes": [codes, "e5m2", dtype],
         "cast_to_codes": [x, "e4m3", False, SEED],
         "decode": [codes, scale, "fp8_e4m3", False],
         "dequantize": [codes, scale, "fp8_e4m3", False, dtype],
-        "dropout": [x, SEED, 0.25],
-        "dropout_backward_bias": [y, SEED, 0.25, dtype, [True, True]],
-        "dropout_backward_quantize": [y, SEED, None, 0.25, dtype, "mxfp8_e5m2", [True] * 5],
-        "dropout_add": [x, bias, SEED, 0.25, y],
-        "glu_backward": [y, wide, "silu", [True, True, True]],
-        "glu_backward_quantize": [y, wide, None, None, "silu", "mxfp8_e5m2", "mxfp8_e4m3", [True] * 9],
-        "glu_forward": [wide, None, "gelu", [False, True]],
-        "glu_quantize": [wide, None, None, "silu", "fp8_e4m3", [True] * 5],
+        "dropout": [x, bias, SEED, 0.25, y],
+        "dropout_backward": [y, SEED, 0.25, dtype, [True, True], "mxfp8_e5m2", None, all_of_it],
         "grouped_amaxes": [flat, splits, 3],
         "grouped_grad_weight": [flat_y, flat, splits, 3, "fp8_e5m2", "fp8_e4m3"],
         "grouped_grad_bias": [flat_y, splits, rows.reshape(-1).to(dtype), 3],
@@ -74,28 +64,37 @@ def cases(layout="contiguous", dtype=torch.float32):
         "grouped_product": [flat, splits, matrices, biases, rows.reshape(-1).to(dtype), True, "fp8_e4m3", [], [], "fp8_e4m3"],
         "l2_norm_backward": [y, x, rows, [True, True]],
         "l2_norm_forward": [x, 1e-5],
-        "layer_norm_backward": [y, x, weight, bias, rows, rows, y, False, [True, True, True, True]],
-        "layer_norm_forward": [x, weight, bias, 1e-5, False],
-        "layer_norm_quantize": [x, weight, bias, None, 1e-5, False, "fp8_e4m3", [True, True, True, True]],
         "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
-        "norm_backward_quantize": [y, x, weight, bias, rows, rows, y, None, None, False, dtype, "mxfp8_e5m2", "mxfp8_e4m3", [True] * 11],
+        "norm_backward": [y, x, weight, bias, rows, rows, y, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
+        "norm_forward": [x, y, weight, bias, 1e-5, False, [True, True], "mxfp8_e4m3", None, rows_and_amax],
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
-        "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True],
+        "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True, 1],
         "refresh_weight_": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, "fp8_e4m3", False],
         "region_number": [x],
-        "rms_norm_backward": [y, x, weight, rows, None, False, [True, True, True]],
-        "rms_norm_forward": [x, weight, 1e-5, True],
-        "rms_norm_quantize": [x, weight, None, 1e-5, False, "fp8_e5m2:current:pow2=1", [True, True, True, True]],
         "scaled_activation_backward": [y, wide, rows.reshape(x.shape[:-1]), "silu:interleave=4", True, [True, True, True]],
         "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
         "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
-        "sum_rows": [x, dtype],
-        "sum_rows_quantize": [x, None, dtype, "mxfp8_e4m3", [True] * 3],
-        "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max"],
+        "sum_rows": [x, dtype, "mxfp8_e4m3", None, all_of_it],
+        "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max", 1, 0],
         "weight_codes": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
     }
+
+
+def without_codes(name, arguments):
+    """The same call that asks for no codes, of a gated unit and of RMSNorm."""
+    y, x, wide = arguments["activation_backward"][0], arguments["activation_backward"][1], arguments["scaled_activation_backward"][1]
+    weight, rows = arguments["norm_backward"][2], arguments["norm_backward"][5]
+    plain = {
+        "activation_backward": [y, wide, "silu", True, [True] * 3],
+        "activation_forward": [wide, None, "gelu", True, [False, True]],
+        "dropout_backward": arguments["dropout_backward"][:5],
+        "norm_backward": [y, x, weight, None, None, rows, None, False, torch.float32, [True, True, True, False, False]],
+        "norm_forward": [x, None, weight, None, 1e-5, True, [False, True]],
+        "sum_rows": arguments["sum_rows"][:2],
+    }
+    return plain.get(name)
 
 
 def test_every_op_has_a_case():
@@ -103,15 +102,27 @@ def test_every_op_has_a_case():
     assert names - {"all_gather_again"} == set(cases()), "all but one that needs a process group: tests/python/test_collectives.py"
 
 
+def calls(name, layout, dtype):
+    """The argument lists with which an op is tried."""
+    all_cases = cases(layout, dtype)
+    return [call for call in (all_cases[name], without_codes(name, all_cases)) if call is not None]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(cases()))
 def test_contract(name, dtype):
     op = getattr(torch.ops.tandem, name).default
     for layout in LAYOUTS:
-        results = torch.library.opcheck(
-            op, tuple(cases(layout, dtype)[name]), test_utils=["test_schema", "test_faketensor", "test_autograd_registration"]
-        )
-        assert set(results.values()) == {"SUCCESS"}, (layout, results)
+        for arguments in calls(name, layout, dtype):
+            results = torch.library.opcheck(op, tuple(arguments), test_utils=["test_schema", "test_faketensor", "test_autograd_registration"])
+            assert set(results.values()) == {"SUCCESS"}, (layout, results)
+
+
+def tensors_of(results):
+    """The tensors that an op returned, those of lists among them."""
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [tensor for result in results for tensor in tensors_of(result)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,12 +130,11 @@ def test_contract(name, dtype):
 def test_layout_changes_neither_value_nor_strides(name, dtype):
     op = getattr(torch.ops.tandem, name).default
     for layout in LAYOUTS:
-        arguments = cases(layout, dtype)[name]
-        plain = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments]
-        results, expected = (r if isinstance(r, tuple) else (r,) for r in (op(*arguments), op(*plain)))
-        for got, wanted in zip(results, expected, strict=True):
-            assert got.is_contiguous()
-            torch.testing.assert_close(got, wanted, equal_nan=True)
+        for arguments in calls(name, layout, dtype):
+            plain = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments]
+            for got, wanted in zip(tensors_of(op(*arguments)), tensors_of(op(*plain)), strict=True):
+                assert got.is_contiguous()
+                torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
 def test_compiled_float64_with_a_permuted_input(fresh_dynamo):

@@ -41,7 +41,7 @@ def test_an_op_is_seven_files_and_six_rows(tree):
     after = files_of(tree)
     new, edited = sorted(after.keys() - before.keys()), sorted(name for name in before if after[name] != before[name])
     assert new == [
-        "docs/ops/zig_zag.md", "src/kernel_ops/zig_zag.cpp", "src/kernel_ops/zig_zag.h", "src/kernels/cpu/zig_zag.cpp", "src/kernels/zig_zag.h",
+        "docs/ops/zig_zag.md", "src/kernel_ops/elementwise/zig_zag.cpp", "src/kernel_ops/elementwise/zig_zag.h", "src/kernels/cpu/zig_zag.cpp", "src/kernels/zig_zag.h",
         "src/ops/zig_zag.cpp", "tests/python/test_zig_zag.py",
     ]  # fmt: skip
     lists = ["src/kernel_ops/CMakeLists.txt", "src/kernels/CMakeLists.txt", "src/ops/CMakeLists.txt"]
@@ -116,7 +116,7 @@ def test_a_folder_without_sources_is_refused(tmp_path):
 def test_a_list_that_was_broken_is_refused(tree):
     (tree / "src/ops/CMakeLists.txt").write_text("")
     result = new_op(tree, "zig_zag")
-    assert result.returncode == 2 and "new_op: expected a list of sources in alphabetical order, got one without any before" in result.stderr
+    assert result.returncode == 2 and "new_op: expected a list of sources in alphabetical order, got one without any of the folder of" in result.stderr
     (tree / "src/kernel_ops/unit/activation_reference.h").write_text("")
     result = new_op(tree, "--activation", "zag")
     assert result.returncode == 2 and "new_op: expected a file that holds" in result.stderr

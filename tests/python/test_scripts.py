@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 GOOD_TREE = {
     "src/core/CMakeLists.txt": "target_sources(tandem PRIVATE plan.cpp)\n"
     "set_property(SOURCE plan.cpp APPEND PROPERTY COMPILE_DEFINITIONS N=1)\n",
-    "src/core/plan.h": '#include <ATen/core/Tensor.h>\n#include "kernel_ops/norm/norm.h"\n#include "tandem/export.h"\n',
+    "src/core/plan.h": '#include <ATen/core/Tensor.h>\n#include "kernel_ops/norm.h"\n#include "tandem/export.h"\n',
     "src/core/plan.cpp": '#include "core/plan.h"\n'
     "void f(int n) {\n"
     '  TORCH_CHECK_VALUE(n == g(1, ","), "plan: expected one step, got ", n,  // a comment with "text"\n'
     '                    ". Pass " "one.");\n'
     "}\n",
-    "src/kernel_ops/norm/norm.h": '#include "tandem/memory.h"\nnamespace tandem {\nvoid norm(int rows);\nstruct Norm;\n}\n',
-    "src/kernel_ops/norm/norm.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\nint cached_bytes() {\n  return 0;\n}\nstruct Norm {};\n}\n",
+    "src/kernel_ops/norm.h": '#include "tandem/memory.h"\nnamespace tandem {\nvoid norm(int rows);\nstruct Norm;\n}\n',
+    "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\nint cached_bytes() {\n  return 0;\n}\nstruct Norm {};\n}\n",
     "src/kernel_ops/CMakeLists.txt": "target_sources(tandem PRIVATE norm.cpp)\n",
     "include/tandem/memory.h": "namespace tandem {\nint cached_bytes();\n}\n",
     "src/kernels/CMakeLists.txt": "target_sources(tandem_kernels PRIVATE cpu/norm.cpp)\n",
@@ -72,7 +72,7 @@ BROKEN_LAYOUTS = {
         "expected a median of at most 200 lines per file, got 300",
     ),
     "arrow up": ({"src/core/plan.h": '#include "planner/planner.h"\n'}, "planner lies above core"),
-    "kernel ops see core": ({"src/kernel_ops/norm/norm.h": '#include "core/plan.h"\n'}, "core lies above kernel_ops"),
+    "kernel ops see core": ({"src/kernel_ops/norm.h": '#include "core/plan.h"\n'}, "core lies above kernel_ops"),
     "core sees the front": ({"src/core/plan.h": "#include <tandem/tandem.h>\n"}, "tandem lies above core"),
     "wide comment": ({"src/core/wide.h": "// " + "x" * 98 + "\n"}, "src/core/wide.h:1: expected at most 100 columns, got 101. Break the line"),
     "unknown folder": ({"src/helpers/all.h": "\n"}, "expected a folder of LAYERS in check_layout.py, got helpers"),
@@ -86,32 +86,32 @@ BROKEN_LAYOUTS = {
         "only src/autograd includes torch/csrc/autograd",
     ),
     "CUDA elsewhere": (
-        {"src/kernel_ops/norm/norm.h": "#include <cuda_runtime.h>\n"},
+        {"src/kernel_ops/norm.h": "#include <cuda_runtime.h>\n"},
         "only src/kernels/cuda includes CUDA headers",
     ),
     "CUDA switch": ({"src/core/plan.h": "#if defined(TANDEM_CUDA)\n"}, "expected no TANDEM_CUDA outside cmake/"),
     "function defined above": (
-        {"src/core/plan.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\n}\n", "src/kernel_ops/norm/norm.cpp": "\n"},
-        "src/kernel_ops/norm/norm.h: expected tandem::norm() to be defined in its own layer or below, got src/core/plan.cpp. Declare it there.",
+        {"src/core/plan.cpp": "namespace tandem {\nvoid norm(int rows) {\n}\n}\n", "src/kernel_ops/norm.cpp": "\n"},
+        "src/kernel_ops/norm.h: expected tandem::norm() to be defined in its own layer or below, got src/core/plan.cpp. Declare it there.",
     ),
     "function defined above, another of its name below": (
-        {"src/core/plan.cpp": "void tandem::norm(int rows) {\n}\n", "src/kernel_ops/norm/norm.cpp": "namespace tandem {\nvoid norm() {}\n}\n"},
+        {"src/core/plan.cpp": "void tandem::norm(int rows) {\n}\n", "src/kernel_ops/norm.cpp": "namespace tandem {\nvoid norm() {}\n}\n"},
         "expected tandem::norm() to be defined in its own layer",
     ),
-    "class defined above": ({"src/core/plan.h": "struct tandem::Norm {};\n", "src/kernel_ops/norm/norm.cpp": "\n"}, "expected tandem::Norm to be"),
+    "class defined above": ({"src/core/plan.h": "struct tandem::Norm {};\n", "src/kernel_ops/norm.cpp": "\n"}, "expected tandem::Norm to be"),
     "method defined above": (
         {
-            "src/kernel_ops/norm/norm.h": "namespace tandem {\nclass Norm {\n public:\n  explicit Norm(int n);\n  int rows() const;\n};\n}\n",
+            "src/kernel_ops/norm.h": "namespace tandem {\nclass Norm {\n public:\n  explicit Norm(int n);\n  int rows() const;\n};\n}\n",
             "src/core/plan.cpp": 'namespace tandem {\nNorm::Norm(int n) : n_{n}, s_("}") {\n}\nint Norm::rows() const {\n  return 1;\n}\n}\n',
         },
         "expected tandem::Norm::rows() to be defined",
     ),
     "variable defined above": (
-        {"src/kernel_ops/norm/norm.h": "extern const int kNorm;\n", "src/core/plan.cpp": "const int kNorm = 1;\n"},
+        {"src/kernel_ops/norm.h": "extern const int kNorm;\n", "src/core/plan.cpp": "const int kNorm = 1;\n"},
         "expected kNorm to be defined",
     ),
     "defined above, in a header that all see": (
-        {"src/kernel_ops/norm/norm.cpp": "\n", "src/core/plan.cpp": "namespace tandem {\nint cached_bytes() { return 0; }\n}\n"},
+        {"src/kernel_ops/norm.cpp": "\n", "src/core/plan.cpp": "namespace tandem {\nint cached_bytes() { return 0; }\n}\n"},
         "include/tandem/memory.h: expected tandem::cached_bytes() to be defined",
     ),
     "circle of imports": (

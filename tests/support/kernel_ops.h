@@ -6,17 +6,17 @@
 
 namespace tandem::testing {
 
-/// What the dispatcher's CPU kernel returns for these arguments must be what K::reference returns.
-template <typename K, typename... Args>
-::testing::AssertionResult matches_reference(const Args&... args) {
-  const auto got = kernel_ops::dispatch<K>(args...), expected = K::reference(args...);
-  return near(got, expected);
-}
-/// The same where terms of this magnitude cancel.
-template <typename K, typename... Args>
-::testing::AssertionResult matches_reference_at(double magnitude, const Args&... args) {
-  const auto got = kernel_ops::dispatch<K>(args...), expected = K::reference(args...);
+/// What the dispatcher's CPU kernel returns for these arguments must be what the composite form
+/// returns. `magnitude`: of terms that cancel.
+template <typename K>
+::testing::AssertionResult matches_reference_at(double magnitude, const typename K::Args& args) {
+  const auto got = kernel_ops::dispatch<K>(args);
+  auto expected = kernel_ops::run_reference<K>(args);
   return near(got, expected, magnitude);
+}
+template <typename K>
+::testing::AssertionResult matches_reference(const typename K::Args& args) {
+  return matches_reference_at<K>(0, args);
 }
 
 /// Calls `check(x)` for every dtype, layout, row count and width that kernels treat differently.

@@ -83,9 +83,9 @@ inline std::vector<const Quantizer*> quantizers_and_delayed() {
 
 /// What one of them is given beside x: a seed and an offset, a scale, or nothing.
 inline std::optional<at::Tensor> given_for(const Quantizer& quantizer) {
-  if (quantizer.scaling->takes_scale) return at::scalar_tensor(3.0f);
+  if (quantizer.scaling->takes_scale) return at::scalar_tensor(3.0f, device());
   if (given_to(quantizer) != Given::seed) return std::nullopt;
-  return at::tensor({int64_t{0x0123456789ABCDEF}, int64_t{3}}, at::kLong);
+  return at::tensor({int64_t{0x0123456789ABCDEF}, int64_t{3}}, at::kLong).to(device());
 }
 
 /// Calls `check(quantizer, x)`: each quantizer meets a seventh of the cases of `for_every_case`,

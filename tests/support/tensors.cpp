@@ -9,14 +9,24 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <cstdlib>
+
 #include "autograd/run.h"
 #include "support/tolerances.h"
 
 namespace tandem::testing {
 
+at::Device device() {
+  static const at::Device device = [] {
+    const char* const name = std::getenv("TANDEM_TEST_DEVICE");
+    return at::Device(name == nullptr ? "cpu" : name);
+  }();
+  return device;
+}
+
 at::Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, uint64_t seed) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn(sizes, generator, at::TensorOptions().dtype(at::kDouble)).to(dtype);
+  return at::randn(sizes, generator, at::TensorOptions().dtype(at::kDouble)).to(device(), dtype);
 }
 
 at::Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype, uint64_t seed) {
@@ -81,8 +91,8 @@ namespace {
                                   double relative, double of_largest, double magnitude) {
   if (auto kind = same_kind(got, expected); !kind || !got.defined() || got.numel() == 0)
     return kind;
-  const at::Tensor have = got.detach().to(at::kDouble).flatten(),
-                   want = expected.detach().to(at::kDouble).flatten();
+  const at::Tensor have = got.detach().to(at::kCPU, at::kDouble).flatten(),
+                   want = expected.detach().to(at::kCPU, at::kDouble).flatten();
   const at::Tensor is_equal =
       (have == want).bitwise_or(at::isnan(have).bitwise_and(at::isnan(want)));
   const at::Tensor allowed =

@@ -12,7 +12,11 @@ namespace tandem::testing {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// Normal numbers that depend on nothing but the arguments.
+/// Where tests put their tensors: the device that the environment variable TANDEM_TEST_DEVICE names
+/// ("cuda:0"), else the CPU. What they expect is compared on the CPU.
+at::Device device();
+
+/// Normal numbers that depend on nothing but the arguments, on the device of tests.
 at::Tensor random(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat, uint64_t seed = 1);
 /// The same, a leaf that requires grad.
 at::Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat, uint64_t seed = 1);

@@ -1,11 +1,7 @@
 #include "kernel_ops/elementwise/collective.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
-#include <torch/library.h>
-
-#include <vector>
+#include "kernel_ops/framework/register.h"
+#include "kernel_ops/framework/shapes.h"
 
 namespace tandem::kernel_ops {
 
@@ -26,18 +22,6 @@ at::Tensor call(const char* name, const Args&... args) {
 void check_rows(const char* op, const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() != 0, op, ": expected x with at least 1 dimension, along which ranks ",
                     "share rows, got a scalar. Pass x.reshape({1}) if one row is meant.");
-}
-
-at::Tensor all_gather_again(const at::Tensor& x, const at::Tensor& /*behind*/, int64_t size,
-                            std::string_view group) {
-  return start_all_gather(x, {std::string(group), size});
-}
-
-at::Tensor all_gather_again_shape(const at::Tensor& x, const at::Tensor& /*behind*/, int64_t size,
-                                  std::string_view /*group*/) {
-  c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-  sizes[0] = sizes[0] * size;
-  return at::empty_symint(sizes, x.options());
 }
 
 }  // namespace
@@ -69,20 +53,22 @@ at::Tensor wait(const at::Tensor& started) {
   return call("_c10d_functional::wait_tensor", started);
 }
 
-at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
-                                  const ProcessGroup& group) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::all_gather_again", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, std::string_view)>();
-  return op.call(x, behind, group.size, group.name);
+Specs<1> AllGatherAgain::shapes(const Args& args) {
+  check_rows("all_gather", args.x);
+  ResultSpec all = like(args.x);
+  all.sizes[0] = all.sizes[0] * args.size;
+  return {all};
 }
 
-TORCH_LIBRARY_FRAGMENT(tandem, library) {
-  library.def("all_gather_again(Tensor x, Tensor behind, int size, str group) -> Tensor",
-              {at::Tag::pt2_compliant_tag});
-  library.impl("all_gather_again", c10::DispatchKey::CompositeExplicitAutograd, &all_gather_again);
-  library.impl("all_gather_again", c10::DispatchKey::Meta, &all_gather_again_shape);
+Results<1> AllGatherAgain::reference(const Args& args) {
+  return {start_all_gather(args.x, {std::string(args.group), args.size})};
 }
+
+at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
+                                  const ProcessGroup& group) {
+  return dispatch<AllGatherAgain>({x, behind, group.size, group.name})[0];
+}
+
+TORCH_LIBRARY_FRAGMENT(tandem, library) { register_kernel_op<AllGatherAgain>(library, {}); }
 
 }  // namespace tandem::kernel_ops

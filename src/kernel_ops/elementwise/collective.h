@@ -3,10 +3,7 @@
 // everywhere.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <string>
+#include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
@@ -33,6 +30,19 @@ at::Tensor wait(const at::Tensor& started);
 
 /// start_all_gather where backward wants again what forward has let go. `behind`, a gradient, keeps
 /// compilers from taking the two for one and the result of the first from being kept.
+struct AllGatherAgain {
+  static constexpr const char* kName = "all_gather_again";
+  static constexpr std::array kResults{"started"};
+  static constexpr bool kIsUnseenByAutograd = true;
+  struct Args {
+    const Tensor &x, &behind;
+    int64_t size;
+    std::string_view group;
+    TANDEM_ARGUMENTS(x, behind, size, group)
+  };
+  static Specs<1> shapes(const Args& args);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor start_all_gather_again(const at::Tensor& x, const at::Tensor& behind,
                                   const ProcessGroup& group);
 

@@ -5,99 +5,87 @@
 
 namespace tandem::kernel_ops {
 
-/// y = x + bias (+ extra, added to the sum as rounded to the dtype of x + bias).
+/// y = x + factor * bias (+ extra, added to the sum as rounded to the dtype of x + bias); factor *
+/// bias is not rounded by itself.
 ///
 /// Shapes: x [..., cols], bias [cols], extra like x -> y like x, in the promoted dtype.
 struct AddBias {
   static constexpr const char* kName = "add_bias";
-  static constexpr const char* kQualifiedName = "tandem::add_bias";
-  static constexpr const char* kSchema =
-      "add_bias(Tensor x, Tensor? bias, Tensor? extra) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& extra);
-  static void cpu(const Tensor& x, const std::optional<Tensor>& bias,
-                  const std::optional<Tensor>& extra, Results<1>& results);
-  static Results<1> reference(const Tensor& x, const std::optional<Tensor>& bias,
-                              const std::optional<Tensor>& extra);
-};
-
-/// y = x + factor * bias (+ extra, added to the sum as rounded to the dtype of x): factor * bias is
-/// not rounded to the dtype of x by itself.
-///
-/// Shapes: as AddBias; x and bias of one dtype.
-struct AddScaledBias {
-  static constexpr const char* kName = "add_scaled_bias";
-  static constexpr const char* kQualifiedName = "tandem::add_scaled_bias";
-  static constexpr const char* kSchema =
-      "add_scaled_bias(Tensor x, Tensor bias, float factor, Tensor? extra) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, const Tensor& bias, double factor,
-                         const std::optional<Tensor>& extra);
-  static void cpu(const Tensor& x, const Tensor& bias, double factor,
-                  const std::optional<Tensor>& extra, Results<1>& results);
-  static Results<1> reference(const Tensor& x, const Tensor& bias, double factor,
-                              const std::optional<Tensor>& extra);
+  static constexpr std::array kResults{"y"};
+  struct Args {
+    const Tensor& x;
+    std::optional<Tensor> bias = {};
+    double factor = 1;
+    std::optional<Tensor> extra = {};
+    TANDEM_ARGUMENTS(x, bias, factor, extra)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
 /// sums[c] = sum over all rows of x[..., c], in float32, rounded once to `dtype`: the gradient of a
-/// bias.
+/// bias. With codes of x, x is read once where blocks have scales of their own or the scale is
+/// given.
+///
+/// Shapes: x [..., cols] -> sums [cols].
 struct SumRows {
   static constexpr const char* kName = "sum_rows";
-  static constexpr const char* kQualifiedName = "tandem::sum_rows";
-  static constexpr const char* kSchema = "sum_rows(Tensor x, ScalarType dtype) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, at::ScalarType dtype);
-  static void cpu(const Tensor& x, at::ScalarType dtype, Results<1>& results);
-  static Results<1> reference(const Tensor& x, at::ScalarType dtype);
+  static constexpr std::array kResults{"sums"};
+  struct Args {
+    const Tensor& x;
+    at::ScalarType dtype;
+    CodesOf<kFirstOperand> codes = {};
+    TANDEM_ARGUMENTS(x, dtype, codes)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
-/// y = keep ? x / (1 - p) : 0; keep from Philox4x32-10 keyed by `seed`, counted by the linear
-/// index: one seed, one mask, on every device and thread count. The gradient is the same op on
-/// grad_y with the same seed.
-///
-/// Shapes: x any, seed int64 with one element -> y like x. 0 <= p <= 1; p = 1 gives zeros.
-struct Dropout {
-  static constexpr const char* kName = "dropout";
-  static constexpr const char* kQualifiedName = "tandem::dropout";
-  static constexpr const char* kSchema = "dropout(Tensor x, Tensor seed, float p) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, const Tensor& seed, double p);
-  static void cpu(const Tensor& x, const Tensor& seed, double p, Results<1>& results);
-  static Results<1> reference(const Tensor& x, const Tensor& seed, double p);
-};
-
-/// y = dropout(x + bias) + extra, each of the three rounded as the ops by themselves round.
+/// y = dropout(x + bias) + extra, each of the three rounded as the ops by themselves round;
+/// dropout(x) = keep ? x / (1 - p) : 0, keep from Philox4x32-10 keyed by `seed`, counted by the
+/// linear index: one seed, one mask, on every device and thread count. The gradient of dropout is
+/// the same op on grad_y with the same seed.
 ///
 /// Shapes: x [..., cols], bias [cols], seed int64 with one element, extra like x -> y like x, in
-///         the promoted dtype.
-struct DropoutAdd {
-  static constexpr const char* kName = "dropout_add";
-  static constexpr const char* kQualifiedName = "tandem::dropout_add";
-  static constexpr const char* kSchema =
-      "dropout_add(Tensor x, Tensor? bias, Tensor seed, float p, Tensor? extra) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed,
-                         double p, const std::optional<Tensor>& extra);
-  static void cpu(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& seed, double p,
-                  const std::optional<Tensor>& extra, Results<1>& results);
-  static Results<1> reference(const Tensor& x, const std::optional<Tensor>& bias,
-                              const Tensor& seed, double p, const std::optional<Tensor>& extra);
+///         the promoted dtype. 0 <= p <= 1; p = 1 keeps nothing.
+struct Dropout {
+  static constexpr const char* kName = "dropout";
+  static constexpr std::array kResults{"y"};
+  struct Args {
+    const Tensor& x;
+    std::optional<Tensor> bias = {};
+    const Tensor& seed;
+    double p;
+    std::optional<Tensor> extra = {};
+    TANDEM_ARGUMENTS(x, bias, seed, p, extra)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
 /// grad_x = dropout(grad_y), with the seed of forward; grad_bias = sum over rows of grad_x, in
 /// float32, rounded once to `dtype`.
 ///
-/// Shapes:      grad_y [..., cols], seed int64 with one element -> grad_x like grad_y, grad_bias
-///              [cols].
-/// output_mask: grad_x, grad_bias.
-struct DropoutBackwardBias {
-  static constexpr const char* kName = "dropout_backward_bias";
-  static constexpr const char* kQualifiedName = "tandem::dropout_backward_bias";
-  static constexpr const char* kSchema =
-      "dropout_backward_bias(Tensor grad_y, Tensor seed, float p, ScalarType dtype, bool[2] "
-      "output_mask) -> (Tensor grad_x, Tensor grad_bias)";
-  static Specs<2> shapes(const Tensor& grad_y, const Tensor& seed, double p, at::ScalarType dtype,
-                         std::array<bool, 2> output_mask);
-  static void cpu(const Tensor& grad_y, const Tensor& seed, double p, at::ScalarType dtype,
-                  std::array<bool, 2> output_mask, Results<2>& results);
-  static Results<2> reference(const Tensor& grad_y, const Tensor& seed, double p,
-                              at::ScalarType dtype, std::array<bool, 2> output_mask);
+/// Shapes: grad_y [..., cols], seed int64 with one element -> grad_x like grad_y, grad_bias [cols].
+struct DropoutBackward {
+  static constexpr const char* kName = "dropout_backward";
+  enum Result : size_t { grad_x, grad_bias };
+  static constexpr std::array kResults{"grad_x", "grad_bias"};
+  struct Args {
+    const Tensor& grad_y;
+    const Tensor& seed;
+    double p;
+    at::ScalarType dtype;
+    std::array<bool, 2> output_mask{true, true};
+    CodesOf<grad_x> codes = {};
+    TANDEM_ARGUMENTS(grad_y, seed, p, dtype, output_mask, codes)
+  };
+  static Specs<2> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<2> reference(const Args& args);
 };
 
 /// y = x, as numbers that are there no earlier than `gradient`: what backward computes again from
@@ -106,10 +94,14 @@ struct DropoutBackwardBias {
 /// Shapes: x any, gradient any -> y like x.
 struct Behind {
   static constexpr const char* kName = "behind";
-  static constexpr const char* kQualifiedName = "tandem::behind";
-  static constexpr const char* kSchema = "behind(Tensor x, Tensor gradient) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, const Tensor& gradient);
-  static Results<1> reference(const Tensor& x, const Tensor& gradient);
+  static constexpr std::array kResults{"y"};
+  struct Args {
+    const Tensor& x;
+    const Tensor& gradient;
+    TANDEM_ARGUMENTS(x, gradient)
+  };
+  static Specs<1> shapes(const Args& args);
+  static Results<1> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops

@@ -15,12 +15,15 @@ inline bool has_tangent(const at::Tensor& x) {
   return x.unsafeGetTensorImpl()->autograd_meta() != nullptr && x._fw_grad(/*level=*/0).defined();
 }
 
+/// Whether autograd has been passed: whoever calls has the gradient in hand.
+inline bool is_below_autograd() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
+}
+
 /// Throws c10::NotImplementedError where a gradient of x is recorded, or forward-mode
 /// differentiation follows x: its tangent would be lost in silence, also without gradients.
 inline void check_no_gradient(std::string_view op, const at::Tensor& x) {
-  // Below autograd whoever calls has the gradient in hand.
-  if (c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset))
-    return;
+  if (is_below_autograd()) return;
   TORCH_CHECK_NOT_IMPLEMENTED(!(c10::GradMode::is_enabled() && x.requires_grad()), op,
                               ": expected a tensor that needs no gradient, got one that requires "
                               "it. Rounding has no useful ",

@@ -1,23 +1,30 @@
 #include "kernel_ops/framework/kernel_op.h"
 
-#include <c10/util/Exception.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <cstdlib>
 
 namespace tandem::kernel_ops::detail {
 
-void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments) {
-  size_t first = arguments.size();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i] == nullptr) continue;
-    if (first == arguments.size()) first = i;
-    if (arguments[i]->device() == arguments[first]->device()) continue;
-    const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(op, "").schema();
-    TORCH_CHECK_VALUE(false, op, ": expected ", schema.arguments()[first].name(), " and ",
-                      schema.arguments()[i].name(), " on one device, got ",
-                      arguments[first]->device(), " and ", arguments[i]->device(),
-                      ". Move the module or its input: both have .to(device).");
-  }
+void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments) {
+  const auto* const first =
+      std::ranges::find_if(arguments, [](const Tensor* each) { return each != nullptr; });
+  const auto* const other = std::find_if(first, arguments.end(), [&](const Tensor* each) {
+    return each != nullptr && each->device() != (*first)->device();
+  });
+  if (other == arguments.end()) return;
+  // The tensors of a list share a name.
+  const auto name_of = [&](const Tensor* const* argument) {
+    const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").schema();
+    std::vector<std::string> names;
+    for (const auto& each : schema.arguments())
+      if (each.type()->str().find("Tensor") != std::string::npos) names.push_back(each.name());
+    const auto place = static_cast<size_t>(argument - arguments.begin());
+    return names[std::min(place, names.size() - 1)];
+  };
+  TORCH_CHECK_VALUE(false, op, ": expected ", name_of(first), " and ", name_of(other),
+                    " on one device, got ", (*first)->device(), " and ", (*other)->device(),
+                    ". Move the module or its input: both have .to(device).");
 }
 
 void refuse_without_memory(const Tensor& tensor) {
@@ -25,6 +32,23 @@ void refuse_without_memory(const Tensor& tensor) {
                     tensor.sizes(),
                     " whose storage was given back. Keep it until backward is done.");
   std::abort();  // not reached
+}
+
+void check_no_codes_asked(const char* op, const AskedCodes& asked) {
+  TORCH_CHECK_VALUE(!asked.given && asked.wanted == GroupMask{}, op,
+                    ": expected a quantizer for what is given and wanted of codes, got none. Name "
+                    "one, or ask for no codes.");
+}
+
+Group quantized(const Tensor& x, const AskedCodes& asked) {
+  using SevenTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static const auto quantize = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("tandem::quantize", "")
+                                   .typed<SevenTensors(const Tensor&, const std::optional<Tensor>&,
+                                                       std::string_view, GroupMask)>();
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return std::apply([](auto&&... part) { return Group{std::move(part)...}; },
+                    quantize.call(x, asked.given, asked.quantizer->text, asked.wanted));
 }
 
 }  // namespace tandem::kernel_ops::detail

@@ -1,149 +1,165 @@
-// What a kernel op is: one struct that says schema, shapes and composite reference, and a list of
-// implementations. Everything else (dispatcher kernels, shape function for tracing, autograd rule,
-// the direct call with buffers) follows from them.
+// What a kernel op is: one struct that says its arguments, shapes and composite reference, and a
+// list of implementations. Everything else (schema, dispatcher kernels, shape function for tracing,
+// autograd rule, the direct call with buffers) follows from them.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/SymIntArrayRef.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <c10/util/SmallVector.h>
 
-#include <array>
-#include <optional>
-#include <tuple>
-#include <type_traits>
+#include <algorithm>
+#include <span>
 #include <utility>
+#include <vector>
 
+#include "kernel_ops/framework/arguments.h"
 #include "kernel_ops/framework/implementations.h"
-#include "quantization/formats/quantizer.h"
+#include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/results.h"
+#include "quantization/formats/format.h"
 
 namespace tandem::kernel_ops {
 
-using at::Tensor;
-
-/// Sizes and dtype of one result; `wanted` is false for a result that the caller masked out: it has
-/// no elements and is not computed.
-struct ResultSpec {
-  c10::SymDimVector sizes;
-  at::ScalarType dtype = at::kFloat;
-  bool wanted = true;
-};
-
-/// A set of dtypes.
-struct Dtypes {
-  template <typename... Dtype>
-  constexpr explicit Dtypes(Dtype... dtypes)
-      : bits((uint64_t{0} | ... | (uint64_t{1} << static_cast<int>(dtypes)))) {}
-  constexpr bool has(at::ScalarType dtype) const {
-    return (bits >> static_cast<int>(dtype) & 1) != 0;
-  }
-  static_assert(static_cast<int>(at::ScalarType::NumOptions) <= 64, "a bit per dtype");
-  uint64_t bits;
-};
-
-/// What kernels compute on, and what else they read.
-inline constexpr Dtypes kArithmetic(at::kFloat, at::kBFloat16, at::kHalf), kStatistic(at::kFloat),
-    kCodes(at::kByte), kScale(at::kFloat, at::kByte), kSeed(at::kLong);
-
-/// A kernel op K has
-///   kName, kSchema                        name and schema in namespace `tandem`
-///   shapes(args...) -> Specs<N>           sizes and dtypes of the results; SymInt, so that tracing
-///                                         sees through it; checks arguments
-///   reference(args...) -> Results<N>      the results in differentiable ATen operations, for every
-///                                         device and dtype: promotes, or raises, as torch does
-/// and a list of implementations, which its registration begins (register.h).
-template <size_t N>
-using Specs = std::array<ResultSpec, N>;
-template <size_t N>
-using Results = std::array<Tensor, N>;
-
-namespace detail {
-
-/// Arguments as the schema has them: a quantizer is its text, and is found by it; one that may be
-/// absent is null.
-template <typename Argument>
-using SchemaArgument =
-    std::conditional_t<std::is_same_v<Argument, const Quantizer&>, std::string_view,
-                       std::conditional_t<std::is_same_v<Argument, const Quantizer*>,
-                                          std::optional<std::string_view>, Argument>>;
-template <typename T>
-const T& to_schema(const T& argument) {
-  return argument;
-}
-inline std::string_view to_schema(const Quantizer& argument) { return argument.text; }
-inline std::optional<std::string_view> to_schema(const Quantizer* argument) {
-  return argument == nullptr ? std::nullopt : std::optional<std::string_view>(argument->text);
-}
-template <typename Argument, typename Given>
-decltype(auto) from_schema(const Given& given) {
-  if constexpr (std::is_same_v<Argument, const Quantizer&>) {
-    return quantizer(std::string_view(given));
-  } else if constexpr (std::is_same_v<Argument, const Quantizer*>) {
-    return given ? &quantizer(std::string_view(*given)) : static_cast<const Quantizer*>(nullptr);
-  } else {
-    return (given);
-  }
-}
-
-template <typename F>
-struct Signature;
-template <size_t N, typename... Args>
-struct Signature<Specs<N> (*)(Args...)> {
-  static constexpr size_t kResults = N;
-  template <size_t>
-  using TensorAt = Tensor;
-  template <size_t... I>
-  static std::tuple<TensorAt<I>...> tuple_of(std::index_sequence<I...>);
-  using Returned =
-      std::conditional_t<N == 1, Tensor, decltype(tuple_of(std::make_index_sequence<N>()))>;
-  using Function = Returned(SchemaArgument<Args>...);
-  using Accepts = bool(Args...);
-  using Run = void(Args..., Results<N>&);
-};
-}  // namespace detail
+// A kernel op K has
+//   kName                            its name in namespace `tandem`
+//   Args                             its arguments (arguments.h): tensors that it reads as `const
+//                                    Tensor&` or std::optional<Tensor>, those that it writes as
+//                                    `Tensor&` or `std::optional<Tensor>&`, a quantizer as `const
+//                                    Quantizer&` or a pointer, numbers, and, as the last ones,
+//                                    CodesOf of what is quantized.
+//                                    Where some results may be left out there is a member
+//                                    `output_mask`, whose element i says whether result i is wanted
+//   kResults                         names of the results but for codes
+//   shapes(const Args&) -> Specs     sizes and dtypes of these; SymInt, so that tracing sees
+//                                    through it; checks arguments
+//   reference(const Args&) -> Results   these results in differentiable ATen operations, for every
+//                                    device and dtype: promotes, or raises, as torch does
+// and a list of implementations, which its registration begins (register.h).
 
 template <typename K>
-using SignatureOf = detail::Signature<decltype(&K::shapes)>;
+inline constexpr size_t kMadeCount = K::kResults.size();
+/// Codes that K may be asked for, each a Group behind the other results.
 template <typename K>
-inline constexpr size_t kResultCount = SignatureOf<K>::kResults;
+inline constexpr size_t kGroupCount = detail::MembersOf<typename K::Args>::kGroups;
+template <typename K>
+inline constexpr size_t kResultCount = kMadeCount<K> + kGroupCount<K>* group_size;
 template <typename K>
 using ResultsOf = Results<kResultCount<K>>;
 
+/// The tensors of codes number `index` among the results.
+template <typename K>
+Group group_of(std::span<const Tensor> results, size_t index = 0) {
+  Group group;
+  std::copy_n(results.begin() + kMadeCount<K> + index * group_size, group_size, group.begin());
+  return group;
+}
+
 /// One way to compute kernel op K. It is asked where all tensors among the arguments are plain
-/// memory of one device of its type.
+/// memory, unless K says kOnManyDevices of one device, of its type.
 template <typename K>
 struct Implementation {
   /// What `explain` calls it; of a string that stays.
   std::string_view name;
   c10::DeviceType device;
   /// Whether it computes on arguments of these dtypes, shapes and strides.
-  typename SignatureOf<K>::Accepts* accepts;
-  /// Writes the results that are wanted: tensors of the sizes and dtypes that shapes() says,
+  bool (*accepts)(const typename K::Args& args);
+  /// Writes the results that are defined: tensors of the sizes and dtypes that shapes() says,
   /// contiguous. One may lie in the memory of an operand of its sizes and dtype: an element is read
   /// before the result's element in its place is written.
-  typename SignatureOf<K>::Run* run;
+  void (*run)(const typename K::Args& args, std::span<Tensor> results);
+  /// Whether it writes codes too. One that does not is asked as if there were none to write: what
+  /// they are of is quantized behind it, by an implementation of Quantize.
+  bool makes_codes = false;
 };
 
-/// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it.
-template <typename K, typename... Args>
-ResultsOf<K> dispatch(const Args&... args) {
-  static const auto handle = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow(K::kQualifiedName, "")
-                                 .template typed<typename SignatureOf<K>::Function>();
-  if constexpr (kResultCount<K> == 1) {
-    return {handle.call(detail::to_schema(args)...)};
-  } else {
-    return std::apply([](auto&&... results) { return ResultsOf<K>{std::move(results)...}; },
-                      handle.call(detail::to_schema(args)...));
-  }
+namespace detail {
+
+template <typename K>
+const std::string& qualified_name() {
+  static const auto& name = *new std::string(std::string("tandem::") + K::kName);
+  return name;
 }
 
-namespace detail {
+/// What K returns through the dispatcher.
+template <size_t kMade, size_t kGroups>
+struct ReturnedBy {
+  template <size_t>
+  using TensorAt = Tensor;
+  template <size_t>
+  using ListAt = std::vector<Tensor>;
+  template <size_t... I, size_t... J>
+  static std::tuple<TensorAt<I>..., ListAt<J>...> of(std::index_sequence<I...>,
+                                                     std::index_sequence<J...>);
+  using Type = decltype(of(std::make_index_sequence<kMade>(), std::make_index_sequence<kGroups>()));
+};
+template <>
+struct ReturnedBy<1, 0> {
+  using Type = Tensor;
+};
+template <>
+struct ReturnedBy<0, 0> {
+  using Type = void;
+};
+template <typename K>
+using ReturnedOf = typename ReturnedBy<kMadeCount<K>, kGroupCount<K>>::Type;
+
+template <typename Returned, typename Given>
+struct FunctionOf;
+template <typename Returned, typename... Given>
+struct FunctionOf<Returned, std::tuple<Given...>> {
+  using Type = Returned(Given...);
+};
+/// K as a function of the dispatcher.
+template <typename K>
+using DispatchedOf =
+    typename FunctionOf<ReturnedOf<K>, typename MembersOf<typename K::Args>::Given>::Type;
+
+/// Results from what the dispatcher returned.
+template <typename K>
+ResultsOf<K> results_from(ReturnedOf<K>&& returned) {
+  if constexpr (kResultCount<K> == 1) {
+    return {std::move(returned)};
+  } else {
+    ResultsOf<K> results;
+    auto* next = results.begin();
+    const auto take = [&](auto& each) {
+      if constexpr (std::is_same_v<decltype(each), Tensor&>) {
+        *next++ = std::move(each);
+      } else {
+        std::move(each.begin(), each.end(), next);
+        next += group_size;
+      }
+    };
+    std::apply([&](auto&... each) { (take(each), ...); }, returned);
+    return results;
+  }
+}
 
 /// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be
 /// resized to nothing.
 [[noreturn]] TANDEM_API void refuse_without_memory(const Tensor& tensor);
+
+/// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose
+/// schema names the arguments; absent tensors are null.
+TANDEM_API void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments);
+
+/// Throws c10::ValueError where something is given or wanted of codes that no quantizer makes.
+TANDEM_API void check_no_codes_asked(const char* op, const AskedCodes& asked);
+
+/// The first tensor among the arguments. Every kernel op has one, or a list that is not empty.
+template <typename Args>
+const Tensor& first_tensor(const Args& args) {
+  const Tensor* first = nullptr;
+  for_each_member(args, [&](const auto& member) {
+    using Member = std::remove_cvref_t<decltype(member)>;
+    if constexpr (std::is_same_v<Member, Tensor>) {
+      if (first == nullptr) first = &member;
+    } else if constexpr (std::is_same_v<Member, at::TensorList>) {
+      if (first == nullptr && !member.empty()) first = &member[0];
+    }
+  });
+  return *first;
+}
 
 template <size_t N, typename T>
 bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argument) {
@@ -154,6 +170,8 @@ bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argumen
     return !argument || dtypes.has(argument->scalar_type());
   } else if constexpr (std::is_same_v<T, at::ScalarType>) {
     return takes[next++].has(argument);
+  } else if constexpr (kIsCodes<T>) {
+    return !argument.given || kGiven.has(argument.given->scalar_type());
   } else {
     return true;
   }
@@ -164,44 +182,41 @@ inline constexpr bool kIsTyped =
     std::is_same_v<T, Tensor> || std::is_same_v<T, std::optional<Tensor>> ||
     std::is_same_v<T, at::ScalarType>;
 
-/// Tensors among the arguments by position; an absent one is null.
-inline const Tensor* tensor_in(const Tensor& argument) { return &argument; }
-inline const Tensor* tensor_in(const std::optional<Tensor>& argument) {
-  return argument ? &*argument : nullptr;
-}
-template <typename T>
-const Tensor* tensor_in(const T&) {
-  return nullptr;
-}
+}  // namespace detail
 
-/// The first tensor among the arguments. Every kernel op has one.
-template <typename First, typename... Rest>
-const Tensor& first_tensor(const First& first, const Rest&... rest) {
-  if constexpr (std::is_same_v<First, Tensor>) {
-    return first;
+/// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it.
+template <typename K>
+ResultsOf<K> dispatch(const typename K::Args& args) {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow(detail::qualified_name<K>().c_str(), "")
+                                 .template typed<detail::DispatchedOf<K>>();
+  const auto call = [](auto&... given) { return handle.call(given...); };
+  auto given = detail::given_of(args);
+  if constexpr (kResultCount<K> == 0) {
+    std::apply(call, given);
+    return {};
   } else {
-    return first_tensor(rest...);
+    return detail::results_from<K>(std::apply(call, given));
   }
 }
-
-/// Throws c10::ValueError unless all tensors lie on one device. `op` is the qualified name, whose
-/// schema names the arguments.
-TANDEM_API void require_one_device(const char* op, c10::ArrayRef<const Tensor*> arguments);
-
-}  // namespace detail
 
 /// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of
 /// these dtypes each.
 template <Dtypes... kSets>
 struct Takes {
-  template <typename... Args>
-  static bool these(Args... args) {
-    static_assert(
-        sizeof...(kSets) == (size_t{0} + ... + size_t{detail::kIsTyped<std::remove_cvref_t<Args>>}),
-        "one set per tensor and dtype");
-    constexpr std::array kTakes{kSets...};
-    size_t next = 0;
-    return (detail::is_taken(kTakes, next, args) && ...);
+  template <typename Args>
+  static bool these(const Args& args) {
+    return std::apply(
+        [](const auto&... member) {
+          static_assert(
+              sizeof...(kSets) == (size_t{0} + ... +
+                                   size_t{detail::kIsTyped<std::remove_cvref_t<decltype(member)>>}),
+              "one set per tensor and dtype");
+          constexpr std::array<Dtypes, sizeof...(kSets)> kTakes{kSets...};
+          size_t next = 0;
+          return (detail::is_taken(kTakes, next, member) && ...);
+        },
+        args.members());
   }
 };
 
@@ -220,17 +235,42 @@ inline bool is_plain(const Tensor& tensor) {
 
 /// A row of K's list, or null for the reference.
 template <typename K>
-using Choice = const detail::Listed<Implementation<K>>*;
+struct Choice {
+  const detail::Listed<Implementation<K>>* listed = nullptr;
+  /// The row makes no codes: what it makes is quantized behind it.
+  bool quantizes_apart = false;
+};
 template <typename K>
-ImplementationNames name_of(Choice<K> choice) {
-  return choice == nullptr ? kReference : choice->bit;
+ImplementationNames name_of(const Choice<K>& choice) {
+  return choice.listed == nullptr ? kReference : choice.listed->bit;
 }
 
 namespace detail {
-template <typename T>
-bool is_plain_on(c10::Device device, const T& argument) {
-  const Tensor* tensor = tensor_in(argument);
-  return tensor == nullptr || (tensor->device() == device && is_plain(*tensor));
+
+template <typename K>
+constexpr bool kIsOnManyDevices = requires {
+  K::kOnManyDevices;
+};
+
+template <typename K>
+bool are_plain(const typename K::Args& args, c10::Device device) {
+  const auto is_ready = [&](const Tensor& tensor) {
+    return (kIsOnManyDevices<K> || tensor.device() == device) && is_plain(tensor);
+  };
+  bool are_ready = true;
+  for_each_member(args, [&](const auto& member) {
+    using Member = std::remove_cvref_t<decltype(member)>;
+    if constexpr (std::is_same_v<Member, Tensor>) {
+      are_ready = are_ready && is_ready(member);
+    } else if constexpr (std::is_same_v<Member, std::optional<Tensor>>) {
+      are_ready = are_ready && (!member || is_ready(*member));
+    } else if constexpr (std::is_same_v<Member, at::TensorList>) {
+      are_ready = are_ready && std::ranges::all_of(member, is_ready);
+    } else if constexpr (kIsCodes<Member>) {
+      are_ready = are_ready && (!member.given || is_ready(*member.given));
+    }
+  });
+  return are_ready;
 }
 
 template <typename K>
@@ -238,6 +278,73 @@ std::atomic<const void*>& list_of_op() {
   static std::atomic<const void*>& list = list_of(K::kName);
   return list;
 }
+
+/// The arguments where no codes are asked for: what these were of is wanted.
+template <typename K>
+typename K::Args without_codes(const typename K::Args& args) {
+  typename K::Args plain = args;
+  const auto forget = [&](auto& member) {
+    using Member = std::remove_cvref_t<decltype(member)>;
+    if constexpr (kIsCodes<Member>) {
+      if constexpr (requires { plain.output_mask; })
+        if (member && Member::kResult < plain.output_mask.size())
+          plain.output_mask[Member::kResult] = true;
+      member = {};
+    }
+  };
+  std::apply([&](auto&... member) { (forget(member), ...); }, plain.members());
+  return plain;
+}
+
+/// What codes of a member are of.
+template <typename K, size_t kOf>
+const Tensor& source_of(const CodesOf<kOf>& /*codes*/, const typename K::Args& args,
+                        std::span<const Tensor> results) {
+  if constexpr (kOf == kFirstOperand) {
+    return first_tensor(args);
+  } else {
+    return results[kOf];
+  }
+}
+
+/// Sizes of what codes of a member are of.
+template <typename K, size_t kOf>
+c10::SymIntArrayRef sizes_of_source(const CodesOf<kOf>& /*codes*/, const typename K::Args& args,
+                                    const Specs<kMadeCount<K>>& specs) {
+  if constexpr (kOf == kFirstOperand) {
+    return first_tensor(args).sym_sizes();
+  } else {
+    return specs[kOf].sizes;
+  }
+}
+
+/// Calls `use(spec, place)` for each tensor of the codes that are asked for, by its place among the
+/// results.
+template <typename K, typename Use>
+void for_each_part(const typename K::Args& args, const Specs<kMadeCount<K>>& specs, Use&& use) {
+  for_each_codes(args, [&](const auto& asked, size_t index) {
+    if (!asked) return check_no_codes_asked(K::kName, asked);
+    const auto parts = group_specs(K::kName, sizes_of_source<K>(asked, args, specs), asked.given,
+                                   *asked.quantizer, asked.wanted);
+    for (size_t part = 0; part < group_size; ++part)
+      use(parts[part], kMadeCount<K> + index * group_size + part);
+  });
+}
+
+/// The codes of x by the kernel op Quantize.
+TANDEM_API Group quantized(const Tensor& x, const AskedCodes& asked);
+
+/// Calls `quantize(source, asked)` for the codes that are asked for and puts the groups among the
+/// results.
+template <typename K, typename Quantize>
+void add_codes(const typename K::Args& args, ResultsOf<K>& results, Quantize&& quantize) {
+  for_each_codes(args, [&](const auto& asked, size_t index) {
+    if (!asked) return;
+    Group group = quantize(source_of<K>(asked, args, results), asked);
+    std::ranges::move(group, results.begin() + kMadeCount<K> + index * group_size);
+  });
+}
+
 }  // namespace detail
 
 /// Adds an implementation, which is asked before those that K has. Calls that are under way may
@@ -248,48 +355,101 @@ void register_implementation(const Implementation<K>& implementation) {
 }
 
 /// The first implementation that takes these arguments.
-template <typename K, typename... Args>
-Choice<K> choose(const Args&... args) {
-  const c10::Device device = detail::first_tensor(args...).device();
-  auto* next = static_cast<Choice<K>>(detail::list_of_op<K>().load(std::memory_order_acquire));
-  while (next != nullptr && next->row.device != device.type()) next = next->next;
-  if (next == nullptr || !(detail::is_plain_on(device, args) && ...)) return nullptr;
-  for (; next != nullptr; next = next->next)
-    if (next->row.device == device.type() && next->row.accepts(args...)) return next;
-  return nullptr;
+template <typename K>
+Choice<K> choose(const typename K::Args& args) {
+  const c10::Device device = detail::first_tensor(args).device();
+  const auto* first = static_cast<const detail::Listed<Implementation<K>>*>(
+      detail::list_of_op<K>().load(std::memory_order_acquire));
+  while (first != nullptr && first->row.device != device.type()) first = first->next;
+  if (first == nullptr || !detail::are_plain<K>(args, device)) return {};
+  bool asks = false;
+  detail::for_each_codes(args, [&](const auto& asked, size_t) { asks = asks || bool{asked}; });
+  const auto find = [&](const typename K::Args& these, bool with_codes) {
+    const auto* next = first;
+    while (next != nullptr && (next->row.device != device.type() ||
+                               (with_codes && !next->row.makes_codes) || !next->row.accepts(these)))
+      next = next->next;
+    return next;
+  };
+  if (const auto* found = find(args, asks)) return {found};
+  if (asks)
+    if (const auto* found = find(detail::without_codes<K>(args), false)) return {found, true};
+  return {};
 }
 
 /// Throws c10::ValueError unless all tensors among the arguments lie on one device.
-template <typename K, typename... Args>
-void check_devices(const Args&... args) {
-  detail::require_one_device(K::kQualifiedName, {detail::tensor_in(args)...});
+template <typename K>
+void check_devices(const typename K::Args& args) {
+  if constexpr (!detail::kIsOnManyDevices<K>)
+    detail::require_one_device(detail::qualified_name<K>(), detail::tensors_in(args));
 }
 
 /// The composite form: what every implementation of K returns, contiguous and in the dtypes that
 /// shapes() says.
-template <typename K, typename... Args>
-ResultsOf<K> run_reference(const Args&... args) {
-  check_devices<K>(args...);
-  const auto specs = K::shapes(args...);
-  ResultsOf<K> results = K::reference(args...);
+template <typename K>
+ResultsOf<K> run_reference(const typename K::Args& args) {
+  check_devices<K>(args);
+  const auto specs = K::shapes(args);
+  detail::for_each_part<K>(args, specs, [](const ResultSpec&, size_t) {});  // checks what is asked
+  ResultsOf<K> results;
+  std::ranges::move(K::reference(detail::without_codes<K>(args)), results.begin());
   for (size_t i = 0; i < specs.size(); ++i) {
     TORCH_INTERNAL_ASSERT(results[i].scalar_type() == specs[i].dtype, K::kName, ": result ", i,
                           " is ", results[i].scalar_type(), ", not ", specs[i].dtype);
     if (results[i].layout() == at::kStrided) results[i] = results[i].contiguous();
   }
+  detail::add_codes<K>(args, results, [](const Tensor& source, const AskedCodes& asked) {
+    return group_reference(source, asked.given, *asked.quantizer, asked.wanted);
+  });
+  if constexpr (kGroupCount < K >> 0)
+    for (size_t i = 0; i < specs.size(); ++i)
+      if (!specs[i].wanted) results[i] = at::empty({0}, results[i].options());
+  return results;
+}
+
+/// As `reference` of an op that K::cpu computes whatever the dtypes and, by what it calls, the
+/// device: its results in memory of their own.
+template <typename K>
+Results<kMadeCount<K>> made_by_cpu(const typename K::Args& args) {
+  const Tensor& first = detail::first_tensor(args);
+  const auto specs = K::shapes(args);
+  Results<kMadeCount<K>> results;
+  for (size_t i = 0; i < specs.size(); ++i)
+    if (specs[i].wanted)
+      results[i] = empty_beside(first, C10_AS_INTARRAYREF_SLOW(specs[i].sizes), specs[i].dtype);
+  K::cpu(args, results);
+  for (size_t i = 0; i < specs.size(); ++i)
+    if (!specs[i].wanted) results[i] = empty_beside(first, {0}, specs[i].dtype);
   return results;
 }
 
 /// Runs what was chosen for these arguments. `allocate(i, spec)` gives the memory of result i where
 /// it is wanted; the reference has its own.
-template <typename K, typename Allocate, typename... Args>
-ResultsOf<K> run_choice(Choice<K> choice, Allocate&& allocate, const Args&... args) {
-  if (choice == nullptr) return run_reference<K>(args...);
-  const auto specs = K::shapes(args...);
+template <typename K, typename Allocate>
+ResultsOf<K> run_choice(const Choice<K>& choice, Allocate&& allocate,
+                        const typename K::Args& args) {
+  if (choice.listed == nullptr) return run_reference<K>(args);
+  const auto specs = K::shapes(args);
   ResultsOf<K> results;
   for (size_t i = 0; i < specs.size(); ++i)
     if (specs[i].wanted) results[i] = allocate(i, specs[i]);
-  choice->row.run(args..., results);
+  if constexpr (kGroupCount < K >> 0) {
+    if (choice.quantizes_apart) {
+      const typename K::Args plain = detail::without_codes<K>(args);
+      const auto all = K::shapes(plain);
+      for (size_t i = 0; i < all.size(); ++i)
+        if (all[i].wanted && !results[i].defined()) results[i] = allocate(i, all[i]);
+      choice.listed->row.run(plain, results);
+      detail::add_codes<K>(args, results, detail::quantized);
+      for (size_t i = 0; i < specs.size(); ++i)
+        if (!specs[i].wanted) results[i] = Tensor();
+      return results;
+    }
+    detail::for_each_part<K>(args, specs, [&](const ResultSpec& spec, size_t place) {
+      if (spec.wanted) results[place] = allocate(place, spec);
+    });
+  }
+  choice.listed->row.run(args, results);
   return results;
 }
 

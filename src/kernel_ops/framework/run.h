@@ -8,18 +8,19 @@ namespace tandem::kernel_ops {
 
 /// Runs K by the first implementation that takes the arguments, whose name is added to `took`, into
 /// `spare` where that is given.
-template <typename K, typename... Args>
-ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare, const Args&... args) {
-  const Choice<K> choice = choose<K>(args...);
+template <typename K>
+ResultsOf<K> run(ImplementationNames& took, const ResultsOf<K>& spare,
+                 const typename K::Args& args) {
+  const Choice<K> choice = choose<K>(args);
   took |= name_of<K>(choice);
   return run_choice<K>(
       choice,
       [&](size_t i, const ResultSpec& spec) {
         if (spare[i].defined()) return spare[i];
-        return empty_beside(detail::first_tensor(args...), C10_AS_INTARRAYREF_SLOW(spec.sizes),
+        return empty_beside(detail::first_tensor(args), C10_AS_INTARRAYREF_SLOW(spec.sizes),
                             spec.dtype);
       },
-      args...);
+      args);
 }
 
 }  // namespace tandem::kernel_ops

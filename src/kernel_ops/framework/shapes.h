@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "kernel_ops/framework/kernel_op.h"
+#include "kernel_ops/framework/results.h"
 
 namespace tandem::kernel_ops {
 
@@ -20,14 +20,6 @@ inline c10::SymInt rows_of(const Tensor& x, int64_t row_dims = 1) {
 
 inline c10::SymDimVector sizes_of(const Tensor& x) {
   return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
-}
-
-/// One array behind the other.
-template <typename T, size_t A, size_t B>
-std::array<T, A + B> joined(std::array<T, A> first, std::array<T, B> second) {
-  std::array<T, A + B> all;
-  std::move(second.begin(), second.end(), std::move(first.begin(), first.end(), all.begin()));
-  return all;
 }
 
 /// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so
@@ -46,8 +38,7 @@ inline at::ScalarType statistics(at::ScalarType compute) {
 }
 
 inline ResultSpec like(const Tensor& x, at::ScalarType dtype, bool wanted = true) {
-  if (!wanted) return {{0}, dtype, false};
-  return {sizes_of(x), dtype, true};
+  return {sizes_of(x), dtype, wanted};
 }
 inline ResultSpec like(const Tensor& x) { return like(x, x.scalar_type()); }
 

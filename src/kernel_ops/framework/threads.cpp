@@ -33,8 +33,8 @@ void run_share(void* data) {
   if (first < last) job.body(job.context, first, last);
 }
 
-void run(int64_t begin, int64_t end, int64_t grain, void* context,
-         void (*body)(void*, int64_t, int64_t)) {
+void run_pieces(int64_t begin, int64_t end, int64_t grain, void* context,
+                void (*body)(void*, int64_t, int64_t)) {
   const int64_t most = (end - begin) / std::max<int64_t>(grain, 1);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), most);
   if (threads <= 1 || GOMP_parallel == nullptr || at::in_parallel_region()) {
@@ -46,7 +46,7 @@ void run(int64_t begin, int64_t end, int64_t grain, void* context,
 }
 
 const bool installed = [] {
-  kernels::set_parallel_for(run);
+  kernels::set_parallel_for(run_pieces);
   return true;
 }();
 

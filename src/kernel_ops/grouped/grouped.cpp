@@ -47,8 +47,11 @@ CodedMatrix operand(ImplementationNames& took, const Tensor& numbers, const Grou
   const Quantizer& quantizer = *how.quantizer;
   const bool is_row =
       direction == Direction::row || quantizer.format->layout.serves_both_directions;
-  Group group = run<Quantize>(took, {}, numbers.contiguous(), given_to_group(how, number),
-                              quantizer, GroupMask{is_row, !is_row, how.amaxes.defined()});
+  Group group = run<Quantize>(took, {},
+                              {.x = numbers.contiguous(),
+                               .given = given_to_group(how, number),
+                               .quantizer = quantizer,
+                               .output_mask = {is_row, !is_row, how.amaxes.defined()}});
   if (how.amaxes.defined())
     how.amaxes.select(0, static_cast<int64_t>(number)).copy_(group[group_amax]);
   return {std::move(group[is_row ? row_codes : column_codes]), &quantizer, direction,
@@ -63,26 +66,28 @@ Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuan
   const CodedMatrix codes = operand(took, numbers, how, group, Direction::row);
   const c10::SymDimVector sizes = sizes_of(numbers);
   const auto amax = codes.amax.defined() ? std::optional(codes.amax) : std::nullopt;
-  return run<Dequantize>(took, {}, codes.matrix, codes.scale, *codes.quantizer,
-                         codes.direction == Direction::column, dtype, amax,
-                         at::OptionalSymIntArrayRef(sizes))[0];
+  return run<Dequantize>(took, {},
+                         {.codes = codes.matrix,
+                          .dequant_scale = codes.scale,
+                          .quantizer = *codes.quantizer,
+                          .column = codes.direction == Direction::column,
+                          .dtype = dtype,
+                          .amax = amax,
+                          .sizes = c10::SymIntArrayRef(sizes)})[0];
 }
 
 /// target += column row: a product of one term.
 void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
                const Tensor& target) {
   const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
-  took |= multiply(Product({left}, {right}, target.scalar_type(), Rows::of_the_result, Sums::any,
-                           /*accumulate=*/true),
-                   target);
+  took |= multiply(Product({left}, {right}, target.scalar_type(), {.beta = 1}), target);
 }
 
 void add_bias(ImplementationNames& took, const GroupBiases& biases, size_t group,
               const std::optional<Tensor>& scales, const Tensor& y) {
   if (biases.biases.empty()) return;
   if (scales) return add_outer(took, *scales, biases.biases[group], y);
-  const Tensor sum =
-      run<AddBias>(took, {y}, y, std::optional(biases.biases[group]), std::optional<Tensor>())[0];
+  const Tensor sum = run<AddBias>(took, {y}, {.x = y, .bias = biases.biases[group]})[0];
   if (!sum.is_same(y)) y.copy_(sum);
 }
 
@@ -163,7 +168,7 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
                                ? matrix
                                : rounded(took, matrix, matrices.quantizer, group, x.scalar_type());
     const Tensor right = transposed ? numbers.t() : numbers;
-    took |= multiply(Product({x}, {right}, y.scalar_type(), Rows::of_the_result), y);
+    took |= multiply(Product({x}, {right}, y.scalar_type()), y);
   } else {
     const CodedMatrix weight =
         matrices.scales.empty()
@@ -227,12 +232,13 @@ ImplementationNames grad_weight_of_group(const Tensor& grad_y, const Tensor& x,
   const at::ScalarType wide = c10::promoteTypes(x.scalar_type(), target.scalar_type());
   const Tensor left = grad_y.to(wide).t(), right = x.to(wide);
   if (wide == target.scalar_type()) {
-    took |=
-        multiply(Product({left}, {right}, wide, Rows::contracted, Sums::any, accumulate), target);
+    took |= multiply(
+        Product({left}, {right}, wide, {.rows = Rows::contracted, .beta = accumulate ? 1.0 : 0.0}),
+        target);
     return took;
   }
   const Tensor sums = empty_beside(x, target.sizes(), wide);
-  took |= multiply(Product({left}, {right}, wide, Rows::contracted), sums);
+  took |= multiply(Product({left}, {right}, wide, {.rows = Rows::contracted}), sums);
   accumulate ? target.add_(sums) : target.copy_(sums);
   return took;
 }
@@ -257,8 +263,9 @@ CodedMatrix codes_of_group(const Tensor& numbers, const GroupQuantizer& how, siz
 Tensor amax_of_rows(const Tensor& rows) {
   static const Quantizer& any = quantizer("fp8_e4m3");  // none has another amax
   ImplementationNames took = 0;
-  return run<Quantize>(took, {}, rows.contiguous(), std::optional<Tensor>(), any,
-                       GroupMask{false, false, true})[group_amax];
+  return run<Quantize>(
+      took, {},
+      {.x = rows.contiguous(), .quantizer = any, .output_mask = {false, false, true}})[group_amax];
 }
 
 ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional<Tensor>& scales,
@@ -268,10 +275,11 @@ ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional
     target.zero_();
   } else if (scales) {
     const Tensor left = scales->unsqueeze(0);
-    took |= multiply(Product({left}, {grad_y}, target.scalar_type(), Rows::contracted),
+    took |= multiply(Product({left}, {grad_y}, target.scalar_type(), {.rows = Rows::contracted}),
                      target.unsqueeze(0));
   } else {
-    const Tensor sums = run<SumRows>(took, {target}, grad_y, target.scalar_type())[0];
+    const Tensor sums =
+        run<SumRows>(took, {target}, {.x = grad_y, .dtype = target.scalar_type()})[0];
     if (!sums.is_same(target)) target.copy_(sums);
   }
   return took;
@@ -280,8 +288,7 @@ ImplementationNames grad_bias_of_group(const Tensor& grad_y, const std::optional
 ImplementationNames grad_scales_of_group(const Tensor& grad_y, const Tensor& bias,
                                          const Tensor& target) {
   const Tensor right = bias.unsqueeze(1);
-  return multiply(Product({grad_y}, {right}, target.scalar_type(), Rows::of_the_result),
-                  target.unsqueeze(1));
+  return multiply(Product({grad_y}, {right}, target.scalar_type()), target.unsqueeze(1));
 }
 
 std::vector<int64_t> group_offsets(const Tensor& splits, int64_t groups, int64_t rows) {

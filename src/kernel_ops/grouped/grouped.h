@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "kernel_ops/framework/implementations.h"
+#include "kernel_ops/framework/kernel_op.h"
 #include "kernel_ops/product/codes_product.h"
 #include "quantization/formats/quantizer.h"
 
@@ -111,24 +111,100 @@ ImplementationNames grad_bias_of_group(const at::Tensor& grad_y,
 ImplementationNames grad_scales_of_group(const at::Tensor& grad_y, const at::Tensor& bias,
                                          const at::Tensor& target);
 
-// The same through the dispatcher, where one call does all groups.
+/// The same of all groups are kernel ops. cpu() is a loop over the groups, by products of any
+/// device, and also the reference, unless that is differentiated.
+struct OfGroups {
+  static constexpr std::array kResults{"all"};
+  static constexpr bool kOnManyDevices = true;  // `splits` may lie on the host
+};
 
+/// y of product_of_groups.
+struct GroupedProduct : OfGroups {
+  static constexpr const char* kName = "grouped_product";
+  struct Args {
+    const Tensor &x, &splits;
+    at::TensorList matrices, biases;
+    std::optional<Tensor> scales;
+    bool transposed;
+    const Quantizer* quantizer;
+    at::TensorList matrix_scales, matrix_amaxes;
+    const Quantizer* matrix_quantizer;
+    std::optional<Tensor> given, matrix_given;
+    TANDEM_ARGUMENTS(x, splits, matrices, biases, scales, transposed, quantizer, matrix_scales,
+                     matrix_amaxes, matrix_quantizer, given, matrix_given)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& splits,
                            const GroupMatrices& matrices, const GroupBiases& biases,
                            bool transposed, const GroupQuantizer& quantizer);
-/// -> [groups, n, k].
+
+/// grad_weight [groups, n, k].
+struct GroupedGradWeight : OfGroups {
+  static constexpr const char* kName = "grouped_grad_weight";
+  struct Args {
+    const Tensor &grad_y, &x, &splits;
+    int64_t groups;
+    const Quantizer *grad_quantizer, *quantizer;
+    std::optional<Tensor> grad_given, given;
+    TANDEM_ARGUMENTS(grad_y, x, splits, groups, grad_quantizer, quantizer, grad_given, given)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor grouped_grad_weight(const at::Tensor& grad_y, const at::Tensor& x,
                                const at::Tensor& splits, int64_t groups,
                                const GradQuantizers& quantizers);
-/// -> [groups, n].
+
+/// grad_bias [groups, n].
+struct GroupedGradBias : OfGroups {
+  static constexpr const char* kName = "grouped_grad_bias";
+  struct Args {
+    const Tensor &grad_y, &splits;
+    std::optional<Tensor> scales;
+    int64_t groups;
+    TANDEM_ARGUMENTS(grad_y, splits, scales, groups)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor grouped_grad_bias(const at::Tensor& grad_y, const at::Tensor& splits,
                              const std::optional<at::Tensor>& scales, int64_t groups);
+
 /// The largest magnitude of each group of rows, NaN aside, in float32; 0 where there are none.
+/// Without `splits` of matrices [groups, ...].
 /// -> [groups].
+struct GroupedAmaxes : OfGroups {
+  static constexpr const char* kName = "grouped_amaxes";
+  struct Args {
+    const Tensor& x;
+    std::optional<Tensor> splits;
+    int64_t groups;
+    TANDEM_ARGUMENTS(x, splits, groups)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor grouped_amaxes(const at::Tensor& rows, const at::Tensor& splits, int64_t groups);
-/// The same of matrices [groups, ...].
 at::Tensor matrix_amaxes(const at::Tensor& matrices);
+
 /// -> [rows], zeros for rows of no group.
+struct GroupedGradScales : OfGroups {
+  static constexpr const char* kName = "grouped_grad_scales";
+  struct Args {
+    const Tensor &grad_y, &splits;
+    at::TensorList biases;
+    TANDEM_ARGUMENTS(grad_y, splits, biases)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor grouped_grad_scales(const at::Tensor& grad_y, const at::Tensor& splits,
                                at::TensorList biases);
 

@@ -38,28 +38,28 @@ ImplementationNames multiply_codes(const CodedMatrix& a, bool a_transposed, cons
 ///         c10::TypeError for a dtype that no product has.
 struct MultiplyCodes {
   static constexpr const char* kName = "multiply_codes";
-  static constexpr const char* kQualifiedName = "tandem::multiply_codes";
-  static constexpr const char* kSchema =
-      "multiply_codes(Tensor a, Tensor a_scale, Tensor? a_amax, str a_quantizer, bool a_column, "
-      "bool a_transposed, Tensor b, Tensor b_scale, Tensor? b_amax, str b_quantizer, bool "
-      "b_column, bool b_transposed, ScalarType dtype) -> Tensor";
-  static Specs<1> shapes(const Tensor& a, const Tensor& a_scale,
-                         const std::optional<Tensor>& a_amax, const Quantizer& a_quantizer,
-                         bool a_column, bool a_transposed, const Tensor& b, const Tensor& b_scale,
-                         const std::optional<Tensor>& b_amax, const Quantizer& b_quantizer,
-                         bool b_column, bool b_transposed, at::ScalarType dtype);
-  static void cpu(const Tensor& a, const Tensor& a_scale, const std::optional<Tensor>& a_amax,
-                  const Quantizer& a_quantizer, bool a_column, bool a_transposed, const Tensor& b,
-                  const Tensor& b_scale, const std::optional<Tensor>& b_amax,
-                  const Quantizer& b_quantizer, bool b_column, bool b_transposed,
-                  at::ScalarType dtype, Results<1>& results);
+  static constexpr std::array kResults{"product"};
+  struct Args {
+    const Tensor& a;
+    const Tensor& a_scale;
+    std::optional<Tensor> a_amax = {};
+    const Quantizer& a_quantizer;
+    bool a_column;
+    bool a_transposed;
+    const Tensor& b;
+    const Tensor& b_scale;
+    std::optional<Tensor> b_amax = {};
+    const Quantizer& b_quantizer;
+    bool b_column;
+    bool b_transposed;
+    at::ScalarType dtype;
+    TANDEM_ARGUMENTS(a, a_scale, a_amax, a_quantizer, a_column, a_transposed, b, b_scale, b_amax,
+                     b_quantizer, b_column, b_transposed, dtype)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
   /// In ATen operations, unless the product's list has an implementation for the device.
-  static Results<1> reference(const Tensor& a, const Tensor& a_scale,
-                              const std::optional<Tensor>& a_amax, const Quantizer& a_quantizer,
-                              bool a_column, bool a_transposed, const Tensor& b,
-                              const Tensor& b_scale, const std::optional<Tensor>& b_amax,
-                              const Quantizer& b_quantizer, bool b_column, bool b_transposed,
-                              at::ScalarType dtype);
+  static Results<1> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops

@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <limits>
 
@@ -181,7 +182,7 @@ void multiply_in_tiles(const at::Tensor& a, const at::Tensor& b, const at::Tenso
 /// Numbers of one dtype that CPU libraries multiply.
 bool is_uniform(const ProductType& type) {
   return type.a.quantizer == nullptr && type.b.quantizer == nullptr && type.a.dtype == type.dtype &&
-         type.b.dtype == type.dtype && kArithmetic.has(type.dtype);
+         type.b.dtype == type.dtype && kArithmetic.has(type.dtype) && !type.has_epilogue();
 }
 
 /// Small products are as fast by at::mm.
@@ -209,7 +210,7 @@ constexpr ProductImplementation kOneDnn{
     .run =
         [](const Product& product, const at::Tensor& result) {
           multiply_by_onednn(without_gaps(product.a.matrix), product.b.matrix, result,
-                             product.type.rows, product.type.accumulate, product.type.alpha);
+                             product.type.rows, product.type.beta != 0, product.type.alpha);
         },
 };
 
@@ -230,7 +231,7 @@ constexpr ProductImplementation kAten{
     .accepts = [](const ProductType& type) { return is_uniform(type) && type.sums == Sums::any; },
     .run =
         [](const Product& product, const at::Tensor& result) {
-          multiply_by_aten(product.a.matrix, product.b.matrix, result, product.type.accumulate,
+          multiply_by_aten(product.a.matrix, product.b.matrix, result, product.type.beta != 0,
                            product.type.alpha);
         },
 };
@@ -240,7 +241,7 @@ constexpr ProductImplementation kTiles{
     .device = at::kCPU,
     .accepts =
         [](const ProductType& type) {
-          return is_uniform(type) && !type.accumulate && type.alpha == 1;
+          return is_uniform(type) && type.beta == 0 && type.alpha == 1;
         },
     .run =
         [](const Product& product, const at::Tensor& result) {
@@ -273,14 +274,45 @@ bool is_plain_on(c10::Device device, const Factor& factor) {
 
 }  // namespace
 
-Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype, Rows rows,
-                 Sums sums, bool accumulate, double alpha)
-    : a(left), b(right), type{operand(left), operand(right), dtype, rows, sums, accumulate, alpha} {
-  type.device = left.matrix.device();
+Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype,
+                 const ProductOptions& options)
+    : a(left),
+      b(right),
+      bias(options.bias),
+      unit_argument(options.unit_argument),
+      amax(options.amax),
+      type{.a = operand(left),
+           .b = operand(right),
+           .dtype = dtype,
+           .rows = options.rows,
+           .sums = options.sums,
+           .alpha = options.alpha,
+           .beta = options.beta,
+           .bias = bias == nullptr ? at::ScalarType::Undefined : bias->scalar_type(),
+           .unit = options.unit,
+           .is_gated = options.is_gated,
+           .writes_sums = unit_argument != nullptr,
+           .writes_amax = amax != nullptr,
+           .device = left.matrix.device()} {}
+
+namespace {
+
+/// A bit per type of device.
+std::atomic<uint64_t> devices_with_epilogues{0};
+constexpr uint64_t bit_of_device(c10::DeviceType device) {
+  return uint64_t{1} << static_cast<unsigned>(device);
 }
+
+}  // namespace
 
 void register_product(const ProductImplementation& implementation) {
   detail::prepend(products(), implementation);
+  if (implementation.takes_epilogues)
+    devices_with_epilogues |= bit_of_device(implementation.device);
+}
+
+bool takes_epilogues(c10::DeviceType device) {
+  return (devices_with_epilogues.load(std::memory_order_acquire) & bit_of_device(device)) != 0;
 }
 
 ProductChoice choose(const Product& product) {
@@ -314,10 +346,11 @@ ImplementationNames multiply(const Product& product, const at::Tensor& result) {
     choice->row.run(product, result);
     return choice->bit;
   }
+  TORCH_INTERNAL_ASSERT(!product.type.has_epilogue(), "no implementation takes this epilogue");
   at::Tensor target = result;
-  if (product.type.accumulate || product.type.alpha != 1) {
-    at::addmm_out(target, target, product.a.matrix, product.b.matrix,
-                  /*beta=*/product.type.accumulate ? 1 : 0, product.type.alpha);
+  if (product.type.beta != 0 || product.type.alpha != 1) {
+    at::addmm_out(target, target, product.a.matrix, product.b.matrix, product.type.beta,
+                  product.type.alpha);
   } else {
     at::mm_out(target, product.a.matrix, product.b.matrix);
   }

@@ -27,7 +27,9 @@ struct Factor {
   const at::Tensor* amax = nullptr;
 };
 
-/// What a product is to whoever chooses its implementation.
+/// What a product is to whoever chooses its implementation:
+///   result = unit(alpha a b + beta result + bias),
+/// the part in parentheses in float32 or wider, rounded once to the result's dtype.
 struct ProductType {
   struct Operand {
     int64_t rows, cols, row_stride, col_stride;
@@ -37,22 +39,48 @@ struct ProductType {
   };
   /// [m, k] and [k, n].
   Operand a, b;
-  /// Of the result, a contiguous matrix [m, n].
+  /// Of the result, a contiguous matrix [m, n]; [m, n / 2] behind a gated unit.
   at::ScalarType dtype;
   Rows rows = Rows::of_the_result;
   Sums sums = Sums::any;
-  /// Result += alpha a b.
-  bool accumulate = false;
   double alpha = 1;
+  /// 0 or 1.
+  double beta = 0;
+  /// Of the bias; Undefined: there is none.
+  at::ScalarType bias = at::ScalarType::Undefined;
+  /// As kernel ops of units take it (unit/activation_function.h); empty: none.
+  std::string_view unit = {};
+  bool is_gated = false;
+  /// Whether the argument of the unit and the largest magnitude of the result are written too.
+  bool writes_sums = false, writes_amax = false;
   c10::Device device = at::kCPU;
+
+  /// Whether there is more to do than a product and a sum.
+  bool has_epilogue() const {
+    return bias != at::ScalarType::Undefined || !unit.empty() || writes_amax;
+  }
 };
 
-/// result = alpha a b or result += alpha a b. Views its tensors.
+/// What may be said of a product besides its operands and dtype.
+struct ProductOptions {
+  Rows rows = Rows::of_the_result;
+  Sums sums = Sums::any;
+  double alpha = 1, beta = 0;
+  /// [n], or null.
+  const at::Tensor* bias = nullptr;
+  std::string_view unit = {};
+  bool is_gated = false;
+  /// Where the argument of the unit, [m, n] of the result's dtype, and the result's largest
+  /// magnitude, [] in float32, are written; or null.
+  const at::Tensor *unit_argument = nullptr, *amax = nullptr;
+};
+
+/// A product of these matrices. Views its tensors.
 struct Product {
   Product(const Factor& left, const Factor& right, at::ScalarType dtype,
-          Rows rows = Rows::of_the_result, Sums sums = Sums::any, bool accumulate = false,
-          double alpha = 1);
+          const ProductOptions& options = {});
   Factor a, b;
+  const at::Tensor *bias, *unit_argument, *amax;
   ProductType type;
 };
 
@@ -67,11 +95,16 @@ struct ProductImplementation {
   /// Of one that multiplies codes: why it does not accept these, for `explain`, in few texts that
   /// stay. Null: it has nothing to say.
   std::string_view (*reason)(const ProductType& type) = nullptr;
+  /// Whether it may accept a product that has an epilogue.
+  bool takes_epilogues = false;
 };
 using ProductChoice = const detail::Listed<ProductImplementation>*;
 
 /// Adds an implementation, which is asked before those there are.
 TANDEM_API void register_product(const ProductImplementation& implementation);
+
+/// Whether a device has implementations that take bias, unit or amax: others are not worth asking.
+bool takes_epilogues(c10::DeviceType device);
 
 /// The first implementation that takes these operands; null where only torch's own product does.
 ProductChoice choose(const Product& product);
@@ -80,8 +113,8 @@ ProductChoice choose(const Product& product);
 /// keep.
 ImplementationNames why_decoded(const Product& product);
 
-/// Multiplies by the first implementation that takes the operands, else, numbers only, by torch's
-/// product. Returns who did.
+/// Multiplies by the first implementation that takes the operands, else, numbers without epilogue
+/// only, by torch's product. Returns who did.
 ///
 /// Shapes: a [m, k], b [k, n], result [m, n], which is plain memory of their device, contiguous, in
 ///         the product's dtype.

@@ -90,14 +90,14 @@ std::string_view refusal_of_small_blocks(const ProductType& type, const ScaledMm
   return {};
 }
 
-constexpr int64_t kAlignment = 16;
+constexpr int64_t kRowAlignment = 16;
 
 /// Rows of what is contracted, one behind the other, aligned as cuBLASLt needs them.
 Tensor aligned_rows(const Tensor& lines) {
   const int64_t rows = lines.size(0), cols = lines.size(1), stride = lines.stride(0);
-  const bool is_aligned = reinterpret_cast<uintptr_t>(lines.const_data_ptr()) % kAlignment == 0;
-  if (lines.stride(1) != 1 || !is_aligned || cols % kAlignment != 0 ||
-      (rows > 1 && (stride < cols || stride % kAlignment != 0)))
+  const bool is_aligned = reinterpret_cast<uintptr_t>(lines.const_data_ptr()) % kRowAlignment == 0;
+  if (lines.stride(1) != 1 || !is_aligned || cols % kRowAlignment != 0 ||
+      (rows > 1 && (stride < cols || stride % kRowAlignment != 0)))
     return lines.clone(at::MemoryFormat::Contiguous);
   // The stride of a single row may be any number.
   return rows == 1 ? at::native::as_strided_tensorimpl(lines, {1, cols}, {cols, 1}) : lines;
@@ -171,8 +171,8 @@ std::string_view refusal(const ProductType& type) {
 }  // namespace
 
 std::string_view refusal_of_scaled_mm(const ProductType& type, const ScaledMmDevice& device) {
-  if (type.a.quantizer == nullptr || type.b.quantizer == nullptr || type.accumulate ||
-      type.alpha != 1)
+  if (type.a.quantizer == nullptr || type.b.quantizer == nullptr || type.beta != 0 ||
+      type.alpha != 1 || type.has_epilogue())
     return "it multiplies codes, and adds them to nothing";
   if (device.is_rocm) return "ROCm is not covered";
   if (device.capability == 0) return "the compute capability is unknown";

@@ -52,61 +52,57 @@ Tensor e8m0_codes(const Tensor& x) {
 
 }  // namespace
 
-Specs<1> CastToCodes::shapes(const Tensor& x, std::string_view format, bool,
-                             const std::optional<Tensor>& seed) {
-  check_floating(kName, x, "x");
-  const CastFormat cast_format = format_of(kName, format);
-  if (seed) check_seed(kName, *seed);
-  TORCH_CHECK_VALUE(!seed || cast_format != CastFormat::e8m0, kName,
+Specs<1> CastToCodes::shapes(const Args& args) {
+  check_floating(kName, args.x, "x");
+  const CastFormat format = format_of(kName, args.format);
+  if (args.seed) check_seed(kName, *args.seed);
+  TORCH_CHECK_VALUE(!args.seed || format != CastFormat::e8m0, kName,
                     ": expected no seed for e8m0, which rounds up, got one. Leave it out.");
-  return {like(x, at::kByte)};
+  return {like(args.x, at::kByte)};
 }
 
-void CastToCodes::cpu(const Tensor& x, std::string_view format, bool saturate,
-                      const std::optional<Tensor>& seed, Results<1>& results) {
-  kernels::Cast cast{format_of(kName, format), saturate};
-  if (seed) {
-    const Tensor numbers = seed->contiguous();
+void CastToCodes::cpu(const Args& args, std::span<Tensor> results) {
+  kernels::Cast cast{format_of(kName, args.format), args.saturate};
+  if (args.seed) {
+    const Tensor numbers = args.seed->contiguous();
     const auto* words = numbers.const_data_ptr<int64_t>();
     cast.rounding = kernels::Rounding::stochastic;
     cast.seed = static_cast<uint64_t>(words[0]);
     if (numbers.numel() > 1) cast.offset = static_cast<uint32_t>(words[1]);
   }
-  kernels::cpu::cast_to_codes(RowsIn(x), cast, results[0].data_ptr<uint8_t>());
+  kernels::cpu::cast_to_codes(RowsIn(args.x), cast, results[0].data_ptr<uint8_t>());
 }
 
-Results<1> CastToCodes::reference(const Tensor& x, std::string_view format, bool saturate,
-                                  const std::optional<Tensor>& seed) {
-  check_no_gradient(kName, x);
-  const CastFormat cast_format = format_of(kName, format);
-  const Tensor numbers = x.to(at::kFloat);
-  if (cast_format == CastFormat::e8m0) return {e8m0_codes(numbers)};
+Results<1> CastToCodes::reference(const Args& args) {
+  check_no_gradient(kName, args.x);
+  const CastFormat format = format_of(kName, args.format);
+  const Tensor numbers = args.x.to(at::kFloat);
+  if (format == CastFormat::e8m0) return {e8m0_codes(numbers)};
   Tensor words;
-  if (seed) words = philox_words(*seed, x.sym_numel()).reshape_symint(x.sym_sizes());
-  return {encode(numbers, fp8_format(cast_format), saturate, words)};
+  if (args.seed)
+    words = philox_words(*args.seed, args.x.sym_numel()).reshape_symint(args.x.sym_sizes());
+  return {encode(numbers, fp8_format(format), args.saturate, words)};
 }
 
-Specs<1> CastFromCodes::shapes(const Tensor& codes, std::string_view format, at::ScalarType dtype) {
-  check_codes(kName, codes);
-  check_decoded_dtype(kName, dtype);
-  format_of(kName, format);
-  return {like(codes, dtype)};
+Specs<1> CastFromCodes::shapes(const Args& args) {
+  check_codes(kName, args.codes);
+  check_decoded_dtype(kName, args.dtype);
+  format_of(kName, args.format);
+  return {like(args.codes, args.dtype)};
 }
 
-void CastFromCodes::cpu(const Tensor& codes, std::string_view format, at::ScalarType,
-                        Results<1>& results) {
-  const Tensor source = codes.contiguous();
-  kernels::cpu::cast_from_codes(source.const_data_ptr<uint8_t>(), format_of(kName, format),
+void CastFromCodes::cpu(const Args& args, std::span<Tensor> results) {
+  const Tensor codes = args.codes.contiguous();
+  kernels::cpu::cast_from_codes(codes.const_data_ptr<uint8_t>(), format_of(kName, args.format),
                                 rows_out(results[0]));
 }
 
-Results<1> CastFromCodes::reference(const Tensor& codes, std::string_view format,
-                                    at::ScalarType dtype) {
-  const CastFormat cast_format = format_of(kName, format);
+Results<1> CastFromCodes::reference(const Args& args) {
+  const CastFormat format = format_of(kName, args.format);
   std::array<float, 256> table;
   for (size_t code = 0; code < table.size(); ++code)
-    table[code] = kernels::float_from_code(static_cast<uint8_t>(code), cast_format);
-  return {look_up(table, codes).to(dtype)};
+    table[code] = kernels::float_from_code(static_cast<uint8_t>(code), format);
+  return {look_up(table, args.codes).to(args.dtype)};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

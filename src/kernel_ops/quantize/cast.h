@@ -21,15 +21,17 @@ namespace tandem::kernel_ops {
 /// Throws:  c10::ValueError on another format or seed.
 struct CastToCodes {
   static constexpr const char* kName = "cast_to_codes";
-  static constexpr const char* kQualifiedName = "tandem::cast_to_codes";
-  static constexpr const char* kSchema =
-      "cast_to_codes(Tensor x, str format, bool saturate=True, Tensor? seed=None) -> Tensor";
-  static Specs<1> shapes(const Tensor& x, std::string_view format, bool saturate,
-                         const std::optional<Tensor>& seed);
-  static void cpu(const Tensor& x, std::string_view format, bool saturate,
-                  const std::optional<Tensor>& seed, Results<1>& results);
-  static Results<1> reference(const Tensor& x, std::string_view format, bool saturate,
-                              const std::optional<Tensor>& seed);
+  static constexpr std::array kResults{"codes"};
+  struct Args {
+    const Tensor& x;
+    std::string_view format;
+    bool saturate = true;
+    std::optional<Tensor> seed = {};
+    TANDEM_ARGUMENTS(x, format, saturate, seed)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
 /// The values of codes, rounded once to `dtype`: float32, bfloat16, float16 or float64.
@@ -37,13 +39,16 @@ struct CastToCodes {
 /// Throws:  c10::ValueError on another format, c10::TypeError on another dtype.
 struct CastFromCodes {
   static constexpr const char* kName = "cast_from_codes";
-  static constexpr const char* kQualifiedName = "tandem::cast_from_codes";
-  static constexpr const char* kSchema =
-      "cast_from_codes(Tensor codes, str format, ScalarType dtype) -> Tensor";
-  static Specs<1> shapes(const Tensor& codes, std::string_view format, at::ScalarType dtype);
-  static void cpu(const Tensor& codes, std::string_view format, at::ScalarType dtype,
-                  Results<1>& results);
-  static Results<1> reference(const Tensor& codes, std::string_view format, at::ScalarType dtype);
+  static constexpr std::array kResults{"numbers"};
+  struct Args {
+    const Tensor& codes;
+    std::string_view format;
+    at::ScalarType dtype;
+    TANDEM_ARGUMENTS(codes, format, dtype)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops

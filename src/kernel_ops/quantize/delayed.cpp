@@ -6,19 +6,12 @@
 #include <ATen/LegacyBatchedTensorImpl.h>
 // clang-format on
 #include <ATen/TensorOperators.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
-#include <torch/library.h>
 
-#include <algorithm>
-#include <atomic>
 #include <charconv>
 #include <map>
 #include <memory>
@@ -27,7 +20,8 @@
 #include <vector>
 
 #include "kernel_ops/elementwise/collective.h"
-#include "kernel_ops/framework/kernel_op.h"
+#include "kernel_ops/framework/register.h"
+#include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/weights/weights.h"
 
 namespace tandem {
@@ -224,58 +218,6 @@ void check_slots(const ScalingState& state, const Tensor& region, const SlotRang
   check_state(state, slots.first, last - slots.first + 1);
 }
 
-c10::SmallVector<int64_t, 1> sizes_of_slots(int64_t count) {
-  return count == 0 ? c10::SmallVector<int64_t, 1>() : c10::SmallVector<int64_t, 1>{count};
-}
-
-Tensor take_scale_now(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
-                      int64_t slot, std::string_view text, int64_t stride, int64_t count) {
-  const ScalingState state{scale, amax_history, pending};
-  check_slots(state, region, {slot, stride, count});
-  const ScaleUpdate& update = scale_update(text);
-  const int64_t number = number_in(region);
-  const auto is_due = [&] {
-    const int64_t held = number > 0 ? number_in(pending) : 0;
-    return held != 0 && held != number;
-  };
-  std::unique_lock<std::mutex> lock(state_mutex());
-  Tensor reduced;
-  if (!update.group.empty() && is_due()) {
-    const Tensor row = amax_history.select(0, 0).clone();
-    lock.unlock();
-    reduced = reduced_over(row, update.group);
-    lock.lock();
-  }
-  if (is_due()) update_state(state, update, reduced, lock);
-  const Tensor scales = on_host(scale), result = at::empty(sizes_of_slots(count), scales.options());
-  for (int64_t i = 0; i < result.numel(); ++i)
-    result.data_ptr<float>()[i] = scales.const_data_ptr<float>()[slot + i * stride];
-  return result.to(scale.device());
-}
-
-Tensor take_scale_shape(Tensor& scale, Tensor& amax_history, Tensor& pending, const Tensor& region,
-                        int64_t slot, std::string_view, int64_t stride, int64_t count) {
-  check_slots({scale, amax_history, pending}, region, {slot, stride, count});
-  return at::empty(sizes_of_slots(count), scale.options());
-}
-
-void record_amax_now(Tensor& amax_history, Tensor& pending, const Tensor& amax,
-                     const Tensor& region, int64_t slot, bool counts, int64_t stride) {
-  check_slots({amax_history.select(0, 0), amax_history, pending}, region,
-              {slot, stride, amax.numel()});
-  const int64_t number = number_in(region);
-  if (number <= 0) return;
-  const Tensor seen = on_host(amax.to(at::kFloat)).contiguous();
-  const std::lock_guard<std::mutex> lock(state_mutex());
-  const Tensor history = on_host(amax_history);
-  for (int64_t i = 0; i < seen.numel(); ++i) {
-    float& row = history.data_ptr<float>()[slot + i * stride];
-    row = std::max(row, seen.const_data_ptr<float>()[i]);  // of a number and NaN the number
-  }
-  put_back(history, amax_history);
-  if (counts) set_number(pending, number);
-}
-
 /// Of all samples of a vmap, as in a loop over them: they share a scale. `dims`: theirs.
 void record_each_amax(const ScalingState& state, const Tensor& amaxes, at::IntArrayRef dims,
                       const Tensor& region, const SlotRange& slots, bool counts) {
@@ -311,22 +253,6 @@ void record_amax_of_gradients(Tensor& amax_history, Tensor& pending, const Tenso
   record_each_amax(state, batched->value(), dims, region, {slot, stride, 0}, counts);
 }
 
-void record_amax_shape(Tensor& amax_history, Tensor& pending, const Tensor& amax,
-                       const Tensor& region, int64_t slot, bool, int64_t stride) {
-  check_slots({amax_history.select(0, 0), amax_history, pending}, region,
-              {slot, stride, amax.numel()});
-}
-
-/// A number of its own where there is no region: a step of compiled code that has entered one.
-Tensor region_number(const Tensor& like) {
-  const int64_t number = region_reader.load()();
-  return at::tensor({number != 0 ? number : new_region()}, like.options().dtype(at::kLong));
-}
-
-Tensor region_number_shape(const Tensor& like) {
-  return at::empty({1}, like.options().dtype(at::kLong));
-}
-
 }  // namespace
 
 void check_state(const ScalingState& state, int64_t first, int64_t count) {
@@ -350,25 +276,80 @@ void check_state(const ScalingState& state, int64_t first, int64_t count) {
                     ". Pass the state of the module whose products these are.");
 }
 
+Specs<1> TakeScale::shapes(const Args& args) {
+  check_slots({args.scale, args.amax_history, args.pending}, args.region,
+              {args.slot, args.stride, args.count});
+  ResultSpec scales = scalar(at::kFloat);
+  if (args.count != 0) scales.sizes = {args.count};
+  return {scales};
+}
+
+void TakeScale::cpu(const Args& args, std::span<Tensor> results) {
+  const ScalingState state{args.scale, args.amax_history, args.pending};
+  const ScaleUpdate& update = scale_update(args.update);
+  const int64_t number = number_in(args.region);
+  const auto is_due = [&] {
+    const int64_t held = number > 0 ? number_in(state.pending) : 0;
+    return held != 0 && held != number;
+  };
+  std::unique_lock<std::mutex> lock(state_mutex());
+  Tensor reduced;
+  if (!update.group.empty() && is_due()) {
+    const Tensor row = state.amax_history.select(0, 0).clone();
+    lock.unlock();
+    reduced = reduced_over(row, update.group);
+    lock.lock();
+  }
+  if (is_due()) update_state(state, update, reduced, lock);
+  const Tensor scales = on_host(state.scale);
+  for (int64_t i = 0; i < results[0].numel(); ++i)
+    results[0].data_ptr<float>()[i] = scales.const_data_ptr<float>()[args.slot + i * args.stride];
+}
+
+Results<1> TakeScale::reference(const Args& args) {
+  Results<1> scales{at::empty(C10_AS_INTARRAYREF_SLOW(shapes(args)[0].sizes), at::kFloat)};
+  cpu(args, scales);
+  return {scales[0].to(args.scale.device())};
+}
+
 Tensor take_scale(const ScalingState& state, const Tensor& region, const SlotRange& slots,
                   const ScaleUpdate& update) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tandem::take_scale_", "")
-                             .typed<Tensor(Tensor&, Tensor&, Tensor&, const Tensor&, int64_t,
-                                           std::string_view, int64_t, int64_t)>();
   Tensor scale = state.scale, amax_history = state.amax_history, pending = state.pending;
-  return op.call(scale, amax_history, pending, region, slots.first, update.text, slots.stride,
-                 slots.count);
+  return dispatch<TakeScale>({scale, amax_history, pending, region, slots.first, update.text,
+                              slots.stride, slots.count})[0];
+}
+
+Specs<0> RecordAmax::shapes(const Args& args) {
+  check_slots({args.amax_history.select(0, 0), args.amax_history, args.pending}, args.region,
+              {args.slot, args.stride, args.amax.numel()});
+  return {};
+}
+
+void RecordAmax::cpu(const Args& args, std::span<Tensor> /*results*/) {
+  const int64_t number = number_in(args.region);
+  if (number <= 0) return;
+  const Tensor seen = on_host(args.amax.to(at::kFloat)).contiguous();
+  const std::lock_guard<std::mutex> lock(state_mutex());
+  const Tensor history = on_host(args.amax_history);
+  for (int64_t i = 0; i < seen.numel(); ++i) {
+    float& row = history.data_ptr<float>()[args.slot + i * args.stride];
+    row = std::max(row, seen.const_data_ptr<float>()[i]);  // of a number and NaN the number
+  }
+  put_back(history, args.amax_history);
+  if (args.counts) set_number(args.pending, number);
 }
 
 void record_amax(const ScalingState& state, const Tensor& amax, const Tensor& region,
                  const SlotRange& slots, bool counts) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::record_amax_", "")
-          .typed<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t, bool, int64_t)>();
   Tensor amax_history = state.amax_history, pending = state.pending;
-  op.call(amax_history, pending, amax, region, slots.first, counts, slots.stride);
+  dispatch<RecordAmax>({amax_history, pending, amax, region, slots.first, counts, slots.stride});
+}
+
+Specs<1> RegionNumber::shapes(const Args& /*args*/) { return {ResultSpec{{1}, at::kLong}}; }
+
+void RegionNumber::cpu(const Args& /*args*/, std::span<Tensor> results) {
+  const int64_t number = region_reader.load()();
+  results[0].fill_(number != 0 ? number : new_region());
 }
 
 void update_states(std::span<const PendingUpdate> states) {
@@ -399,28 +380,14 @@ void set_region_reader(int64_t (*reader)()) { region_reader = reader; }
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   // What region it is the host knows.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
-  library.def(
-      "take_scale_(Tensor(a!) scale, Tensor(b!) amax_history, Tensor(c!) pending, Tensor region, "
-      "int slot, str update, int stride=1, int count=0) -> Tensor",
-      tags);
-  library.impl("take_scale_", c10::DispatchKey::CompositeExplicitAutograd, &take_scale_now);
-  library.impl("take_scale_", c10::DispatchKey::Meta, &take_scale_shape);
-  library.def(
-      "record_amax_(Tensor(a!) amax_history, Tensor(b!) pending, Tensor amax, Tensor region, int "
-      "slot, bool counts, int stride=1) -> ()",
-      tags);
-  library.impl("record_amax_", c10::DispatchKey::CompositeExplicitAutograd, &record_amax_now);
-  library.impl("record_amax_", c10::DispatchKey::Meta, &record_amax_shape);
+  register_of_all_dtypes<TakeScale>(library, tags);
+  register_of_all_dtypes<RecordAmax>(library, tags);
   library.impl("record_amax_", c10::DispatchKey::FuncTorchBatched, &record_amax_of_samples);
   library.impl("record_amax_", c10::DispatchKey::Batched, &record_amax_of_gradients);
   // Two draws of a number are two regions: no compiler may merge them.
-  library.def(
-      "region_number(Tensor like) -> Tensor",
+  register_of_all_dtypes<RegionNumber>(
+      library,
       {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe, at::Tag::nondeterministic_seeded});
-  library.impl("region_number", c10::DispatchKey::CompositeExplicitAutograd, &region_number);
-  library.impl("region_number", c10::DispatchKey::Meta, &region_number_shape);
-  for (const char* name : {"take_scale_", "record_amax_", "region_number"})
-    library.impl(name, c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace kernel_ops

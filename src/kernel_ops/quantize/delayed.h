@@ -2,15 +2,9 @@
 // update at the end of a step.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <array>
-#include <cstdint>
 #include <functional>
-#include <span>
-#include <string>
-#include <string_view>
 
+#include "kernel_ops/framework/kernel_op.h"
 #include "kernels/delayed.h"
 #include "tandem/export.h"
 
@@ -106,6 +100,23 @@ struct SlotRange {
 ///         result [], or [count], on the device of scale.
 /// Throws: c10::ValueError on other shapes, dtypes or devices, and on a slot that the state does
 ///         not have.
+struct TakeScale {
+  static constexpr const char* kName = "take_scale_";
+  static constexpr std::array kResults{"scales"};
+  static constexpr bool kOnManyDevices = true, kIsUnseenByAutograd = true;
+  struct Args {
+    Tensor &scale, &amax_history, &pending;
+    const Tensor& region;
+    int64_t slot;
+    std::string_view update;
+    int64_t stride, count;
+    TANDEM_ARGUMENTS(scale, amax_history, pending, region, slot, update, stride, count)
+  };
+  static Specs<1> shapes(const Args& args);
+  /// The state may lie on any device.
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
+};
 at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, const SlotRange& slots,
                       const ScaleUpdate& update);
 
@@ -113,6 +124,23 @@ at::Tensor take_scale(const ScalingState& state, const at::Tensor& region, const
 /// for a region of 0 or below. `counts`: an update is due once the region has ended.
 ///
 /// Shapes, Throws: as take_scale; amax with an element for each slot.
+struct RecordAmax {
+  static constexpr const char* kName = "record_amax_";
+  static constexpr std::array<const char*, 0> kResults{};
+  static constexpr bool kOnManyDevices = true, kIsUnseenByAutograd = true;
+  struct Args {
+    Tensor &amax_history, &pending;
+    const Tensor &amax, &region;
+    int64_t slot;
+    bool counts;
+    int64_t stride;
+    TANDEM_ARGUMENTS(amax_history, pending, amax, region, slot, counts, stride)
+  };
+  static Specs<0> shapes(const Args& args);
+  /// The tensors may lie on any device.
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<0> reference(const Args& args) { return made_by_cpu<RecordAmax>(args); }
+};
 void record_amax(const ScalingState& state, const at::Tensor& amax, const at::Tensor& region,
                  const SlotRange& slots, bool counts);
 
@@ -125,6 +153,21 @@ void check_state(const ScalingState& state, int64_t first, int64_t count);
 ///
 /// Throws: c10::Error where the processes of a group come with different numbers of amaxes.
 TANDEM_API void update_states(std::span<const PendingUpdate> states);
+
+/// The number of the autocast region around the caller, [1], int64, on the device of `like`; where
+/// there is none one of its own, as for a step of compiled code that has entered one.
+struct RegionNumber {
+  static constexpr const char* kName = "region_number";
+  static constexpr std::array kResults{"number"};
+  static constexpr bool kIsUnseenByAutograd = true;
+  struct Args {
+    const Tensor& like;
+    TANDEM_ARGUMENTS(like)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args) { return made_by_cpu<RegionNumber>(args); }
+};
 
 /// Tells the number of the outermost autocast region around the caller; for whoever knows of more
 /// than this thread's (weights.h).

@@ -3,12 +3,12 @@
 #include <ATen/TensorOperators.h>
 
 #include "kernel_ops/framework/checks.h"
-#include "kernel_ops/framework/gradient.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/register.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernels/elementwise.h"
 #include "kernels/quantize.h"
+#include "quantization/formats/cpu_scaling.h"
 
 namespace tandem::kernel_ops {
 
@@ -16,20 +16,23 @@ namespace {
 
 Direction direction_of(bool column) { return column ? Direction::column : Direction::row; }
 
-/// The sizes of the numbers of these codes, after checking that all of it belongs together.
-c10::SymDimVector checked_sizes(const char* op, const Tensor& codes, const Tensor& dequant_scale,
-                                const Quantizer& quantizer, bool column,
-                                const std::optional<Tensor>& amax) {
+/// The sizes of the numbers of the codes that K is given, after checking that all of it belongs
+/// together.
+template <typename K>
+c10::SymDimVector checked_sizes(const typename K::Args& args) {
+  constexpr const char* op = K::kName;
+  const Tensor &codes = args.codes, &dequant_scale = args.dequant_scale;
+  const Quantizer& quantizer = args.quantizer;
   check_codes(op, codes);
   const CodeLayout& layout = quantizer.format->layout;
-  TORCH_CHECK_VALUE(amax.has_value() == layout.has_amax, op, ": expected ",
+  TORCH_CHECK_VALUE(args.amax.has_value() == layout.has_amax, op, ": expected ",
                     layout.has_amax ? "an" : "no", " amax with codes of ", quantizer.text, ", got ",
-                    amax ? "one" : "none", ". Pass what quantize returned beside the codes.");
-  if (amax) check_one_element(op, *amax, "amax");
+                    args.amax ? "one" : "none", ". Pass what quantize returned beside the codes.");
+  if (args.amax) check_one_element(op, *args.amax, "amax");
   TORCH_CHECK_VALUE(!is_packed(quantizer) || codes.dim() >= 1, op,
                     ": expected packed codes with at least 1 dimension, got a scalar. Pass what ",
                     "quantize returned.");
-  const Direction direction = direction_of(column);
+  const Direction direction = direction_of(args.column);
   const c10::SymDimVector numbers = sizes_of_numbers(quantizer, codes.sym_sizes(), direction);
   const auto sizes = layout.sizes(MatrixSize(numbers), direction);
   if (sizes.empty()) {
@@ -39,11 +42,21 @@ c10::SymDimVector checked_sizes(const char* op, const Tensor& codes, const Tenso
   TORCH_CHECK_VALUE(dequant_scale.sym_sizes() == c10::SymIntArrayRef(sizes) &&
                         dequant_scale.scalar_type() == layout.dtype,
                     op, ": expected dequant_scale of shape ", c10::SymIntArrayRef(sizes), ", ",
-                    dtype_name(layout.dtype), ", for ", column ? "column" : "row", " codes ",
+                    dtype_name(layout.dtype), ", for ", args.column ? "column" : "row", " codes ",
                     codes.sym_sizes(), " of ", quantizer.text, ", got shape ",
                     dequant_scale.sym_sizes(), ", ", dtype_name(dequant_scale.scalar_type()),
                     ". Pass what quantize returned beside the codes.");
   return numbers;
+}
+
+/// What decodes codes whose scales are applied to each number.
+Dequantize::Args with_scales(const Decode::Args& args) {
+  return {.codes = args.codes,
+          .dequant_scale = args.dequant_scale,
+          .quantizer = args.quantizer,
+          .column = args.column,
+          .dtype = at::kFloat,
+          .amax = args.amax};
 }
 
 float number_of(const std::optional<Tensor>& scale) {
@@ -52,119 +65,90 @@ float number_of(const std::optional<Tensor>& scale) {
 
 }  // namespace
 
-Specs<group_size> Quantize::shapes(const Tensor& x, const std::optional<Tensor>& given,
-                                   const Quantizer& quantizer, std::array<bool, 3> output_mask) {
-  return group_specs("quantize", x, given, quantizer, output_mask);
+Specs<group_size> Quantize::shapes(const Args& args) {
+  return group_specs(kName, args.x.sym_sizes(), args.given, args.quantizer, args.output_mask);
 }
 
-void Quantize::cpu(const Tensor& x, const std::optional<Tensor>& given, const Quantizer& quantizer,
-                   std::array<bool, 3>, Results<group_size>& results) {
-  quantizer.scaling->quantize(x, given, quantizer, results);
+void Quantize::cpu(const Args& args, std::span<Tensor> results) {
+  args.quantizer.scaling->cpu->quantize(args.x, args.given, args.quantizer,
+                                        results.first<group_size>());
 }
 
-Results<group_size> Quantize::reference(const Tensor& x, const std::optional<Tensor>& given,
-                                        const Quantizer& quantizer,
-                                        std::array<bool, 3> output_mask) {
-  check_no_gradient("quantize", x);
-  return group_reference(x, given, quantizer, output_mask);
+Results<group_size> Quantize::reference(const Args& args) {
+  return group_reference(args.x, args.given, args.quantizer, args.output_mask);
 }
 
-Results<group_size> quantize_reference(const Tensor& x, const std::optional<Tensor>& given,
-                                       const Quantizer* quantizer, GroupMask mask) {
-  return quantizer != nullptr ? Quantize::reference(x, given, *quantizer, mask)
-                              : group_reference(x, given, quantizer, mask);
-}
-
-Specs<1> Dequantize::shapes(const Tensor& codes, const Tensor& dequant_scale,
-                            const Quantizer& quantizer, bool column, at::ScalarType dtype,
-                            const std::optional<Tensor>& amax, at::OptionalSymIntArrayRef sizes) {
-  check_decoded_dtype("dequantize", dtype);
-  c10::SymDimVector numbers =
-      checked_sizes("dequantize", codes, dequant_scale, quantizer, column, amax);
-  if (!sizes) return {ResultSpec{std::move(numbers), dtype, true}};
-  const auto packed = sizes_of_codes(quantizer, *sizes, direction_of(column));
-  TORCH_CHECK_VALUE(codes.sym_sizes() == c10::SymIntArrayRef(packed),
+Specs<1> Dequantize::shapes(const Args& args) {
+  check_decoded_dtype(kName, args.dtype);
+  c10::SymDimVector numbers = checked_sizes<Dequantize>(args);
+  if (!args.sizes) return {ResultSpec{std::move(numbers), args.dtype}};
+  const auto packed = sizes_of_codes(args.quantizer, *args.sizes, direction_of(args.column));
+  TORCH_CHECK_VALUE(args.codes.sym_sizes() == c10::SymIntArrayRef(packed),
                     "dequantize: expected codes of shape ", c10::SymIntArrayRef(packed),
-                    " for numbers of shape ", *sizes, ", got ", codes.sym_sizes(),
+                    " for numbers of shape ", *args.sizes, ", got ", args.codes.sym_sizes(),
                     ". Pass the sizes of what was quantized.");
-  return {ResultSpec{{sizes->begin(), sizes->end()}, dtype, true}};
+  return {ResultSpec{{args.sizes->begin(), args.sizes->end()}, args.dtype}};
 }
 
-void Dequantize::cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
-                     bool column, at::ScalarType, const std::optional<Tensor>& amax,
-                     at::OptionalSymIntArrayRef, Results<1>& results) {
-  const FormatDef& format = *quantizer.format;
-  const Tensor source = codes.contiguous(), scale = dequant_scale.contiguous();
-  format.layout.dequantize({source, scale, amax, direction_of(column)}, format.element, results[0]);
+void Dequantize::cpu(const Args& args, std::span<Tensor> results) {
+  const Tensor codes = args.codes.contiguous(), scale = args.dequant_scale.contiguous();
+  args.quantizer.scaling->cpu->dequantize({codes, scale, args.amax, direction_of(args.column)},
+                                          args.quantizer, results[0]);
 }
 
-Results<1> Dequantize::reference(const Tensor& codes, const Tensor& dequant_scale,
-                                 const Quantizer& quantizer, bool column, at::ScalarType dtype,
-                                 const std::optional<Tensor>& amax,
-                                 at::OptionalSymIntArrayRef sizes) {
-  const FormatDef& format = *quantizer.format;
-  const Direction direction = direction_of(column);
-  const Tensor scales = format.layout.scales_of_elements({codes, dequant_scale, amax, direction});
-  const Tensor each =
-      format.layout.unpacked == nullptr ? codes : format.layout.unpacked(codes, direction);
-  Tensor numbers = (decode_values(each, format.element) * scales).to(dtype);
-  if (is_packed(quantizer) && sizes) {
-    const MatrixSize padded(numbers.sym_sizes()), size(*sizes);
+Results<1> Dequantize::reference(const Args& args) {
+  const FormatDef& format = *args.quantizer.format;
+  const Direction direction = direction_of(args.column);
+  const Tensor scales =
+      format.layout.scales_of_elements({args.codes, args.dequant_scale, args.amax, direction});
+  const Tensor each = format.layout.unpacked == nullptr
+                          ? args.codes
+                          : format.layout.unpacked(args.codes, direction);
+  Tensor numbers = (decode_values(each, format.element) * scales).to(args.dtype);
+  if (is_packed(args.quantizer) && args.sizes) {
+    const MatrixSize padded(numbers.sym_sizes()), size(*args.sizes);
     numbers = numbers.reshape_symint({padded.rows, padded.cols})
                   .narrow_symint(0, 0, size.rows)
                   .narrow_symint(1, 0, size.cols)
-                  .reshape_symint(*sizes);
+                  .reshape_symint(*args.sizes);
   }
   return {numbers};
 }
 
-Specs<1> Decode::shapes(const Tensor& codes, const Tensor& dequant_scale,
-                        const Quantizer& quantizer, bool column,
-                        const std::optional<Tensor>& amax) {
-  return {ResultSpec{checked_sizes("decode", codes, dequant_scale, quantizer, column, amax),
-                     at::kFloat, true}};
+Specs<1> Decode::shapes(const Args& args) {
+  return {ResultSpec{checked_sizes<Decode>(args), at::kFloat}};
 }
 
-void Decode::cpu(const Tensor& codes, const Tensor& dequant_scale, const Quantizer& quantizer,
-                 bool column, const std::optional<Tensor>& amax, Results<1>& results) {
-  if (!quantizer.format->layout.applies_at_end) {
-    Dequantize::cpu(codes, dequant_scale, quantizer, column, at::kFloat, amax, std::nullopt,
-                    results);
-    return;
-  }
-  const Tensor source = codes.contiguous();
-  kernels::cpu::dequantize(source.const_data_ptr<uint8_t>(), quantizer.format->element, 1.0f,
+void Decode::cpu(const Args& args, std::span<Tensor> results) {
+  const FormatDef& format = *args.quantizer.format;
+  if (!format.layout.applies_at_end) return Dequantize::cpu(with_scales(args), results);
+  const Tensor codes = args.codes.contiguous();
+  kernels::cpu::dequantize(codes.const_data_ptr<uint8_t>(), format.element, 1.0f,
                            rows_out(results[0]));
 }
 
-Results<1> Decode::reference(const Tensor& codes, const Tensor& dequant_scale,
-                             const Quantizer& quantizer, bool column,
-                             const std::optional<Tensor>& amax) {
-  if (!quantizer.format->layout.applies_at_end)
-    return Dequantize::reference(codes, dequant_scale, quantizer, column, at::kFloat, amax,
-                                 std::nullopt);
-  return {decode_values(codes, quantizer.format->element)};
+Results<1> Decode::reference(const Args& args) {
+  const FormatDef& format = *args.quantizer.format;
+  if (!format.layout.applies_at_end) return Dequantize::reference(with_scales(args));
+  return {decode_values(args.codes, format.element)};
 }
 
-Specs<1> ScaleProduct::shapes(const Tensor& product, const std::optional<Tensor>& a_scale,
-                              const std::optional<Tensor>& b_scale, at::ScalarType dtype) {
-  if (a_scale) check_one_element("scale_product", *a_scale, "a_scale");
-  if (b_scale) check_one_element("scale_product", *b_scale, "b_scale");
-  return {like(product, dtype)};
+Specs<1> ScaleProduct::shapes(const Args& args) {
+  if (args.a_scale) check_one_element(kName, *args.a_scale, "a_scale");
+  if (args.b_scale) check_one_element(kName, *args.b_scale, "b_scale");
+  return {like(args.product, args.dtype)};
 }
 
-void ScaleProduct::cpu(const Tensor& product, const std::optional<Tensor>& a_scale,
-                       const std::optional<Tensor>& b_scale, at::ScalarType, Results<1>& results) {
-  kernels::cpu::multiply_twice(RowsIn(product), number_of(a_scale), number_of(b_scale),
-                               rows_out(results[0]));
+void ScaleProduct::cpu(const Args& args, std::span<Tensor> results) {
+  kernels::cpu::multiply_twice(RowsIn(args.product), number_of(args.a_scale),
+                               number_of(args.b_scale), rows_out(results[0]));
 }
 
-Results<1> ScaleProduct::reference(const Tensor& product, const std::optional<Tensor>& a_scale,
-                                   const std::optional<Tensor>& b_scale, at::ScalarType dtype) {
-  Tensor scaled = product;
-  for (const auto* scale : {&a_scale, &b_scale})
+Results<1> ScaleProduct::reference(const Args& args) {
+  Tensor scaled = args.product;
+  for (const auto* scale : {&args.a_scale, &args.b_scale})
     if (*scale) scaled = scaled * **scale;
-  return {scaled.to(dtype)};
+  return {scaled.to(args.dtype)};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

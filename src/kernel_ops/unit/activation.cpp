@@ -1,7 +1,6 @@
 #include "kernel_ops/unit/activation.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/framework/operands.h"
@@ -13,53 +12,21 @@ namespace tandem::kernel_ops {
 
 namespace {
 
+constexpr const char* kScaled = "scaled_activation";
+
 Tensor widened(const Tensor& z) { return z.to(wide(z.scalar_type())); }
 
-ResultSpec columns_of(const Tensor& z, bool wanted) {
-  if (!wanted) return {{0}, z.scalar_type(), false};
-  return {{z.sym_size(-1)}, z.scalar_type(), true};
-}
-
-Tensor biased(const Tensor& x, const std::optional<Tensor>& bias) { return bias ? x + *bias : x; }
 Tensor column_sums(const Tensor& grad_z) {
   return grad_z.reshape_symint({-1, grad_z.sym_size(-1)})
       .sum(0, /*keepdim=*/false, wide(grad_z.scalar_type()))
       .to(grad_z.scalar_type());
 }
 
-/// A fresh tensor: a result must not be an alias of an operand.
-Tensor fresh(const Tensor& result, const Tensor& operand) {
-  return result.is_same(operand) ? result.clone() : result;
-}
-
-/// Kernels always write y.
-Tensor or_scratch(const Tensor& result, const Tensor& x, const ResultSpec& spec) {
-  return result.defined() ? result : at::empty_symint(spec.sizes, x.options().dtype(spec.dtype));
-}
-
-/// Kernels always write grad_z: column sums are of grad_z as rounded.
-Tensor or_scratch(const Tensor& result, const Tensor& z) {
-  return result.defined() ? result : at::empty(z.sizes(), z.options());
-}
-
-Results<2> forward_reference(const ActivationFunction& function, const Tensor& x,
-                             const std::optional<Tensor>& bias, std::array<bool, 2> output_mask) {
-  const Tensor z = biased(x, bias);
-  return {output_mask[0] ? fresh(z, x) : masked_out(z),
-          output_mask[1] ? function.value(widened(z)).to(z.scalar_type()) : masked_out(z)};
-}
-
-Results<3> backward_reference(const ActivationFunction& function, const Tensor& grad_y,
-                              const Tensor& z, std::array<bool, 3> output_mask) {
-  const Tensor source = widened(z);
-  const Tensor grad_z = function.grad(grad_y.to(source.scalar_type()), source).to(z.scalar_type());
-  return {output_mask[0] ? grad_z : masked_out(z),
-          output_mask[1] ? column_sums(grad_z) : masked_out(z),
-          output_mask[2] ? function.value(source).to(z.scalar_type()) : masked_out(z)};
-}
-
-void check_operands(std::string_view op, const Tensor& x, const std::optional<Tensor>& bias) {
-  if (bias) check_last_dim(op, x, *bias, "bias");
+/// One value per row, shaped to broadcast over x.
+Tensor per_row(const Tensor& scales, const Tensor& x) {
+  c10::SymDimVector sizes = sizes_of(x);
+  sizes.back() = 1;
+  return scales.reshape_symint(sizes);
 }
 
 }  // namespace
@@ -68,110 +35,117 @@ Tensor activation(std::string_view name, const Tensor& z) {
   return ActivationFunction(name, /*is_gated=*/false).value(z);
 }
 
-Specs<2> ActivationForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
-                                   std::string_view activation, std::array<bool, 2> output_mask) {
-  ActivationFunction(activation, /*is_gated=*/false);  // throws for one that is none
-  check_operands("activation", x, bias);
-  const auto dtype = sum_dtype(x, bias);
-  return {like(x, dtype, output_mask[0]), like(x, dtype, output_mask[1])};
+Specs<2> ActivationForward::shapes(const Args& args) {
+  const ActivationFunction function(args.activation, args.is_gated);
+  const char* const op = args.is_gated ? "glu" : "activation";
+  function.check(op, args.x);
+  if (args.bias) check_last_dim(op, args.x, *args.bias, "bias");
+  const auto dtype = sum_dtype(args.x, args.bias);
+  return {like(args.x, dtype, args.output_mask[z]),
+          function.y_like(args.x, dtype, args.output_mask[y])};
 }
 
-void ActivationForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
-                            std::string_view activation, std::array<bool, 2>, Results<2>& results) {
-  kernels::cpu::activation_forward(
-      ActivationFunction(activation, /*is_gated=*/false).kernel(), RowsIn(x), VectorIn(bias),
-      element_of(sum_dtype(x, bias)), rows_out(results[0]),
-      rows_out(or_scratch(results[1], x, like(x, sum_dtype(x, bias)))));
+Results<2> ActivationForward::reference(const Args& args) {
+  const ActivationFunction function(args.activation, args.is_gated);
+  const Tensor sum = args.bias ? args.x + *args.bias : args.x;
+  Results<2> results{masked_out(sum), masked_out(sum)};
+  if (args.output_mask[z]) results[z] = args.bias ? sum : sum.clone();  // no alias of an operand
+  if (args.output_mask[y]) results[y] = function.value(widened(sum)).to(sum.scalar_type());
+  return results;
 }
 
-Results<2> ActivationForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
-                                        std::string_view activation,
-                                        std::array<bool, 2> output_mask) {
-  return forward_reference(ActivationFunction(activation, /*is_gated=*/false), x, bias,
-                           output_mask);
-}
-
-Specs<3> ActivationBackward::shapes(const Tensor& grad_y, const Tensor& z,
-                                    std::string_view activation, std::array<bool, 3> output_mask) {
-  ActivationFunction(activation, /*is_gated=*/false);
-  check_same_shape("activation_backward", grad_y, "grad_y", z, "z");
-  return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
-          like(z, z.scalar_type(), output_mask[2])};
-}
-
-void ActivationBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                             std::array<bool, 3>, Results<3>& results) {
-  kernels::cpu::activation_backward(ActivationFunction(activation, /*is_gated=*/false).kernel(),
-                                    RowsIn(grad_y), RowsIn(z), rows_out(or_scratch(results[0], z)),
-                                    vector_out(results[1]), rows_out(results[2]));
-}
-
-Results<3> ActivationBackward::reference(const Tensor& grad_y, const Tensor& z,
-                                         std::string_view activation,
-                                         std::array<bool, 3> output_mask) {
-  return backward_reference(ActivationFunction(activation, /*is_gated=*/false), grad_y, z,
-                            output_mask);
-}
-
-Specs<2> GluForward::shapes(const Tensor& x, const std::optional<Tensor>& bias,
-                            std::string_view activation, std::array<bool, 2> output_mask) {
-  const ActivationFunction function(activation, /*is_gated=*/true);
-  function.check("glu", x);
-  check_operands("glu", x, bias);
-  const auto dtype = sum_dtype(x, bias);
-  return {like(x, dtype, output_mask[0]), function.y_like(x, dtype, output_mask[1])};
-}
-
-void GluForward::cpu(const Tensor& x, const std::optional<Tensor>& bias,
-                     std::string_view activation, std::array<bool, 2>, Results<2>& results) {
-  const ActivationFunction function(activation, /*is_gated=*/true);
-  kernels::cpu::glu_forward(
-      function.kernel(), RowsIn(x), VectorIn(bias), element_of(sum_dtype(x, bias)),
-      rows_out(results[0]),
-      rows_out(or_scratch(results[1], x, function.y_like(x, sum_dtype(x, bias), true))));
-}
-
-Results<2> GluForward::reference(const Tensor& x, const std::optional<Tensor>& bias,
-                                 std::string_view activation, std::array<bool, 2> output_mask) {
-  return forward_reference(ActivationFunction(activation, /*is_gated=*/true), x, bias, output_mask);
-}
-
-Specs<3> GluBackward::shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                             std::array<bool, 3> output_mask) {
-  const ActivationFunction function(activation, /*is_gated=*/true);
-  function.check("glu_backward", z);
-  const c10::SymDimVector half = function.y_like(z, z.scalar_type(), true).sizes;
-  TORCH_CHECK_VALUE(grad_y.sym_sizes() == c10::SymIntArrayRef(half),
+Specs<3> ActivationBackward::shapes(const Args& args) {
+  const Tensor &grad = args.grad_y, &source = args.z;
+  const ActivationFunction function(args.activation, args.is_gated);
+  function.check("glu_backward", source);
+  const at::ScalarType dtype = source.scalar_type();
+  ResultSpec of_y = function.y_like(source, dtype, args.output_mask[y]);
+  if (!args.is_gated) check_same_shape("activation_backward", grad, "grad_y", source, "z");
+  TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(of_y.sizes),
                     "glu_backward: expected grad_y with half the last dimension of z, ",
-                    z.sym_sizes(), ", got ", grad_y.sym_sizes(),
+                    source.sym_sizes(), ", got ", grad.sym_sizes(),
                     ". Pass the gradient of what the forward op returned.");
-  return {like(z, z.scalar_type(), output_mask[0]), columns_of(z, output_mask[1]),
-          function.y_like(z, z.scalar_type(), output_mask[2])};
+  const bool sums = args.output_mask[grad_bias];
+  return {like(source, dtype, args.output_mask[grad_z]), std::move(of_y),
+          ResultSpec{{sums ? source.sym_size(-1) : c10::SymInt(0)}, dtype, sums}};
 }
 
-void GluBackward::cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                      std::array<bool, 3>, Results<3>& results) {
-  kernels::cpu::glu_backward(ActivationFunction(activation, /*is_gated=*/true).kernel(),
-                             RowsIn(grad_y), RowsIn(z), rows_out(or_scratch(results[0], z)),
-                             vector_out(results[1]), rows_out(results[2]));
+Results<3> ActivationBackward::reference(const Args& args) {
+  const ActivationFunction function(args.activation, args.is_gated);
+  const Tensor source = widened(args.z);
+  const at::ScalarType dtype = args.z.scalar_type();
+  const Tensor grad = function.grad(args.grad_y.to(source.scalar_type()), source).to(dtype);
+  const auto& mask = args.output_mask;
+  return {mask[grad_z] ? grad : masked_out(grad),
+          mask[y] ? function.value(source).to(dtype) : masked_out(grad),
+          mask[grad_bias] ? column_sums(grad) : masked_out(grad)};
 }
 
-Results<3> GluBackward::reference(const Tensor& grad_y, const Tensor& z,
-                                  std::string_view activation, std::array<bool, 3> output_mask) {
-  return backward_reference(ActivationFunction(activation, /*is_gated=*/true), grad_y, z,
-                            output_mask);
+void check_scales(const Tensor& x, const Tensor& scales) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, kScaled, ": expected x with at least 1 dimension, got a scalar. ",
+                    "Pass x.reshape({1}) if one element is meant.");
+  TORCH_CHECK_VALUE(scales.sym_numel() == rows_of(x), kScaled, ": expected scales with ",
+                    rows_of(x), " elements, one per row of x ", x.sym_sizes(), ", got shape ",
+                    scales.sym_sizes(), ". Pass a tensor of the shape of x without its last ",
+                    "dimension.");
+}
+
+Specs<1> ScaledActivationForward::shapes(const Args& args) {
+  const ActivationFunction function(args.activation, args.is_gated);
+  check_scales(args.x, args.scales);
+  function.check(kScaled, args.x);
+  return {function.y_like(args.x, args.x.scalar_type())};
+}
+
+Results<1> ScaledActivationForward::reference(const Args& args) {
+  const Tensor value = ActivationFunction(args.activation, args.is_gated).value(widened(args.x));
+  return {(value * per_row(args.scales, args.x).to(value.scalar_type())).to(args.x.scalar_type())};
+}
+
+Specs<3> ScaledActivationBackward::shapes(const Args& args) {
+  const Tensor &x = args.x, &scales = args.scales;
+  const ActivationFunction function(args.activation, args.is_gated);
+  check_scales(x, scales);
+  function.check(kScaled, x);
+  ResultSpec of_y = function.y_like(x, x.scalar_type(), args.output_mask[y]);
+  TORCH_CHECK_VALUE(args.grad_y.sym_sizes() == c10::SymIntArrayRef(of_y.sizes), kScaled,
+                    ": expected grad_y of the shape of y, ", c10::SymIntArrayRef(of_y.sizes),
+                    ", got ", args.grad_y.sym_sizes(),
+                    ". Pass the gradient of what the forward op returned.");
+  return {like(x, x.scalar_type(), args.output_mask[grad_x]),
+          like(scales, scales.scalar_type(), args.output_mask[grad_scales]), std::move(of_y)};
+}
+
+Results<3> ScaledActivationBackward::reference(const Args& args) {
+  const Tensor &x = args.x, &scales = args.scales;
+  const auto& mask = args.output_mask;
+  const ActivationFunction function(args.activation, args.is_gated);
+  const Tensor source = widened(x), grad = args.grad_y.to(source.scalar_type()),
+               factor = per_row(scales, x).to(source.scalar_type());
+  Results<3> results{masked_out(x), masked_out(scales), masked_out(x)};
+  if (mask[grad_x]) results[grad_x] = function.grad(grad * factor, source).to(x.scalar_type());
+  if (!mask[grad_scales] && !mask[y]) return results;
+  const Tensor value = function.value(source);
+  if (mask[grad_scales])
+    results[grad_scales] =
+        (grad * value).sum(-1).reshape_symint(scales.sym_sizes()).to(scales.scalar_type());
+  if (mask[y]) results[y] = (value * factor).to(x.scalar_type());
+  return results;
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   register_kernel_op<ActivationForward>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationForward::cpu}});
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationForward::cpu,
+                 /*makes_codes=*/true}});
   register_kernel_op<ActivationBackward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationBackward::cpu,
+                 /*makes_codes=*/true}});
+  register_kernel_op<ScaledActivationForward>(
       library,
-      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ActivationBackward::cpu}});
-  register_kernel_op<GluForward>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, GluForward::cpu}});
-  register_kernel_op<GluBackward>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, GluBackward::cpu}});
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these, ScaledActivationForward::cpu}});
+  register_kernel_op<ScaledActivationBackward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these,
+                 ScaledActivationBackward::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

@@ -1,4 +1,5 @@
-// Activations and gated linear units as kernel ops, with the bias of the product before them.
+// Activations and gated linear units as kernel ops: with the bias of the product before them, or
+// times a number per row.
 #pragma once
 
 #include "kernel_ops/framework/kernel_op.h"
@@ -9,77 +10,91 @@ namespace tandem::kernel_ops {
 /// act(z) as a user of libtorch would write it. Throws c10::ValueError for a name that is none.
 TANDEM_API Tensor activation(std::string_view name, const Tensor& z);
 
-/// z = x + bias; y = act(z). `activation` is the name of a row of tandem/activations.h, of a gated
-/// unit what activation_function.h says.
+/// z = x + bias; y = act(z), or the formula of a gated unit, such as act(a) * b, with [a, b] the
+/// halves of the last dimension of z, or blocks by turns: the gate comes first. `activation` is
+/// what activation_function.h says.
 ///
-/// Shapes:      x [..., cols], bias [cols] -> z, y like x.
-/// Dtypes:      z and y as x + bias promotes.
-/// output_mask: z, y.
+/// Shapes:  x [..., cols], bias [cols] -> z, y like x; gated y [..., cols / 2].
+/// Dtypes:  z and y as x + bias promotes.
 struct ActivationForward {
   static constexpr const char* kName = "activation_forward";
-  static constexpr const char* kQualifiedName = "tandem::activation_forward";
-  static constexpr const char* kSchema =
-      "activation_forward(Tensor x, Tensor? bias, str activation, bool[2] output_mask) -> (Tensor "
-      "z, Tensor y)";
-  static Specs<2> shapes(const Tensor& x, const std::optional<Tensor>& bias,
-                         std::string_view activation, std::array<bool, 2> output_mask);
-  static void cpu(const Tensor& x, const std::optional<Tensor>& bias, std::string_view activation,
-                  std::array<bool, 2> output_mask, Results<2>& results);
-  static Results<2> reference(const Tensor& x, const std::optional<Tensor>& bias,
-                              std::string_view activation, std::array<bool, 2> output_mask);
+  enum Result : size_t { z, y };
+  static constexpr std::array kResults{"z", "y"};
+  struct Args {
+    const Tensor& x;
+    std::optional<Tensor> bias = {};
+    std::string_view activation;
+    bool is_gated;
+    std::array<bool, 2> output_mask{false, true};
+    CodesOf<y> codes = {};
+    TANDEM_ARGUMENTS(x, bias, activation, is_gated, output_mask, codes)
+  };
+  static Specs<2> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<2> reference(const Args& args);
 };
 
-/// grad_z = grad_y * act'(z); grad_bias = sum over rows of grad_z, in the dtype of grad_z; y =
-/// act(z), as forward wrote it.
-///
-/// output_mask: grad_z, grad_bias, y.
+/// grad_z = grad_y times the derivative of y by z; y as forward wrote it; grad_bias = sum over rows
+/// of grad_z, in the dtype of grad_z.
 struct ActivationBackward {
   static constexpr const char* kName = "activation_backward";
-  static constexpr const char* kQualifiedName = "tandem::activation_backward";
-  static constexpr const char* kSchema =
-      "activation_backward(Tensor grad_y, Tensor z, str activation, bool[3] output_mask) -> "
-      "(Tensor grad_z, Tensor grad_bias, Tensor "
-      "y)";
-  static Specs<3> shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                         std::array<bool, 3> output_mask);
-  static void cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                  std::array<bool, 3> output_mask, Results<3>& results);
-  static Results<3> reference(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                              std::array<bool, 3> output_mask);
+  enum Result : size_t { grad_z, y, grad_bias };
+  static constexpr std::array kResults{"grad_z", "y", "grad_bias"};
+  struct Args {
+    const Tensor& grad_y;
+    const Tensor& z;
+    std::string_view activation;
+    bool is_gated;
+    std::array<bool, 3> output_mask;
+    CodesOf<grad_z> codes = {};
+    CodesOf<y> y_codes = {};
+    TANDEM_ARGUMENTS(grad_y, z, activation, is_gated, output_mask, codes, y_codes)
+  };
+  static Specs<3> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<3> reference(const Args& args);
 };
 
-/// y = act(a) * b, or the unit's formula, with [a, b] the halves of the last dimension of z = x +
-/// bias, or blocks by turns: the gate comes first.
+/// Throws c10::ValueError unless there is one scale per row of x.
+void check_scales(const Tensor& x, const Tensor& scales);
+
+/// y = act(x) * scales, of a gated unit its formula instead of act; one number per row of x.
 ///
-/// Shapes:      x [..., 2 * cols], bias [2 * cols] -> z like x, y [..., cols].
-/// output_mask: z, y.
-struct GluForward {
-  static constexpr const char* kName = "glu_forward";
-  static constexpr const char* kQualifiedName = "tandem::glu_forward";
-  static constexpr const char* kSchema =
-      "glu_forward(Tensor x, Tensor? bias, str activation, bool[2] output_mask) -> (Tensor z, "
-      "Tensor y)";
-  static Specs<2> shapes(const Tensor& x, const std::optional<Tensor>& bias,
-                         std::string_view activation, std::array<bool, 2> output_mask);
-  static void cpu(const Tensor& x, const std::optional<Tensor>& bias, std::string_view activation,
-                  std::array<bool, 2> output_mask, Results<2>& results);
-  static Results<2> reference(const Tensor& x, const std::optional<Tensor>& bias,
-                              std::string_view activation, std::array<bool, 2> output_mask);
+/// Shapes:  x [..., cols], gated [..., 2 * cols], scales [...] -> y [..., cols].
+/// Dtypes:  y as x.
+struct ScaledActivationForward {
+  static constexpr const char* kName = "scaled_activation_forward";
+  static constexpr std::array kResults{"y"};
+  struct Args {
+    const Tensor& x;
+    const Tensor& scales;
+    std::string_view activation;
+    bool is_gated;
+    TANDEM_ARGUMENTS(x, scales, activation, is_gated)
+  };
+  static Specs<1> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<1> reference(const Args& args);
 };
 
-/// The gradient of GluForward; as ActivationBackward, grad_z like z.
-struct GluBackward {
-  static constexpr const char* kName = "glu_backward";
-  static constexpr const char* kQualifiedName = "tandem::glu_backward";
-  static constexpr const char* kSchema =
-      "glu_backward(Tensor grad_y, Tensor z, str activation, bool[3] output_mask) -> (Tensor "
-      "grad_z, Tensor grad_bias, Tensor y)";
-  static Specs<3> shapes(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                         std::array<bool, 3> output_mask);
-  static void cpu(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                  std::array<bool, 3> output_mask, Results<3>& results);
-  static Results<3> reference(const Tensor& grad_y, const Tensor& z, std::string_view activation,
-                              std::array<bool, 3> output_mask);
+/// grad_x = grad_y * scales times the derivative of act(x); grad_scales = sum over columns of
+/// grad_y * act(x); y as forward wrote it.
+struct ScaledActivationBackward {
+  static constexpr const char* kName = "scaled_activation_backward";
+  enum Result : size_t { grad_x, grad_scales, y };
+  static constexpr std::array kResults{"grad_x", "grad_scales", "y"};
+  struct Args {
+    const Tensor& grad_y;
+    const Tensor& x;
+    const Tensor& scales;
+    std::string_view activation;
+    bool is_gated;
+    std::array<bool, 3> output_mask;
+    TANDEM_ARGUMENTS(grad_y, x, scales, activation, is_gated, output_mask)
+  };
+  static Specs<3> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<3> reference(const Args& args);
 };
 
 }  // namespace tandem::kernel_ops

@@ -141,10 +141,9 @@ void ActivationFunction::check(std::string_view op, const Tensor& z) const {
 }
 
 ResultSpec ActivationFunction::y_like(const Tensor& z, at::ScalarType dtype, bool wanted) const {
-  if (!wanted) return {{0}, dtype, false};
-  c10::SymDimVector sizes = sizes_of(z);
-  if (is_gated_) sizes.back() = sizes.back() / 2;
-  return {sizes, dtype, true};
+  ResultSpec y = like(z, dtype, wanted);
+  if (is_gated_) y.sizes.back() = y.sizes.back() / 2;
+  return y;
 }
 
 std::pair<Tensor, Tensor> ActivationFunction::parts(const Tensor& z) const {
@@ -153,7 +152,7 @@ std::pair<Tensor, Tensor> ActivationFunction::parts(const Tensor& z) const {
     return {halves[0], halves[1]};
   }
   const Tensor blocks = z.reshape_symint(blocks_of(z, kernel_.interleave));
-  const auto sizes = y_like(z, z.scalar_type(), true).sizes;
+  const auto sizes = y_like(z, z.scalar_type()).sizes;
   return {blocks.select(-2, 0).reshape_symint(sizes), blocks.select(-2, 1).reshape_symint(sizes)};
 }
 

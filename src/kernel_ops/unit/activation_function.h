@@ -21,7 +21,7 @@ class ActivationFunction {
   /// Throws c10::ValueError unless a gated unit's z has an a and a b.
   void check(std::string_view op, const Tensor& z) const;
   /// y of this z.
-  ResultSpec y_like(const Tensor& z, at::ScalarType dtype, bool wanted) const;
+  ResultSpec y_like(const Tensor& z, at::ScalarType dtype, bool wanted = true) const;
 
   /// y of a wide z, in differentiable operations. Throws c10::TypeError where z is whole numbers
   /// and y has fractions.

@@ -20,8 +20,8 @@ GroupMask mask_of(const Workspace& workspace) {
 Workspace make_workspace(Pieces weight, const Quantizer& quantizer, GroupMask mask, CodesWere why) {
   const c10::InferenceMode no_inference(false);  // it must serve in every mode
   Workspace workspace;
-  const auto specs =
-      group_specs("refresh_weight_", like_joined(weight), std::nullopt, quantizer, mask);
+  const auto specs = group_specs("refresh_weight_", like_joined(weight).sym_sizes(), std::nullopt,
+                                 quantizer, mask);
   for (size_t part = 0; part < group_size; ++part)
     if (has_part(quantizer, mask, part))
       workspace[part] = at::empty(C10_AS_INTARRAYREF_SLOW(specs[part].sizes),
@@ -40,8 +40,8 @@ Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask
   const at::Tensor& stamp = workspace[stamp_part];
   CodesWere why = CodesWere::first_used;
   if (stamp.defined()) {
-    const auto specs =
-        group_specs("quantize_weight", like_joined(weight), std::nullopt, quantizer, mask);
+    const auto specs = group_specs("quantize_weight", like_joined(weight).sym_sizes(), std::nullopt,
+                                   quantizer, mask);
     bool has_all = true, fits = true;
     for (size_t part = 0; part < group_size; ++part) {
       if (!has_part(quantizer, mask, part)) continue;
@@ -62,8 +62,8 @@ Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask
 
 void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer& quantizer) {
   const GroupMask mask = mask_of(workspace);
-  const auto specs =
-      group_specs("refresh_weight_", like_joined(weight), std::nullopt, quantizer, mask);
+  const auto specs = group_specs("refresh_weight_", like_joined(weight).sym_sizes(), std::nullopt,
+                                 quantizer, mask);
   const auto is_there = [&](size_t part) {
     return has_part(quantizer, mask, part) || workspace[part].defined();
   };

@@ -1,20 +1,12 @@
 #include "kernel_ops/weights/weights.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/clone.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <atomic>
-#include <tuple>
-#include <utility>
 
 #include "kernel_ops/elementwise/join.h"
 #include "kernel_ops/framework/gradient.h"
-#include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/register.h"
+#include "kernel_ops/framework/run.h"
 #include "kernel_ops/quantize/quantize.h"
 #include "kernel_ops/weights/weight_signs.h"
 
@@ -26,14 +18,18 @@ std::atomic<int64_t> made{0}, reused{0};
 
 using Part = std::optional<at::Tensor>;
 
-Workspace workspace_of(std::array<const Part*, group_amax> parts, const at::Tensor& amax,
-                       const at::Tensor& stamp) {
-  Workspace workspace;
+template <typename Args>
+Workspace workspace_of(const Args& args) {
+  const auto part = [](const Part& given) { return given.value_or(at::Tensor()); };
+  return {
+      part(args.row_codes),    part(args.row_scale),   part(args.row_amax), part(args.column_codes),
+      part(args.column_scale), part(args.column_amax), args.amax,           args.stamp};
+}
+std::array<Part, group_amax> parts_of(const Workspace& workspace) {
+  std::array<Part, group_amax> parts;
   for (size_t part = 0; part < parts.size(); ++part)
-    workspace[part] = parts[part]->value_or(at::Tensor());
-  workspace[group_amax] = amax;
-  workspace[stamp_part] = stamp;
-  return workspace;
+    if (workspace[part].defined()) parts[part] = workspace[part];
+  return parts;
 }
 
 /// What codes are made of: no gradient is recorded.
@@ -44,17 +40,22 @@ at::Tensor whole(Pieces weight) {
   return joined(detached, /*may_view=*/true);
 }
 
-void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_scale,
-                          const Part& row_amax, const Part& column_codes, const Part& column_scale,
-                          const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
-                          std::string_view text, bool backward) {
-  const Workspace workspace = workspace_of(
-      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
-  const Quantizer& quantizer = tandem::quantizer(text);
-  check_workspace(weight, workspace, quantizer);
+}  // namespace
+
+/// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
+Specs<0> RefreshWeight::shapes(const Args& args) {
+  check_workspace(args.weight, workspace_of(args), args.quantizer);
+  return {};
+}
+
+void RefreshWeight::cpu(const Args& args, std::span<Tensor> /*results*/) {
+  const Pieces weight = args.weight;
+  const Workspace workspace = workspace_of(args);
+  const Quantizer& quantizer = args.quantizer;
+  const bool backward = args.backward;
   const GroupMask mask = mask_of(workspace);
   const std::lock_guard<std::mutex> lock(workspace_mutex());
-  auto* const stamped = stamp.mutable_data_ptr<int64_t>();
+  auto* const stamped = args.stamp.mutable_data_ptr<int64_t>();
   Signs signs = signs_of(weight, quantizer, mask);
   if (!backward) {
     const auto said_before = static_cast<Said>(std::exchange(stamped[said_for_next], 0));
@@ -91,14 +92,14 @@ void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_
   Group parts;
   std::copy_n(workspace.begin(), parts.size(), parts.begin());
   const at::Tensor source = whole(weight);
-  const std::optional<at::Tensor> no_scale;
+  const Quantize::Args of_source{.x = source, .quantizer = quantizer, .output_mask = mask};
   const Group results = run_choice<Quantize>(
-      choose<Quantize>(source, no_scale, quantizer, mask),
+      choose<Quantize>(of_source),
       [&](size_t i, const ResultSpec& spec) {
         return may_be_read ? empty_beside(source, C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype)
                            : parts[i];
       },
-      source, no_scale, quantizer, mask);
+      of_source);
   const at::AutoDispatchBelowADInplaceOrView no_versions;  // which tell of others' writes
   for (size_t i = 0; i < parts.size(); ++i)
     if (parts[i].defined() && !results[i].is_same(parts[i]) &&
@@ -109,118 +110,78 @@ void refresh_weight_plain(Pieces weight, const Part& row_codes, const Part& row_
   if (recorded) stamped[storage] = 0;  // nothing has been written yet
 }
 
-/// Without memory nothing is written: a workspace in memory, too, would keep its old codes.
-void refresh_weight_shapes(Pieces weight, const Part& row_codes, const Part& row_scale,
-                           const Part& row_amax, const Part& column_codes, const Part& column_scale,
-                           const Part& column_amax, at::Tensor& amax, at::Tensor& stamp,
-                           std::string_view text, bool) {
-  const Workspace workspace = workspace_of(
-      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
-  check_workspace(weight, workspace, quantizer(text));
-}
-
-using SixTensors =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-SixTensors as_tuple(std::array<at::Tensor, group_amax>&& parts) {
-  return std::apply([](auto&&... part) { return SixTensors(std::move(part)...); },
-                    std::move(parts));
-}
-
-SixTensors weight_codes_plain(Pieces weight, const Part& row_codes, const Part& row_scale,
-                              const Part& row_amax, const Part& column_codes,
-                              const Part& column_scale, const Part& column_amax,
-                              const at::Tensor& amax, const at::Tensor& stamp,
-                              const at::Tensor& /*gradient*/, std::string_view text,
-                              std::array<bool, 2> wanted) {
-  const Workspace workspace = workspace_of(
-      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
-  const Quantizer& quantizer = tandem::quantizer(text);
-  check_workspace(weight, workspace, quantizer);
-  const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
-  std::array<at::Tensor, group_amax> result;
-  bool is_found = false;
-  {
-    const std::lock_guard<std::mutex> lock(workspace_mutex());
-    const auto* const stamped = stamp.const_data_ptr<int64_t>();
-    std::optional<int64_t> content_now;
-    is_found = !is_recorded(weight) &&
-               are_codes_of(weight, stamped, signs_of(weight, quantizer, mask_of(workspace)),
-                            static_cast<Said>(stamped[said_last]), /*backward=*/true, content_now);
-    ++(is_found ? reused : made);
-    if (is_found)
-      for (size_t part = 0; part < result.size(); ++part)
-        if (is_written(quantizer, asked, part)) result[part] = workspace[part].clone();
-  }
-  if (!is_found) {
-    Group group = dispatch<Quantize>(whole(weight), std::optional<at::Tensor>(), quantizer, asked);
-    std::move(group.begin(), group.begin() + group_amax, result.begin());
-  }
-  for (size_t part = 0; part < result.size(); ++part)
-    if (!result[part].defined())
-      result[part] = at::empty({0}, amax.options().dtype(dtype_of_part(quantizer, part)));
-  return as_tuple(std::move(result));
-}
-
-SixTensors weight_codes_shapes(Pieces weight, const Part& row_codes, const Part& row_scale,
-                               const Part& row_amax, const Part& column_codes,
-                               const Part& column_scale, const Part& column_amax,
-                               const at::Tensor& amax, const at::Tensor& stamp,
-                               const at::Tensor& /*gradient*/, std::string_view text,
-                               std::array<bool, 2> wanted) {
-  const Workspace workspace = workspace_of(
-      {&row_codes, &row_scale, &row_amax, &column_codes, &column_scale, &column_amax}, amax, stamp);
-  const Quantizer& quantizer = tandem::quantizer(text);
-  check_workspace(weight, workspace, quantizer);
-  const GroupMask asked = written_of(quantizer, {wanted[0], wanted[1], false});
-  const auto specs =
-      group_specs("weight_codes", like_joined(weight), std::nullopt, quantizer, asked);
-  std::array<at::Tensor, group_amax> result;
-  for (size_t part = 0; part < result.size(); ++part) {
-    const bool is_there = is_written(quantizer, asked, part);
-    const c10::SymInt none = 0;
-    result[part] = at::empty_symint(
-        is_there ? c10::SymIntArrayRef(specs[part].sizes) : c10::SymIntArrayRef(none),
-        weight[0]
-            .options()
-            .dtype(specs[part].dtype)
-            .memory_format(at::MemoryFormat::Contiguous)
-            .requires_grad(false));
-  }
-  return as_tuple(std::move(result));
-}
-
-void check_stamp(const char* op, const at::Tensor& stamp) {
-  TORCH_CHECK_VALUE(is_stamp(stamp), op, ": expected the stamp of a workspace, int64 of shape [",
-                    kStampSize, "], got ", stamp.toString(), " of shape ", stamp.sym_sizes(),
-                    ". Pass the last tensor of what quantize_weight has made.");
-}
-
-void say_of_weight_plain(at::Tensor& stamp, int64_t said) {
-  check_stamp("say_of_weight_", stamp);
-  TORCH_CHECK_VALUE(said >= 0 && said <= static_cast<int64_t>(Said::unchanged),
-                    "say_of_weight_: expected 0, 1 or 2 (nothing, the first micro-batch, "
-                    "unchanged), got ",
-                    said, ". Pass one of them.");
-  const std::lock_guard<std::mutex> lock(workspace_mutex());
-  stamp.mutable_data_ptr<int64_t>()[said_for_next] = said;
-}
-
-void say_of_weight_shapes(at::Tensor& stamp, int64_t) { check_stamp("say_of_weight_", stamp); }
-
-}  // namespace
-
 void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
                     bool backward) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::refresh_weight_", "")
-          .typed<void(Pieces, const Part&, const Part&, const Part&, const Part&, const Part&,
-                      const Part&, at::Tensor&, at::Tensor&, std::string_view, bool)>();
-  const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
-  at::Tensor amax = workspace[group_amax], stamp = workspace[stamp_part];
-  op.call(weight, part(row_codes), part(row_scale), part(row_amax), part(column_codes),
-          part(column_scale), part(column_amax), amax, stamp, quantizer.text, backward);
+  auto parts = parts_of(workspace);
+  Tensor amax = workspace[group_amax], stamp = workspace[stamp_part];
+  dispatch<RefreshWeight>({weight, parts[row_codes], parts[row_scale], parts[row_amax],
+                           parts[column_codes], parts[column_scale], parts[column_amax], amax,
+                           stamp, quantizer, backward});
+}
+
+Specs<group_amax> CodesOfWeight::shapes(const Args& args) {
+  check_workspace(args.weight, workspace_of(args), args.quantizer);
+  const auto all = group_specs("weight_codes", like_joined(args.weight).sym_sizes(), std::nullopt,
+                               args.quantizer, {args.wanted[0], args.wanted[1], false});
+  Specs<group_amax> codes;
+  std::copy_n(all.begin(), codes.size(), codes.begin());
+  return codes;
+}
+
+void CodesOfWeight::cpu(const Args& args, std::span<Tensor> results) {
+  const Workspace workspace = workspace_of(args);
+  const auto write = [&](std::span<const Tensor> codes) {
+    for (size_t part = 0; part < group_amax; ++part)
+      if (results[part].defined() && !codes[part].is_same(results[part]))
+        results[part].copy_(codes[part]);
+  };
+  {
+    const std::lock_guard<std::mutex> lock(workspace_mutex());
+    const auto* const stamped = args.stamp.const_data_ptr<int64_t>();
+    std::optional<int64_t> content_now;
+    const bool is_found =
+        !is_recorded(args.weight) &&
+        are_codes_of(args.weight, stamped,
+                     signs_of(args.weight, args.quantizer, mask_of(workspace)),
+                     static_cast<Said>(stamped[said_last]), /*backward=*/true, content_now);
+    ++(is_found ? reused : made);
+    if (is_found) return write(workspace);
+  }
+  Group spare;
+  std::ranges::copy(results, spare.begin());
+  ImplementationNames took = 0;
+  write(run<Quantize>(took, spare,
+                      {.x = whole(args.weight),
+                       .quantizer = args.quantizer,
+                       .output_mask = {args.wanted[0], args.wanted[1], false}}));
+}
+
+std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& workspace,
+                                                const at::Tensor& gradient,
+                                                const Quantizer& quantizer,
+                                                std::array<bool, 2> wanted) {
+  const auto parts = parts_of(workspace);
+  return dispatch<CodesOfWeight>({weight, parts[row_codes], parts[row_scale], parts[row_amax],
+                                  parts[column_codes], parts[column_scale], parts[column_amax],
+                                  workspace[group_amax], workspace[stamp_part], gradient, quantizer,
+                                  wanted});
+}
+
+Specs<0> SayOfWeight::shapes(const Args& args) {
+  TORCH_CHECK_VALUE(
+      is_stamp(args.stamp), "say_of_weight_: expected the stamp of a workspace, int64 ",
+      "of shape [", kStampSize, "], got ", args.stamp.toString(), " of shape ",
+      args.stamp.sym_sizes(), ". Pass the last tensor of what quantize_weight has made.");
+  TORCH_CHECK_VALUE(args.said >= 0 && args.said <= static_cast<int64_t>(Said::unchanged),
+                    "say_of_weight_: expected 0, 1 or 2 (nothing, the first micro-batch, "
+                    "unchanged), got ",
+                    args.said, ". Pass one of them.");
+  return {};
+}
+
+void SayOfWeight::cpu(const Args& args, std::span<Tensor> /*results*/) {
+  const std::lock_guard<std::mutex> lock(workspace_mutex());
+  args.stamp.mutable_data_ptr<int64_t>()[said_for_next] = args.said;
 }
 
 WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer, GroupMask mask,
@@ -232,28 +193,10 @@ WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer& quantizer
       quantizer.text, ". Quantize with a scale or a seed of your own in each call.");
   WeightCodes codes{fitting_workspace(weight, quantizer, {mask[0], mask[1], true}, workspace)};
   at::Tensor& stamp = codes.workspace[stamp_part];
-  if (said != Said::nothing) say_of_weight_plain(stamp, static_cast<int64_t>(said));
+  if (said != Said::nothing) SayOfWeight::cpu({stamp, static_cast<int64_t>(said)}, {});
   refresh_weight(weight, codes.workspace, quantizer, /*backward=*/false);
   codes.were = last_uses(stamp)[0];
   return codes;
-}
-
-std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& workspace,
-                                                const at::Tensor& gradient,
-                                                const Quantizer& quantizer,
-                                                std::array<bool, 2> wanted) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tandem::weight_codes", "")
-          .typed<SixTensors(Pieces, const Part&, const Part&, const Part&, const Part&, const Part&,
-                            const Part&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                            std::string_view, std::array<bool, 2>)>();
-  const auto part = [&](size_t i) { return workspace[i].defined() ? Part(workspace[i]) : Part(); };
-  return std::apply(
-      [](auto&&... each) { return std::array<at::Tensor, group_amax>{std::move(each)...}; },
-      op.call(weight, part(row_codes), part(row_scale), part(row_amax), part(column_codes),
-              part(column_scale), part(column_amax), workspace[group_amax], workspace[stamp_part],
-              gradient, quantizer.text, wanted));
 }
 
 std::array<CodesWere, 2> last_uses(const at::Tensor& stamp) {
@@ -268,31 +211,13 @@ RefreshCounts refresh_counts() { return {made.load(), reused.load()}; }
 TORCH_LIBRARY_FRAGMENT(tandem, library) {
   // The host decides, at each call: Inductor leaves such ops between the CUDA graphs that it makes.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
-  library.def(
-      "refresh_weight_(Tensor[] weight, Tensor(a!)? row_codes, Tensor(b!)? row_scale, Tensor(c!)? "
-      "row_amax, Tensor(d!)? column_codes, Tensor(e!)? column_scale, Tensor(f!)? column_amax, "
-      "Tensor(g!) amax, Tensor(h!) stamp, str quantizer, bool backward) -> ()",
-      tags);
-  library.impl("refresh_weight_", c10::DispatchKey::CompositeExplicitAutograd,
-               &refresh_weight_plain);
-  library.impl("refresh_weight_", c10::DispatchKey::Meta, &refresh_weight_shapes);
-  library.def(
-      "weight_codes(Tensor[] weight, Tensor? row_codes, Tensor? row_scale, Tensor? row_amax, "
-      "Tensor? "
-      "column_codes, Tensor? column_scale, Tensor? column_amax, Tensor amax, Tensor stamp, Tensor "
-      "gradient, str quantizer, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
-      "Tensor)",
-      tags);
-  library.impl("weight_codes", c10::DispatchKey::CompositeExplicitAutograd, &weight_codes_plain);
-  library.impl("weight_codes", c10::DispatchKey::Meta, &weight_codes_shapes);
-  library.def("say_of_weight_(Tensor(a!) stamp, int said) -> ()", tags);
-  library.impl("say_of_weight_", c10::DispatchKey::CompositeExplicitAutograd, &say_of_weight_plain);
-  library.impl("say_of_weight_", c10::DispatchKey::Meta, &say_of_weight_shapes);
-  // torch's kernels of the last two write a mutable argument back from a result, which these ops
-  // have none of.
-  for (const char* op : {"refresh_weight_", "weight_codes", "say_of_weight_"})
-    for (const auto key :
-         {c10::DispatchKey::Autograd, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
+  register_of_all_dtypes<RefreshWeight>(library, tags);
+  register_of_all_dtypes<CodesOfWeight>(library, tags);
+  register_of_all_dtypes<SayOfWeight>(library, tags);
+  // torch's kernels of these keys write a mutable argument back from a result, which these ops have
+  // none of.
+  for (const char* op : {RefreshWeight::kName, CodesOfWeight::kName, SayOfWeight::kName})
+    for (const auto key : {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate})
       library.impl(op, key, torch::CppFunction::makeFallthrough());
 }
 

@@ -2,14 +2,7 @@
 // made again and why, all in one place.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <array>
-#include <cstdint>
-#include <string_view>
-
-#include "quantization/formats/format.h"
-#include "tandem/export.h"
+#include "kernel_ops/framework/kernel_op.h"
 
 namespace tandem::kernel_ops {
 
@@ -43,6 +36,20 @@ enum class Said : int64_t { nothing, first_microbatch, unchanged };
 /// What callers in this thread say.
 TANDEM_API Said said_now();
 TANDEM_API void say(Said said);
+/// Says it in the stamp of a workspace, of its next call in forward.
+struct SayOfWeight {
+  static constexpr const char* kName = "say_of_weight_";
+  static constexpr std::array<const char*, 0> kResults{};
+  static constexpr bool kIsUnseenByAutograd = true;
+  struct Args {
+    Tensor& stamp;
+    int64_t said;
+    TANDEM_ARGUMENTS(stamp, said)
+  };
+  static Specs<0> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<0> reference(const Args& args) { return made_by_cpu<SayOfWeight>(args); }
+};
 /// To be called where that is the first micro-batch and nothing quantizes these weights: codes of
 /// them that are held for other calls are not believed then without a look at the bytes.
 TANDEM_API void note_first_microbatch(at::TensorList weights);
@@ -96,6 +103,24 @@ Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask
 /// Shapes: as Quantize of the weight writes them; stamp [kStampSize] int64 on the CPU, zeros at
 ///         first.
 /// Throws: as check_workspace, and as check_pieces.
+struct RefreshWeight {
+  static constexpr const char* kName = "refresh_weight_";
+  static constexpr std::array<const char*, 0> kResults{};
+  static constexpr bool kOnManyDevices = true, kIsUnseenByAutograd = true;
+  struct Args {
+    Pieces weight;
+    std::optional<Tensor>&row_codes, &row_scale, &row_amax, &column_codes, &column_scale,
+        &column_amax;
+    Tensor &amax, &stamp;
+    const Quantizer& quantizer;
+    bool backward;
+    TANDEM_ARGUMENTS(weight, row_codes, row_scale, row_amax, column_codes, column_scale,
+                     column_amax, amax, stamp, quantizer, backward)
+  };
+  static Specs<0> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<0> reference(const Args& args) { return made_by_cpu<RefreshWeight>(args); }
+};
 void refresh_weight(Pieces weight, const Workspace& workspace, const Quantizer& quantizer,
                     bool backward);
 
@@ -117,6 +142,26 @@ TANDEM_API WeightCodes quantize_weight(const at::Tensor& weight, const Quantizer
 /// The codes of the directions in `wanted`, as tensors of their own: copies of those in the
 /// workspace where they are the codes of `weight`, else made. What backward of a traced plan reads:
 /// it mutates nothing, and a compiler takes what is read beside a gradient for no part of forward.
+struct CodesOfWeight {
+  static constexpr const char* kName = "weight_codes";
+  static constexpr std::array kResults{"row_codes",    "row_scale",    "row_amax",
+                                       "column_codes", "column_scale", "column_amax"};
+  static constexpr bool kOnManyDevices = true, kIsUnseenByAutograd = true;
+  struct Args {
+    Pieces weight;
+    std::optional<Tensor> row_codes, row_scale, row_amax, column_codes, column_scale, column_amax;
+    const Tensor &amax, &stamp, &gradient;
+    const Quantizer& quantizer;
+    std::array<bool, 2> wanted;
+    TANDEM_ARGUMENTS(weight, row_codes, row_scale, row_amax, column_codes, column_scale,
+                     column_amax, amax, stamp, gradient, quantizer, wanted)
+  };
+  static Specs<group_amax> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<group_amax> reference(const Args& args) {
+    return made_by_cpu<CodesOfWeight>(args);
+  }
+};
 std::array<at::Tensor, group_amax> weight_codes(Pieces weight, const Workspace& workspace,
                                                 const at::Tensor& gradient,
                                                 const Quantizer& quantizer,

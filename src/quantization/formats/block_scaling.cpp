@@ -15,7 +15,7 @@
 
 #include "kernel_ops/framework/operands.h"
 #include "kernels/fp8_block.h"
-#include "kernels/quantize_made.h"
+#include "quantization/formats/cpu_scaling.h"
 
 namespace tandem {
 
@@ -60,17 +60,17 @@ c10::SymDimVector sizes_of_squares(const MatrixSize& size, Direction) {
   return {blocks_in(size.rows), up_to_four(blocks_in(size.cols))};
 }
 
-template <bool kSquare>
-Fp8BlockShape shape_of(Direction direction) {
-  if (kSquare) return Fp8BlockShape::square;
-  return direction == Direction::row ? Fp8BlockShape::row : Fp8BlockShape::column;
+bool is_square(const Quantizer& quantizer) {
+  return quantizer.format->layout.serves_both_directions;
 }
 
-template <bool kSquare>
-void dequantize(const Codes& codes, kernels::Fp8Format element, const Tensor& y) {
+void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+  const Fp8BlockShape shape = is_square(quantizer)                ? Fp8BlockShape::square
+                              : codes.direction == Direction::row ? Fp8BlockShape::row
+                                                                  : Fp8BlockShape::column;
   kernels::cpu::fp8_block_dequantize(codes.codes.const_data_ptr<uint8_t>(),
-                                     codes.dequant_scale.const_data_ptr<float>(), element,
-                                     shape_of<kSquare>(codes.direction), kernel_ops::rows_out(y));
+                                     codes.dequant_scale.const_data_ptr<float>(),
+                                     quantizer.format->element, shape, kernel_ops::rows_out(y));
 }
 
 /// What blocks have, for each of `size` elements along `dim`.
@@ -102,20 +102,16 @@ Tensor scales_of_elements(const Codes& codes) {
   return values.reshape(codes.codes.sizes());
 }
 
-bool is_square(const Quantizer& quantizer) {
-  return quantizer.format->layout.serves_both_directions;
-}
-
 /// What the kernel is given beside x.
 struct Target {
-  Target(const Quantizer& quantizer, const Group& group)
+  Target(const Quantizer& quantizer, GroupOut group)
       : scaling{quantizer.format->element, static_cast<float>(quantizer.amax_epsilon),
                 quantizer.power_of_two},
         column(output(group, Direction::column)) {
     (is_square(quantizer) ? square : row) = output(group, Direction::row);
     if (group[group_amax].defined()) amax = group[group_amax].data_ptr<float>();
   }
-  static kernels::Fp8BlockOutput output(const Group& group, Direction direction) {
+  static kernels::Fp8BlockOutput output(GroupOut group, Direction direction) {
     const Tensor &codes = group[part_of(direction, 0)], &scale = group[part_of(direction, 1)];
     if (!codes.defined()) return {};
     return {codes.data_ptr<uint8_t>(), scale.data_ptr<float>()};
@@ -127,20 +123,20 @@ struct Target {
 };
 
 void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-              Group& group) {
+              GroupOut group) {
   const Target to(quantizer, group);
   kernels::cpu::fp8_block_quantize(kernel_ops::RowsIn(x), to.scaling, to.row, to.column, to.square,
                                    to.amax);
 }
 
 void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                   const Quantizer& quantizer, Group& group) {
+                   const Quantizer& quantizer, GroupOut group) {
   const Target to(quantizer, group);
   kernels::cpu::fp8_block_quantize_made(made, to.scaling, to.row, to.column, to.square, to.amax);
 }
 
 kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
-                                 const Quantizer& quantizer, Group& group) {
+                                 const Quantizer& quantizer, GroupOut group) {
   const Target to(quantizer, group);
   return kernels::cpu::fp8_block_quantize_band(band, to.scaling, to.row, to.column, to.square);
 }
@@ -192,13 +188,18 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
   return group;
 }
 
+constexpr CpuScaling kOnCpu{.quantize = quantize,
+                            .dequantize = dequantize,
+                            .quantize_made = quantize_made,
+                            .quantize_band = quantize_band,
+                            .band_rows = kernels::kFp8Block};
+
 }  // namespace
 }  // namespace line_blocks
 
 const CodeLayout kLineScale{
     .dtype = at::kFloat,
     .sizes = line_blocks::sizes_of_lines,
-    .dequantize = line_blocks::dequantize<false>,
     .scales_of_elements = line_blocks::scales_of_elements<false>,
 };
 
@@ -206,7 +207,6 @@ const CodeLayout kSquareScale{
     .serves_both_directions = true,
     .dtype = at::kFloat,
     .sizes = line_blocks::sizes_of_squares,
-    .dequantize = line_blocks::dequantize<true>,
     .scales_of_elements = line_blocks::scales_of_elements<true>,
 };
 
@@ -214,11 +214,8 @@ const ScalingDef kBlockScaling{
     .name = "",
     .has_epsilon = true,
     .has_power_of_two = true,
-    .quantize = line_blocks::quantize,
     .reference = line_blocks::reference,
-    .quantize_made = line_blocks::quantize_made,
-    .quantize_band = line_blocks::quantize_band,
-    .band_rows = kernels::kFp8Block,
+    .cpu = &line_blocks::kOnCpu,
 };
 
 }  // namespace tandem

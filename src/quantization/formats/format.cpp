@@ -24,6 +24,7 @@
 #include <variant>
 
 #include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/gradient.h"
 #include "kernel_ops/framework/look_up.h"
 #include "kernel_ops/framework/random.h"
 #include "kernel_ops/framework/shapes.h"
@@ -297,9 +298,9 @@ std::span<const FormatDef> formats() { return kFormats; }
 
 namespace kernel_ops {
 
-std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& given,
-                                               const Quantizer& quantizer, GroupMask mask) {
+Specs<group_size> group_specs(const char* op, c10::SymIntArrayRef sizes,
+                              const std::optional<Tensor>& given, const Quantizer& quantizer,
+                              GroupMask mask) {
   const Given takes = given_to(quantizer);
   TORCH_CHECK_VALUE(
       given.has_value() == (takes != Given::nothing), op, ": expected ",
@@ -311,16 +312,14 @@ std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
   if (takes == Given::scale) check_one_element(op, *given, "scale");
   if (takes == Given::seed) check_seed(op, *given);
   const GroupMask written = written_of(quantizer, mask);
-  std::array<ResultSpec, group_size> specs;
-  const auto spec = [&](size_t part, c10::SymDimVector sizes) {
-    const at::ScalarType dtype = dtype_of_part(quantizer, part);
-    specs[part] = is_written(quantizer, written, part) ? ResultSpec{std::move(sizes), dtype, true}
-                                                       : ResultSpec{{0}, dtype, false};
+  Specs<group_size> specs;
+  const auto spec = [&](size_t part, c10::SymDimVector sizes_of_part) {
+    specs[part] = {std::move(sizes_of_part), dtype_of_part(quantizer, part),
+                   is_written(quantizer, written, part)};
   };
   for (const Direction direction : {Direction::row, Direction::column}) {
-    spec(part_of(direction, 0), sizes_of_codes(quantizer, x.sym_sizes(), direction));
-    spec(part_of(direction, 1),
-         quantizer.format->layout.sizes(MatrixSize(x.sym_sizes()), direction));
+    spec(part_of(direction, 0), sizes_of_codes(quantizer, sizes, direction));
+    spec(part_of(direction, 1), quantizer.format->layout.sizes(MatrixSize(sizes), direction));
     spec(part_of(direction, 2), {1});
   }
   spec(group_amax, {});
@@ -329,36 +328,12 @@ std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
 
 Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask) {
+  check_no_gradient("quantize", x);
   const GroupMask written = written_of(quantizer, mask);
   Group group = quantizer.scaling->reference(x, given, quantizer, written);
   for (size_t part = 0; part < group.size(); ++part)
     if (!is_written(quantizer, written, part))
       group[part] = at::empty({0}, x.options().dtype(dtype_of_part(quantizer, part)));
-  return group;
-}
-
-std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& given,
-                                               const Quantizer* quantizer, GroupMask mask) {
-  if (quantizer != nullptr) return group_specs(op, x, given, *quantizer, mask);
-  TORCH_CHECK_VALUE(!given && mask == GroupMask{}, op,
-                    ": expected a quantizer for what is given and wanted of codes, got none. Name "
-                    "one, or ask for no codes.");
-  std::array<ResultSpec, group_size> specs;
-  for (size_t part = 0; part < group_size; ++part) {
-    const bool is_codes = part == row_codes || part == column_codes;
-    specs[part] = {{0}, is_codes ? at::kByte : at::kFloat, false};
-  }
-  return specs;
-}
-
-Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
-                      const Quantizer* quantizer, GroupMask mask) {
-  if (quantizer != nullptr) return group_reference(x, given, *quantizer, mask);
-  Group group;
-  const auto specs = group_specs("quantize", x, given, quantizer, mask);
-  for (size_t part = 0; part < group_size; ++part)
-    group[part] = at::empty({0}, x.options().dtype(specs[part].dtype));
   return group;
 }
 

@@ -5,48 +5,14 @@
 #include <optional>
 #include <span>
 
-#include "kernel_ops/framework/kernel_op.h"
+#include "kernel_ops/framework/results.h"
 #include "kernels/fp8.h"
+#include "quantization/formats/group.h"
 #include "quantization/formats/quantizer.h"
-
-namespace tandem::kernels {
-struct ConstRows;
-namespace cpu {
-struct MadeRows;
-struct Band;
-struct Seen;
-}  // namespace cpu
-}  // namespace tandem::kernels
 
 namespace tandem {
 
-/// What whoever writes codes returns, absent tensors empty: the fixed group of results. A value in
-/// codes is the three tensors of a direction, of which formats with one level of scale have two.
-enum GroupPart : size_t {
-  row_codes,
-  row_scale,
-  row_amax,
-  column_codes,
-  column_scale,
-  column_amax,
-  group_amax,
-  group_size
-};
-/// Of a value in codes: codes, scales, and the amax behind these.
-inline constexpr size_t kPartsOfCodes = 3;
-/// Which tensor of a group a part of the codes of a direction is.
-constexpr size_t part_of(Direction direction, size_t part) {
-  return kPartsOfCodes * static_cast<size_t>(direction) + part;
-}
-using Group = std::array<at::Tensor, group_size>;
-/// Whether that is an amax that comes with codes.
-constexpr bool is_amax_part(size_t group_part) {
-  return group_part != group_amax && group_part % kPartsOfCodes == kPartsOfCodes - 1;
-}
-/// Which of them are wanted: those of rows, those of columns, amax.
-using GroupMask = std::array<bool, 3>;
-/// Place in a mask.
-constexpr size_t place_in_mask(size_t group_part) { return group_part / kPartsOfCodes; }
+struct CpuScaling;  // cpu_scaling.h
 
 /// Rows and columns of a tensor as a matrix over its last dimension.
 struct MatrixSize {
@@ -81,9 +47,6 @@ struct CodeLayout {
   /// numbers, padded to whole blocks, of codes of these sizes. Null: codes lie as the numbers do.
   c10::SymDimVector (*packed_sizes)(c10::SymIntArrayRef numbers, Direction direction) = nullptr;
   c10::SymDimVector (*unpacked_sizes)(c10::SymIntArrayRef codes, Direction direction) = nullptr;
-  /// y = decode(codes) * dequant_scale in float32, rounded once to y's dtype. On the CPU, into
-  /// contiguous y; of packed codes y may end before their padding does.
-  void (*dequantize)(const Codes& codes, kernels::Fp8Format element, const at::Tensor& y) = nullptr;
   /// Codes one by one, in ATen operations. Null: they are not packed.
   at::Tensor (*unpacked)(const at::Tensor& codes, Direction direction) = nullptr;
   /// dequant_scale as float32 that broadcasts over the unpacked codes.
@@ -109,7 +72,8 @@ enum class Given : uint8_t {
   seed,
 };
 
-/// A kind of scale: how scales come about, and what computes codes with them.
+/// A kind of scale: how scales come about, and what computes codes with them, in ATen operations
+/// and on devices.
 struct ScalingDef {
   /// "current"; empty where the format says it.
   std::string_view name;
@@ -117,26 +81,10 @@ struct ScalingDef {
        has_hadamard = false, has_stochastic_rounding = false, has_four_over_six = false;
   /// a quantization scale is an operand, not computed from x.
   bool takes_scale = false;
-  /// Writes the tensors of `group` that are defined, contiguous. On the CPU.
-  void (*quantize)(const at::Tensor& x, const std::optional<at::Tensor>& given,
-                   const Quantizer& quantizer, Group& group) = nullptr;
-  /// The same in ATen operations, for every device and dtype.
+  /// In ATen operations, for every device and dtype.
   Group (*reference)(const at::Tensor& x, const std::optional<at::Tensor>& given,
                      const Quantizer& quantizer, GroupMask mask) = nullptr;
-  /// quantize of what is made meanwhile, with the same bits; nullptr: one after the other.
-  void (*quantize_made)(const kernels::cpu::MadeRows& made, const std::optional<at::Tensor>& given,
-                        const Quantizer& quantizer, Group& group) = nullptr;
-  /// Writes the codes of a band: of one of `band_rows` rows, or a multiple of these, or the last;
-  /// what is of the whole tensor is left to `quantize_seen`. nullptr: that needs the whole tensor's
-  /// amax, and then all of it once more.
-  kernels::cpu::Seen (*quantize_band)(const kernels::cpu::Band& band,
-                                      const std::optional<at::Tensor>& given,
-                                      const Quantizer& quantizer, Group& group) = nullptr;
-  size_t band_rows = 1;
-  /// What bands leave to be written, but the amax; nullptr: nothing.
-  void (*quantize_seen)(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
-                        const std::optional<at::Tensor>& given, const Quantizer& quantizer,
-                        Group& group) = nullptr;
+  const CpuScaling* cpu = nullptr;
 };
 
 /// All formats.
@@ -177,23 +125,15 @@ c10::SymDimVector sizes_of_numbers(const Quantizer& quantizer, c10::SymIntArrayR
 
 namespace kernel_ops {
 
-/// Dtypes of what quantizers are given.
-inline constexpr Dtypes kGiven(at::kFloat, at::kLong);
-
-/// Sizes and dtypes of the group of x, after checking that the quantizer has been given what it
-/// takes.
-std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& given,
-                                               const Quantizer& quantizer, GroupMask mask);
-/// The composite reference, masked.
+/// Sizes and dtypes of the group of a tensor of these sizes, after checking that the quantizer has
+/// been given what it takes.
+Specs<group_size> group_specs(const char* op, c10::SymIntArrayRef sizes,
+                              const std::optional<Tensor>& given, const Quantizer& quantizer,
+                              GroupMask mask);
+/// The composite reference, masked. Throws c10::NotImplementedError where a gradient of x is
+/// recorded.
 Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
                       const Quantizer& quantizer, GroupMask mask);
-/// The same where there may be no quantizer: then nothing is given and nothing wanted.
-std::array<ResultSpec, group_size> group_specs(const char* op, const Tensor& x,
-                                               const std::optional<Tensor>& given,
-                                               const Quantizer* quantizer, GroupMask mask);
-Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
-                      const Quantizer* quantizer, GroupMask mask);
 
 /// The cast and its inverse in ATen operations, exact for every dtype and device. With `words`,
 /// random ones in int64 for each element, it rounds up or down by chance.

@@ -17,6 +17,7 @@
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/random.h"
 #include "kernels/nvfp4.h"
+#include "quantization/formats/cpu_scaling.h"
 #include "quantization/formats/made.h"
 
 namespace tandem {
@@ -58,12 +59,11 @@ kernels::Fp4Direction kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::Fp4Direction::row : kernels::Fp4Direction::column;
 }
 
-template <int kLargestScale>
-void dequantize(const Codes& codes, kernels::Fp8Format, const Tensor& y) {
-  kernels::cpu::nvfp4_dequantize(codes.codes.const_data_ptr<uint8_t>(),
-                                 codes.dequant_scale.const_data_ptr<uint8_t>(),
-                                 *codes.amax->const_data_ptr<float>(), kLargestScale,
-                                 kernel_direction(codes.direction), kernel_ops::rows_out(y));
+void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+  kernels::cpu::nvfp4_dequantize(
+      codes.codes.const_data_ptr<uint8_t>(), codes.dequant_scale.const_data_ptr<uint8_t>(),
+      *codes.amax->const_data_ptr<float>(), quantizer.format->layout.largest_scale,
+      kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
 /// Neighbours along the last dimension, or along the first, one by one.
@@ -104,26 +104,26 @@ kernels::Fp4Scaling scaling_of(const Quantizer& quantizer, const std::optional<T
   return scaling;
 }
 
-kernels::Fp4Output output(const Group& group, Direction direction) {
+kernels::Fp4Output output(GroupOut group, Direction direction) {
   const Tensor& codes = group[part_of(direction, 0)];
   if (!codes.defined()) return {};
   return {codes.data_ptr<uint8_t>(), group[part_of(direction, 1)].data_ptr<uint8_t>(),
           group[part_of(direction, 2)].data_ptr<float>()};
 }
-float* amax_in(const Group& group) {
+float* amax_in(GroupOut group) {
   const Tensor& amax = group[group_amax];
   return amax.defined() ? amax.data_ptr<float>() : nullptr;
 }
 
 void quantize(const Tensor& x, const std::optional<Tensor>& given, const Quantizer& quantizer,
-              Group& group) {
+              GroupOut group) {
   kernels::cpu::nvfp4_quantize(kernel_ops::RowsIn(x), scaling_of(quantizer, given),
                                output(group, Direction::row), output(group, Direction::column),
                                amax_in(group));
 }
 
 void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& given,
-                   const Quantizer& quantizer, Group& group) {
+                   const Quantizer& quantizer, GroupOut group) {
   const kernel_ops::MadeInMemory kept(made);  // the scale of the tensor comes before the first code
   kernels::cpu::nvfp4_quantize_made(kept.rows(), scaling_of(quantizer, given),
                                     output(group, Direction::row), output(group, Direction::column),
@@ -131,7 +131,7 @@ void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tenso
 }
 
 void quantize_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
-                   const std::optional<Tensor>& given, const Quantizer& quantizer, Group& group) {
+                   const std::optional<Tensor>& given, const Quantizer& quantizer, GroupOut group) {
   kernels::cpu::nvfp4_quantize_seen(y, seen, scaling_of(quantizer, given),
                                     output(group, Direction::row), output(group, Direction::column),
                                     nullptr);
@@ -305,11 +305,15 @@ constexpr CodeLayout layout() {
       .sizes = sizes_of_scales,
       .packed_sizes = packed_sizes,
       .unpacked_sizes = unpacked_sizes,
-      .dequantize = dequantize<kLargestScale>,
       .unpacked = unpacked,
       .scales_of_elements = scales_of_elements<kLargestScale>,
   };
 }
+
+constexpr CpuScaling kOnCpu{.quantize = quantize,
+                            .dequantize = dequantize,
+                            .quantize_made = quantize_made,
+                            .quantize_seen = quantize_seen};
 
 }  // namespace
 }  // namespace fp4_blocks
@@ -323,10 +327,8 @@ const ScalingDef kFp4Scaling{
     .has_hadamard = true,
     .has_stochastic_rounding = true,
     .has_four_over_six = true,
-    .quantize = fp4_blocks::quantize,
     .reference = fp4_blocks::reference,
-    .quantize_made = fp4_blocks::quantize_made,
-    .quantize_seen = fp4_blocks::quantize_seen,
+    .cpu = &fp4_blocks::kOnCpu,
 };
 
 }  // namespace tandem

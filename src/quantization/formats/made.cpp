@@ -2,6 +2,7 @@
 
 #include "kernel_ops/framework/memory.h"
 #include "kernels/elementwise.h"
+#include "quantization/formats/cpu_scaling.h"
 
 namespace tandem::kernel_ops {
 
@@ -46,27 +47,24 @@ bool has_codes(const Group& group) {
 }  // namespace
 
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
-                       const std::optional<Tensor>& given, const Quantizer* quantizer,
-                       Group group) {
+                       const AskedCodes& asked, Group group) {
   if (y.defined()) made.y.data = const_cast<void*>(y.const_data_ptr());  // `make` alone writes
-  if (quantizer == nullptr) return kernels::cpu::make_all(made);
-  const ScalingDef& scaling = *quantizer->scaling;
+  if (!asked) return kernels::cpu::make_all(made);
+  const CpuScaling& scaling = *asked.quantizer->scaling->cpu;
   if (has_codes(group) && is_matrix(sizes, made.y) && scaling.quantize_made != nullptr)
-    return scaling.quantize_made(made, given, *quantizer, group);
+    return scaling.quantize_made(made, asked.given, *asked.quantizer, group);
   const Tensor all =
       y.defined() ? y : empty_cpu(C10_AS_INTARRAYREF_SLOW(sizes), dtype_of(made.y.element));
   made.y.data = const_cast<void*>(all.const_data_ptr());
   kernels::cpu::make_all(made);
-  scaling.quantize(all, given, *quantizer, group);
+  scaling.quantize(all, asked.given, *asked.quantizer, group);
 }
 
 CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
-                         const std::optional<Tensor>& given, const Quantizer* quantizer,
-                         Group group)
+                         const AskedCodes& asked, Group group)
     : y_(y),
       sizes_(sizes.begin(), sizes.end()),
-      given_(given),
-      quantizer_(quantizer),
+      asked_(asked),
       group_(std::move(group)),
       way_(way()),
       memory_(memory) {
@@ -76,8 +74,8 @@ CodesBeside::CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArray
 }
 
 CodesBeside::Way CodesBeside::way() const {
-  if (quantizer_ == nullptr) return Way::nowhere;
-  const ScalingDef& scaling = *quantizer_->scaling;
+  if (!asked_) return Way::nowhere;
+  const CpuScaling& scaling = *asked_.quantizer->scaling->cpu;
   if (!has_codes(group_) || !is_matrix(sizes_, y_)) return Way::at_the_end;
   if (scaling.quantize_band == nullptr)
     return scaling.quantize_seen == nullptr ? Way::at_the_end : Way::once_seen;
@@ -86,7 +84,7 @@ CodesBeside::Way CodesBeside::way() const {
 }
 
 size_t CodesBeside::together() const {
-  return way_ == Way::in_bands ? quantizer_->scaling->band_rows : 1;
+  return way_ == Way::in_bands ? asked_.quantizer->scaling->cpu->band_rows : 1;
 }
 
 kernels::Rows CodesBeside::rows(size_t first, size_t count) const {
@@ -97,9 +95,10 @@ kernels::Rows CodesBeside::rows(size_t first, size_t count) const {
 void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
   if (way_ != Way::in_bands && way_ != Way::once_seen) return;
   const kernels::cpu::Band band{rows, first, y_.rows};
-  const kernels::cpu::Seen seen = way_ == Way::once_seen ? kernels::cpu::look_at_band(band)
-                                                         : quantizer_->scaling->quantize_band(
-                                                               band, given_, *quantizer_, group_);
+  const kernels::cpu::Seen seen = way_ == Way::once_seen
+                                      ? kernels::cpu::look_at_band(band)
+                                      : asked_.quantizer->scaling->cpu->quantize_band(
+                                            band, asked_.given, *asked_.quantizer, group_);
   float known = amax_.load();
   while (known < seen.amax && !amax_.compare_exchange_weak(known, seen.amax)) {
   }
@@ -108,10 +107,12 @@ void CodesBeside::take(kernels::ConstRows rows, size_t first) const {
 
 void CodesBeside::finish() const {
   if (way_ == Way::nowhere) return;
-  const ScalingDef& scaling = *quantizer_->scaling;
-  if (way_ == Way::at_the_end) return scaling.quantize(memory_, given_, *quantizer_, group_);
+  const CpuScaling& scaling = *asked_.quantizer->scaling->cpu;
+  if (way_ == Way::at_the_end)
+    return scaling.quantize(memory_, asked_.given, *asked_.quantizer, group_);
   if (scaling.quantize_seen != nullptr)
-    scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, given_, *quantizer_, group_);
+    scaling.quantize_seen(y_, {amax_.load(), has_nan_.load()}, asked_.given, *asked_.quantizer,
+                          group_);
   if (group_[group_amax].defined()) *group_[group_amax].data_ptr<float>() = amax_.load();
 }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "kernel_ops/framework/arguments.h"
 #include "kernels/partial_sums.h"
 #include "kernels/quantize_made.h"
 #include "quantization/formats/format.h"
@@ -48,11 +49,10 @@ class SumsOfMade {
 
 /// Makes the rows of y, of these sizes, and writes their codes, with the bits of Quantize. Where
 /// the kind of scale can, y is quantized while rows of it are in the cache, and does not come to
-/// memory unless `y` is defined; else one after the other. Without a quantizer it is made alone. On
-/// the CPU.
+/// memory unless `y` is defined; else one after the other. Where no codes are asked for it is made
+/// alone. On the CPU.
 void make_and_quantize(kernels::cpu::MadeRows made, const Tensor& y, c10::SymIntArrayRef sizes,
-                       const std::optional<Tensor>& given, const Quantizer* quantizer,
-                       tandem::Group group);
+                       const AskedCodes& asked, tandem::Group group);
 
 /// The codes of a matrix y whose rows are made beside those of another, with the bits of Quantize:
 /// where the kind of scale can, while they are in the cache. Without a quantizer nothing but y, if
@@ -61,7 +61,7 @@ class CodesBeside {
  public:
   /// `y`: its element, rows and columns; `memory`: y where it is wanted itself; `sizes`: of y.
   CodesBeside(kernels::Rows y, const Tensor& memory, c10::SymIntArrayRef sizes,
-              const std::optional<Tensor>& given, const Quantizer* quantizer, tandem::Group group);
+              const AskedCodes& asked, tandem::Group group);
   /// As of MadeRows.
   size_t together() const;
   /// Where this thread is to write `count` rows from `first` on; absent where nobody wants them.
@@ -85,9 +85,8 @@ class CodesBeside {
 
   kernels::Rows y_;
   c10::SymDimVector sizes_;
-  const std::optional<Tensor>& given_;
-  const Quantizer* quantizer_;
-  mutable tandem::Group group_;
+  const AskedCodes& asked_;
+  tandem::Group group_;
   Way way_;
   Tensor memory_;
   mutable std::atomic<float> amax_{0.0f};
@@ -104,20 +103,5 @@ class MadeInMemory {
   kernels::cpu::MadeRows made_;
   Tensor memory_;
 };
-
-/// The last results of what quantizes, and the last places of its mask; those before the last
-/// where it has `behind` groups more.
-template <size_t N>
-tandem::Group group_of(const Results<N>& results, size_t behind = 0) {
-  tandem::Group group;  // others have a Group of processes here
-  std::copy_n(results.end() - (behind + 1) * group_size, group_size, group.begin());
-  return group;
-}
-template <size_t N>
-GroupMask group_mask(const std::array<bool, N>& output_mask, size_t behind = 0) {
-  GroupMask mask;
-  std::copy_n(output_mask.end() - (behind + 1) * mask.size(), mask.size(), mask.begin());
-  return mask;
-}
 
 }  // namespace tandem::kernel_ops

@@ -16,7 +16,7 @@
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernels/mxfp8.h"
-#include "kernels/quantize_made.h"
+#include "quantization/formats/cpu_scaling.h"
 
 namespace tandem {
 
@@ -39,10 +39,10 @@ kernels::MxDirection kernel_direction(Direction direction) {
   return direction == Direction::row ? kernels::MxDirection::row : kernels::MxDirection::column;
 }
 
-void dequantize(const Codes& codes, kernels::Fp8Format element, const Tensor& y) {
-  kernels::cpu::mxfp8_dequantize(codes.codes.const_data_ptr<uint8_t>(),
-                                 codes.dequant_scale.const_data_ptr<uint8_t>(), element,
-                                 kernel_direction(codes.direction), kernel_ops::rows_out(y));
+void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+  kernels::cpu::mxfp8_dequantize(
+      codes.codes.const_data_ptr<uint8_t>(), codes.dequant_scale.const_data_ptr<uint8_t>(),
+      quantizer.format->element, kernel_direction(codes.direction), kernel_ops::rows_out(y));
 }
 
 /// 2^exponent in float32, exactly.
@@ -75,7 +75,7 @@ kernels::Mxfp8Output output(const Tensor& codes, const Tensor& dequant_scale) {
 }
 
 void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-              Group& group) {
+              GroupOut group) {
   const Tensor& amax = group[group_amax];
   kernels::cpu::mxfp8_quantize(
       kernel_ops::RowsIn(x), {quantizer.format->element, quantizer.square_blocks},
@@ -84,7 +84,7 @@ void quantize(const Tensor& x, const std::optional<Tensor>&, const Quantizer& qu
 }
 
 void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                   const Quantizer& quantizer, Group& group) {
+                   const Quantizer& quantizer, GroupOut group) {
   const Tensor& amax = group[group_amax];
   kernels::cpu::mxfp8_quantize_made(made, {quantizer.format->element, quantizer.square_blocks},
                                     output(group[row_codes], group[row_scale]),
@@ -93,7 +93,7 @@ void quantize_made(const kernels::cpu::MadeRows& made, const std::optional<Tenso
 }
 
 kernels::cpu::Seen quantize_band(const kernels::cpu::Band& band, const std::optional<Tensor>&,
-                                 const Quantizer& quantizer, Group& group) {
+                                 const Quantizer& quantizer, GroupOut group) {
   return kernels::cpu::mxfp8_quantize_band(
       band, {quantizer.format->element, quantizer.square_blocks},
       output(group[row_codes], group[row_scale]), output(group[column_codes], group[column_scale]));
@@ -158,24 +158,26 @@ Group reference(const Tensor& x, const std::optional<Tensor>&, const Quantizer& 
   return group;
 }
 
+constexpr CpuScaling kOnCpu{.quantize = quantize,
+                            .dequantize = dequantize,
+                            .quantize_made = quantize_made,
+                            .quantize_band = quantize_band,
+                            .band_rows = kernels::kMxBlock};
+
 }  // namespace
 }  // namespace mx_blocks
 
 const CodeLayout kMxScale{
     .dtype = at::kByte,
     .sizes = mx_blocks::sizes_of_scales,
-    .dequantize = mx_blocks::dequantize,
     .scales_of_elements = mx_blocks::scales_of_elements,
 };
 
 const ScalingDef kMxScaling{
     .name = "",
     .has_square_blocks = true,
-    .quantize = mx_blocks::quantize,
     .reference = mx_blocks::reference,
-    .quantize_made = mx_blocks::quantize_made,
-    .quantize_band = mx_blocks::quantize_band,
-    .band_rows = kernels::kMxBlock,
+    .cpu = &mx_blocks::kOnCpu,
 };
 
 }  // namespace tandem

@@ -12,6 +12,7 @@
 #include "kernel_ops/framework/operands.h"
 #include "kernels/quantize.h"
 #include "quantization/formats/block_scaling.h"
+#include "quantization/formats/cpu_scaling.h"
 #include "quantization/formats/made.h"
 
 namespace tandem {
@@ -25,8 +26,8 @@ constexpr float kFloatMax = std::numeric_limits<float>::max();
 
 c10::SymDimVector one_number(const MatrixSize&, Direction) { return {}; }
 
-void dequantize(const Codes& codes, kernels::Fp8Format element, const Tensor& y) {
-  kernels::cpu::dequantize(codes.codes.const_data_ptr<uint8_t>(), element,
+void dequantize(const Codes& codes, const Quantizer& quantizer, const Tensor& y) {
+  kernels::cpu::dequantize(codes.codes.const_data_ptr<uint8_t>(), quantizer.format->element,
                            *codes.dequant_scale.to(at::kFloat).const_data_ptr<float>(),
                            kernel_ops::rows_out(y));
 }
@@ -40,7 +41,7 @@ kernels::CurrentScaling options_of(const Quantizer& quantizer) {
 
 /// What kernels write: all of it, into numbers of its own where the group has no place for it.
 struct Target {
-  explicit Target(Group& group)
+  explicit Target(GroupOut group)
       : out{group[row_codes].data_ptr<uint8_t>(),
             group[row_scale].defined() ? group[row_scale].data_ptr<float>() : &dequant_scale,
             group[group_amax].defined() ? group[group_amax].data_ptr<float>() : &amax} {}
@@ -51,7 +52,7 @@ struct Target {
 };
 
 void quantize_current(const Tensor& x, const std::optional<Tensor>&, const Quantizer& quantizer,
-                      Group& group) {
+                      GroupOut group) {
   if (group[row_codes].defined()) {
     kernels::cpu::quantize_current(kernel_ops::RowsIn(x), options_of(quantizer), Target(group).out);
   } else if (group[group_amax].defined()) {
@@ -60,7 +61,7 @@ void quantize_current(const Tensor& x, const std::optional<Tensor>&, const Quant
 }
 
 void quantize_delayed(const Tensor& x, const std::optional<Tensor>& scale,
-                      const Quantizer& quantizer, Group& group) {
+                      const Quantizer& quantizer, GroupOut group) {
   if (group[row_codes].defined()) {
     const Target target(group);
     kernels::cpu::quantize_delayed(kernel_ops::RowsIn(x), quantizer.format->element,
@@ -97,36 +98,48 @@ Group current_reference(const Tensor& x, const std::optional<Tensor>&, const Qua
 }
 
 void quantize_current_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>&,
-                           const Quantizer& quantizer, Group& group) {
+                           const Quantizer& quantizer, GroupOut group) {
   const kernel_ops::MadeInMemory kept(made);  // the scale needs all of y before the first code
   kernels::cpu::quantize_current_made(kept.rows(), options_of(quantizer), Target(group).out);
 }
 
 void quantize_delayed_made(const kernels::cpu::MadeRows& made, const std::optional<Tensor>& scale,
-                           const Quantizer& quantizer, Group& group) {
+                           const Quantizer& quantizer, GroupOut group) {
   kernels::cpu::quantize_delayed_made(made, quantizer.format->element,
                                       *scale->const_data_ptr<float>(), Target(group).out);
 }
 
 kernels::cpu::Seen quantize_delayed_band(const kernels::cpu::Band& band,
                                          const std::optional<Tensor>& scale,
-                                         const Quantizer& quantizer, Group& group) {
+                                         const Quantizer& quantizer, GroupOut group) {
   return kernels::cpu::quantize_delayed_band(band, quantizer.format->element,
                                              *scale->const_data_ptr<float>(),
                                              group[row_codes].data_ptr<uint8_t>());
 }
 
 void finish_delayed(const kernels::ConstRows&, const kernels::cpu::Seen&,
-                    const std::optional<Tensor>& scale, const Quantizer& quantizer, Group& group) {
+                    const std::optional<Tensor>& scale, const Quantizer& quantizer,
+                    GroupOut group) {
   const Target target(group);
   kernels::cpu::quantize_delayed({}, quantizer.format->element, *scale->const_data_ptr<float>(),
                                  target.out);  // of no rows: the scale alone
 }
 
 void quantize_current_seen(const kernels::ConstRows& y, const kernels::cpu::Seen& seen,
-                           const std::optional<Tensor>&, const Quantizer& quantizer, Group& group) {
+                           const std::optional<Tensor>&, const Quantizer& quantizer,
+                           GroupOut group) {
   kernels::cpu::quantize_current_seen(y, seen, options_of(quantizer), Target(group).out);
 }
+
+constexpr CpuScaling kCurrentOnCpu{.quantize = quantize_current,
+                                   .dequantize = dequantize,
+                                   .quantize_made = quantize_current_made,
+                                   .quantize_seen = quantize_current_seen},
+    kDelayedOnCpu{.quantize = quantize_delayed,
+                  .dequantize = dequantize,
+                  .quantize_made = quantize_delayed_made,
+                  .quantize_band = quantize_delayed_band,
+                  .quantize_seen = finish_delayed};
 
 }  // namespace
 }  // namespace whole_tensors
@@ -136,7 +149,6 @@ const CodeLayout kTensorScale{
     .applies_at_end = true,
     .dtype = at::kFloat,
     .sizes = whole_tensors::one_number,
-    .dequantize = whole_tensors::dequantize,
     .scales_of_elements = whole_tensors::scales_of_elements,
 };
 
@@ -144,20 +156,15 @@ const ScalingDef kCurrentScaling{
     .name = "current",
     .has_epsilon = true,
     .has_power_of_two = true,
-    .quantize = whole_tensors::quantize_current,
     .reference = whole_tensors::current_reference,
-    .quantize_made = whole_tensors::quantize_current_made,
-    .quantize_seen = whole_tensors::quantize_current_seen,
+    .cpu = &whole_tensors::kCurrentOnCpu,
 };
 
 const ScalingDef kDelayedScaling{
     .name = "delayed",
     .takes_scale = true,
-    .quantize = whole_tensors::quantize_delayed,
     .reference = whole_tensors::delayed_reference,
-    .quantize_made = whole_tensors::quantize_delayed_made,
-    .quantize_band = whole_tensors::quantize_delayed_band,
-    .quantize_seen = whole_tensors::finish_delayed,
+    .cpu = &whole_tensors::kDelayedOnCpu,
 };
 
 }  // namespace tandem

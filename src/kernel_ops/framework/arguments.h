@@ -1,0 +1,322 @@
+// The arguments of a kernel op as a struct, and what follows from it: the arguments of its schema,
+// the types with which torch's dispatcher passes them, the tensors among them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "quantization/formats/group.h"
+#include "quantization/formats/quantizer.h"
+
+/// Ends the `Args` of a kernel op, which are an aggregate: names its members once more, in their
+/// order. A schema calls its arguments by these names.
+#define TANDEM_ARGUMENTS(...)                            \
+  auto members() const { return std::tie(__VA_ARGS__); } \
+  auto members() { return std::tie(__VA_ARGS__); }       \
+  static constexpr std::string_view kMemberNames = #__VA_ARGS__;
+
+namespace tandem::kernel_ops {
+
+using at::Tensor;
+
+/// The codes that a kernel op is asked for of one matrix that it makes or reads.
+struct AskedCodes {
+  /// Null: none.
+  const Quantizer* quantizer = nullptr;
+  /// The scale or the seed that the quantizer takes, if it takes any (given_to).
+  std::optional<Tensor> given = {};
+  GroupMask wanted = {};
+
+  explicit operator bool() const { return quantizer != nullptr; }
+};
+
+/// The first operand of a kernel op, where the results are counted.
+inline constexpr size_t kFirstOperand = static_cast<size_t>(-1);
+
+/// A member of Args: the codes of result `kOf`, or of the first operand. In the schema
+/// `<name>_quantizer`, `<name>_given` and `<name>_wanted`; the codes are one more result, a list
+/// that is empty where there is no quantizer and else a Group. With codes that are asked for, a
+/// result that is masked out need not come to memory.
+template <size_t kOf>
+struct CodesOf : AskedCodes {
+  static constexpr size_t kResult = kOf;
+  CodesOf() = default;
+  CodesOf(AskedCodes asked)  // NOLINT(google-explicit-constructor): says of what they are asked
+      : AskedCodes(std::move(asked)) {}
+};
+
+namespace detail {
+
+/// How a member of Args is passed by the dispatcher: as arguments of the types `Given`, called
+/// `name` in a schema. `Member` is its type as an element of members(), without const.
+template <typename Member>
+struct Passed {
+  using Given = std::tuple<Member>;
+  static constexpr bool kMayBeAbsent = false;
+  static Given to(const Member& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static Member from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+template <>
+struct Passed<Tensor> {
+  using Given = std::tuple<const Tensor&>;
+  static constexpr bool kMayBeAbsent = false;
+  static Given to(const Tensor& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static const Tensor& from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+/// A tensor that the op writes: a member `Tensor&`.
+template <>
+struct Passed<Tensor&> {
+  using Given = std::tuple<Tensor&>;
+  static constexpr bool kMayBeAbsent = false;
+  static Given to(Tensor& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static Tensor& from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+template <>
+struct Passed<std::optional<Tensor>> {
+  using Given = std::tuple<const std::optional<Tensor>&>;
+  static constexpr bool kMayBeAbsent = true;
+  static Given to(const std::optional<Tensor>& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static const std::optional<Tensor>& from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+/// A tensor that the op writes where there is one: a member `std::optional<Tensor>&`.
+template <>
+struct Passed<std::optional<Tensor>&> : Passed<std::optional<Tensor>> {
+  template <size_t kFirst, typename All>
+  static std::optional<Tensor>& from(const All& given) {
+    return const_cast<std::optional<Tensor>&>(std::get<kFirst>(given));
+  }
+};
+
+template <>
+struct Passed<at::OptionalSymIntArrayRef> {
+  using Given = std::tuple<at::OptionalSymIntArrayRef>;
+  static constexpr bool kMayBeAbsent = true;
+  static Given to(const at::OptionalSymIntArrayRef& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static at::OptionalSymIntArrayRef from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+/// By its text.
+template <>
+struct Passed<Quantizer> {
+  using Given = std::tuple<std::string_view>;
+  static constexpr bool kMayBeAbsent = false;
+  static Given to(const Quantizer& member) { return {member.text}; }
+  template <size_t kFirst, typename All>
+  static const Quantizer& from(const All& given) {
+    return quantizer(std::string_view(std::get<kFirst>(given)));
+  }
+};
+
+/// By its text, if there is one.
+template <>
+struct Passed<const Quantizer*> {
+  using Given = std::tuple<std::optional<std::string_view>>;
+  static constexpr bool kMayBeAbsent = true;
+  static Given to(const Quantizer* member) {
+    return {member == nullptr ? std::nullopt : std::optional<std::string_view>(member->text)};
+  }
+  template <size_t kFirst, typename All>
+  static const Quantizer* from(const All& given) {
+    const std::optional<std::string_view>& text = std::get<kFirst>(given);
+    return text ? &quantizer(*text) : nullptr;
+  }
+};
+
+template <size_t kOf>
+struct Passed<CodesOf<kOf>> {
+  using Given =
+      std::tuple<std::optional<std::string_view>, const std::optional<Tensor>&, GroupMask>;
+  static constexpr bool kMayBeAbsent = true;
+  static Given to(const CodesOf<kOf>& member) {
+    return {std::get<0>(Passed<const Quantizer*>::to(member.quantizer)), member.given,
+            member.wanted};
+  }
+  template <size_t kFirst, typename All>
+  static CodesOf<kOf> from(const All& given) {
+    return AskedCodes{Passed<const Quantizer*>::from<kFirst>(given), std::get<kFirst + 1>(given),
+                      std::get<kFirst + 2>(given)};
+  }
+};
+
+template <typename T>
+inline constexpr bool kIsCodes = false;
+template <size_t kOf>
+inline constexpr bool kIsCodes<CodesOf<kOf>> = true;
+
+template <typename Element>
+inline constexpr bool kIsWritten =
+    std::is_same_v<Element, Tensor&> || std::is_same_v<Element, std::optional<Tensor>&>;
+/// Element I of what members() returns, without const and, unless the op writes it, reference.
+template <typename Element>
+using MemberType = std::conditional_t<kIsWritten<Element>, Element, std::remove_cvref_t<Element>>;
+
+template <typename Tied>
+struct MemberList;
+template <typename... Element>
+struct MemberList<std::tuple<Element...>> {
+  static constexpr size_t kCount = sizeof...(Element);
+  template <size_t I>
+  using At = MemberType<std::tuple_element_t<I, std::tuple<Element...>>>;
+  using Given =
+      decltype(std::tuple_cat(std::declval<typename Passed<MemberType<Element>>::Given>()...));
+  /// Place among the arguments of the schema of the first one of each member.
+  static constexpr std::array<size_t, kCount> kFirst = [] {
+    constexpr std::array kSizes{std::tuple_size_v<typename Passed<MemberType<Element>>::Given>...};
+    std::array<size_t, kCount> first{};
+    for (size_t i = 1; i < kCount; ++i) first[i] = first[i - 1] + kSizes[i - 1];
+    return first;
+  }();
+  static constexpr size_t kGroups =
+      (size_t{0} + ... + size_t{kIsCodes<std::remove_cvref_t<Element>>});
+};
+
+/// The members of Args as a list of types.
+template <typename Args>
+using MembersOf = MemberList<decltype(std::declval<const Args&>().members())>;
+
+/// Calls `function` with each member.
+template <typename Args, typename Function>
+void for_each_member(const Args& args, Function&& function) {
+  std::apply([&](auto&... member) { (function(member), ...); }, args.members());
+}
+
+/// Calls `function(asked, index)` with the codes that are asked for, in order.
+template <typename Args, typename Function>
+void for_each_codes(const Args& args, Function&& function) {
+  [[maybe_unused]] size_t index = 0;
+  for_each_member(args, [&](const auto& member) {
+    if constexpr (kIsCodes<std::remove_cvref_t<decltype(member)>>) function(member, index++);
+  });
+}
+
+/// Arguments as the dispatcher passes them.
+template <typename Args>
+auto given_of(const Args& args) {
+  return std::apply(
+      [](auto&... member) {
+        return std::tuple_cat(Passed<MemberType<decltype(member)>>::to(member)...);
+      },
+      args.members());
+}
+
+/// Arguments from what the dispatcher has passed.
+template <typename Args, typename Given, size_t... I>
+Args args_from(const Given& given, std::index_sequence<I...>) {
+  using Members = MembersOf<Args>;
+  return Args{
+      Passed<typename Members::template At<I>>::template from<Members::kFirst[I]>(given)...};
+}
+template <typename Args, typename Given>
+Args args_from(const Given& given) {
+  return args_from<Args>(given, std::make_index_sequence<MembersOf<Args>::kCount>());
+}
+
+// Types as a schema spells them.
+
+template <typename T>
+std::string schema_type(const T*) = delete;
+inline std::string schema_type(const Tensor*) { return "Tensor"; }
+inline std::string schema_type(const std::optional<Tensor>*) { return "Tensor?"; }
+inline std::string schema_type(const at::TensorList*) { return "Tensor[]"; }
+inline std::string schema_type(const at::OptionalSymIntArrayRef*) { return "SymInt[]?"; }
+inline std::string schema_type(const double*) { return "float"; }
+inline std::string schema_type(const int64_t*) { return "int"; }
+inline std::string schema_type(const bool*) { return "bool"; }
+inline std::string schema_type(const std::string_view*) { return "str"; }
+inline std::string schema_type(const at::ScalarType*) { return "ScalarType"; }
+inline std::string schema_type(const Quantizer*) { return "str"; }
+inline std::string schema_type(const Quantizer* const*) { return "str?"; }
+template <size_t N>
+std::string schema_type(const std::array<bool, N>*) {
+  return "bool[" + std::to_string(N) + "]";
+}
+
+/// The first name of a list "a, b, c", which loses it.
+inline std::string_view take_name(std::string_view& names) {
+  const size_t end = names.find(',');
+  const std::string_view name = names.substr(0, end);
+  names.remove_prefix(end == std::string_view::npos ? names.size() : end + 2);
+  return name;
+}
+
+/// The arguments of a schema. Those behind which nothing must be given default to nothing.
+template <typename Args>
+std::string schema_arguments() {
+  using Members = MembersOf<Args>;
+  std::string_view names = Args::kMemberNames;
+  std::array<std::string, Members::kCount> texts;
+  size_t needed = 0;  // members up to the last one that may not be left out
+  char alias = 'a';
+  const auto spell = [&]<size_t I>(std::integral_constant<size_t, I>) {
+    using Member = typename Members::template At<I>;
+    const std::string name(take_name(names));
+    if constexpr (kIsCodes<Member>) {
+      texts[I] = "str? " + name + "_quantizer=None, Tensor? " + name + "_given=None, bool[3] " +
+                 name + "_wanted=[False, False, False]";
+    } else if constexpr (kIsWritten<Member>) {
+      texts[I] =
+          std::string("Tensor(") + alias++ + (Passed<Member>::kMayBeAbsent ? "!)? " : "!) ") + name;
+    } else {
+      texts[I] = schema_type(static_cast<const Member*>(nullptr)) + " " + name;
+    }
+    if (!Passed<Member>::kMayBeAbsent) needed = I + 1;
+  };
+  [&]<size_t... I>(std::index_sequence<I...>) { (spell(std::integral_constant<size_t, I>()), ...); }
+  (std::make_index_sequence<Members::kCount>());
+  std::string all;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    all.append(i == 0 ? "" : ", ").append(texts[i]);
+    if (i >= needed && texts[i].find('=') == std::string::npos) all.append("=None");
+  }
+  return all;
+}
+
+/// The tensors among the arguments; an absent one is null.
+template <typename Args>
+c10::SmallVector<const Tensor*, 8> tensors_in(const Args& args) {
+  c10::SmallVector<const Tensor*, 8> tensors;
+  for_each_member(args, [&](const auto& member) {
+    using Member = std::remove_cvref_t<decltype(member)>;
+    if constexpr (std::is_same_v<Member, Tensor>) {
+      tensors.push_back(&member);
+    } else if constexpr (std::is_same_v<Member, std::optional<Tensor>>) {
+      tensors.push_back(member ? &*member : nullptr);
+    } else if constexpr (std::is_same_v<Member, at::TensorList>) {
+      for (const Tensor& each : member) tensors.push_back(&each);
+    } else if constexpr (kIsCodes<Member>) {
+      tensors.push_back(member.given ? &*member.given : nullptr);
+    }
+  });
+  return tensors;
+}
+
+}  // namespace detail
+}  // namespace tandem::kernel_ops

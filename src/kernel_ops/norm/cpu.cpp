@@ -1,0 +1,140 @@
+// Norms on the CPU.
+#include <ATen/ops/result_type.h>
+
+#include <algorithm>
+
+#include "kernel_ops/framework/operands.h"
+#include "kernel_ops/framework/shapes.h"
+#include "kernel_ops/norm/norm.h"
+#include "kernels/elementwise.h"
+#include "kernels/norm.h"
+#include "quantization/formats/made.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+/// A statistic that kernels write or read; null where it is absent.
+float* statistic_out(const Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr<float>() : nullptr;
+}
+const float* statistic_in(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+}
+
+}  // namespace
+
+void NormForward::cpu(const Args& args, std::span<Tensor> results) {
+  const int64_t dims = args.weight.dim();
+  const RowsIn of_x(args.x, dims), of_extra(args.extra, dims);
+  const VectorIn gamma(args.weight), beta(args.bias);
+  const kernels::ConstRows from = of_x, added = of_extra;
+  const kernels::cpu::NormOptions options{args.eps, args.zero_centered_gamma};
+  const kernels::Element sum_element = element_of(sum_dtype(args.x, args.extra));
+  const kernels::Rows sums = rows_out(results[sum], dims);
+  float *const means = statistic_out(results[mean]), *const inv_norms =
+                                                         statistic_out(results[inv_norm]);
+  const auto make = [&](kernels::ConstRows x, kernels::ConstRows extra, kernels::Rows of_sum,
+                        kernels::Rows to, size_t first) {
+    float* const own_means = means == nullptr ? nullptr : means + first;
+    if (args.extra) {
+      kernels::cpu::add_norm_forward(x, extra, gamma, beta, options, sum_element, of_sum, to,
+                                     own_means, inv_norms + first);
+    } else if (args.bias) {
+      kernels::cpu::layer_norm_forward(x, gamma, beta, options, to, own_means, inv_norms + first);
+    } else {
+      kernels::cpu::rms_norm_forward(x, gamma, options, to, inv_norms + first);
+    }
+  };
+  if (!args.codes) return make(from, added, sums, rows_out(results[y], dims), 0);
+  const kernels::Rows made{nullptr, element_of(args.weight.scalar_type()), from.rows, from.cols,
+                           from.cols};
+  const auto make_some = [&](size_t first, size_t count, void* to) {
+    make(rows_from(from, first, count), rows_from(added, first, count),
+         rows_from(sums, first, count), rows_at(to, made, count), first);
+  };
+  make_and_quantize({.y = made, .make = make_some, .sources = {from, added}}, results[y],
+                    args.x.sym_sizes(), args.codes, group_of<NormForward>(results));
+}
+
+void NormBackward::cpu(const Args& args, std::span<Tensor> results) {
+  const int64_t dims = args.weight.dim();
+  const RowsIn of_grad(args.grad_y, dims), of_x(args.x, dims),
+      of_residual(args.grad_residual, dims);
+  const VectorIn gamma(args.weight), beta(args.bias);
+  const Tensor means = args.mean ? args.mean->contiguous() : Tensor(),
+               inv_norms = args.inv_norm.contiguous();
+  const kernels::cpu::NormOptions options{0, args.zero_centered_gamma};
+  const kernels::Vector of_weight = vector_out(results[grad_weight]),
+                        of_columns = vector_out(results[sums]),
+                        of_bias = vector_out(results[grad_bias]);
+  if (!args.codes && !args.y_codes && !results[sums].defined()) {
+    const kernels::Rows to = rows_out(results[grad_x], dims), again = rows_out(results[y], dims);
+    if (args.mean)
+      return kernels::cpu::layer_norm_backward(of_grad, of_x, gamma, beta, statistic_in(means),
+                                               statistic_in(inv_norms), options, of_residual, to,
+                                               of_weight, of_bias, again);
+    return kernels::cpu::rms_norm_backward(of_grad, of_x, gamma, statistic_in(inv_norms), options,
+                                           of_residual, to, of_weight, again);
+  }
+  const kernels::cpu::NormBackward all{.grad_y = of_grad,
+                                       .x = of_x,
+                                       .weight = gamma,
+                                       .bias = beta,
+                                       .mean = statistic_in(means),
+                                       .inv_norm = statistic_in(inv_norms),
+                                       .options = options,
+                                       .grad_residual = of_residual,
+                                       .grad_x = {},
+                                       .y = {}};
+  const size_t rows = all.x.rows, hidden = all.x.cols;
+  const bool sums_norm = of_weight || of_bias;
+  const SumsOfMade of_norm(
+      rows, sums_norm ? kernels::cpu::norm_sum_cols(hidden, args.mean.has_value()) : 0);
+  // Rows of a norm over several dimensions are several rows of x.
+  const size_t pieces = of_columns.size == 0 ? 1 : hidden / of_columns.size;
+  const SumsOfMade of_made(rows * pieces, of_columns.size);
+  const kernels::Rows made{nullptr, all.x.element, rows, hidden, hidden};
+  const CodesBeside of_y({nullptr, element_of(args.weight.scalar_type()), rows, hidden, hidden},
+                         results[y], args.x.sym_sizes(), args.y_codes,
+                         group_of<NormBackward>(results, 1));
+  const auto make = [&](size_t first, size_t count, void* to) {
+    kernels::cpu::NormBackward some = all;
+    some.grad_y = rows_from(all.grad_y, first, count);
+    some.x = rows_from(all.x, first, count);
+    some.grad_residual = rows_from(all.grad_residual, first, count);
+    some.y = of_y.rows(first, count);
+    if (args.mean) some.mean += first;
+    some.inv_norm += first;
+    some.grad_x = rows_at(to, made, count);
+    kernels::cpu::some_rows_norm_backward(some, of_norm.from_row(first));
+    of_y.take(some.y, first);
+    if (of_columns.size == 0) return;
+    kernels::cpu::sum_some_rows(
+        {to, made.element, count * pieces, of_columns.size, of_columns.size},
+        of_made.from_row(first * pieces));
+  };
+  make_and_quantize({.y = made,
+                     .make = make,
+                     .sources = {all.grad_y, all.x, all.grad_residual},
+                     .in_order = std::max(of_norm.in_order(), of_made.in_order()),
+                     .together = of_y.together()},
+                    results[grad_x], args.x.sym_sizes(), args.codes,
+                    group_of<NormBackward>(results));
+  if (sums_norm) kernels::cpu::add_norm_sums(of_norm.from_row(0), rows, of_weight, of_bias);
+  of_made.finish(of_columns);
+  of_y.finish();
+}
+
+void L2NormForward::cpu(const Args& args, std::span<Tensor> results) {
+  kernels::cpu::l2_norm_forward(RowsIn(args.x), args.eps, rows_out(results[0]),
+                                statistic_out(results[1]));
+}
+
+void L2NormBackward::cpu(const Args& args, std::span<Tensor> results) {
+  const Tensor inv_norm = args.inv_norm.contiguous();
+  kernels::cpu::l2_norm_backward(RowsIn(args.grad_y), RowsIn(args.x), statistic_in(inv_norm),
+                                 rows_out(results[0]), rows_out(results[1]));
+}
+
+}  // namespace tandem::kernel_ops
