@@ -12,6 +12,7 @@
 #include <latch>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "autograd/call.h"
 #include "core/call.h"
@@ -277,6 +278,24 @@ TEST(Threads, OneFreesTheGraphThatOthersDifferentiate) {
       }
     }
   }
+}
+
+TEST(Threads, ComeToAGraphThatAnotherHasFreed) {
+  Sequential model = mlp();
+  const at::Tensor x = input(0).requires_grad_(), y = model->forward(x);
+  const auto node = y.grad_fn();
+  // It says when, but orders nothing: what one has written is the other's by the node's lock alone.
+  std::atomic<bool> is_freed{false};
+  together(2, [&](size_t t) {
+    if (t == 0) {
+      node->release_variables();
+      is_freed.store(true, std::memory_order_relaxed);
+      return;
+    }
+    while (!is_freed.load(std::memory_order_relaxed)) std::this_thread::yield();
+    EXPECT_THAT([&] { torch::autograd::grad({y}, {x}, {at::ones_like(y)}); },
+                ThrowsText<c10::Error>("a graph that still holds its saved tensors"));
+  });
 }
 
 // ---- regions and the codes of weights ----
