@@ -136,6 +136,17 @@ TEST(Node, LetsGoOfEverythingWithTheOutput) {
   EXPECT_EQ(live.bytes(), 0);
 }
 
+TEST(Node, DoesNotHoldItselfByAnOutputThatItSaves) {
+  const Tensors inputs{leaf({64, 8})};
+  const LiveBytes live;
+  {
+    const Outputs outputs = call({"gelu", "make_extra_output", "silu"}, inputs);
+    const auto output = static_cast<int64_t>(outputs[1].nbytes());
+    EXPECT_EQ(live.bytes(), 2 * output) << "what silu saves is the extra output itself";
+  }
+  EXPECT_EQ(live.bytes(), 0);
+}
+
 TEST(Node, RetainedActivationsStay) {
   const at::Tensor x = leaf({64, 8});
   const auto params = mlp_params();
