@@ -265,6 +265,19 @@ TEST(DescriptionErrors, WrongNumberOfBindings) {
                   " entries in \"", "Give one per slot, null where it is unbound"));
 }
 
+TEST(DescriptionErrors, NumberOfAModule) {
+  const auto with = [](const char* module) {
+    return parsing({"gelu", R"(basic_linear {"state": {"module": )" + std::string(module) +
+                                R"(, "forward": 0, "backward": 0}})"});
+  };
+  EXPECT_NO_THROW(with("1")());
+  for (const char* module : {"2", "131072"})
+    EXPECT_THAT(with(module),
+                ThrowsText<c10::ValueError>(
+                    "1.basic_linear: expected the number of a module below that of the ops, ",
+                    "2, in \"state\", got " + std::string(module), "Number them from 0."));
+}
+
 TEST(DescriptionErrors, ChannelWithTwoProducers) {
   const std::string output = R"(make_extra_output {"extra_outputs": [{"channel": "r"}]})";
   EXPECT_THAT(parsing({output, "gelu", output}),
