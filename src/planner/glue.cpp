@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernel_ops/weights/weights.h"
+#include "ops/glue.h"
 #include "planner/draft.h"
 
 namespace tandem {

@@ -7,13 +7,13 @@
 
 #include "core/step.h"
 #include "kernel_ops/quantize/delayed.h"
-#include "ops/glue.h"
 #include "quantization/formats/format.h"
 #include "tandem/export.h"
 
 namespace tandem {
 
 struct Draft;
+struct Watch;
 
 /// y = x in another dtype.
 Step cast_step(Value x, Value y);

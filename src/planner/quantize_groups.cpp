@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernel_ops/framework/kernel_op.h"
+#include "ops/glue.h"
 
 namespace tandem {
 

@@ -9,6 +9,7 @@
 
 #include "kernel_ops/framework/kernel_op.h"
 #include "kernel_ops/weights/weights.h"
+#include "ops/glue.h"
 #include "planner/glue.h"
 #include "planner/quantize_groups.h"
 #include "quantization/formats/format.h"

@@ -65,15 +65,20 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
 }
 
 TEST(KernelOp, TheSchemaFollowsFromTheArguments) {
-  const auto schema_of = [](const char* name) {
-    return c10::str(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").schema());
+  const auto schema_of = [](const char* name, const char* overload = "") {
+    return c10::str(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).schema());
   };
   EXPECT_EQ(schema_of("tandem::test_multiples"),
             "tandem::test_multiples(Tensor x, Tensor? unread, ScalarType dtype, bool[2] "
-            "output_mask, str? codes_quantizer=None, Tensor? codes_given=None, bool[3] "
-            "codes_wanted=[False, False, False], str? x_codes_quantizer=None, Tensor? "
-            "x_codes_given=None, bool[3] x_codes_wanted=[False, False, False]) -> (Tensor twice, "
-            "Tensor thrice, Tensor[] codes, Tensor[] x_codes)");
+            "output_mask) -> (Tensor twice, Tensor thrice)");
+  EXPECT_EQ(schema_of("tandem::test_multiples", "codes"),
+            "tandem::test_multiples.codes(Tensor x, Tensor? unread, ScalarType dtype, bool[2] "
+            "output_mask, str? codes_quantizer, Tensor? codes_given, bool[3] codes_wanted, str? "
+            "x_codes_quantizer, Tensor? x_codes_given, bool[3] x_codes_wanted) -> (Tensor twice, "
+            "Tensor thrice, Tensor row_codes, Tensor row_scale, Tensor row_amax, Tensor "
+            "column_codes, Tensor column_scale, Tensor column_amax, Tensor amax, Tensor "
+            "x_row_codes, Tensor x_row_scale, Tensor x_row_amax, Tensor x_column_codes, Tensor "
+            "x_column_scale, Tensor x_column_amax, Tensor x_amax)");
   EXPECT_EQ(schema_of("tandem::test_increment_"),
             "tandem::test_increment_(Tensor(a!) counter, Tensor like) -> ()");
 }
@@ -99,7 +104,7 @@ TEST(KernelOp, CodesOfARowThatMakesNoneAreMadeBehindIt) {
     }
 }
 
-TEST(KernelOp, ListsAreEmptyWhereNoCodesAreAskedFor) {
+TEST(KernelOp, NothingIsThereOfCodesThatNobodyAsksFor) {
   const Tensor x = random({2, 3});
   const auto got = dispatch<Multiples>({.x = x});
   EXPECT_TRUE(same(got[Multiples::thrice], x * 3));

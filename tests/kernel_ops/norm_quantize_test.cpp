@@ -110,15 +110,16 @@ TEST_P(NormQuantizeOp, AloneOrOfASumGivesTheBitsOfAllInTurn) {
 }
 
 TEST_P(NormQuantizeOp, OfManyBands) {
-  for (const Quantizer* quantizer : quantizers_and_delayed())
-    for (const auto dtype : kKernelDtypes) {
-      SCOPED_TRACE(::testing::Message() << quantizer->text << ' ' << dtype);
-      const bool is_half = dtype == at::kHalf;
-      at::Tensor x = random({is_half ? 600 : 300, is_half ? 131 : 1100}, dtype);
-      expect_forward(x, std::nullopt, *quantizer);
-      x[17][3] = NAN;
-      expect_forward(x, random(x.sizes(), at::kFloat, 5), *quantizer);
-    }
+  size_t next = is_layer_norm() ? 1 : 0;  // each quantizer meets two dtypes
+  for (const Quantizer* quantizer : quantizers_and_delayed()) {
+    const at::ScalarType dtype = kKernelDtypes[next++ % kKernelDtypes.size()];
+    SCOPED_TRACE(::testing::Message() << quantizer->text << ' ' << dtype);
+    const bool is_half = dtype == at::kHalf;
+    at::Tensor x = random({is_half ? 600 : 300, is_half ? 131 : 1100}, dtype);
+    expect_forward(x, std::nullopt, *quantizer);
+    x[17][3] = NAN;
+    expect_forward(x, random(x.sizes(), at::kFloat, 5), *quantizer);
+  }
 }
 
 TEST_P(NormQuantizeOp, InCompositeForm) {

@@ -79,6 +79,15 @@ TEST_P(NormOp, ASumBeforeItGivesTheBitsOfBothInTurn) {
           EXPECT_TRUE(same(fused[NormForward::sum], with_sum ? sum : sum.new_empty({0})));
           for (const size_t i : {NormForward::y, NormForward::mean, NormForward::inv_norm})
             EXPECT_TRUE(same(fused[i], of_sum[i])) << i;
+          const auto without_y = dispatch<NormForward>({.x = x,
+                                                        .extra = extra,
+                                                        .weight = weight,
+                                                        .bias = beta,
+                                                        .eps = kEps,
+                                                        .zero_centered_gamma = zero_centered(),
+                                                        .output_mask = {with_sum, false}});
+          EXPECT_EQ(without_y[NormForward::y].numel(), 0);
+          EXPECT_TRUE(same(without_y[NormForward::inv_norm], of_sum[NormForward::inv_norm]));
         }
     }
   });

@@ -327,7 +327,7 @@ class InRegion(torch.nn.Module):
 def quantized_in(program):
     """Shapes of what the program quantizes, by itself or together with the activation before."""
     nodes = program.run_decompositions().graph.nodes
-    quantizing = (torch.ops.tandem.quantize.default, torch.ops.tandem.activation_forward.default)
+    quantizing = (torch.ops.tandem.quantize.default, torch.ops.tandem.activation_forward.codes)
     by_one = [node for node in nodes if node.target in quantizing and any(isinstance(arg, str) and arg.startswith("mxfp8") for arg in node.args)]
     return [tuple(node.args[0].meta["val"].shape) for node in by_one]
 

@@ -103,36 +103,29 @@ def test_every_op_has_a_case():
 
 
 def calls(name, layout, dtype):
-    """The argument lists with which an op is tried."""
+    """The overloads of an op, each with arguments to try."""
     all_cases = cases(layout, dtype)
-    return [call for call in (all_cases[name], without_codes(name, all_cases)) if call is not None]
+    op, plain = getattr(torch.ops.tandem, name), without_codes(name, all_cases)
+    return [(op.default, all_cases[name])] if plain is None else [(op.codes, all_cases[name]), (op.default, plain)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(cases()))
 def test_contract(name, dtype):
-    op = getattr(torch.ops.tandem, name).default
     for layout in LAYOUTS:
-        for arguments in calls(name, layout, dtype):
+        for op, arguments in calls(name, layout, dtype):
             results = torch.library.opcheck(op, tuple(arguments), test_utils=["test_schema", "test_faketensor", "test_autograd_registration"])
             assert set(results.values()) == {"SUCCESS"}, (layout, results)
-
-
-def tensors_of(results):
-    """The tensors that an op returned, those of lists among them."""
-    if isinstance(results, torch.Tensor):
-        return [results]
-    return [tensor for result in results for tensor in tensors_of(result)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(set(cases()) - {"pipeline", "record_amax_", "refresh_weight_", "region_number", "say_of_weight_", "take_scale_"}))
 def test_layout_changes_neither_value_nor_strides(name, dtype):
-    op = getattr(torch.ops.tandem, name).default
     for layout in LAYOUTS:
-        for arguments in calls(name, layout, dtype):
+        for op, arguments in calls(name, layout, dtype):
             plain = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in arguments]
-            for got, wanted in zip(tensors_of(op(*arguments)), tensors_of(op(*plain)), strict=True):
+            results, expected = (r if isinstance(r, tuple) else (r,) for r in (op(*arguments), op(*plain)))
+            for got, wanted in zip(results, expected, strict=True):
                 assert got.is_contiguous()
                 torch.testing.assert_close(got, wanted, equal_nan=True)
 

@@ -42,10 +42,11 @@ struct AskedCodes {
 /// The first operand of a kernel op, where the results are counted.
 inline constexpr size_t kFirstOperand = static_cast<size_t>(-1);
 
-/// A member of Args: the codes of result `kOf`, or of the first operand. In the schema
-/// `<name>_quantizer`, `<name>_given` and `<name>_wanted`; the codes are one more result, a list
-/// that is empty where there is no quantizer and else a Group. With codes that are asked for, a
-/// result that is masked out need not come to memory.
+/// A member of Args, called "codes" or "<prefix>codes": the codes of result `kOf`, or of the first
+/// operand. They are seven more results, a Group. For the dispatcher an op that may be asked for
+/// codes is two overloads, one of which knows nothing of codes; the other one, "codes", has the
+/// arguments `<name>_quantizer`, `<name>_given` and `<name>_wanted`. With codes that are asked for,
+/// a result that is masked out need not come to memory.
 template <size_t kOf>
 struct CodesOf : AskedCodes {
   static constexpr size_t kResult = kOf;
@@ -154,7 +155,7 @@ template <size_t kOf>
 struct Passed<CodesOf<kOf>> {
   using Given =
       std::tuple<std::optional<std::string_view>, const std::optional<Tensor>&, GroupMask>;
-  static constexpr bool kMayBeAbsent = true;
+  static constexpr bool kMayBeAbsent = false;
   static Given to(const CodesOf<kOf>& member) {
     return {std::get<0>(Passed<const Quantizer*>::to(member.quantizer)), member.given,
             member.wanted};
@@ -171,6 +172,20 @@ inline constexpr bool kIsCodes = false;
 template <size_t kOf>
 inline constexpr bool kIsCodes<CodesOf<kOf>> = true;
 
+/// The same for one of the two overloads: without codes they are not passed at all.
+template <typename Member, bool kWithCodes>
+struct PassedTo : Passed<Member> {};
+template <size_t kOf>
+struct PassedTo<CodesOf<kOf>, false> {
+  using Given = std::tuple<>;
+  static constexpr bool kMayBeAbsent = true;
+  static Given to(const CodesOf<kOf>& /*member*/) { return {}; }
+  template <size_t kFirst, typename All>
+  static CodesOf<kOf> from(const All& /*given*/) {
+    return {};
+  }
+};
+
 template <typename Element>
 inline constexpr bool kIsWritten =
     std::is_same_v<Element, Tensor&> || std::is_same_v<Element, std::optional<Tensor>&>;
@@ -178,18 +193,21 @@ inline constexpr bool kIsWritten =
 template <typename Element>
 using MemberType = std::conditional_t<kIsWritten<Element>, Element, std::remove_cvref_t<Element>>;
 
-template <typename Tied>
+template <typename Tied, bool kWithCodes>
 struct MemberList;
-template <typename... Element>
-struct MemberList<std::tuple<Element...>> {
+template <typename... Element, bool kWithCodes>
+struct MemberList<std::tuple<Element...>, kWithCodes> {
   static constexpr size_t kCount = sizeof...(Element);
   template <size_t I>
   using At = MemberType<std::tuple_element_t<I, std::tuple<Element...>>>;
-  using Given =
-      decltype(std::tuple_cat(std::declval<typename Passed<MemberType<Element>>::Given>()...));
+  template <size_t I>
+  using PassedAt = PassedTo<At<I>, kWithCodes>;
+  using Given = decltype(std::tuple_cat(
+      std::declval<typename PassedTo<MemberType<Element>, kWithCodes>::Given>()...));
   /// Place among the arguments of the schema of the first one of each member.
   static constexpr std::array<size_t, kCount> kFirst = [] {
-    constexpr std::array kSizes{std::tuple_size_v<typename Passed<MemberType<Element>>::Given>...};
+    constexpr std::array kSizes{
+        std::tuple_size_v<typename PassedTo<MemberType<Element>, kWithCodes>::Given>...};
     std::array<size_t, kCount> first{};
     for (size_t i = 1; i < kCount; ++i) first[i] = first[i - 1] + kSizes[i - 1];
     return first;
@@ -198,9 +216,9 @@ struct MemberList<std::tuple<Element...>> {
       (size_t{0} + ... + size_t{kIsCodes<std::remove_cvref_t<Element>>});
 };
 
-/// The members of Args as a list of types.
-template <typename Args>
-using MembersOf = MemberList<decltype(std::declval<const Args&>().members())>;
+/// The members of Args as a list of types, passed with codes or without.
+template <typename Args, bool kWithCodes = true>
+using MembersOf = MemberList<decltype(std::declval<const Args&>().members()), kWithCodes>;
 
 /// Calls `function` with each member.
 template <typename Args, typename Function>
@@ -218,25 +236,23 @@ void for_each_codes(const Args& args, Function&& function) {
 }
 
 /// Arguments as the dispatcher passes them.
-template <typename Args>
+template <bool kWithCodes, typename Args>
 auto given_of(const Args& args) {
   return std::apply(
       [](auto&... member) {
-        return std::tuple_cat(Passed<MemberType<decltype(member)>>::to(member)...);
+        return std::tuple_cat(PassedTo<MemberType<decltype(member)>, kWithCodes>::to(member)...);
       },
       args.members());
 }
 
 /// Arguments from what the dispatcher has passed.
-template <typename Args, typename Given, size_t... I>
-Args args_from(const Given& given, std::index_sequence<I...>) {
-  using Members = MembersOf<Args>;
-  return Args{
-      Passed<typename Members::template At<I>>::template from<Members::kFirst[I]>(given)...};
-}
-template <typename Args, typename Given>
+template <typename Args, bool kWithCodes, typename Given>
 Args args_from(const Given& given) {
-  return args_from<Args>(given, std::make_index_sequence<MembersOf<Args>::kCount>());
+  using Members = MembersOf<Args, kWithCodes>;
+  return [&]<size_t... I>(std::index_sequence<I...>) {
+    return Args{Members::template PassedAt<I>::template from<Members::kFirst[I]>(given)...};
+  }
+  (std::make_index_sequence<Members::kCount>());
 }
 
 // Types as a schema spells them.
@@ -268,9 +284,9 @@ inline std::string_view take_name(std::string_view& names) {
 }
 
 /// The arguments of a schema. Those behind which nothing must be given default to nothing.
-template <typename Args>
+template <typename Args, bool kWithCodes>
 std::string schema_arguments() {
-  using Members = MembersOf<Args>;
+  using Members = MembersOf<Args, kWithCodes>;
   std::string_view names = Args::kMemberNames;
   std::array<std::string, Members::kCount> texts;
   size_t needed = 0;  // members up to the last one that may not be left out
@@ -279,23 +295,23 @@ std::string schema_arguments() {
     using Member = typename Members::template At<I>;
     const std::string name(take_name(names));
     if constexpr (kIsCodes<Member>) {
-      texts[I] = "str? " + name + "_quantizer=None, Tensor? " + name + "_given=None, bool[3] " +
-                 name + "_wanted=[False, False, False]";
+      if (kWithCodes)
+        texts[I] =
+            "str? " + name + "_quantizer, Tensor? " + name + "_given, bool[3] " + name + "_wanted";
     } else if constexpr (kIsWritten<Member>) {
       texts[I] =
           std::string("Tensor(") + alias++ + (Passed<Member>::kMayBeAbsent ? "!)? " : "!) ") + name;
     } else {
       texts[I] = schema_type(static_cast<const Member*>(nullptr)) + " " + name;
     }
-    if (!Passed<Member>::kMayBeAbsent) needed = I + 1;
+    if (!Members::template PassedAt<I>::kMayBeAbsent) needed = I + 1;
   };
   [&]<size_t... I>(std::index_sequence<I...>) { (spell(std::integral_constant<size_t, I>()), ...); }
   (std::make_index_sequence<Members::kCount>());
   std::string all;
-  for (size_t i = 0; i < texts.size(); ++i) {
-    all.append(i == 0 ? "" : ", ").append(texts[i]);
-    if (i >= needed && texts[i].find('=') == std::string::npos) all.append("=None");
-  }
+  for (size_t i = 0; i < texts.size(); ++i)
+    if (!texts[i].empty())
+      all.append(i == 0 ? "" : ", ").append(texts[i]).append(i < needed ? "" : "=None");
   return all;
 }
 

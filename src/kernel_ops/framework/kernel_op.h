@@ -80,28 +80,28 @@ const std::string& qualified_name() {
   return name;
 }
 
-/// What K returns through the dispatcher.
-template <size_t kMade, size_t kGroups>
+/// Results of the overload of K with codes, or without.
+template <typename K, bool kWithCodes>
+inline constexpr size_t kReturned = kWithCodes ? kResultCount<K> : kMadeCount<K>;
+
+template <size_t kCount>
 struct ReturnedBy {
   template <size_t>
   using TensorAt = Tensor;
-  template <size_t>
-  using ListAt = std::vector<Tensor>;
-  template <size_t... I, size_t... J>
-  static std::tuple<TensorAt<I>..., ListAt<J>...> of(std::index_sequence<I...>,
-                                                     std::index_sequence<J...>);
-  using Type = decltype(of(std::make_index_sequence<kMade>(), std::make_index_sequence<kGroups>()));
+  template <size_t... I>
+  static std::tuple<TensorAt<I>...> of(std::index_sequence<I...>);
+  using Type = decltype(of(std::make_index_sequence<kCount>()));
 };
 template <>
-struct ReturnedBy<1, 0> {
+struct ReturnedBy<1> {
   using Type = Tensor;
 };
 template <>
-struct ReturnedBy<0, 0> {
+struct ReturnedBy<0> {
   using Type = void;
 };
-template <typename K>
-using ReturnedOf = typename ReturnedBy<kMadeCount<K>, kGroupCount<K>>::Type;
+template <typename K, bool kWithCodes>
+using ReturnedOf = typename ReturnedBy<kReturned<K, kWithCodes>>::Type;
 
 template <typename Returned, typename Given>
 struct FunctionOf;
@@ -109,31 +109,11 @@ template <typename Returned, typename... Given>
 struct FunctionOf<Returned, std::tuple<Given...>> {
   using Type = Returned(Given...);
 };
-/// K as a function of the dispatcher.
-template <typename K>
+/// An overload of K as a function of the dispatcher.
+template <typename K, bool kWithCodes>
 using DispatchedOf =
-    typename FunctionOf<ReturnedOf<K>, typename MembersOf<typename K::Args>::Given>::Type;
-
-/// Results from what the dispatcher returned.
-template <typename K>
-ResultsOf<K> results_from(ReturnedOf<K>&& returned) {
-  if constexpr (kResultCount<K> == 1) {
-    return {std::move(returned)};
-  } else {
-    ResultsOf<K> results;
-    auto* next = results.begin();
-    const auto take = [&](auto& each) {
-      if constexpr (std::is_same_v<decltype(each), Tensor&>) {
-        *next++ = std::move(each);
-      } else {
-        std::move(each.begin(), each.end(), next);
-        next += group_size;
-      }
-    };
-    std::apply([&](auto&... each) { (take(each), ...); }, returned);
-    return results;
-  }
-}
+    typename FunctionOf<ReturnedOf<K, kWithCodes>,
+                        typename MembersOf<typename K::Args, kWithCodes>::Given>::Type;
 
 /// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be
 /// resized to nothing.
@@ -184,20 +164,52 @@ inline constexpr bool kIsTyped =
 
 }  // namespace detail
 
+/// Whether any codes are asked for.
+template <typename Args>
+bool asks_for_codes(const Args& args) {
+  bool asks = false;
+  detail::for_each_codes(args, [&](const auto& asked, size_t) {
+    asks = asks || asked || asked.given || asked.wanted != GroupMask{};
+  });
+  return asks;
+}
+
+/// Calls one overload of K through the dispatcher.
+template <typename K, bool kWithCodes>
+ResultsOf<K> dispatch_to(const typename K::Args& args) {
+  static const auto handle =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow(detail::qualified_name<K>().c_str(), kWithCodes ? "codes" : "")
+          .template typed<detail::DispatchedOf<K, kWithCodes>>();
+  const auto call = [](auto&... given) { return handle.call(given...); };
+  auto given = detail::given_of<kWithCodes>(args);
+  constexpr size_t kCount = detail::kReturned<K, kWithCodes>;
+  ResultsOf<K> results;
+  if constexpr (kCount == 0) {
+    std::apply(call, given);
+  } else if constexpr (kCount == 1) {
+    results[0] = std::apply(call, given);
+  } else {
+    auto returned = std::apply(call, given);
+    [&]<size_t... I>(std::index_sequence<I...>) {
+      ((results[I] = std::move(std::get<I>(returned))), ...);
+    }
+    (std::make_index_sequence<kCount>());
+  }
+  if constexpr (kWithCodes)
+    detail::for_each_codes(args, [&](const auto& asked, size_t index) {
+      if (!asked)
+        std::fill_n(results.begin() + kMadeCount<K> + index * group_size, group_size, Tensor());
+    });
+  return results;
+}
+
 /// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it.
 template <typename K>
 ResultsOf<K> dispatch(const typename K::Args& args) {
-  static const auto handle = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow(detail::qualified_name<K>().c_str(), "")
-                                 .template typed<detail::DispatchedOf<K>>();
-  const auto call = [](auto&... given) { return handle.call(given...); };
-  auto given = detail::given_of(args);
-  if constexpr (kResultCount<K> == 0) {
-    std::apply(call, given);
-    return {};
-  } else {
-    return detail::results_from<K>(std::apply(call, given));
-  }
+  if constexpr (kGroupCount<K> != 0)
+    if (asks_for_codes(args)) return dispatch_to<K, true>(args);
+  return dispatch_to<K, false>(args);
 }
 
 /// As `accepts`: whether the tensors and dtypes among the arguments, in their order, have one of
@@ -362,8 +374,7 @@ Choice<K> choose(const typename K::Args& args) {
       detail::list_of_op<K>().load(std::memory_order_acquire));
   while (first != nullptr && first->row.device != device.type()) first = first->next;
   if (first == nullptr || !detail::are_plain<K>(args, device)) return {};
-  bool asks = false;
-  detail::for_each_codes(args, [&](const auto& asked, size_t) { asks = asks || bool{asked}; });
+  const bool asks = asks_for_codes(args);
   const auto find = [&](const typename K::Args& these, bool with_codes) {
     const auto* next = first;
     while (next != nullptr && (next->row.device != device.type() ||
@@ -435,6 +446,7 @@ ResultsOf<K> run_choice(const Choice<K>& choice, Allocate&& allocate,
     if (specs[i].wanted) results[i] = allocate(i, specs[i]);
   if constexpr (kGroupCount < K >> 0) {
     if (choice.quantizes_apart) {
+      detail::for_each_part<K>(args, specs, [](const ResultSpec&, size_t) {});  // checks
       const typename K::Args plain = detail::without_codes<K>(args);
       const auto all = K::shapes(plain);
       for (size_t i = 0; i < all.size(); ++i)

@@ -17,37 +17,38 @@ namespace tandem::kernel_ops {
 
 namespace detail {
 
-/// Results as the dispatcher wants them: all of them, and lists that are empty where no codes were
-/// asked for.
-template <typename K>
-ReturnedOf<K> returned(const typename K::Args& args, ResultsOf<K>&& results) {
-  if constexpr (kResultCount<K> == 1) {
+/// Results as the dispatcher wants them: all of them.
+template <typename K, bool kWithCodes>
+ReturnedOf<K, kWithCodes> returned(ResultsOf<K>&& results) {
+  constexpr size_t kCount = kReturned<K, kWithCodes>;
+  if constexpr (kCount == 1) {
     return std::move(results[0]);
-  } else if constexpr (kResultCount<K> != 0) {
-    std::array<std::vector<Tensor>, kGroupCount<K>> lists;
-    for_each_codes(args, [&](const auto& asked, size_t index) {
-      auto* const group = results.begin() + kMadeCount<K> + index * group_size;
-      if (asked)
-        lists[index].assign(std::make_move_iterator(group),
-                            std::make_move_iterator(group + group_size));
-    });
-    return [&]<size_t... I, size_t... J>(std::index_sequence<I...>, std::index_sequence<J...>) {
-      return ReturnedOf<K>(std::move(results[I])..., std::move(lists[J])...);
+  } else if constexpr (kCount != 0) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return ReturnedOf<K, kWithCodes>(std::move(results[I])...);
     }
-    (std::make_index_sequence<kMadeCount<K>>(), std::make_index_sequence<kGroupCount<K>>());
+    (std::make_index_sequence<kCount>());
   }
 }
 
-/// Calls `make(spec)` for each result that is not defined.
-template <typename K, typename Make>
+/// Calls `make(spec)` for each result of an overload that is not defined.
+template <typename K, bool kWithCodes, typename Make>
 void fill_in(const typename K::Args& args, ResultsOf<K>& results, Make&& make) {
-  if (std::ranges::all_of(results, &Tensor::defined)) return;
+  const auto last = results.begin() + kReturned<K, kWithCodes>;
+  if (std::all_of(results.begin(), last, [](const Tensor& each) { return each.defined(); })) return;
   const auto specs = K::shapes(args);
   const auto fill = [&](const ResultSpec& spec, size_t place) {
     if (!results[place].defined()) results[place] = make(spec);
   };
   for (size_t i = 0; i < specs.size(); ++i) fill(specs[i], i);
-  for_each_part<K>(args, specs, fill);
+  if constexpr (kWithCodes) {
+    for_each_part<K>(args, specs, fill);
+    for (size_t i = kMadeCount<K>; i < results.size(); ++i) {  // of codes that nobody asks for
+      const size_t part = (i - kMadeCount<K>) % group_size;
+      const bool is_codes = part == row_codes || part == column_codes;
+      fill({{0}, is_codes ? at::kByte : at::kFloat, false}, i);
+    }
+  }
 }
 
 /// Whether somebody differentiates what is computed from the arguments, in either direction. Below
@@ -61,78 +62,93 @@ bool is_differentiated(const Args& args) {
   });
 }
 
-template <typename K, typename Given = typename MembersOf<typename K::Args>::Given>
+/// "(Tensor x, float eps) -> (Tensor y, Tensor inv_rms)"
+template <typename K, bool kWithCodes>
+std::string schema_of() {
+  std::string returns;
+  const auto add = [&](const std::string& name) {
+    returns.append(returns.empty() ? "Tensor" : ", Tensor");
+    if (kReturned < K, kWithCodes >> 1) returns.append(" ").append(name);
+  };
+  for (const char* const name : K::kResults) add(name);
+  for (std::string_view names = K::Args::kMemberNames; kWithCodes && !names.empty();)
+    if (std::string_view name = take_name(names); name.ends_with("codes")) {
+      name.remove_suffix(std::string_view("codes").size());
+      for (const char* const part : kGroupNames) add(std::string(name) + part);
+    }
+  if (kReturned<K, kWithCodes> != 1) returns = "(" + returns + ")";
+  return "(" + schema_arguments<typename K::Args, kWithCodes>() + ") -> " + returns;
+}
+
+/// One overload of K.
+template <typename K, bool kWithCodes,
+          typename Given = typename MembersOf<typename K::Args, kWithCodes>::Given>
 struct Kernels;
 
-template <typename K, typename... Given>
-struct Kernels<K, std::tuple<Given...>> {
+template <typename K, bool kWithCodes, typename... Given>
+struct Kernels<K, kWithCodes, std::tuple<Given...>> {
   using Args = typename K::Args;
+  using Returned = ReturnedOf<K, kWithCodes>;
 
-  static ReturnedOf<K> run(Given... given) {
-    const Args args = args_from<Args>(std::forward_as_tuple(given...));
-    const Tensor& first = first_tensor(args);
-    ResultsOf<K> results = run_choice<K>(
-        choose<K>(args),
-        [&](size_t, const ResultSpec& spec) {
-          return empty_beside(first, C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
-        },
-        args);
-    fill_in<K>(args, results,
-               [&](const ResultSpec& spec) { return empty_beside(first, {0}, spec.dtype); });
-    return returned<K>(args, std::move(results));
+  static Returned run(Given... given) {
+    const Args args = args_from<Args, kWithCodes>(std::forward_as_tuple(given...));
+    return finish(args, run_choice<K>(
+                            choose<K>(args),
+                            [&](size_t, const ResultSpec& spec) {
+                              return empty_beside(first_tensor(args),
+                                                  C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype);
+                            },
+                            args));
   }
 
-  static ReturnedOf<K> meta(Given... given) {
-    const Args args = args_from<Args>(std::forward_as_tuple(given...));
+  static Returned meta(Given... given) {
+    const Args args = args_from<Args, kWithCodes>(std::forward_as_tuple(given...));
     check_devices<K>(args);
-    if constexpr (kResultCount<K> == 0) {
+    if constexpr (kReturned<K, kWithCodes> == 0) {
       K::shapes(args);  // checks
     } else {
       const auto options = first_tensor(args).options().requires_grad(false).memory_format(
           at::MemoryFormat::Contiguous);
       ResultsOf<K> results;
-      fill_in<K>(args, results, [&](const ResultSpec& spec) {
+      fill_in<K, kWithCodes>(args, results, [&](const ResultSpec& spec) {
         const c10::SymInt none = 0;
         return at::empty_symint(
             spec.wanted ? c10::SymIntArrayRef(spec.sizes) : c10::SymIntArrayRef(none),
             options.dtype(spec.dtype));
       });
-      return returned<K>(args, std::move(results));
+      return returned<K, kWithCodes>(std::move(results));
     }
   }
 
   /// The composite form is differentiable, so autograd of a kernel op that is called by itself is
   /// autograd of that form.
-  static ReturnedOf<K> autograd(Given... given) {
-    const Args args = args_from<Args>(std::forward_as_tuple(given...));
-    if (is_differentiated(args)) return returned<K>(args, run_reference<K>(args));
+  static Returned autograd(Given... given) {
+    const Args args = args_from<Args, kWithCodes>(std::forward_as_tuple(given...));
+    if (is_differentiated(args)) return finish(args, run_reference<K>(args));
     const at::AutoDispatchBelowADInplaceOrView below;
-    return returned<K>(args, dispatch<K>(args));
+    return finish(args, dispatch_to<K, kWithCodes>(args));
+  }
+
+  static void add_to(torch::Library& library, const std::vector<at::Tag>& tags) {
+    const std::string name = std::string(K::kName) + (kWithCodes ? ".codes" : "");
+    library.def((name + schema_of<K, kWithCodes>()).c_str(), tags);
+    library.impl(name.c_str(), c10::DispatchKey::Meta, &meta);
+    library.impl(name.c_str(), c10::DispatchKey::CompositeExplicitAutograd, &run);
+    if constexpr (requires { K::kIsUnseenByAutograd; }) {
+      library.impl(name.c_str(), c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+    } else {
+      library.impl(name.c_str(), c10::DispatchKey::Autograd, &autograd);
+    }
+  }
+
+ private:
+  static Returned finish(const Args& args, ResultsOf<K>&& results) {
+    fill_in<K, kWithCodes>(args, results, [&](const ResultSpec& spec) {
+      return empty_beside(first_tensor(args), {0}, spec.dtype);
+    });
+    return returned<K, kWithCodes>(std::move(results));
   }
 };
-
-/// "rms_norm(Tensor x, float eps) -> (Tensor y, Tensor inv_rms)"
-template <typename K>
-std::string schema_of() {
-  std::string returns;
-  const auto add = [&](std::string_view type, std::string_view name) {
-    returns.append(returns.empty() ? "" : ", ").append(type);
-    if (kResultCount < K >> 1) returns.append(" ").append(name);
-  };
-  for (const std::string_view name : K::kResults) add("Tensor", name);
-  std::string_view names = K::Args::kMemberNames;
-  using Members = MembersOf<typename K::Args>;
-  [&]<size_t... I>(std::index_sequence<I...>) {
-    const auto visit = [&](bool is_codes) {
-      const std::string_view name = take_name(names);
-      if (is_codes) add("Tensor[]", name);
-    };
-    (visit(kIsCodes<typename Members::template At<I>>), ...);
-  }
-  (std::make_index_sequence<Members::kCount>());
-  if (kResultCount<K> != 1) returns = "(" + returns + ")";
-  return std::string(K::kName) + "(" + schema_arguments<typename K::Args>() + ") -> " + returns;
-}
 
 }  // namespace detail
 
@@ -142,17 +158,10 @@ template <typename K>
 void register_kernel_op(torch::Library& library,
                         std::initializer_list<Implementation<K>> implementations,
                         const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
-  using Kernels = detail::Kernels<K>;
   for (auto row = implementations.end(); row != implementations.begin();)
     register_implementation<K>(*--row);
-  library.def(detail::schema_of<K>().c_str(), tags);
-  library.impl(K::kName, c10::DispatchKey::Meta, &Kernels::meta);
-  library.impl(K::kName, c10::DispatchKey::CompositeExplicitAutograd, &Kernels::run);
-  if constexpr (requires { K::kIsUnseenByAutograd; }) {
-    library.impl(K::kName, c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
-  } else {
-    library.impl(K::kName, c10::DispatchKey::Autograd, &Kernels::autograd);
-  }
+  detail::Kernels<K, false>::add_to(library, tags);
+  if constexpr (kGroupCount<K> != 0) detail::Kernels<K, true>::add_to(library, tags);
 }
 
 /// Registers an op that K::cpu computes whatever the dtypes.

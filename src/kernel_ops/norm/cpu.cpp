@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/norm/norm.h"
@@ -46,7 +47,11 @@ void NormForward::cpu(const Args& args, std::span<Tensor> results) {
       kernels::cpu::rms_norm_forward(x, gamma, options, to, inv_norms + first);
     }
   };
-  if (!args.codes) return make(from, added, sums, rows_out(results[y], dims), 0);
+  if (!args.codes) {  // kernels always write y
+    const Tensor of_y =
+        results[y].defined() ? results[y] : empty_cpu(args.x.sizes(), args.weight.scalar_type());
+    return make(from, added, sums, rows_out(of_y, dims), 0);
+  }
   const kernels::Rows made{nullptr, element_of(args.weight.scalar_type()), from.rows, from.cols,
                            from.cols};
   const auto make_some = [&](size_t first, size_t count, void* to) {

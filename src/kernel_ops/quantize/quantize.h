@@ -19,8 +19,7 @@ namespace tandem::kernel_ops {
 /// Error:  none: bitwise what the numerics page specifies (test GoldenQuantize).
 struct Quantize {
   static constexpr const char* kName = "quantize";
-  static constexpr std::array kResults{"row_codes",    "row_scale",   "row_amax", "column_codes",
-                                       "column_scale", "column_amax", "amax"};
+  static constexpr std::array kResults = kGroupNames;
   struct Args {
     const Tensor& x;
     std::optional<Tensor> given = {};

@@ -21,6 +21,9 @@ enum GroupPart : size_t {
   group_amax,
   group_size
 };
+/// What schemas call them.
+inline constexpr std::array kGroupNames{"row_codes",    "row_scale",   "row_amax", "column_codes",
+                                        "column_scale", "column_amax", "amax"};
 /// Of a value in codes: codes, scales, and the amax behind these.
 inline constexpr size_t kPartsOfCodes = 3;
 /// Which tensor of a group a part of the codes of a direction is.
