@@ -135,7 +135,7 @@ class Call {
     return mask;
   }
 
-  /// Options of the nth op that the step covers.
+  /// Options of the step, or of a member of a fused step by its place in the pattern.
   template <typename T>
   const T& options(size_t op = 0) const {
     return *static_cast<const T*>(step_.options[op].get());
@@ -170,15 +170,14 @@ class Call {
         args);
   }
 
-  /// Runs K and hands its results to the step's writes: result `places[i]` to write i, unless said
-  /// otherwise in the order of K, and behind these row codes, column codes and amax of each group
-  /// of codes that K may be asked for, as far as the step has writes for them.
+  /// Runs K and hands result `places[i]` to write i, without `places` result i. Behind these writes
+  /// stand row codes, column codes and amax of each CodesOf, where the step has them.
   template <typename K>
   void write(const typename K::Args& args, std::initializer_list<size_t> places = {}) {
     hand_out<K>(args, run<K>(args), places);
   }
   template <typename K>
-  void hand_out(const typename K::Args& args, kernel_ops::ResultsOf<K> results,
+  void hand_out(const typename K::Args& args, kernel_ops::ResultsOf<K>&& results,
                 std::initializer_list<size_t> places = {}) {
     const size_t count = places.size() != 0
                              ? places.size()

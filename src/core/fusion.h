@@ -68,14 +68,15 @@ struct PatternStep {
     return step;
   }
 
-  /// The fused step is called by the fusion's name with this behind it.
+  /// A step that adds a suffix to the name of the fused step.
   PatternStep named(std::string_view name_suffix) const {
     PatternStep step = *this;
     step.suffix = name_suffix;
     return step;
   }
-  /// The same of a member that is one only where it is there and the fusion is legal with it; its
-  /// operands are absent otherwise. With `needs` it is one only beside the one at that place.
+  /// A step that may be missing: it is a member where it is there and the fusion is legal with it.
+  /// Its suffix is then part of the name; else its operands and options are absent. With `needed`
+  /// it is a member only together with the step at that place.
   PatternStep optional(std::string_view name_suffix, size_t needed = npos) const {
     PatternStep step = named(name_suffix);
     step.is_optional = true;

@@ -16,8 +16,9 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
   using namespace fusions;
   static const std::vector<Fusion> joint{kGroupedMlpActivation, kGroupedMlpGlu,
                                          kGroupedMlpScaledActivation, kGroupedMlpScaledGlu};
-  // linear_add gives way to add_rms_norm, and add_rms_norm_quantize to linear_bias_add: so these
-  // are two fusions of a sum and a norm.
+  // A sum between a product and a norm belongs to either. Of two members sum + norm wins over
+  // linear + sum; of three linear + bias + sum wins over sum + norm + quantize. So sum and norm
+  // have two fusions, before kLinearSum and behind it.
   static const std::vector<Fusion> forward{kGroupedMlpActivationForward,
                                            kGroupedMlpGluForward,
                                            kGroupedMlpScaledActivationForward,
@@ -38,9 +39,9 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                            kRmsNormQuantize,
                                            kLayerNormQuantize};
   static const std::vector<Fusion> backward{
-      kRmsNormBackwardAdd,   kLayerNormBackwardAdd, kActivationBackward,  kGluBackward,
-      kRmsNormBackward,      kLayerNormBackward,    kLinearBackwardScale, kDropoutBackward,
-      kBiasBackwardQuantize, kLinearBackwardAdd};
+      kRmsNormBackwardAdd, kLayerNormBackwardAdd, kActivationBackward, kGluBackward,
+      kRmsNormBackward,    kLayerNormBackward,    kDropoutBackward,    kBiasBackwardQuantize,
+      kLinearBackwardAdd,  kLinearBackwardScale};
   switch (pass) {
     case Pass::forward:
       return forward;

@@ -227,9 +227,8 @@ void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool
       };
   const at::Tensor left = operand(a), right = operand(b);
   const bool is_same = left.scalar_type() == target.scalar_type();
-  const bool is_writable = is_same && target.is_contiguous() && kernel_ops::is_plain(target) &&
-                           target.device() == left.device();
-  if (call.path() == Path::direct && is_writable) {
+  if (call.path() == Path::direct && is_same && target.is_contiguous() &&
+      kernel_ops::is_plain(target) && target.device() == left.device()) {
     const Product product({left}, {right}, target.scalar_type(),
                           {.rows = a.transposed ? Rows::contracted : Rows::of_the_result,
                            .alpha = alpha,

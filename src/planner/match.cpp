@@ -58,7 +58,8 @@ std::vector<size_t> sources_of(const Fusion& fusion, size_t place) {
   return sources;
 }
 
-/// An optional member is there or not, and nothing else changes by it.
+/// Throws where an optional step may not stand: first, in the joint pass, and where another step is
+/// `behind` it.
 void check_optional(const Fusion& fusion, size_t place) {
   const PatternStep& pattern = fusion.pattern[place];
   TORCH_CHECK_VALUE(!pattern.is_optional || fusion.pass != Pass::joint, "fusion \"", fusion.name,
@@ -152,6 +153,11 @@ Refusal check_run(const FusedRun& run, const Match& match, Has&& has) {
 }  // namespace
 
 void check_pattern(const Fusion& fusion) {
+  constexpr std::ptrdiff_t kMostOptional = 8;  // each doubles what is tried
+  const auto optional = std::ranges::count(fusion.pattern, true, &PatternStep::is_optional);
+  TORCH_CHECK_VALUE(optional <= kMostOptional, "fusion \"", fusion.name, "\": expected at most ",
+                    kMostOptional, " optional steps, got ", optional,
+                    ". Register several fusions.");
   std::vector<std::set<std::string_view>> linked;  // what the steps before write, and read
   for (size_t place = 0; place < fusion.pattern.size(); ++place) {
     const PatternStep& pattern = fusion.pattern[place];

@@ -6,8 +6,8 @@
 namespace tandem {
 
 /// Throws c10::ValueError where a pattern can match nothing: it names a step that no registered op
-/// has in its pass, or a link by what no such step writes or reads; and where others are behind an
-/// optional step. Backward may run steps of forward again.
+/// has in its pass, or a link by what no such step writes or reads; and where a step is
+/// `behind` an optional one. Backward may run steps of forward again.
 void check_pattern(const Fusion& fusion);
 
 /// Which members of a fusion's pattern are there.

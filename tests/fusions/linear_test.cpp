@@ -323,6 +323,13 @@ const std::string kOut =
     R"(make_extra_output {"extra_outputs": [{"channel": "r", "to_caller": false}]})";
 const std::string kIn = R"(add_extra_input {"extra_inputs": [{"channel": "r"}]})";
 
+TEST(LinearBackward, TheSumWinsOverTheScale) {
+  // Rounded once with the sum; behind the scale it would be twice.
+  const Planned planned({"make_extra_output", "basic_linear", kScaled}, {leaf({4, 8})},
+                        {random({8, 8})});
+  EXPECT_THAT(planned.backward(), HasSubstr("linear_backward_add: "));
+}
+
 TEST(LinearBackwardAdd, FiresAndEquals) {
   const Ops ops = {kOut, "basic_linear", "gelu", "basic_linear", kIn};
   const auto weights = [](at::ScalarType dtype) {

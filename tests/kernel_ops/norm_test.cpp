@@ -274,6 +274,22 @@ TEST(NormOpErrors, GradientOfAnotherShape) {
       ThrowsText<c10::ValueError>("layer_norm_backward: expected grad_y of the shape of x"));
 }
 
+TEST(NormOpErrors, ABiasThatIsMissingOrTooMuch) {
+  const at::Tensor x = random({2, 8}), weight = random({8}), rows = random({2});
+  EXPECT_THAT(
+      [&] {
+        auto args = gradient(x, x, weight, {}, rows, rows);
+        args.output_mask[NormBackward::y] = true;
+        dispatch<NormBackward>(args);
+      },
+      ThrowsText<c10::ValueError>("layer_norm_backward: expected the bias that forward added, "
+                                  "which y needs, got none. Pass it, or ask for no y."));
+  EXPECT_THAT([&] { dispatch<NormBackward>(gradient(x, x, weight, weight, {}, rows)); },
+              ThrowsText<c10::ValueError>(
+                  "rms_norm_backward: expected neither a bias nor its gradient where there is no "
+                  "mean, as RMSNorm has no bias, got one. Pass the mean that forward returned."));
+}
+
 TEST(NormOpErrors, WhatForwardDidNotReturn) {
   EXPECT_THAT(
       [] {

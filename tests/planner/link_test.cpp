@@ -293,6 +293,12 @@ TEST(OptionalMembersErrors, NothingElseDependsOnThem) {
               ThrowsText<c10::ValueError>("expected step 0 of its pattern to be behind one that is "
                                           "always there, got none before it"));
   fusion = optional_fusion();
+  fusion.pattern.resize(10, PatternStep("silu").behind(0).optional("_more"));
+  EXPECT_THAT(
+      [&] { (void)register_fusion(fusion); },
+      ThrowsText<c10::ValueError>("fusion \"test_gelu\": expected at most 8 optional steps, "
+                                  "got 9. Register several fusions."));
+  fusion = optional_fusion();
   fusion.pattern[1].needs = 3;
   EXPECT_THAT(
       [&] { (void)register_fusion(fusion); },

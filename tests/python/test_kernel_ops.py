@@ -1,5 +1,7 @@
 """Every kernel op of the library keeps the contract of a dispatcher op, whatever the layout and dtype of its tensors."""
 
+import re
+
 import pytest
 import torch
 
@@ -138,3 +140,31 @@ def test_compiled_float64_with_a_permuted_input(fresh_dynamo):
         outputs = function(x)
         results.append([*outputs, *torch.autograd.grad(sum(t.sum() for t in outputs), [x, *box.parameters()])])
     torch.testing.assert_close(results[1], results[0])
+
+
+def activation_with_codes_of_one(x):
+    rows, none = ["fp8_e4m3", None, [True, False, True]], [None, None, [False] * 3]
+    return torch.ops.tandem.activation_backward.codes(x, x, "silu", False, [True, True, False], *rows, *none)
+
+
+def test_codes_that_nobody_asks_for_are_empty_in_compiled_code_too(fresh_dynamo):
+    x = torch.randn(4, 32)
+    compiled = torch.compile(activation_with_codes_of_one, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(compiled(x), activation_with_codes_of_one(x), strict=True):
+        assert torch.equal(got, wanted)
+
+
+REFUSED = {
+    "no matrix": (lambda x: torch.ops.tandem.grouped_product(x, torch.tensor([4]), [], [], None, False, None, [], []), "grouped_product: expected a matrix for each group, got none. Pass one at least."),
+    "groups below 0": (lambda x: torch.ops.tandem.grouped_amaxes(x, None, -1), "grouped_amaxes: expected 0 to 16777216 groups, got -1. Pass as many as splits has numbers."),
+    "too many groups": (lambda x: torch.ops.tandem.grouped_grad_weight(x, x, torch.tensor([4]), 2**40), "grouped_grad_weight: expected 0 to 16777216 groups, got 1099511627776."),
+    "no piece": (lambda x: torch.ops.tandem.weight_codes([], None, None, None, None, None, None, x, torch.zeros(STAMP, dtype=torch.int64), x, "fp8_e4m3", [True, False]), "refresh_weight_: expected the pieces of a weight, got none. Pass one at least."),
+    "a scale elsewhere": (lambda x: torch.ops.tandem.sum_rows.codes(x, torch.float32, "fp8_e5m2:delayed", torch.ones((), device="meta"), [True, False, False]), "tandem::sum_rows: expected x and codes_given on one device, got cpu and meta."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_no_op_takes_are_refused(name):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call(torch.randn(4, 8))

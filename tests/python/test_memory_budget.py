@@ -483,3 +483,16 @@ def test_experts(recipe):
         with tandem.memory_budget(0.5 * whole / 64):
             assert same(run(), expected)
         assert box.saved_bytes() <= 0.5 * whole
+
+
+def test_a_sum_into_the_callers_tensor_behind_a_product_fits_a_budget():
+    ops = tandem.ops
+    box = ops.Sequential(ops.Linear(16, 16), ops.GELU(), ops.BasicLinear(16, 16), ops.AddExtraInput(in_place=True), memory_budget=4096)
+    x, extra = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+    free = ops.Sequential(*box)
+    expected = free(x, extra.clone())
+    expected.sum().backward()
+    gradient, x.grad = x.grad, None
+    y = box(x, extra.clone())
+    y.sum().backward()
+    assert torch.equal(y, expected) and torch.equal(x.grad, gradient)

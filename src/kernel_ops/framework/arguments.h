@@ -17,11 +17,17 @@
 #include "quantization/formats/group.h"
 #include "quantization/formats/quantizer.h"
 
-/// Ends the `Args` of a kernel op, which are an aggregate: names its members once more, in their
-/// order. A schema calls its arguments by these names.
-#define TANDEM_ARGUMENTS(...)                            \
-  auto members() const { return std::tie(__VA_ARGS__); } \
-  auto members() { return std::tie(__VA_ARGS__); }       \
+/// Ends the `Args` of a kernel op, which are an aggregate: names its members once more, all of them
+/// and in their order. A schema calls its arguments by these names.
+#define TANDEM_ARGUMENTS(...)          \
+  auto members() const {               \
+    const auto& [__VA_ARGS__] = *this; \
+    return std::tie(__VA_ARGS__);      \
+  }                                    \
+  auto members() {                     \
+    auto& [__VA_ARGS__] = *this;       \
+    return std::tie(__VA_ARGS__);      \
+  }                                    \
   static constexpr std::string_view kMemberNames = #__VA_ARGS__;
 
 namespace tandem::kernel_ops {
@@ -39,14 +45,15 @@ struct AskedCodes {
   explicit operator bool() const { return quantizer != nullptr; }
 };
 
-/// The first operand of a kernel op, where the results are counted.
+/// In place of a result's number: the first tensor among the arguments.
 inline constexpr size_t kFirstOperand = static_cast<size_t>(-1);
 
-/// A member of Args, called "codes" or "<prefix>codes": the codes of result `kOf`, or of the first
-/// operand. They are seven more results, a Group. For the dispatcher an op that may be asked for
-/// codes is two overloads, one of which knows nothing of codes; the other one, "codes", has the
-/// arguments `<name>_quantizer`, `<name>_given` and `<name>_wanted`. With codes that are asked for,
-/// a result that is masked out need not come to memory.
+/// A member of Args that asks for codes of result `kOf`, or of the first operand. Such a member is
+/// called "codes" or "<prefix>_codes" and stands behind the others. The op has a Group of seven
+/// more results for each. The dispatcher knows two overloads of such an op: the plain one has
+/// neither these members nor these results; the overload "codes" has `<name>_quantizer`,
+/// `<name>_given` and `<name>_wanted`, and all results. A result whose codes are asked for need not
+/// come to memory where it is masked out.
 template <size_t kOf>
 struct CodesOf : AskedCodes {
   static constexpr size_t kResult = kOf;
@@ -57,13 +64,13 @@ struct CodesOf : AskedCodes {
 
 namespace detail {
 
-/// How a member of Args is passed by the dispatcher: as arguments of the types `Given`, called
-/// `name` in a schema. `Member` is its type as an element of members(), without const.
+/// How the dispatcher passes a member of Args: as arguments of the types `Dispatched`. `Member` is
+/// its type as an element of members(), without const.
 template <typename Member>
 struct Passed {
-  using Given = std::tuple<Member>;
+  using Dispatched = std::tuple<Member>;
   static constexpr bool kMayBeAbsent = false;
-  static Given to(const Member& member) { return {member}; }
+  static Dispatched to(const Member& member) { return {member}; }
   template <size_t kFirst, typename All>
   static Member from(const All& given) {
     return std::get<kFirst>(given);
@@ -72,9 +79,9 @@ struct Passed {
 
 template <>
 struct Passed<Tensor> {
-  using Given = std::tuple<const Tensor&>;
+  using Dispatched = std::tuple<const Tensor&>;
   static constexpr bool kMayBeAbsent = false;
-  static Given to(const Tensor& member) { return {member}; }
+  static Dispatched to(const Tensor& member) { return {member}; }
   template <size_t kFirst, typename All>
   static const Tensor& from(const All& given) {
     return std::get<kFirst>(given);
@@ -84,9 +91,9 @@ struct Passed<Tensor> {
 /// A tensor that the op writes: a member `Tensor&`.
 template <>
 struct Passed<Tensor&> {
-  using Given = std::tuple<Tensor&>;
+  using Dispatched = std::tuple<Tensor&>;
   static constexpr bool kMayBeAbsent = false;
-  static Given to(Tensor& member) { return {member}; }
+  static Dispatched to(Tensor& member) { return {member}; }
   template <size_t kFirst, typename All>
   static Tensor& from(const All& given) {
     return std::get<kFirst>(given);
@@ -95,9 +102,9 @@ struct Passed<Tensor&> {
 
 template <>
 struct Passed<std::optional<Tensor>> {
-  using Given = std::tuple<const std::optional<Tensor>&>;
+  using Dispatched = std::tuple<const std::optional<Tensor>&>;
   static constexpr bool kMayBeAbsent = true;
-  static Given to(const std::optional<Tensor>& member) { return {member}; }
+  static Dispatched to(const std::optional<Tensor>& member) { return {member}; }
   template <size_t kFirst, typename All>
   static const std::optional<Tensor>& from(const All& given) {
     return std::get<kFirst>(given);
@@ -115,33 +122,33 @@ struct Passed<std::optional<Tensor>&> : Passed<std::optional<Tensor>> {
 
 template <>
 struct Passed<at::OptionalSymIntArrayRef> {
-  using Given = std::tuple<at::OptionalSymIntArrayRef>;
+  using Dispatched = std::tuple<at::OptionalSymIntArrayRef>;
   static constexpr bool kMayBeAbsent = true;
-  static Given to(const at::OptionalSymIntArrayRef& member) { return {member}; }
+  static Dispatched to(const at::OptionalSymIntArrayRef& member) { return {member}; }
   template <size_t kFirst, typename All>
   static at::OptionalSymIntArrayRef from(const All& given) {
     return std::get<kFirst>(given);
   }
 };
 
-/// By its text.
+/// A quantizer is passed by its text.
 template <>
 struct Passed<Quantizer> {
-  using Given = std::tuple<std::string_view>;
+  using Dispatched = std::tuple<std::string_view>;
   static constexpr bool kMayBeAbsent = false;
-  static Given to(const Quantizer& member) { return {member.text}; }
+  static Dispatched to(const Quantizer& member) { return {member.text}; }
   template <size_t kFirst, typename All>
   static const Quantizer& from(const All& given) {
     return quantizer(std::string_view(std::get<kFirst>(given)));
   }
 };
 
-/// By its text, if there is one.
+/// A quantizer that may be absent is passed by its text.
 template <>
 struct Passed<const Quantizer*> {
-  using Given = std::tuple<std::optional<std::string_view>>;
+  using Dispatched = std::tuple<std::optional<std::string_view>>;
   static constexpr bool kMayBeAbsent = true;
-  static Given to(const Quantizer* member) {
+  static Dispatched to(const Quantizer* member) {
     return {member == nullptr ? std::nullopt : std::optional<std::string_view>(member->text)};
   }
   template <size_t kFirst, typename All>
@@ -153,10 +160,10 @@ struct Passed<const Quantizer*> {
 
 template <size_t kOf>
 struct Passed<CodesOf<kOf>> {
-  using Given =
+  using Dispatched =
       std::tuple<std::optional<std::string_view>, const std::optional<Tensor>&, GroupMask>;
   static constexpr bool kMayBeAbsent = false;
-  static Given to(const CodesOf<kOf>& member) {
+  static Dispatched to(const CodesOf<kOf>& member) {
     return {std::get<0>(Passed<const Quantizer*>::to(member.quantizer)), member.given,
             member.wanted};
   }
@@ -172,14 +179,14 @@ inline constexpr bool kIsCodes = false;
 template <size_t kOf>
 inline constexpr bool kIsCodes<CodesOf<kOf>> = true;
 
-/// The same for one of the two overloads: without codes they are not passed at all.
+/// `Passed` for one of the two overloads: the plain one is passed no codes.
 template <typename Member, bool kWithCodes>
 struct PassedTo : Passed<Member> {};
 template <size_t kOf>
 struct PassedTo<CodesOf<kOf>, false> {
-  using Given = std::tuple<>;
+  using Dispatched = std::tuple<>;
   static constexpr bool kMayBeAbsent = true;
-  static Given to(const CodesOf<kOf>& /*member*/) { return {}; }
+  static Dispatched to(const CodesOf<kOf>& /*member*/) { return {}; }
   template <size_t kFirst, typename All>
   static CodesOf<kOf> from(const All& /*given*/) {
     return {};
@@ -202,12 +209,12 @@ struct MemberList<std::tuple<Element...>, kWithCodes> {
   using At = MemberType<std::tuple_element_t<I, std::tuple<Element...>>>;
   template <size_t I>
   using PassedAt = PassedTo<At<I>, kWithCodes>;
-  using Given = decltype(std::tuple_cat(
-      std::declval<typename PassedTo<MemberType<Element>, kWithCodes>::Given>()...));
+  using Dispatched = decltype(std::tuple_cat(
+      std::declval<typename PassedTo<MemberType<Element>, kWithCodes>::Dispatched>()...));
   /// Place among the arguments of the schema of the first one of each member.
   static constexpr std::array<size_t, kCount> kFirst = [] {
     constexpr std::array kSizes{
-        std::tuple_size_v<typename PassedTo<MemberType<Element>, kWithCodes>::Given>...};
+        std::tuple_size_v<typename PassedTo<MemberType<Element>, kWithCodes>::Dispatched>...};
     std::array<size_t, kCount> first{};
     for (size_t i = 1; i < kCount; ++i) first[i] = first[i - 1] + kSizes[i - 1];
     return first;
@@ -235,9 +242,18 @@ void for_each_codes(const Args& args, Function&& function) {
   });
 }
 
+/// Calls `function.operator()<Member>()` for the type of each member.
+template <typename Members, typename Function>
+void for_each_type(Function&& function) {
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    (function.template operator()<typename Members::template At<I>>(), ...);
+  }
+  (std::make_index_sequence<Members::kCount>());
+}
+
 /// Arguments as the dispatcher passes them.
 template <bool kWithCodes, typename Args>
-auto given_of(const Args& args) {
+auto dispatched_of(const Args& args) {
   return std::apply(
       [](auto&... member) {
         return std::tuple_cat(PassedTo<MemberType<decltype(member)>, kWithCodes>::to(member)...);
@@ -315,23 +331,31 @@ std::string schema_arguments() {
   return all;
 }
 
-/// The tensors among the arguments; an absent one is null.
-template <typename Args>
-c10::SmallVector<const Tensor*, 8> tensors_in(const Args& args) {
-  c10::SmallVector<const Tensor*, 8> tensors;
+/// Calls `function(tensor)` for each tensor among the arguments, null for one that is absent.
+template <typename Args, typename Function>
+void for_each_tensor(const Args& args, Function&& function) {
   for_each_member(args, [&](const auto& member) {
     using Member = std::remove_cvref_t<decltype(member)>;
     if constexpr (std::is_same_v<Member, Tensor>) {
-      tensors.push_back(&member);
+      function(&member);
     } else if constexpr (std::is_same_v<Member, std::optional<Tensor>>) {
-      tensors.push_back(member ? &*member : nullptr);
+      function(member ? &*member : nullptr);
     } else if constexpr (std::is_same_v<Member, at::TensorList>) {
-      for (const Tensor& each : member) tensors.push_back(&each);
+      for (const Tensor& each : member) function(&each);
     } else if constexpr (kIsCodes<Member>) {
-      tensors.push_back(member.given ? &*member.given : nullptr);
+      function(member.given ? &*member.given : nullptr);
     }
   });
-  return tensors;
+}
+
+/// The first tensor among the arguments. Every kernel op has one.
+template <typename Args>
+const Tensor& first_tensor(const Args& args) {
+  const Tensor* first = nullptr;
+  for_each_tensor(args, [&](const Tensor* tensor) {
+    if (first == nullptr) first = tensor;
+  });
+  return *first;
 }
 
 }  // namespace detail

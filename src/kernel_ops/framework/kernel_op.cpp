@@ -15,9 +15,11 @@ void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> argu
   if (other == arguments.end()) return;
   // The tensors of a list share a name.
   const auto name_of = [&](const Tensor* const* argument) {
-    const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").schema();
+    auto& dispatcher = c10::Dispatcher::singleton();
+    const auto with_codes = dispatcher.findSchema({op, "codes"});
+    const auto found = with_codes ? *with_codes : dispatcher.findSchemaOrThrow(op.c_str(), "");
     std::vector<std::string> names;
-    for (const auto& each : schema.arguments())
+    for (const auto& each : found.schema().arguments())
       if (each.type()->str().find("Tensor") != std::string::npos) names.push_back(each.name());
     const auto place = static_cast<size_t>(argument - arguments.begin());
     return names[std::min(place, names.size() - 1)];

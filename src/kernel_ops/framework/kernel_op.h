@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "kernel_ops/framework/arguments.h"
 #include "kernel_ops/framework/implementations.h"
@@ -21,20 +20,20 @@
 namespace tandem::kernel_ops {
 
 // A kernel op K has
-//   kName                            its name in namespace `tandem`
-//   Args                             its arguments (arguments.h): tensors that it reads as `const
-//                                    Tensor&` or std::optional<Tensor>, those that it writes as
-//                                    `Tensor&` or `std::optional<Tensor>&`, a quantizer as `const
-//                                    Quantizer&` or a pointer, numbers, and, as the last ones,
-//                                    CodesOf of what is quantized.
-//                                    Where some results may be left out there is a member
-//                                    `output_mask`, whose element i says whether result i is wanted
-//   kResults                         names of the results but for codes
-//   shapes(const Args&) -> Specs     sizes and dtypes of these; SymInt, so that tracing sees
-//                                    through it; checks arguments
-//   reference(const Args&) -> Results   these results in differentiable ATen operations, for every
-//                                    device and dtype: promotes, or raises, as torch does
-// and a list of implementations, which its registration begins (register.h).
+//   kName      its name in namespace `tandem`
+//   Args       its arguments (arguments.h): tensors that K reads, `const Tensor&` or
+//              std::optional<Tensor>; tensors that K writes, `Tensor&` or std::optional<Tensor>&;
+//              quantizers, `const Quantizer&` or a pointer; numbers and texts. A member
+//              `output_mask` says of each result whether it is wanted; results behind its end
+//              always are. The last members are CodesOf the results that K may quantize
+//   kResults   the names of its results, without codes
+//   shapes     const Args& -> Specs: sizes and dtypes of the results; in SymInt, so that tracing
+//              sees through it. Checks the arguments
+//   reference  const Args& -> Results: the results in differentiable ATen operations, for every
+//              device and dtype: promotes, or raises, as torch does
+// and a list of implementations, which its registration begins (register.h). Where K has
+// `kOnManyDevices`, its tensors may lie on several devices; where it has `kIsUnseenByAutograd`,
+// autograd passes it by.
 
 template <typename K>
 inline constexpr size_t kMadeCount = K::kResults.size();
@@ -55,7 +54,7 @@ Group group_of(std::span<const Tensor> results, size_t index = 0) {
 }
 
 /// One way to compute kernel op K. It is asked where all tensors among the arguments are plain
-/// memory, unless K says kOnManyDevices of one device, of its type.
+/// memory, and the first one is on a device of its type, as all are unless K has kOnManyDevices.
 template <typename K>
 struct Implementation {
   /// What `explain` calls it; of a string that stays.
@@ -113,7 +112,7 @@ struct FunctionOf<Returned, std::tuple<Given...>> {
 template <typename K, bool kWithCodes>
 using DispatchedOf =
     typename FunctionOf<ReturnedOf<K, kWithCodes>,
-                        typename MembersOf<typename K::Args, kWithCodes>::Given>::Type;
+                        typename MembersOf<typename K::Args, kWithCodes>::Dispatched>::Type;
 
 /// Throws c10::ValueError: the memory was given back behind the tensor's shape, as storages can be
 /// resized to nothing.
@@ -125,21 +124,6 @@ TANDEM_API void require_one_device(const std::string& op, c10::ArrayRef<const Te
 
 /// Throws c10::ValueError where something is given or wanted of codes that no quantizer makes.
 TANDEM_API void check_no_codes_asked(const char* op, const AskedCodes& asked);
-
-/// The first tensor among the arguments. Every kernel op has one, or a list that is not empty.
-template <typename Args>
-const Tensor& first_tensor(const Args& args) {
-  const Tensor* first = nullptr;
-  for_each_member(args, [&](const auto& member) {
-    using Member = std::remove_cvref_t<decltype(member)>;
-    if constexpr (std::is_same_v<Member, Tensor>) {
-      if (first == nullptr) first = &member;
-    } else if constexpr (std::is_same_v<Member, at::TensorList>) {
-      if (first == nullptr && !member.empty()) first = &member[0];
-    }
-  });
-  return *first;
-}
 
 template <size_t N, typename T>
 bool is_taken(const std::array<Dtypes, N>& takes, size_t& next, const T& argument) {
@@ -174,7 +158,7 @@ bool asks_for_codes(const Args& args) {
   return asks;
 }
 
-/// Calls one overload of K through the dispatcher.
+/// All results of one overload of K through the dispatcher, those that nobody wants empty.
 template <typename K, bool kWithCodes>
 ResultsOf<K> dispatch_to(const typename K::Args& args) {
   static const auto handle =
@@ -182,7 +166,7 @@ ResultsOf<K> dispatch_to(const typename K::Args& args) {
           .findSchemaOrThrow(detail::qualified_name<K>().c_str(), kWithCodes ? "codes" : "")
           .template typed<detail::DispatchedOf<K, kWithCodes>>();
   const auto call = [](auto&... given) { return handle.call(given...); };
-  auto given = detail::given_of<kWithCodes>(args);
+  auto given = detail::dispatched_of<kWithCodes>(args);
   constexpr size_t kCount = detail::kReturned<K, kWithCodes>;
   ResultsOf<K> results;
   if constexpr (kCount == 0) {
@@ -196,19 +180,22 @@ ResultsOf<K> dispatch_to(const typename K::Args& args) {
     }
     (std::make_index_sequence<kCount>());
   }
-  if constexpr (kWithCodes)
-    detail::for_each_codes(args, [&](const auto& asked, size_t index) {
-      if (!asked)
-        std::fill_n(results.begin() + kMadeCount<K> + index * group_size, group_size, Tensor());
-    });
   return results;
 }
 
-/// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it.
+/// Calls K through the dispatcher, which is what lets tracing, modes and subclasses see it. Codes
+/// that are not asked for are undefined.
 template <typename K>
 ResultsOf<K> dispatch(const typename K::Args& args) {
   if constexpr (kGroupCount<K> != 0)
-    if (asks_for_codes(args)) return dispatch_to<K, true>(args);
+    if (asks_for_codes(args)) {
+      ResultsOf<K> results = dispatch_to<K, true>(args);
+      detail::for_each_codes(args, [&](const auto& asked, size_t index) {
+        if (!asked)
+          std::fill_n(results.begin() + kMadeCount<K> + index * group_size, group_size, Tensor());
+      });
+      return results;
+    }
   return dispatch_to<K, false>(args);
 }
 
@@ -249,38 +236,29 @@ inline bool is_plain(const Tensor& tensor) {
 template <typename K>
 struct Choice {
   const detail::Listed<Implementation<K>>* listed = nullptr;
-  /// The row makes no codes: what it makes is quantized behind it.
+  /// The row makes no codes: what it makes is quantized behind it, by the dispatcher's Quantize.
   bool quantizes_apart = false;
 };
 template <typename K>
 ImplementationNames name_of(const Choice<K>& choice) {
-  return choice.listed == nullptr ? kReference : choice.listed->bit;
+  if (choice.listed == nullptr) return kReference;
+  return choice.listed->bit | (choice.quantizes_apart ? kDispatcher : ImplementationNames{0});
 }
 
 namespace detail {
 
 template <typename K>
-constexpr bool kIsOnManyDevices = requires {
-  K::kOnManyDevices;
+concept OnManyDevices = requires {
+  requires K::kOnManyDevices;
 };
 
 template <typename K>
 bool are_plain(const typename K::Args& args, c10::Device device) {
-  const auto is_ready = [&](const Tensor& tensor) {
-    return (kIsOnManyDevices<K> || tensor.device() == device) && is_plain(tensor);
-  };
   bool are_ready = true;
-  for_each_member(args, [&](const auto& member) {
-    using Member = std::remove_cvref_t<decltype(member)>;
-    if constexpr (std::is_same_v<Member, Tensor>) {
-      are_ready = are_ready && is_ready(member);
-    } else if constexpr (std::is_same_v<Member, std::optional<Tensor>>) {
-      are_ready = are_ready && (!member || is_ready(*member));
-    } else if constexpr (std::is_same_v<Member, at::TensorList>) {
-      are_ready = are_ready && std::ranges::all_of(member, is_ready);
-    } else if constexpr (kIsCodes<Member>) {
-      are_ready = are_ready && (!member.given || is_ready(*member.given));
-    }
+  for_each_tensor(args, [&](const Tensor* tensor) {
+    are_ready =
+        are_ready && (tensor == nullptr ||
+                      ((OnManyDevices<K> || tensor->device() == device) && is_plain(*tensor)));
   });
   return are_ready;
 }
@@ -363,6 +341,8 @@ void add_codes(const typename K::Args& args, ResultsOf<K>& results, Quantize&& q
 /// still take another one.
 template <typename K>
 void register_implementation(const Implementation<K>& implementation) {
+  TORCH_INTERNAL_ASSERT(!implementation.makes_codes || kGroupCount<K> != 0, K::kName,
+                        " has no codes to make");
   detail::prepend(detail::list_of_op<K>(), implementation);
 }
 
@@ -391,8 +371,11 @@ Choice<K> choose(const typename K::Args& args) {
 /// Throws c10::ValueError unless all tensors among the arguments lie on one device.
 template <typename K>
 void check_devices(const typename K::Args& args) {
-  if constexpr (!detail::kIsOnManyDevices<K>)
-    detail::require_one_device(detail::qualified_name<K>(), detail::tensors_in(args));
+  if constexpr (!detail::OnManyDevices<K>) {
+    c10::SmallVector<const Tensor*, 12> tensors;
+    detail::for_each_tensor(args, [&](const Tensor* tensor) { tensors.push_back(tensor); });
+    detail::require_one_device(detail::qualified_name<K>(), tensors);
+  }
 }
 
 /// The composite form: what every implementation of K returns, contiguous and in the dtypes that
@@ -412,14 +395,14 @@ ResultsOf<K> run_reference(const typename K::Args& args) {
   detail::add_codes<K>(args, results, [](const Tensor& source, const AskedCodes& asked) {
     return group_reference(source, asked.given, *asked.quantizer, asked.wanted);
   });
-  if constexpr (kGroupCount < K >> 0)
+  if constexpr (kGroupCount<K> != 0)
     for (size_t i = 0; i < specs.size(); ++i)
       if (!specs[i].wanted) results[i] = at::empty({0}, results[i].options());
   return results;
 }
 
-/// As `reference` of an op that K::cpu computes whatever the dtypes and, by what it calls, the
-/// device: its results in memory of their own.
+/// For the `reference` of an op whose K::cpu computes every dtype on every device, as it calls only
+/// what does: allocates the results and calls it.
 template <typename K>
 Results<kMadeCount<K>> made_by_cpu(const typename K::Args& args) {
   const Tensor& first = detail::first_tensor(args);
@@ -444,7 +427,7 @@ ResultsOf<K> run_choice(const Choice<K>& choice, Allocate&& allocate,
   ResultsOf<K> results;
   for (size_t i = 0; i < specs.size(); ++i)
     if (specs[i].wanted) results[i] = allocate(i, specs[i]);
-  if constexpr (kGroupCount < K >> 0) {
+  if constexpr (kGroupCount<K> != 0) {
     if (choice.quantizes_apart) {
       detail::for_each_part<K>(args, specs, [](const ResultSpec&, size_t) {});  // checks
       const typename K::Args plain = detail::without_codes<K>(args);

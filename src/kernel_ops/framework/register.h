@@ -56,33 +56,41 @@ void fill_in(const typename K::Args& args, ResultsOf<K>& results, Make&& make) {
 template <typename Args>
 bool is_differentiated(const Args& args) {
   if (is_below_autograd()) return false;
-  return std::ranges::any_of(tensors_in(args), [](const Tensor* tensor) {
-    return tensor != nullptr &&
-           ((c10::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
+  bool is = false;
+  for_each_tensor(args, [&](const Tensor* tensor) {
+    is = is || (tensor != nullptr &&
+                ((c10::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor)));
   });
+  return is;
 }
 
 /// "(Tensor x, float eps) -> (Tensor y, Tensor inv_rms)"
 template <typename K, bool kWithCodes>
 std::string schema_of() {
+  constexpr bool kIsNamed = kReturned<K, kWithCodes> != 1;
   std::string returns;
   const auto add = [&](const std::string& name) {
     returns.append(returns.empty() ? "Tensor" : ", Tensor");
-    if (kReturned < K, kWithCodes >> 1) returns.append(" ").append(name);
+    if (kIsNamed) returns.append(" ").append(name);
   };
   for (const char* const name : K::kResults) add(name);
-  for (std::string_view names = K::Args::kMemberNames; kWithCodes && !names.empty();)
-    if (std::string_view name = take_name(names); name.ends_with("codes")) {
-      name.remove_suffix(std::string_view("codes").size());
+  std::string_view names = K::Args::kMemberNames;
+  for_each_type<MembersOf<typename K::Args>>([&]<typename Member>() {
+    std::string_view name = take_name(names);
+    if constexpr (kWithCodes && kIsCodes<Member>) {
+      constexpr std::string_view kEnd = "codes";
+      TORCH_INTERNAL_ASSERT(name.ends_with(kEnd), K::kName, ": ", name, " is not called codes");
+      name.remove_suffix(kEnd.size());
       for (const char* const part : kGroupNames) add(std::string(name) + part);
     }
-  if (kReturned<K, kWithCodes> != 1) returns = "(" + returns + ")";
+  });
+  if (kIsNamed) returns = "(" + returns + ")";
   return "(" + schema_arguments<typename K::Args, kWithCodes>() + ") -> " + returns;
 }
 
 /// One overload of K.
 template <typename K, bool kWithCodes,
-          typename Given = typename MembersOf<typename K::Args, kWithCodes>::Given>
+          typename Given = typename MembersOf<typename K::Args, kWithCodes>::Dispatched>
 struct Kernels;
 
 template <typename K, bool kWithCodes, typename... Given>
@@ -126,7 +134,7 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
     const Args args = args_from<Args, kWithCodes>(std::forward_as_tuple(given...));
     if (is_differentiated(args)) return finish(args, run_reference<K>(args));
     const at::AutoDispatchBelowADInplaceOrView below;
-    return finish(args, dispatch_to<K, kWithCodes>(args));
+    return returned<K, kWithCodes>(dispatch_to<K, kWithCodes>(args));
   }
 
   static void add_to(torch::Library& library, const std::vector<at::Tag>& tags) {
@@ -134,7 +142,7 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
     library.def((name + schema_of<K, kWithCodes>()).c_str(), tags);
     library.impl(name.c_str(), c10::DispatchKey::Meta, &meta);
     library.impl(name.c_str(), c10::DispatchKey::CompositeExplicitAutograd, &run);
-    if constexpr (requires { K::kIsUnseenByAutograd; }) {
+    if constexpr (requires { requires K::kIsUnseenByAutograd; }) {
       library.impl(name.c_str(), c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
     } else {
       library.impl(name.c_str(), c10::DispatchKey::Autograd, &autograd);
@@ -152,8 +160,8 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
 
 }  // namespace detail
 
-/// Schema, implementations (best first), shape function, and autograd through the reference. Of an
-/// op that writes its arguments autograd is none: it falls through.
+/// Registers K: schema, implementations (best first), shape function, and autograd through the
+/// reference, which an op with kIsUnseenByAutograd lacks.
 template <typename K>
 void register_kernel_op(torch::Library& library,
                         std::initializer_list<Implementation<K>> implementations,

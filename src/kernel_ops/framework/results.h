@@ -11,8 +11,8 @@ namespace tandem::kernel_ops {
 
 using at::Tensor;
 
-/// Sizes and dtype of one result. One that is not wanted is not computed: an empty tensor stands in
-/// its place.
+/// Sizes and dtype of one result. One that is not wanted is not computed: an implementation finds
+/// it undefined, and the dispatcher returns an empty tensor in its place.
 struct ResultSpec {
   c10::SymDimVector sizes;
   at::ScalarType dtype = at::kFloat;

@@ -72,7 +72,20 @@ bool is_differentiated(const Args& args, std::initializer_list<const Quantizer*>
 
 }  // namespace
 
+namespace {
+
+void check_groups(const char* op, int64_t groups) {
+  constexpr int64_t kMost = int64_t{1} << 24;
+  TORCH_CHECK_VALUE(groups >= 0 && groups <= kMost, op, ": expected 0 to ", kMost, " groups, got ",
+                    groups, ". Pass as many as splits has numbers.");
+}
+
+}  // namespace
+
 Specs<1> GroupedProduct::shapes(const Args& args) {
+  TORCH_CHECK_VALUE(!args.matrices.empty(),
+                    "grouped_product: expected a matrix for each group, got none. Pass one at "
+                    "least.");
   return {ResultSpec{{args.x.sym_size(0), args.matrices[0].sym_size(args.transposed ? 0 : 1)},
                      args.x.scalar_type()}};
 }
@@ -96,6 +109,7 @@ Results<1> GroupedProduct::reference(const Args& args) {
 }
 
 Specs<1> GroupedGradWeight::shapes(const Args& args) {
+  check_groups("grouped_grad_weight", args.groups);
   return {
       ResultSpec{{args.groups, args.grad_y.sym_size(1), args.x.sym_size(1)}, args.x.scalar_type()}};
 }
@@ -123,6 +137,7 @@ Results<1> GroupedGradWeight::reference(const Args& args) {
 }
 
 Specs<1> GroupedGradBias::shapes(const Args& args) {
+  check_groups("grouped_grad_bias", args.groups);
   return {ResultSpec{{args.groups, args.grad_y.sym_size(1)}, args.grad_y.scalar_type()}};
 }
 
@@ -146,7 +161,10 @@ Results<1> GroupedGradBias::reference(const Args& args) {
   return {at::stack(by_group(args.splits, args.groups, args.grad_y.size(0), sum))};
 }
 
-Specs<1> GroupedAmaxes::shapes(const Args& args) { return {ResultSpec{{args.groups}, at::kFloat}}; }
+Specs<1> GroupedAmaxes::shapes(const Args& args) {
+  check_groups("grouped_amaxes", args.groups);
+  return {ResultSpec{{args.groups}, at::kFloat}};
+}
 
 void GroupedAmaxes::cpu(const Args& args, std::span<Tensor> results) {
   const Tensor& x = args.x;

@@ -1,6 +1,4 @@
 // Norms on the CPU.
-#include <ATen/ops/result_type.h>
-
 #include <algorithm>
 
 #include "kernel_ops/framework/memory.h"

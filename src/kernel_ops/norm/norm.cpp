@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/isinf.h>
-#include <ATen/ops/result_type.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/where.h>
 
@@ -111,9 +110,12 @@ Specs<5> NormBackward::shapes(const Args& args) {
   if (args.mean) check_statistic(op, x, *args.mean, "mean", weight.dim());
   check_statistic(op, x, args.inv_norm, args.mean ? "inv_std" : "inv_rms", weight.dim());
   if (args.grad_residual) check_same_shape(op, *args.grad_residual, "grad_residual", x, "x");
-  TORCH_INTERNAL_ASSERT(!args.mean || args.bias || (!mask[y] && !args.y_codes), op,
-                        ": y needs the bias that forward added");
-  TORCH_INTERNAL_ASSERT(args.mean || !mask[grad_bias], op, ": RMSNorm has no bias");
+  TORCH_CHECK_VALUE(!args.mean || args.bias || (!mask[y] && !args.y_codes), op,
+                    ": expected the bias that forward added, which y needs, got none. Pass it, or "
+                    "ask for no y.");
+  TORCH_CHECK_VALUE(args.mean || (!args.bias && !mask[grad_bias]), op,
+                    ": expected neither a bias nor its gradient where there is no mean, as RMSNorm "
+                    "has no bias, got one. Pass the mean that forward returned.");
   return {like(x, x.scalar_type(), mask[grad_x]),
           like(weight, weight.scalar_type(), mask[grad_weight]),
           like(x, weight.scalar_type(), mask[y]),
@@ -199,11 +201,11 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
                  Takes<kArithmetic, kArithmetic, kArithmetic, kArithmetic, kStatistic, kStatistic,
                        kArithmetic, kArithmetic>::these,
                  NormBackward::cpu, /*makes_codes=*/true}});
-  register_kernel_op<L2NormForward>(library, {{"cpu", at::kCPU, Takes<kArithmetic>::these,
-                                               L2NormForward::cpu, /*makes_codes=*/true}});
+  register_kernel_op<L2NormForward>(
+      library, {{"cpu", at::kCPU, Takes<kArithmetic>::these, L2NormForward::cpu}});
   register_kernel_op<L2NormBackward>(
-      library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these,
-                 L2NormBackward::cpu, /*makes_codes=*/true}});
+      library,
+      {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kStatistic>::these, L2NormBackward::cpu}});
 }
 
 }  // namespace tandem::kernel_ops

@@ -15,7 +15,7 @@ namespace tandem::kernel_ops {
 ///
 /// Shapes:  x, extra [..., *hidden], weight, bias [*hidden] -> sum, y like x; mean (of LayerNorm),
 ///          inv_norm [rows].
-/// Dtypes:  sum as x + extra promotes.
+/// Dtypes:  sum as x + extra promotes; it is written only where there is an extra.
 /// Error:   at most 8 float32 ULP from float64 (test NormOp), then one rounding to y's dtype.
 /// Throws:  c10::ValueError where weight or bias is not [*hidden], or extra not like x.
 struct NormForward {

@@ -291,7 +291,7 @@ Product::Product(const Factor& left, const Factor& right, at::ScalarType dtype,
            .bias = bias == nullptr ? at::ScalarType::Undefined : bias->scalar_type(),
            .unit = options.unit,
            .is_gated = options.is_gated,
-           .writes_sums = unit_argument != nullptr,
+           .writes_unit_argument = unit_argument != nullptr,
            .writes_amax = amax != nullptr,
            .device = left.matrix.device()} {}
 

@@ -52,7 +52,7 @@ struct ProductType {
   std::string_view unit = {};
   bool is_gated = false;
   /// Whether the argument of the unit and the largest magnitude of the result are written too.
-  bool writes_sums = false, writes_amax = false;
+  bool writes_unit_argument = false, writes_amax = false;
   c10::Device device = at::kCPU;
 
   /// Whether there is more to do than a product and a sum.
@@ -137,12 +137,12 @@ class OneMklThread {
 /// Whether libtorch's oneDNN product is there and fast here.
 bool has_onednn();
 
-/// result = alpha a b, or result += alpha a b where `accumulate`, on the CPU. oneDNN
-/// keeps a compiled kernel of about a megabyte for each shape it has seen: float32 products get it
-/// for numbers of rows with two significant bits only, two per octave; other numbers are cut into
-/// such pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and
-/// pieces of fewer than 2^25, go to at::mm, which is faster there. bfloat16 ones are not cut:
-/// at::mm would give those to oneDNN too. How a product is cut depends on its shape alone.
+/// result = alpha a b, or result += alpha a b where `accumulate`, on the CPU. oneDNN keeps a
+/// compiled kernel of about a megabyte for each shape it has seen: float32 products get it for
+/// numbers of rows with two significant bits only, two per octave; other numbers are cut into such
+/// pieces, and the rest goes to at::mm. Products of fewer than 2^24 multiplications, and pieces of
+/// fewer than 2^25, go to at::mm, which is faster there. bfloat16 ones are not cut: at::mm would
+/// give those to oneDNN too. How a product is cut depends on its shape alone.
 ///
 /// Shapes: a [m, k], b [k, n], result [m, n], of one dtype; rows: m or k.
 /// Error:  that of a float32 sum; where rows are contracted, one more rounding per piece.

@@ -61,6 +61,9 @@ Workspace fitting_workspace(Pieces weight, const Quantizer& quantizer, GroupMask
 }
 
 void check_workspace(Pieces weight, const Workspace& workspace, const Quantizer& quantizer) {
+  TORCH_CHECK_VALUE(!weight.empty(),
+                    "refresh_weight_: expected the pieces of a weight, got none. "
+                    "Pass one at least.");
   const GroupMask mask = mask_of(workspace);
   const auto specs = group_specs("refresh_weight_", like_joined(weight).sym_sizes(), std::nullopt,
                                  quantizer, mask);

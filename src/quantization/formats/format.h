@@ -73,7 +73,7 @@ enum class Given : uint8_t {
 };
 
 /// A kind of scale: how scales come about, and what computes codes with them, in ATen operations
-/// and on devices.
+/// and on the CPU. Other devices register rows of Quantize, Dequantize and Decode.
 struct ScalingDef {
   /// "current"; empty where the format says it.
   std::string_view name;

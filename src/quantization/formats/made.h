@@ -1,4 +1,4 @@
-// What a kernel op makes and quantizes in one.
+// What a kernel op makes and quantizes in one, on the CPU.
 #pragma once
 
 #include <atomic>
