@@ -149,8 +149,7 @@ class Call {
   /// tensor that nobody reads afterwards and result i may be written to, where it has the sizes and
   /// dtype. It may be an argument.
   template <typename K>
-  kernel_ops::ResultsOf<K> run(const typename K::Args& args,
-                               const kernel_ops::ResultsOf<K>& spare = {}) {
+  kernel_ops::ResultsOf<K> run(const typename K::Args& args, at::TensorList spare = {}) {
     if (path() == Path::dispatch) {
       took(kernel_ops::kDispatcher);
       return kernel_ops::dispatch<K>(args);
@@ -162,7 +161,7 @@ class Call {
         choice,
         [&](size_t i, const kernel_ops::ResultSpec& spec) {
           const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
-          if (spare[i].defined() && spare[i].scalar_type() == spec.dtype &&
+          if (i < spare.size() && spare[i].defined() && spare[i].scalar_type() == spec.dtype &&
               spare[i].sizes() == sizes)
             return spare[i];
           return frame_.allocate(sizes, spec.dtype, kernel_ops::detail::first_tensor(args));

@@ -128,7 +128,7 @@ void linear_activation(Call& call) {
                         .is_gated = is_gated,
                         .output_mask = {call.wants(z) && !is_z, call.wants(y)},
                         .codes = codes_of_member(call, 3, given, codes)};
-  kernel_ops::ResultsOf<Unit> spare;
+  std::array<at::Tensor, Unit::kResults.size()> spare;
   if (!is_z) spare[call.wants(z) ? Unit::z : Unit::y] = product;
   auto results = call.run<Unit>(args, spare);
   if (is_z) results[Unit::z] = product;

@@ -229,13 +229,13 @@ using MembersOf = MemberList<decltype(std::declval<const Args&>().members()), kW
 
 /// Calls `function` with each member.
 template <typename Args, typename Function>
-void for_each_member(const Args& args, Function&& function) {
+C10_ALWAYS_INLINE void for_each_member(const Args& args, Function&& function) {
   std::apply([&](auto&... member) { (function(member), ...); }, args.members());
 }
 
 /// Calls `function(asked, index)` with the codes that are asked for, in order.
 template <typename Args, typename Function>
-void for_each_codes(const Args& args, Function&& function) {
+C10_ALWAYS_INLINE void for_each_codes(const Args& args, Function&& function) {
   [[maybe_unused]] size_t index = 0;
   for_each_member(args, [&](const auto& member) {
     if constexpr (kIsCodes<std::remove_cvref_t<decltype(member)>>) function(member, index++);
@@ -333,7 +333,7 @@ std::string schema_arguments() {
 
 /// Calls `function(tensor)` for each tensor among the arguments, null for one that is absent.
 template <typename Args, typename Function>
-void for_each_tensor(const Args& args, Function&& function) {
+C10_ALWAYS_INLINE void for_each_tensor(const Args& args, Function&& function) {
   for_each_member(args, [&](const auto& member) {
     using Member = std::remove_cvref_t<decltype(member)>;
     if constexpr (std::is_same_v<Member, Tensor>) {
