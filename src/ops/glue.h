@@ -1,4 +1,4 @@
-// What the steps that no op asks for do where they run; planner/glue.h makes the steps.
+// What the steps do that the planner puts between the steps of ops. planner/glue.h makes the steps.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace tandem {
 
-/// Of whom a watched quantization tells: number of the pipeline, place of the op, role, and of an
-/// op with groups which group, else -1.
+/// What a report of a quantization names: the number of the pipeline, the place of the op in it,
+/// the operand's role, and the group, -1 for an op without groups.
 struct Watch {
   int64_t pipeline = 0;
   size_t op = 0;
@@ -29,7 +29,7 @@ struct TensorInCodes {
 using QuantizedWriter = at::Tensor (*)(const TensorInCodes& codes);
 TANDEM_API void set_quantized_writer(QuantizedWriter writer);
 
-/// Implementations of these steps, whose reads and writes planner/glue.cpp names.
+/// The functions that these steps run. planner/glue.cpp names the reads and writes of each step.
 namespace glue {
 
 void cast(Call& call);
@@ -43,10 +43,10 @@ void dequantize(Call& call);
 void matrix_amaxes(Call& call);
 void behind(Call& call);
 
-/// Its options are a Quantizer.
+/// The options of this step are a Quantizer.
 void quantize(Call& call);
 
-/// Of what is told about quantizing: of one tensor, or of groups.
+/// Options of the steps that report what quantizing does, to one tensor or to each of its groups.
 struct WatchOptions {
   const Quantizer* quantizer;
   Watch watch;
@@ -54,7 +54,7 @@ struct WatchOptions {
 void watched_quantize(Call& call);
 void watched_groups(Call& call);
 
-/// Of what takes scales from a recipe's state, or leaves amaxes in it.
+/// Options of the steps that take scales from a recipe's state, or leave amaxes in it.
 struct SlotOptions {
   kernel_ops::SlotRange slots;
   const ScaleUpdate* update;
@@ -63,8 +63,8 @@ void take_scale(Call& call);
 template <bool kCounts>
 void record_amax(Call& call);
 
-/// Of what makes codes of a weight, which reads the pieces of the weight, its workspace, and the
-/// gradients that it stands behind.
+/// Options of the steps that make codes of a weight. Such a step reads the pieces of the weight,
+/// its workspace, and, in backward of traced code, the gradients that the codes must not precede.
 struct OfWeight {
   const Quantizer* quantizer;
   size_t pieces;
