@@ -11,6 +11,7 @@
 #include "core/build_id.h"
 #include "core/json_fields.h"
 #include "kernel_ops/elementwise/join.h"
+#include "kernel_ops/framework/operands.h"
 #include "kernel_ops/weights/weights.h"
 #include "pipeline/explain.h"
 #include "planner/planner.h"
@@ -152,7 +153,8 @@ Pipeline::CodedWeight Pipeline::coded_weight(at::TensorList pieces) {
   CodedWeight coded{.dtype = pieces[0].scalar_type()};
   for (const at::Tensor& piece : pieces) {
     coded.data.push_back(piece.const_data_ptr());
-    coded.strides.insert(coded.strides.end(), piece.strides().begin(), piece.strides().end());
+    const c10::DimVector strides = kernel_ops::strides_of(piece);
+    coded.strides.insert(coded.strides.end(), strides.begin(), strides.end());
   }
   return coded;
 }

@@ -13,6 +13,7 @@ import tandem.ops as ops
 from differential import case as cases
 from differential import python_ops
 from differential.case import DTYPES, Case
+from layouts import laid
 
 
 class Tie(torch.nn.Module):
@@ -41,7 +42,7 @@ class Built:
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, generator: torch.Generator) -> torch.Tensor:
-    """Values near 1 in size, in memory of the wanted layout."""
+    """Values near 1 in size, in memory of the wanted layout. "wild": `layouts.laid`."""
 
     def fresh(sizes: tuple[int, ...]) -> torch.Tensor:
         if not dtype.is_floating_point:
@@ -50,6 +51,8 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, generator: t
 
     if not shape or layout == "plain":
         return fresh(shape)
+    if layout == "wild":
+        return laid(fresh(shape), generator)
     if layout == "t" and len(shape) >= 2:
         return fresh((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
     if layout == "perm":
@@ -172,6 +175,9 @@ def build(case: Case) -> Built:
             listed.append(ops.MakeExtraOutput())
     box = ops.Sequential(*listed)
     params = list(box.parameters())
+    if case.get("params") == "wild":
+        for param in params:
+            param.data = laid(param.data, generator)
     x = _given(case["x"], params, None, generator)
     extras = [_given(extra, params, x, generator) for op in resolved for extra in op["extras"]]
     leaves, names = [], []

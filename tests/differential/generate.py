@@ -11,7 +11,7 @@ from differential.case import Case
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 9, 12, 15, 16, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65)
 ROWS = ((), (0,), (1,), (2,), (3,), (3,), (5,), (7,), (8,), (17,), (2, 3), (3, 1), (1, 4), (2, 0), (2, 3, 2), (2, 1, 3))
-LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice")
+LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice") + ("wild",) * 4
 KINDS = (
     ["linear"] * 6 + ["basic"] * 3 + ["grouped"] * 4 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["l2"] * 2 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
     + ["swiglu"] * 4 + ["geglu"] * 2 + ["qgelu", "srelu", "glu", "qgeglu", "reglu", "sreglu"] + ["situ", "clamped"] * 2 + sorted(cases.SCALED) + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
@@ -26,6 +26,8 @@ def generate(seed: int, kind: str) -> Case:
     dtype = r.choice(["f32"] * 5 + ["f64"] * (0 if "recipe" in mode and r.random() < 0.9 else 3) + ["bf16"] * 2 + ["f16"])
     mixed = r.random() < 0.2
     case: Case = {"x": _given(r, (*r.choice(ROWS), r.choice(WIDTHS)), dtype, mixed, "x"), "ops": [], "mode": mode, "seed": seed}
+    if r.random() < 0.25:
+        case["params"] = "wild"
     has_python, has_in_place = r.random() < 0.15, r.random() < 0.15
     plain_between = r.random() < 0.1
     sharing = r.random() < 0.2
@@ -211,7 +213,7 @@ def _mode(r: random.Random, kind: str) -> Case:
     if r.random() < 0.4:
         mode["bw"] = r.choice(["retain", "batched", "acc", "thread"] if kind == "eager" else ["retain", "acc", "thread"])
     if r.random() < 0.3:
-        mode["gl"] = r.choice(["expand", "strided", "t"])
+        mode["gl"] = r.choice(["expand", "strided", "t", "wild", "wild"])
     if r.random() < 0.25:
         mode["give"] = tuple(sorted(r.sample(range(6), r.randint(1, 3))))
     if r.random() < 0.25:

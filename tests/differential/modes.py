@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tandem
 from differential.build import Built, user_fusions
 from differential.case import Case
+from layouts import laid
 
 
 @dataclass
@@ -146,7 +147,8 @@ def gradient_like(shape: torch.Size, dtype: torch.dtype, layout: str, generator:
         return torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64).to(dtype)[..., ::2]
     if layout == "t" and len(shape) >= 2:
         return torch.randn((*shape[:-2], shape[-1], shape[-2]), generator=generator, dtype=torch.float64).to(dtype).mT
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return laid(values, generator) if layout == "wild" else values
 
 
 def execute(built: Built, case: Case, call: Callable[..., list[torch.Tensor]] | None = None) -> Outcome:

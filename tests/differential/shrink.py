@@ -40,6 +40,8 @@ def _candidates(case: Case) -> Iterator[Case]:
     for key in ("l", "g", "d"):
         if key in case["x"]:
             yield {**case, "x": {k: v for k, v in case["x"].items() if k != key}}
+    if "params" in case:
+        yield {key: value for key, value in case.items() if key != "params"}
     for key in ("give", "ask", "fuse"):
         for dropped in case["mode"].get(key) or ():
             kept = tuple(entry for entry in case["mode"][key] if entry != dropped)

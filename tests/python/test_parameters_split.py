@@ -115,6 +115,14 @@ def test_where_the_parts_lie_changes_no_number(moved):
     assert torch.equal(grads_of(parts, "weight"), grads_of(whole, "weight"))
 
 
+def test_parts_of_one_row_in_a_wider_row():
+    """The stride of a part of one row, here the row of `wide`, says nothing of where the next part is."""
+    linear, wide = ops.Linear(8, 2, bias=False, parameters_split=("a", "b")), torch.randn(1, 16)
+    linear.load_state_dict({"a_weight": wide[:, :8], "b_weight": wide[:, 8:]}, assign=True)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(linear(x), x @ wide.view(2, 8).t())
+
+
 def test_made_on_the_meta_device_it_is_drawn_at_the_first_call():
     linear = ops.Linear(64, 96, parameters_split=("gate", "up"), device="meta")
     linear(torch.randn(4, 64)).sum().backward()

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "kernel_ops/framework/operands.h"
 #include "quantization/formats/format.h"
 
 namespace tandem::kernel_ops {
@@ -76,7 +77,7 @@ std::optional<at::Tensor> memory_of_pieces(at::TensorList pieces) {
     sizes[0] += piece.size(0);
   }
   return at::native::as_strided_tensorimpl(
-      memory, sizes, first.strides(), (here - begin) / static_cast<int64_t>(memory.itemsize()));
+      memory, sizes, strides_of(first), (here - begin) / static_cast<int64_t>(memory.itemsize()));
 }
 
 std::vector<at::Tensor> laid_together(at::TensorList pieces) {

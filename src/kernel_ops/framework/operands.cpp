@@ -9,6 +9,17 @@
 
 namespace tandem::kernel_ops {
 
+c10::DimVector strides_of(const at::Tensor& tensor) {
+  c10::DimVector strides(tensor.strides().begin(), tensor.strides().end());
+  int64_t dense = 1;
+  for (size_t d = strides.size(); d-- > 0;) {
+    const int64_t size = tensor.size(static_cast<int64_t>(d));
+    if (size <= 1) strides[d] = dense;
+    dense = strides[d] * size;
+  }
+  return strides;
+}
+
 namespace {
 
 size_t elements(at::IntArrayRef sizes) {
@@ -23,7 +34,8 @@ std::pair<size_t, size_t> shape_of_rows(const at::Tensor& tensor, int64_t dims) 
 
 /// The stride that walks all rows of `tensor`. None where the last dimension is not dense, where
 /// the leading dimensions are not evenly spaced, and where rows overlap without being one and the
-/// same. Strides of dimensions of one element mean nothing and are not read.
+/// same. Strides of dimensions of one element mean nothing and are not read: any would do, which
+/// strides_of cannot say.
 std::optional<size_t> stride_of_rows(const at::Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
   if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;

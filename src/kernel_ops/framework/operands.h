@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/views.h"
@@ -14,6 +15,11 @@ inline kernels::Element element_of(at::ScalarType dtype) {
   TORCH_INTERNAL_ASSERT(dtype == at::kHalf, "no kernel computes on ", dtype);
   return kernels::Element::float16;
 }
+
+/// The strides of `tensor`, in elements, where a dimension of at most one element has the stride
+/// that it would have in a contiguous tensor around the dimensions behind it. Its own may be any
+/// number: nothing ever steps along it.
+c10::DimVector strides_of(const at::Tensor& tensor);
 
 /// A tensor read as rows over its last dimension. Copies only where the rows are not contiguous or
 /// not evenly spaced.

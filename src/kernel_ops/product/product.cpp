@@ -16,6 +16,7 @@
 
 #include "kernel_ops/framework/kernel_op.h"
 #include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/operands.h"
 #include "kernel_ops/product/scaled_product.h"
 #include "kernels/bfloat16.h"
 #include "kernels/parallel.h"
@@ -113,10 +114,10 @@ bool multiplies_bfloat16() {
 class Narrowed {
  public:
   explicit Narrowed(const at::Tensor& matrix) {
-    is_transposed_ = matrix.stride(1) != 1;
-    stride_ = matrix.stride(is_transposed_ ? 1 : 0);
-    if (matrix.stride(is_transposed_ ? 0 : 1) != 1 ||
-        stride_ != matrix.size(is_transposed_ ? 0 : 1))
+    const c10::DimVector strides = strides_of(matrix);
+    is_transposed_ = strides[1] != 1;
+    stride_ = strides[is_transposed_ ? 1 : 0];
+    if (strides[is_transposed_ ? 0 : 1] != 1 || stride_ != matrix.size(is_transposed_ ? 0 : 1))
       return;
     numbers_ = empty_cpu({matrix.numel()}, at::kBFloat16);
     fits_ = kernels::cpu::to_bfloat16_if_exact(matrix.const_data_ptr<float>(),
@@ -196,8 +197,8 @@ bool is_for_onednn(const ProductType& type) {
 /// tile and multiplies what is there by zeros, which leaves NaN where there is one. torch.mm too.
 at::Tensor without_gaps(const at::Tensor& matrix) {
   constexpr int64_t kTileColumns = 32;
-  const bool has_gaps =
-      matrix.stride(1) == 1 && matrix.size(0) > 1 && matrix.stride(0) != matrix.size(1);
+  const c10::DimVector strides = strides_of(matrix);
+  const bool has_gaps = strides[1] == 1 && strides[0] != matrix.size(1);
   return matrix.scalar_type() == at::kBFloat16 && has_gaps && matrix.size(1) % kTileColumns != 0
              ? matrix.contiguous()
              : matrix;
@@ -260,7 +261,8 @@ std::atomic<const void*>& products() {
 }
 
 ProductType::Operand operand(const Factor& factor) {
-  const at::IntArrayRef sizes = factor.matrix.sizes(), strides = factor.matrix.strides();
+  const at::IntArrayRef sizes = factor.matrix.sizes();
+  const c10::DimVector strides = strides_of(factor.matrix);
   return {sizes[0],         sizes[1],        strides[0], strides[1], factor.matrix.scalar_type(),
           factor.quantizer, factor.direction};
 }

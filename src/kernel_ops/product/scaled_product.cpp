@@ -11,6 +11,7 @@
 #include <atomic>
 
 #include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/operands.h"
 #include "quantization/formats/block_scaling.h"
 #include "quantization/formats/fp4_scaling.h"
 #include "quantization/formats/mx_scaling.h"
@@ -94,18 +95,19 @@ constexpr int64_t kRowAlignment = 16;
 
 /// Rows of what is contracted, one behind the other, aligned as cuBLASLt needs them.
 Tensor aligned_rows(const Tensor& lines) {
-  const int64_t rows = lines.size(0), cols = lines.size(1), stride = lines.stride(0);
+  const int64_t cols = lines.size(1);
+  const c10::DimVector strides = strides_of(lines);
   const bool is_aligned = reinterpret_cast<uintptr_t>(lines.const_data_ptr()) % kRowAlignment == 0;
-  if (lines.stride(1) != 1 || !is_aligned || cols % kRowAlignment != 0 ||
-      (rows > 1 && (stride < cols || stride % kRowAlignment != 0)))
+  if (strides[1] != 1 || !is_aligned || cols % kRowAlignment != 0 || strides[0] < cols ||
+      strides[0] % kRowAlignment != 0)
     return lines.clone(at::MemoryFormat::Contiguous);
-  // The stride of a single row may be any number.
-  return rows == 1 ? at::native::as_strided_tensorimpl(lines, {1, cols}, {cols, 1}) : lines;
+  return at::native::as_strided_tensorimpl(lines, lines.sizes(), strides);
 }
 
 /// Scales of squares [ceil(outer, 128), up(k / 128, 4)] for codes [outer, k].
 Tensor scales_of_squares(const Tensor& lines, const Tensor& scale) {
-  if (lines.stride(0) >= lines.stride(1)) return scale.contiguous();
+  const c10::DimVector strides = strides_of(lines);
+  if (strides[0] >= strides[1]) return scale.contiguous();
   const int64_t across = (lines.size(0) + 127) / 128, along = scale.size(0);
   Tensor turned = at::zeros({across, (along + 3) / 4 * 4}, scale.options());
   turned.narrow(1, 0, along).copy_(scale.narrow(1, 0, across).t());

@@ -11,6 +11,7 @@
 #include <variant>
 
 #include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/operands.h"
 #include "kernels/digest.h"
 
 namespace tandem::kernel_ops {
@@ -124,7 +125,7 @@ int64_t hash_of(const at::Tensor& weight, GroupMask mask) {
   size_t hash =
       c10::get_hash(mask[0], mask[1], static_cast<int>(weight.scalar_type()), weight.is_neg());
   for (const int64_t size : weight.sizes()) hash = c10::hash_combine(hash, c10::get_hash(size));
-  for (const int64_t stride : weight.strides())
+  for (const int64_t stride : strides_of(weight))
     hash = c10::hash_combine(hash, c10::get_hash(stride));
   return static_cast<int64_t>(hash);
 }
