@@ -58,7 +58,7 @@ template <typename Part, typename Whole>
 void write_groups(Call& call, bool is_packed, Part&& part, Whole&& whole, size_t place = 0) {
   const ListRange& list = call.write_list(place);
   if (is_packed) {
-    if (call.wants(list.first)) call.out(list.first, whole());
+    if (list.count != 0 && call.wants(list.first)) call.out(list.first, whole());
     return;
   }
   for (size_t g = 0; g < list.count; ++g)

@@ -102,7 +102,7 @@ def test_values_and_gradients(unit, dtype, splits):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"bias": False}, {"scale_bias": True}, {"single_grouped_weight": True, "single_grouped_bias": True}, {"single_grouped_weight": True, "scale_bias": True}],
+    [{"first": {"bias": False, "single_grouped_bias": True}}, {"scale_bias": True}, {"single_grouped_weight": True, "single_grouped_bias": True}, {"single_grouped_weight": True, "scale_bias": True}],
     ids=str,
 )
 @pytest.mark.parametrize("unit", ["SwiGLU", "ScaledSReLU"])
