@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 
-def laid(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def laid(values: torch.Tensor, generator: torch.Generator, may_negate: bool = True) -> torch.Tensor:
     """The same values in memory of a random layout.
 
     The dimensions lie in any order, with steps and gaps; a dimension of one element has any stride, which no reader may use. NaN, or a large
-    number where the dtype has none, lies in every gap and in front of and behind the elements. The negative bit is set now and then.
+    number where the dtype has none, lies in every gap and in front of and behind the elements. The negative bit is set now and then, unless it
+    may not be.
     """
 
     def draw(*choices: int) -> int:
@@ -25,7 +26,7 @@ def laid(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     begin = draw(0, 0, 1, 3, 8)
     poison = float("nan") if values.is_floating_point() else 99
     memory = torch.full((begin + extent + draw(0, 1, 16),), poison, dtype=values.dtype)
-    negative = values.is_floating_point() and draw(0, 0, 0, 0, 0, 0, 0, 1) == 1
+    negative = may_negate and values.is_floating_point() and draw(0, 0, 0, 0, 0, 0, 0, 1) == 1
     memory.as_strided(values.shape, strides, begin).copy_(-values if negative else values)
     for dim, size in enumerate(values.shape):
         if size == 1:

@@ -67,6 +67,8 @@ struct Type {
   /// Of a value in codes; null of all others.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
+  /// Whether some step of backward can write it again, so that forward need not keep it.
+  bool may_be_written_again = false;
 };
 
 inline size_t tensors_per_value(const Type& type) {

@@ -197,7 +197,12 @@ void linear_backward_scale(Call& call) {
              ops::linear_grad_weight(call, grad_y, x, call.out_type(grad_weight).dtype, scaled));
 }
 
-Refusal refuse_other_dtype(const Match& match) {
+/// The fused products round once where unfused ones round the scaled gradient first, so what fuses
+/// must not depend on what a memory budget leaves kept: an x that is written again is there too late
+/// for this step, one that is kept is not.
+Refusal refuse_backward_scale(const Match& match) {
+  if (match.has(2) && match.type({2, "x"}).may_be_written_again)
+    return "x may be written again behind the product that the scale is fused with";
   return refuse_mixed(match, {0, "grad_x"}, "the scaled gradient", {0, "grad_y"}, "the gradient");
 }
 
@@ -246,7 +251,7 @@ const Fusion kLinearBackwardScale{
     .run = {.reads = {{0, "grad_y"}, {1, "weight"}, {2, "x"}},
             .writes = {{1, "grad_x"}, {2, "grad_weight"}},
             .run = linear_backward_scale},
-    .refuse = refuse_other_dtype,
+    .refuse = refuse_backward_scale,
     .picture = "grad_y, weight, x -> factor * products -> grad_x, grad_weight",
 };
 

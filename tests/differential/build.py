@@ -173,11 +173,11 @@ def build(case: Case) -> Built:
         listed.append(module)
         if op["k"] == "dropout" and "probe" in op["outputs"]:
             listed.append(ops.MakeExtraOutput())
-    box = ops.Sequential(*listed)
+    box = ops.Sequential(*listed, memory_budget=case.get("mode", {}).get("budget"))
     params = list(box.parameters())
     if case.get("params") == "wild":
         for param in params:
-            param.data = laid(param.data, generator)
+            param.data = laid(param.data, generator, may_negate=False)  # with that bit they take another path, of other bits
     x = _given(case["x"], params, None, generator)
     extras = [_given(extra, params, x, generator) for op in resolved for extra in op["extras"]]
     leaves, names = [], []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from differential import case as cases
-from differential.build import build, user_fusions
+from differential.build import Built, build, user_fusions
 from differential.case import Case
 from differential.compare import UNWRITABLE, Verdict, compare_outcomes, judge
-from differential.modes import execute, regions, unfused
+from differential.modes import Outcome, execute, regions, unfused
 
 
 def check(case: Case) -> Verdict:
@@ -14,6 +16,10 @@ def check(case: Case) -> Verdict:
     built = build(case)
     outcome = execute(built, case)
     verdict = judge(built, case, outcome)
+    if verdict.status == "right" and "budget" in mode:
+        found = _same_bits(built, outcome, {**case, "mode": {key: value for key, value in mode.items() if key != "budget"}})
+        if found.is_failure:
+            return found
     if verdict.status == "right" and mode.get("verify"):
         found = _verified(case)
         if found.is_failure:
@@ -21,6 +27,18 @@ def check(case: Case) -> Verdict:
     if verdict.status != "right" or mode.get("recipe") is None:
         return verdict
     return _check_against_itself(case, verdict)
+
+
+def _same_bits(built: Built, outcome: Outcome, unlimited: Case) -> Verdict:
+    """A memory budget changes no bit of an output or a gradient."""
+    other = execute(build(unlimited), unlimited)
+    if other.error is not None or other.in_place_error is not None:  # what is kept may not be written; what runs again may
+        return Verdict("right")
+    names = [f"output {i}" for i in range(len(outcome.outputs))] + [f"gradient of {name}" for name in built.names]
+    for name, one, two in zip(names, outcome.outputs + outcome.grads, other.outputs + other.grads, strict=False):
+        if (one is None) != (two is None) or (one is not None and two is not None and not torch.equal(one.nan_to_num(7.5), two.nan_to_num(7.5))):
+            return Verdict("wrong", f"{name} has other bits under a memory budget")
+    return Verdict("right")
 
 
 def _verified(case: Case) -> Verdict:

@@ -226,6 +226,8 @@ def _mode(r: random.Random, kind: str) -> Case:
         mode["warm"] = r.choice([1, 2])
     if r.random() < 0.08:
         mode["eval"] = 1
+    if r.random() < 0.2:
+        mode["budget"] = r.choice([0, 8, 64, 10**6])
     if kind == "eager" and r.random() < 0.04:
         mode["verify"] = 1
     if r.random() < 0.05:
@@ -260,6 +262,8 @@ def _limit_mode(r: random.Random, case: Case) -> None:
             mode.pop("bw")
         if mode.get("run") in ("ckpt", "ckpt_re"):
             mode.pop("run")
+    if mode.get("bw") == "batched":  # torch sums products of batched matrices in another order than those of forward
+        mode.pop("budget", None)
     if mode.get("bw") == "batched" and any(op["k"] == "grouped" for op in case["ops"]):
         mode.pop("bw")  # torch batches no products of lists of matrices
     if "func" in mode:

@@ -344,7 +344,8 @@ def unfused(built: Built, training: bool) -> Callable[..., list[torch.Tensor]]:
         run = built.module._runs[0].now
         flags = tuple(op.training for op in run.training_ops)
         text = run.pipeline(flags).description(run.library_training(flags, training))
-        description = json.dumps({**json.loads(text), "fuse": False})
+        fields = {key: value for key, value in json.loads(text).items() if key != "memory_budget"}
+        description = json.dumps({**fields, "fuse": False})
         params = [module._parameters[name] for module, name in run.places]
         state = run.state(tandem._C.in_force.recipe)
         return list(torch.ops.tandem.pipeline(x, list(extras), params, [], state, [], description))

@@ -18,6 +18,7 @@ from differential.case import HALVES, SCALED, Case
 
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 LARGEST_FLOAT16 = 3e4  # half of it: sums on the way are larger than what they end in
+LARGEST = {torch.float16: LARGEST_FLOAT16, torch.float32: 1e38, torch.bfloat16: 1e38}
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
 
 
@@ -162,7 +163,7 @@ class Reference:
         self.results: list[Valued] = []
         self.refuses_float64 = False
         self.refuses_dtype = False  # a Python op returns what its tensors do not promote to
-        self.overflows = False  # a value or a gradient that float16 cannot hold
+        self.overflows = False  # a value that its dtype cannot hold, or a gradient that float16 cannot
         self.masks: list[torch.Tensor] = []
         self.notes: list[str] = []
 
@@ -200,7 +201,7 @@ class Reference:
             value = _Noise.apply(value, UNIT[dtype], self.generator)
         elif dtype == torch.float16 and value.requires_grad:
             value.register_hook(self._watch)
-        if dtype == torch.float16 and value.numel() and value.detach().abs().max() > LARGEST_FLOAT16:
+        if dtype in LARGEST and value.numel() and value.detach().abs().max() > LARGEST[dtype]:
             self.overflows = True
         return Valued(value, is_a or dtype)
 

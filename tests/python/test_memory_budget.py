@@ -232,6 +232,20 @@ def test_experts_within_a_budget():
         assert box.saved_bytes() <= 10 * budget
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_fuses_does_not_depend_on_what_is_kept(dtype):
+    """Backward writes the norm's y again behind the product that a scale might fuse with; a budget leaves it kept."""
+    torch.manual_seed(0)
+    box = ops.Sequential(ops.LayerNorm(16, dtype=dtype), ops.Linear(16, 24, bias=False, dtype=dtype), ops.ConstantScale(0.3))
+    x, grad = torch.randn(8, 16, dtype=dtype).requires_grad_(), torch.randn(8, 24, dtype=dtype)
+    found = []
+    for budget in (None, 1e6, 0):
+        box.memory_budget = budget
+        found.append(torch.autograd.grad(box(x), [x, *box.parameters()], grad))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
 def test_rows_and_features_of_one_number():
     box, x, extra = ops.Sequential(ops.GELU(), ops.AddExtraInput(), ops.GELU()), torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     expected = torch.autograd.grad(box(x, extra).sum(), x)
