@@ -209,8 +209,10 @@ void forward(Call& call) {
                result = call.wants(y) ? fresh(second) : Tensor();
   kernel_ops::for_each_group(offsets, [&](size_t g) {
     const int64_t begin = offsets[g], end = offsets[g + 1];
-    // The unit adds a bias that is the same for all rows.
-    const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales;
+    // The unit adds a bias that is the same for all rows, but in 16 bits it finds the product
+    // rounded.
+    const bool adds = !is_scaled(kUnit) && !first.biases.biases.empty() && !first.biases.scales &&
+                      !kernel_ops::is_narrow(rows.scalar_type());
     const optional<Tensor> bias = adds ? optional(first.biases.biases[g]) : std::nullopt;
     const int64_t sizes[] = {end - begin, first.matrices.matrices[g].size(0)};
     const Tensor z_g = sums.defined() ? rows_between(sums, begin, end)

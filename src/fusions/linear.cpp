@@ -1,7 +1,5 @@
 #include "fusions/linear.h"
 
-#include <ATen/ops/addmm.h>
-
 #include "core/call.h"
 #include "fusions/refusals.h"
 #include "kernel_ops/elementwise/elementwise.h"
@@ -25,29 +23,10 @@ at::ScalarType product_dtype(const Call& call) {
   return call.format(x) == Format::codes ? call.type(x).dtype : call.in(x).scalar_type();
 }
 
-/// x W^T + bias as compilers know it best; undefined where that is not what the step computes.
-at::Tensor addmm(Call& call) {
+/// The bias of the step, null where it has none.
+const at::Tensor* bias_of(const Call& call) {
   enum Read { x, weight, bias };
-  if (call.path() == Path::direct || call.format(x) != Format::plain ||
-      call.in(bias).scalar_type() != call.in(x).scalar_type())
-    return {};
-  ops::check_one_device(call, {x, weight, bias});
-  const at::Tensor& input = call.in(x);
-  const at::Tensor flat =
-      input.dim() == 2 ? input
-                       : input.reshape_symint({kernel_ops::rows_of(input), input.sym_size(-1)});
-  const at::Tensor y = at::addmm(call.in(bias), flat, call.in(weight).t());
-  call.took(kernel_ops::kDispatcher);
-  return input.dim() == 2 ? y : y.reshape_symint(ops::output_sizes(input, call.in(weight)));
-}
-
-/// product (+ factor * bias) (+ extra behind a bias), in the memory of the product.
-at::Tensor with_bias(Call& call, const at::Tensor& product, double factor,
-                     const std::optional<at::Tensor>& extra = std::nullopt) {
-  enum Read { x, weight, bias };
-  if (!call.has(bias)) return product;
-  return call.run<kernel_ops::AddBias>(
-      {.x = product, .bias = call.maybe(bias), .factor = factor, .extra = extra}, {product})[0];
+  return call.has(bias) ? &call.in(bias) : nullptr;
 }
 
 /// Adds the product to a tensor of the caller, in the product where that can write there.
@@ -63,9 +42,10 @@ void add_in_place(Call& call, const at::Tensor& target, double factor) {
                       target.view_symint({kernel_ops::rows_of(target), target.sym_size(-1)}),
                       /*accumulate=*/true, factor);
   } else {
-    const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call), {factor});
+    const at::Tensor product =
+        ops::linear_product(call, x, weight, product_dtype(call), {factor, bias_of(call)});
     ops::check_target(call, target, product);
-    target.add_(with_bias(call, product, factor));
+    target.add_(product);
   }
   target.unsafeGetTensorImpl()->bump_version();  // below autograd nobody else does
 }
@@ -86,23 +66,19 @@ void linear_sum(Call& call) {
       const c10::SymDimVector wide = ops::sizes_of_sum(call, extra, sizes);
       if (wide != sizes) {  // what is before the sum is smaller than the sum
         const at::Tensor product =
-            ops::linear_product(call, x, weight, product_dtype(call), {factor});
-        return call.out(0, ops::sum_of_sizes(call, with_bias(call, product, factor), extra, wide));
+            ops::linear_product(call, x, weight, product_dtype(call), {factor, bias_of(call)});
+        return call.out(0, ops::sum_of_sizes(call, product, extra, wide));
       }
       added = ops::extra_of(call, extra, sizes);
     }
   }
-  if (call.has(bias) && scale == nullptr && !added) {
-    if (at::Tensor y = addmm(call); y.defined()) return call.out(0, std::move(y));
-    if (ops::may_do_more(call, x))
-      if (auto made =
-              ops::linear_product_and(call, x, weight, product_dtype(call), {call.maybe(bias)});
-          made.y.defined())
-        return call.out(0, std::move(made.y));
-  }
-  const at::Tensor product = ops::linear_product(
-      call, x, weight, product_dtype(call), {factor, !call.has(bias) && added ? &*added : nullptr});
-  call.out(0, with_bias(call, product, factor, added));
+  if (call.has(bias) && scale == nullptr && !added && ops::may_do_more(call, x))
+    if (auto made =
+            ops::linear_product_and(call, x, weight, product_dtype(call), {call.maybe(bias)});
+        made.y.defined())
+      return call.out(0, std::move(made.y));
+  call.out(0, ops::linear_product(call, x, weight, product_dtype(call),
+                                  {factor, bias_of(call), added ? &*added : nullptr}));
 }
 
 void linear_activation(Call& call) {
@@ -118,12 +94,17 @@ void linear_activation(Call& call) {
       return call.out(y, std::move(made.y));
     }
   }
-  const at::Tensor product = ops::linear_product(call, x, weight, product_dtype(call));
+  // The unit adds a bias in the pass that it makes anyway, but in 16 bits it finds the product
+  // rounded.
+  const at::ScalarType dtype = product_dtype(call);
+  const bool adds = call.has(bias) && !kernel_ops::is_narrow(dtype);
+  const at::Tensor product =
+      ops::linear_product(call, x, weight, dtype, {1, adds ? nullptr : bias_of(call)});
   // A z that is the product is no result of the kernel. Else the sum with the bias, or what the
   // activation makes of it, takes the product's memory.
-  const bool is_z = !call.has(bias) && call.wants(z);
+  const bool is_z = !adds && call.wants(z);
   const Unit::Args args{.x = product,
-                        .bias = call.maybe(bias),
+                        .bias = adds ? call.maybe(bias) : std::nullopt,
                         .activation = function,
                         .is_gated = is_gated,
                         .output_mask = {call.wants(z) && !is_z, call.wants(y)},
@@ -178,7 +159,8 @@ Fusion activated(std::string_view family, std::string_view suffix, std::string_v
 void linear_backward_add(Call& call) {
   enum Read { grad_y, weight, grad_residual };
   const at::Tensor& addend = call.in(grad_residual);
-  call.out(0, ops::linear_grad_x(call, grad_y, weight, call.out_type(0).dtype, {1, &addend}));
+  call.out(0,
+           ops::linear_grad_x(call, grad_y, weight, call.out_type(0).dtype, {1, nullptr, &addend}));
 }
 
 Refusal refuse_linear_backward_add(const Match& match) {
@@ -198,8 +180,8 @@ void linear_backward_scale(Call& call) {
 }
 
 /// The fused products round once where unfused ones round the scaled gradient first, so what fuses
-/// must not depend on what a memory budget leaves kept: an x that is written again is there too late
-/// for this step, one that is kept is not.
+/// must not depend on what a memory budget leaves kept: an x that is written again is there too
+/// late for this step, one that is kept is not.
 Refusal refuse_backward_scale(const Match& match) {
   if (match.has(2) && match.type({2, "x"}).may_be_written_again)
     return "x may be written again behind the product that the scale is fused with";

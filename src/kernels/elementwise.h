@@ -6,8 +6,8 @@
 
 namespace tandem::kernels::cpu {
 
-/// out = x + bias (+ extra, added to the sum as rounded to sum_element). Optional: bias, extra.
-void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out);
+/// out = x + bias + extra, summed from the left in float32, rounded once. Optional: bias, extra.
+void add_bias(ConstRows x, ConstVector bias, ConstRows extra, Rows out);
 
 /// out = (x * a) * b, rounded once: the two scales of a product, whose own product could overflow
 /// or vanish.
@@ -27,10 +27,8 @@ void add_partial_sums(const PartialSums& part, size_t rows, Vector sums);
 /// count. p = 1 gives zeros. The backward of dropout is dropout of grad_y with the same seed.
 void dropout(ConstRows x, uint64_t seed, double p, Rows out);
 
-/// out = dropout(x + bias) + extra, the sum with the bias and what is kept of it rounded to
-/// sum_element. Optional: bias, extra.
-void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
-                 ConstRows extra, Rows out);
+/// out = dropout(x + bias) + extra in float32, rounded once. Optional: bias, extra.
+void dropout_add(ConstRows x, ConstVector bias, uint64_t seed, double p, ConstRows extra, Rows out);
 
 /// grad_x = dropout(grad_y), sums[c] = sum over rows of grad_x[r, c], as rounded to the element of
 /// grad_y, in float32, rounded once: the bits of dropout and sum_rows. Optional: grad_x.

@@ -25,9 +25,9 @@ struct NormOptions {
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
                       float* inv_rms);
 
-/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, rounded before the sum and
-/// after it as one after the other; g = grad_y * gamma, x_hat = x * inv_rms; grad_weight = sum over
-/// rows of grad_y * x_hat, in float32, rounded once; y as forward wrote it, to the bit.
+/// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, rounded once; g = grad_y *
+/// gamma, x_hat = x * inv_rms; grad_weight = sum over rows of grad_y * x_hat, in float32, rounded
+/// once; y as forward wrote it, to the bit.
 ///
 /// Optional: grad_residual, grad_x, grad_weight, y (null data: not read, not computed, not
 ///           written).

@@ -1,6 +1,7 @@
 #include "ops/product.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -63,36 +64,62 @@ at::Tensor in_sizes(const at::Tensor& result, c10::SymIntArrayRef sizes) {
   return static_cast<size_t>(result.dim()) == sizes.size() ? result : result.reshape_symint(sizes);
 }
 
+std::optional<at::Tensor> optional(const at::Tensor* tensor) {
+  return tensor != nullptr ? std::optional(*tensor) : std::nullopt;
+}
+
+/// alpha a b + addend, where the addend, if there is one, has the product's sizes and dtype.
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
-                    Rows rows, Sums sums = Sums::any, Epilogue epilogue = {}) {
+                    Rows rows, Sums sums = Sums::any, double alpha = 1,
+                    const at::Tensor* addend = nullptr) {
   if (call.path() == Path::direct) {
-    const Product product({a}, {b}, a.scalar_type(),
-                          {.rows = rows,
-                           .sums = sums,
-                           .alpha = epilogue.alpha,
-                           .beta = epilogue.addend != nullptr ? 1.0 : 0.0});
+    const Product product(
+        {a}, {b}, a.scalar_type(),
+        {.rows = rows, .sums = sums, .alpha = alpha, .beta = addend != nullptr ? 1.0 : 0.0});
     Fresh result(call, product, sizes);
-    if (epilogue.addend != nullptr) result.tensor.copy_(*epilogue.addend);
+    if (addend != nullptr) result.tensor.copy_(*addend);
     call.took(kernel_ops::multiply(product, result.matrix));
     return std::move(result.tensor);
   }
   call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
-  return in_sizes(at::mm(a, b), sizes);
+  if (addend == nullptr && alpha == 1) return in_sizes(at::mm(a, b), sizes);
+  if (addend == nullptr) return in_sizes(at::mul(at::mm(a, b), alpha), sizes);
+  const at::Tensor start =
+      addend->dim() <= 2 ? *addend : addend->reshape_symint({a.sym_size(0), b.sym_size(1)});
+  return in_sizes(at::addmm(start, a, b, /*beta=*/1, alpha), sizes);
 }
 
-/// Whether libraries do all of it: what they are given is accumulated into.
-bool is_for_libraries(const Call& call, Epilogue epilogue, at::ScalarType dtype,
-                      c10::SymIntArrayRef sizes) {
-  return call.path() == Path::direct && multiplies_by(epilogue.alpha) &&
-         (epilogue.addend == nullptr ||
-          (epilogue.addend->scalar_type() == dtype && epilogue.addend->sym_sizes() == sizes));
+/// What libraries shall add to alpha a b so that nothing is left to do, or null: alpha bias and the
+/// addend as one. Its memory is `sum` where it is made. A float32 sum is as precise behind the
+/// product, where it takes one pass over memory less.
+const at::Tensor* addend_for_libraries(Call& call, const Epilogue& epilogue, at::ScalarType dtype,
+                                       c10::SymIntArrayRef sizes, at::Tensor& sum) {
+  const auto& [alpha, bias, addend] = epilogue;
+  if (!multiplies_by(alpha)) return nullptr;
+  if (addend != nullptr && (addend->scalar_type() != dtype || addend->sym_sizes() != sizes))
+    return nullptr;
+  if (bias == nullptr) return addend;
+  const bool is_for_later = call.path() == Path::direct && !kernel_ops::is_narrow(dtype);
+  if (bias->scalar_type() != dtype || is_for_later) return nullptr;
+  if (addend == nullptr && alpha == 1) return bias;
+  sum = addend != nullptr
+            ? call.run<kernel_ops::AddBias>({.x = *addend, .bias = *bias, .factor = alpha})[0]
+            : at::mul(*bias, alpha);
+  return &sum;
 }
 
-/// The epilogue of a fresh product that libraries leave undone.
-at::Tensor finished(Call& call, at::Tensor product, Epilogue epilogue) {
-  if (epilogue.alpha != 1) product = at::mul(product, epilogue.alpha);
-  if (epilogue.addend == nullptr) return product;
-  return call.run<kernel_ops::AddBias>({.x = product, .extra = *epilogue.addend}, {product})[0];
+/// The epilogue of a fresh product, behind it.
+at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue,
+                    at::ScalarType dtype) {
+  const auto& [alpha, bias, addend] = epilogue;
+  if (alpha != 1) product = at::mul(product, alpha);
+  if (bias == nullptr && addend == nullptr) return product;
+  return call.run<kernel_ops::AddBias>({.x = product,
+                                        .bias = optional(bias),
+                                        .factor = alpha,
+                                        .extra = optional(addend),
+                                        .dtype = dtype},
+                                       {product})[0];
 }
 
 /// The product of codes as the dispatcher sees it: what runs the op decodes them where it must.
@@ -188,21 +215,37 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   if (call.format(a.read) != Format::codes) {
     const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                      right = matrix(call.in(b.read), b.transposed, call.path());
-    if (is_for_libraries(call, epilogue, left.scalar_type(), sizes))
-      return multiply(call, left, right, sizes, rows, Sums::any, epilogue);
-    return finished(call, multiply(call, left, right, sizes, rows), epilogue);
+    at::Tensor sum;
+    const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes, sum);
+    const bool is_done =
+        addend != nullptr ||
+        (epilogue.bias == nullptr && epilogue.addend == nullptr && multiplies_by(epilogue.alpha));
+    if (is_done) return multiply(call, left, right, sizes, rows, Sums::any, epilogue.alpha, addend);
+    at::Tensor result = multiply(call, left, right, sizes, rows);
+    const at::ScalarType own =
+        epilogue.addend == nullptr
+            ? result.scalar_type()
+            : at::promote_types(result.scalar_type(), epilogue.addend->scalar_type());
+    return finished(call, std::move(result), epilogue, own);
   }
-  if (at::Tensor result = multiply_codes(call, a, b, sizes, dtype, rows); result.defined())
-    return finished(call, result, epilogue);
+  // What is added to the product finds it as it was summed.
+  const bool adds = epilogue.bias != nullptr || epilogue.addend != nullptr;
+  const at::ScalarType of_product = adds ? at::promote_types(dtype, at::kFloat) : dtype;
+  const at::ScalarType own =
+      epilogue.addend == nullptr ? dtype : at::promote_types(dtype, epilogue.addend->scalar_type());
+  if (at::Tensor result = multiply_codes(call, a, b, sizes, of_product, rows); result.defined())
+    return finished(call, result, epilogue, own);
   const Decoded first(call, a.read), second(call, b.read);
   at::Tensor left = matrix(first.values, a.transposed, call.path()),
              right = matrix(second.values, b.transposed, call.path());
   kernel_ops::cut_padding(left, first.quantizer, right, second.quantizer);
   at::Tensor result = multiply(call, left, right, sizes, rows, Sums::independent_of_threads);
-  if (first.scale || second.scale || dtype != result.scalar_type())
-    result = call.run<kernel_ops::ScaleProduct>(
-        {.product = result, .a_scale = first.scale, .b_scale = second.scale, .dtype = dtype})[0];
-  return finished(call, result, epilogue);
+  if (first.scale || second.scale || of_product != result.scalar_type())
+    result = call.run<kernel_ops::ScaleProduct>({.product = result,
+                                                 .a_scale = first.scale,
+                                                 .b_scale = second.scale,
+                                                 .dtype = of_product})[0];
+  return finished(call, result, epilogue, own);
 }
 
 void product_into(Call& call, Factor a, Factor b, const at::Tensor& target, bool accumulate,

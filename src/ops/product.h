@@ -19,21 +19,24 @@ struct Factor {
 /// Throws c10::ValueError unless these reads, where they exist, lie on one device.
 void check_one_device(const Call& call, std::initializer_list<size_t> reads);
 
-/// What a product does with its sums: alpha a b + addend.
+/// What a product does with its sums: alpha (a b + bias) + addend. Null: none.
 struct Epilogue {
   double alpha = 1;
-  /// Of the product's sizes and dtype, or null.
+  /// [n], of the product's dtype.
+  const at::Tensor* bias = nullptr;
+  /// Of the product's sizes.
   const at::Tensor* addend = nullptr;
 };
 
-/// alpha a b + addend, accumulated in float32 or wider, rounded once to `dtype`; quantized operands
-/// are decoded and their scales applied at the end, unless an implementation multiplies their
-/// codes.
+/// alpha (a b + bias) + addend, accumulated in float32 or wider, rounded once to `dtype`; quantized
+/// operands are decoded and their scales applied at the end, unless an implementation multiplies
+/// their codes.
 ///
 /// Shapes: the product [m, n] gets the sizes `sizes`, whose numel is m * n.
 /// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the
-///         contracted length; where operands are quantized or the addend has another dtype, each
-///         part of the epilogue rounds.
+///         contracted length, and the rounding of the result. In 16 bits, for which libraries have
+///         no float32 results, alpha bias + addend is rounded before the product is added to it;
+///         an alpha that they do not take, or an addend of another dtype, is a rounding more.
 /// Throws: c10::ValueError where the addend has other sizes.
 at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                    Epilogue epilogue = {});

@@ -228,7 +228,7 @@ TEST_P(ActivationKernel, FusedBiasEqualsUnfused) {
                  bias = Matrix::random(element, 1, wide(101), 0, 6);
     Matrix fused(element, 9, 101), sum(element, 9, wide(101)), unfused = fused;
     forward(x.view(), bias.parameter(), element, {}, fused.view());
-    kernels::cpu::add_bias(x.view(), bias.parameter(), element, {}, sum.view());
+    kernels::cpu::add_bias(x.view(), bias.parameter(), {}, sum.view());
     forward(sum.view(), {}, element, {}, unfused.view());
     EXPECT_EQ(fused.bits(), unfused.bits()) << name_of(element);
   }

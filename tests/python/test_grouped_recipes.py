@@ -30,17 +30,16 @@ RECIPES = [
 SPLITS = [33, 0, 5, 64]
 
 
-def by_linears(module: ops.GroupedLinear, x: torch.Tensor, splits: list[int], recipe, scales=None) -> torch.Tensor:
-    """The same of one Linear for each group, with the parameters of the module, under the recipe."""
+def by_linears(module: ops.GroupedLinear, x: torch.Tensor, splits: list[int], recipe) -> list[tuple[ops.Linear, torch.Tensor]]:
+    """One Linear for each group, with the parameters of the module, and what it makes of the group's rows under the recipe."""
     params = dict(module.named_parameters())
     weights, biases = by_group(params, "weight", len(splits)), by_group(params, "bias", len(splits))
     parts = []
     for g, rows in enumerate(x[: sum(splits)].split(splits)):
-        linear = ops.BasicLinear(module.in_features, module.out_features, dtype=weights[g].dtype)
-        linear.weight = torch.nn.Parameter(weights[g].detach())
+        linear = ops.Linear(module.in_features, module.out_features, dtype=weights[g].dtype)
+        linear.weight, linear.bias = torch.nn.Parameter(weights[g].detach()), torch.nn.Parameter(biases[g].detach())
         with tandem.autocast(recipe=recipe):
-            part = linear(rows)
-        parts.append((linear, part, part if biases is None else part + (biases[g] if scales is None else scales[:, None] * biases[g])))
+            parts.append((linear, linear(rows)))
     return parts
 
 
@@ -61,12 +60,12 @@ def test_each_group_is_what_a_linear_of_its_own_is(recipe, in_features, dtype, p
     y.backward(grad)
     rows = x.detach().requires_grad_()
     linears = by_linears(module, rows, SPLITS, recipe)
-    expected = torch.cat([part for _, _, part in linears])
+    expected = torch.cat([part for _, part in linears])
     expected.backward(grad)
     assert torch.equal(y, expected) and torch.equal(x.grad, rows.grad)
     params = dict(module.named_parameters())
     gradients = params["weight"].grad.unbind(0) if packed else [params[f"weight{g}"].grad for g in range(4)]
-    for g, (linear, _, _) in enumerate(linears):
+    for g, (linear, _) in enumerate(linears):
         assert torch.equal(gradients[g], torch.zeros_like(gradients[g]) if linear.weight.grad is None else linear.weight.grad), g
 
 

@@ -32,25 +32,25 @@ ResultSpec sum_spec(const Tensor& x, const std::optional<Tensor>& bias,
 
 }  // namespace
 
-Specs<1> AddBias::shapes(const Args& args) { return {sum_spec(args.x, args.bias, args.extra)}; }
+Specs<1> AddBias::shapes(const Args& args) {
+  Specs<1> specs{sum_spec(args.x, args.bias, args.extra)};
+  specs[0].dtype = args.dtype.value_or(specs[0].dtype);
+  return specs;
+}
 
 void AddBias::cpu(const Args& args, std::span<Tensor> results) {
-  const auto& [x, bias, factor, extra] = args;
+  const auto& [x, bias, factor, extra, dtype] = args;
   const std::optional<Tensor> scaled = bias && factor != 1 ? bias->to(at::kFloat) * factor : bias;
-  kernels::cpu::add_bias(RowsIn(x), VectorIn(scaled), element_of(sum_dtype(x, bias)), RowsIn(extra),
-                         rows_out(results[0]));
+  kernels::cpu::add_bias(RowsIn(x), VectorIn(scaled), RowsIn(extra), rows_out(results[0]));
 }
 
 Results<1> AddBias::reference(const Args& args) {
-  const auto& [x, bias, factor, extra] = args;
-  Tensor y = x;
-  if (bias && factor == 1) {
-    y = x + *bias;
-  } else if (bias) {
-    const at::ScalarType own = sum_dtype(x, bias), dtype = wide(own);
-    y = (x.to(dtype) + bias->to(dtype) * factor).to(own);
-  }
-  if (extra) y = y + *extra;
+  const auto& [x, bias, factor, extra, dtype] = args;
+  const at::ScalarType promoted = sum_spec(x, bias, extra).dtype, computed = wide(promoted);
+  Tensor y = x.to(computed);
+  if (bias) y = y + (factor == 1 ? bias->to(computed) : bias->to(computed) * factor);
+  if (extra) y = y + extra->to(computed);
+  y = y.to(dtype.value_or(promoted));
   return {y.is_same(x) ? x.clone() : y};
 }
 
@@ -108,25 +108,24 @@ Specs<1> Dropout::shapes(const Args& args) {
 }
 
 void Dropout::cpu(const Args& args, std::span<Tensor> results) {
-  kernels::cpu::dropout_add(RowsIn(args.x), VectorIn(args.bias),
-                            element_of(sum_dtype(args.x, args.bias)), key_of(args.seed), args.p,
+  kernels::cpu::dropout_add(RowsIn(args.x), VectorIn(args.bias), key_of(args.seed), args.p,
                             RowsIn(args.extra), rows_out(results[0]));
 }
 
 Results<1> Dropout::reference(const Args& args) {
   const auto& [x, bias, seed, p, extra] = args;
-  const Tensor sum = bias ? x + *bias : x;
+  const at::ScalarType dtype = sum_spec(x, bias, extra).dtype, computed = wide(dtype);
+  const Tensor sum = bias ? x.to(computed) + bias->to(computed) : x.to(computed);
   Tensor y;
   if (p == 1) {
     y = at::zeros_like(sum);
   } else {
     const Tensor u =
         philox_words(seed, sum.sym_numel()).bitwise_right_shift(8).to(at::kDouble) * 0x1p-24;
-    const Tensor keep = (u >= p).reshape_symint(sum.sym_sizes()),
-                 scaled = sum.to(wide(sum.scalar_type())) * (1 / (1 - p));
-    y = at::where(keep, scaled, 0.0).to(sum.scalar_type());
+    const Tensor keep = (u >= p).reshape_symint(sum.sym_sizes()), scaled = sum * (1 / (1 - p));
+    y = at::where(keep, scaled, 0.0);
   }
-  return {extra ? y + *extra : y};
+  return {(extra ? y + extra->to(computed) : y).to(dtype)};
 }
 
 Specs<2> DropoutBackward::shapes(const Args& args) {

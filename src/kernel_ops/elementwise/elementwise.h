@@ -5,10 +5,10 @@
 
 namespace tandem::kernel_ops {
 
-/// y = x + factor * bias (+ extra, added to the sum as rounded to the dtype of x + bias); factor *
-/// bias is not rounded by itself.
+/// y = x + factor * bias + extra in float32 or wider, rounded once.
 ///
-/// Shapes: x [..., cols], bias [cols], extra like x -> y like x, in the promoted dtype.
+/// Shapes: x [..., cols], bias [cols], extra like x -> y like x, in `dtype`, else in the dtype to
+///         which x, bias and extra promote.
 struct AddBias {
   static constexpr const char* kName = "add_bias";
   static constexpr std::array kResults{"y"};
@@ -17,7 +17,8 @@ struct AddBias {
     std::optional<Tensor> bias = {};
     double factor = 1;
     std::optional<Tensor> extra = {};
-    TANDEM_ARGUMENTS(x, bias, factor, extra)
+    std::optional<at::ScalarType> dtype = {};
+    TANDEM_ARGUMENTS(x, bias, factor, extra, dtype)
   };
   static Specs<1> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
@@ -43,10 +44,10 @@ struct SumRows {
   static Results<1> reference(const Args& args);
 };
 
-/// y = dropout(x + bias) + extra, each of the three rounded as the ops by themselves round;
-/// dropout(x) = keep ? x / (1 - p) : 0, keep from Philox4x32-10 keyed by `seed`, counted by the
-/// linear index: one seed, one mask, on every device and thread count. The gradient of dropout is
-/// the same op on grad_y with the same seed.
+/// y = dropout(x + bias) + extra in float32 or wider, rounded once; dropout(x) = x / (1 - p) where
+/// an element is kept, which Philox4x32-10 says, keyed by `seed` and counted by the linear index:
+/// one seed, one mask, on every device and thread count. The gradient of dropout is the same op on
+/// grad_y with the same seed.
 ///
 /// Shapes: x [..., cols], bias [cols], seed int64 with one element, extra like x -> y like x, in
 ///         the promoted dtype. 0 <= p <= 1; p = 1 keeps nothing.

@@ -121,6 +121,17 @@ struct Passed<std::optional<Tensor>&> : Passed<std::optional<Tensor>> {
 };
 
 template <>
+struct Passed<std::optional<at::ScalarType>> {
+  using Dispatched = std::tuple<std::optional<at::ScalarType>>;
+  static constexpr bool kMayBeAbsent = true;
+  static Dispatched to(const std::optional<at::ScalarType>& member) { return {member}; }
+  template <size_t kFirst, typename All>
+  static std::optional<at::ScalarType> from(const All& given) {
+    return std::get<kFirst>(given);
+  }
+};
+
+template <>
 struct Passed<at::OptionalSymIntArrayRef> {
   using Dispatched = std::tuple<at::OptionalSymIntArrayRef>;
   static constexpr bool kMayBeAbsent = true;
@@ -284,6 +295,7 @@ inline std::string schema_type(const int64_t*) { return "int"; }
 inline std::string schema_type(const bool*) { return "bool"; }
 inline std::string schema_type(const std::string_view*) { return "str"; }
 inline std::string schema_type(const at::ScalarType*) { return "ScalarType"; }
+inline std::string schema_type(const std::optional<at::ScalarType>*) { return "ScalarType?"; }
 inline std::string schema_type(const Quantizer*) { return "str"; }
 inline std::string schema_type(const Quantizer* const*) { return "str?"; }
 template <size_t N>

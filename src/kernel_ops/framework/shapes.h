@@ -22,11 +22,11 @@ inline c10::SymDimVector sizes_of(const Tensor& x) {
   return c10::SymDimVector(x.sym_sizes().begin(), x.sym_sizes().end());
 }
 
+/// Whether numbers of this dtype are summed in a wider one.
+inline bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 /// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so
 /// that torch promotes or raises.
-inline at::ScalarType wide(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-}
+inline at::ScalarType wide(at::ScalarType dtype) { return is_narrow(dtype) ? at::kFloat : dtype; }
 /// The dtype of x + bias.
 inline at::ScalarType sum_dtype(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
   return bias ? at::result_type(x, *bias) : x.scalar_type();

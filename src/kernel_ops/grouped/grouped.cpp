@@ -76,18 +76,23 @@ Tensor rounded(ImplementationNames& took, const Tensor& numbers, const GroupQuan
                           .sizes = c10::SymIntArrayRef(sizes)})[0];
 }
 
-/// target += column row: a product of one term.
+/// target = beta target + column row: a product of one term.
 void add_outer(ImplementationNames& took, const Tensor& column, const Tensor& row,
-               const Tensor& target) {
+               const Tensor& target, double beta = 1) {
   const Tensor left = column.unsqueeze(1), right = row.unsqueeze(0);
-  took |= multiply(Product({left}, {right}, target.scalar_type(), {.beta = 1}), target);
+  took |= multiply(Product({left}, {right}, target.scalar_type(), {.beta = beta}), target);
 }
 
+/// y = sums + bias, rounded once. `sums` may be y.
 void add_bias(ImplementationNames& took, const GroupBiases& biases, size_t group,
-              const std::optional<Tensor>& scales, const Tensor& y) {
-  if (biases.biases.empty()) return;
-  if (scales) return add_outer(took, *scales, biases.biases[group], y);
-  const Tensor sum = run<AddBias>(took, {y}, {.x = y, .bias = biases.biases[group]})[0];
+              const Tensor& sums, const Tensor& y) {
+  const Tensor& bias = biases.biases[group];
+  Tensor sum = sums;
+  if (biases.scales) {
+    add_outer(took, biases.scales->to(sums.scalar_type()), bias.to(sums.scalar_type()), sums);
+  } else {
+    sum = run<AddBias>(took, {y}, {.x = sums, .bias = bias, .dtype = y.scalar_type()})[0];
+  }
   if (!sum.is_same(y)) y.copy_(sum);
 }
 
@@ -161,6 +166,7 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
                                      const GroupBiases& biases, size_t group, bool transposed,
                                      const GroupQuantizer& quantizer, const Tensor& y) {
   ImplementationNames took = 0;
+  const bool adds = !biases.biases.empty();
   const Tensor& matrix = matrices.matrices[group];
   const Direction along = transposed ? Direction::row : Direction::column;
   if (quantizer.quantizer == nullptr) {
@@ -168,17 +174,24 @@ ImplementationNames product_of_group(const Tensor& x, const GroupMatrices& matri
                                ? matrix
                                : rounded(took, matrix, matrices.quantizer, group, x.scalar_type());
     const Tensor right = transposed ? numbers.t() : numbers;
-    took |= multiply(Product({x}, {right}, y.scalar_type()), y);
+    const bool is_added_to = adds && is_narrow(y.scalar_type());
+    if (is_added_to && biases.scales)
+      add_outer(took, *biases.scales, biases.biases[group], y, /*beta=*/0);
+    if (is_added_to && !biases.scales) y.copy_(biases.biases[group]);
+    took |= multiply(Product({x}, {right}, y.scalar_type(), {.beta = is_added_to ? 1.0 : 0.0}), y);
+    if (adds && !is_added_to) add_bias(took, biases, group, y, y);
   } else {
     const CodedMatrix weight =
         matrices.scales.empty()
             ? operand(took, matrix, matrices.quantizer, group, along)
             : CodedMatrix{matrix, matrices.quantizer.quantizer, along, matrices.scales[group],
                           matrices.amaxes.empty() ? Tensor() : matrices.amaxes[group]};
+    const Tensor sums =
+        adds && is_narrow(y.scalar_type()) ? empty_beside(y, y.sizes(), at::kFloat) : y;
     took |= multiply_codes(operand(took, x, quantizer, group, Direction::row), false, weight,
-                           transposed, Rows::of_the_result, y);
+                           transposed, Rows::of_the_result, sums);
+    if (adds) add_bias(took, biases, group, sums, y);
   }
-  add_bias(took, biases, group, biases.scales, y);
   return took;
 }
 

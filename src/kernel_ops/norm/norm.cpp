@@ -138,9 +138,8 @@ Results<5> NormBackward::reference(const Args& args) {
   if (mask[grad_x] || mask[sums]) {
     const Tensor g = grad * gamma, along = x_hat * row_means(g * x_hat, weight);
     Tensor of_x = inv * (args.mean ? g - row_means(g, weight) - along : g - along);
+    if (args.grad_residual) of_x = of_x + args.grad_residual->to(dtype);
     of_x = of_x.to(x.scalar_type());
-    if (args.grad_residual)  // rounded as a sum by itself
-      of_x = (of_x.to(dtype) + args.grad_residual->to(dtype)).to(x.scalar_type());
     if (mask[grad_x]) results[grad_x] = of_x;
     if (mask[sums])
       results[sums] = of_x.reshape_symint({rows_of(x), x.sym_size(-1)})

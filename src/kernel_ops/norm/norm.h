@@ -38,8 +38,8 @@ struct NormForward {
   static Results<4> reference(const Args& args);
 };
 
-/// The gradient of NormForward without its sum: grad_x plus the gradient of the residual stream, as
-/// it was rounded; y as forward wrote it, its `bias` read for nothing else; sums = the sums over
+/// The gradient of NormForward without its sum: grad_x plus the gradient of the residual stream,
+/// rounded once; y as forward wrote it, its `bias` read for nothing else; sums = the sums over
 /// rows of grad_x. LayerNorm's where there is a mean, else RMSNorm's, which has no grad_bias.
 ///
 /// Shapes:  sums [last dimension of x].

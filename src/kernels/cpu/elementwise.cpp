@@ -34,19 +34,17 @@ void add_bias_run(E element, const typename E::Stored* x, const float* bias,
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
     auto sum = hn::Add(load_part(element, d, x + i, part), load_part(Float32{}, d, bias + i, part));
-    if (extra) sum = hn::Add(round_to(element, d, sum), load_part(element, d, extra + i, part));
+    if (extra) sum = hn::Add(sum, load_part(element, d, extra + i, part));
     store_part(element, d, sum, out + i, part);
   });
 }
 
-void add_bias_target(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra,
-                     Rows out) {
+void add_bias_target(ConstRows x, ConstVector bias, ConstRows extra, Rows out) {
   const bool widens = bias && bias.element != Element::float32;
   const float* wide_bias =
       as_float32(bias, widens ? scratch(ScratchUse::parameters, bias.size) : nullptr);
   const Element element = out.element;
-  const bool uniform = bias && x.element == element && sum_element == element &&
-                       (!extra || extra.element == element);
+  const bool uniform = bias && x.element == element && (!extra || extra.element == element);
   for_each_piece(out.rows, out.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
     if (uniform) {
       with_element(element, [&](auto e) HWY_ATTR {
@@ -62,10 +60,7 @@ void add_bias_target(ConstRows x, ConstVector bias, Element sum_element, ConstRo
       const float* from = widened(x, r, c, count, sums);
       if (from != sums) std::copy_n(from, count, sums);
       if (bias) accumulate(wide_bias + c, sums, count);
-      if (extra) {
-        round_all(sum_element, sums, count);
-        accumulate(widened(extra, r, c, count, more), sums, count);
-      }
+      if (extra) accumulate(widened(extra, r, c, count, more), sums, count);
       put_narrowed(sums, out, r, c, count);
     });
   });
@@ -136,8 +131,8 @@ HWY_EXPORT(sum_rows_target);
 HWY_EXPORT(sum_some_rows_target);
 HWY_EXPORT(add_partial_sums_target);
 
-void add_bias(ConstRows x, ConstVector bias, Element sum_element, ConstRows extra, Rows out) {
-  HWY_DYNAMIC_DISPATCH(add_bias_target)(x, bias, sum_element, extra, out);
+void add_bias(ConstRows x, ConstVector bias, ConstRows extra, Rows out) {
+  HWY_DYNAMIC_DISPATCH(add_bias_target)(x, bias, extra, out);
 }
 
 void multiply_twice(ConstRows x, float a, float b, Rows out) {

@@ -52,11 +52,11 @@ HWY_INLINE void for_each_words(uint64_t seed, size_t r, size_t row_cols, size_t 
   });
 }
 
-/// `sums`: the element that the sum with the bias, and what is kept of it, are rounded to before
-/// more is added.
-template <typename E>
-void dropout_rows(E sums, ConstRows x, const float* bias, uint64_t seed, double p, ConstRows extra,
-                  Rows out) {
+void dropout_target(ConstRows x, ConstVector bias_of, uint64_t seed, double p, ConstRows extra,
+                    Rows out) {
+  const bool widens = bias_of && bias_of.element != Element::float32;
+  const float* bias =
+      as_float32(bias_of, widens ? scratch(ScratchUse::parameters, bias_of.size) : nullptr);
   const hn::ScalableTag<float> d;
   const Keep keep(p);
   if (!bias && is_flat(x) && is_flat(extra) && is_flat(out)) {
@@ -65,25 +65,22 @@ void dropout_rows(E sums, ConstRows x, const float* bias, uint64_t seed, double 
     flatten(out);
   }
   for_each_piece(out.rows, out.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    for_each_words(
-        seed, r, out.cols, first, piece,
-        [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
-          HWY_ALIGN float inputs[kChunk], addends[kChunk], results[kChunk];
-          const float* from = widened(x, r, c, count, inputs);
-          const float* more = extra ? widened(extra, r, c, count, addends) : nullptr;
-          float* to = place_for(out, r, c, results);
-          for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-            auto value = load_part(Float32{}, d, from + i, part);
-            if (bias)
-              value =
-                  round_to(sums, d, hn::Add(value, load_part(Float32{}, d, bias + c + i, part)));
-            value = keep.apply(value, words + i);
-            if (more)
-              value = hn::Add(round_to(sums, d, value), load_part(Float32{}, d, more + i, part));
-            store_part(Float32{}, d, value, to + i, part);
-          });
-          put_narrowed(to, out, r, c, count);
-        });
+    for_each_words(seed, r, out.cols, first, piece,
+                   [&](size_t c, size_t count, const uint32_t* words) HWY_ATTR {
+                     HWY_ALIGN float inputs[kChunk], addends[kChunk], results[kChunk];
+                     const float* from = widened(x, r, c, count, inputs);
+                     const float* more = extra ? widened(extra, r, c, count, addends) : nullptr;
+                     float* to = place_for(out, r, c, results);
+                     for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+                       auto value = load_part(Float32{}, d, from + i, part);
+                       if (bias)
+                         value = hn::Add(value, load_part(Float32{}, d, bias + c + i, part));
+                       value = keep.apply(value, words + i);
+                       if (more) value = hn::Add(value, load_part(Float32{}, d, more + i, part));
+                       store_part(Float32{}, d, value, to + i, part);
+                     });
+                     put_narrowed(to, out, r, c, count);
+                   });
   });
 }
 
@@ -145,15 +142,6 @@ void some_rows_backward_target(ConstRows grad_y, uint64_t seed, double p, Rows g
   });
 }
 
-void dropout_target(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
-                    ConstRows extra, Rows out) {
-  const bool widens = bias && bias.element != Element::float32;
-  const float* wide_bias =
-      as_float32(bias, widens ? scratch(ScratchUse::parameters, bias.size) : nullptr);
-  with_element(sum_element,
-               [&](auto sums) HWY_ATTR { dropout_rows(sums, x, wide_bias, seed, p, extra, out); });
-}
-
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -165,12 +153,12 @@ HWY_EXPORT(dropout_backward_bias_target);
 HWY_EXPORT(some_rows_backward_target);
 
 void dropout(ConstRows x, uint64_t seed, double p, Rows out) {
-  dropout_add(x, {}, out.element, seed, p, {}, out);
+  dropout_add(x, {}, seed, p, {}, out);
 }
 
-void dropout_add(ConstRows x, ConstVector bias, Element sum_element, uint64_t seed, double p,
-                 ConstRows extra, Rows out) {
-  HWY_DYNAMIC_DISPATCH(dropout_target)(x, bias, sum_element, seed, p, extra, out);
+void dropout_add(ConstRows x, ConstVector bias, uint64_t seed, double p, ConstRows extra,
+                 Rows out) {
+  HWY_DYNAMIC_DISPATCH(dropout_target)(x, bias, seed, p, extra, out);
 }
 
 void dropout_backward_bias(ConstRows grad_y, uint64_t seed, double p, Rows grad_x, Vector sums) {

@@ -53,11 +53,9 @@ HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RES
           static_cast<float>(totals[0] * per_element)};
 }
 
-/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual, to what is rounded
-/// as a sum by itself would find it).
-template <bool kCentered, bool kResidual, typename E, typename Rounded>
-HWY_NOINLINE void write_grad_x(E element, Rounded rounded,
-                               const typename E::Stored* HWY_RESTRICT grad_y,
+/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual).
+template <bool kCentered, bool kResidual, typename E>
+HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT grad_y,
                                const typename E::Stored* HWY_RESTRICT x,
                                const typename E::Stored* HWY_RESTRICT grad_residual,
                                const float* HWY_RESTRICT gamma, RowStatistics statistics,
@@ -74,7 +72,7 @@ HWY_NOINLINE void write_grad_x(E element, Rounded rounded,
     const auto inner = hn::NegMulAdd(x_hat, mean_g_x_hat, g);
     const auto grad = hn::Mul(inv_norm, inner);
     if constexpr (kResidual) {
-      return hn::Add(round_to(rounded, d, grad), load_part(element, d, grad_residual + i, part));
+      return hn::Add(grad, load_part(element, d, grad_residual + i, part));
     } else {
       return grad;
     }
@@ -105,18 +103,11 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
     auto* grad_x = row_to_write(element, a.grad_x, r, result_buffer);
     if (a.grad_residual) {
       const auto* residual = row_to_read(element, a.grad_residual, r, buffers + 2 * stride);
-      const auto write = [&](auto rounded) HWY_ATTR {
-        write_grad_x<kCentered, true>(element, rounded, grad_y, x, residual, gamma, statistics,
-                                      means, hidden, grad_x);
-      };
-      if constexpr (E::kElement == Element::float32) {
-        with_element(a.grad_x.element, write);
-      } else {
-        write(element);
-      }
+      write_grad_x<kCentered, true>(element, grad_y, x, residual, gamma, statistics, means, hidden,
+                                    grad_x);
     } else {
-      write_grad_x<kCentered, false>(element, element, grad_y, x, x, gamma, statistics, means,
-                                     hidden, grad_x);
+      write_grad_x<kCentered, false>(element, grad_y, x, x, gamma, statistics, means, hidden,
+                                     grad_x);
     }
     finish_row(element, a.grad_x, r, result_buffer);
   }

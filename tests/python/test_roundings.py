@@ -1,0 +1,77 @@
+"""A fused step rounds once, to the dtype of what it writes."""
+
+import pytest
+import torch
+
+import tandem
+import tandem.ops as ops
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+COLS, ROWS = 96, 33
+
+
+def draw(*sizes, dtype):
+    return torch.randn(sizes).to(dtype)
+
+
+def close_to_one_rounding(got, want, sums):
+    """`sums`: of the magnitudes of what a product adds up, each a float32 rounding at most."""
+    bound = torch.finfo(got.dtype).eps / 2 * want.abs() + (COLS + 2) * 2.0**-23 * sums
+    return bool(((got.double() - want).abs() <= bound).all())
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [ROWS, 1024], ids=["small", "large"])  # products of two libraries
+@pytest.mark.parametrize("mode", ["eager", "compiled", "groups"])
+def test_a_bias_is_added_before_the_product_is_rounded(dtype, rows, mode):
+    x = draw(rows, COLS, dtype=dtype)
+    if mode == "groups":
+        linear = ops.GroupedLinear(1, COLS, 160, dtype=dtype)
+        weight, bias, extra = linear.weight0, linear.bias0, (torch.tensor([rows]),)
+    else:
+        linear, extra = ops.Linear(COLS, 160, dtype=dtype), ()
+        weight, bias = linear.weight, linear.bias
+    with torch.no_grad():
+        bias.copy_(draw(160, dtype=dtype))
+    run = torch.compile(linear, backend="aot_eager", fullgraph=True) if mode == "compiled" else linear
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    sums = torch.nn.functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    assert close_to_one_rounding(run(x, *extra).detach(), want.detach(), sums.detach())
+
+
+@pytest.mark.parametrize("behind", [(), (ops.ReLU,), (ops.AddExtraInput,)], ids=["bias", "unit", "extra"])
+@pytest.mark.parametrize("recipe", [None, tandem.recipe.Float8CurrentScaling()], ids=["plain", "recipe"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "groups"])
+def test_256_plus_1_less_256(behind, recipe, grouped):
+    """257 lies halfway between two numbers of bfloat16: a product that is rounded before its bias is added gives 0."""
+    x, weight = torch.zeros(16, 16), torch.zeros(16, 16)
+    x[:, 0], x[:, 1], x[:, 2] = 256, 1, 448  # of which the last one makes the scale 1
+    weight[:, :2] = 1
+    made = ops.GroupedLinear(1, 16, 16, dtype=torch.bfloat16) if grouped else ops.Linear(16, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            param.copy_(weight if name.startswith("weight") else torch.full((16,), -256.0))
+    extra = [torch.tensor([16])] if grouped else []
+    extra += [torch.zeros(16, 16, dtype=torch.bfloat16)] if behind == (ops.AddExtraInput,) else []
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = ops.Sequential(made, *[op() for op in behind])(x.bfloat16(), *extra)
+    assert torch.equal(y, torch.ones_like(y))
+
+
+@DTYPES
+def test_a_step_that_adds_more_rounds_as_float32_does_in_the_end(dtype):
+    x, extra, bias = draw(ROWS, COLS, dtype=dtype), draw(ROWS, COLS, dtype=dtype), draw(COLS, dtype=dtype)
+    seed, weight = torch.tensor([7]), 1 + draw(COLS, dtype=dtype) / 8
+    inv_norm = torch.rand(ROWS) + 0.5
+    mask = [True, False, False, False, False]
+    calls = {
+        "add_bias": lambda to: torch.ops.tandem.add_bias(to(x), to(bias), 1.5, to(extra)),
+        "dropout": lambda to: torch.ops.tandem.dropout(to(x), to(bias), seed, 0.25, to(extra)),
+        "norm_backward": lambda to: torch.ops.tandem.norm_backward(
+            to(x), to(extra), to(weight), None, None, inv_norm, to(bias.expand_as(x)), False, torch.float32, mask
+        )[0],
+    }
+    for name, call in calls.items():
+        assert torch.equal(call(lambda t: t), call(lambda t: t.float()).to(dtype)), name
