@@ -46,9 +46,11 @@ using Window = std::pair<int64_t, int64_t>;
 struct RotaryOptions {
   /// The share of the features of a head that is rotated, the first ones.
   double rotary_percent = 1;
-  /// Positions are divided by it, once there are more than the model was trained with.
+  /// Positions are divided by it, at every length.
   std::optional<double> seq_len_interpolation_factor = std::nullopt;
-  /// How many positions that was; nullopt: positions are divided always.
+  /// How many positions the model was trained with. A sequence longer than the factor times as many
+  /// has its positions divided by more, so that they end where those of training did. nullopt: no
+  /// position is divided.
   std::optional<int64_t> pretrained_max_position_embeddings = std::nullopt;
   /// The base of the frequencies.
   double rotary_base = 10000;
@@ -64,14 +66,15 @@ class TANDEM_API RotaryPositionEmbeddingImpl : public torch::nn::Module {
   /// features that are rotated].
   at::Tensor forward(int64_t max_seq_len, int64_t offset = 0) const;
 
-  /// Frequencies are in no checkpoint and stay float32: other devices alone count.
+  /// Angles are made at each call, and float32: of what is asked here the device alone counts.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
 
  private:
   RotaryOptions options_;
-  at::Tensor inv_freq_;
+  int64_t rotated_;
+  at::Device device_ = at::kCPU;
 };
 
 /// Angles of rotary position embedding: position p and pair i of `dim` / 2 give
@@ -79,7 +82,8 @@ class TANDEM_API RotaryPositionEmbeddingImpl : public torch::nn::Module {
 ///
 ///   const at::Tensor angles = tandem::RotaryPositionEmbedding(64)->forward(2048);
 ///
-/// Throws: c10::ValueError where the features that are rotated are not an even number up to dim.
+/// Throws: c10::ValueError where the features that are rotated are not an even number up to dim,
+///         and where options of interpolation are not positive.
 class RotaryPositionEmbedding : public torch::nn::ModuleHolder<RotaryPositionEmbeddingImpl> {
  public:
   using torch::nn::ModuleHolder<RotaryPositionEmbeddingImpl>::ModuleHolder;

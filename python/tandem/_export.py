@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tandem._quantized_tensor import QuantizedTensor
+from tandem.modules.attention import RotaryPositionEmbedding
 from tandem.ops.unit import Unit
 from tandem.recipe_state import NAME
 
@@ -31,9 +32,11 @@ def transformer_engine_state_dict(module: torch.nn.Module, *, extra_state: bool 
     theirs: dict[str, str] = {}  # by our key
     states: dict[str, torch.Tensor] = {}
     for path, unit in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if isinstance(unit, RotaryPositionEmbedding):
+            state[f"{prefix}inv_freq"] = unit.inv_freq
         if not isinstance(unit, Unit) or unit._holder is not unit:
             continue
-        prefix = f"{path}." if path else ""
         theirs.update({prefix + ours: prefix + name for name, ours in unit._transformer_engine_names().items()})
         states.update({f"{prefix}{owner}_extra_state": torch.empty(0, dtype=torch.uint8) for owner in unit._transformer_engine_states()})
         for key in [key for key in state if key.startswith(f"{prefix}{NAME}.")]:

@@ -76,22 +76,31 @@ MainGrads main_grads_of(const std::string& op, const MainGrads& main_grads,
 // Rotary position embedding.
 
 RotaryPositionEmbeddingImpl::RotaryPositionEmbeddingImpl(int64_t dim, const RotaryOptions& rotary)
-    : torch::nn::Module("RotaryPositionEmbedding"), options_(rotary) {
-  const auto rotated = static_cast<int64_t>(static_cast<double>(ops::share(name(), "dim", dim, 1)) *
-                                            rotary.rotary_percent);
-  TORCH_CHECK_VALUE(rotated % 2 == 0 && rotated > 0 && rotated <= dim, name(),
-                    ": expected an even number of features to rotate, up to dim, got ", rotated,
+    : torch::nn::Module("RotaryPositionEmbedding"),
+      options_(rotary),
+      rotated_(static_cast<int64_t>(static_cast<double>(ops::share(name(), "dim", dim, 1)) *
+                                    rotary.rotary_percent)) {
+  TORCH_CHECK_VALUE(rotated_ % 2 == 0 && rotated_ > 0 && rotated_ <= dim, name(),
+                    ": expected an even number of features to rotate, up to dim, got ", rotated_,
                     ". Change rotary_percent.");
-  inv_freq_ = at::pow(rotary.rotary_base,
-                      -(at::arange(0, rotated, 2, at::kFloat) / static_cast<double>(rotated)));
+  const auto factor = rotary.seq_len_interpolation_factor;
+  TORCH_CHECK_VALUE(!factor || *factor > 0, name(), ": expected seq_len_interpolation_factor > 0, ",
+                    "got ", *factor, ". Leave it out where positions are not divided.");
+  if (const auto trained = rotary.pretrained_max_position_embeddings)
+    ops::share(name(), "pretrained_max_position_embeddings", *trained, 1);
 }
 
 Tensor RotaryPositionEmbeddingImpl::forward(int64_t max_seq_len, int64_t offset) const {
-  Tensor positions = at::arange(max_seq_len, inv_freq_.options()) + offset;
-  const auto trained = options_.pretrained_max_position_embeddings;
-  if (options_.seq_len_interpolation_factor && (!trained || max_seq_len > *trained))
-    positions = positions / *options_.seq_len_interpolation_factor;
-  const Tensor angles = at::outer(positions, inv_freq_);
+  const at::TensorOptions real = at::TensorOptions(device_).dtype(at::kFloat);
+  Tensor positions = at::arange(max_seq_len, real) + offset;
+  const auto factor = options_.seq_len_interpolation_factor;
+  if (const auto trained = options_.pretrained_max_position_embeddings; factor && trained)
+    positions =
+        positions *
+        std::min(1 / *factor, static_cast<double>(*trained) /
+                                  static_cast<double>(std::max<int64_t>(offset + max_seq_len, 1)));
+  const Tensor pairs = at::arange(0, rotated_, 2, real) / static_cast<double>(rotated_);
+  const Tensor angles = at::outer(positions, 1 / at::pow(options_.rotary_base, pairs));
   const Tensor both = options_.interleaved ? at::stack({angles, angles}, -1).flatten(-2)
                                            : at::cat({angles, angles}, -1);
   return both.unsqueeze(1).unsqueeze(1);
@@ -102,8 +111,8 @@ void RotaryPositionEmbeddingImpl::to(torch::Device device, torch::Dtype /*dtype*
                                      bool non_blocking) {
   to(device, non_blocking);
 }
-void RotaryPositionEmbeddingImpl::to(torch::Device device, bool non_blocking) {
-  inv_freq_ = inv_freq_.to(device, non_blocking);
+void RotaryPositionEmbeddingImpl::to(torch::Device device, bool /*non_blocking*/) {
+  device_ = device;
 }
 
 Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tensor_format,

@@ -139,9 +139,18 @@ TEST(RotaryPositionEmbedding, IsInterpolated) {
   RotaryPositionEmbedding rotary(8, {.rotary_percent = 0.5,
                                      .seq_len_interpolation_factor = 2,
                                      .pretrained_max_position_embeddings = 4});
-  EXPECT_EQ(rotary->forward(4)[3].flatten()[0].item<float>(), 3);
-  EXPECT_EQ(rotary->forward(5)[4].flatten()[0].item<float>(), 2);
-  EXPECT_EQ(rotary->forward(4, /*offset=*/2)[0].flatten()[0].item<float>(), 2);
+  const auto last = [&](int64_t length) {
+    return rotary->forward(length)[length - 1].flatten()[0].item<float>();
+  };
+  EXPECT_EQ(last(4), 1.5F);
+  EXPECT_EQ(last(8), 3.5F);
+  EXPECT_EQ(last(16), 15.F / 4);
+  EXPECT_TRUE(same(rotary->forward(4, /*offset=*/8), rotary->forward(12).narrow(0, 8, 4)));
+  EXPECT_EQ(RotaryPositionEmbedding(8, {.seq_len_interpolation_factor = 2})
+                ->forward(9)[8]
+                .flatten()[0]
+                .item<float>(),
+            8);
   EXPECT_EQ(rotary->forward(4).sizes(), (std::vector<int64_t>{4, 1, 1, 4}));
   const at::Tensor x = random({4, 1, 2, 8});
   EXPECT_TRUE(
@@ -200,6 +209,10 @@ TEST(AttentionErrors, TellWhatIsExpected) {
   EXPECT_THAT([] { RotaryPositionEmbedding(7); },
               ThrowsText<c10::ValueError>("RotaryPositionEmbedding: expected an even number of "
                                           "features to rotate, up to dim, got 7."));
+  EXPECT_THAT([] { RotaryPositionEmbedding(8, {.seq_len_interpolation_factor = 0}); },
+              ThrowsText<c10::ValueError>(
+                  "RotaryPositionEmbedding: expected seq_len_interpolation_factor > 0, got 0. "
+                  "Leave it out where positions are not divided."));
   EXPECT_THAT([] { InferenceParams(0, 4); },
               ThrowsText<c10::ValueError>("InferenceParams: expected max_batch_size > 0, got 0"));
   const at::Tensor x = random({2, 1, kHidden}, at::kDouble);

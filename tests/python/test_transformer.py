@@ -259,6 +259,16 @@ def test_attention_alone():
         (lambda: layer(layer_type="decoder"), NotImplementedError, "expected layer_type='encoder', got 'decoder'"),
         (lambda: tandem.RotaryPositionEmbedding(7), ValueError, "expected an even number of features to rotate, up to dim, got 7."),
         (
+            lambda: tandem.RotaryPositionEmbedding(8, seq_len_interpolation_factor=0),
+            ValueError,
+            "RotaryPositionEmbedding: expected seq_len_interpolation_factor > 0, got 0. Leave it out where positions are not divided.",
+        ),
+        (
+            lambda: tandem.RotaryPositionEmbedding(8, pretrained_max_position_embeddings=-1),
+            ValueError,
+            "expected pretrained_max_position_embeddings to be a whole number > 0, got -1. Give the number of positions that the model was",
+        ),
+        (
             lambda: layer()(torch.randn(2, 1, HIDDEN, dtype=torch.float64), inference_params=tandem.InferenceParams(1, 4)),
             ValueError,
             "expected layer_number where inference_params are given, got None. Build each layer with its own.",
@@ -282,7 +292,21 @@ def test_errors(make, error, message):
 
 def test_freqs_are_interpolated():
     rotary = tandem.RotaryPositionEmbedding(8, rotary_percent=0.5, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=4)
-    assert rotary(4)[3, 0, 0, 0] == 3 and rotary(5)[4, 0, 0, 0] == 2 and rotary(4, offset=2)[0, 0, 0, 0] == 2
-    assert rotary(4).shape == (4, 1, 1, 4)
+    first = lambda *length: rotary(*length)[-1, 0, 0, 0].item()  # noqa: E731
+    assert [first(4), first(8), first(9), first(16)] == [1.5, 3.5, pytest.approx(8 * 4 / 9), 15 / 4]
+    assert torch.equal(rotary(4, offset=8), rotary(12)[8:]) and rotary(4).shape == (4, 1, 1, 4)
+    for alone in ({"seq_len_interpolation_factor": 2}, {"pretrained_max_position_embeddings": 4}):  # no position is divided, as there
+        assert tandem.RotaryPositionEmbedding(8, **alone)(9)[8, 0, 0, 0] == 8
     x = torch.randn(4, 1, 2, 8)
     assert torch.equal(tandem.apply_rotary_pos_emb(x, rotary(4))[..., 4:], x[..., 4:])
+
+
+def test_frequencies_are_no_state():
+    made = torch.nn.ModuleDict({"rotary": tandem.RotaryPositionEmbedding(8, rotary_base=500.0), "linear": tandem.Linear(8, 8)})
+    expected = made["rotary"](40)
+    assert not any("rotary" in key for key in made.state_dict())
+    theirs = tandem.transformer_engine_state_dict(made)
+    assert torch.equal(theirs["rotary.inv_freq"], 1 / 500.0 ** (torch.arange(0, 8, 2) / 8))
+    assert not any(made.load_state_dict(theirs))
+    assert torch.equal(made.to(torch.bfloat16)["rotary"](40), expected)
+    assert torch.equal(made.to("meta").to_empty(device="cpu")["rotary"](40), expected)

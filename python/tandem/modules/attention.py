@@ -32,7 +32,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     torch.Size([128, 1, 1, 64])
     """
 
-    inv_freq: torch.Tensor
+    _place: torch.Tensor
 
     def __init__(
         self,
@@ -43,31 +43,48 @@ class RotaryPositionEmbedding(torch.nn.Module):
         rotary_base: float = 10000.0,
         interleaved: bool = False,
     ) -> None:
-        """Makes the frequencies.
+        """Keeps what angles are made of at each call.
 
         Args:
             dim: features of a head.
             rotary_percent: the share of these that is rotated, the first ones.
-            seq_len_interpolation_factor: positions are divided by it, once there are more than the model was trained with; None: 1.
-            pretrained_max_position_embeddings: how many positions the model was trained with; None: positions are divided always.
+            seq_len_interpolation_factor: positions are divided by it, at every length; None: by 1.
+            pretrained_max_position_embeddings: how many positions the model was trained with. A sequence longer than `seq_len_interpolation_factor`
+                times as many has its positions divided by more, so that they end where those of training did. None: no position is divided.
             rotary_base: the base of the frequencies.
             interleaved: whether features 2 i and 2 i + 1 are a pair, rather than i and i + `dim` / 2.
         """
         super().__init__()
-        rotated = int(positive("RotaryPositionEmbedding", "dim", dim) * rotary_percent)
+        op = self._get_name()
+        rotated = int(positive(op, "dim", dim) * rotary_percent)
         if rotated % 2 or not 0 < rotated <= dim:
-            raise ValueError(f"RotaryPositionEmbedding: expected an even number of features to rotate, up to dim, got {rotated}. Change rotary_percent.")
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.interleaved = flag("RotaryPositionEmbedding", "interleaved", interleaved)
-        self.register_buffer("inv_freq", rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), persistent=False)
+            raise ValueError(f"{op}: expected an even number of features to rotate, up to dim, got {rotated}. Change rotary_percent.")
+        factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        if factor is not None and not factor > 0:
+            raise ValueError(f"{op}: expected seq_len_interpolation_factor > 0, got {factor!r}. Leave it out where positions are not divided.")
+        if trained is not None:
+            positive(op, "pretrained_max_position_embeddings", trained, "Give the number of positions that the model was trained with.")
+        self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings = factor, trained
+        self.rotary_base, self._rotated = rotary_base, rotated
+        self.interleaved = flag(op, "interleaved", interleaved)
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # tells the device to which the model has moved
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """The frequency of each pair. It is float32 and made anew each time, so that neither a cast of the model nor the meta device changes it."""
+        pairs = torch.arange(0, self._rotated, 2, dtype=torch.float32, device=self._place.device)
+        return 1 / torch.pow(self.rotary_base, pairs / self._rotated)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state_dict.pop(f"{prefix}inv_freq", None)  # of TransformerEngine, which saves it; made anew here
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """The angles of positions `offset` to `offset + max_seq_len`, float32 [max_seq_len, 1, 1, features that are rotated]."""
-        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
-        trained = self.pretrained_max_position_embeddings
-        if self.seq_len_interpolation_factor is not None and (trained is None or max_seq_len > trained):
-            positions = positions / self.seq_len_interpolation_factor
+        positions = torch.arange(max_seq_len, device=self._place.device, dtype=torch.float32) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            positions = positions * min(1 / factor, trained / max(offset + max_seq_len, 1))
         angles = torch.outer(positions, self.inv_freq)
         both = torch.stack((angles, angles), -1).flatten(-2) if self.interleaved else torch.cat((angles, angles), -1)
         return both[:, None, None, :]
