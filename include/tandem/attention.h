@@ -5,12 +5,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "tandem/export.h"
@@ -120,17 +122,29 @@ class TANDEM_API InferenceParams {
   void swap_key_value_dict(const at::Tensor& batch_indices);
 
   /// Takes up keys and values [sequence, batch, heads, features] of new positions; those of all
-  /// positions so far.
+  /// positions so far. Gradients reach the new positions. Those of earlier calls count as
+  /// constants, and where they came with a gradient, backward says so. `writer` is the module that
+  /// asks, which is then the only one to write under this number; none: any may.
   ///
-  /// Throws: c10::ValueError where there are more than there is room for.
+  /// Throws: c10::ValueError where there are more than there is room for, and where another module
+  ///         has written under this number.
   std::pair<at::Tensor, at::Tensor> step(int64_t layer, const at::Tensor& key,
-                                         const at::Tensor& value);
+                                         const at::Tensor& value,
+                                         const std::weak_ptr<const torch::nn::Module>& writer = {});
 
   const int64_t max_batch_size, max_sequence_length;
   /// Positions that are there already: who generates moves it on, once per step.
   int64_t sequence_len_offset = 0;
   int64_t batch_size_offset = 0;
   std::map<int64_t, std::pair<at::Tensor, at::Tensor>> key_value_memory_dict;
+
+ private:
+  void claim(int64_t layer, const std::shared_ptr<const torch::nn::Module>& writer);
+
+  /// Of the layers in the map.
+  std::map<int64_t, std::weak_ptr<const torch::nn::Module>> writers_;
+  /// Layers some of whose keys and values have come with a gradient.
+  std::set<int64_t> recorded_;
 };
 
 /// Angles for queries and keys, or for each: none where they are undefined.

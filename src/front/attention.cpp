@@ -9,6 +9,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -140,6 +141,26 @@ Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tens
 
 // Keys and values of earlier positions.
 
+namespace {
+
+/// `kept`, or a copy where `fresh` is wider, as behind autocast, or where inference mode has made
+/// it and is over.
+Tensor writable(const Tensor& kept, const Tensor& fresh) {
+  const bool is_closed = kept.is_inference() && !c10::InferenceMode::is_enabled();
+  return kept.to(c10::promoteTypes(kept.scalar_type(), fresh.scalar_type()),
+                 /*non_blocking=*/false, /*copy=*/is_closed);
+}
+
+Tensor refuse_gradient(const Tensor& grad) {
+  TORCH_CHECK_VALUE(false, "InferenceParams: expected gradients of keys and values of one call, ",
+                    "got one of keys and values that an earlier call has written, whose graph is ",
+                    "not kept. Call the layer once for the whole sequence, or make earlier calls ",
+                    "under at::NoGradGuard.");
+  return grad;
+}
+
+}  // namespace
+
 InferenceParams::InferenceParams(int64_t batch, int64_t length)
     : max_batch_size(ops::share("InferenceParams", "max_batch_size", batch, 1)),
       max_sequence_length(ops::share("InferenceParams", "max_sequence_length", length, 1)) {}
@@ -150,13 +171,15 @@ void InferenceParams::swap_key_value_dict(const Tensor& batch_indices) {
               memory.second.index_select(1, batch_indices)};
 }
 
-std::pair<Tensor, Tensor> InferenceParams::step(int64_t layer, const Tensor& key,
-                                                const Tensor& value) {
-  const int64_t length = key.size(0), batch = key.size(1), end = sequence_len_offset + length,
-                last = batch_size_offset + batch;
+std::pair<Tensor, Tensor> InferenceParams::step(
+    int64_t layer, const Tensor& key, const Tensor& value,
+    const std::weak_ptr<const torch::nn::Module>& writer) {
+  const int64_t begin = sequence_len_offset, length = key.size(0), batch = key.size(1),
+                end = begin + length, last = batch_size_offset + batch;
   TORCH_CHECK_VALUE(end <= max_sequence_length && last <= max_batch_size,
                     "InferenceParams: expected at most ", max_sequence_length, " positions of ",
                     max_batch_size, " sequences, got ", end, " of ", last, ". Make it larger.");
+  claim(layer, writer.lock());
   const auto room = [&](const Tensor& like) {
     return at::zeros({max_sequence_length, max_batch_size, like.size(2), like.size(3)},
                      like.options());
@@ -164,12 +187,37 @@ std::pair<Tensor, Tensor> InferenceParams::step(int64_t layer, const Tensor& key
   auto found = key_value_memory_dict.find(layer);
   if (found == key_value_memory_dict.end())
     found = key_value_memory_dict.emplace(layer, std::pair(room(key), room(value))).first;
-  const auto kept = [&](const Tensor& memory, const Tensor& fresh) {
+  if (begin == 0 && batch_size_offset == 0) recorded_.erase(layer);  // a sequence begins
+  const bool is_recording = at::GradMode::is_enabled(),
+             is_constant = begin == 0 || !recorded_.contains(layer);
+  if (is_recording && (key.requires_grad() || value.requires_grad())) recorded_.insert(layer);
+  const auto kept = [&](Tensor& memory, const Tensor& fresh) {
+    memory = writable(memory, fresh);
     const Tensor own = memory.narrow(1, batch_size_offset, batch);
-    own.narrow(0, sequence_len_offset, length).copy_(fresh.detach());
-    return own.narrow(0, 0, end);
+    own.narrow(0, begin, length).copy_(fresh.detach());
+    if (!is_recording) return own.narrow(0, 0, end).to(fresh.scalar_type());
+    // What backward reads is no memory that a later step writes.
+    const Tensor earlier = own.narrow(0, 0, begin).detach().to(fresh.scalar_type());
+    if (!is_constant) earlier.requires_grad_().register_hook(refuse_gradient);
+    return at::cat({earlier, fresh});
   };
   return {kept(found->second.first, key), kept(found->second.second, value)};
+}
+
+void InferenceParams::claim(int64_t layer, const std::shared_ptr<const torch::nn::Module>& writer) {
+  if (!writer) return;
+  const auto memory = key_value_memory_dict.find(layer);
+  const auto known = writers_.find(layer);
+  if (memory != key_value_memory_dict.end() && known != writers_.end()) {
+    const auto owner = known->second.lock();
+    if (owner == writer) return;
+    TORCH_CHECK_VALUE(!owner && sequence_len_offset == 0,
+                      "InferenceParams: expected the layer that has written keys and values under ",
+                      "layer_number ", layer, " before, got another one. Give each layer a ",
+                      "layer_number of its own, and each model InferenceParams of its own.");
+    key_value_memory_dict.erase(memory);
+  }
+  writers_[layer] = writer;
 }
 
 // The module.
@@ -295,7 +343,7 @@ void MultiheadAttentionImpl::take_up(Heads& heads, InferenceParams& params) cons
   const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
   const auto turned = [&](const Tensor& t) { return is_sbhd ? t : t.transpose(0, 1); };
   const auto [key, value] =
-      params.step(*options_.layer_number, turned(heads.key), turned(heads.value));
+      params.step(*options_.layer_number, turned(heads.key), turned(heads.value), weak_from_this());
   heads.key = turned(key);
   heads.value = turned(value);
 }

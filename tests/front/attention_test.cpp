@@ -135,6 +135,73 @@ TEST(MultiheadAttention, OverRanks) {
                                   "evenly, got 2. Use a multiple of 4."));
 }
 
+TEST(InferenceParams, GradientsAreRightOrAnError) {
+  MultiheadAttention made = attention({.attention = {.layer_number = 1}});
+  const at::Tensor x = random({kLength, kBatch, kHidden}, at::kDouble);
+  const auto gradients = [&](const at::Tensor& y) {
+    made->zero_grad();
+    y.square().sum().backward();
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& param : made->parameters()) all.push_back(param.grad());
+    return all;
+  };
+  const std::vector<at::Tensor> expected = gradients(made->forward(x));
+  InferenceParams cache(kBatch, kLength);
+  const std::vector<at::Tensor> actual = gradients(made->forward(x, {.inference_params = &cache}));
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(actual[i].allclose(expected[i], 1e-9, 1e-10)) << i;
+  made->forward(x.narrow(0, 0, 4), {.inference_params = &cache});
+  cache.sequence_len_offset = 4;
+  const at::Tensor later = made->forward(x.narrow(0, 4, 3), {.inference_params = &cache});
+  EXPECT_THAT([&] { gradients(later); },
+              ThrowsText<c10::ValueError>(
+                  "InferenceParams: expected gradients of keys and values of one call, got one of "
+                  "keys and values that an earlier call has written, whose graph is not kept. "
+                  "Call the layer once for the whole sequence, or make earlier calls under "
+                  "at::NoGradGuard."));
+  cache.sequence_len_offset = 0;
+  {
+    const at::NoGradGuard constant;
+    made->forward(x.narrow(0, 0, 4), {.inference_params = &cache});
+  }
+  cache.sequence_len_offset = 4;
+  gradients(made->forward(x.narrow(0, 4, 3), {.inference_params = &cache}));
+}
+
+TEST(InferenceParams, KnowWhichLayerWrites) {
+  const auto numbered = [] { return attention({.attention = {.layer_number = 5}}); };
+  MultiheadAttention first = numbered(), second = numbered();
+  const at::Tensor x = random({2, 1, kHidden}, at::kDouble);
+  InferenceParams cache(1, 4);
+  const AttentionArguments arguments{.inference_params = &cache};
+  first->forward(x, arguments);
+  first->forward(x, arguments);
+  EXPECT_THAT([&] { second->forward(x, arguments); },
+              ThrowsText<c10::ValueError>(
+                  "InferenceParams: expected the layer that has written keys and values under "
+                  "layer_number 5 before, got another one. Give each layer a layer_number of its "
+                  "own, and each model InferenceParams of its own."));
+  first = nullptr;
+  second->forward(x, arguments);
+}
+
+TEST(InferenceParams, ChangeDtypeAndModeBetweenCalls) {
+  MultiheadAttention made = attention({.attention = {.layer_number = 1}}, at::kFloat);
+  const at::Tensor x = random({4, 1, kHidden});
+  InferenceParams cache(1, 4);
+  const at::NoGradGuard constant;
+  const at::Tensor whole = made->forward(x);
+  {
+    const c10::InferenceMode inference;
+    made->forward(x.narrow(0, 0, 2), {.inference_params = &cache});
+  }
+  for (auto& [layer, memory] : cache.key_value_memory_dict)
+    memory = {memory.first.to(at::kBFloat16), memory.second.to(at::kBFloat16)};
+  cache.sequence_len_offset = 2;
+  EXPECT_TRUE(made->forward(x.narrow(0, 2, 2), {.inference_params = &cache})
+                  .allclose(whole.narrow(0, 2, 2), 0.05, 0.05));
+}
+
 TEST(RotaryPositionEmbedding, IsInterpolated) {
   RotaryPositionEmbedding rotary(8, {.rotary_percent = 0.5,
                                      .seq_len_interpolation_factor = 2,

@@ -1,8 +1,10 @@
 """`TransformerLayer` and `MultiheadAttention` against their formulas in float64: heads, rotary embedding, norms of heads, masks, a cache."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -181,6 +183,68 @@ def test_a_cache_gives_what_the_whole_sequence_gives(form):
     assert cache.key_value_memory_dict[3][0].shape == (LENGTH, BATCH, 2, HIDDEN // HEADS)
     with pytest.raises(ValueError, match="InferenceParams: expected at most 7 positions of 2 sequences, got 8 of 2. Make it larger."), torch.no_grad():
         made(turn(x[:1]), inference_params=cache)
+
+
+def generate(made, x, cache, lengths, modes=None):
+    """y of `x` in pieces, each in a context of its own."""
+    pieces = []
+    for n, piece in enumerate(x.split(lengths)):
+        with modes[n]() if modes else torch.no_grad():
+            pieces.append(made(piece, inference_params=cache))
+        cache.sequence_len_offset += len(piece)
+    return torch.cat(pieces)
+
+
+def gradients(module, y):
+    module.zero_grad()
+    y.square().sum().backward()
+    return [param.grad for param in module.parameters()]
+
+
+def test_gradients_through_a_cache_are_right_or_an_error():
+    made, x = layer(layer_number=1, **LLAMA), torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    expected, cache = gradients(made, made(x)), tandem.InferenceParams(BATCH, LENGTH)
+    assert_close(gradients(made, made(x, inference_params=cache)), expected)
+    pieces = generate(made, x, cache, [3, 4], [torch.enable_grad] * 2)  # forward alone is right
+    assert_close(pieces, made(x))
+    with pytest.raises(RuntimeError, match=r"expected gradients of keys and values of one call, got one of keys .* make earlier calls under torch.no_grad"):
+        gradients(made, pieces)
+    for _ in range(2):  # keys of a first call without gradient are constants, after each beginning
+        cache.sequence_len_offset = 0
+        y = generate(made, x, cache, [3, 4], [torch.no_grad, torch.enable_grad])
+        assert all(grad.isfinite().all() for grad in gradients(made, y))
+
+
+def test_a_cache_knows_which_layer_writes():
+    first, x = layer(layer_number=1), torch.randn(3, 1, HIDDEN, dtype=torch.float64)
+    second, cache = copy.deepcopy(first), tandem.InferenceParams(1, 6)
+    text = "expected the layer that has written keys and values under layer_number 1 before, got another one. Give each layer a layer_number"
+    generate(first, x, cache, [3])
+    with pytest.raises(ValueError, match=text):
+        second(x, inference_params=cache)
+    copied = copy.deepcopy(cache)  # whose number is free
+    assert_close(generate(second, x, copied, [3]), generate(first, x, cache, [3]))
+    cache.swap_key_value_dict(torch.tensor([0]))
+    cache.sequence_len_offset = 3
+    copied.sequence_len_offset = 3
+    assert_close(generate(first, x, cache, [3]), generate(second, x, copied, [3]))
+    gone = weakref.ref(first.self_attention)
+    del first
+    gc.collect()
+    assert gone() is None, "a cache holds no module"
+    with pytest.raises(ValueError, match=text):
+        second(x[:0], inference_params=cache)  # in the middle of a sequence
+    cache.sequence_len_offset = 0
+    assert_close(generate(second, x, cache, [3]), second(x))
+
+
+def test_a_cache_is_read_in_another_dtype_and_mode():
+    made, x = layer(torch.float32, layer_number=1), torch.randn(LENGTH, BATCH, HIDDEN)
+    low = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    for modes, near in (((torch.inference_mode, torch.no_grad, torch.inference_mode), 1e-5), ((low, torch.no_grad, low), 0.1)):
+        with torch.no_grad():
+            whole, pieces = made(x), generate(made, x, tandem.InferenceParams(BATCH, LENGTH), [3, 2, 2], modes)
+        assert (pieces - whole).norm() / whole.norm() < near
 
 
 def test_masks():

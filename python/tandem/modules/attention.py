@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
 from tandem._weights import in_microbatch
 from tandem import _C, ops
@@ -145,14 +147,28 @@ class InferenceParams:
         self.sequence_len_offset = 0  # positions that are there already; who generates moves it on, once per step
         self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._writers: dict[int, weakref.ref[Any]] = {}  # of the layers in the dictionary
+        self._recorded: set[int] = set()  # layers some of whose keys and values have come with a gradient
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writers": {}}  # a copy may serve a copy of the model
 
     def swap_key_value_dict(self, batch_indices: torch.Tensor) -> None:
         """Reorders the sequences, as a beam search does."""
         for layer, (key, value) in self.key_value_memory_dict.items():
             self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
 
-    def step(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far."""
+    def step(self, layer: int, key: torch.Tensor, value: torch.Tensor, writer: object | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far.
+
+        Gradients reach the new positions. Those of earlier calls count as constants, and where they came with a gradient, backward says so.
+
+        Args:
+            layer: the number under which they are kept.
+            key: of the new positions.
+            value: likewise.
+            writer: the module that asks, which is then the only one to write under this number; None: any may.
+        """
         begin, end = self.sequence_len_offset, self.sequence_len_offset + key.shape[0]
         first, last = self.batch_size_offset, self.batch_size_offset + key.shape[1]
         if end > self.max_sequence_length or last > self.max_batch_size:
@@ -160,13 +176,58 @@ class InferenceParams:
                 f"InferenceParams: expected at most {self.max_sequence_length} positions of {self.max_batch_size} sequences, got {end} of {last}. "
                 "Make it larger."
             )
+        self._claim(layer, writer)
         if layer not in self.key_value_memory_dict:
             sizes = self.max_sequence_length, self.max_batch_size
             self.key_value_memory_dict[layer] = key.new_zeros(*sizes, *key.shape[2:]), value.new_zeros(*sizes, *value.shape[2:])
-        memory = self.key_value_memory_dict[layer]
+        old_key, old_value = self.key_value_memory_dict[layer]
+        memory = _writable(old_key, key), _writable(old_value, value)
+        self.key_value_memory_dict[layer] = memory
+        if begin == first == 0:  # a sequence begins
+            self._recorded.discard(layer)
+        is_recording, is_constant = torch.is_grad_enabled(), not begin or layer not in self._recorded
+        if is_recording and (key.requires_grad or value.requires_grad):
+            self._recorded.add(layer)
+        result = []
         for kept, new in zip(memory, (key, value), strict=True):
             kept[begin:end, first:last] = new.detach()
-        return memory[0][:end, first:last], memory[1][:end, first:last]
+            if is_recording:  # what backward reads is no memory that a later step writes
+                earlier = kept[:begin, first:last].detach().to(new.dtype)
+                if not is_constant:
+                    earlier.requires_grad_().register_hook(_refuse_gradient)
+                result.append(torch.cat((earlier, new)))
+            else:
+                result.append(kept[:end, first:last].to(new.dtype))
+        return result[0], result[1]
+
+    def _claim(self, layer: int, writer: object | None) -> None:
+        """Raises where another module writes under this number. One that is gone makes room where a sequence begins."""
+        known = self._writers.get(layer) if layer in self.key_value_memory_dict else None
+        owner = None if known is None else known()
+        if writer is None or owner is writer:
+            return
+        if known is not None and (owner is not None or self.sequence_len_offset):
+            raise ValueError(
+                f"InferenceParams: expected the layer that has written keys and values under layer_number {layer} before, got another one. Give each "
+                "layer a layer_number of its own, and each model InferenceParams of its own."
+            )
+        if known is not None:
+            del self.key_value_memory_dict[layer]
+        self._writers[layer] = weakref.ref(writer)
+
+
+def _writable(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`kept`, or a copy where `new` is wider, as behind torch.autocast, or where inference mode has made it and is over."""
+    wide = torch.promote_types(kept.dtype, new.dtype)
+    is_closed = not is_dynamo_compiling() and kept.is_inference() and not torch.is_inference_mode_enabled()  # Dynamo cannot ask
+    return kept.to(wide, copy=True) if is_closed else kept.to(wide)
+
+
+def _refuse_gradient(grad: torch.Tensor) -> None:
+    raise RuntimeError(
+        "InferenceParams: expected gradients of keys and values of one call, got one of keys and values that an earlier call has written, whose "
+        "graph is not kept. Call the layer once for the whole sequence, or make earlier calls under torch.no_grad()."
+    )
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -415,8 +476,8 @@ class MultiheadAttention(torch.nn.Module):
         if self.layer_number is None:
             raise ValueError(f"{self._get_name()}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
         if self.qkv_format == "sbhd":
-            return params.step(self.layer_number, key, value)
-        key, value = params.step(self.layer_number, key.transpose(0, 1), value.transpose(0, 1))
+            return params.step(self.layer_number, key, value, self)
+        key, value = params.step(self.layer_number, key.transpose(0, 1), value.transpose(0, 1), self)
         return key.transpose(0, 1), value.transpose(0, 1)
 
     def _attend(self, by_head: list[torch.Tensor], masked: torch.Tensor | None, mask_type: str, offset: int) -> torch.Tensor:
