@@ -158,7 +158,9 @@ struct RotaryAngles {
 
 /// What a call is given beside x.
 struct AttentionArguments {
-  /// Booleans that broadcast to [batch, heads, positions, positions of keys]: true leaves one out.
+  /// What broadcasts to [batch, heads, positions, positions of keys]: booleans, of which true
+  /// leaves a position out, or numbers that are added to the scores. A causal type leaves out what
+  /// is behind a position as well.
   at::Tensor attention_mask = {};
   /// Instead of those of the options.
   std::optional<AttnMaskType> attn_mask_type = std::nullopt;
@@ -249,7 +251,11 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
   void norm(Heads& heads) const;
   void rotate(Heads& heads, const RotaryAngles& angles, int64_t offset) const;
   void take_up(Heads& heads, InferenceParams& params) const;
-  at::Tensor attend(const Heads& heads, const AttentionArguments& arguments, int64_t offset) const;
+  void check_call(const AttentionArguments& arguments) const;
+  /// The mask as torch's attention reads it: true where a position is seen, or what is added to the
+  /// scores.
+  at::Tensor seen_or_added(const at::Tensor& mask, const at::Tensor& mixed, int64_t offset) const;
+  at::Tensor attend(const Heads& heads, std::optional<at::Tensor> mask, AttnMaskType type) const;
 
   AttentionOptions options_;
   bool returns_bias_, returns_norm_;
@@ -267,9 +273,10 @@ class TANDEM_API MultiheadAttentionImpl : public torch::nn::Module {
 /// value_weight or, with fuse_qkv_params, one weight; `q_norm` and `k_norm`; `proj`.
 /// Shapes: x [sequence, batch, hidden_size], or with bshd [batch, sequence, hidden_size] -> y.
 /// Throws: c10::ValueError where groups do not divide heads, heads do not divide features, ranks
-///         cannot share heads; c10::NotImplementedError for a window; a call, where there is a mask
-///         that its type does not take, or none that it takes, and where there are inference_params
-///         but no layer_number.
+///         cannot share heads; c10::NotImplementedError for a window; a call, where its mask type
+///         needs a mask and there is none, or is no_mask and there is one, where the mask is of
+///         integers (c10::TypeError) or does not fit, and where there are inference_params but no
+///         layer_number.
 class MultiheadAttention : public torch::nn::ModuleHolder<MultiheadAttentionImpl> {
  public:
   using torch::nn::ModuleHolder<MultiheadAttentionImpl>::ModuleHolder;

@@ -13,6 +13,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
+#include <limits>
 
 #include "front/attention_rules.h"
 #include "front/parts.h"
@@ -29,7 +31,7 @@ bool is_causal(AttnMaskType type) {
          type == AttnMaskType::causal_bottom_right;
 }
 
-bool takes_mask(AttnMaskType type) {
+bool needs_mask(AttnMaskType type) {
   return type == AttnMaskType::padding || type == AttnMaskType::padding_causal ||
          type == AttnMaskType::arbitrary;
 }
@@ -338,8 +340,6 @@ void MultiheadAttentionImpl::rotate(Heads& heads, const RotaryAngles& angles,
 }
 
 void MultiheadAttentionImpl::take_up(Heads& heads, InferenceParams& params) const {
-  TORCH_CHECK_VALUE(options_.layer_number, name(), ": expected layer_number where ",
-                    "inference_params are given, got None. Build each layer with its own.");
   const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
   const auto turned = [&](const Tensor& t) { return is_sbhd ? t : t.transpose(0, 1); };
   const auto [key, value] =
@@ -348,36 +348,72 @@ void MultiheadAttentionImpl::take_up(Heads& heads, InferenceParams& params) cons
   heads.value = turned(value);
 }
 
-Tensor MultiheadAttentionImpl::attend(const Heads& heads, const AttentionArguments& arguments,
-                                      int64_t offset) const {
+void MultiheadAttentionImpl::check_call(const AttentionArguments& arguments) const {
   const AttnMaskType type = mask_type(arguments);
   const Tensor& mask = arguments.attention_mask;
-  TORCH_CHECK_VALUE(takes_mask(type) == mask.defined(), name(), ": expected an attention_mask ",
-                    "with the mask types \"padding\", \"padding_causal\" and \"arbitrary\" and ",
-                    "with no other, got ", mask.defined() ? "one" : "none", " with '",
-                    name_of(type), "'. True in it leaves a position out.");
+  TORCH_CHECK_VALUE(arguments.inference_params == nullptr || options_.layer_number, name(),
+                    ": expected layer_number where inference_params are given, got None. Build ",
+                    "each layer with its own.");
+  TORCH_CHECK_VALUE(mask.defined() || !needs_mask(type), name(), ": expected an attention_mask ",
+                    "with the mask type '", name_of(type),
+                    "', got none. True in it leaves a position out.");
+  TORCH_CHECK_VALUE(!mask.defined() || type != AttnMaskType::no_mask, name(),
+                    ": expected no attention_mask with the mask type \"no_mask\", got one. Call ",
+                    "with attn_mask_type=\"arbitrary\".");
+  TORCH_CHECK_TYPE(!mask.defined() || mask.scalar_type() == at::kBool || mask.is_floating_point(),
+                   name(), ": expected attention_mask to be a tensor of booleans, or of ",
+                   "floating-point numbers that are added to the scores, got ", mask.scalar_type(),
+                   ". Pass mask.to(at::kBool) where 1 leaves a position out, ",
+                   "mask == 0 where 1 keeps it.");
+}
+
+Tensor MultiheadAttentionImpl::seen_or_added(const Tensor& mask, const Tensor& mixed,
+                                             int64_t offset) const {
+  const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
+  const int64_t length = mixed.size(is_sbhd ? 0 : 1);
+  const std::array sizes{mixed.size(is_sbhd ? 1 : 0), heads_, length, offset + length};
+  bool fits = mask.dim() <= 4;
+  for (int64_t back = 1; fits && back <= mask.dim(); ++back)
+    fits = mask.size(-back) == 1 || mask.size(-back) == sizes[static_cast<size_t>(4 - back)];
+  TORCH_CHECK_VALUE(fits, name(), ": expected attention_mask that broadcasts to [batch, heads, ",
+                    "positions, positions of keys] = ", at::IntArrayRef(sizes), ", got ",
+                    mask.sizes(), ". Reshape it; positions of keys are those of earlier calls ",
+                    "too.");
+  Tensor whole = mask;
+  while (whole.dim() < 4) whole = whole.unsqueeze(0);
+  return mask.scalar_type() == at::kBool ? whole.logical_not() : whole.to(mixed.scalar_type());
+}
+
+Tensor MultiheadAttentionImpl::attend(const Heads& heads, std::optional<Tensor> mask,
+                                      AttnMaskType type) const {
   const int64_t rows = heads.query.size(-2), columns = heads.key.size(-2);
-  std::optional<Tensor> seen;
-  if (mask.defined()) seen = mask.logical_not();
-  // Torch's own causal mask has the first positions at one place.
-  const bool at_end = type == AttnMaskType::causal_bottom_right;
-  const int64_t diagonal = offset != 0 ? offset : at_end ? columns - rows : 0;
-  if (is_causal(type) && (seen || diagonal != 0)) {
+  // Torch's own causal mask has the first positions at one place, not the last.
+  const bool has_own = is_causal(type) && (mask || rows != columns);
+  if (has_own) {
     const Tensor causal =
-        at::ones({rows, columns}, heads.query.options().dtype(at::kBool)).tril(diagonal);
-    seen = seen ? *seen & causal : causal;
+        at::ones({rows, columns}, heads.query.options().dtype(at::kBool)).tril(columns - rows);
+    if (!mask)
+      mask = causal;
+    else if (mask->scalar_type() == at::kBool)
+      mask = *mask & causal;
+    else
+      mask = mask->masked_fill(causal.logical_not(), -std::numeric_limits<double>::infinity());
   }
   return at::scaled_dot_product_attention(
-      heads.query, heads.key, heads.value, seen, is_training() ? options_.attention_dropout : 0.0,
-      is_causal(type) && !seen, /*scale=*/std::nullopt, /*enable_gqa=*/heads_ != groups_);
+      heads.query, heads.key, heads.value, mask, is_training() ? options_.attention_dropout : 0.0,
+      is_causal(type) && !has_own, /*scale=*/std::nullopt, /*enable_gqa=*/heads_ != groups_);
 }
 
 std::pair<Tensor, Tensor> MultiheadAttentionImpl::context(const Tensor& x,
                                                           const AttentionArguments& arguments) {
+  check_call(arguments);
   const ModuleOutputs first = projection_in_->forward_all(x);
   Heads heads = split(first.y);
   InferenceParams* const params = arguments.inference_params;
   const int64_t offset = params != nullptr ? params->sequence_len_offset : 0;
+  std::optional<Tensor> mask;
+  if (arguments.attention_mask.defined())
+    mask = seen_or_added(arguments.attention_mask, first.y, offset);
   if (options_.qk_norm_before_rope) norm(heads);
   rotate(heads, arguments.rotary_pos_emb, offset);
   if (!options_.qk_norm_before_rope) norm(heads);
@@ -385,7 +421,7 @@ std::pair<Tensor, Tensor> MultiheadAttentionImpl::context(const Tensor& x,
   const bool is_sbhd = options_.qkv_format == QkvFormat::sbhd;
   for (Tensor* t : {&heads.query, &heads.key, &heads.value})
     *t = is_sbhd ? t->permute({1, 2, 0, 3}) : t->transpose(1, 2);
-  const Tensor y = attend(heads, arguments, offset);
+  const Tensor y = attend(heads, std::move(mask), mask_type(arguments));
   return {(is_sbhd ? y.permute({2, 0, 1, 3}) : y.transpose(1, 2)).flatten(-2),
           first.layernorm_output};
 }

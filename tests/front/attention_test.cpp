@@ -11,6 +11,8 @@
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 
+#include <cmath>
+
 #include "support/modules.h"
 #include "support/tensors.h"
 #include "support/throws.h"
@@ -55,7 +57,12 @@ TEST(MultiheadAttention, Masks) {
       {AttnMaskType::causal_bottom_right, {}, causal},
       {AttnMaskType::padding, padding, left.expand({kBatch, 1, kLength, kLength})},
       {AttnMaskType::padding_causal, padding, left & causal},
-      {AttnMaskType::arbitrary, causal.logical_not(), causal}};
+      {AttnMaskType::arbitrary, causal.logical_not(), causal},
+      {AttnMaskType::causal, padding, left & causal},
+      {AttnMaskType::causal, at::zeros({kLength}, at::kFloat).masked_fill(padding, -INFINITY),
+       left & causal},
+      {AttnMaskType::arbitrary, at::ones({kLength}, at::kFloat).masked_fill(padding, -INFINITY),
+       left}};
   for (const auto& [type, mask, seen] : masks)
     EXPECT_TRUE(made->forward(x, {.attention_mask = mask, .attn_mask_type = type})
                     .allclose(reference(made, x, seen), 1e-9, 1e-10))
@@ -288,15 +295,29 @@ TEST(AttentionErrors, TellWhatIsExpected) {
               ThrowsText<c10::ValueError>(
                   "MultiheadAttention: expected layer_number where inference_params are given, got "
                   "None. Build each layer with its own."));
-  EXPECT_THAT(
-      [&] {
-        attention()->forward(x, {.attention_mask = at::zeros({1, 1, 1, 2}, at::kBool)});
-      },
-      ThrowsText<c10::ValueError>("MultiheadAttention: expected an attention_mask with the mask "
-                                  "types \"padding\", \"padding_causal\" and \"arbitrary\" and "
-                                  "with no other, got one with 'causal'. True in it leaves "));
   EXPECT_THAT([&] { attention()->forward(x, {.attn_mask_type = AttnMaskType::padding}); },
-              ThrowsText<c10::ValueError>("got none with 'padding'"));
+              ThrowsText<c10::ValueError>(
+                  "MultiheadAttention: expected an attention_mask with the mask type 'padding', "
+                  "got none. True in it leaves a position out."));
+  const auto masked = [&](const at::Tensor& mask, AttnMaskType type) {
+    return [&x, mask, type] {
+      attention()->forward(x, {.attention_mask = mask, .attn_mask_type = type});
+    };
+  };
+  EXPECT_THAT(masked(at::zeros({2}, at::kBool), AttnMaskType::no_mask),
+              ThrowsText<c10::ValueError>(
+                  "MultiheadAttention: expected no attention_mask with the mask type \"no_mask\", "
+                  "got one. Call with attn_mask_type=\"arbitrary\"."));
+  EXPECT_THAT(masked(at::zeros({2}, at::kInt), AttnMaskType::causal),
+              ThrowsText<c10::TypeError>(
+                  "MultiheadAttention: expected attention_mask to be a tensor of booleans, or of "
+                  "floating-point numbers that are added to the scores, got Int. Pass "
+                  "mask.to(at::kBool) where 1 leaves a position out, mask == 0 where 1 keeps "));
+  EXPECT_THAT(masked(at::zeros({3}, at::kBool), AttnMaskType::causal),
+              ThrowsText<c10::ValueError>(
+                  "MultiheadAttention: expected attention_mask that broadcasts to [batch, heads, "
+                  "positions, positions of keys] = [1, 4, 2, 2], got [3]. Reshape it; positions "
+                  "of keys are those of earlier calls too."));
   EXPECT_THAT(
       [] {
         apply_rotary_pos_emb(random({5, 1, 1, 4}), random({3, 1, 1, 4}));

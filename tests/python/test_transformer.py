@@ -261,8 +261,14 @@ def test_masks():
         ("padding", padding, ~padding[0, 0].expand(LENGTH, -1)),
         ("padding_causal", padding, causal & ~padding[0, 0]),
         ("arbitrary", ~causal[None, None], causal),
+        ("causal", padding, causal & ~padding[0, 0]),
+        ("causal", torch.zeros(LENGTH).masked_fill(padding, -math.inf), causal & ~padding[0, 0]),
+        ("arbitrary", torch.full((LENGTH, LENGTH), 3.0).masked_fill(~causal, -math.inf), causal),
     ]:
         assert_close(made(x, mask, self_attn_mask_type=mask_type), expected(x, named, seen=seen), atol=1e-10, rtol=1e-9, msg=mask_type)
+    added = torch.randn(HEADS, LENGTH, LENGTH, dtype=torch.float64, requires_grad=True)  # a bias of the attention that learns
+    made(x, added).sum().backward()
+    assert (added.grad[:, causal].abs() > 0).any() and not added.grad[:, ~causal].any()
 
 
 @pytest.mark.parametrize("options", [{}, LLAMA], ids=["gpt", "llama"])
@@ -311,6 +317,10 @@ def test_attention_alone():
     assert_close(y.double(), core @ made.proj.weight.double().t(), atol=1e-5, rtol=1e-4)
 
 
+def masked(mask, mask_type):
+    return layer()(torch.randn(2, 1, HIDDEN, dtype=torch.float64), mask, self_attn_mask_type=mask_type)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -337,10 +347,22 @@ def test_attention_alone():
             ValueError,
             "expected layer_number where inference_params are given, got None. Build each layer with its own.",
         ),
+        (lambda: masked(None, "padding"), ValueError, "expected an attention_mask with the mask type 'padding', got none. True in it leaves a position"),
         (
-            lambda: layer()(torch.randn(2, 1, HIDDEN, dtype=torch.float64), torch.zeros(1, 1, 1, 2, dtype=torch.bool)),
+            lambda: masked(torch.zeros(2, dtype=torch.bool), "no_mask"),
             ValueError,
-            "expected an attention_mask with the mask types .* and with no other, got one with 'causal'",
+            'expected no attention_mask with the mask type "no_mask", got one. Call with attn_mask_type="arbitrary".',
+        ),
+        (
+            lambda: masked(torch.zeros(2, dtype=torch.uint8), "causal"),
+            TypeError,
+            "expected attention_mask to be a tensor of booleans, or of floating-point numbers that are added to the scores, got torch.uint8. Pass",
+        ),
+        (lambda: masked((None, None), "padding"), TypeError, "that are added to the scores, got tuple. Pass mask.bool"),
+        (
+            lambda: masked(torch.zeros(3, 2, dtype=torch.bool), "causal"),
+            ValueError,
+            r"that broadcasts to \[batch, heads, positions, positions of keys\] = \[1, 4, 2, 2\], got \[3, 2\]. Reshape it",
         ),
         (
             lambda: tandem.apply_rotary_pos_emb(torch.randn(5, 1, 1, 4), torch.randn(3, 1, 1, 4)),

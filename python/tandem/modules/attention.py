@@ -442,16 +442,21 @@ class MultiheadAttention(torch.nn.Module):
         inference_params: InferenceParams | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the projection behind the attention reads, and the output of the norm if it is returned."""
+        mask_type = attn_mask_type or self.attn_mask_type
+        self._check_call(attention_mask, mask_type, inference_params)
         outputs = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"](hidden_states)  # type: ignore[misc]
         mixed, normed = outputs if isinstance(outputs, tuple) else (outputs, None)
-        is_sbhd, offset = self.qkv_format == "sbhd", 0
+        is_sbhd = self.qkv_format == "sbhd"
+        offset = 0 if inference_params is None else inference_params.sequence_len_offset
+        if attention_mask is not None:
+            length, batch = mixed.shape[:2] if is_sbhd else (mixed.shape[1], mixed.shape[0])
+            attention_mask = self._seen_or_added(attention_mask, (batch, self.num_heads, length, offset + length), mixed.dtype)
         is_one_view = self.num_heads == self.num_groups and not self.is_interleaved
         if is_one_view and rotary_pos_emb is None and inference_params is None and self.q_norm is None:  # three views less, and their gradients
             heads = mixed.unflatten(-1, (3, self.num_heads, self.channels))
             by_head = [*heads.permute(*((2, 1, 3, 0, 4) if is_sbhd else (2, 0, 3, 1, 4)))]
         else:
             query, key, value = self._heads(mixed)
-            offset = 0 if inference_params is None else inference_params.sequence_len_offset
             if self.qk_norm_before_rope:
                 query, key = self._normed(query, key)
             query, key = self._rotated(query, key, rotary_pos_emb, offset)
@@ -460,7 +465,7 @@ class MultiheadAttention(torch.nn.Module):
             if inference_params is not None:
                 key, value = self._cached(key, value, inference_params)
             by_head = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (query, key, value)]
-        y = self._attend(by_head, attention_mask, attn_mask_type or self.attn_mask_type, offset)
+        y = self._attend(by_head, attention_mask, mask_type)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -473,41 +478,54 @@ class MultiheadAttention(torch.nn.Module):
         yield self.proj, self.context(x, *arguments)[0].detach()
 
     def _cached(self, key: torch.Tensor, value: torch.Tensor, params: InferenceParams) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.layer_number is None:
-            raise ValueError(f"{self._get_name()}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
+        assert self.layer_number is not None
         if self.qkv_format == "sbhd":
             return params.step(self.layer_number, key, value, self)
         key, value = params.step(self.layer_number, key.transpose(0, 1), value.transpose(0, 1), self)
         return key.transpose(0, 1), value.transpose(0, 1)
 
-    def _attend(self, by_head: list[torch.Tensor], masked: torch.Tensor | None, mask_type: str, offset: int) -> torch.Tensor:
-        _check_mask(self._get_name(), mask_type)
+    def _check_call(self, mask: Any, mask_type: str, params: InferenceParams | None) -> None:
+        op = self._get_name()
+        _check_mask(op, mask_type)
+        if params is not None and self.layer_number is None:
+            raise ValueError(f"{op}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
+        if mask is None and (mask_type.startswith("padding") or mask_type == "arbitrary"):
+            raise ValueError(f"{op}: expected an attention_mask with the mask type {mask_type!r}, got none. True in it leaves a position out.")
+        if mask is not None and mask_type == "no_mask":
+            raise ValueError(f'{op}: expected no attention_mask with the mask type "no_mask", got one. Call with attn_mask_type="arbitrary".')
+        if mask is not None and not (isinstance(mask, torch.Tensor) and (mask.dtype is torch.bool or mask.is_floating_point())):
+            got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise TypeError(
+                f"{op}: expected attention_mask to be a tensor of booleans, or of floating-point numbers that are added to the scores, got {got}. "
+                "Pass mask.bool() where 1 leaves a position out, mask == 0 where 1 keeps it."
+            )
+
+    def _attend(self, by_head: list[torch.Tensor], mask: torch.Tensor | None, mask_type: str) -> torch.Tensor:
         query, key, value = by_head
         rows, columns = query.shape[-2], key.shape[-2]
         is_causal = "causal" in mask_type
-        if (mask_type.startswith("padding") or mask_type == "arbitrary") != (masked is not None):
-            got = "none" if masked is None else "one"
-            raise ValueError(
-                f'{self._get_name()}: expected an attention_mask with the mask types "padding", "padding_causal" and "arbitrary" and with no other, '
-                f"got {got} with {mask_type!r}. True in it leaves a position out."
-            )
-        seen = None if masked is None else ~masked
-        # torch's own causal mask has the first positions at one place.
-        diagonal = offset or (columns - rows if mask_type == "causal_bottom_right" else 0)
-        if is_causal and (seen is not None or diagonal):
-            causal = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(diagonal)
-            seen = causal if seen is None else seen & causal
+        if is_causal and (mask is not None or rows != columns):  # torch's own causal mask has the first positions at one place, not the last
+            causal = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+            if mask is None:
+                mask = causal
+            else:
+                mask = mask & causal if mask.dtype is torch.bool else mask.masked_fill(~causal, -torch.inf)
+            is_causal = False
         dropout = self.attention_dropout if self.training else 0.0
         with forked(self.dropout_tracker if dropout else None):
             return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=seen,
-                dropout_p=dropout,
-                is_causal=is_causal and seen is None,
-                enable_gqa=self.num_heads != self.num_groups,
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=self.num_heads != self.num_groups
             )
+
+    def _seen_or_added(self, mask: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The mask as torch's attention reads it: true where a position is seen, or what is added to the scores."""
+        if mask.dim() > 4 or any(own not in (1, size) for own, size in zip(reversed(mask.shape), reversed(sizes), strict=False)):
+            raise ValueError(
+                f"{self._get_name()}: expected attention_mask that broadcasts to [batch, heads, positions, positions of keys] = {list(sizes)}, got "
+                f"{list(mask.shape)}. Reshape it; positions of keys are those of earlier calls too."
+            )
+        mask = mask[(None,) * (4 - mask.dim())]
+        return ~mask if mask.dtype is torch.bool else mask.to(dtype)
 
     def forward(
         self,
@@ -526,7 +544,8 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: x, as `qkv_format` says.
-            attention_mask: of booleans that broadcast to [batch, heads, positions, positions of keys]: True leaves one out.
+            attention_mask: what broadcasts to [batch, heads, positions, positions of keys]: booleans, of which True leaves a position out, or numbers
+                that are added to the scores. A causal type leaves out what is behind a position as well.
             attn_mask_type: instead of that of the constructor.
             window_size: as for the constructor.
             rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
