@@ -11,7 +11,6 @@ import tandem
 UNUSED = {
     **dict.fromkeys(("encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size", "core_attention_bias", "alibi_slopes")),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv")),
-    "checkpoint_core_attention": False,
     "core_attention_bias_type": "no_bias",
     "fast_zero_fill": True,
     "pad_between_seqs": None,
@@ -88,16 +87,17 @@ def test_checkpoint_sets_generators_back(use_reentrant):
     options = {"attention_dropout": 0.5, "get_rng_state_tracker": lambda: tracker}
     attention, x = tandem.MultiheadAttention(8, 2, **options), torch.randn(4, 2, 8)
     results = []
-    for kept in (True, False):
+    whole = lambda t: tandem.checkpoint(attention, t, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)  # noqa: E731
+    for call in (attention, whole, lambda t: attention(t, checkpoint_core_attention=True)):
         tracker.seed = 11
         given = x.clone().requires_grad_()
-        call = attention if kept else lambda t: tandem.checkpoint(attention, t, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)
         y = call(given)
         tracker.seed = 50
         y.sum().backward()
         results.append((y.detach(), given.grad))
         assert tracker.seed == 50, "as before backward"
-    assert_close(results[0], results[1], atol=0, rtol=0)
+    for result in results[1:]:
+        assert_close(result, results[0], atol=0, rtol=0)
 
 
 def test_what_checkpoint_refuses():

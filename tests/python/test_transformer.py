@@ -271,6 +271,21 @@ def test_masks():
     assert (added.grad[:, causal].abs() > 0).any() and not added.grad[:, ~causal].any()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_core_of_attention_is_computed_again(dropout, monkeypatch):
+    made, x = layer(torch.float32, attention_dropout=dropout), torch.randn(LENGTH, BATCH, HIDDEN)
+    results, calls, own = [], [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *arguments, **options: calls.append(1) or own(*arguments, **options))
+    for again in (False, True):
+        torch.manual_seed(1)
+        y = made(x, checkpoint_core_attention=again)
+        made.eval()  # what is computed again drops as it did
+        results.append([y, *gradients(made, y), torch.get_rng_state()])
+        made.train()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("options", [{}, LLAMA], ids=["gpt", "llama"])
 def test_compiled(options):
     made = layer(torch.float32, **options)

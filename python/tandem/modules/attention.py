@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
+from tandem._checkpoint import checkpoint
 from tandem._weights import in_microbatch
 from tandem import _C, ops
 from tandem.modules.base import Init, Module, forked
@@ -440,10 +441,12 @@ class MultiheadAttention(torch.nn.Module):
         attn_mask_type: str | None = None,
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
+        checkpoint_core_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the projection behind the attention reads, and the output of the norm if it is returned."""
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_call(attention_mask, mask_type, inference_params)
+        again = flag(self._get_name(), "checkpoint_core_attention", checkpoint_core_attention)
         outputs = self._modules["layernorm_qkv" if self.input_layernorm else "qkv"](hidden_states)  # type: ignore[misc]
         mixed, normed = outputs if isinstance(outputs, tuple) else (outputs, None)
         is_sbhd = self.qkv_format == "sbhd"
@@ -465,7 +468,7 @@ class MultiheadAttention(torch.nn.Module):
             if inference_params is not None:
                 key, value = self._cached(key, value, inference_params)
             by_head = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (query, key, value)]
-        y = self._attend(by_head, attention_mask, mask_type)
+        y = self._attend(by_head, attention_mask, mask_type, again)
         return (y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)).flatten(-2), normed
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -500,7 +503,7 @@ class MultiheadAttention(torch.nn.Module):
                 "Pass mask.bool() where 1 leaves a position out, mask == 0 where 1 keeps it."
             )
 
-    def _attend(self, by_head: list[torch.Tensor], mask: torch.Tensor | None, mask_type: str) -> torch.Tensor:
+    def _attend(self, by_head: list[torch.Tensor], mask: torch.Tensor | None, mask_type: str, again: bool) -> torch.Tensor:
         query, key, value = by_head
         rows, columns = query.shape[-2], key.shape[-2]
         is_causal = "causal" in mask_type
@@ -512,10 +515,18 @@ class MultiheadAttention(torch.nn.Module):
                 mask = mask & causal if mask.dtype is torch.bool else mask.masked_fill(~causal, -torch.inf)
             is_causal = False
         dropout = self.attention_dropout if self.training else 0.0
-        with forked(self.dropout_tracker if dropout else None):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=self.num_heads != self.num_groups
-            )
+        tracker = self.dropout_tracker if dropout else None
+
+        def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            with forked(tracker):
+                return F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=self.num_heads != self.num_groups
+                )
+
+        if not again:
+            return core(query, key, value, mask)
+        y: torch.Tensor = checkpoint(core, query, key, value, mask, get_rng_state_tracker=tracker, preserve_rng_state=bool(dropout))
+        return y
 
     def _seen_or_added(self, mask: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The mask as torch's attention reads it: true where a position is seen, or what is added to the scores."""
@@ -538,6 +549,7 @@ class MultiheadAttention(torch.nn.Module):
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
         is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
         **unused: Any,
     ) -> Any:
         """y, then the bias if it is not added, then the output of the norm if it was asked for.
@@ -551,6 +563,7 @@ class MultiheadAttention(torch.nn.Module):
             rotary_pos_emb: what `RotaryPositionEmbedding` gives, for queries and keys, or one for each.
             inference_params: keys and values of earlier positions.
             is_first_microbatch: as for `Linear`.
+            checkpoint_core_attention: whether backward computes the attention between the projections again instead of keeping what it needs.
             encoder_output: None; no other value is known yet.
             unused: the other arguments of TransformerEngine at their defaults, likewise.
         """
@@ -565,9 +578,12 @@ class MultiheadAttention(torch.nn.Module):
                     window_size=window_size,
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
+                    checkpoint_core_attention=checkpoint_core_attention,
                 )
         check_window(self._get_name(), self.window_size if window_size is None else window_size, attn_mask_type or self.attn_mask_type)
-        context, normed = self.context(hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params)
+        context, normed = self.context(
+            hidden_states, attention_mask, attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
+        )
         outputs = self.proj(context)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if normed is not None:
@@ -586,7 +602,6 @@ _UNUSED = {  # what TransformerEngine has further, with its defaults
     **dict.fromkeys(("encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")),
     **dict.fromkeys(("core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs")),
-    "checkpoint_core_attention": False,
     "core_attention_bias_type": "no_bias",
     "fast_zero_fill": True,
 }

@@ -306,13 +306,14 @@ class TransformerLayer(torch.nn.Module):
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Any = None,
         inference_params: InferenceParams | None = None,
+        checkpoint_core_attention: bool = False,
         **unused: Any,
     ) -> torch.Tensor:
         """y, of the shape of x.
 
         Args:
             hidden_states: x, as `attn_input_format` says.
-            attention_mask, rotary_pos_emb, inference_params, is_first_microbatch: as for `MultiheadAttention`.
+            attention_mask, rotary_pos_emb, inference_params, is_first_microbatch, checkpoint_core_attention: as for `MultiheadAttention`.
             self_attn_mask_type, window_size: instead of those of the constructor.
             unused: the other arguments of TransformerEngine at their defaults; no other value is known yet.
         """
@@ -327,12 +328,15 @@ class TransformerLayer(torch.nn.Module):
                     window_size=window_size,
                     rotary_pos_emb=rotary_pos_emb,
                     inference_params=inference_params,
+                    checkpoint_core_attention=checkpoint_core_attention,
                 )
         tail = self._traced_tail if is_dynamo_compiling() else self._tail_now()
         attention = tail.attention
         if tail.proj is not None:
             check_window(self._get_name(), attention.window_size if window_size is None else window_size, self_attn_mask_type or attention.attn_mask_type)
-            context, _ = attention.context(hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params)
+            context, _ = attention.context(
+                hidden_states, attention_mask, self_attn_mask_type, rotary_pos_emb, inference_params, checkpoint_core_attention
+            )
         else:
             context = attention(
                 hidden_states,
@@ -341,6 +345,7 @@ class TransformerLayer(torch.nn.Module):
                 window_size=window_size,
                 rotary_pos_emb=rotary_pos_emb,
                 inference_params=inference_params,
+                checkpoint_core_attention=checkpoint_core_attention,
             )
             if not isinstance(context, torch.Tensor):
                 raise TypeError(
