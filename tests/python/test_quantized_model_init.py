@@ -171,3 +171,21 @@ def test_errors():
     with pytest.raises(ValueError, match="quantized_model_init: expected enabled to be True or False, got MXFP8BlockScaling"):
         with tandem.quantized_model_init(MXFP8BlockScaling()):
             pass
+
+
+def test_codes_are_nearer_than_plain_weights_in_a_first_step_of_delayed_scaling():
+    """There plain weights have the scale 1, those in codes one of their own."""
+    torch.manual_seed(0)
+    plain, x = tandem.Linear(64, 64, bias=False, init_method=lambda weight: torch.nn.init.normal_(weight, std=0.005)), torch.randn(32, 64)
+    with tandem.quantized_model_init(recipe=DelayedScaling()):
+        in_codes = tandem.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        in_codes.weight.copy_(plain.weight)
+    right, steps = x @ plain.weight.t().detach(), []
+    for _ in range(2):
+        for made in (plain, in_codes):
+            with tandem.autocast(recipe=DelayedScaling()):
+                y = made(x)
+            y.sum().backward()
+            steps.append(((y.detach() - right).norm() / right.norm()).item())
+    assert steps[0] > 1.2 * steps[1] and steps[2] == pytest.approx(steps[3], rel=0.05)
