@@ -1,1 +1,4 @@
-"""Differential testing: random pipelines against plain torch. `python -m differential --help`, from the folder `tests`."""
+"""Differential testing against plain torch: random pipelines, and random calls of attention.
+
+`python -m differential --help` and `python -m differential.attention --help`, from the folder `tests`.
+"""

@@ -8,6 +8,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
+import tandem  # noqa: E402
+from differential import attention  # noqa: E402
 from differential import case as cases  # noqa: E402
 from differential.campaign import found_before  # noqa: E402
 from differential.generate import generate  # noqa: E402
@@ -67,3 +69,11 @@ def test_a_seed_is_a_case():
 def test_the_cases_that_were_found_are_read():
     """Those that are compiled run in the stage of .ci/run alone."""
     assert len(FOUND) > len(EAGER) > 0 and all(name and cases.parse(cases.text_of(case)) == case for name, case in FOUND)
+
+
+def test_attention_is_plain_attention(monkeypatch):
+    """Of random calls, and where a beam search forgets to reorder its cache they say so."""
+    assert attention.campaign(1, 150) == []
+    monkeypatch.setattr(tandem.InferenceParams, "swap_key_value_dict", lambda cache, indices: None)
+    found = attention.campaign(1, 150)
+    assert found and all("y is off by" in text and '"pieces"' in text for text in found)
