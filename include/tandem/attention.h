@@ -143,7 +143,8 @@ class TANDEM_API InferenceParams {
 
   /// Of the layers in the map.
   std::map<int64_t, std::weak_ptr<const torch::nn::Module>> writers_;
-  /// Layers some of whose keys and values have come with a gradient.
+  /// Layers and sequences, some of whose keys and values have come with a gradient: numbers
+  /// layer * max_batch_size + sequence.
   std::set<int64_t> recorded_;
 };
 

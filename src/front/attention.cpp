@@ -171,6 +171,9 @@ void InferenceParams::swap_key_value_dict(const Tensor& batch_indices) {
   for (auto& [layer, memory] : key_value_memory_dict)
     memory = {memory.first.index_select(1, batch_indices),
               memory.second.index_select(1, batch_indices)};
+  for (const int64_t one : std::set<int64_t>(recorded_))  // any of them, without a look at indices
+    for (int64_t row = 0; row < max_batch_size; ++row)
+      recorded_.insert(one - one % max_batch_size + row);
 }
 
 std::pair<Tensor, Tensor> InferenceParams::step(
@@ -189,10 +192,14 @@ std::pair<Tensor, Tensor> InferenceParams::step(
   auto found = key_value_memory_dict.find(layer);
   if (found == key_value_memory_dict.end())
     found = key_value_memory_dict.emplace(layer, std::pair(room(key), room(value))).first;
-  if (begin == 0 && batch_size_offset == 0) recorded_.erase(layer);  // a sequence begins
-  const bool is_recording = at::GradMode::is_enabled(),
-             is_constant = begin == 0 || !recorded_.contains(layer);
-  if (is_recording && (key.requires_grad() || value.requires_grad())) recorded_.insert(layer);
+  const bool is_recording = at::GradMode::is_enabled();
+  bool is_constant = true;
+  for (int64_t row = batch_size_offset; row < last; ++row) {
+    const int64_t one = layer * max_batch_size + row;
+    if (begin == 0) recorded_.erase(one);
+    is_constant = is_constant && !recorded_.contains(one);
+    if (is_recording && (key.requires_grad() || value.requires_grad())) recorded_.insert(one);
+  }
   const auto kept = [&](Tensor& memory, const Tensor& fresh) {
     memory = writable(memory, fresh);
     const Tensor own = memory.narrow(1, batch_size_offset, batch);

@@ -8,6 +8,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 
@@ -173,6 +174,26 @@ TEST(InferenceParams, GradientsAreRightOrAnError) {
   }
   cache.sequence_len_offset = 4;
   gradients(made->forward(x.narrow(0, 4, 3), {.inference_params = &cache}));
+  for (const bool swaps : {false, true}) {  // each sequence for itself, until they change places
+    for (const int64_t row : {1, 0}) {
+      const c10::AutoGradMode records(row == 1);
+      cache.sequence_len_offset = 0;
+      cache.batch_size_offset = row;
+      made->forward(x.narrow(0, 0, 4).narrow(1, row, 1), {.inference_params = &cache});
+    }
+    if (swaps) cache.swap_key_value_dict(at::tensor({1, 0}));
+    cache.sequence_len_offset = 4;
+    for (const int64_t row : {0, 1}) {
+      cache.batch_size_offset = row;
+      const at::Tensor y =
+          made->forward(x.narrow(0, 4, 3).narrow(1, row, 1), {.inference_params = &cache});
+      if (row == 0 && !swaps)
+        gradients(y);
+      else
+        EXPECT_THAT([&] { gradients(y); },
+                    ThrowsText<c10::ValueError>("expected gradients of keys and values of one "));
+    }
+  }
 }
 
 TEST(InferenceParams, KnowWhichLayerWrites) {

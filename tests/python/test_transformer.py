@@ -1,5 +1,6 @@
 """`TransformerLayer` and `MultiheadAttention` against their formulas in float64: heads, rotary embedding, norms of heads, masks, a cache."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -213,6 +214,17 @@ def test_gradients_through_a_cache_are_right_or_an_error():
         cache.sequence_len_offset = 0
         y = generate(made, x, cache, [3, 4], [torch.no_grad, torch.enable_grad])
         assert all(grad.isfinite().all() for grad in gradients(made, y))
+    for swaps in (False, True):  # each sequence for itself, until they change places
+        for row, mode in ((1, torch.enable_grad), (0, torch.no_grad)):
+            cache.sequence_len_offset, cache.batch_size_offset = 0, row
+            generate(made, x[:3, row : row + 1], cache, [3], [mode])
+        if swaps:
+            cache.swap_key_value_dict(torch.tensor([1, 0]))
+        for row, is_constant in ((0, not swaps), (1, False)):
+            cache.batch_size_offset, cache.sequence_len_offset = row, 3
+            y = generate(made, x[3:, row : row + 1], cache, [4], [torch.enable_grad])
+            with contextlib.nullcontext() if is_constant else pytest.raises(RuntimeError, match="expected gradients of keys and values of one call"):
+                gradients(made, y)
 
 
 def test_a_cache_knows_which_layer_writes():

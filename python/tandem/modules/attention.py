@@ -149,7 +149,7 @@ class InferenceParams:
         self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._writers: dict[int, weakref.ref[Any]] = {}  # of the layers in the dictionary
-        self._recorded: set[int] = set()  # layers some of whose keys and values have come with a gradient
+        self._recorded: set[tuple[int, int]] = set()  # layers and sequences, some of whose keys and values have come with a gradient
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writers": {}}  # a copy may serve a copy of the model
@@ -158,6 +158,7 @@ class InferenceParams:
         """Reorders the sequences, as a beam search does."""
         for layer, (key, value) in self.key_value_memory_dict.items():
             self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
+        self._recorded |= {(layer, row) for layer, _ in self._recorded for row in range(self.max_batch_size)}  # any of them, without a look at indices
 
     def step(self, layer: int, key: torch.Tensor, value: torch.Tensor, writer: object | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far.
@@ -184,11 +185,12 @@ class InferenceParams:
         old_key, old_value = self.key_value_memory_dict[layer]
         memory = _writable(old_key, key), _writable(old_value, value)
         self.key_value_memory_dict[layer] = memory
-        if begin == first == 0:  # a sequence begins
-            self._recorded.discard(layer)
-        is_recording, is_constant = torch.is_grad_enabled(), not begin or layer not in self._recorded
+        rows = {(layer, row) for row in range(first, last)}
+        if not begin:
+            self._recorded -= rows
+        is_recording, is_constant = torch.is_grad_enabled(), self._recorded.isdisjoint(rows)
         if is_recording and (key.requires_grad or value.requires_grad):
-            self._recorded.add(layer)
+            self._recorded |= rows
         result = []
         for kept, new in zip(memory, (key, value), strict=True):
             kept[begin:end, first:last] = new.detach()
