@@ -28,7 +28,7 @@ def step_times(profile: Any) -> dict[str, float]:
                 )
             return times
     elif hasattr(profile, "key_averages"):
-        totals = {event.key: (getattr(event, "device_time_total", 0) or event.cpu_time_total, event.count) for event in profile.key_averages()}
+        totals = {event.key.removeprefix("tandem::"): (getattr(event, "device_time_total", 0) or event.cpu_time_total, event.count) for event in profile.key_averages()}
         return {name: total / count for name, (total, count) in totals.items() if count}
     raise TypeError(
         f"explain: expected profile to be a torch.profiler.profile that has ended, or a dict of microseconds by step, got {profile!r}. Run the "

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "executor/overlap.h"
 
@@ -49,7 +51,15 @@ void check_overwrite(Frame& frame, const Plan& plan, const Overwritten& overwrit
 }
 
 void run(Frame& frame, const Step& step) {
-  RECORD_FUNCTION(step.name.c_str(), c10::ArrayRef<const c10::IValue>{});
+  at::RecordFunction range(at::RecordScope::FUNCTION);
+  if (range.isActive()) {
+    std::vector<c10::IValue> reads;
+    if (range.needsInputs())
+      for (const Value value : step.reads)
+        if (exists(value))
+          for (const at::Tensor& tensor : frame.tensors(value)) reads.emplace_back(tensor);
+    range.before("tandem::" + step.name, &reads);
+  }
   Call call(frame, step);
   step.run(call);
 }

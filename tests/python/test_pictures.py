@@ -79,6 +79,13 @@ def test_a_profile_gives_the_times(mlp, without_graphviz):
     assert named(tandem.explain(mlp, "svg", profile)).count(" us") >= 5
 
 
+def test_a_profile_names_the_steps_and_tells_shapes(mlp):
+    with torch.profiler.profile(record_shapes=True) as profile:
+        mlp(torch.randn(4, 16))
+    shapes = {event.key: event.input_shapes for event in profile.key_averages(group_by_input_shape=True)}
+    assert shapes["tandem::rms_norm"] == [[4, 16], [16]]
+
+
 @pytest.mark.parametrize("profile", [3, {"gelu": "long"}, {"gelu": -1.0}, {3: 1.0}, [("gelu", 1.0)]])
 def test_what_is_no_profile_is_refused(mlp, profile):
     with pytest.raises(TypeError, match="explain: expected profile to be a torch.profiler.profile that has ended, or a dict of microseconds by step, got"):
