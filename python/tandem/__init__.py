@@ -46,6 +46,7 @@ from tandem._quantizer import Quantizer  # noqa: E402
 from tandem._quantized_init import finish_quantized_init, fp8_model_init, quantized_model_init  # noqa: E402
 from tandem._weights import WeightWorkspace, quantize_weight, weights_changed, weights_unchanged  # noqa: E402
 from tandem import ops  # noqa: E402
+from tandem._decompositions import decompositions, register_decompositions  # noqa: E402
 from tandem._export import transformer_engine_state_dict  # noqa: E402
 from tandem.modules import (  # noqa: E402
     GroupedLinear,
@@ -93,6 +94,7 @@ __all__ = [
     "cast",
     "cast_back",
     "checkpoint",
+    "decompositions",
     "empty_cache",
     "explain",
     "inspect",
@@ -123,6 +125,7 @@ def _after_step(*_: object) -> None:
 
 
 register_optimizer_step_post_hook(_after_step)
+register_decompositions()
 
 
 def __dir__() -> list[str]:

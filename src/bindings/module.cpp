@@ -20,6 +20,7 @@
 #include "bindings/signature.h"
 #include "fusions/table.h"
 #include "kernel_ops/elementwise/join.h"
+#include "kernel_ops/framework/register.h"
 #include "kernel_ops/weights/weights.h"
 #include "ops/glue.h"
 #include "pipeline/explain.h"
@@ -456,6 +457,8 @@ PYBIND11_MODULE(_C, module) {
       py::arg("op"), py::arg("options") = "",
       "How many tensors a recipe quantizes for an op with these options (JSON), by direction.");
   module.def("resized_history", &resized_history);
+  module.def("decomposable_ops", &kernel_ops::decomposable_ops,
+             "Names of the kernel ops that have a composition of torch's operations.");
   module.def("weights_changed", &kernel_ops::weights_changed);
   module.def("cached_bytes", &cached_bytes,
              "Bytes of freed memory that are kept for the next CPU tensors of a pipeline.");

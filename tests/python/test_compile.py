@@ -244,6 +244,49 @@ def test_export_keeps_the_pipeline():
     torch.testing.assert_close(decomposed.module()(x), box(x))
 
 
+def exported():
+    """A decoder's block without attention, with a batch of any size."""
+    box = randomize(ops.Sequential(*llama_mlp(), ops.LayerNorm(16), ops.Dropout(0.5), ops.GEGLU(), ops.L2Normalization())).eval()
+    x = torch.randn(6, 16)
+    return box, x, ({0: torch.export.Dim.DYNAMIC},)
+
+
+def test_export_decomposes_for_any_batch():
+    box, x, shapes = exported()
+    program = torch.export.export(box, (x,), dynamic_shapes=shapes).run_decompositions(tandem.decompositions())
+    assert "tandem" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x[:2]), box(x[:2]))
+    with tandem.autocast(recipe=tandem.recipe.MXFP8BlockScaling()):
+        program = torch.export.export(box.requires_grad_(False), (x,)).run_decompositions(tandem.decompositions())
+        assert "tandem" not in str(program.graph)
+        torch.testing.assert_close(program.module()(x), box(x))
+
+
+def test_onnx_has_every_op(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    box, x, shapes = exported()
+    torch.onnx.export(box, (x,), tmp_path / "box.onnx", dynamo=True, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(tmp_path / "box.onnx")
+    (y,) = session.run(None, {session.get_inputs()[0].name: x[:2].numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), box(x[:2]))
+
+
+def test_export_of_both_directions():
+    from torch.export.experimental import _export_forward_backward
+
+    class Loss(torch.nn.Module):
+        def __init__(self, box):
+            super().__init__()
+            self.box = box
+
+        def forward(self, x):
+            return self.box(x).square().sum()
+
+    model, x = Loss(exported()[0]), torch.randn(6, 16)
+    _export_forward_backward(torch.export.export(model, (x,), strict=False))
+
+
 def test_ops_of_equal_source_and_options_have_one_description():
     from tandem.ops import python_op
 

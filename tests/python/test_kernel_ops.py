@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-import tandem  # noqa: F401  (registers the ops)
+import tandem
 
 SEED = torch.tensor(5)
 STAMP = 13  # numbers of a workspace's stamp
@@ -130,6 +131,23 @@ def test_layout_changes_neither_value_nor_strides(name, dtype):
             for got, wanted in zip(results, expected, strict=True):
                 assert got.is_contiguous()
                 torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+WITHOUT_FORMULA = {"pipeline", "record_amax_", "refresh_weight_", "region_number", "say_of_weight_", "take_scale_", "weight_codes"}
+
+
+@pytest.mark.parametrize("name", sorted(cases()))
+def test_decompositions_are_pure_operations_of_torch(name):
+    table = tandem.decompositions()
+    for op, arguments in calls(name, "permuted", torch.float32):
+        assert (op in table) == (not name.startswith("grouped_") and name not in WITHOUT_FORMULA)
+        if op not in table:
+            continue
+        traced = make_fx(lambda *given, op=op: table[op](*given), tracing_mode="fake")(*arguments)
+        for node in traced.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                assert node.target.namespace == "aten" and not node.target._schema.is_mutable
+        torch.testing.assert_close(traced(*arguments), op(*arguments))
 
 
 def test_compiled_float64_with_a_permuted_input(fresh_dynamo):

@@ -4,7 +4,16 @@
 
 #include <cstdlib>
 
-namespace tandem::kernel_ops::detail {
+#include "kernel_ops/framework/register.h"
+
+namespace tandem::kernel_ops {
+
+std::vector<std::string>& decomposable_ops() {
+  static std::vector<std::string> names;
+  return names;
+}
+
+namespace detail {
 
 void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments) {
   const auto* const first =
@@ -53,4 +62,6 @@ Group quantized(const Tensor& x, const AskedCodes& asked) {
                     quantize.call(x, asked.given, asked.quantizer->text, asked.wanted));
 }
 
-}  // namespace tandem::kernel_ops::detail
+}  // namespace detail
+
+}  // namespace tandem::kernel_ops

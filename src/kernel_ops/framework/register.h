@@ -8,12 +8,17 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <string>
+#include <vector>
 
 #include "kernel_ops/framework/gradient.h"
 #include "kernel_ops/framework/kernel_op.h"
 #include "kernel_ops/framework/memory.h"
 
 namespace tandem::kernel_ops {
+
+/// Names of the ops whose references can be traced: each is a decomposition.
+TANDEM_API std::vector<std::string>& decomposable_ops();
 
 namespace detail {
 
@@ -158,6 +163,16 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
   }
 };
 
+template <typename K>
+void add_overloads(torch::Library& library,
+                   std::initializer_list<Implementation<K>> implementations,
+                   const std::vector<at::Tag>& tags) {
+  for (auto row = implementations.end(); row != implementations.begin();)
+    register_implementation<K>(*--row);
+  Kernels<K, false>::add_to(library, tags);
+  if constexpr (kGroupCount<K> != 0) Kernels<K, true>::add_to(library, tags);
+}
+
 }  // namespace detail
 
 /// Registers K: schema, implementations (best first), shape function, and autograd through the
@@ -166,17 +181,16 @@ template <typename K>
 void register_kernel_op(torch::Library& library,
                         std::initializer_list<Implementation<K>> implementations,
                         const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
-  for (auto row = implementations.end(); row != implementations.begin();)
-    register_implementation<K>(*--row);
-  detail::Kernels<K, false>::add_to(library, tags);
-  if constexpr (kGroupCount<K> != 0) detail::Kernels<K, true>::add_to(library, tags);
+  detail::add_overloads<K>(library, implementations, tags);
+  decomposable_ops().emplace_back(K::kName);
 }
 
-/// Registers an op that K::cpu computes whatever the dtypes.
+/// Registers an op that K::cpu computes whatever the dtypes. What it does depends on the contents
+/// of its tensors, so no trace can hold its reference.
 template <typename K>
 void register_of_all_dtypes(torch::Library& library,
                             const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
-  register_kernel_op<K>(
+  detail::add_overloads<K>(
       library, {{"cpu", at::kCPU, [](const typename K::Args&) { return true; }, K::cpu}}, tags);
 }
 

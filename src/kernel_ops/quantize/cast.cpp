@@ -2,11 +2,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/framework/gradient.h"
-#include "kernel_ops/framework/look_up.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/random.h"
 #include "kernel_ops/framework/register.h"
@@ -99,10 +100,11 @@ void CastFromCodes::cpu(const Args& args, std::span<Tensor> results) {
 
 Results<1> CastFromCodes::reference(const Args& args) {
   const CastFormat format = format_of(kName, args.format);
-  std::array<float, 256> table;
-  for (size_t code = 0; code < table.size(); ++code)
-    table[code] = kernels::float_from_code(static_cast<uint8_t>(code), format);
-  return {look_up(table, args.codes).to(args.dtype)};
+  if (format != CastFormat::e8m0)
+    return {decode_values(args.codes, fp8_format(format)).to(args.dtype)};
+  const Tensor exponent = args.codes.to(at::kDouble) - 127;
+  const Tensor power = at::ldexp(at::scalar_tensor(1.0, exponent.options()), exponent);
+  return {at::where(args.codes == int64_t{kernels::kE8m0Nan}, NAN, power).to(args.dtype)};
 }
 
 TORCH_LIBRARY_FRAGMENT(tandem, library) {

@@ -7,6 +7,7 @@
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tanh.h>
@@ -28,13 +29,16 @@ struct ActivationReference;
 template <Activation>
 struct UnitReference;
 
+// 1 - x is at::rsub(x, 1): ATen's operator with a number before a tensor writes in place, and an
+// exported program may hold no operation that does.
+
 /// z sigmoid(rate z), and its gradient.
 inline at::Tensor linear_gate(const at::Tensor& z, double rate) {
   return z * at::sigmoid(rate * z);
 }
 inline at::Tensor linear_gate_grad(const at::Tensor& grad_y, const at::Tensor& z, double rate) {
   const at::Tensor s = at::sigmoid(rate * z);
-  return grad_y * (s + (rate * (1 - s)) * (z * s));
+  return grad_y * (s + (rate * at::rsub(s, 1)) * (z * s));
 }
 
 template <>
@@ -46,8 +50,9 @@ struct ActivationReference<Activation::gelu> {
         kSaturated = 20;  // tanh is 1 from there on; the cube of a larger z may overflow
     const at::Tensor bounded = at::clamp(z, -kSaturated, kSaturated);
     const at::Tensor t = at::tanh(kBeta * (bounded + kCubic * bounded * bounded * bounded));
-    return grad_y * (0.5 * (1 + t) +
-                     0.5 * z * ((1 - t * t) * (kBeta * (1 + 3 * kCubic * bounded * bounded))));
+    return grad_y *
+           (0.5 * (1 + t) +
+            0.5 * z * (at::rsub(t * t, 1) * (kBeta * (1 + 3 * kCubic * bounded * bounded))));
   }
 };
 
@@ -56,7 +61,7 @@ struct ActivationReference<Activation::silu> {
   static at::Tensor value(const at::Tensor& z) { return at::silu(z); }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
     const at::Tensor s = at::sigmoid(z);
-    return grad_y * (s * (1 + z * (1 - s)));
+    return grad_y * (s * (1 + z * at::rsub(s, 1)));
   }
 };
 
@@ -73,7 +78,7 @@ struct ActivationReference<Activation::sigmoid> {
   static at::Tensor value(const at::Tensor& z) { return at::sigmoid(z); }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
     const at::Tensor s = at::sigmoid(z);
-    return grad_y * (s * (1 - s));
+    return grad_y * (s * at::rsub(s, 1));
   }
 };
 
@@ -104,7 +109,7 @@ struct UnitReference<Activation::situglu> {
   }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& a, const Numbers& numbers) {
     const at::Tensor t = at::tanh(a / numbers[0]), s = at::sigmoid(a);
-    return grad_y * (s * ((1 - t * t) + numbers[0] * t * (1 - s)));
+    return grad_y * (s * (at::rsub(t * t, 1) + numbers[0] * t * at::rsub(s, 1)));
   }
   static at::Tensor other(const at::Tensor& b, const Numbers& numbers) {
     return bounded(b, numbers[1]);
@@ -112,7 +117,7 @@ struct UnitReference<Activation::situglu> {
   static at::Tensor other_grad(const at::Tensor& grad, const at::Tensor& b,
                                const Numbers& numbers) {
     const at::Tensor t = at::tanh(b / numbers[1]);
-    return grad * (1 - t * t);
+    return grad * at::rsub(t * t, 1);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/ldexp.h>
+#include <ATen/ops/reciprocal.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -22,7 +23,7 @@ namespace tandem {
 at::Tensor inverse_of(const at::Tensor& scale) {
   // A float64 quotient of two float32 numbers, rounded to float32, is the correctly rounded float32
   // quotient.
-  return (1.0 / scale.to(at::kDouble)).to(at::kFloat);
+  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
 }
 
 at::Tensor scale_from_amax(const at::Tensor& amax, const Quantizer& quantizer, double big) {

@@ -25,7 +25,6 @@
 
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/framework/gradient.h"
-#include "kernel_ops/framework/look_up.h"
 #include "kernel_ops/framework/random.h"
 #include "kernel_ops/framework/shapes.h"
 #include "kernels/nvfp4.h"
@@ -369,10 +368,18 @@ Tensor encode(const Tensor& scaled, kernels::Fp8Format format, bool saturate, co
 }
 
 Tensor decode_values(const Tensor& codes, kernels::Fp8Format format) {
-  std::array<float, 256> table;
-  for (size_t code = 0; code < table.size(); ++code)
-    table[code] = kernels::float_from_fp8(static_cast<uint8_t>(code), format);
-  return look_up(table, codes);
+  const kernels::Fp8Traits& f = kernels::traits_of(format);
+  const int64_t implicit = int64_t{1} << f.mantissa_bits;
+  const Tensor code = codes.to(at::kLong), magnitude = code.bitwise_and(int64_t{f.nan_code()}),
+               field = magnitude.bitwise_right_shift(f.mantissa_bits),
+               mantissa = magnitude.bitwise_and(implicit - 1),
+               significand = at::where(field > 0, mantissa + implicit, mantissa),
+               exponent = at::clamp(field, 1) + (f.min_exponent() - f.mantissa_bits - 1);
+  const Tensor finite = at::ldexp(significand.to(at::kDouble), exponent.to(at::kDouble)),
+               bounded = at::where(magnitude > int64_t{f.largest}, INFINITY, finite),
+               with_sign =
+                   at::where(code.bitwise_and(int64_t{f.sign()}) != 0, bounded.neg(), bounded);
+  return at::where(magnitude >= int64_t{f.first_nan}, NAN, with_sign).to(at::kFloat);
 }
 
 }  // namespace kernel_ops

@@ -5,8 +5,10 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/minimum.h>
+#include <ATen/ops/reciprocal.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -160,10 +162,11 @@ struct TensorScale {
       : amax(of_tensor), divisor(6 * largest_scale) {
     // Quotients of float32 numbers in float64, rounded, are the rounded float32 quotients.
     const Tensor bounded =
-        at::clamp((divisor / amax.to(at::kDouble)).to(at::kFloat), 0.0f, double{FLT_MAX})
+        at::clamp((at::full_like(amax, divisor, at::kDouble) / amax).to(at::kFloat), 0.0f,
+                  double{FLT_MAX})
             .to(at::kFloat);
     scale = at::where((amax == 0).bitwise_or(bounded == 0), 1.0f, bounded).to(at::kFloat);
-    inverse = (1.0 / scale.to(at::kDouble)).to(at::kFloat);
+    inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
   }
 };
 
@@ -177,7 +180,7 @@ struct BlockCodes {
     const Tensor largest = at::zeros_like(decoded) + FLT_MAX;
     const Tensor factor =
         at::where(at::isnan(decoded), decoded,
-                  at::minimum((1.0 / decoded.to(at::kDouble)).to(at::kFloat), largest));
+                  at::minimum(decoded.to(at::kDouble).reciprocal().to(at::kFloat), largest));
     const Tensor scaled = x * for_elements(factor, 1, x.size(1));
     codes = kernel_ops::encode(scaled, kernels::Fp8Format::e2m1, /*saturate=*/true, words);
   }

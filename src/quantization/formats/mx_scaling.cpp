@@ -7,6 +7,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/ldexp.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -132,8 +133,8 @@ std::pair<Tensor, Tensor> quantized(const Tensor& source, const Tensor& magnitud
   }
   const Tensor of_elements =
       is_row ? for_elements(codes_of_blocks, 1, cols) : for_elements(codes_of_blocks, 0, rows);
-  const Tensor codes =
-      kernel_ops::encode(source * power_of_two(127 - of_elements), quantizer.format->element);
+  const Tensor codes = kernel_ops::encode(source * power_of_two(at::rsub(of_elements, 127)),
+                                          quantizer.format->element);
   const auto sizes = sizes_of_scales(MatrixSize(source.sym_sizes()), direction);
   const Tensor scales = at::constant_pad_nd(codes_of_blocks.to(at::kByte),
                                             {0, sizes[1].expect_int() - codes_of_blocks.size(1), 0,
