@@ -107,6 +107,21 @@ def test_batched_gradients(recipe, retain):
         torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["plain", "quantized"])
+def test_batched_gradients_of_products_of_groups(recipe):
+    """Kernel ops that take lists of tensors, for which torch has no rule."""
+    box = ops.Sequential(ops.GroupedLinear(2, 16, 32, scale_bias=True), ops.ReLU(), ops.GroupedLinear(2, 32, 16))
+    x, scales, splits = torch.randn(6, 16, requires_grad=True), torch.rand(6, requires_grad=True), torch.tensor([4, 2])
+    asked = [x, scales, *box.parameters()]
+    with tandem.autocast(enabled=recipe is not None, recipe=recipe):
+        y = box(x, splits, scales, splits)
+    grads = torch.randn(3, 6, 16)
+    one_by_one = [torch.autograd.grad(y, asked, grad, retain_graph=True) for grad in grads]
+    batched = torch.autograd.grad(y, asked, grads, is_grads_batched=True)
+    for tensor, *expected in zip(batched, *one_by_one, strict=True):
+        torch.testing.assert_close(tensor, torch.stack(expected))
+
+
 def test_batched_gradients_share_a_delayed_scale():
     """As those of one call: the next scale is that of the largest of all."""
     linear, x = ops.Linear(32, 32, bias=False), torch.randn(16, 32, requires_grad=True)

@@ -1,6 +1,11 @@
 #include "kernel_ops/framework/kernel_op.h"
 
+#include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_add_batch_dim.h>
+#include <ATen/ops/_remove_batch_dim.h>
+#include <ATen/ops/stack.h>
 
 #include <cstdlib>
 
@@ -14,6 +19,44 @@ std::vector<std::string>& decomposable_ops() {
 }
 
 namespace detail {
+
+void run_each(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::vector<c10::IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  int64_t level = -1, count = 0;
+  const auto look_at = [&](const Tensor& tensor) {
+    const auto* const batched = at::maybeGetBatchedImpl(tensor);
+    if (batched == nullptr) return;
+    for (const at::BatchDim& each : batched->bdims())
+      if (each.level() > level) level = each.level(), count = batched->value().size(each.dim());
+  };
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) look_at(argument.toTensor());
+    if (argument.isTensorList())
+      for (const Tensor& tensor : argument.toTensorVector()) look_at(tensor);
+  }
+  const auto sample = [&](const Tensor& tensor, int64_t i) {
+    return tensor.defined() ? at::_remove_batch_dim(tensor, level, count, 0).select(0, i) : tensor;
+  };
+  std::vector<std::vector<Tensor>> results(op.schema().returns().size());
+  for (int64_t i = 0; i < count; ++i) {
+    torch::jit::Stack each;
+    for (const c10::IValue& argument : arguments) {
+      if (argument.isTensor()) {
+        each.emplace_back(sample(argument.toTensor(), i));
+      } else if (argument.isTensorList()) {
+        std::vector<Tensor> tensors = argument.toTensorVector();
+        for (Tensor& tensor : tensors) tensor = sample(tensor, i);
+        each.emplace_back(std::move(tensors));
+      } else {
+        each.push_back(argument);
+      }
+    }
+    op.callBoxed(each);
+    for (size_t r = 0; r < results.size(); ++r) results[r].push_back(each[r].toTensor());
+  }
+  for (const std::vector<Tensor>& of_samples : results)
+    stack->emplace_back(at::_add_batch_dim(at::stack(of_samples), 0, level));
+}
 
 void require_one_device(const std::string& op, c10::ArrayRef<const Tensor*> arguments) {
   const auto* const first =

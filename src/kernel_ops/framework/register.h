@@ -22,6 +22,10 @@ TANDEM_API std::vector<std::string>& decomposable_ops();
 
 namespace detail {
 
+/// The kernel under is_grads_batched: a call for each gradient. torch's own, which does the same,
+/// takes no lists of tensors.
+TANDEM_API void run_each(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 /// Results as the dispatcher wants them: all of them.
 template <typename K, bool kWithCodes>
 ReturnedOf<K, kWithCodes> returned(ResultsOf<K>&& results) {
@@ -151,6 +155,8 @@ struct Kernels<K, kWithCodes, std::tuple<Given...>> {
       library.impl(name.c_str(), c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
     } else {
       library.impl(name.c_str(), c10::DispatchKey::Autograd, &autograd);
+      library.impl(name.c_str(), c10::DispatchKey::Batched,
+                   torch::CppFunction::makeFromBoxedFunction<&run_each>());
     }
   }
 
