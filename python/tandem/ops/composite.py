@@ -57,7 +57,7 @@ class Parts(torch.nn.ModuleList):
 class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
     """Stands for basic ops that it made itself. The parameters are its own, in state dicts too; the parts are views of it that own nothing.
 
-    `modules()`, `apply` and `train` reach the parts; `children()`, and with it all that moves, saves or replaces tensors, does not.
+    `apply` and `train` reach the parts. `modules()` does not, nor does all that moves, saves, shards or replaces tensors.
     """
 
     def _own(self, parts: Sequence[tuple[BasicOperation, Mapping[str, str]]]) -> None:
@@ -68,17 +68,10 @@ class CompositeOperation(PartsMixin, DeferredMixin, FusedOperation):
             forget_init(part)
         self.__dict__["basic_ops"] = Parts([part for part, _ in parts])  # no child: see above
 
-    def named_modules(
-        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """This, what it holds, and the parts."""
-        memo = set() if memo is None else memo
-        yield from super().named_modules(memo, prefix, remove_duplicate)
-        yield from self.basic_ops.named_modules(memo, f"{prefix}.basic_ops" if prefix else "basic_ops", remove_duplicate)
-
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Calls `fn` with the parts, what else is held, and this."""
-        self.basic_ops.apply(fn)
+        for part in self.basic_ops:
+            part.apply(fn)
         return super().apply(fn)
 
     def train(self, mode: bool = True) -> Self:

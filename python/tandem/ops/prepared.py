@@ -82,6 +82,7 @@ class Prepared:
         self.changes = changes
         self.captured = captured  # what the ops were like before anything here was read
         self.training_ops = tuple(op for op in basic_ops if op._depends_on_training)
+        self.joined = tuple(op for op in basic_ops if op.__dict__.get("_joined"))
         self.python_ops = tuple(op for op in basic_ops if op.is_python_op)
         self.own_calls = own_calls  # by unit
         self.has_own_calls = any(own_calls)  # then the direct path, which sees hooks only, is closed

@@ -12,7 +12,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tandem import _C
-from tandem.ops import buffers, foreign
+from tandem._quantized_params import is_shared
+from tandem.ops import buffers, foreign, shards
 from tandem.ops.changes import Changes, structure
 from tandem.ops.cut import Piece, Wiring, pieces, reasons
 from tandem.ops.deferred import deferred, materialize
@@ -94,6 +95,8 @@ class OpRun:
                 materialize(now.deferred, x.device)
                 now = self.prepare()
         now.check_count(extra)
+        if now.joined and is_shared(x):
+            shards.check_parts(now.joined)
         if not now.is_direct:
             if not now.hooked():
                 now.tell_before(x, extra)
@@ -174,7 +177,9 @@ class OpRun:
     def plain_pipeline(self) -> _C.EagerPipeline | None:
         """What a call amounts to where no flag of an op, extra input or output matters."""
         now = self.prepare()
-        return None if now.training_ops or now.num_extra_inputs or not now.is_direct or now.has_modes else now.pipeline(())
+        if now.training_ops or now.num_extra_inputs or not now.is_direct or now.has_modes or shards.has_parts_of_ranks(now.joined):
+            return None
+        return now.pipeline(())
 
     def cut(self, now: Prepared | None = None) -> Cut:
         """What the units with hooks, as they are now, cut this into."""
@@ -217,7 +222,10 @@ class OpRun:
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
         rest = list(extra)
+        unit: Unit | None = None
         for part in parts:
+            shards.check_halves(unit, part.first, x)
+            unit = part.unit
             given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
             if before is not None:
                 before(part, x, given)
@@ -236,6 +244,7 @@ class Part:
 
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece = piece
+        self.first = piece.units[0].flat_ops()[0]
         self.inputs, self.outputs = piece.inputs, piece.outputs
         self.unit = piece.units[0] if piece.is_alone else None  # called as a module
         if self.unit is None:

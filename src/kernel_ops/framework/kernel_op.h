@@ -397,7 +397,7 @@ ResultsOf<K> run_reference(const typename K::Args& args) {
   });
   if constexpr (kGroupCount<K> != 0)
     for (size_t i = 0; i < specs.size(); ++i)
-      if (!specs[i].wanted) results[i] = at::empty({0}, results[i].options());
+      if (!specs[i].wanted) results[i] = results[i].new_empty({0});
   return results;
 }
 

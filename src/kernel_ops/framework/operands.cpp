@@ -91,7 +91,7 @@ kernels::Vector vector_out(const at::Tensor& tensor) {
 }
 
 at::Tensor masked_out(const at::Tensor& like, std::optional<at::ScalarType> dtype) {
-  return at::empty({0}, like.options().dtype(dtype.value_or(like.scalar_type())));
+  return like.new_empty({0}, like.options().dtype(dtype.value_or(like.scalar_type())));
 }
 
 }  // namespace tandem::kernel_ops

@@ -3,7 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
 
@@ -95,7 +94,7 @@ Results<4> NormForward::reference(const Args& args) {
   }
   const Tensor means = row_means(source, weight), centered = source - means;
   const Tensor variance = row_means(centered * centered, weight);
-  const Tensor inv_std = at::rsqrt(at::where(at::isinf(variance), NAN, variance) + eps);
+  const Tensor inv_std = at::rsqrt(variance.masked_fill(at::isinf(variance), NAN) + eps);
   return {kept, (centered * inv_std * gamma + bias->to(dtype)).to(weight.scalar_type()),
           means.flatten(), inv_std.flatten()};
 }
