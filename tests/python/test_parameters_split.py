@@ -90,6 +90,19 @@ def test_a_gated_unit_fuses_behind_it():
     mlp.verify(x)
 
 
+def test_explain_tells_of_parts_that_lie_apart():
+    _, parts = pair()
+    mlp = ops.Sequential(parts, ops.SwiGLU())
+    mlp(torch.randn(8, 64))
+    assert "lie apart" not in mlp.explain()
+    parts.up_weight = torch.nn.Parameter(parts.up_weight.detach().clone())
+    mlp(torch.randn(8, 64))
+    told = "each call copies gate_weight, up_weight into one weight, as they lie apart in memory. Move their module with .to(device)"
+    assert mlp.explain().count(told) == 1 and told in mlp.explain("html")
+    mlp.to("cpu")
+    assert "lie apart" not in mlp.explain()
+
+
 @pytest.mark.parametrize("moved", ["apart", "deepcopy", "pickle", "assigned", "float64", "to_empty"])
 def test_where_the_parts_lie_changes_no_number(moved):
     whole, parts = pair()

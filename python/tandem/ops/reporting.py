@@ -15,7 +15,9 @@ from typing_extensions import Self
 
 from tandem import _C, recipe_state
 from tandem._picture import step_times, told
+from tandem._quantized_tensor import QuantizedTensor
 from tandem.ops.foreign import Pieces
+from tandem.ops.joined import are_adjacent
 from tandem.ops.prepared import Outputs
 from tandem.ops.run import Cut, OpRun
 from tandem.ops.unit import Unit
@@ -190,6 +192,8 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
             given = list(vars(run.now.held_workspaces).values())
             explain = functools.partial(_C.explain_description, description, workspaces=[tensors for tensors in given if isinstance(tensors, list)])
             reports.append(told(explain, format, times))
+    if reports:
+        reports += _lines(_apart(run), format)
     for cut in list(run.now.cuts.values()):
         parts = [report for part in cut.parts for report in _reports(part.run, format, times)]
         if parts:
@@ -197,10 +201,27 @@ def _reports(run: OpRun, format: str, times: dict[str, float]) -> list[str]:
     return reports
 
 
+def _apart(run: OpRun) -> list[str]:
+    """Which operands each call copies, as their parts are no longer in one memory."""
+    told = []
+    for op in run.now.joined:
+        for operand, names in op.__dict__["_joined"].items():
+            parts = op._parts_of(operand)  # type: ignore[attr-defined]
+            if not any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) and not are_adjacent(parts):
+                told.append(
+                    f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
+                    "to where it is: that lays them together."
+                )
+    return told
+
+
 def _cut_report(cut: Cut | Pieces, format: str) -> list[str]:
     if format == "json":
         return [json.dumps({"cut": cut.reasons, "plans": []})]
-    lines = [f"cut into {len(cut.parts)} pipeline{'s' * (len(cut.parts) != 1)}: {reason}" for reason in cut.reasons]
+    return _lines([f"cut into {len(cut.parts)} pipeline{'s' * (len(cut.parts) != 1)}: {reason}" for reason in cut.reasons], format)
+
+
+def _lines(lines: list[str], format: str) -> list[str]:
     if format == "html":
         return [f"<p>{html.escape(line)}</p>" for line in lines]
     return lines if format == "text" else []
