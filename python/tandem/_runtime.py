@@ -364,8 +364,10 @@ class Runtime:
         for proxy in proxies._get_proxies(state) if hasattr(proxies, "_get_proxies") else ():  # torch 2.11 has it under no name
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
-    def groups(self, pass_name: str, instances: list[str], recipe: str | None) -> list[fusions.Fused | fusions.Refused]:
-        return fusions.groups(pass_name, instances, recipe)
+    def groups(
+        self, pass_name: str, instances: list[str], recipe: str | None, joint: list[fusions.Fused]
+    ) -> list[fusions.Fused | fusions.Refused]:
+        return fusions.groups(pass_name, instances, recipe, joint)
 
 
 def quantized(parts: list[torch.Tensor | None], text: str, serves_both: bool, dtype: torch.dtype, shape: list[int]) -> QuantizedTensor:

@@ -545,16 +545,20 @@ Refusal refuse_parts(const Description& description, size_t first, size_t last) 
   return std::nullopt;
 }
 
-/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON) -> what its
-/// functions return, each `Fused`.
-std::vector<OpGroup> groups_from_python(Pass pass, const Description& description) {
+/// Asks Python once per plan and pass: runtime.groups(pass, instances, recipe as JSON, those of
+/// both directions) -> what its functions return, each `Fused`.
+std::vector<OpGroup> groups_from_python(Pass pass, const Description& description,
+                                        const std::vector<OpGroup>& joint) {
   const py::gil_scoped_acquire gil;
   py::list ops;
   for (const OpNode& op : description.ops) ops.append(op.instance);
   std::vector<OpGroup> groups;
   py::object recipe = py::none();
   if (description.recipe) recipe = py::str(to_json(*description.recipe).dump());
-  for (const auto& item : runtime().attr("groups")(pass_name(pass), ops, recipe)) {
+  py::list of_both;
+  for (const OpGroup& group : joint)
+    of_both.append(held(static_cast<const PythonOptions*>(group.options.get())->fused));
+  for (const auto& item : runtime().attr("groups")(pass_name(pass), ops, recipe, of_both)) {
     const auto first = item.attr("first").cast<size_t>(), last = item.attr("last").cast<size_t>();
     if (!item.attr("refusal").is_none()) {
       auto refused = std::make_shared<Fusion>();

@@ -16,8 +16,10 @@ struct UserFusions {
   /// Declarative ones of any pass, in order of precedence.
   std::vector<std::shared_ptr<const Fusion>> patterns;
   /// Fusions over the list of ops, in TE's form: called once per plan and pass, returns the groups
-  /// it fused.
-  std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups;
+  /// it fused. `joint`: those of both directions, which the lists of the other passes contain.
+  std::function<std::vector<OpGroup>(Pass pass, const Description& description,
+                                     const std::vector<OpGroup>& joint)>
+      groups;
 };
 
 /// What users' functions over the list of ops have fused, by pass.
@@ -31,7 +33,7 @@ std::vector<const Fusion*> fusions_of(Pass pass, const Description& description,
 /// Those that no rule of their own refused; the others are noted in `scope`. Throws c10::ValueError
 /// where the groups that a user's function returns do not cover the ops once and in order.
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
-                               FusionScope& scope);
+                               FusionScope& scope, const std::vector<OpGroup>& joint = {});
 
 /// Replaces what the fusions match in `steps`: those of users in their order, then of the library's
 /// what has the most members, in the order of the table. Every step's demanded writes stay written.

@@ -8,10 +8,10 @@
 namespace tandem {
 
 std::vector<OpGroup> groups_of(Pass pass, const Description& description, const UserFusions& user,
-                               FusionScope& scope) {
+                               FusionScope& scope, const std::vector<OpGroup>& joint) {
   // Lowering asks for those of both directions in any case: an unfused plan has the same values.
   if ((!description.fuse && pass != Pass::joint) || !user.groups) return {};
-  std::vector<OpGroup> groups = user.groups(pass, description);
+  std::vector<OpGroup> groups = user.groups(pass, description, joint);
   std::erase_if(groups, [&](const OpGroup& group) {
     if (group.refusal && description.fuse)
       scope.note(group.fusion->name, group.fusion->picture, place_of(group), group.refusal);

@@ -183,9 +183,9 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   put_quantize_points(description, key, draft);
   scope.types = &draft.types;
   scope.operands = &draft.operands;
-  groups.forward = groups_of(Pass::forward, description, user, scope);
+  groups.forward = groups_of(Pass::forward, description, user, scope, groups.joint);
   if (!draft.backward.empty())
-    groups.backward = groups_of(Pass::backward, description, user, scope);
+    groups.backward = groups_of(Pass::backward, description, user, scope, groups.joint);
   fuse_jointly(description, user, groups, scope, draft);
   std::optional<BudgetFit> budget;
   if ((description.memory_budget || description.recomputes()) && !draft.backward.empty())

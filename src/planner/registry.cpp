@@ -22,7 +22,7 @@ struct FusionRegistry {
   std::vector<Entry> order;
   uint64_t next_id = 1;
   std::atomic<uint64_t> version{0};
-  std::function<std::vector<OpGroup>(Pass, const Description&)> groups;
+  decltype(UserFusions::groups) groups;
 };
 FusionRegistry& fusion_registry() {
   static FusionRegistry& registry = *new FusionRegistry;  // outlives static handles
@@ -88,8 +88,7 @@ UserFusions user_fusions() {
   return fusions;
 }
 
-void set_group_fusions(
-    std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups) {
+void set_group_fusions(decltype(UserFusions::groups) groups) {
   FusionRegistry& all = fusion_registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.groups = std::move(groups);

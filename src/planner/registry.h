@@ -56,8 +56,7 @@ TANDEM_API uint64_t fusions_version();
 TANDEM_API UserFusions user_fusions();
 
 /// How a front that has fusions over op lists is asked for them.
-TANDEM_API void set_group_fusions(
-    std::function<std::vector<OpGroup>(Pass pass, const Description& description)> groups);
+TANDEM_API void set_group_fusions(decltype(UserFusions::groups) groups);
 /// To be called by such a front whenever its fusions change.
 TANDEM_API void bump_fusions_version();
 

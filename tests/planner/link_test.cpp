@@ -104,7 +104,7 @@ TEST(ReadsOfFusedSteps, OfAGroupLeaveOutWhatMembersWrite) {
   static const auto fusion = std::make_shared<const Fusion>(
       Fusion{.name = "test_group_reads",
              .run = {.reads = {{0, "x"}, {2, "extra"}}, .writes = {{2, "y"}}, .run = never}});
-  set_group_fusions([](Pass pass, const Description&) {
+  set_group_fusions([](Pass pass, const Description&, const std::vector<OpGroup>&) {
     return pass == Pass::forward ? std::vector<OpGroup>{{0, 2, fusion, nullptr}}
                                  : std::vector<OpGroup>();
   });

@@ -317,7 +317,7 @@ TEST(RequireFusion, IsAnErrorWithTheReason) {
 
 /// Fusions over the list of ops, as a front has them, while this lives.
 struct ScopedGroups {
-  explicit ScopedGroups(std::function<std::vector<OpGroup>(Pass, const Description&)> groups) {
+  explicit ScopedGroups(decltype(UserFusions::groups) groups) {
     set_group_fusions(std::move(groups));
   }
   ~ScopedGroups() { set_group_fusions(nullptr); }
@@ -329,7 +329,7 @@ TEST(GroupFusion, ReplacesTheStepsOfItsOps) {
              .run = {.reads = {{0, "x"}}, .writes = {{1, "y"}}, .run = [](Call& call) {
                        call.out(0, at::gelu(call.in(0), "tanh") * 3);
                      }}});
-  const ScopedGroups groups([](Pass pass, const Description&) {
+  const ScopedGroups groups([](Pass pass, const Description&, const std::vector<OpGroup>&) {
     return pass == Pass::forward ? std::vector<OpGroup>{{1, 2, fusion, nullptr}}
                                  : std::vector<OpGroup>();
   });
@@ -341,7 +341,7 @@ TEST(GroupFusion, ReplacesTheStepsOfItsOps) {
 
 TEST(GroupFusionErrors, OverlappingGroups) {
   static const auto fusion = std::make_shared<const Fusion>(Fusion{.name = "test_overlap"});
-  const ScopedGroups groups([](Pass pass, const Description&) {
+  const ScopedGroups groups([](Pass pass, const Description&, const std::vector<OpGroup>&) {
     return pass == Pass::forward
                ? std::vector<OpGroup>{{0, 1, fusion, nullptr}, {1, 2, fusion, nullptr}}
                : std::vector<OpGroup>();

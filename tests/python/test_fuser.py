@@ -1,6 +1,7 @@
 """OperationFuser: a pipeline by itself, and what it shows of a plan."""
 
 import pytest
+import test_fusions_covering as covering
 import torch
 from test_fusions_python import JointSquare, replacing
 
@@ -108,6 +109,17 @@ def test_fused_ops_of_users_are_shown_as_they_are():
         forward, backward = group._forward_ops, group._backward_ops
         assert [covered for _, covered in forward] == [[0], [1, 2]] == [covered for _, covered in backward]
         assert isinstance(forward[1][0], JointSquare) and forward[1][0] is backward[1][0]
+
+
+def test_fused_ops_of_users_are_shown_over_ops_without_steps():
+    made, x = OperationFuser(list(covering.residual(False, ops.GELU()))), torch.randn(4, requires_grad=True)
+    for register, kind in ((covering.FORWARD, covering.ForwardResidual), (covering.JOINT, covering.JointResidual)):
+        with register(replacing(covering.RESIDUAL, kind)):
+            made(x)
+            op, covered = made._forward_ops[1]
+            assert isinstance(op, kind) and covered == [1, 2, 3] and len(made._forward_ops) == 3
+            if register is covering.JOINT:
+                assert made._backward_ops[1] == (op, covered)
 
 
 def test_a_container_shows_its_groups():

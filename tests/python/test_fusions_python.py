@@ -206,6 +206,30 @@ def without_backward(found, *, recipe=None):
 
 
 JOINT, FORWARD, BACKWARD = ops.register_forward_backward_fusion, ops.register_forward_fusion, ops.register_backward_fusion
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functions_of_one_direction_get_what_is_fused_in_both(compiled, fresh_dynamo):
+    box, x = ops.Sequential(ops.ConstantScale(1.0), ops.SiLU(), ops.SiLU(), ops.ReLU()), torch.randn(4, requires_grad=True)
+    given = {"forward": [], "backward": []}
+
+    def forward(found, *, recipe=None):
+        given["forward"].append(found)
+        return replacing([JointSquare, ops.ReLU], ForwardLinearGelu)(found)  # over what is fused already: not taken
+
+    def backward(found, *, recipe=None):
+        given["backward"].append(found)
+        return found
+
+    with JOINT(replacing([ops.SiLU, ops.SiLU], JointSquare)), FORWARD(forward), BACKWARD(backward):
+        call = torch.compile(box, backend="aot_eager", fullgraph=True) if compiled else box
+        y = call(x)
+        y.sum().backward()
+    assert torch.equal(y, x * x) and torch.equal(x.grad, 2 * x)
+    for found in (*given["forward"], *given["backward"]):
+        assert [type(op) for op in found] == [ops.ConstantScale, JointSquare, ops.ReLU]
+        assert [*found[1].basic_ops] == [box[1], box[2]]
+    assert given["forward"][0][1] is given["backward"][0][1]
 ERRORS = [
     (FORWARD, fails, KeyError, "oh"),
     (FORWARD, drops, RuntimeError, "but ops that cover ['BasicLinear', 'Bias', 'GELU'] once and in order, got ['Bias', 'GELU']"),

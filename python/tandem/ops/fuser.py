@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tandem.ops import fused, fusions
+from tandem.ops import fused
 from tandem.ops.fusions import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from tandem.ops.op import FusibleOperation
 from tandem.ops.prepared import Outputs
@@ -150,30 +150,31 @@ class OperationFuser:
             raise AttributeError(f"OperationFuser: expected a pipeline that has been called, got one without a plan. Call it before _{direction}_ops is read.")
         basic_ops = self._run.now.basic_ops
         plan = json.loads(called[-1].explain("json"))["plans"][-1]
-        fused_steps = {}
+        fused_steps: dict[int, tuple[Unit, list[int]]] = {}
         for step in plan.get(direction, ()):
             covered = sorted({int(label.partition(".")[0]) for label in step["covers"]}) if step["fused"] else []
             # The gradient of a fork is a sum, and no step of the fork's own: one that sums stands for the fork as well.
             if step["kind"].endswith("_backward_add") and covered and basic_ops[max(covered[0] - 1, 0)]._kind == "make_extra_output":
                 covered.insert(0, covered[0] - 1)
             if covered:
-                fused_steps[covered[0]] = (step["kind"], covered)
+                shown, covered = self._shown(step["kind"], covered, direction)
+                fused_steps[covered[0]] = (shown, covered)
         planned: Planned = []
-        shown: set[int] = set()
+        taken: set[int] = set()
         for index, op in enumerate(basic_ops):
-            name, covered = fused_steps.get(index, ("", [index]))
-            if index not in shown:
-                planned.append((self._shown(name, covered, direction) if name else op, covered))
-                shown.update(covered)
+            if index not in taken:
+                planned.append(fused_steps.get(index, (op, [index])))
+                taken.update(planned[-1][1])
         return planned
 
-    def _shown(self, name: str, covered: Sequence[int], direction: str) -> Unit:
-        """The user's fused op, or what stands for one of the library."""
-        basic_ops = [self._run.now.basic_ops[index] for index in covered]
-        for made, op in list(basic_ops[0].__dict__.get("_fused_ops", {}).items()):
-            if isinstance(made, fusions.Fused) and made.name == name and [made.first, made.last] == [covered[0], covered[-1]]:
-                return op
-        return fused.shown(name, basic_ops, is_backward=direction == "backward")
+    def _shown(self, name: str, covered: list[int], direction: str) -> tuple[Unit, list[int]]:
+        """The user's fused op, or what stands for one of the library, and the ops that it covers: a user's may cover ops without steps too."""
+        basic_ops = self._run.now.basic_ops
+        for first in range(covered[0] + 1):
+            for made, op in list(basic_ops[first].__dict__.get("_fused_ops", {}).items()):
+                if made.name == name and made.first == first and made.last >= covered[-1]:
+                    return op, [*range(first, made.last + 1)]
+        return fused.shown(name, [basic_ops[index] for index in covered], is_backward=direction == "backward"), covered
 
 
 __all__ = ["OperationFuser", "register_backward_fusion", "register_forward_backward_fusion", "register_forward_fusion"]

@@ -63,7 +63,8 @@ class FusionHandle:
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a fusion of forward.
 
-    `op_fusion_func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`) and returns the same
+    `op_fusion_func(ops, *, recipe)` is called once per plan. It gets the basic ops (a `Linear` is its `BasicLinear` and `Bias`), with what functions
+    before it have fused, for both directions or for this one, in place of the ops that this covers, which are its `basic_ops`. It returns the same
     list with `FusedOperation` objects in place of the runs that they replace. It may not call the pipeline that is planned, and what it
     returns depends on nothing but the ops and the recipe.
 
@@ -289,29 +290,37 @@ def unread(name: str, op: BasicUnit | FusedUnit, contexts: Sequence[OperationCon
     )
 
 
-def groups(pass_name: str, instances: Sequence[str], recipe: str | None) -> list[Fused | Refused]:
-    """Asks the functions of a pass for fused ops."""
+def groups(pass_name: str, instances: Sequence[str], recipe: str | None, joint: Sequence[Fused]) -> list[Fused | Refused]:
+    """Asks the functions of a pass for fused ops. `joint`: those of both directions, which the list that these functions get contains."""
     if not _functions[pass_name]:
         return []
     ops = [python_op.instance(name) for name in instances]
     if any(op is None for op in ops):
         return []
-    found, refused = _returned(pass_name, ops, recipe)
+    found, refused = _returned(pass_name, ops, recipe, [(fused.first, fused.last, fused.get()[0]) for fused in joint])
     return [*refused, *[Fused(returned, pass_name, recipe) for returned in found]]
 
 
 def fusions_made(ops: Sequence[BasicUnit], recipe: str) -> tuple[tuple[str, int, int, int], ...]:
     """What the functions of all passes make of `ops`: pass, first op, last op, number of the function."""
     quantized = None if recipe == "null" else recipe
+    joint = _returned("joint", ops, quantized)[0]
+    of_both = [returned[:3] for returned in joint]
+    one_way = [(name, returned) for name in ("forward", "backward") for returned in _returned(name, ops, quantized, of_both)[0]]
     return tuple(
-        (pass_name, returned.first, returned.last, _registered[id(returned.function)])
-        for pass_name in _PASSES
-        for returned in _returned(pass_name, ops, quantized)[0]
+        (name, returned.first, returned.last, _registered[id(returned.function)])
+        for name, returned in [*[("joint", returned) for returned in joint], *one_way]
     )
 
 
-def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> tuple[list[_Returned], list[Refused]]:
+def _returned(
+    pass_name: str, ops: Sequence[BasicUnit], recipe: str | None, joint: Sequence[tuple[int, int, FusedUnit]] = ()
+) -> tuple[list[_Returned], list[Refused]]:
+    """What the functions of a pass make of the ops, in which those of `joint`, each from its first basic op to its last, stand for theirs."""
     current: list[Any] = list(ops)
+    for first, last, op in reversed(joint):
+        current[first : last + 1] = [op]
+    of_both = {id(op) for _, _, op in joint}
     made_by: dict[int, FusionFunction] = {}
     refused: list[Refused] = []
     for function in _functions[pass_name]:
@@ -319,12 +328,12 @@ def _returned(pass_name: str, ops: Sequence[BasicUnit], recipe: str | None) -> t
             refused += function.refusals(current)
         current = _call(function, pass_name, current, ops, recipe)
         for op in current:
-            if op.is_fused_op:
+            if op.is_fused_op and id(op) not in of_both:
                 made_by.setdefault(id(op), function)
     found, first = [], 0
     for op in current:
         count = len(op.covered_ops())
-        if op.is_fused_op:
+        if id(op) in made_by:
             found.append(_Returned(first, first + count - 1, op, made_by[id(op)]))
         first += count
     return found, refused
