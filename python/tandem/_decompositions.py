@@ -23,7 +23,7 @@ def _reference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _table() -> dict[OpOverload, Callable[..., Any]]:
-    table = {}
+    table: dict[OpOverload, Callable[..., Any]] = {}
     for name in _C.decomposable_ops():
         packet = getattr(torch.ops.tandem, name)
         for overload in packet.overloads():

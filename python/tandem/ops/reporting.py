@@ -206,7 +206,7 @@ def _apart(run: OpRun) -> list[str]:
     told = []
     for op in run.now.joined:
         for operand, names in op.__dict__["_joined"].items():
-            parts = op._parts_of(operand)  # type: ignore[attr-defined]
+            parts = op._parts_of(operand)
             if not any(isinstance(part, QuantizedTensor) or part.is_meta for part in parts) and not are_adjacent(parts):
                 told.append(
                     f"each call copies {', '.join(names)} into one {operand}, as they lie apart in memory. Move their module with .to(device), if only "
