@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from tandem._quantized_parts import DTYPES, PARTS, serves_both
 from tandem._quantized_sharding import post_all_gather, pre_all_gather
-from tandem._quantized_views import FIRST_NUMBERS, SHARING, STAYING, ZEROS, Decoded, has_tangent, is_view, with_first
+from tandem._quantized_views import (
+    FIRST_NUMBERS,
+    SHARING,
+    STAYING,
+    ZEROS,
+    Decoded,
+    has_tangent,
+    is_view,
+    with_first,
+    without_memory,
+)
 
 OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
 _GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
@@ -29,7 +40,8 @@ class QuantizedTensor(torch.Tensor):
     It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again. Copies, moves to another device
     or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last dimension alone, slices of rows and pickles
     stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are copies of the numbers, which cannot be written,
-    and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are decoded too. `param.data = x` quantizes x, or takes the codes that it is in. State dicts hold the parts, as plain tensors
+    and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are decoded too. `param.data = x` quantizes x, or takes the codes that it is in. What asks for the memory, as
+    other libraries do by DLPack, gets a RuntimeError. State dicts hold the parts, as plain tensors
     under the parameter's name.
 
     Attributes:
@@ -78,7 +90,7 @@ class QuantizedTensor(torch.Tensor):
         tensor.rowwise_data, tensor.rowwise_scale_inv, tensor.amax_rowwise = rowwise_data, rowwise_scale_inv, amax_rowwise
         tensor.columnwise_data, tensor.columnwise_scale_inv, tensor.amax_columnwise = columnwise_data, columnwise_scale_inv, amax_columnwise
         tensor.quantizer = quantizer
-        return tensor
+        return without_memory(tensor)  # type: ignore[no-any-return]
 
     @property
     def data(self) -> torch.Tensor:
@@ -205,6 +217,16 @@ class QuantizedTensor(torch.Tensor):
         """Another one like this, in the order of PARTS."""
         return assembled(parts, self.quantizer, dtype or self.dtype, self.shape if shape is None else shape)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As of other tensors, whose own looks for their memory."""
+        if id(self) in memo or not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        made = self._with(lambda part: part)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         attributes = {name: value for name, value in self.__dict__.items() if name not in (*PARTS, "quantizer", SHARING, ZEROS)}
         if self._is_sharing():
@@ -320,12 +342,13 @@ class QuantizedTensor(torch.Tensor):
             storage.data_ptr = lambda: 0  # type: ignore[method-assign]
         return storage
 
-    def storage(self) -> NoReturn:
-        """Raises TypeError, as what asks for one memory, such as safetensors, would take it for the tensor."""
-        raise TypeError(
-            "QuantizedTensor: expected a tensor that lies in one memory, got one in codes, which has several parts. Save the state_dict() of a module that holds "
-            "it, whose entries are plain tensors, or use torch.save, which keeps it whole."
-        )
+    def numpy(self, *, force: bool = False) -> Any:
+        """The numbers, as of a plain tensor."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The numbers, as of a plain tensor."""
+        return self.dequantize().tolist()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"QuantizedTensor({list(self.shape)}, dtype={self.dtype}, quantizer={self.quantizer!r})"

@@ -37,6 +37,16 @@ def is_view(function: Any) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
 
 
+def without_memory(x: Any) -> Any:
+    """Itself, a wrapper: whoever asks for its memory, such as another library by the DLPack protocol, gets an error instead of an address where nothing is."""
+    _C.forbid_memory(
+        x,
+        "QuantizedTensor: expected a tensor whose numbers lie in one memory, got one in codes, or a view of one, which has several parts. Use its numbers: "
+        "x.dequantize(), or view.clone(). To save it use the state_dict() of a module that holds it, whose entries are plain tensors, or torch.save.",
+    )
+    return x
+
+
 class Decoded(torch.Tensor):
     """A view of a quantized tensor that has no codes of its own: a copy of the numbers, into which no write may go, as nobody would see it. Of all numbers
     one behind the other the copy is made where it is read: fully_shard holds such a one of each parameter, and never reads it."""
@@ -54,7 +64,7 @@ class Decoded(torch.Tensor):
             cls, sizes, strides=strides, storage_offset=offset, dtype=numbers.dtype, device=numbers.device
         )
         made._numbers = numbers
-        return made
+        return without_memory(made)  # type: ignore[no-any-return]
 
     def read(self) -> torch.Tensor:
         """The numbers, as a plain tensor."""
@@ -220,4 +230,16 @@ STAYING: dict[Any, Callable[..., Any]] = {  # what gives a quantized tensor, or 
     torch.ops.aten.as_strided.default: _strided,
 }
 
-__all__ = ["FIRST_NUMBERS", "SHARING", "STAYING", "ZEROS", "Decoded", "Zeros", "has_tangent", "is_view", "rows_of", "with_first"]
+__all__ = [
+    "FIRST_NUMBERS",
+    "SHARING",
+    "STAYING",
+    "ZEROS",
+    "Decoded",
+    "Zeros",
+    "has_tangent",
+    "is_view",
+    "rows_of",
+    "with_first",
+    "without_memory",
+]

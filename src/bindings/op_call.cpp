@@ -209,6 +209,14 @@ void bind_op_call(py::module_& module) {
       py::arg("text"), "The text by which equal quantizers are known.");
   module.def("has_tangent", &kernel_ops::has_tangent, py::arg("x"),
              "Whether forward-mode differentiation follows x, asked below autograd too.");
+  module.def(
+      "forbid_memory",
+      [](const at::Tensor& x, const std::string& text) {
+        // The function releases nothing, whatever its name says.
+        x.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+            text);
+      },
+      py::arg("x"), py::arg("text"), "Has whoever asks for the memory of x get a RuntimeError.");
 }
 
 }  // namespace tandem::bindings

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -324,10 +326,55 @@ def test_copies_are_read_as_plain_tensors():
     assert repr(codes[3]) == repr(numbers[3])
 
 
-def test_safetensors_of_a_bare_one_say_what_to_do(tmp_path):
+READERS = {  # how another library may come to the numbers of a tensor
+    "numpy": lambda x: x.numpy(),
+    "numpy by force": lambda x: x.numpy(force=True),
+    "lists": lambda x: x.tolist(),
+    "arrays": np.asarray,
+    "copies": np.array,
+    "DLPack of numpy": np.from_dlpack,
+    "DLPack of torch": torch.from_dlpack,
+    "DLPack of before": lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)),
+    "buffers": memoryview,
+    "bytes": lambda x: np.frombuffer(x, dtype=np.float32),
+    "array interface": lambda x: x.__array_interface__,
+    "interface of CUDA": lambda x: x.__cuda_array_interface__,
+    "address": lambda x: x.data_ptr(),
+    "address of the storage": lambda x: x.untyped_storage().data_ptr(),
+    "storage": lambda x: x.storage()[0],
+    "bytes of the storage": lambda x: bytes(x.untyped_storage()[:4]),
+    "file of the storage": lambda x: x.untyped_storage()._share_filename_cpu_(),
+    "the same memory": lambda x: torch.empty(0).set_(x),
+    "the same storage": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride()).clone(),
+    "other processes": lambda x: pickle.loads(ForkingPickler.dumps(x)),
+    "pickles": lambda x: pickle.loads(pickle.dumps(x)),
+    "copies of torch": lambda x: torch.tensor(x),
+    "what torch takes": torch.asarray,
+    "as the base class": lambda x: x.as_subclass(torch.Tensor).clone(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("ignore")
+def test_other_libraries_read_numbers_or_get_an_error(name):
+    codes = tandem.quantize(torch.randn(64, 32), QUANTIZERS["mxfp8"])
+    numbers = codes.dequantize()
+    param = torch.nn.Parameter(codes.clone())
+    for x, wanted in ((codes, numbers), (param, numbers), (codes[:32], numbers[:32]), (codes.t(), numbers.t()), (codes.view(-1), numbers.view(-1)), (codes[3], numbers[3])):
+        try:
+            got = READERS[name](x)
+        except (RuntimeError, TypeError, BufferError, AttributeError):
+            continue
+        got = got.detach().clone() if isinstance(got, torch.Tensor) else torch.tensor(np.array(got))
+        assert torch.equal(got.dequantize() if isinstance(got, tandem.QuantizedTensor) else got, wanted)
+
+
+def test_who_asks_for_the_memory_is_told_what_to_do(tmp_path):
     codes = tandem.quantize(torch.randn(64, 64), QUANTIZERS["mxfp8"])
-    with pytest.raises(TypeError, match=r"QuantizedTensor: expected a tensor that lies in one memory, got one in codes, which has several parts. Save the state_dict"):
-        save_file({"weight": codes}, tmp_path / "bare.safetensors")
+    told = r"QuantizedTensor: expected a tensor whose numbers lie in one memory, got one in codes, .* Use its numbers: x.dequantize\(\), or view.clone\(\). To save it use the state_dict"
+    for ask in (lambda: codes.data_ptr(), lambda: codes.t().share_memory_(), lambda: np.from_dlpack(codes), lambda: save_file({"weight": codes}, tmp_path / "bare.safetensors")):
+        with pytest.raises(RuntimeError, match=told):
+            ask()
 
 
 def test_zeros_of_which_the_first_rows_are_written():
