@@ -19,6 +19,7 @@ from tandem._quantized_views import (
     Decoded,
     has_tangent,
     is_view,
+    views_in_inference_mode,
     with_first,
     without_memory,
 )
@@ -133,6 +134,7 @@ class QuantizedTensor(torch.Tensor):
         return repr((held.quantizer._stable_traits(), context, self.shape, parts))
 
     @classmethod
+    @views_in_inference_mode
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten

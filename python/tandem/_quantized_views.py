@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,6 +48,19 @@ def without_memory(x: Any) -> Any:
     return x
 
 
+def views_in_inference_mode(dispatch: Any) -> Any:
+    """For `__torch_dispatch__`: in inference mode a view of an ordinary tensor has to be an ordinary one too, as torch has both count their writes together."""
+
+    @functools.wraps(dispatch)
+    def dispatched(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (torch.is_inference_mode_enabled() and is_view(function) and not args[0].is_inference()):
+            return dispatch(cls, function, types, args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return dispatch(cls, function, types, args, kwargs)
+
+    return dispatched
+
+
 class Decoded(torch.Tensor):
     """A view of a quantized tensor that has no codes of its own: a copy of the numbers, into which no write may go, as nobody would see it. Of all numbers
     one behind the other the copy is made where it is read: fully_shard holds such a one of each parameter, and never reads it."""
@@ -77,6 +91,7 @@ class Decoded(torch.Tensor):
         return tree_map(lambda value: cls(value) if type(value) is torch.Tensor else value, result)
 
     @classmethod
+    @views_in_inference_mode
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for place, argument in enumerate(function._schema.arguments):
@@ -240,6 +255,7 @@ __all__ = [
     "has_tangent",
     "is_view",
     "rows_of",
+    "views_in_inference_mode",
     "with_first",
     "without_memory",
 ]

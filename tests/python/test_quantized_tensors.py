@@ -377,6 +377,24 @@ def test_who_asks_for_the_memory_is_told_what_to_do(tmp_path):
             ask()
 
 
+def test_views_and_states_in_inference_mode():
+    with tandem.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = tandem.Linear(64, 64)
+    for quantizer in QUANTIZERS.values():
+        codes = tandem.quantize(torch.randn(64, 160), quantizer)
+        numbers = codes.dequantize()
+        with torch.inference_mode():
+            for view in (codes.detach(), codes.view(64, 160), codes.data, codes[:64], torch.nn.Parameter(codes), codes.clone()):
+                same(view, codes)
+            for view, wanted in ((codes.t(), numbers.t()), (codes.view(-1)[5:], numbers.view(-1)[5:]), (codes.split(7)[1], numbers[7:14])):
+                assert torch.equal(view + 0, wanted + 0)
+            same(codes.clone().detach(), codes)
+            state = layer.state_dict()
+        codes.add_(1.0)
+        codes.detach().requires_grad_().sum().backward()
+    layer.load_state_dict(state)
+
+
 def test_zeros_of_which_the_first_rows_are_written():
     """As fully_shard fills up a share: the rows behind mean zeros under any scale, until somebody writes them."""
     for quantizer in QUANTIZERS.values():
