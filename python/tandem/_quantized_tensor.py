@@ -26,6 +26,7 @@ from tandem._quantized_views import (
 
 OF_A_RANK = "_is_of_a_rank"  # of what fully_shard finds in the place of plain numbers
 _GIVEN = ("_given_scale", "_given_amax")  # tensors of a quantizer that holds some
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 _PLAIN_DATA: Any = torch.Tensor.data  # the descriptor: of shape, dtype and memory of a wrapper
 
 
@@ -38,7 +39,7 @@ def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
 class QuantizedTensor(torch.Tensor):
     """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
 
-    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again. Copies, moves to another device
+    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again, but what it stands for already. Copies, moves to another device
     or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last dimension alone, slices of rows and pickles
     stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are copies of the numbers, which cannot be written,
     and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are decoded too. `param.data = x` quantizes x, or takes the codes that it is in. What asks for the memory, as
@@ -107,6 +108,8 @@ class QuantizedTensor(torch.Tensor):
                 f"data: expected numbers in float32, bfloat16 or float16, as a quantized tensor stands for, got {x.dtype}. Put plain numbers in the place of "
                 "the parameter: torch.nn.Parameter(weight.dequantize())."
             )
+        if self._is_of(x.detach()):
+            return
         made = x if isinstance(x, QuantizedTensor) else self.quantizer.quantize(x.detach())
         _PLAIN_DATA.__set__(self, made)  # shape, dtype and device
         self.__dict__.update({name: made.__dict__.get(name) for name in (*PARTS, "quantizer", SHARING)})
@@ -246,9 +249,24 @@ class QuantizedTensor(torch.Tensor):
         """Codes of x in place of those that are there."""
         self._check_writable()
         numbers = x.detach().to(self.dtype).expand(self.shape)
+        if self._is_of(numbers):
+            return
         self._take_parts_of(self.quantizer._wanting(self)._quantized(numbers))
         if self._first_numbers() is not None:
             self._note_numbers(numbers)
+
+    def _is_of(self, numbers: torch.Tensor) -> bool:
+        """Whether the codes stand for just these numbers, whose own codes may be others: those of columns would be rounded a second time. Where the scale is
+        given, or that of several processes, or rounding is by chance, codes are made anew with each write. Nobody knows while tracing."""
+        if isinstance(numbers, QuantizedTensor) or (numbers.shape, numbers.dtype, numbers.device) != (self.shape, self.dtype, self.device):
+            return False
+        text, parts = self.quantizer.text, distinct(self).values()
+        if self.quantizer._amax_group is not None or self.quantizer._tensors() or ":sr=1" in text or any(type(part) is not torch.Tensor or part.is_meta for part in parts):
+            return False
+        if self.rowwise_data is None and ":rht=1" in text:
+            return False
+        bits = _BITS[self.dtype.itemsize]
+        return torch.equal(numbers.contiguous().view(bits), self._numbers().view(bits))
 
     def _first_numbers(self) -> torch.Tensor | None:
         return self.__dict__.get(FIRST_NUMBERS, (None,))[0]

@@ -395,6 +395,19 @@ def test_views_and_states_in_inference_mode():
     layer.load_state_dict(state)
 
 
+def test_its_own_numbers_change_no_code():
+    """Of columns in blocks of their own other codes would come of numbers that rows have rounded."""
+    for name, quantizer in QUANTIZERS.items():
+        x = torch.randn(64, 160)
+        codes, first = tandem.quantize(x, quantizer), tandem.quantize(x, quantizer)
+        codes.copy_(codes.dequantize())
+        codes.quantize_(codes.dequantize())
+        codes.mul_(1.0)
+        codes.data = codes.dequantize()
+        same(codes, first)
+        same(codes.copy_(x + 1), tandem.quantize(x + 1, quantizer))
+
+
 def test_zeros_of_which_the_first_rows_are_written():
     """As fully_shard fills up a share: the rows behind mean zeros under any scale, until somebody writes them."""
     for quantizer in QUANTIZERS.values():
