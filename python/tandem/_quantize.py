@@ -333,7 +333,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True, seed: to
     has none, and gives 6. Signs are kept, of zeros too. E8M0 holds powers of two and rounds up, as scales are; negative numbers become its least.
 
     Args:
-        x: float32, bfloat16 or float16; float64 is rounded to float32 before. It must need no gradient.
+        x: float32, bfloat16, float16 or float64. It must need no gradient.
         dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu or, for E2M1, torch.float4_e2m1fn_x2.
         saturate: as above; E2M1 and E8M0 always do.
         seed: None, or an int64, or two with an offset: rounded up or down by chance instead, right on average. E8M0 is not.

@@ -47,6 +47,25 @@ def test_edges():
     assert values.dtype == torch.bfloat16 and values.tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(E4M3, 127), (E5M2, 124), (E2M1, 8)], ids=str)
+def test_float64_is_rounded_once(dtype, count):
+    """Beside the middle of two numbers float32 has the middle alone, from which the even code is the nearest."""
+    codes = torch.arange(count, dtype=torch.uint8)
+    values = tandem.cast_back(codes, dtype, torch.float64)
+    middle = (values[:-1] + values[1:]) / 2
+    for sign, bits in ((1, 0), (-1, 0x8 if dtype is E2M1 else 0x80)):
+        for saturate in (True, False):
+            assert torch.equal(tandem.cast(sign * middle * (1 + 2.0**-40), dtype, saturate=saturate), codes[1:] + bits)
+            assert torch.equal(tandem.cast(sign * middle * (1 - 2.0**-40), dtype, saturate=saturate), codes[:-1] + bits)
+
+
+def test_float64_is_rounded_up_once_to_a_power_of_two():
+    powers = 2.0 ** torch.arange(-120, 120, dtype=torch.float64)
+    assert torch.equal(tandem.cast(powers * (1 + 2.0**-40), E8M0), tandem.cast(powers, E8M0) + 1)
+    assert torch.equal(tandem.cast(powers * (1 - 2.0**-40), E8M0), tandem.cast(powers, E8M0))
+    assert tandem.cast(torch.tensor([0, 1e-300, 1e300, -1e-300], dtype=torch.float64), E8M0).tolist() == [0, 0, 254, 0]
+
+
 def test_chance_is_right_on_average_and_repeats_with_its_seed():
     x, seed = torch.full((20_000,), 4.5), torch.tensor(11)
     codes = tandem.cast(x, E2M1, seed=seed)

@@ -2,9 +2,13 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/ldexp.h>
+#include <ATen/ops/nextafter.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
+
+#include <cmath>
 
 #include "kernel_ops/framework/checks.h"
 #include "kernel_ops/framework/gradient.h"
@@ -41,9 +45,12 @@ static_assert(fp8_format(CastFormat::e4m3) == kernels::Fp8Format::e4m3 &&
                   fp8_format(CastFormat::e2m1) == kernels::Fp8Format::e2m1,
               "formats that both have are in the same order");
 
-/// In integers: a logarithm is wrong next to powers of two.
+/// In integers: a logarithm is wrong next to powers of two. float64 is rounded up on the way, as
+/// the code is.
 Tensor e8m0_codes(const Tensor& x) {
-  const Tensor numbers = at::where(x < 0, 0.0f, x.to(at::kFloat));
+  const Tensor nearest = x.to(at::kFloat), infinity = at::full_like(nearest, INFINITY);
+  const Tensor above = at::where(nearest < x, at::nextafter(nearest, infinity), nearest);
+  const Tensor numbers = at::where(x < 0, 0.0f, above);
   const Tensor bits = numbers.contiguous().view(at::kInt).to(at::kLong).bitwise_and(0x7FFFFFFF);
   const Tensor code =
       at::clamp((bits + 0x7FFFFF).bitwise_right_shift(23), 0, int64_t{kernels::kE8m0Largest});
@@ -77,12 +84,11 @@ void CastToCodes::cpu(const Args& args, std::span<Tensor> results) {
 Results<1> CastToCodes::reference(const Args& args) {
   check_no_gradient(kName, args.x);
   const CastFormat format = format_of(kName, args.format);
-  const Tensor numbers = args.x.to(at::kFloat);
-  if (format == CastFormat::e8m0) return {e8m0_codes(numbers)};
+  if (format == CastFormat::e8m0) return {e8m0_codes(args.x)};
   Tensor words;
   if (args.seed)
     words = philox_words(*args.seed, args.x.sym_numel()).reshape_symint(args.x.sym_sizes());
-  return {encode(numbers, fp8_format(format), args.saturate, words)};
+  return {encode(args.x, fp8_format(format), args.saturate, words)};
 }
 
 Specs<1> CastFromCodes::shapes(const Args& args) {

@@ -16,7 +16,7 @@ namespace tandem::kernel_ops {
 /// (kernels/cast.h), not in E8M0.
 ///
 /// Shapes:  x any -> codes like x, uint8, one each.
-/// Dtypes:  float32, bfloat16, float16; float64 is rounded to float32 before.
+/// Dtypes:  float32, bfloat16, float16, float64.
 /// Error:   none: bitwise what the numerics page specifies (tests Cast, GoldenBlocks, CastFront).
 /// Throws:  c10::ValueError on another format or seed.
 struct CastToCodes {
