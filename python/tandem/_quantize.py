@@ -213,7 +213,7 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_use_4over6: whether the largest number of a block becomes 6 or 4, whichever errs less; not with `stochastic_rounding`.
         nvfp4_e4m3_max: what the scale of a block becomes whose amax is the tensor's: 448, or, with `nvfp4_use_4over6`, 256.
         nvfp4_4over6_err_mode: what errs less, by sums over a block: "MAE", of absolute errors, or "MSE", of their squares.
-        with_random_sign_mask: True; no other value is known yet.
+        with_random_sign_mask: True with `with_rht`: no other signs are known. Without, nothing rotates, and it says nothing.
     """
 
     _heads = ("nvfp4",)
@@ -242,7 +242,7 @@ class NVFP4Quantizer(Quantizer):
             {
                 "with_post_rht_amax": (bool(with_post_rht_amax), bool(with_rht)),
                 "row_scaled_nvfp4": (row_scaled_nvfp4, False),
-                "with_random_sign_mask": (with_random_sign_mask, True),
+                "with_random_sign_mask": (with_random_sign_mask or not with_rht, True),
             },
         )
         if not with_amax_reduction:

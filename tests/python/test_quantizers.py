@@ -92,6 +92,12 @@ def test_four_over_six(square, metric, largest, shape):
     assert square or x.numel() < 100 or (codes.dequantize() - x).norm(power) < (plain.dequantize() - x).norm(power)
 
 
+def test_the_signs_of_a_rotation_say_nothing_where_nothing_rotates():
+    assert tandem.NVFP4Quantizer(with_random_sign_mask=False).text == tandem.NVFP4Quantizer().text
+    with pytest.raises(NotImplementedError, match="NVFP4Quantizer: expected with_random_sign_mask"):
+        tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=False)
+
+
 def test_rotated_columns_of_nothing():
     quantizer = tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
     for dtype in (torch.float32, torch.float64):
