@@ -55,6 +55,20 @@ def test_gradients_are_added_to_main_grad_and_nowhere_else(through: str) -> None
     assert_close(module[1].bias.grad, 2 * expected["1.bias"])
 
 
+@pytest.mark.parametrize(("make", "sizes"), [(ops.BasicLinear, (8, 8)), (ops.GroupedLinear, (2, 8, 8))])
+def test_a_delayed_gradient_has_a_stand_in_too(make, sizes) -> None:
+    module = ops.Sequential(make(*sizes, accumulate_into_main_grad=True, delay_wgrad_compute=True))
+    weights = [param for name, param in module.named_parameters() if "weight" in name]
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
+    extra = (torch.tensor([2, 3]),) if isinstance(module[0], ops.GroupedLinear) else ()
+    module(torch.randn(5, 8), *extra).sum().backward()
+    assert not any(weight.main_grad.any() for weight in weights)
+    module[0].backward_dw()
+    for weight in weights:
+        assert weight.main_grad.any() and weight.grad_added_to_main_grad and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 class Nothing(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -57,9 +57,9 @@ class DelayedMixin:
         self.__dict__.setdefault("_wgrad_accumulation_and_reduce_hooks", []).append(wgrad_accumulation_and_reduce_hook)
 
 
-def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """What backward does with a gradient that it returns."""
-    if not weight.requires_grad:
+    if not weight.requires_grad or gradient is None:
         return
     if weight.grad is None:
         weight.grad = gradient.to(weight.dtype)
@@ -70,13 +70,14 @@ def add_gradient(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 def add_to_main_grad(weight: Any, gradient: torch.Tensor, is_first: bool) -> None:
     """What backward does with a gradient of a weight that has a `main_grad`."""
     if weight.requires_grad:
-        main_grad.absorb("backward_dw", weight, gradient, is_first)
+        add_gradient(weight, main_grad.absorb("backward_dw", weight, gradient, is_first))
 
 
 def product_into_main_grad(weight: Any, left: Entry) -> None:
     """The same of one product, which adds to `main_grad` itself."""
     is_added = not left.is_first and not getattr(weight, "overwrite_main_grad", False)
     _C.add_left_grad_weight(list(left), main_grad.take(weight), is_added)
+    add_gradient(weight, main_grad.stand_in(weight))
 
 
 __all__ = ["DelayedMixin", "add_gradient", "add_to_main_grad", "product_into_main_grad"]

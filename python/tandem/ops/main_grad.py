@@ -73,17 +73,22 @@ def take(param: Any) -> torch.Tensor:
 
 
 def absorb(op: str, param: Any, gradient: torch.Tensor, is_first: bool = False) -> torch.Tensor | None:
-    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds, in the first micro-batch too. Returns what is
-    given back instead: nothing, or a gradient without meaning where the parameter's owner waits for one."""
+    """Adds a gradient to the parameter's `main_grad`, or puts it in the place of what that holds, in the first micro-batch too. Returns its stand-in."""
     announce(param)
     target = buffer(param, op)
     if is_first or getattr(param, "overwrite_main_grad", False):
         target.copy_(gradient)
     else:
         target.add_(gradient)
+    return stand_in(param)
+
+
+def stand_in(param: Any) -> torch.Tensor | None:
+    """What is given back in the place of a gradient that is in main_grad: nothing, or a gradient without meaning where the parameter's owner waits for one."""
     if not hasattr(param, "grad_added_to_main_grad"):
         return None
-    return torch.zeros_like(gradient) if getattr(param, "zero_out_wgrad", False) else gradient
+    make = torch.zeros if getattr(param, "zero_out_wgrad", False) else torch.empty
+    return make(param.shape, dtype=param.dtype, device=param.device)
 
 
 def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]:
@@ -95,4 +100,4 @@ def buffers(places: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]
     return [buffer(param) for param in params]
 
 
-__all__ = ["absorb", "announce", "buffer", "buffers", "in_first_microbatch", "modes", "take"]
+__all__ = ["absorb", "announce", "buffer", "buffers", "in_first_microbatch", "modes", "stand_in", "take"]
