@@ -135,12 +135,20 @@ def quantize_weights(module: Any) -> None:
         module._bring_together()
 
 
-def _replace(module: Any, name: str, codes: torch.nn.Parameter) -> None:
+def give_memory(module: Any, name: str, device: torch.device | str) -> None:
+    """Makes a parameter that is on the meta device."""
+    param = module._parameters[name]
+    made = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    _replace(module, name, made)
+
+
+def _replace(module: Any, name: str, made: torch.nn.Parameter) -> None:
     """The parameter stays the object that optimizers may hold, unless somebody looks at it whom torch does not tell of a swap."""
     try:
-        torch.utils.swap_tensors(module._parameters[name], codes)
-    except RuntimeError:
-        setattr(module, name, codes)
+        torch.utils.swap_tensors(module._parameters[name], made)
+    except RuntimeError:  # a weak reference, as compilers have, or a graph of shapes holds it
+        setattr(module, name, made)
 
 
 def finish_quantized_init(model: torch.nn.Module) -> torch.nn.Module:
@@ -180,16 +188,17 @@ def finish_at_a_call(module: Any) -> None:
 
 def resetting(reset: Callable[..., None]) -> Callable[..., None]:
     """For `reset_parameters` of a module whose weights are in codes, or to be in codes. They are plain numbers while it draws, as an initialiser of several
-    steps would round at each. What `fully_shard` shares gets memory on the device of the ranks, as in TransformerEngine."""
+    steps would round at each. What a constructor has left on the meta device gets memory: on the device that was assigned, or else on the default one; what
+    `fully_shard` shares on the device of the ranks."""
 
     @functools.wraps(reset)
     def drawn(self: Any, *args: Any, **kwargs: Any) -> None:
         parameters = self._parameters
         for name, param in list(parameters.items()):
             if param is not None and param.is_meta and is_shared(param):
-                made = torch.nn.Parameter(torch.empty_like(param, device=param.device_mesh.device_type), requires_grad=param.requires_grad)
-                made.__dict__.update(param.__dict__)
-                setattr(self, name, made)
+                give_memory(self, name, param.device_mesh.device_type)
+            elif param is not None and param.is_meta and self.__dict__.get("_deferred"):
+                give_memory(self, name, self.__dict__.get("_device") or torch.get_default_device())
         codes = {name: param for name, param in parameters.items() if param is not None and not param.is_meta and codes_of(param) is not None}
         before = {name: numbers_of(param) for name, param in codes.items()}
         plain = {name: torch.nn.Parameter(numbers.clone(), requires_grad=codes[name].requires_grad) for name, numbers in before.items()}
@@ -248,4 +257,16 @@ def loading(module: Any, state_dict: Mapping[str, Any], prefix: str, metadata: M
         forget_init(module)
 
 
-__all__ = ["finish_at_a_call", "finish_quantized_init", "forget_init", "fp8_model_init", "is_pending", "loading", "note_init", "quantize_weights", "quantized_model_init", "resetting"]
+__all__ = [
+    "finish_at_a_call",
+    "finish_quantized_init",
+    "forget_init",
+    "fp8_model_init",
+    "give_memory",
+    "is_pending",
+    "loading",
+    "note_init",
+    "quantize_weights",
+    "quantized_model_init",
+    "resetting",
+]

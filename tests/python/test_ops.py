@@ -359,6 +359,23 @@ def test_device_none_is_the_default_device():
         assert {p.device.type for p in ops.Sequential(ops.LayerNorm(4), ops.Linear(4, 4)).parameters()} == {"meta"}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ops.Linear(8, 8, device="meta"),
+        lambda: ops.RMSNorm(8, device="meta"),
+        lambda: ops.GroupedLinear(2, 8, 8, device="meta"),
+        lambda: tandem.LayerNormMLP(8, 8, device="meta"),
+    ],
+)
+def test_reset_parameters_gives_memory_to_what_was_made_on_the_meta_device(make):
+    module = make()
+    params = [*module.parameters()]
+    module.reset_parameters()
+    assert [*map(id, module.parameters())] == [*map(id, params)] and not any(param.is_meta for param in params)
+    assert all(param.isfinite().all() for param in params) and module.device.type == "cpu"
+
+
 def test_a_meta_module_works_after_to_empty_and_reset_parameters():
     norm, linear = ops.LayerNorm(4, device="meta"), ops.Linear(4, 4, device="meta")
     both = ops.Sequential(norm, linear).to_empty(device="cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tandem._quantized_init import finish_at_a_call, is_pending, note_init, quantize_weights, resetting
+from tandem._quantized_init import finish_at_a_call, give_memory, is_pending, note_init, quantize_weights, resetting
 
 _making = threading.Lock()
 
@@ -83,12 +83,7 @@ def materialize(modules: Iterable[Any], device: torch.device) -> None:
                 if not param.is_meta:
                     kept.append((param, param.detach().clone()))
                     continue
-                made = torch.nn.Parameter(torch.empty_like(param, device=module.__dict__.get("_device") or device), requires_grad=param.requires_grad)
-                made.__dict__.update(param.__dict__)
-                try:
-                    torch.utils.swap_tensors(param, made)
-                except RuntimeError:  # a weak reference, as compilers have, or a graph of shapes holds it
-                    module._parameters[name] = made
+                give_memory(module, name, module.__dict__.get("_device") or device)
             module.reset_parameters()
             for param, value in kept:
                 param.copy_(value)
