@@ -98,7 +98,7 @@ def test_nothing_shares_memory_with_an_argument(case):
     kind, _, make = case
     args = make(torch.randn(2, 16, 32))
     results = FUNCTIONS[kind][0](args)
-    arguments = {value.untyped_storage().data_ptr() for value in vars(args).values() if isinstance(value, torch.Tensor)}
+    arguments = {value.untyped_storage().data_ptr() for value in (getattr(args, each.name) for each in dataclasses.fields(args)) if isinstance(value, torch.Tensor)}
     outputs = [results.y] + ([] if results.layernorm_output is None else [results.layernorm_output])
     made = [tensor.untyped_storage().data_ptr() for tensor in (*outputs, *results.saved) if tensor is not None]
     assert arguments.isdisjoint(made) and len({y.data_ptr() for y in outputs}) == len(outputs)
@@ -354,6 +354,12 @@ def test_workspaces_that_do_not_fit_are_replaced():
         assert torch.equal(results.y, wanted.y) and torch.equal(gradients["inp"], expected["inp"])
         kept = functional.linear_forward(functional.LinearArgs(inp=x, weight=weight, recipe=MXFP8, weight_workspaces=results.weight_workspaces))
         assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(kept.weight_workspaces, results.weight_workspaces, strict=True))
+
+
+def test_unknown_fields_are_refused():
+    args = functional.LinearArgs(inp=torch.ones(2, 3), weight=torch.ones(2, 3))
+    with pytest.raises(AttributeError, match="'LinearArgs' object has no attribute 'wieght'"):
+        args.wieght = torch.zeros(2, 3)
 
 
 def test_errors_of_fields():

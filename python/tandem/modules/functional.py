@@ -39,7 +39,7 @@ _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 Field = tuple[str, int]  # of the arguments: name, and place where it is a list
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Args:
     """What the functions of all modules take.
 
@@ -63,7 +63,7 @@ class _Args:
     overwrite_main_grad: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LinearArgs(_Args):
     """Of y = inp weight^T + bias.
 
@@ -84,7 +84,7 @@ class LinearArgs(_Args):
     save_original_input: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LayerNormLinearArgs(LinearArgs):
     """Of y = norm(inp) weight^T + bias.
 
@@ -102,7 +102,7 @@ class LayerNormLinearArgs(LinearArgs):
     return_layernorm_output: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LayerNormMLPArgs(_Args):
     """Of y = activation(norm(inp) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias.
 
@@ -134,7 +134,7 @@ class LayerNormMLPArgs(_Args):
     sequence_parallel: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class GroupedLinearArgs(_Args):
     """Of y_g = inp_g weights[g]^T + biases[g].
 
@@ -150,6 +150,7 @@ class GroupedLinearArgs(_Args):
     weights: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor] | None = None
     main_grads: Mapping[str, Any] = field(default_factory=dict)
+    _splits: tuple[Sequence[int], torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)  # of forward, which the setup looks for
 
 
 class Results(NamedTuple):
@@ -348,9 +349,9 @@ def _grouped_linear(args: GroupedLinearArgs) -> _Call:
             rows_of_groups = [operator.index(rows) for rows in splits]
         except TypeError:
             raise TypeError(f"GroupedLinearArgs: expected m_splits to be integers, the rows of each group, got {splits!r}. Convert them.") from None
-        known, made = args.__dict__.get("_splits", (None, None))  # the setup finds what forward has read
-        splits = made if known == rows_of_groups else torch.tensor(rows_of_groups, dtype=torch.int64)
-        args.__dict__["_splits"] = rows_of_groups, splits
+        if args._splits is None or args._splits[0] != rows_of_groups:
+            args._splits = rows_of_groups, torch.tensor(rows_of_groups, dtype=torch.int64)
+        splits = args._splits[1]
     if not args.weights:
         raise ValueError("GroupedLinearArgs: expected weights to be one matrix for each group, got none. Pass them.")
     call.give(splits, None)
