@@ -190,6 +190,7 @@ ERRORS = [
     (lambda box: box[5], IndexError, r"Sequential: expected an index in \[-5, 5\), got 5. It has 5 modules."),
     (lambda box: box[-6], IndexError, r"expected an index in \[-5, 5\), got -6"),
     (lambda box: box.append(3), TypeError, "Sequential: expected modules, got int. Pass operations"),
+    (lambda box: box.append(ops.GELU), TypeError, r"Sequential: expected modules, got the class GELU. Write GELU\(\), with its arguments"),
     (lambda box: box.__setitem__(0, None), TypeError, "Sequential: expected modules, got NoneType"),
     (lambda box: box(torch.ones(1), torch.ones(1)), ValueError, "pipeline: expected 0 extra inputs, .*, got 1. Pass them"),
     (lambda box: box + 3, TypeError, "unsupported operand"),
@@ -202,6 +203,13 @@ def test_errors(change, kind, text):
         change(ops.Sequential(*five()))
 
 
+def test_missing_ops_are_told():
+    with pytest.raises(AttributeError, match="tandem.ops: expected a name that it has, got 'Swiglu'. Write SwiGLU."):
+        ops.Swiglu  # noqa: B018
+    with pytest.raises(AttributeError, match="got 'Tanh'. There are AddExtraInput, .*, SwiGLU; a torch.nn module may stand between them"):
+        ops.Tanh  # noqa: B018
+
+
 def test_extra_inputs_go_to_the_pipelines_that_take_them():
     box = ops.Sequential(ops.AddExtraInput(), nn.ReLU(), ops.MakeExtraOutput(), ops.AddExtraInput())
     x, a, b = torch.randn(3, 4).unbind()
@@ -209,7 +217,7 @@ def test_extra_inputs_go_to_the_pipelines_that_take_them():
     assert torch.equal(extra, (x + a).relu()) and torch.equal(y, extra + b)
     with pytest.raises(ValueError, match="Sequential: expected 2 extra inputs, .* got 3. Leave out the last."):
         box(x, a, b, b)
-    with pytest.raises(ValueError, match="pipeline: expected 1 extra inputs, .* got 0"):
+    with pytest.raises(ValueError, match=r"pipeline: expected 1 extra inputs, .* got 0. Pass them after the input, in order, for op 1 \(AddExtraInput\)"):
         box(x, a)
 
 

@@ -43,6 +43,13 @@ def test_linear_is_its_formula(bias: bool, return_bias: bool, split: Any) -> Non
     assert bias or split is not None or module.bias is None
 
 
+def test_a_bool_in_the_third_place_may_mean_two_things() -> None:
+    for value in (False, True):
+        with pytest.raises(TypeError, match=f"Linear: expected in_features and out_features before the names of other arguments, got {value} in the third place, which"):
+            tandem.Linear(8, 6, value)
+    assert tandem.Linear(8, 6, bias=False).bias is None and tandem.Linear(8, 6, sequence_parallel=False).bias is not None
+
+
 def test_what_is_drawn() -> None:
     drawn = []
     module = tandem.Linear(64, 64, parameters_split=("q", "k"), init_method=lambda weight: drawn.append(torch.nn.init.constant_(weight, 2.0).shape))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
 
 import torch
 
@@ -11,6 +12,8 @@ from tandem.modules.base import Init, Module, Parts, Rows, check_group, linear_p
 from tandem.ops.arguments import Fixed, at_default, flag, positive
 from tandem.ops.joined import Split, split_sizes
 from tandem.ops.linear import collectives, share
+
+_P = ParamSpec("_P")
 
 
 class Sizes:
@@ -143,6 +146,19 @@ def split_repr(module: Any) -> str:
     return f", parameters_split={dict(module.parameters_split)}" if module.parameters_split else ""
 
 
+def _telling_bias(init: Callable[_P, None]) -> Callable[_P, None]:
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if len(args) > 3 and isinstance(args[3], bool):  # the first is the module
+            raise TypeError(
+                f"Linear: expected in_features and out_features before the names of other arguments, got {args[3]} in the third place, which is that of "
+                "sequence_parallel in TransformerEngine and of bias in torch.nn.Linear. Write sequence_parallel= or bias=."
+            )
+        init(*args, **kwargs)
+
+    return checked
+
+
 class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
     """y = x weight^T + bias, as one pipeline.
 
@@ -159,6 +175,7 @@ class Linear(OneProduct, Module, torch.nn.Linear):  # type: ignore[misc]
     weight: torch.Tensor  # type: ignore[assignment]
     bias: torch.Tensor | None  # type: ignore[assignment]
 
+    @_telling_bias
     def __init__(
         self,
         in_features: int,

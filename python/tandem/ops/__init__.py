@@ -1,5 +1,7 @@
 """Operations, and the container that runs lists of them as few fused steps. Names and arguments are those of transformer_engine."""
 
+from typing import Any
+
 from tandem import _runtime
 from tandem.ops import basic, fused, fuser
 from tandem.ops.activation import (
@@ -92,3 +94,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    there = [each for each in __all__ if each[0].isupper()]
+    meant = [each for each in there if each.lower() == name.lower()]
+    advice = f"Write {meant[0]}." if meant else f"There are {', '.join(there)}; a torch.nn module may stand between them."
+    raise AttributeError(f"tandem.ops: expected a name that it has, got {name!r}. {advice}")

@@ -45,9 +45,11 @@ def unit_has_hooks(unit: Unit) -> bool:
     return False
 
 
-def wrong_count(expected: int, got: int) -> str:
+def wrong_count(readers: Sequence[str], got: int) -> str:
+    """`readers`: for each unbound extra input the op that reads it."""
     return (
-        f"pipeline: expected {expected} extra inputs, one per unbound extra input of its ops, got {got}. Pass them after the input, in order."
+        f"pipeline: expected {len(readers)} extra inputs, one per unbound extra input of its ops, got {got}. Pass them after the input, in order"
+        f"{', for ' if readers else ''}{', '.join(readers)}."
     )
 
 
@@ -202,7 +204,12 @@ class Prepared:
 
     def check_count(self, extra: Sequence[torch.Tensor]) -> None:
         if len(extra) != self.num_extra_inputs:
-            raise ValueError(wrong_count(self.num_extra_inputs, len(extra)))
+            raise ValueError(wrong_count(self.extra_readers(), len(extra)))
+
+    def extra_readers(self) -> list[str]:
+        """For each extra input that no op of this pipeline makes, the op that reads it."""
+        found = enumerate(zip(self.basic_ops, self.bindings, strict=True))
+        return [f"op {place} ({op._get_name()})" for place, (op, (inputs, _)) in found for channel in inputs if channel is None]
 
     def tell_before(self, x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
         """Calls `pre_fuser_forward` of the ops that define it."""

@@ -155,7 +155,8 @@ class OpRun:
         if self.wiring is None:
             return given, rest
         if len(given) != count:
-            raise ValueError(wrong_count(count, len(given)))
+            readers = zip(self.now.extra_readers(), self.wiring.inputs, strict=True)
+            raise ValueError(wrong_count([reader for reader, channel in readers if channel is None], len(given)))
         own = iter(given)
         return tuple([next(own) if channel is None else channels[channel] for channel in self.wiring.inputs]), rest
 

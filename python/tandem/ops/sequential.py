@@ -309,6 +309,8 @@ class Sequential(ReportingMixin, torch.nn.Module):
 
 
 def _checked(module: Any) -> torch.nn.Module:
+    if isinstance(module, type):
+        raise TypeError(f"Sequential: expected modules, got the class {module.__name__}. Write {module.__name__}(), with its arguments.")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"Sequential: expected modules, got {type(module).__name__}. Pass operations or other torch.nn.Module objects.")
     return module
