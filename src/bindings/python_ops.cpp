@@ -90,6 +90,16 @@ at::Tensor without_history(const Call& call, at::Tensor tensor) {
   return tensor.detach();
 }
 
+/// A result of a step as user code sees it, which asks `requires_grad` whether to compute its
+/// gradient: arguments have that flag, results in a frame have none.
+at::Tensor telling(const Call& call, size_t read) {
+  const at::Tensor& tensor = call.in(read);
+  if (call.path() == Path::composite || !call.type(read).requires_grad || !tensor.defined() ||
+      tensor.requires_grad())
+    return tensor;
+  return tensor.detach().set_requires_grad(true);
+}
+
 /// runtime.in_codes(parts, quantizer, whether they are of columns, dtype, sizes) -> QuantizedTensor
 py::object in_codes(Call& call, size_t read) {
   const Type& type = call.type(read);
@@ -105,12 +115,14 @@ py::object in_codes(Call& call, size_t read) {
       py::tuple(py::cast(std::vector<c10::SymInt>(sizes.begin(), sizes.end()))));
 }
 
-py::list list_of(Call& call, size_t& next, size_t count) {
+/// `tells`: as `telling` gives results.
+py::list list_of(Call& call, size_t& next, size_t count, bool tells = false) {
   py::list list;
   for (size_t i = 0; i < count; ++i, ++next)
-    list.append(!call.has(next)                      ? py::none()
-                : call.format(next) == Format::codes ? in_codes(call, next)
-                                                     : to_python(call.in(next)));
+    list.append(!call.has(next) ? py::none()
+                : call.format(next) == Format::codes
+                    ? in_codes(call, next)
+                    : to_python(tells ? telling(call, next) : call.in(next)));
   return list;
 }
 
@@ -177,7 +189,8 @@ void python_forward(Call& call) {
   const std::string label = options.label();
   size_t next = 1;
   py::list extras, params;
-  for (const auto& counts : options.ops) extras.append(list_of(call, next, counts.extra_inputs));
+  for (const auto& counts : options.ops)
+    extras.append(list_of(call, next, counts.extra_inputs, /*tells=*/true));
   for (const auto& counts : options.ops) params.append(list_of(call, next, counts.params));
   const size_t last = call.step().writes.size() - 1;
   const bool is_opaque =
@@ -188,7 +201,7 @@ void python_forward(Call& call) {
   if (!is_opaque)
     for (size_t w = outputs; w < call.step().writes.size(); ++w) save |= call.wants(w);
   const py::object results =
-      runtime().attr("forward")(options.target(), to_python(call.in(0)), extras, params, save,
+      runtime().attr("forward")(options.target(), to_python(telling(call, 0)), extras, params, save,
                                 given_to(call, call.frame(), options.ops.size()));
   size_t write = 0;
   write_all(

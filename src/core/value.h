@@ -69,6 +69,8 @@ struct Type {
   Direction direction = Direction::row;
   /// Whether some step of backward can write it again, so that forward need not keep it.
   bool may_be_written_again = false;
+  /// Of an argument or a result of forward, in a finished plan: whether its gradient is wanted.
+  bool requires_grad = false;
 };
 
 inline size_t tensors_per_value(const Type& type) {

@@ -83,7 +83,7 @@ Values read_after(const Plan& plan, size_t step) {
 }
 
 /// An argument that a step writes in place must not be one that backward reads.
-void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
+void note_overwritten(Plan& plan) {
   for (size_t s = 0; s < plan.forward.size(); ++s) {
     const Step& step = plan.forward[s];
     for (const Value value : step.mutates) {
@@ -91,7 +91,8 @@ void note_overwritten(Plan& plan, const std::vector<bool>& requires_grad) {
       if (input == plan.inputs.end()) continue;  // a workspace, state or a buffer
       const Value result = step.writes[step.main_write];
       plan.overwritten.push_back({static_cast<size_t>(input - plan.inputs.begin()), result,
-                                  requires_grad[index_of(result)], s, read_after(plan, s)});
+                                  plan.types[index_of(result)].requires_grad, s,
+                                  read_after(plan, s)});
       TORCH_CHECK_VALUE(plan.kept_at[index_of(value)] < 0, step.name,
                         ": expected an argument that backward does not read, got ",
                         plan.types[index_of(value)].name,
@@ -134,6 +135,8 @@ std::shared_ptr<const BackwardFusions> backward_fusions(const Description& descr
 
 /// What is finished of a draft becomes the plan's.
 void take_over(Draft& draft, Plan& plan) {
+  for (size_t v = 0; v < draft.types.size(); ++v)
+    draft.types[v].requires_grad = draft.requires_grad[v];
   for (const Value output : draft.outputs)
     plan.output_requires_grad.push_back(draft.requires_grad[index_of(output)]);
   plan.types = std::move(draft.types);
@@ -199,10 +202,9 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
     plan->backward_fusions = backward_fusions(description, user, std::move(groups.backward), draft);
     plan->needs_backward = true;
   }
-  const std::vector<bool> requires_grad = draft.requires_grad;
   take_over(draft, *plan);
   assign_slots(*plan);
-  note_overwritten(*plan, requires_grad);
+  note_overwritten(*plan);
   check_required(description, *plan);
   return plan;
 }

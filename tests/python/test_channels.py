@@ -41,6 +41,38 @@ def test_a_channel_may_be_returned_too_and_read_twice():
     assert torch.equal(grads[0], torch.full((3,), 7.0)) and torch.equal(grads[1], torch.ones(3))
 
 
+class SumOfWanted(ops.BasicOperation):
+    """y = x + extra; as ops of TransformerEngine do, it asks the tensors which gradients are wanted."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        (extra,) = basic_op_extra_inputs[0]
+        self.seen = basic_op_ctxs[0].wanted = (input_.requires_grad, extra.requires_grad)
+        return input_ + extra, [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        x_wanted, extra_wanted = basic_op_ctxs[0].wanted
+        return grad_output if x_wanted else None, [()], [(grad_output if extra_wanted else None,)]
+
+
+def test_values_tell_ops_in_python_whether_their_gradients_are_wanted():
+    head, tail = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False), SumOfWanted().set_extra_input_channel(0, "a")
+    box = ops.Sequential(ops.Linear(4, 4), head, ops.GELU(), tail)
+    x = torch.randn(3, 4, requires_grad=True)
+    for call in (box, torch.compile(box, backend="aot_eager")):
+        z = F.linear(x, box[0].weight, box[0].bias)
+        wanted = torch.autograd.grad((z + F.gelu(z, approximate="tanh")).sum(), [x, *box.parameters()])
+        torch.testing.assert_close(torch.autograd.grad(call(x).sum(), [x, *box.parameters()]), wanted)
+    box(x)
+    assert tail.seen == (True, True)
+    with torch.no_grad():
+        box(x.detach())
+    assert tail.seen == (False, False)
+    box.requires_grad_(False)(x.detach())
+    assert tail.seen == (False, False)
+
+
 def test_a_channel_without_reader_is_legal_and_none_unbinds():
     op = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
     x = torch.randn(3)
