@@ -26,6 +26,8 @@ struct Decision {
   std::string reason;
   /// Of the fusion, which may be gone when somebody looks.
   std::string picture;
+  /// Whether a user has registered the fusion.
+  bool is_users = false;
 };
 
 /// Which gradients are given to backward (by output) and which are asked for (inputs, then

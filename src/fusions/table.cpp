@@ -2,6 +2,7 @@
 // same number; the first that matches and does not refuse wins; `explain` prints every refusal.
 #include "fusions/table.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "fusions/activation.h"
@@ -51,6 +52,11 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
       return joint;
   }
   return {};
+}
+
+bool is_built_in(const Fusion& fusion) {
+  return std::ranges::any_of(built_in_fusions(fusion.pass),
+                             [&](const Fusion& each) { return &each == &fusion; });
 }
 
 }  // namespace tandem

@@ -10,5 +10,7 @@ namespace tandem {
 
 /// Those of one pass. Among candidates with as many members the first takes precedence.
 TANDEM_API std::span<const Fusion> built_in_fusions(Pass pass);
+/// Whether a fusion is one of the table, and none that a user has registered.
+bool is_built_in(const Fusion& fusion);
 
 }  // namespace tandem

@@ -2,8 +2,10 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,10 +25,16 @@ namespace {
 constexpr double kUnitsPerOp = 8, kUnitsPerSum = 4;
 /// However many ops a fused step replaces.
 constexpr double kLargestTolerance = 0x1p-4;
+/// Of the unit of a dtype, for each op. Two roundings of nearly the same number are at most the
+/// whole unit apart. One is at most half a unit from the number itself, and what follows may make
+/// that a little more.
+constexpr double kOfRoundings = 1, kOfNumber = 0.6;
 
 bool is_same_step(const Step& a, const Step& b) {
   return a.run == b.run && a.kind == b.kind && a.reads == b.reads && a.covers == b.covers;
 }
+
+bool is_narrow(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 /// The unfused steps that a fused one replaces.
 Steps members_of(const Step& fused, const Steps& unfused) {
@@ -40,8 +48,9 @@ Steps members_of(const Step& fused, const Steps& unfused) {
 }
 
 /// How far results of `step` may be from those of its members, relative to the largest element on
-/// the way: one rounding per op.
-double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Frame& values) {
+/// the way: one rounding per op, each of `per_rounding` units.
+double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Frame& values,
+                    double per_rounding = kOfRoundings) {
   double tolerance = 0, arithmetic = 0;
   int64_t longest = 1;
   const auto note = [&](const Step& member) {
@@ -56,7 +65,7 @@ double tolerance_of(const Step& step, const Steps& members, const Plan& plan, Fr
         if (!tensor.defined()) continue;
         for (const int64_t size : tensor.sizes()) longest = std::max(longest, size);
       }
-    tolerance += unit;
+    tolerance += per_rounding * unit;
     arithmetic = std::max(arithmetic, unit <= unit_of(at::kDouble) ? unit : unit_of(at::kFloat));
   };
   for (const Step& member : members) note(member);
@@ -175,8 +184,52 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
     return difference_in_norm(decoded(frame_, value), decoded(expected, value),
                               unit_of(*frame_.type(value).quantizer));
   }
-  return difference(frame_.tensor(value), expected.tensor(value), tolerance,
-                    scale_of(step, value, members, reference));
+  const at::Tensor scale = scale_of(step, value, members, reference);
+  std::string found = difference(frame_.tensor(value), expected.tensor(value), tolerance, scale);
+  if (!found.empty() || !is_narrow(frame_.type(value).dtype)) return found;
+  const at::Tensor exact = in_float32(value, members, reference);
+  if (!exact.defined()) return "";
+  // Where the members overflow on the way, nothing is known of the result.
+  const at::Tensor is_known = at::isfinite(exact).logical_and(at::isfinite(expected.tensor(value)));
+  const auto known = [&](const at::Tensor& tensor) {
+    return at::where(is_known, tensor.to(at::kFloat), 0.0f);
+  };
+  return difference(known(frame_.tensor(value)), known(exact),
+                    tolerance_of(step, members, reference.plan(), expected, kOfNumber), scale);
+}
+
+/// A result of the members, on the same operands, where float32 is the least that anything is
+/// rounded to: of a fused step whose results differ it tells a rounding, of up to one unit, from an
+/// error of the same size. Undefined where a member runs user code, writes what it reads or
+/// quantizes.
+at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& reference) {
+  const Plan& plan = reference.plan();
+  std::vector<Type> types = plan.types;
+  for (Type& type : types)
+    if (is_narrow(type.dtype)) type.dtype = at::kFloat;
+  Frame wide(Path::direct, types, plan.slot_of, plan.tensor_slots);
+  wide.reserve_side_values(plan.opaques, plan.shapes);
+  for (const Step& member : members) {
+    if (member.runs_user_code || !member.mutates.empty()) return {};
+    for (const Values* list : {&member.reads, &member.writes})
+      for (const Value each : *list)
+        if (const Format format = exists(each) ? types[index_of(each)].format : Format::plain;
+            format != Format::plain && format != Format::shape)
+          return {};
+    for (const Value read : member.reads) {
+      if (!exists(read)) continue;
+      if (types[index_of(read)].format == Format::shape) {
+        wide.shape(read) = reference.frame().shape(read);
+      } else if (!wide.tensor(read).defined()) {
+        const at::Tensor& tensor = reference.frame().tensor(read);
+        wide.tensor(read) = is_narrow(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+      }
+    }
+    Step keeping = member;
+    keeping.dead.clear();
+    run_step(wide, keeping);
+  }
+  return wide.tensor(value);
 }
 
 /// What the roundings of each element of a result are relative to. A row is rounded at its own size

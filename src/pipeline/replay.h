@@ -67,6 +67,7 @@ class StepCheck {
                       bool& is_same);
   bool holds_tensor(Value value);
   at::Tensor scale_of(const Step& step, Value value, const Steps& members, Replay& reference);
+  at::Tensor in_float32(Value value, const Steps& members, Replay& reference);
   void carry_bounds(const Step& step, bool is_same, double tolerance);
 
   Frame frame_;

@@ -5,6 +5,7 @@
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <map>
 #include <mutex>
 #include <random>
 #include <set>
@@ -116,6 +117,7 @@ class Verification {
       Replay reference = unfused_.plan->needs_backward
                              ? replay(backward_plan(*unfused_.plan, mask_)->steps, given)
                              : given;
+      note_users(decisions());
       Failure failure = compare(fused_, forward, reference);
       if (failure.text.empty()) continue;
       if (failure.fusion.empty()) failure.text += culprit(forward, reference);
@@ -124,7 +126,8 @@ class Verification {
     }
     if (report_.passed)
       report_.text = "verify: " + std::to_string(report_.comparisons) + " tensors of " +
-                     std::to_string(masks + 1) + " backward masks agree, fused against unfused.";
+                     std::to_string(masks + 1) + " backward masks agree, fused against unfused." +
+                     not_compared();
   }
 
   /// The ops whose results are larger than what flows into them.
@@ -293,15 +296,40 @@ class Verification {
     return gradients;
   }
 
-  /// Names of the fusions that the fused plan has made, in order.
-  std::vector<std::string> fusions() const {
+  /// What has become of each fusion in the fused plan and this mask's backward.
+  std::vector<Decision> decisions() const {
     std::vector<Decision> decisions = fused_.plan->decisions;
     if (fused_.plan->needs_backward) {
       const auto backward = backward_plan(*fused_.plan, mask_);
       decisions.insert(decisions.end(), backward->decisions.begin(), backward->decisions.end());
     }
+    return decisions;
+  }
+
+  void note_users(const std::vector<Decision>& decisions) {
+    for (const Decision& decision : decisions) {
+      if (!decision.is_users) continue;
+      std::string& reason =
+          of_users_.emplace(std::pair(decision.fusion, decision.place), decision.reason)
+              .first->second;
+      if (decision.reason.empty()) reason.clear();
+    }
+  }
+
+  /// The fusions of users that no mask's plan has made at a place; empty where there are none.
+  std::string not_compared() const {
+    std::string text;
+    for (const auto& [at, reason] : of_users_)
+      if (!reason.empty())
+        text += " Not compared: fusion \"" + at.first + "\" (" + at.second +
+                "), which was refused: " + reason + ".";
+    return text;
+  }
+
+  /// Names of the fusions that the fused plan has made, in order.
+  std::vector<std::string> fusions() const {
     std::vector<std::string> names;
-    for (const Decision& decision : decisions)
+    for (const Decision& decision : decisions())
       if (decision.reason.empty() &&
           std::find(names.begin(), names.end(), decision.fusion) == names.end())
         names.push_back(decision.fusion);
@@ -348,6 +376,8 @@ class Verification {
   Tensors grads_;
   BackwardMask mask_;
   std::vector<Part> wider_;
+  /// Why each fusion of a user was refused at a place; empty where a mask's plan has made it.
+  std::map<std::pair<std::string, std::string>, std::string> of_users_;
 };
 
 }  // namespace

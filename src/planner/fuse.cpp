@@ -44,15 +44,10 @@ void fuse_members(StepList& steps, const Members& members, const Fusion& fusion,
   Refusal refusal = fusion.refuse != nullptr ? fusion.refuse(match) : std::nullopt;
   if (!refusal) refusal = check_names(fusion, match, scope);
   if (!refusal) refusal = replacement.check(step);
-  scope.note(candidate.name, fusion.picture, candidate.place, refusal);
+  scope.note(fusion, candidate.name, candidate.place, refusal);
   if (refusal) return;
   replacement.drop_undemanded_writes(step);
   replacement.apply(steps, std::move(step));
-}
-
-bool is_built_in(const Fusion* fusion) {
-  const auto built_in = built_in_fusions(fusion->pass);
-  return std::ranges::any_of(built_in, [&](const Fusion& each) { return &each == fusion; });
 }
 
 }  // namespace
@@ -66,7 +61,7 @@ void fuse(StepList& steps, const std::vector<const Fusion*>& fusions, FusionScop
   std::vector<Search> searches;
   for (const Fusion* fusion : fusions) {
     if (fusion->pass != scope.pass || scope.skips(fusion->name)) continue;
-    const bool yields = is_built_in(fusion);
+    const bool yields = is_built_in(*fusion);
     for (const Form& form : forms_of(*fusion))
       searches.push_back(
           {fusion, form, yields ? static_cast<size_t>(std::ranges::count(form, true)) : npos});
@@ -207,7 +202,7 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
                            FusionScope& scope, std::vector<Type>& types) {
   for (const Fusion* fusion : fusions) {
     if (scope.skips(fusion->name)) continue;
-    const bool yields = is_built_in(fusion);
+    const bool yields = is_built_in(*fusion);
     const Form whole(fusion->pattern.size(), true);
     for (size_t start = 0; start < forward.size(); ++start) {
       const Members members = find_pattern(forward, start, *fusion, whole);
@@ -229,7 +224,7 @@ void fuse_patterns_jointly(StepList& forward, StepList& backward,
         refusal = join(forward, backward, *fusion, {std::move(ahead), members},
                        {std::move(back), backward_members}, scope, types);
       }
-      scope.note(candidate.name, fusion->picture, candidate.place, refusal);
+      scope.note(*fusion, candidate.name, candidate.place, refusal);
     }
   }
 }
@@ -275,7 +270,7 @@ void fuse_groups_jointly(StepList& forward, StepList& backward, const std::vecto
         refusal = join(forward, backward, *group.fusion, {std::move(ahead.step), ahead.members},
                        {std::move(back.step), back.members}, scope, types);
     }
-    scope.note(group.fusion->name, group.fusion->picture, place_of(group), refusal);
+    scope.note(*group.fusion, group.fusion->name, place_of(group), refusal);
   }
 }
 

@@ -14,7 +14,7 @@ std::vector<OpGroup> groups_of(Pass pass, const Description& description, const 
   std::vector<OpGroup> groups = user.groups(pass, description, joint);
   std::erase_if(groups, [&](const OpGroup& group) {
     if (group.refusal && description.fuse)
-      scope.note(group.fusion->name, group.fusion->picture, place_of(group), group.refusal);
+      scope.note(*group.fusion, group.fusion->name, place_of(group), group.refusal);
     return group.refusal.has_value();
   });
   size_t next = 0;
@@ -248,7 +248,7 @@ void fuse_groups(StepList& steps, const std::vector<OpGroup>& groups, FusionScop
         }
       }
     }
-    scope.note(group.fusion->name, group.fusion->picture, place_of(group), refusal);
+    scope.note(*group.fusion, group.fusion->name, place_of(group), refusal);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "fusions/table.h"
 #include "planner/liveness.h"
 
 namespace tandem {
@@ -22,11 +23,11 @@ bool FusionScope::skips(const std::string& fusion) const {
   return std::find(skipped->begin(), skipped->end(), fusion) != skipped->end();
 }
 
-void FusionScope::note(const std::string& fusion, std::string_view picture,
-                       const std::string& place, const Refusal& refusal) {
+void FusionScope::note(const Fusion& fusion, const std::string& name, const std::string& place,
+                       const Refusal& refusal) {
   const std::string reason = refusal.value_or("");
-  if (noted.emplace(fusion, place, reason).second)
-    decisions->push_back({fusion, place, reason, std::string(picture)});
+  if (noted.emplace(name, place, reason).second)
+    decisions->push_back({name, place, reason, std::string(fusion.picture), !is_built_in(fusion)});
 }
 
 namespace {

@@ -35,7 +35,7 @@ struct FusionScope {
 
   bool skips(const std::string& fusion) const;
   /// What has become of a candidate at a place.
-  void note(const std::string& fusion, std::string_view picture, const std::string& place,
+  void note(const Fusion& fusion, const std::string& name, const std::string& place,
             const Refusal& refusal);
 };
 

@@ -103,6 +103,67 @@ def test_extra_inputs_and_ops_written_in_python():
         assert "add_sin" in box.fusions_made()
 
 
+def gelu_twice(x):
+    return 2 * torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def swiglu(x):
+    a, b = x.chunk(2, -1)
+    return torch.nn.functional.silu(a) * b
+
+
+def rms_norm(x, weight):
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+
+FORMULAS = [
+    (lambda: [ops.SwiGLU()], [ops.SwiGLU], swiglu),
+    (lambda: [ops.GELU(), ops.ConstantScale(2.0)], [ops.GELU, ops.ConstantScale], gelu_twice),
+    (lambda: [ops.RMSNorm(32)], [ops.RMSNorm], rms_norm),
+]
+
+
+@pytest.mark.parametrize(("make", "pattern", "formula"), FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_percent_of_error_is_found_in_every_dtype(make, pattern, formula, dtype):
+    wrong = None
+
+    def off(what, result):
+        return (result * 1.01 if what == wrong else result).to(dtype)
+
+    def of_float64(x, found):
+        leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *(param for op in found for param in op.parameters()))]
+        with torch.enable_grad():
+            return leaves, formula(*leaves)
+
+    def forward(x, *found):
+        return off("y", of_float64(x, found)[1]), (x,)
+
+    def backward(grad_y, *found, saved):
+        leaves, y = of_float64(saved[0], found)
+        grad_x, *weights = torch.autograd.grad(y, leaves, grad_y.double())
+        return off("x", grad_x), {found[0]: {"weight": off("weight", weights[0])}} if weights else {}
+
+    torch.manual_seed(0)
+    box, x = ops.Sequential(*make()).to(dtype), torch.randn(64, 32, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        for param in box.parameters():
+            param.uniform_(0.5, 1.5)
+    with ops.register_fusion("by_formula", pattern, forward=forward, backward=backward):
+        assert box.verify(x), box.verify(x)
+        for wrong in ("y", "x", "weight")[: 2 + any(True for _ in box.parameters())]:
+            found = box.verify(x)
+            assert not found and "by_formula" in str(found), wrong
+
+
+def test_verify_tells_what_it_has_not_compared():
+    box, x = box_of(-2.0), torch.randn(3, 4)
+    with ops.register_fusion("relu_scale", PATTERN, forward=relu_scale, refuse=negative):
+        told = box.verify(x)
+        assert told and ' Not compared: fusion "relu_scale" (' in str(told) and "), which was refused: the factor is negative." in str(told)
+        assert "Not compared" not in str(box_of().verify(x))
+
+
 def test_prepended_fusions_come_first():
     with (
         ops.register_fusion("second", PATTERN, forward=relu_scale),
