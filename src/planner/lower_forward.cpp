@@ -184,6 +184,10 @@ class ForwardLowering {
     if (!has_composite && draft_.no_composite.empty()) draft_.no_composite = node.label;
     draft_.runs_user_code |= def.runs_user_code;
     at::ScalarType dtype = compute_dtype(node, x.value);
+    TORCH_CHECK_TYPE(def.dtype != DtypeRule::weight || !c10::isFloatingType(dtype) ||
+                         !c10::isIntegralType(draft_.dtype(x.value), /*includeBool=*/true),
+                     node.label, ": expected x in a floating dtype, as the weight is, got ",
+                     dtype_name(draft_.dtype(x.value)), ". Convert it, as in x.float().");
     const bool casts = def.dtype == DtypeRule::weight || def.dtype == DtypeRule::input;
     operands.bind(0, casts ? cast(x, dtype, node) : x);
     bool any_grad = draft_.needs_grad(x.value);

@@ -31,10 +31,12 @@ def tensor(dtype, *shape, seed=0):
 
 
 def as_weight(function):
-    """Operands are converted to the dtype of the weight, but never to one that cannot hold their kind of number."""
+    """Operands are converted to the dtype of the weight, but never to one that cannot hold their kind of number, and no integers to fractions."""
 
     def apply(x, weight, *rest):
         operands = [x, *rest]
+        if weight.is_floating_point() and x.dtype in INTEGERS:
+            raise TypeError
         if not all(torch.can_cast(t.dtype, weight.dtype) for t in operands):
             raise TypeError
         x, *rest = (t.to(weight.dtype) for t in operands)
@@ -226,6 +228,11 @@ def test_weights_that_cannot_hold_the_input(requires_grad):
     module = with_parameters(ops.Linear(8, 6), [tensor(torch.int64, 6, 8), tensor(torch.int64, 6)])
     with pytest.raises(TypeError, match="expected x that converts to int64, in which the op computes, got float32"):
         module(torch.randn(4, 8, requires_grad=requires_grad))
+
+
+def test_integers_before_a_product_are_refused_as_in_torch():
+    with pytest.raises(TypeError, match="0.basic_linear: expected x in a floating dtype, as the weight is, got int64. Convert it, as in x.float()"):
+        ops.Linear(8, 6)(torch.ones(4, 8, dtype=torch.int64))
 
 
 def test_complex_parameters_never_detach_the_graph():

@@ -63,7 +63,7 @@ TABLE = {
     "AddExtraInput": (lambda n, **_: ops.AddExtraInput(), lambda x, extra: x + extra, "like x"),
     "MakeExtraOutput": (lambda n, **_: ops.MakeExtraOutput(), lambda x: (x * 1, x * 1), None),
 }
-OF_INTEGERS = ("BasicLinear", "Linear", "Bias", "ConstantScale", "AddExtraInput", "Identity", "Reshape", "MakeExtraOutput", "L2Normalization")
+OF_INTEGERS = ("Bias", "ConstantScale", "AddExtraInput", "Identity", "Reshape", "MakeExtraOutput", "L2Normalization")
 counts = {"calls": 0, "gradients": 0}
 
 
