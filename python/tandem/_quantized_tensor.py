@@ -17,6 +17,7 @@ from tandem._quantized_views import (
     STAYING,
     ZEROS,
     Decoded,
+    collective,
     has_tangent,
     is_view,
     views_in_inference_mode,
@@ -164,6 +165,8 @@ class QuantizedTensor(torch.Tensor):
             else:
                 args[0]._write(source._numbers() if isinstance(source, QuantizedTensor) else source)
             return args[0]
+        if (result := collective(function, args)) is not None:
+            return result
         plain: dict[int, torch.Tensor] = {}
         written = any(argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments)
 

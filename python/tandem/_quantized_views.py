@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
 from tandem._quantized_parts import PARTS, matrix_rows, padded, places_of_rows, sizes_of_parts
@@ -61,6 +61,31 @@ def views_in_inference_mode(dispatch: Any) -> Any:
     return dispatched
 
 
+def collective(function: Any, args: Any) -> Any:
+    """What a collective that is to write into tensors in codes gives, or None of any other operator. A broadcast moves the codes; what other collectives
+    write would be lost, as it comes when the call has returned."""
+    name = function._schema.name
+    given = tree_leaves(args[0]) if name.startswith(("c10d::", "_c10d_functional::")) and name.endswith("_") else ()
+    coded = [value for value in given if isinstance(value, Decoded) or hasattr(value, "quantizer")]
+    if not coded:
+        return None
+    whole = coded[0]._numbers if isinstance(coded[0], Decoded) else coded[0]
+    if name != "c10d::broadcast_" or len(given) != 1 or not hasattr(whole, "quantizer"):
+        raise RuntimeError(
+            f"QuantizedTensor: expected plain tensors that a collective writes into, got one in codes for {name.partition('::')[2]}. Pass plain numbers, and "
+            "write them with quantize_; a broadcast of the whole moves its codes."
+        )
+    before = whole._numbers() if whole._first_numbers() is not None else None
+    whole._check_writable()
+    for part in {id(part): part for part in (getattr(whole, part) for part in PARTS) if part is not None}.values():
+        result = function([part], *args[1:])
+        result[1].wait()
+        torch.autograd.graph.increment_version(part)
+    if before is not None and not torch.equal(before, whole._numbers()):
+        whole._note_numbers(whole._numbers())
+    return args[0], result[1]
+
+
 class Decoded(torch.Tensor):
     """A view of a quantized tensor that has no codes of its own: a copy of the numbers, into which no write may go, as nobody would see it. Of all numbers
     one behind the other the copy is made where it is read: fully_shard holds such a one of each parameter, and never reads it."""
@@ -94,6 +119,8 @@ class Decoded(torch.Tensor):
     @views_in_inference_mode
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (result := collective(function, args)) is not None:
+            return result
         for place, argument in enumerate(function._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -252,6 +279,7 @@ __all__ = [
     "ZEROS",
     "Decoded",
     "Zeros",
+    "collective",
     "has_tangent",
     "is_view",
     "rows_of",

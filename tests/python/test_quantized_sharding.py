@@ -234,3 +234,32 @@ def test_parts_of_one_amax_in_four_bits():
         tandem.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_amax_reduction=True)
     with pytest.raises(TypeError, match="NVFP4Quantizer: expected amax_reduction_group to be a process group of torch.distributed or None, got str"):
         tandem.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="0")
+
+
+def check_broadcast(rank: int, size: int) -> None:
+    for name in ("current", "lines", "nvfp4"):
+        torch.manual_seed(rank)
+        codes = tandem.quantize(torch.randn(64, 160), QUANTIZERS[name])
+        torch.manual_seed(0)
+        wanted = tandem.quantize(torch.randn(64, 160), QUANTIZERS[name])
+        param = torch.nn.Parameter(codes.clone())
+        dist.broadcast(param, 0)
+        same(param.detach(), wanted)
+        dist._broadcast_coalesced(dist.group.WORLD, [codes.detach()], 1 << 20, 0)
+        same(codes, wanted)
+        gathered = [torch.empty(64, 160) for _ in range(size)]
+        dist.all_gather(gathered, codes)
+        assert all(torch.equal(each, wanted.dequantize()) for each in gathered)
+        for write in (lambda x: dist.all_reduce(x), lambda x: dist.broadcast(x.t(), 0), lambda x: dist.all_gather([x, x], x)):
+            with pytest.raises(RuntimeError, match="QuantizedTensor: expected plain tensors that a collective writes into, got one in codes for"):
+                write(codes)
+    torch.manual_seed(0)
+    with tandem.quantized_model_init(recipe=RECIPES["nvfp4"]):
+        linear = tandem.Linear(64, 64)
+    before = linear.weight.clone()
+    torch.nn.parallel.DistributedDataParallel(linear)
+    same(linear.weight.detach(), before.detach())
+
+
+def test_a_broadcast_moves_codes():
+    on_ranks(2, check_broadcast)
