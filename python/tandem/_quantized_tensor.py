@@ -40,12 +40,13 @@ def _copy_into(part: torch.Tensor, new: torch.Tensor) -> None:
 class QuantizedTensor(torch.Tensor):
     """A tensor in codes: x ~= decode(data) * scale_inv. What the quantizer was not asked for is None.
 
-    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again, but what it stands for already. Copies, moves to another device
-    or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last dimension alone, slices of rows and pickles
-    stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are copies of the numbers, which cannot be written,
-    and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are decoded too. `param.data = x` quantizes x, or takes the codes that it is in. What asks for the memory, as
-    other libraries do by DLPack, gets a RuntimeError. State dicts hold the parts, as plain tensors
-    under the parameter's name.
+    It may be a parameter: products read its codes, its gradient is a plain tensor. Writing into it quantizes again, unless these are the numbers that it
+    stands for. Copies, moves to another device or dtype (which is that of its numbers), `view`, `reshape`, `flatten` and `unsqueeze` that leave the last
+    dimension alone, slices of rows and pickles stay quantized; any other operation of torch reads its numbers and gives a plain tensor. Other views are
+    copies of the numbers, which cannot be written, and so cannot a slice of rows whose scales serve other rows too. Of a tensor with a tangent slices are
+    decoded too. `param.data = x` quantizes x, or takes the codes that it is in. What asks for the memory, as other libraries do by DLPack, gets a
+    RuntimeError. `torch.distributed.broadcast` moves the codes; other collectives cannot write into it. State dicts hold the parts, as plain tensors under
+    the parameter's name.
 
     Attributes:
         rowwise_data, columnwise_data: uint8 codes of the shape of x, with blocks along its last dimension, and along the others; never
@@ -263,10 +264,10 @@ class QuantizedTensor(torch.Tensor):
         given, or that of several processes, or rounding is by chance, codes are made anew with each write. Nobody knows while tracing."""
         if isinstance(numbers, QuantizedTensor) or (numbers.shape, numbers.dtype, numbers.device) != (self.shape, self.dtype, self.device):
             return False
-        text, parts = self.quantizer.text, distinct(self).values()
-        if self.quantizer._amax_group is not None or self.quantizer._tensors() or ":sr=1" in text or any(type(part) is not torch.Tensor or part.is_meta for part in parts):
+        quantizer, text = self.quantizer, self.quantizer.text
+        if quantizer._amax_group is not None or quantizer._tensors() or ":sr=1" in text or self.rowwise_data is None and ":rht=1" in text:
             return False
-        if self.rowwise_data is None and ":rht=1" in text:
+        if any(type(part) is not torch.Tensor or part.is_meta for part in distinct(self).values()):
             return False
         bits = _BITS[self.dtype.itemsize]
         return torch.equal(numbers.contiguous().view(bits), self._numbers().view(bits))
