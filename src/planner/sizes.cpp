@@ -36,12 +36,18 @@ class Unseen {
   c10::NoGradGuard no_grad_;
 };
 
+/// Whether an argument has fewer dimensions than x and as many elements in its first one as x has
+/// rows, which x may have as features too.
+bool may_be_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& x) {
+  return !sizes.empty() && sizes[0] == -1 && sizes.size() != x.size();
+}
+
 class Measurement {
  public:
-  /// `lower_grow`: whether extra inputs of fewer dimensions than x that have as many rows are rows,
-  /// and not broadcast features of that number.
+  /// `grows`: a bit for each extra input that may_be_rows, in their order: whether it is rows, and
+  /// not broadcast features of that number.
   Measurement(const Description& description, const Draft& draft, const PlanKey& key, int64_t rows,
-              bool lower_grow)
+              uint64_t grows)
       : description_(description),
         draft_(draft),
         slot_of_(slots_of(draft)),
@@ -53,8 +59,12 @@ class Measurement {
       const Value value =
           i < draft.inputs.size() ? draft.inputs[i] : draft.params[i - draft.inputs.size()];
       std::vector<int64_t> own = sizes[i];
-      if (!own.empty() && own[0] == -1)
-        own[0] = lower_grow || own.size() == sizes[0].size() ? rows : sizes[0].back();
+      if (may_be_rows(own, sizes[0])) {
+        own[0] = (grows & 1) != 0 ? rows : sizes[0].back();
+        grows >>= 1;
+      } else if (!own.empty() && own[0] == -1) {
+        own[0] = rows;
+      }
       frame_.tensor(value) = empty(own, draft.dtype(value));
     }
     for (size_t i = 0; i < key.codes_count(); ++i) {
@@ -198,13 +208,13 @@ bool has_rows(const PlanKey& key) {
 }
 
 PerRow measured(const Description& description, const PlanKey& key, const Draft& draft,
-                bool lower_grow) {
-  Measurement few(description, draft, key, kFewRows, lower_grow);
+                uint64_t grows) {
+  Measurement few(description, draft, key, kFewRows, grows);
   few.run();
   PerRow result{few.bytes(), few.flops()};
   double rows = static_cast<double>(few.rows());
   if (has_rows(key)) {
-    Measurement many(description, draft, key, kManyRows, lower_grow);
+    Measurement many(description, draft, key, kManyRows, grows);
     many.run();
     rows = static_cast<double>(many.rows() - few.rows());
     for (size_t v = 0; v < result.bytes.size(); ++v)
@@ -224,12 +234,17 @@ PerRow measure(const Description& description, const PlanKey& key, const Draft& 
   const Unseen unseen;
   TORCH_INTERNAL_ASSERT(key.sizes().size() == draft.inputs.size() + draft.params.size(),
                         "a plan within a memory budget needs the sizes of all arguments");
-  try {
-    return measured(description, key, draft, /*lower_grow=*/true);
-  } catch (const c10::NotImplementedError&) {
-    if (!has_rows(key)) throw;
-    return measured(description, key, draft, /*lower_grow=*/false);
-  }
+  const auto sizes = key.sizes();
+  const auto unclear = static_cast<int>(
+      std::ranges::count_if(sizes, [&](const auto& own) { return may_be_rows(own, sizes[0]); }));
+  // All of them are rows, or only some are, or none is. Few pipelines have more than two.
+  constexpr int kMostTried = 6;
+  const uint64_t all = (uint64_t{1} << std::min(unclear, kMostTried)) - 1;
+  for (uint64_t dropped = 0;; ++dropped) try {
+      return measured(description, key, draft, ~dropped);
+    } catch (const c10::NotImplementedError&) {
+      if (dropped >= all) throw;
+    }
 }
 
 }  // namespace tandem
