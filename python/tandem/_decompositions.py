@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, meta_table
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 
 from tandem import _C
 
@@ -22,8 +22,8 @@ def _reference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _table() -> dict[OpOverload, Callable[..., Any]]:
-    table: dict[OpOverload, Callable[..., Any]] = {}
+def _table() -> dict[OperatorBase, Callable[..., Any]]:
+    table: dict[OperatorBase, Callable[..., Any]] = {}
     for name in _C.decomposable_ops():
         packet = getattr(torch.ops.tandem, name)
         for overload in packet.overloads():
@@ -32,7 +32,7 @@ def _table() -> dict[OpOverload, Callable[..., Any]]:
     return table
 
 
-def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
     """Each kernel op of this library as a function of torch's operations: a table for `run_decompositions` of an exported program, and for
     `make_fx`.
 
