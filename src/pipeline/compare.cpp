@@ -29,21 +29,6 @@ double largest_number_of(at::ScalarType dtype) {
   }
 }
 
-/// Below it numbers are no finer than there.
-double smallest_normal_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return std::numeric_limits<c10::Half>::min();
-    case at::kBFloat16:
-      return std::numeric_limits<c10::BFloat16>::min();
-    case at::kFloat:
-    case at::kComplexFloat:
-      return std::numeric_limits<float>::min();
-    default:
-      return std::numeric_limits<double>::min();
-  }
-}
-
 std::string described(const at::Tensor& tensor) {
   std::ostringstream text;
   if (!tensor.defined()) return "none";
@@ -105,6 +90,20 @@ double unit_of(at::ScalarType dtype) {
       return 0x1p-52;
     default:
       return 0;
+  }
+}
+
+double smallest_normal_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::min();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::min();
+    case at::kFloat:
+    case at::kComplexFloat:
+      return std::numeric_limits<float>::min();
+    default:
+      return std::numeric_limits<double>::min();
   }
 }
 

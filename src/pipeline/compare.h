@@ -11,6 +11,9 @@ namespace tandem {
 /// floating.
 double unit_of(at::ScalarType dtype);
 
+/// Below it numbers are no finer than there.
+double smallest_normal_of(at::ScalarType dtype);
+
 /// The largest finite magnitude; 0 where there is none.
 double largest_of(const at::Tensor& tensor);
 /// The same of each row, in float64: [..., 1] of [..., cols], which must be floating and have

@@ -195,7 +195,8 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
     return at::where(is_known, tensor.to(at::kFloat), 0.0f);
   };
   return difference(known(frame_.tensor(value)), known(exact),
-                    tolerance_of(step, members, reference.plan(), expected, kOfNumber), scale);
+                    tolerance_of(step, members, reference.plan(), expected, kOfNumber),
+                    scale.clamp_min(smallest_normal_of(frame_.type(value).dtype)));
 }
 
 /// A result of the members, on the same operands, where float32 is the least that anything is
