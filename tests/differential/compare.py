@@ -33,6 +33,7 @@ REFUSALS = [
     ("a checkpoint whose backward runs outside of the recipe's region", r"expected a recompute under the recipe of its forward"),
     ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares"),
     ("integers that torch.func would differentiate", r"All outputs of f must be floating-point"),
+    ("integers before a weight", r"expected x in a floating dtype, as the weight is"),
     ("a dropout of integers", r"dropout: expected x of dtype"),
     ("a memory budget that is too small", r"memory_budget: expected at least"),
     (UNWRITABLE, r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),
@@ -136,7 +137,7 @@ def _judge_error(built: Built, case: Case, outcome: Outcome, reference: Referenc
     in_place = any(op.get("ip") and op["k"] == "add" for op in built.resolved)
     is_outside = not mode.get("inside") or mode.get("bw") == "thread"  # a region belongs to its thread
     outside = mode.get("run") in ("ckpt", "ckpt_re") and mode.get("recipe") is not None and is_outside
-    applies = [reference.refuses_float64, (has_python or has_groups) and bool(mode.get("func")), mode.get("mut") is not None, bool(mode.get("func") and mode.get("recipe") is not None), outside, reference.refuses_dtype, bool(mode.get("func")), True, "budget" in mode, in_place]
+    applies = [reference.refuses_float64, (has_python or has_groups) and bool(mode.get("func")), mode.get("mut") is not None, bool(mode.get("func") and mode.get("recipe") is not None), outside, reference.refuses_dtype, bool(mode.get("func")), True, True, "budget" in mode, in_place]
     for (name, pattern), is_possible in zip(REFUSALS, applies, strict=True):
         if is_possible and re.search(pattern, text):
             return Verdict("refused", name)
