@@ -52,6 +52,7 @@ void add_in_place(Call& call, const at::Tensor& target, double factor) {
 
 void linear_sum(Call& call) {
   enum Read { x, weight, bias, extra };
+  ops::check_one_device(call, {x, weight, bias});
   const auto* scale = member_options<ops::ScaleOptions>(call, 2);
   const double factor = scale == nullptr ? 1 : scale->factor;
   std::optional<at::Tensor> added = call.maybe(extra);
@@ -94,6 +95,7 @@ void linear_activation(Call& call) {
       return call.out(y, std::move(made.y));
     }
   }
+  ops::check_one_device(call, {x, weight, bias});
   // The unit adds a bias in the pass that it makes anyway, but in 16 bits it finds the product
   // rounded.
   const at::ScalarType dtype = product_dtype(call);

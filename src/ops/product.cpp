@@ -89,9 +89,9 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
   return in_sizes(at::addmm(start, a, b, /*beta=*/1, alpha), sizes);
 }
 
-/// What libraries shall add to alpha a b so that nothing is left to do, or null: alpha bias and the
+/// What libraries shall add to alpha a b so that nothing is left to do, or null: the bias and the
 /// addend as one. Its memory is `sum` where it is made. A float32 sum is as precise behind the
-/// product, where it takes one pass over memory less.
+/// product, where it takes one pass over memory less; alpha times a bias would be rounded here.
 const at::Tensor* addend_for_libraries(Call& call, const Epilogue& epilogue, at::ScalarType dtype,
                                        c10::SymIntArrayRef sizes, at::Tensor& sum) {
   const auto& [alpha, bias, addend] = epilogue;
@@ -100,19 +100,23 @@ const at::Tensor* addend_for_libraries(Call& call, const Epilogue& epilogue, at:
     return nullptr;
   if (bias == nullptr) return addend;
   const bool is_for_later = call.path() == Path::direct && !kernel_ops::is_narrow(dtype);
-  if (bias->scalar_type() != dtype || is_for_later) return nullptr;
-  if (addend == nullptr && alpha == 1) return bias;
-  sum = addend != nullptr
-            ? call.run<kernel_ops::AddBias>({.x = *addend, .bias = *bias, .factor = alpha})[0]
-            : at::mul(*bias, alpha);
+  if (bias->scalar_type() != dtype || alpha != 1 || is_for_later) return nullptr;
+  if (addend == nullptr) return bias;
+  sum = call.run<kernel_ops::AddBias>({.x = *addend, .bias = *bias})[0];
   return &sum;
 }
 
-/// The epilogue of a fresh product, behind it.
-at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue,
-                    at::ScalarType dtype) {
+/// The dtype of a product with its addend.
+at::ScalarType summed_dtype(const Epilogue& epilogue, at::ScalarType product) {
+  return epilogue.addend == nullptr ? product
+                                    : at::promote_types(product, epilogue.addend->scalar_type());
+}
+
+/// The epilogue of a fresh product, behind it. `is_scaled`: alpha is done.
+at::Tensor finished(Call& call, at::Tensor product, const Epilogue& epilogue, at::ScalarType dtype,
+                    bool is_scaled = false) {
   const auto& [alpha, bias, addend] = epilogue;
-  if (alpha != 1) product = at::mul(product, alpha);
+  if (alpha != 1 && !is_scaled) product = at::mul(product, alpha);
   if (bias == nullptr && addend == nullptr) return product;
   return call.run<kernel_ops::AddBias>({.x = product,
                                         .bias = optional(bias),
@@ -217,22 +221,17 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
                      right = matrix(call.in(b.read), b.transposed, call.path());
     at::Tensor sum;
     const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes, sum);
-    const bool is_done =
-        addend != nullptr ||
-        (epilogue.bias == nullptr && epilogue.addend == nullptr && multiplies_by(epilogue.alpha));
-    if (is_done) return multiply(call, left, right, sizes, rows, Sums::any, epilogue.alpha, addend);
-    at::Tensor result = multiply(call, left, right, sizes, rows);
-    const at::ScalarType own =
-        epilogue.addend == nullptr
-            ? result.scalar_type()
-            : at::promote_types(result.scalar_type(), epilogue.addend->scalar_type());
-    return finished(call, std::move(result), epilogue, own);
+    const bool is_scaled = multiplies_by(epilogue.alpha);
+    at::Tensor result =
+        multiply(call, left, right, sizes, rows, Sums::any, is_scaled ? epilogue.alpha : 1, addend);
+    if (addend != nullptr) return result;
+    const at::ScalarType own = summed_dtype(epilogue, result.scalar_type());
+    return finished(call, std::move(result), epilogue, own, is_scaled);
   }
   // What is added to the product finds it as it was summed.
   const bool adds = epilogue.bias != nullptr || epilogue.addend != nullptr;
   const at::ScalarType of_product = adds ? at::promote_types(dtype, at::kFloat) : dtype;
-  const at::ScalarType own =
-      epilogue.addend == nullptr ? dtype : at::promote_types(dtype, epilogue.addend->scalar_type());
+  const at::ScalarType own = summed_dtype(epilogue, dtype);
   if (at::Tensor result = multiply_codes(call, a, b, sizes, of_product, rows); result.defined())
     return finished(call, result, epilogue, own);
   const Decoded first(call, a.read), second(call, b.read);

@@ -34,9 +34,9 @@ struct Epilogue {
 ///
 /// Shapes: the product [m, n] gets the sizes `sizes`, whose numel is m * n.
 /// Error:  n * 2^-23 * sum |a||b| from the exact product of the (dequantized) operands, n the
-///         contracted length, and the rounding of the result. In 16 bits, for which libraries have
-///         no float32 results, alpha bias + addend is rounded before the product is added to it;
-///         an alpha that they do not take, or an addend of another dtype, is a rounding more.
+///         contracted length, and the rounding of the result. Of numbers in 16 bits, for which
+///         libraries have no float32 results, bias + addend is rounded before the product is added
+///         to it; with a bias and an alpha, or an addend of another dtype, the product is.
 /// Throws: c10::ValueError where the addend has other sizes.
 at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at::ScalarType dtype,
                    Epilogue epilogue = {});

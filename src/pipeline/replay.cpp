@@ -174,11 +174,11 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   is_same = false;
   const double tolerance = tolerance_of(step, members, reference.plan(), expected);
   if (format == Format::codes) {
-    // A scale in few bits may be another one where the amax is: then the numbers are told apart
-    // only.
+    // A scale in few bits, or a power of two, may be another one where the amax is: then only the
+    // numbers are told apart.
     const at::Tensor &scale = frame_.tensor(value, 1), &wanted = expected.tensor(value, 1);
-    if (auto found = scale.is_floating_point() ? difference(scale, wanted, tolerance, 0) : "";
-        !found.empty())
+    const bool is_coarse = !scale.is_floating_point() || frame_.type(value).quantizer->power_of_two;
+    if (auto found = is_coarse ? "" : difference(scale, wanted, tolerance, 0); !found.empty())
       return "dequant_scale: " + found;
     // Codes of inputs that differ in their last bit are mostly the same.
     return difference_in_norm(decoded(frame_, value), decoded(expected, value),

@@ -37,7 +37,7 @@ class Unseen {
 };
 
 /// Whether an argument has fewer dimensions than x and as many elements in its first one as x has
-/// rows, which x may have as features too.
+/// rows, which may be the number of features of some value too.
 bool may_be_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& x) {
   return !sizes.empty() && sizes[0] == -1 && sizes.size() != x.size();
 }
@@ -45,7 +45,7 @@ bool may_be_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& 
 class Measurement {
  public:
   /// `grows`: a bit for each extra input that may_be_rows, in their order: whether it is rows, and
-  /// not broadcast features of that number.
+  /// not broadcast features.
   Measurement(const Description& description, const Draft& draft, const PlanKey& key, int64_t rows,
               uint64_t grows)
       : description_(description),
@@ -60,7 +60,7 @@ class Measurement {
           i < draft.inputs.size() ? draft.inputs[i] : draft.params[i - draft.inputs.size()];
       std::vector<int64_t> own = sizes[i];
       if (may_be_rows(own, sizes[0])) {
-        own[0] = (grows & 1) != 0 ? rows : sizes[0].back();
+        own[0] = (grows & 1) != 0 ? rows : 1;  // features broadcast, whatever their number
         grows >>= 1;
       } else if (!own.empty() && own[0] == -1) {
         own[0] = rows;

@@ -272,8 +272,9 @@ def _limit_mode(r: random.Random, case: Case) -> None:
         for op in case["ops"]:
             if op["k"] == "dropout":
                 op["p"] = 0.0
-    if "fuse" in mode:  # fusions in Python know nothing of recipes; they are given what they fuse
+    if "fuse" in mode:  # fusions in Python know nothing of recipes and of autocast; they are given what they fuse
         mode.pop("recipe", None)
+        mode.pop("ac", None)
         for _ in range(r.randint(1, 3)):
             at = r.randint(0, len(case["ops"]))
             pair = r.choice([["relu", "scale"], ["silu", "scale"], ["gelu", "scale"]])

@@ -193,8 +193,7 @@ class JointBiasRelu(ops.FusedOperation):
     """bias, relu."""
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **unused):
-        x = input_.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else input_  # as Bias does
-        y = torch.relu(x + self.flat_ops()[0].bias.to(x.dtype))
+        y = torch.relu(input_ + self.flat_ops()[0].bias)
         basic_op_ctxs[1].save_for_backward(y)
         return y, [(), ()]
 

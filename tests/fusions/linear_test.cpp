@@ -78,7 +78,6 @@ TEST(LinearBiasAdd, AMixedResidualPromotes) {
   const Ops ops = {"basic_linear", "bias", "add_extra_input"};
   const Tensors both{inputs(at::kBFloat16)[0], leaf({3, 2, 12}, at::kFloat, 4)};
   EXPECT_EQ(run(ops, both, params(at::kBFloat16)).outputs[0].scalar_type(), at::kFloat);
-  EXPECT_TRUE(fused_equals_unfused(ops, both, params(at::kBFloat16)));
 }
 
 TEST(LinearBiasAdd, RefusesMixedDtypes) {
@@ -178,10 +177,6 @@ TEST_P(LinearSum, EqualsWhereLibrariesShareTheProduct) {
 TEST_P(LinearSumOfExtra, AMixedResidualPromotes) {
   const Tensors mixed = inputs(at::kBFloat16, at::kFloat), weights = params(at::kBFloat16);
   EXPECT_EQ(run(GetParam().ops, mixed, weights).outputs[0].scalar_type(), at::kFloat);
-  if (std::string(GetParam().fusion).find("bias_scale") == std::string::npos) {
-    EXPECT_TRUE(fused_equals_unfused(GetParam().ops, mixed, weights));
-    return;
-  }
   // It rounds once less: RoundsNoMoreThanTheUnfusedOpsDo. Of numbers up to 8, to 8 bits.
   const at::Tensor fused = run(GetParam().ops, mixed, weights).outputs[0],
                    unfused = run(GetParam().ops, mixed, weights, R"({"fuse": false})").outputs[0];
@@ -417,8 +412,10 @@ TEST_P(LinearBiasActivation, WritesTheSumOnlyWhereBackwardReadsIt) {
 }
 
 TEST_P(LinearBiasActivation, EqualsTheUnfusedOps) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+  for (const auto dtype : {at::kFloat, at::kDouble})
     EXPECT_TRUE(fused_equals_unfused(ops(), inputs(dtype), params(dtype))) << dtype;
+  for (const auto dtype : {at::kBFloat16, at::kHalf})  // as the product with its bias, and the unit
+    EXPECT_TRUE(has_bits_without("linear_bias_", ops(), inputs(dtype), params(dtype))) << dtype;
   EXPECT_TRUE(fused_equals_unfused(ops(), inputs(), params(), kRecipe));
   EXPECT_TRUE(fused_equals_unfused(ops(), {random({3, 8})}, {random({12, 8}), random({12})}));
 }

@@ -22,8 +22,8 @@ const std::string kDropout = R"(dropout {"options": {"p": 0.25}})";
 
 void expect_the_same_bits(const Ops& ops, const Tensors& inputs, const Tensors& params) {
   for (const std::string recipe : kRecipes)
-    EXPECT_TRUE(fused_has_bits_of_unfused(
-        ops, inputs, params, R"({"training": true, "recipe": {"name": ")" + recipe + R"("}})"));
+    EXPECT_TRUE(has_bits_without("quantize", ops, inputs, params,
+                                 R"({"training": true, "recipe": {"name": ")" + recipe + R"("}})"));
 }
 
 /// linear (-> bias) -> norm -> linear, the norm at the head of a residual branch or not.
@@ -134,17 +134,8 @@ TEST(NormBackwardQuantizeOf, AResidualThatGoesOnWritesTheGradient) {
   };
   EXPECT_THAT(Planned(ops, {leaf({40, 32})}, params(at::kFloat), kMx).backward(),
               ContainsRegex("rms_norm_backward_add_quantize_quantize_y: .* -> grad of [^ ]*, "));
-  for (const auto dtype : kKernelDtypes) {
-    const Tensors x{leaf({40, 32}, dtype)};
-    const std::string unfused =
-        R"({"training": true, "recipe": {"name": "MXFP8BlockScaling"}, "fuse": false})";
-    const auto got = run(ops, x, params(dtype), kMx),
-               expected = run(ops, x, params(dtype), unfused);
-    EXPECT_TRUE(same(got.outputs[0], expected.outputs[0]));
-    // The product that gives the gradient of x adds that of the stream before it rounds.
-    for (size_t i = 1; i < got.gradients.size(); ++i)
-      EXPECT_TRUE(same(got.gradients[i], expected.gradients[i])) << dtype << i;
-  }
+  for (const auto dtype : kKernelDtypes)
+    EXPECT_TRUE(has_bits_without("quantize", ops, {leaf({40, 32}, dtype)}, params(dtype), kMx));
 }
 
 TEST(NormBackwardQuantizeOf, TheSameGradientTwiceIsRefused) {

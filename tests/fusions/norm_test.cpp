@@ -109,7 +109,8 @@ TEST(ActivationFusion, BackwardBiasFiresAndEquals) {
                 HasSubstr(fusion + ": grad of 2." + op + ".y, 1.bias.y -> grad of 1.bias.y, 2." +
                           op + ".y, grad of 1.bias.bias\n"));
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
-      EXPECT_TRUE(fused_equals_unfused(ops, {leaf({5, 8}, dtype)}, params(dtype))) << op << dtype;
+      EXPECT_TRUE(has_bits_without("backward_bias", ops, {leaf({5, 8}, dtype)}, params(dtype)))
+          << op << dtype;
     EXPECT_TRUE(fused_equals_unfused(ops, {leaf({5, 8})}, params(at::kFloat), kRecipe)) << op;
   }
 }

@@ -255,8 +255,8 @@ def test_rows_and_features_of_one_number():
 
 
 def test_one_of_two_extra_inputs_of_that_number_is_rows():
-    box = ops.Sequential(ops.ScaledSwiGLU(), ops.AddExtraInput())
-    x, scales, features = torch.randn(4, 8, requires_grad=True), torch.rand(4), torch.randn(4)
+    box = ops.Sequential(ops.ScaledSwiGLU(), ops.SwiGLU(), ops.AddExtraInput())
+    x, scales, features = torch.randn(4, 16, requires_grad=True), torch.rand(4), torch.randn(4)
     expected = torch.autograd.grad(box(x, scales, features).sum(), x)
     with tandem.memory_budget(1e6):
         assert same(torch.autograd.grad(box(x, scales, features).sum(), x), expected)

@@ -64,10 +64,16 @@ RunResult run(const Ops& ops, const Tensors& inputs, const Tensors& params,
                                                 const Tensors& params,
                                                 const std::string& fields = "{}");
 
-/// Outputs and gradients of the fused program have the bits of those of the unfused one.
-::testing::AssertionResult fused_has_bits_of_unfused(const Ops& ops, const Tensors& inputs,
-                                                     const Tensors& params,
-                                                     const std::string& fields = "{}");
+/// `fields` without the fusions whose name contains `text`: smaller ones, or none, cover what these
+/// would.
+std::string fields_without(const std::string& text, const Ops& ops, const Tensors& inputs,
+                           const Tensors& params, const std::string& fields = "{}");
+
+/// Outputs and gradients have the bits that they have without the fusions whose name contains
+/// `text`.
+::testing::AssertionResult has_bits_without(const std::string& text, const Ops& ops,
+                                            const Tensors& inputs, const Tensors& params,
+                                            const std::string& fields = "{}");
 
 /// A function of inputs, then parameters, for `gradients_match`.
 std::function<Tensors(const Tensors&)> function_of(const Ops& ops, size_t inputs = 1,
