@@ -262,7 +262,12 @@ def _limit_mode(r: random.Random, case: Case) -> None:
             mode.pop("bw")
         if mode.get("run") in ("ckpt", "ckpt_re"):
             mode.pop("run")
+    in_place = any(op.get("ip") for op in case["ops"])
     if mode.get("bw") == "batched":  # torch sums products of batched matrices in another order than those of forward
+        mode.pop("budget", None)
+    if "hooks" in mode and "params" in case:  # what hooks give back has another layout, of which products have other bits
+        mode.pop("budget", None)
+    if mode.get("run") == "compile" and in_place:  # compiled code writes nothing, so that less has to be kept
         mode.pop("budget", None)
     if mode.get("bw") == "batched" and any(op["k"] == "grouped" for op in case["ops"]):
         mode.pop("bw")  # torch batches no products of lists of matrices
