@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "executor/executor.h"
+#include "kernel_ops/framework/shapes.h"
 #include "kernel_ops/quantize/quantize.h"
 #include "pipeline/compare.h"
 
@@ -33,8 +34,6 @@ constexpr double kOfRoundings = 1, kOfNumber = 0.6;
 bool is_same_step(const Step& a, const Step& b) {
   return a.run == b.run && a.kind == b.kind && a.reads == b.reads && a.covers == b.covers;
 }
-
-bool is_narrow(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 /// The unfused steps that a fused one replaces.
 Steps members_of(const Step& fused, const Steps& unfused) {
@@ -186,7 +185,7 @@ std::string StepCheck::compare(const Step& step, size_t write, const Steps& memb
   }
   const at::Tensor scale = scale_of(step, value, members, reference);
   std::string found = difference(frame_.tensor(value), expected.tensor(value), tolerance, scale);
-  if (!found.empty() || !is_narrow(frame_.type(value).dtype)) return found;
+  if (!found.empty() || !kernel_ops::is_narrow(frame_.type(value).dtype)) return found;
   const at::Tensor exact = in_float32(value, members, reference);
   if (!exact.defined()) return "";
   // Where the members overflow on the way, nothing is known of the result.
@@ -207,7 +206,7 @@ at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& refe
   const Plan& plan = reference.plan();
   std::vector<Type> types = plan.types;
   for (Type& type : types)
-    if (is_narrow(type.dtype)) type.dtype = at::kFloat;
+    if (kernel_ops::is_narrow(type.dtype)) type.dtype = at::kFloat;
   Frame wide(Path::direct, types, plan.slot_of, plan.tensor_slots);
   wide.reserve_side_values(plan.opaques, plan.shapes);
   for (const Step& member : members) {
@@ -223,7 +222,8 @@ at::Tensor StepCheck::in_float32(Value value, const Steps& members, Replay& refe
         wide.shape(read) = reference.frame().shape(read);
       } else if (!wide.tensor(read).defined()) {
         const at::Tensor& tensor = reference.frame().tensor(read);
-        wide.tensor(read) = is_narrow(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+        wide.tensor(read) =
+            kernel_ops::is_narrow(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
       }
     }
     Step keeping = member;
