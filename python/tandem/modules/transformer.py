@@ -10,8 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 from tandem import _C, ops
 from tandem._weights import in_microbatch
-from tandem.modules.attention import InferenceParams, MultiheadAttention, Window, check_unused, check_window, set_group_inside
+from tandem.modules.attention import MultiheadAttention, Window, check_unused, check_window, set_group_inside
 from tandem.modules.base import Init
+from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_mlp import LayerNormMLP
 from tandem.modules.norm import LayerNorm, RMSNorm
 from tandem.ops import hooks
