@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -47,11 +50,44 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
     return dict(_table())
 
 
+class _WithInductor(MetaPathFinder):
+    """Registers the kernel ops with Inductor when Inductor is imported, which takes seconds and is for who compiles to say.
+
+    Inductor calls an op that it does not know as it is, but where the variable CI is set it refuses one that has a decomposition too.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch._inductor.lowering":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _register_fallbacks(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register_fallbacks(inductor: Any) -> None:
+    for op in _table():
+        constraint = inductor.tag_to_layout_constraint(inductor.get_layout_constraint_tag(op, with_default=True))
+        inductor.make_fallback(op, layout_constraint=constraint, warn=False)
+
+
 def register_decompositions() -> None:
-    """Puts the table where torch's exporter to ONNX and DTensor look."""
+    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same."""
     for op, function in _table().items():
         decomposition_table[op] = function
         meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition to learn shapes that the op itself tells
+    if inductor := sys.modules.get("torch._inductor.lowering"):
+        _register_fallbacks(inductor)
+    else:
+        sys.meta_path.insert(0, _WithInductor())
 
 
 __all__ = ["decompositions"]
