@@ -26,7 +26,8 @@ extern const OpDef kDropout;
 /// Without a recipe y is x.
 extern const OpDef kQuantize;
 
-/// y = x + extra; dtypes promote. `in_place` writes the sum into the caller's tensor.
+/// y = x + extra; dtypes promote. `in_place` writes the sum into the caller's tensor, unless that
+/// holds codes.
 ///
 /// Shapes: extra and x broadcast, as in torch; y has the sizes of extra in place. Autograd sums
 ///         gradients of what the caller passes, so the caller's alone may be smaller than y where

@@ -200,7 +200,7 @@ class ForwardLowering {
     }
     any_grad |= bind_params(node, operands, dtype, casts);
     const at::ScalarType target = result_dtype(node, operands, dtype);
-    const bool in_place = writes_caller(node);
+    const bool in_place = writes_caller(node, operands);
     if (in_place) dtype = target;
     const bool computes = !op.forward.empty();
     if (computes && !def.runs_user_code) check_differentiable(any_grad, dtype, node);
@@ -319,11 +319,8 @@ class ForwardLowering {
   /// traced or not, as for torch's add_.
   at::ScalarType result_dtype(const OpNode& node, const OperandTable& operands,
                               at::ScalarType dtype) const {
-    if (!node.writes_caller()) return dtype;
+    if (!holds_sum(node, operands)) return dtype;
     const at::ScalarType target = draft_.dtype(operands.value(1));
-    TORCH_CHECK_TYPE(!draft_.codes_of_arguments.contains(operands.value(1)), node.label,
-                     ": expected an extra input in plain numbers, as in_place=True writes the sum ",
-                     "into it, got one in codes. Use in_place=False, or pass extra.dequantize().");
     TORCH_CHECK_TYPE(
         c10::canCast(dtype, target), node.label, ": expected an extra input that holds ", dtype,
         ", as in_place=True asks, got ", target, ". Use in_place=False, or convert it.");
@@ -360,7 +357,7 @@ class ForwardLowering {
       }
       if (operand == op.first_result) {
         if (op.def.views_input) type.view_of = operands.value(0);
-        if (writes_caller(node)) type.view_of = operands.value(1);
+        if (writes_caller(node, operands)) type.view_of = operands.value(1);
       }
       const bool is_differentiable =
           c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype);
@@ -373,15 +370,22 @@ class ForwardLowering {
     }
   }
 
+  /// Codes have no room for a sum: theirs is a tensor of its own.
+  bool holds_sum(const OpNode& node, const OperandTable& operands) const {
+    return node.writes_caller() && !draft_.codes_of_arguments.contains(operands.value(1));
+  }
+
   /// What is traced writes nothing.
-  bool writes_caller(const OpNode& node) const { return node.writes_caller() && !call_.traced; }
+  bool writes_caller(const OpNode& node, const OperandTable& operands) const {
+    return holds_sum(node, operands) && !call_.traced;
+  }
 
   void add_step(size_t index, const OpStep& resolved, Part part) {
     const OpNode& node = description_.ops[index];
     if (resolved.def->applies != nullptr && !resolved.def->applies(node.options.get())) return;
     const OperandTable& operands = draft_.operands[index];
     Step step = step_of_op(node, resolved, part, operands);
-    if (call_.traced && node.writes_caller()) step.options = {ops::caller_holds_sum()};
+    if (call_.traced && holds_sum(node, operands)) step.options = {ops::caller_holds_sum()};
     for (const OperandRef& ref : resolved.writes)
       for (size_t element = 0; element < operands.count(ref.operand); ++element)
         step.writes.push_back(operands.value(ref, element));

@@ -117,11 +117,16 @@ def test_modules_take_codes() -> None:
             assert torch.equal(module(codes), module(codes.dequantize()))
 
 
-def test_a_sum_in_place_wants_numbers() -> None:
-    codes = tandem.quantize(matrix(requires_grad=False), tandem.MXFP8Quantizer(E4M3))
+def test_a_sum_in_place_leaves_codes_as_they_are() -> None:
+    numbers, x = matrix(requires_grad=False), matrix()
+    codes = tandem.quantize(numbers, tandem.MXFP8Quantizer(E4M3))
+    before = codes.dequantize()
     pipeline = ops.Sequential(ops.AddExtraInput(in_place=True))
-    with pytest.raises(TypeError, match=r"in_place=True writes the sum into it, got one in codes. Use in_place=False, or pass extra.dequantize\(\)"):
-        pipeline(matrix(requires_grad=False), codes)
+    for call in (pipeline, torch.compile(pipeline, backend="aot_eager")):
+        y = call(x, codes)
+        assert torch.equal(y, x + before)
+        assert torch.equal(codes.dequantize(), before)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x))
 
 
 def test_codes_that_were_written_before_backward_raise() -> None:

@@ -133,7 +133,8 @@ class AddExtraInput(BasicOperation):
         Args:
             in_place: whether the sum may be written into the extra input. An extra input that is a leaf which requires grad stays one:
                 its gradient is that of the value that it had, so it must not be read again before backward. Other arguments that share its
-                memory must not be read after the sum. Where calls are recorded, as under torch.compile, it keeps its old values.
+                memory must not be read after the sum. Where calls are recorded, as under torch.compile, it keeps its old values; so does one
+                in codes.
         """
         super().__init__()
         self.in_place = in_place
