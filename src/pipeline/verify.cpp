@@ -2,11 +2,15 @@
 
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <set>
 #include <sstream>
@@ -66,6 +70,39 @@ Tensors leaves_of(at::TensorList tensors) {
   return leaves;
 }
 
+/// The same numbers in memory of a random layout: dimensions in any order with gaps of NaN between,
+/// before and behind them, and a stride that means nothing in a dimension of one element. Integers
+/// and codes stay where they are.
+at::Tensor laid(const at::Tensor& tensor, std::mt19937_64& random) {
+  const bool is_plain =
+      tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python);
+  if (!is_plain || !tensor.is_floating_point() || tensor.numel() == 0) return tensor;
+  std::vector<int64_t> dims(static_cast<size_t>(tensor.dim())), strides(dims.size());
+  std::iota(dims.rbegin(), dims.rend(), 0);
+  // Half of them with rows that are contiguous, as views of a wider tensor are.
+  if (!dims.empty())
+    std::shuffle(dims.begin() + static_cast<int64_t>(random() % 2), dims.end(), random);
+  const auto offset = static_cast<int64_t>(random() % 4);
+  auto extent = static_cast<int64_t>(1 + random() % 2);
+  for (const int64_t dim : dims) {
+    strides[static_cast<size_t>(dim)] = extent;
+    extent = extent * tensor.size(dim) + static_cast<int64_t>(random() % 3);
+  }
+  const at::Tensor memory =
+      at::full({offset + extent + 3}, std::numeric_limits<double>::quiet_NaN(), tensor.options());
+  memory.as_strided(tensor.sizes(), strides, offset).copy_(tensor);
+  for (size_t dim = 0; dim < strides.size(); ++dim)
+    if (tensor.size(static_cast<int64_t>(dim)) == 1)
+      strides[dim] = static_cast<int64_t>(random() % 1000);
+  return memory.as_strided(tensor.sizes(), strides, offset);
+}
+Tensors laid(const Tensors& leaves, std::mt19937_64& random) {
+  Tensors others;
+  for (const at::Tensor& leaf : leaves)
+    others.push_back(laid(leaf.detach(), random).set_requires_grad(leaf.requires_grad()));
+  return others;
+}
+
 /// Some of `count` things, at least one where there are any.
 std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
   std::vector<bool> chosen(count);
@@ -106,11 +143,12 @@ class Verification {
 
   void run(int masks) {
     std::mt19937_64 random(0);
-    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
-    for (const Step& step : unfused_.plan->forward)
-      if (step.broadcasts_input && is_wider(forward, step)) wider_.push_back(step.covers[0]);
     if (!unfused_.plan->needs_backward) masks = 0;
+    const Tensors dense = inputs_;
     for (int m = 0; m <= masks && report_.passed; ++m) {
+      if (m > 0) inputs_ = laid(dense, random);
+      Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
+      if (m == 0) note_wider(forward);
       choose(m == 0 ? nullptr : &random, forward);
       Replay given = forward;
       set_gradients(given);
@@ -141,6 +179,11 @@ class Verification {
   }
 
  private:
+  void note_wider(Replay& forward) {
+    for (const Step& step : unfused_.plan->forward)
+      if (step.broadcasts_input && is_wider(forward, step)) wider_.push_back(step.covers[0]);
+  }
+
   static bool is_wider(Replay& forward, const Step& step) {
     Frame& frame = forward.frame();
     return frame.tensor(step.reads[step.main_read]).sizes() !=
@@ -193,6 +236,7 @@ class Verification {
       if (given[i]) {
         const at::Tensor& output = forward.frame().tensor(plan.outputs[outputs[i]]);
         grads_[outputs[i]] = at::randn_like(output.detach());
+        if (random != nullptr) grads_[outputs[i]] = laid(grads_[outputs[i]], *random);
         mask_.given[outputs[i]] = true;
       }
     for (size_t i = 0; i < leaves.size(); ++i) mask_.asked[leaves[i]] = asked[i];
@@ -369,7 +413,9 @@ class Verification {
   const Pipeline& pipeline_;
   const bool training_;
   VerifyReport& report_;
-  const Tensors inputs_, params_, state_;
+  /// In memory of another layout for each mask but the first.
+  Tensors inputs_;
+  const Tensors params_, state_;
   const Planned fused_, unfused_;
   Generators generators_;
   /// By output, undefined where none is given.

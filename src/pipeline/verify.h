@@ -12,7 +12,8 @@
 namespace tandem {
 
 /// Runs a pipeline unfused, keeping every value, and compares with it, for all given and asked
-/// gradients and `masks` random subsets:
+/// gradients and `masks` random subsets, each of these with inputs and given gradients in memory of
+/// another layout:
 ///
 ///   1. each fused step of that subset's plan, run on the very values that the ops which it
 ///      replaces have read. What it writes may differ by the rounding of the dtypes that these ops

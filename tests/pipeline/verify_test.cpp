@@ -6,6 +6,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/abs.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/ones.h>
@@ -453,6 +454,32 @@ TEST(Verify, GivenGradientsAreVariedToo) {
       verified({"gelu", "constant_scale", "make_extra_output", small}, {leaf({3, 4})}, {});
   EXPECT_THAT(report.text, ::testing::AllOf(Names("test_wrong", "0.gelu backward"),
                                             HasSubstr("gradients given of outputs 0; ")));
+}
+
+/// Reads as many elements as x has from where it begins.
+at::Tensor as_if_contiguous(const at::Tensor& x) {
+  return x.as_strided(x.sizes(), at::empty(x.sizes(), x.options()).strides());
+}
+
+TEST(Verify, AFusionThatReadsOneLayoutIsNamed) {
+  const FusionHandle handle = forward_fusion("test_dense", [](Call& call) {
+    call.out(0, at::gelu(as_if_contiguous(call.in(0)), "tanh"));
+  });
+  const VerifyReport report = verified({"gelu", "constant_scale"}, {leaf({3, 4})}, {});
+  EXPECT_THAT(report.text, Names("test_dense", "0.gelu, 1.constant_scale"));
+}
+
+TEST(Verify, AFusionThatReadsOneLayoutOfAGradientIsNamed) {
+  const FusionHandle handle = register_fusion(
+      {.name = "test_dense",
+       .pass = Pass::backward,
+       .pattern = {"constant_scale.backward", "gelu.backward"},
+       .run = {
+           .reads = {{0, "grad_y"}, {1, "x"}}, .writes = {{1, "grad_x"}}, .run = [](Call& call) {
+             call.out(0, at::gelu_backward(as_if_contiguous(call.in(0)), call.in(1), "tanh"));
+           }}});
+  const VerifyReport report = verified({"gelu", "constant_scale"}, {leaf({3, 4})}, {});
+  EXPECT_THAT(report.text, Names("test_dense", "0.gelu backward"));
 }
 
 TEST(Verify, LeavesTheGeneratorAloneWhereARunThrows) {
