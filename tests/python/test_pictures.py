@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tandem
 import tandem.ops as ops
@@ -112,3 +113,15 @@ def test_names_that_are_no_xml_are_escaped(without_graphviz):
     box(torch.randn(2, requires_grad=True)).sum().backward()
     named(box.explain("svg"))
     assert 'label="0.A<\\"&\\\\.saved' in box.explain("dot")
+
+
+def test_products_are_counted_as_those_of_torch():
+    layers = [torch.nn.RMSNorm(16), torch.nn.Linear(16, 64, bias=False), torch.nn.GELU(), torch.nn.Linear(64, 8)]
+    x = torch.randn(6, 16, requires_grad=True)
+
+    def counted(module):
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        return counter.get_total_flops()
+
+    assert counted(ops.Sequential(*layers)) == counted(torch.nn.Sequential(*layers)) == 3 * 2 * 6 * (16 * 64 + 64 * 8)
