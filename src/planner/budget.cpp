@@ -302,11 +302,13 @@ class Assembly {
     return gradients;
   }
 
-  /// What it reads least of comes behind a gradient.
+  /// What it reads least of comes behind a gradient. An extra input comes last: what is behind a
+  /// gradient is no argument of the caller any more, which alone may be smaller than a sum.
   void hide(Step& again, Steps& backward) {
     size_t least = npos;
     const auto weight = [&](Value value) {
       const Origin origin = draft_.types[index_of(value)].origin;
+      if (origin == Origin::input) return value == draft_.inputs[0] ? 2 : 3;
       return origin == Origin::param ? 0 : origin == Origin::result ? 1 : 2;
     };
     for (size_t r = 0; r < again.reads.size(); ++r)

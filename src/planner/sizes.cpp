@@ -207,6 +207,18 @@ bool has_rows(const PlanKey& key) {
   return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == -1;
 }
 
+/// Whether an input leads to each value. What comes from parameters alone has no rows.
+std::vector<bool> values_behind_inputs(const Draft& draft) {
+  std::vector<bool> behind(draft.types.size());
+  for (const Value input : draft.inputs) behind[index_of(input)] = true;
+  const auto is_behind = [&](Value value) { return exists(value) && behind[index_of(value)]; };
+  for (const Step& step : draft.forward)
+    if (std::ranges::any_of(step.reads, is_behind))
+      for (const Value value : step.writes)
+        if (exists(value)) behind[index_of(value)] = true;
+  return behind;
+}
+
 PerRow measured(const Description& description, const PlanKey& key, const Draft& draft,
                 uint64_t grows) {
   Measurement few(description, draft, key, kFewRows, grows);
@@ -221,6 +233,10 @@ PerRow measured(const Description& description, const PlanKey& key, const Draft&
       result.bytes[v] = many.bytes()[v] - few.bytes()[v];
     for (size_t s = 0; s < result.flops.size(); ++s)
       result.flops[s] = many.flops()[s] - few.flops()[s];
+  } else {
+    const std::vector<bool> behind = values_behind_inputs(draft);
+    for (size_t v = 0; v < result.bytes.size(); ++v)
+      if (!behind[v]) result.bytes[v] = 0;
   }
   // Without rows there are no bytes of them.
   for (auto* list : {&result.bytes, &result.flops})

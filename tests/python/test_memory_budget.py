@@ -262,6 +262,26 @@ def test_one_of_two_extra_inputs_of_that_number_is_rows():
         assert same(torch.autograd.grad(box(x, scales, features).sum(), x), expected)
 
 
+@pytest.mark.parametrize("calls", ["direct", "stepped", "compiled"])
+def test_a_sum_that_broadcasts_the_extra_input_is_computed_again(calls):
+    wide = torch.randn(4, 5)
+    extra = (wide.as_strided((1, 5), (0, 1)) if calls == "stepped" else wide[:1]).requires_grad_()
+    pipeline = ops.Sequential(ops.AddExtraInput(), ops.Linear(5, 12), ops.LayerNorm(12), memory_budget=0)
+    call = torch.compile(pipeline, backend="aot_eager") if calls == "compiled" else pipeline
+    x = torch.randn(3, 5, requires_grad=True)
+    gradients = torch.autograd.grad(call(x, extra).square().sum(), [x, extra])
+    want = torch.autograd.grad(pipeline[2](pipeline[1](x + extra)).square().sum(), [x, extra])
+    torch.testing.assert_close(gradients, want)
+
+
+def test_casts_of_parameters_are_no_bytes_of_an_x_without_rows():
+    pipeline = ops.Sequential(ops.LayerNorm(29), ops.GroupedLinear(2, 29, 2), memory_budget=64)
+    x = torch.randn(29, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline(x, torch.tensor([1, 0])).sum().backward()
+        assert "memory budget: 64 bytes per row" in pipeline.explain()
+
+
 def test_regions_nest_and_a_container_has_its_own():
     x = torch.randn(4, 16, requires_grad=True)
     box, own = (ops.Sequential(*llama_mlp(16, 32)) for _ in range(2))
