@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -12,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 #include <sstream>
@@ -104,12 +104,6 @@ Tensors laid(const Tensors& leaves, std::mt19937_64& random) {
   return others;
 }
 
-/// Hooks on saved tensors may give back another layout, in which torch's operations give other bits.
-bool has_hooks() {
-  return at::SavedTensorDefaultHooks::is_enabled() &&
-         at::SavedTensorDefaultHooks::get_hooks(true).has_value();
-}
-
 /// Some of `count` things, at least one where there are any.
 std::vector<bool> some_of(size_t count, std::mt19937_64& random) {
   std::vector<bool> chosen(count);
@@ -151,19 +145,15 @@ class Verification {
   void run(int masks) {
     std::mt19937_64 random(0);
     if (!unfused_.plan->needs_backward) masks = 0;
-    const Tensors dense = inputs_;
+    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
+    for (const Step& step : unfused_.plan->forward)
+      if (step.broadcasts_input && is_wider(forward, step)) wider_.push_back(step.covers[0]);
     for (int m = 0; m <= masks && report_.passed; ++m) {
-      if (m > 0 && !has_hooks()) inputs_ = laid(dense, random);
-      Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments()));
-      if (m == 0) note_wider(forward);
       choose(m == 0 ? nullptr : &random, forward);
-      Replay given = forward;
-      set_gradients(given);
-      Replay reference = unfused_.plan->needs_backward
-                             ? replay(backward_plan(*unfused_.plan, mask_)->steps, given)
-                             : given;
+      Replay reference = with_backward(forward);
       note_users(decisions());
       Failure failure = compare(fused_, forward, reference);
+      if (failure.text.empty() && m > 0) failure = compare_laid(random);
       if (failure.text.empty()) continue;
       if (failure.fusion.empty()) failure.text += culprit(forward, reference);
       report_.passed = false;
@@ -186,11 +176,6 @@ class Verification {
   }
 
  private:
-  void note_wider(Replay& forward) {
-    for (const Step& step : unfused_.plan->forward)
-      if (step.broadcasts_input && is_wider(forward, step)) wider_.push_back(step.covers[0]);
-  }
-
   static bool is_wider(Replay& forward, const Step& step) {
     Frame& frame = forward.frame();
     return frame.tensor(step.reads[step.main_read]).sizes() !=
@@ -202,12 +187,13 @@ class Verification {
     std::shared_ptr<const Plan> plan;
   };
 
-  Arguments arguments() const {
-    return {.inputs = inputs_,
+  Arguments arguments() const { return arguments(inputs_); }
+  Arguments arguments(const Tensors& inputs) const {
+    return {.inputs = inputs,
             .params = params_,
             .workspaces = {},
             .state = state_,
-            .quantized = quantized_among(inputs_, params_)};
+            .quantized = quantized_among(inputs, params_)};
   }
 
   Planned plan_of(const std::string& description) {
@@ -243,8 +229,6 @@ class Verification {
       if (given[i]) {
         const at::Tensor& output = forward.frame().tensor(plan.outputs[outputs[i]]);
         grads_[outputs[i]] = at::randn_like(output.detach());
-        if (random != nullptr && !has_hooks())
-          grads_[outputs[i]] = laid(grads_[outputs[i]], *random);
         mask_.given[outputs[i]] = true;
       }
     for (size_t i = 0; i < leaves.size(); ++i) mask_.asked[leaves[i]] = asked[i];
@@ -257,6 +241,46 @@ class Verification {
         reference.frame().tensor(plan.output_gradients[i]) = grads_[i];
   }
 
+  /// What has run forward, and then backward.
+  Replay with_backward(Replay forward) {
+    if (!unfused_.plan->needs_backward) return forward;
+    set_gradients(forward);
+    return replay(backward_plan(*unfused_.plan, mask_)->steps, forward);
+  }
+
+  /// The fused steps where inputs and given gradients lie in memory of other layouts. Not the
+  /// whole: a step may write another layout than the ops that it replaces, in which torch's
+  /// operations give other bits.
+  Failure compare_laid(std::mt19937_64& random) {
+    const Tensors dense = grads_;
+    for (at::Tensor& grad : grads_)
+      if (grad.defined()) grad = laid(grad, random);
+    const Tensors inputs = laid(inputs_, random);
+    Replay forward = replay(unfused_.plan->forward, Replay(*unfused_.plan, arguments(inputs)));
+    Replay reference = with_backward(forward);
+    grads_ = dense;
+    StepCheck steps(*fused_.plan, report_.comparisons);
+    return compare_steps(fused_, steps, forward, reference);
+  }
+
+  Failure compare_steps(const Planned& fused, StepCheck& steps, Replay& forward,
+                        Replay& reference) {
+    const NoAutocast no_autocast;
+    generators_.restore();
+    const Plan &plan = *fused.plan, &unfused = *unfused_.plan;
+    WrongStep wrong = steps.check(plan.forward, unfused.forward, forward, generators_.own());
+    if (wrong.fusion.empty() && plan.needs_backward) {
+      Steps all = backward_plan(unfused, mask_)->steps;  // a budget may run steps of forward again
+      all.insert(all.end(), unfused.forward.begin(), unfused.forward.end());
+      wrong = steps.check(backward_plan(plan, mask_)->steps, all, reference, generators_.own());
+    }
+    if (wrong.fusion.empty()) return {};
+    return {wrong.fusion, "fusion \"" + wrong.fusion +
+                              "\" differs from the ops that it replaces (" +
+                              places(*fused.program, wrong.step) + ") in " + wrong.text +
+                              mask_text() + ". Correct or remove it."};
+  }
+
   /// A call and its backward as a user makes them, then its fused steps, then the whole.
   Failure compare(const Planned& fused, Replay& forward, Replay& reference) {
     const Plan& plan = *fused.plan;
@@ -266,25 +290,8 @@ class Verification {
     const Tensors gradients = gradients_for(outputs);
 
     StepCheck steps(plan, report_.comparisons);
-    std::shared_ptr<const BackwardPlan> backward, unfused_backward;
-    WrongStep wrong;
-    {
-      const NoAutocast no_autocast;
-      generators_.restore();
-      wrong = steps.check(plan.forward, unfused_.plan->forward, forward, generators_.own());
-      if (wrong.fusion.empty() && plan.needs_backward) {
-        backward = backward_plan(plan, mask_);
-        unfused_backward = backward_plan(*unfused_.plan, mask_);
-        Steps unfused = unfused_backward->steps;  // a budget may run steps of forward again
-        unfused.insert(unfused.end(), unfused_.plan->forward.begin(), unfused_.plan->forward.end());
-        wrong = steps.check(backward->steps, unfused, reference, generators_.own());
-      }
-    }
-    if (!wrong.fusion.empty())
-      return {wrong.fusion, "fusion \"" + wrong.fusion +
-                                "\" differs from the ops that it replaces (" +
-                                places(*fused.program, wrong.step) + ") in " + wrong.text +
-                                mask_text() + ". Correct or remove it."};
+    if (Failure failure = compare_steps(fused, steps, forward, reference); !failure.text.empty())
+      return failure;
 
     const auto whole = [&](const std::string& what, const at::Tensor& got, Value value, size_t part,
                            Replay& expected, bool is_gradient = false) -> std::string {
@@ -316,10 +323,12 @@ class Verification {
       for (size_t part = 0; part < tensors_per_value(type) && found.empty(); ++part)
         found = whole("kept " + type.name, kept[k][part], value, part, forward);
     }
+    Values asked;
+    if (plan.needs_backward) asked = backward_plan(*unfused_.plan, mask_)->gradients;
     for (size_t i = 0; i < gradients.size() && found.empty(); ++i)
       if (mask_.asked[i])
         found = whole("the gradient of " + plan.types[index_of(argument(plan, i))].name,
-                      gradients[i], unfused_backward->gradients[i], 0, reference,
+                      gradients[i], asked[i], 0, reference,
                       /*is_gradient=*/true);
     return {"", found};
   }
@@ -421,9 +430,7 @@ class Verification {
   const Pipeline& pipeline_;
   const bool training_;
   VerifyReport& report_;
-  /// In memory of another layout for each mask but the first.
-  Tensors inputs_;
-  const Tensors params_, state_;
+  const Tensors inputs_, params_, state_;
   const Planned fused_, unfused_;
   Generators generators_;
   /// By output, undefined where none is given.
@@ -446,9 +453,16 @@ VerifyReport verify(const Pipeline& pipeline, at::TensorList inputs, at::TensorL
     return report;
   Tensors with_gradient = inputs.vec();  // a call behind other modules asks for it too
   with_gradient[0] = inputs[0].detach().set_requires_grad(true);
-  Verification behind_others(pipeline, with_gradient, params, training, state_of, report);
-  if (behind_others.allows(as_given.wider())) {
-    behind_others.run(masks);
+  std::optional<Verification> behind_others;
+  try {
+    behind_others.emplace(pipeline, with_gradient, params, training, state_of, report);
+  } catch (const c10::ValueError& refusal) {  // as a budget that is too small for it
+    report.text += std::string(" Without a gradient of x: a call that asks for it is refused: ") +
+                   refusal.what_without_backtrace();
+    return report;
+  }
+  if (behind_others->allows(as_given.wider())) {
+    behind_others->run(masks);
   } else {
     report.text += " Without a gradient of x: a call that asks for it refuses these sizes.";
   }

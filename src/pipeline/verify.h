@@ -12,15 +12,15 @@
 namespace tandem {
 
 /// Runs a pipeline unfused, keeping every value, and compares with it, for all given and asked
-/// gradients and `masks` random subsets, each of these with inputs and given gradients in memory of
-/// another layout:
+/// gradients and `masks` random subsets:
 ///
 ///   1. each fused step of that subset's plan, run on the very values that the ops which it
 ///      replaces have read. What it writes may differ by the rounding of the dtypes that these ops
 ///      write, once per op, and of the arithmetic within. In bfloat16 and float16 it must also be
 ///      as near to what these ops write in float32 as roundings allow, each half a unit at most.
 ///      Codes that differ must decode to numbers within half a unit of their format, in relative
-///      norm.
+///      norm. For each random subset also where inputs and given gradients lie in memory of another
+///      layout.
 ///   2. the fused pipeline as a whole: outputs, gradients, kept values. Behind fused steps that
 ///      gave the same bits in 1 they are the same bits; elsewhere the roundings on the way to them
 ///      add up, and behind codes that may differ the format's bound holds, in norm.

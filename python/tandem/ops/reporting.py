@@ -81,7 +81,7 @@ class ReportingMixin:
 
     def verify(self: Any, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:
         """Runs fused and unfused on the same tensors and compares outputs and gradients: all of them, and `masks` random subsets.
-        For each subset inputs and gradients lie in memory of another layout: permuted, with gaps, with strides that mean nothing.
+        For each subset fused steps are also compared where inputs and gradients lie in memory of another layout: permuted, with gaps.
 
         Where ops with hooks cut a pipeline, that is told, and its parts are what is compared.
         """
