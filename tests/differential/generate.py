@@ -274,6 +274,8 @@ def _limit_mode(r: random.Random, case: Case) -> None:
         mode.pop("budget", None)
     if mode.get("bw") == "batched" and any(op["k"] == "grouped" for op in case["ops"]):
         mode.pop("bw")  # torch batches no products of lists of matrices
+    if "func" in mode and any("tie" in op for op in case["ops"]) and any("same" in op for op in case["ops"]):
+        mode.pop("func")  # torch.func leaves its tensor in a module that is listed twice and shares a parameter with another
     if "func" in mode:
         for key in ("mut", "bw", "give", "ask", "grad", "warm", "fuse"):
             mode.pop(key, None)
