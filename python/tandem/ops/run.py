@@ -95,13 +95,13 @@ class OpRun:
                 materialize(now.deferred, x.device)
                 now = self.prepare()
         now.check_count(extra)
-        if now.joined and is_shared(x):
-            shards.check_parts(now.joined)
         if not now.is_direct:
             if not now.hooked():
                 now.tell_before(x, extra)
             if now.has_own_calls:
                 return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+        if now.joined and is_shared(x):
+            shards.check_parts(now.joined)
         flags = tuple([op.training for op in now.training_ops])
         written: list[torch.Tensor] = []
         arguments: Any = kwargs

@@ -40,10 +40,12 @@ def check_parts(ops: Sequence[BasicUnit]) -> None:
 
 
 def check_halves(before: Unit | None, op: BasicUnit, x: Any) -> None:
-    """Raises ValueError where a gated unit would take the halves of those columns that a rank holds."""
+    """Raises ValueError where a gated unit would take the halves of those columns that a rank holds: x has fewer than the weight before it has rows.
+    A weight that FSDP shares is whole in the call that made x."""
     if before is None or "glu_interleave_size" not in op._option_names or is_shared(x):
         return
-    if isinstance(before, torch.nn.Linear) and _is_cut_by_rows(before._parameters.get("weight")):
+    weight: Any = before._parameters.get("weight") if isinstance(before, torch.nn.Linear) else None
+    if is_shared(weight) and x.size(-1) < weight.size(0):
         raise ValueError(
             f"{op._get_name()}: expected all columns of the {before._get_name()} before it, whose halves it multiplies, got those of one rank. "
             'Parallelize with ColwiseParallel(use_local_output=False), build the Linear with tensor_parallel_mode="column", or one Linear for '

@@ -2,7 +2,7 @@
 // tracing with dynamic shapes works.
 #pragma once
 
-#include <ATen/ops/result_type.h>
+#include <ATen/native/TypeProperties.h>
 
 #include <algorithm>
 
@@ -27,9 +27,12 @@ inline bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype
 /// The dtype in which a reference computes: float32 for 16-bit elements, else the dtype itself, so
 /// that torch promotes or raises.
 inline at::ScalarType wide(at::ScalarType dtype) { return is_narrow(dtype) ? at::kFloat : dtype; }
-/// The dtype of x + bias.
+/// The dtype of x + bias. `at::result_type` would be an op of its own in what is decomposed, which
+/// DTensor has no strategy for.
 inline at::ScalarType sum_dtype(const at::Tensor& x, const std::optional<at::Tensor>& bias) {
-  return bias ? at::result_type(x, *bias) : x.scalar_type();
+  using at::native::update_result_type_state;
+  if (!bias) return x.scalar_type();
+  return at::native::result_type(update_result_type_state(*bias, update_result_type_state(x, {})));
 }
 
 /// Statistics of a row are float32, or float64 where the computation is.
