@@ -23,6 +23,7 @@ from tandem import _C, recipe  # noqa: E402
 from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem._checkpoint import checkpoint  # noqa: E402
+from tandem._compile import compile  # noqa: A004, E402
 from tandem._memory_budget import memory_budget  # noqa: E402
 from tandem._names import (  # noqa: E402
     fp8_autocast,
@@ -94,6 +95,7 @@ __all__ = [
     "cast",
     "cast_back",
     "checkpoint",
+    "compile",
     "decompositions",
     "empty_cache",
     "explain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from tandem.ops.reporting import Verification, explained, verified
 
 def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) -> str:
     """What was planned for a container, an op, a module or a whole model, and why; see `tandem.ops.Sequential.explain`. Of what is no container all
-    pipelines are told that its calls have made, under the names of the modules that they are of.
+    pipelines are told that its calls have made, under the names of the modules that they are of. Of a model that the backend of `torch.compile` runs, lines
+    of its source beside the pipelines that they became, and what was left, with the reason.
 
     Args:
         module: what it is, after a call.
@@ -20,7 +22,10 @@ def explain(module: torch.nn.Module, format: str = "text", profile: Any = None) 
         profile: a torch.profiler.profile of calls, or microseconds by name of a step.
     """
     _check("explain", module)
-    return module.explain(format, profile) if isinstance(module, Sequential) else explained(module, format, profile)
+    if isinstance(module, Sequential):
+        return module.explain(format, profile)
+    backend = sys.modules.get("tandem.backend.report")
+    return (backend.told(module, format) if backend is not None else "") or explained(module, format, profile)
 
 
 def verify(module: torch.nn.Module, x: torch.Tensor, *extra_inputs: torch.Tensor, masks: int = 8) -> Verification:

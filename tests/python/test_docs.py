@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_python_block_runs(page, code, tmp_path, monkeypatch):
     source = tmp_path / "block.py"  # a file, so that the source of a class can be found
     source.write_text(code)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(source), "exec"), {"__name__": f"block_of_{page.stem}"})
+    module = types.ModuleType(f"block_of_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where Dynamo looks for globals of a compiled class
+    exec(compile(code, str(source), "exec"), module.__dict__)
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("cpp"))

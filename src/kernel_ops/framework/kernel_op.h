@@ -75,7 +75,7 @@ namespace detail {
 
 template <typename K>
 const std::string& qualified_name() {
-  static const auto& name = *new std::string(std::string("tandem::") + K::kName);
+  static const auto& name = *new std::string(c10::str("tandem::", K::kName));
   return name;
 }
 

@@ -1,0 +1,30 @@
+"""`tandem.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+
+_Model = TypeVar("_Model", bound=Callable[..., Any])
+
+
+def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> _Model:  # noqa: A001
+    """`torch.compile(model, backend="tandem", options=options)`, with options that are checked before the first call. The model is not changed.
+
+    Args:
+        model: a module or a function.
+        fullgraph: as for `torch.compile`.
+        dynamic: as for `torch.compile`.
+        options: `recipe`, `memory_budget`, `exclude`, `rest`, `verify` and `require`; see `tandem.backend.Options`.
+    """
+    from tandem.backend import Options, backend  # loads what Dynamo needs, which takes a second
+
+    Options.of(options)
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
+    return compiled  # type: ignore[no-any-return]
+
+
+__all__ = ["compile"]

@@ -1,0 +1,55 @@
+"""A backend of `torch.compile` that finds in any model what pipelines compute, and runs it so: `torch.compile(model, backend="tandem")`.
+
+Dynamo hands over a graph of torch functions, before autograd. Four passes: `normalise` says each node in one small vocabulary, `match` finds the rows of a
+table (`rows`) in it, `regions` chains them, `place` puts a pipeline in the place of each chain. The model is not changed: its parameters are operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from tandem.backend.match import find
+from tandem.backend.normalise import Terms, checkpointed
+from tandem.backend.options import Options
+from tandem.backend.place import put
+from tandem.backend.regions import regions
+from tandem.backend.report import Report, note
+from tandem.backend.rest import runner
+
+
+def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+    """What `torch.compile(model, backend="tandem", options={...})` calls with each graph.
+
+    Args:
+        graph: of torch functions, as Dynamo has recorded it.
+        inputs: examples of its operands.
+        options: those of `tandem.compile`.
+        mode: None or "default"; what to choose is said in `options`.
+    """
+    if mode not in (None, "default"):
+        raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
+    chosen = Options.of(options or {})
+    for part in checkpointed(graph):
+        _replace(part, chosen)
+    _replace(graph, chosen)
+    return runner(graph, chosen.rest)
+
+
+def _replace(graph: GraphModule, options: Options) -> None:
+    terms = Terms(graph)
+    found, left = find(graph, terms, options.excludes, options.recipe_of)
+    made = regions(found, terms, options.recipe_of)
+    report = Report(graph, terms, made, left)
+    if options.require is not None and report.share < options.require:
+        raise RuntimeError(
+            f"compile: expected at least {options.require:g} of the products in pipelines, got {report.products_inside} of "
+            f"{report.products}. Lower require, or change what was left:\n{report.text()}"
+        )
+    report.calls = put(graph, made, terms, options)
+    note(graph, report)
+
+
+__all__ = ["Options", "backend"]

@@ -1,0 +1,145 @@
+"""Finds rows of the table in a graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tandem.backend.normalise import Terms, users, value_of
+from tandem.backend.patterns import Bound, matches
+from tandem.backend.rows import ROWS, Op, Row, product
+
+
+class Found(NamedTuple):
+    """What some nodes of a graph may become."""
+
+    row: str
+    x: Node
+    outs: tuple[Node, ...]  # of a joined product one for each part
+    ops: tuple[Op, ...]
+    nodes: frozenset[Node]  # that it stands for, with `outs`
+
+    def reads(self) -> Iterator[Node]:
+        """All nodes that it needs, `x` first."""
+        yield self.x
+        for op in self.ops:
+            yield from op.extras
+            yield from (weight.node for _, weight in op.weights if weight.node is not None)
+
+
+class Left(NamedTuple):
+    """What looked like a row and was left as it is."""
+
+    row: str
+    node: Node
+    reason: str
+
+
+def find(
+    graph: GraphModule, terms: Terms, is_excluded: Callable[[str], bool], recipe_of: Callable[[str], object]
+) -> tuple[dict[Node, list[Found]], list[Left]]:
+    """For each node that ends a row, what it may become: of a sum both ways to read it, of others one. No node belongs to two rows.
+
+    Args:
+        graph: as Dynamo gives it.
+        terms: its terms.
+        is_excluded: whether what comes from the module of this name stays as it is.
+        recipe_of: the recipe of the products of the module of this name. Products under one recipe may become one.
+    """
+    found: dict[Node, list[Found]] = {}
+    left: list[Left] = []
+    taken: set[Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node in taken or terms.of(node) is None or terms.same(node) is not node or not isinstance(value_of(node), torch.Tensor):
+            continue
+        for row in ROWS:
+            ways, reasons = _ways(row, node, terms, taken)
+            if any(is_excluded(module_of(each)) for way in ways for each in way.nodes):
+                ways, reasons = [], ["its module is excluded"]
+            if ways:
+                found[node] = ways
+                taken |= ways[0].nodes
+                break
+            if reasons:
+                left.append(Left(row.name, node, reasons[0]))
+    left = [each for each in left if each.node not in taken]
+    return _joined(found, terms, recipe_of), left
+
+
+def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Found], list[str]]:
+    ways, reasons = [], []
+    for bound in matches(row.pattern, node, terms):
+        nodes = frozenset((node, *bound["nodes"]))
+        if nodes & taken or any(terms.stretch(each) != terms.stretch(node) for each in nodes):
+            continue
+        if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
+            continue  # somebody else reads what lies inside
+        made = _refused(bound) or row.ops(bound)
+        if isinstance(made, str):
+            reasons.append(made)
+        else:
+            ways.append(Found(row.name, bound["x"], (node,), made, nodes))
+    return ways, reasons
+
+
+def _refused(bound: Bound) -> str | None:
+    value = value_of(bound["x"])
+    if isinstance(value, torch.nn.Parameter):
+        return "its x is a parameter"
+    if not value.is_floating_point():
+        return f"its x is {value.dtype}"
+    if value.device.type != "cpu":
+        return f"its x is on {value.device.type}, and pipelines run on the CPU"
+    if bound["roundings"]:
+        return f"it rounds to {str(value.dtype).removeprefix('torch.')} between {bound['roundings'][0]}, where a pipeline does not"
+    return None
+
+
+_ROOT = re.compile(r"^L\[[^]]*\](\[\d+\])*\.?")  # how Dynamo calls the model: L['self'], L['args'][0]
+_ITEM = re.compile(r"\.?_modules\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]")
+
+
+def module_of(node: Node) -> str:
+    """The name in the model of the module that a node comes from; empty where it is the model itself, or Dynamo does not tell."""
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    if not stack:
+        return ""
+    name = _ITEM.sub(lambda item: "." + (item[1] or item[2]), _ROOT.sub("", stack[-1][0].partition("@")[0]))
+    return name.removeprefix("_orig_mod").removeprefix(".")
+
+
+def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[str], object]) -> dict[Node, list[Found]]:
+    """Products of one x become one product, whose parts are the outputs."""
+    groups: dict[tuple[object, ...], list[Node]] = {}
+    for node, (first, *_) in found.items():
+        if first.row == "product" and not any(weight.transposed for _, weight in first.ops[0].weights):
+            name = module_of(node)
+            groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name)), []).append(node)
+    for nodes in groups.values():
+        if len(nodes) < 2:
+            continue
+        nodes.sort(key=terms.order.__getitem__)
+        parts = [found[node][0] for node in nodes]
+        both = _product_of(parts)
+        if both is None:
+            continue
+        covered = frozenset().union(*(part.nodes for part in parts))
+        for node in nodes:
+            del found[node]
+        found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), (both,), covered)]
+    return found
+
+
+def _product_of(parts: Sequence[Found]) -> Op | None:
+    bound = {f"{at}_{name}": None for at in range(len(parts)) for name in ("weight", "bias")}
+    for at, part in enumerate(parts):
+        bound |= {f"{at}_{name}": weight.node for name, weight in part.ops[0].weights}
+    made = product(bound, tuple(f"{at}_" for at in range(len(parts))))
+    return None if isinstance(made, str) else made
+
+
+__all__ = ["Found", "Left", "find", "module_of"]

@@ -1,0 +1,263 @@
+"""The graph that Dynamo hands over, in one small vocabulary: each node as a term, whatever way of writing it the model's author chose.
+
+The graph itself is not changed: nodes that nothing is made of run as their author wrote them.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional as F
+
+
+class Term(NamedTuple):
+    """An operation of the vocabulary on nodes and numbers."""
+
+    kind: str
+    inputs: tuple[Any, ...]
+    options: dict[str, Any] = {}  # of what is no operand: a dtype, a probability
+    covers: tuple[Node, ...] = ()  # other nodes that it stands for
+
+
+# The operation, its parameters in order, and its spellings: functions, and methods by name. `=` begins a default.
+_SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("linear", "x weight bias=None", (F.linear,)),
+    ("addmm", "bias x weight beta=1 alpha=1", (torch.addmm, "addmm")),
+    ("matmul", "x weight", (torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__")),
+    ("add", "a b alpha=1", (torch.add, operator.add, "add", "__add__", "__radd__")),
+    ("sub", "a b alpha=1", (torch.sub, operator.sub, "sub", "__sub__")),
+    ("mul", "a b", (torch.mul, operator.mul, "mul", "__mul__", "__rmul__", torch.multiply)),
+    ("div", "a b rounding_mode=None", (torch.div, operator.truediv, "div", "__truediv__", torch.true_divide)),
+    ("neg", "a", (torch.neg, operator.neg, "neg")),
+    ("pow", "a exponent", (torch.pow, operator.pow, "pow", "__pow__")),
+    ("square", "a", (torch.square, "square")),
+    ("sqrt", "a", (torch.sqrt, "sqrt")),
+    ("rsqrt", "a", (torch.rsqrt, "rsqrt")),
+    ("mean", "a dim=None keepdim=False dtype=None", (torch.mean, "mean")),
+    ("tanh", "a", (torch.tanh, "tanh", F.tanh)),
+    ("erf", "a", (torch.erf, "erf", torch.special.erf)),
+    ("sigmoid", "a", (torch.sigmoid, "sigmoid", F.sigmoid, torch.special.expit)),
+    ("silu", "a inplace=False", (F.silu,)),
+    ("relu", "a inplace=False", (F.relu, torch.relu, "relu")),
+    ("gelu", "a approximate='none'", (F.gelu,)),
+    ("dropout", "a p=0.5 training=True inplace=False", (F.dropout, torch.dropout)),
+    ("layer_norm", "a shape weight=None bias=None eps=1e-05", (F.layer_norm,)),
+    ("rms_norm", "a shape weight=None eps=None", (F.rms_norm, torch.rms_norm)),
+    ("chunk", "a count dim=0", (torch.chunk, "chunk")),
+    ("split", "a sizes dim=0", (torch.split, "split")),
+    ("cast", "a dtype=None", ("to", "type", "type_as", "float", "half", "bfloat16", "double")),
+    ("view", "a", ("view", "reshape", torch.reshape, "flatten", torch.flatten, "contiguous")),
+    ("transpose", "a first=0 second=1", ("t", torch.t, "transpose", torch.transpose)),
+)
+_KINDS: dict[Any, tuple[str, tuple[tuple[str, Any], ...]]] = {}
+for _kind, _parameters, _spelled in _SPELLINGS:
+    _named = tuple((name, ast.literal_eval(default) if default else ...) for name, _, default in (word.partition("=") for word in _parameters.split()))
+    for _target in _spelled:
+        _KINDS[_target] = (_kind, _named)
+
+_CHANGES_STATE = {operator.setitem, torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
+_IN_PLACE_OPERATORS = {getattr(operator, name) for name in operator.__all__ if name.startswith("i") and hasattr(operator, f"__{name}__")} - {
+    operator.index,
+    operator.inv,
+    operator.invert,
+}
+
+
+def value_of(node: Any) -> Any:
+    """The example that Dynamo has computed for a node: a tensor without numbers, or a number."""
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
+    """Whether a tensor has these sizes, without asking for more than is known of symbols."""
+    return len(value.shape) == len(shape) and all(statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=True))
+
+
+def changes_state(node: Node) -> bool:
+    """Whether a node writes to a tensor that others may read, or changes what nodes behind it do: nothing is moved past it."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return target.endswith("_") and not target.endswith("__")
+    if node.op != "call_function":
+        return False
+    name = getattr(target, "__name__", "")
+    in_place = target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return in_place or target in _CHANGES_STATE or node.kwargs.get("inplace") is True or "out" in node.kwargs or isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
+    """The parts of a graph that are computed again in backward; each is a graph of its own."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in ("tag_activation_checkpoint", "wrap_activation_checkpoint"):
+            part = graph.get_submodule(node.args[0].target)
+            yield from checkpointed(part)
+            yield part
+
+
+class Terms:
+    """The terms of a graph."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.order = {node: at for at, node in enumerate(graph.graph.nodes)}
+        self._terms: dict[Node, Term | None] = {}
+        self._same: dict[Node, Node] = {}
+        stretch, self._stretches = 0, {}
+        for node in graph.graph.nodes:  # in order, so that inputs are known
+            stretch += (changes := changes_state(node))
+            self._stretches[node] = stretch
+            stretch += changes
+            term = None if changes else _term(node)
+            same = self._unchanged(node, term)
+            self._same[node] = node if same is None else self._same[same]
+            self._terms[node] = term if term is None else self._in_vocabulary(node, term)
+
+    def of(self, node: Any) -> Term | None:
+        """What a node computes; None where the vocabulary has no word for it."""
+        return self._terms.get(self.same(node)) if isinstance(node, Node) else None
+
+    def same(self, node: Any) -> Any:
+        """The first node that has the numbers, dtype and shape of this one."""
+        return self._same[node] if isinstance(node, Node) else node
+
+    def stretch(self, node: Node) -> int:
+        """Nodes with the same number have none between them that changes state."""
+        return self._stretches[node]
+
+    def _unchanged(self, node: Node, term: Term | None) -> Node | None:
+        """The input that a node hands on."""
+        if term is None or not term.inputs or not isinstance(term.inputs[0], Node):
+            return None
+        given, made = value_of(term.inputs[0]), value_of(node)
+        if not (isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)) or given.dtype != made.dtype or given.device != made.device:
+            return None
+        if term.kind == "cast" or (term.kind == "view" and has_shape(made, tuple(given.shape)) and given.is_contiguous()):
+            return term.inputs[0]
+        if term.kind == "dropout" and (term.options["training"] is False or term.options["p"] == 0):
+            return term.inputs[0]
+        return None
+
+    def _in_vocabulary(self, node: Node, term: Term) -> Term | None:
+        """Fewer words for the same: powers, quotients, views of rows, pieces."""
+        kind, inputs, options = term.kind, tuple(map(self.same, term.inputs)), term.options
+        if kind in ("add", "sub") and options.get("alpha", 1) != 1:
+            return None
+        if kind == "sub" and isinstance(inputs[1], (int, float)):
+            return Term("add", (inputs[0], -inputs[1]))
+        if kind == "mul" and inputs[0] is inputs[1]:
+            return Term("square", inputs[:1])
+        if kind == "pow":
+            return {2: Term("square", inputs[:1]), -0.5: Term("rsqrt", inputs[:1]), 0.5: Term("sqrt", inputs[:1])}.get(inputs[1], term._replace(inputs=inputs)) if isinstance(inputs[1], (int, float)) else None
+        if kind == "div":
+            if options.get("rounding_mode") is not None:
+                return None
+            if isinstance(inputs[1], (int, float)) and inputs[1]:
+                return Term("mul", (inputs[0], 1 / inputs[1]))
+            root = self.of(inputs[1])
+            if root is not None and root.kind == "sqrt":
+                covers = (inputs[1],)
+                return Term("rsqrt", root.inputs, covers=covers) if inputs[0] == 1 else Term("over_root", (inputs[0], root.inputs[0]), covers=covers)
+        if kind == "mean":
+            last = options["dim"] in (-1, [-1], (-1,)) and options["keepdim"] and options["dtype"] is None
+            return Term("mean", inputs[:1]) if last else None
+        if kind in ("addmm", "matmul"):
+            return self._product(term, inputs)
+        if kind == "view":
+            return self._rows_again(node, inputs[0])
+        if kind == "transpose" and not (isinstance(value_of(inputs[0]), torch.Tensor) and value_of(inputs[0]).dim() == 2):
+            return None
+        return Term(kind, inputs, options)
+
+    def _product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
+        """x weight^T + bias of a product that is not written as one."""
+        bias, x, weight = inputs if term.kind == "addmm" else (None, *inputs)
+        if term.options.get("beta", 1) != 1 or term.options.get("alpha", 1) != 1 or not isinstance(weight, Node):
+            return None
+        values = value_of(x), value_of(weight)
+        if not all(isinstance(value, torch.Tensor) for value in values) or values[1].dim() != 2 or values[0].dim() < 2:
+            return None
+        turned = self.of(weight)
+        if turned is not None and turned.kind == "transpose":
+            return Term("linear", (x, turned.inputs[0], bias))
+        return Term("linear", (x, weight, bias), {"transposed": True})
+
+    def _rows_again(self, node: Node, given: Any) -> Term | None:
+        """A product of rows that were laid flat and are given their shape back: the product of what was laid flat."""
+        term = self.of(given)
+        if term is None or term.kind != "linear" or len(given.users) != 1:
+            return None
+        flat = term.inputs[0]
+        if not (isinstance(flat, Node) and _term(flat) is not None and _term(flat).kind == "view"):  # type: ignore[union-attr]
+            return None
+        x = self.same(flat.args[0])
+        shape = tuple(value_of(x).shape)
+        if statically_known_true(shape[-1] == value_of(flat).shape[-1]) and has_shape(value_of(node), (*shape[:-1], value_of(given).shape[-1])):
+            return Term("linear", (x, *term.inputs[1:]), term.options, (given, flat))
+        return None
+
+
+def _term(node: Node) -> Term | None:
+    """A node under its name in the vocabulary, with its arguments as they are."""
+    if node.target is operator.getitem:
+        return _piece(node)
+    if node.op not in ("call_function", "call_method") or node.target not in _KINDS:
+        return None
+    kind, parameters = _KINDS[node.target]
+    if kind in ("cast", "view"):  # what it is made to shows in its example
+        return Term(kind, node.args[:1])
+    if len(node.args) > len(parameters):
+        return None
+    renamed = _RENAMED | {"input": parameters[0][0]}
+    given = dict(zip((name for name, _ in parameters), node.args, strict=False)) | {renamed.get(name, name): arg for name, arg in node.kwargs.items()}
+    values = {name: given.pop(name, default) for name, default in parameters}
+    if given or ... in values.values():
+        return None
+    operands = {name: value for name, value in values.items() if name in _OPERANDS}
+    return Term(kind, tuple(operands.values()), {name: value for name, value in values.items() if name not in _OPERANDS})
+
+
+_OPERANDS = {"x", "a", "b", "weight", "bias", "exponent"}
+_RENAMED = {"other": "b", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training"}
+
+
+def _piece(node: Node) -> Term | None:
+    """Columns begin to end of the last dimension, of `chunk`, `split` or a slice."""
+    source, at = node.args
+    if not isinstance(source, Node):
+        return None
+    made = value_of(node)
+    if isinstance(at, tuple) and all(isinstance(each, slice) and each.step in (None, 1) for each in at):
+        return Term("view", (source,))  # the same, where nothing is cut off
+    if isinstance(at, tuple) and at and at[0] is Ellipsis and len(at) == 2 and isinstance(at[1], slice):
+        whole, last = source, at[1]
+        if last.step not in (None, 1):
+            return None
+        begin = last.start or 0
+    else:
+        term = _term(source)
+        if term is None or term.kind not in ("chunk", "split") or not isinstance(at, int):
+            return None
+        whole = term.inputs[0]
+        if term.options["dim"] not in (-1, value_of(whole).dim() - 1):
+            return None
+        begin = sum(value.shape[-1] for value in value_of(source)[:at])
+    if not isinstance(made, torch.Tensor) or not all(isinstance(size, int) and size >= 0 for size in (begin, made.shape[-1])):
+        return None
+    return Term("piece", (whole,), {"begin": begin, "end": begin + made.shape[-1]})
+
+
+def users(node: Node, terms: Terms) -> Iterator[Node]:
+    """Who reads a node, past nodes that hand it on unchanged."""
+    for user in node.users:
+        if terms.same(user) is terms.same(node):
+            yield from users(user, terms)
+        else:
+            yield user
+
+
+__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "users", "value_of"]

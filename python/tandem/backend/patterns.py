@@ -1,0 +1,153 @@
+"""Patterns over terms, written as the formula that they match: `Var("x") * call("sigmoid", Var("x"))`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tandem.backend.normalise import Terms, value_of
+
+Bound = Mapping[str, Any]  # what stands where: nodes by the names of variables, `nodes` that the pattern covers, `roundings` that it passes
+
+
+class Pattern:
+    """What a node or a number may be."""
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        """The ways in which it may be so, each with what was bound before."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Pattern:
+        return call("add", self, other)
+
+    def __mul__(self, other: Any) -> Pattern:
+        return call("mul", self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Number(Pattern):
+    """A number: this one, or any, which gets a name."""
+
+    def __init__(self, expected: float | str) -> None:
+        self.expected = expected
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        if isinstance(node, (int, float)) and not isinstance(node, bool):
+            if isinstance(self.expected, str):
+                yield {**bound, self.expected: float(node)}
+            elif math.isclose(node, self.expected, rel_tol=1e-6):
+                yield bound
+
+
+class Var(Pattern):
+    """A tensor, the same wherever the name stands."""
+
+    def __init__(self, name: str, dims: int | None = None) -> None:
+        self.name, self.dims = name, dims
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        node = terms.same(node)
+        value = value_of(node)
+        if not isinstance(node, Node) or not isinstance(value, torch.Tensor) or self.dims not in (None, value.dim()):
+            return
+        if bound.get(self.name, node) is node:
+            yield {**bound, self.name: node}
+
+
+class Optional(Pattern):
+    """A tensor, or None."""
+
+    def __init__(self, pattern: Var) -> None:
+        self.pattern = pattern
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        if node is None:
+            yield {**bound, self.pattern.name: None}
+        else:
+            yield from self.pattern.match(node, terms, bound)
+
+
+class Call(Pattern):
+    """An operation of the vocabulary. Sums and products match in either order."""
+
+    def __init__(self, kind: str, inputs: tuple[Pattern, ...], options: Mapping[str, Any]) -> None:
+        self.kind, self.inputs, self.options = kind, inputs, options
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        term = terms.of(node)
+        if term is None or term.kind != self.kind or len(term.inputs) != len(self.inputs):
+            return
+        if any(term.options.get(name) != value for name, value in self.options.items()):
+            return
+        free = {name: value for name, value in term.options.items() if name not in self.options}
+        bound = {**bound, "nodes": (*bound["nodes"], terms.same(node), *term.covers), **free}
+        orders = [term.inputs, term.inputs[::-1]] if self.kind in ("add", "mul") else [term.inputs]
+        for order in orders:
+            yield from _all(list(zip(self.inputs, order, strict=True)), terms, bound)
+
+
+class Wide(Pattern):
+    """A value, or the same in a wider dtype: a cast that rounds nothing."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        term = terms.of(node)
+        if term is not None and term.kind == "cast" and torch.promote_types(value_of(term.inputs[0]).dtype, value_of(node).dtype) == value_of(node).dtype:
+            yield from self.pattern.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], terms.same(node))})
+        else:
+            yield from self.pattern.match(node, terms, bound)
+
+
+class Rounded(Pattern):
+    """A value, or the same in a narrower dtype; `where` says what is rounded there."""
+
+    def __init__(self, pattern: Pattern, where: str | None = None) -> None:
+        self.pattern, self.where = pattern, where
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        term = terms.of(node)
+        if term is None or term.kind != "cast":
+            yield from self.pattern.match(node, terms, bound)
+            return
+        roundings = (*bound["roundings"], self.where) if self.where else bound["roundings"]
+        yield from self.pattern.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], terms.same(node)), "roundings": roundings})
+
+
+class Either(Pattern):
+    """One of several ways of writing the same."""
+
+    def __init__(self, *patterns: Pattern) -> None:
+        self.patterns = patterns
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        for pattern in self.patterns:
+            yield from pattern.match(node, terms, bound)
+
+
+def call(kind: str, *inputs: Any, **options: Any) -> Pattern:
+    """The pattern of an operation; numbers among its inputs stand for themselves."""
+    return Call(kind, tuple(each if isinstance(each, Pattern) else Number(each) for each in inputs), options)
+
+
+def _all(pairs: list[tuple[Pattern, Any]], terms: Terms, bound: Bound) -> Iterator[Bound]:
+    if not pairs:
+        yield bound
+        return
+    (pattern, node), *rest = pairs
+    for each in pattern.match(node, terms, bound):
+        yield from _all(rest, terms, each)
+
+
+def matches(pattern: Pattern, node: Node, terms: Terms) -> Iterator[Bound]:
+    """The ways in which a node is what the pattern says."""
+    yield from pattern.match(node, terms, {"nodes": (), "roundings": ()})
+
+
+__all__ = ["Bound", "Either", "Number", "Optional", "Pattern", "Rounded", "Var", "Wide", "call", "matches"]

@@ -1,0 +1,214 @@
+"""Puts pipelines into a graph in the places of what they stand for."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tandem import ops
+from tandem._autocast import autocast
+from tandem.backend.normalise import Terms, users, value_of
+from tandem.backend.options import Options
+from tandem.backend.regions import Region
+from tandem.backend.rows import Op
+from tandem.backend.verify import Reference
+
+_MOST_KEPT = 4096  # sets of parameters that one place of a graph is called with: as many as a model has layers of one kind
+
+
+class Draft:
+    """How the pipeline of a region is made, and which nodes of the graph are its operands and results."""
+
+    def __init__(self, region: Region, terms: Terms) -> None:
+        self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # with the channels of extra inputs and of the extra output
+        self.extras: list[Node] = []
+        self.outs = [*region.last.outs]
+        inside, channels = region.nodes(), {}
+        for at, found in enumerate(region.found):
+            for op in found.ops:
+                inputs = [channels.get(extra) for extra in op.extras]
+                self.extras += [extra for extra, channel in zip(op.extras, inputs, strict=True) if channel is None]
+                self.steps.append((op, inputs, None))
+            if found is region.last:
+                break
+            (out,) = found.outs
+            to_caller = any(user not in inside for user in users(out, terms))
+            if to_caller or any(out in op.extras for each in region.found[at + 1 :] for op in each.ops):
+                channels[out] = f"value{at}"
+                self.steps.append((Op(ops.MakeExtraOutput), [], (channels[out], to_caller)))
+            if to_caller:
+                self.outs.append(out)
+        self.weights = [*dict.fromkeys(weight.node for op, _, _ in self.steps for _, weight in op.weights if weight.node is not None)]
+        self.operands = (region.x, *self.extras, *self.weights)
+        self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
+
+    def examples(self) -> dict[Node, torch.Tensor]:
+        """Examples of the results as a pipeline lays them: contiguous, or columns of one product."""
+        found = {out: _contiguous(value_of(out), value_of(out).shape) for out in self.outs}
+        if self.columns:
+            parts = self.outs[: len(self.columns)]
+            value = value_of(parts[0])
+            whole = _contiguous(value, (*value.shape[:-1], sum(self.columns)))
+            found |= zip(parts, whole.split(self.columns, -1), strict=True)
+        return found
+
+    def new(self) -> Made:
+        listed, always, places = [], [], []
+        for op, inputs, output in self.steps:
+            module = op.make(**op.options, **({"device": "meta"} if op.weights else {}))
+            for at, channel in enumerate(inputs):
+                if channel is not None:
+                    module.set_extra_input_channel(at, channel)
+            if output is not None:
+                module.set_extra_output_channel(0, output[0], output_to_caller=output[1])
+            for name, weight in op.weights:
+                if weight.node is None:
+                    value = float(name == "weight" and not op.options.get("zero_centered_gamma"))
+                    neutral = torch.full((op.options["normalized_shape"],), value, dtype=op.options["dtype"])
+                    module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
+                else:
+                    places.append(Place(module._parameters, name, self.weights.index(weight.node), weight.transposed))
+            listed.append(module)
+        return Made(ops.Sequential(*listed), places)
+
+
+def _contiguous(value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    return value.detach().new_empty(shape).requires_grad_(value.requires_grad)
+
+
+class Place(NamedTuple):
+    """Where an operand of a call goes as the parameter of an op."""
+
+    of: dict[str, torch.Tensor]
+    name: str
+    weight: int
+    transposed: bool
+
+
+class Made(NamedTuple):
+    """A pipeline, and where its parameters go."""
+
+    pipeline: ops.Sequential
+    places: list[Place]
+
+    def fill(self, weights: Sequence[torch.Tensor]) -> None:
+        for place in self.places:
+            weight = weights[place.weight]
+            place.of[place.name] = weight.t() if place.transposed else weight
+
+
+class Call(torch.nn.Module):
+    """The pipelines of one place of a graph. Parameters are operands of each call: one graph serves all layers that look alike, and each layer has a
+    pipeline of its own, with the state of its recipe."""
+
+    def __init__(self, draft: Draft, recipe: Any, memory_budget: float | None, reference: Reference | None) -> None:
+        super().__init__()
+        self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
+        self.__dict__["reference"] = reference  # whose graph is no part of this one
+        self.given = 1 + len(draft.extras)
+        self.made: OrderedDict[tuple[int | None, ...], tuple[Made, Any]] = OrderedDict()  # by the parameters, which each entry keeps alive
+        self.is_turned = any(weight.transposed for op, _, _ in draft.steps for _, weight in op.weights)
+        self.lock = threading.Lock()
+
+    def forward(self, *operands: torch.Tensor) -> Any:
+        given, weights = operands[: self.given], operands[self.given :]
+        key = tuple([id(weight) if isinstance(weight, torch.nn.Parameter) else None for weight in weights])
+        found = self.made.get(key)
+        if found is None:
+            found = self.add(key, given, weights)
+        if self.is_turned or None in key:  # results, which are new at each call
+            with self.lock:
+                found[0].fill(weights)
+                results = self.call(found[0].pipeline, given)
+        else:
+            results = self.call(found[0].pipeline, given)
+        if not self.draft.columns:
+            return results
+        main, *rest = results if isinstance(results, tuple) else (results,)
+        return (*main.split(self.draft.columns, -1), *rest)
+
+    def add(self, key: tuple[int | None, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple[Made, Any]:
+        with self.lock:
+            new = self.draft.new()
+            new.pipeline.memory_budget = self.memory_budget
+            new.fill(weights)
+            if self.reference is not None:
+                self.reference.compare(new.pipeline, given, weights)
+            self.made[key] = (new, [weight for weight in weights if isinstance(weight, torch.nn.Parameter)])
+            if len(self.made) > _MOST_KEPT:
+                self.made.popitem(last=False)
+            return self.made[key]
+
+    def call(self, pipeline: ops.Sequential, given: Sequence[torch.Tensor]) -> Any:
+        if self.recipe is None:
+            return pipeline(*given)
+        with autocast(recipe=self.recipe):
+            return pipeline(*given)
+
+
+def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
+    """Replaces what the regions stand for."""
+    calls, results, examples = [], [], {}
+    for at, region in enumerate(found):
+        draft = Draft(region, terms)
+        reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns) if options.verify else None
+        call = Call(draft, region.recipe, options.memory_budget, reference)
+        graph.add_submodule(f"tandem_{at}", call)
+        with graph.graph.inserting_before(region.last.outs[-1]):
+            node = graph.graph.call_module(f"tandem_{at}", draft.operands)
+            items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]
+        results += zip(draft.outs, items, strict=True)
+        examples |= draft.examples()
+        calls.append(call)
+    for out, item in results:
+        item.meta = {**out.meta, "example_value": examples[out]}
+        out.replace_all_uses_with(item)
+    replaced = {node for region in found for node in region.nodes()}
+    for node in reversed(graph.graph.nodes):
+        if not node.users and (terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind == "transpose")):
+            graph.graph.erase_node(node)
+    _in_order(graph)
+    graph.graph.lint()
+    graph.recompile()
+    return calls
+
+
+def is_call(node: Node, graph: GraphModule) -> bool:
+    """Whether a node calls a pipeline."""
+    return node.op == "call_module" and isinstance(graph.get_submodule(node.target), Call)
+
+
+def is_result_of_call(node: Node, graph: GraphModule) -> bool:
+    """Whether a node is one of the results of such a call, which stand behind it."""
+    return node.target is operator.getitem and is_call(node.args[0], graph)
+
+
+def _in_order(graph: GraphModule) -> None:
+    """Moves what a node reads before it, where it is not: a region stands where its last result was, and others read its first ones."""
+    placed: set[Node] = set()
+    order: list[Node] = []
+    for each in graph.graph.nodes:
+        ahead = [each]
+        while ahead:
+            if ahead[-1] in placed:
+                ahead.pop()
+            elif missing := [read for read in ahead[-1].all_input_nodes if read not in placed]:
+                ahead += missing
+            else:
+                node = ahead.pop()
+                together = (node, *(user for user in node.users if is_result_of_call(user, graph)))
+                placed.update(together)
+                order += together
+    last = graph.graph._root
+    for node in order:
+        last.append(node)
+        last = node
+
+
+__all__ = ["Call", "is_call", "is_result_of_call", "put"]

@@ -1,0 +1,111 @@
+"""Chains what was found into regions, each of which becomes one pipeline: along the residual stream from what comes out of one attention to the products
+that go into the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from tandem import ops
+from tandem.backend.match import Found, module_of
+from tandem.backend.normalise import Terms
+
+WORTH_NO_PIPELINE = {"scale", "dropout", "bias", "sum"}  # rows that alone are as fast in the graph
+
+
+class Region:
+    """What becomes one pipeline, in order."""
+
+    def __init__(self, first: Found, terms: Terms, recipe: Any) -> None:
+        self.found = [first]
+        self.recipe = recipe
+        self.stretch = terms.stretch(first.outs[0])
+
+    @property
+    def x(self) -> Node:
+        return self.found[0].x
+
+    @property
+    def last(self) -> Found:
+        return self.found[-1]
+
+    def made(self) -> set[Node]:
+        """All values that are there when it has run, and may be read."""
+        return {out for each in self.found for out in each.outs}
+
+    def nodes(self) -> set[Node]:
+        """What it stands for."""
+        return {node for each in self.found for node in (*each.nodes, *each.outs)}
+
+    def reads(self) -> list[Node]:
+        """What it needs from outside, each once, `x` first."""
+        inside = self.made()
+        return [*dict.fromkeys(node for each in self.found for node in each.reads() if node not in inside)]
+
+    def told(self) -> str:
+        """Its ops, and the modules that they come from."""
+        modules = dict.fromkeys(module_of(out) or "the model" for each in self.found for out in each.outs)
+        return f"{', '.join(op.make.__name__ for each in self.found for op in each.ops)} of {', '.join(modules)}"
+
+
+def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[str], Any]) -> list[Region]:
+    """Maximal ones; those that would be of sums, scales and dropouts alone are left to the graph."""
+    made: list[Region] = []
+    owner: dict[Node, Region] = {}
+    for node in sorted(found, key=terms.order.__getitem__):
+        ways = found[node]
+        recipe = recipe_of(module_of(ways[0].outs[0]))
+        for way in sorted(ways, key=lambda way: -terms.order[way.x]):  # the residual is older than what is added to it
+            region = owner.get(way.x)
+            if region is None or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
+                continue
+            if _has_products(way) and _has_products(*region.found) and recipe != region.recipe:
+                continue
+            if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in region.made()):
+                region.found.append(way)
+                if _has_products(way):
+                    region.recipe = recipe
+                break
+        else:
+            region = Region(max(ways, key=lambda way: terms.order[way.x]), terms, recipe)
+            made.append(region)
+        for each in region.last.nodes | {*region.last.outs}:
+            owner[each] = region
+    return [trimmed for region in made if (trimmed := _trimmed(region)) is not None]
+
+
+def _has_products(*found: Found) -> bool:
+    return any(op.make is ops.Linear for each in found for op in each.ops)
+
+
+def _trimmed(region: Region) -> Region | None:
+    """Without sums, scales and dropouts at its beginning; None where nothing else is there."""
+    while region.found and region.found[0].row in WORTH_NO_PIPELINE:
+        region.found.pop(0)
+    return region if region.found else None
+
+
+def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) -> bool:
+    """Whether a node cannot be computed before the region has run, where what belongs to one region is computed together."""
+    begin = min(terms.order[each] for each in region.nodes())
+    seen: set[Node] = set()
+    ahead = [node]
+    while ahead:
+        at = ahead.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        of = owner.get(at)
+        if of is region:
+            return True
+        if of is not None:
+            if terms.order[of.last.outs[-1]] > begin:
+                ahead.extend(of.reads())
+        elif terms.order[at] > begin:
+            ahead.extend(at.all_input_nodes)
+    return False
+
+
+__all__ = ["WORTH_NO_PIPELINE", "Region", "regions"]

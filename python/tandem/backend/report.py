@@ -1,0 +1,146 @@
+"""What the backend has made of a model's graphs, for people."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tandem import ops
+from tandem.backend.match import Left, module_of
+from tandem.backend.normalise import Terms
+from tandem.backend.place import Call
+from tandem.backend.regions import WORTH_NO_PIPELINE, Region
+
+_numbers = itertools.count()
+_graphs: weakref.WeakSet[GraphModule] = weakref.WeakSet()
+
+
+class Origin(NamedTuple):
+    """Where a node comes from: the module, and the line of the model's source."""
+
+    module: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.line}"
+
+
+class Piece(NamedTuple):
+    """What one pipeline stands for: its ops, and for each row that was found the origins of its results."""
+
+    ops: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Origin, ...]], ...]
+
+
+class Report:
+    """Of one graph."""
+
+    def __init__(self, graph: GraphModule, terms: Terms, regions: Sequence[Region], left: Sequence[Left]) -> None:
+        inside = {node for region in regions for node in region.nodes()}
+        products = [node for node in graph.graph.nodes if is_product(node, terms)]
+        reasons = {each.node: each for each in reversed(left) if each.row not in WORTH_NO_PIPELINE}
+        self.number = next(_numbers)
+        self.products, self.products_inside = len(products), sum(node in inside for node in products)
+        self.pieces = [_piece(region) for region in regions]
+        self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside]
+        self.left += [("product", _origin(node), "it belongs to no row") for node in products if node not in inside and node not in reasons]
+        self.calls: list[Call] = []
+
+    @property
+    def share(self) -> float:
+        """Of the products that are in pipelines."""
+        return self.products_inside / self.products if self.products else 1.0
+
+    def title(self) -> str:
+        return f"graph {self.number}: {self.products_inside} of {self.products} products in {len(self.pieces)} pipelines"
+
+    def text(self) -> str:
+        lines = [self.title()]
+        for at, piece in enumerate(self.pieces):
+            lines.append(f"  pipeline {at}: {', '.join(piece.ops)}")
+            lines += [f"    {row:<34} {' | '.join(map(str, origins))}" for row, origins in piece.rows]
+        lines += [f"  left: {row} of {origin}: {reason}" for row, origin, reason in self.left]
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """The model's lines beside what became of them, and behind each pipeline its plan."""
+        parts = [f"<h3>{html.escape(self.title())}</h3>"]
+        for at, (piece, call) in enumerate(zip(self.pieces, self.calls, strict=True)):
+            boxes = " &rarr; ".join(f"<b>{html.escape(op)}</b>" for op in piece.ops)
+            rows = "".join(
+                f"<tr><td>{html.escape(row)}</td><td>{html.escape(origin.module)}</td><td><code>{html.escape(origin.line)}</code></td></tr>"
+                for row, origins in piece.rows
+                for origin in origins
+            )
+            plans = [made.pipeline.explain("html") for made, _ in list(call.made.values())[:1]]
+            plan = f"<details><summary>plan</summary>{''.join(plans)}</details>" if plans else ""
+            parts.append(f"<section><h4>pipeline {at}: {boxes}</h4><table>{rows}</table>{plan}</section>")
+        left = "".join(f"<li>{html.escape(f'{row} of {origin}: {reason}')}</li>" for row, origin, reason in self.left)
+        return "".join(parts) + (f"<p>left as it is:</p><ul>{left}</ul>" if left else "")
+
+
+def is_product(node: Node, terms: Terms) -> bool:
+    """Whether a node multiplies by a weight."""
+    if node.op not in ("call_function", "call_method") or terms.same(node) is not node:
+        return False
+    term = terms.of(node)
+    if term is None or term.kind != "linear" or term.covers:  # the product whose rows are laid flat is a node of its own
+        return False
+    weight = term.inputs[1]
+    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
+
+
+def _piece(region: Region) -> Piece:
+    made = tuple(op.make.__name__ for found in region.found for op in found.ops)
+    return Piece(made, tuple((found.row, tuple(map(_origin, found.outs))) for found in region.found))
+
+
+def _origin(node: Node) -> Origin:
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
+    lines = [code for where, code in zip(trace, trace[1:], strict=False) if where.startswith("File ")]
+    return Origin(module_of(node) or "the model", lines[-1] if lines else node.name)
+
+
+def told(model: torch.nn.Module, format: str) -> str:
+    """What `tandem.explain` says of a compiled model; empty where no call has made a pipeline with its parameters."""
+    reports = [*reports_of(model)]
+    if not reports or format == "text":
+        return "\n".join(report.text() for report in reports)
+    if format == "html":
+        return f"<div>{''.join(report.html() for report in reports)}</div>"
+    plans = [pipeline.explain(format) for pipeline in pipelines_of(model)]
+    return f"[{','.join(plans)}]" if format == "json" else "\n".join(plans)
+
+
+def note(graph: GraphModule, report: Report) -> None:
+    """Keeps a report as long as the compiled graph."""
+    graph.__dict__["_tandem_report"] = report
+    _graphs.add(graph)
+
+
+def reports_of(model: torch.nn.Module) -> Iterator[Report]:
+    """Of the graphs that were called with parameters of a model, in the order in which they were compiled."""
+    own = {id(parameter) for parameter in model.parameters()}
+    reports = [graph.__dict__["_tandem_report"] for graph in list(_graphs)]
+    for report in sorted(reports, key=lambda report: report.number):
+        if any(own & {*key} for call in report.calls for key in list(call.made)):
+            yield report
+
+
+def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
+    """The pipelines that calls of a model have made."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for report in reports_of(model):
+        for call in report.calls:
+            for key, (made, _) in list(call.made.items()):
+                if own & {*key}:
+                    yield made.pipeline
+
+
+__all__ = ["Report", "is_product", "note", "pipelines_of", "reports_of", "told"]

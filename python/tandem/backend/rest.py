@@ -1,0 +1,73 @@
+"""Runs what of a graph is in no pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.split_module import split_module
+
+from tandem.backend.normalise import changes_state, value_of
+from tandem.backend.place import is_call, is_result_of_call
+
+_FEW = 2  # operations that are not worth a compiled piece of their own
+
+
+def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
+    """What calls the graph: as it is, or with the pieces between pipelines compiled by Inductor.
+
+    Args:
+        graph: with pipelines in it.
+        compiler: "eager" or "inductor".
+    """
+    if compiler == "eager":
+        return graph.forward
+    pieces = _pieces(graph)
+    split = split_module(graph, None, pieces.__getitem__, keep_original_order=True)
+    for name, piece in list(split.named_children()):
+        if isinstance(piece, GraphModule) and _is_worth_compiling(piece):
+            setattr(split, name, _Compiled(piece))
+    return split.forward
+
+
+def _pieces(graph: GraphModule) -> dict[Node, int]:
+    """The number of the piece to which each node belongs. Pipelines, and what changes the state of what follows, are pieces of their own."""
+    numbers: dict[Node, int] = {}
+    number, is_alone = 0, False
+    for node in graph.graph.nodes:
+        if not is_result_of_call(node, graph):  # else it belongs to the call in front of it
+            alone = is_call(node, graph) or changes_state(node)
+            number += alone or is_alone
+            is_alone = alone
+        numbers[node] = number
+    return numbers
+
+
+def _is_worth_compiling(piece: GraphModule) -> bool:
+    called = [node for node in piece.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    return len(called) > _FEW and not any(node.op == "call_module" or changes_state(node) for node in called)
+
+
+class _Compiled(torch.nn.Module):
+    """A piece of a graph, compiled by Inductor."""
+
+    def __init__(self, piece: GraphModule) -> None:
+        super().__init__()
+        from torch._inductor.compile_fx import compile_fx
+
+        (output,) = [node for node in piece.graph.nodes if node.op == "output"]
+        self.is_one = not isinstance(output.args[0], (tuple, list))
+        if self.is_one:  # compiled code returns several
+            output.args = ((output.args[0],),)
+            piece.recompile()
+        examples = [value_of(node) for node in piece.graph.nodes if node.op == "placeholder"]
+        self.__dict__["compiled"] = compile_fx(piece, examples)
+
+    def forward(self, *operands: Any) -> Any:
+        results = self.compiled(*operands)
+        return results[0] if self.is_one else results
+
+
+__all__ = ["runner"]

@@ -1,0 +1,188 @@
+"""The table: what a model may have written, and the ops of `tandem.ops` that compute it.
+
+A row is a formula over terms and what it becomes. It is used where the pipeline computes what the graph computes up to the rounding of the dtype: a step of
+a pipeline rounds once, so a row whose formula rounds in between, where the author wrote a cast, is refused and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tandem import ops
+from tandem.backend.normalise import has_shape, value_of
+from tandem.backend.patterns import Bound, Either, Number, Optional, Pattern, Rounded, Var, Wide, call
+
+
+class Weight(NamedTuple):
+    """What a parameter of an op is at each call."""
+
+    node: Node | None  # None: there is none, and the op's own neutral value stands in
+    transposed: bool = False  # as it lies in the graph
+
+
+class Op(NamedTuple):
+    """An op of a pipeline: how it is made, and what stands for its parameters and extra inputs."""
+
+    make: Callable[..., torch.nn.Module]
+    options: dict[str, Any] = {}
+    weights: tuple[tuple[str, Weight], ...] = ()
+    extras: tuple[Node, ...] = ()
+
+
+class Row(NamedTuple):
+    """A formula, and what becomes of it: ops in order, or the reason why it cannot be."""
+
+    name: str
+    pattern: Pattern
+    ops: Callable[[Bound], tuple[Op, ...] | str]
+
+
+x, other = Var("x"), Var("other")
+
+
+def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> Op | str:
+    """One product with the rows of all weights, one behind the other."""
+    weights = [bound[f"{prefix}weight"] for prefix in prefixes]
+    biases = [bound[f"{prefix}bias"] for prefix in prefixes]
+    transposed = bool(bound.get("transposed"))
+    rows = [value_of(weight).shape[1 if transposed else 0] for weight in weights]
+    columns = value_of(weights[0]).shape[0 if transposed else 1]
+    if not all(isinstance(size, int) for size in (*rows, columns)):
+        return "the sizes of its weight are not fixed"
+    dtypes = {value_of(each).dtype for each in (*weights, *biases) if each is not None}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64, torch.bfloat16, torch.float16}:
+        return f"its operands have dtypes {', '.join(sorted(map(str, dtypes)))}"
+    if len({bias is None for bias in biases}) != 1:
+        return "one of its products has a bias and another has none"
+    options = {"in_features": columns, "out_features": sum(rows), "bias": biases[0] is not None, "dtype": dtypes.pop()}
+    if len(weights) == 1:
+        names = [("weight", Weight(weights[0], transposed))] + [("bias", Weight(bias)) for bias in biases if bias is not None]
+        return Op(ops.Linear, options, tuple(names))
+    options["parameters_split"] = {f"part{at}": size for at, size in enumerate(rows)}
+    named = [(f"part{at}_weight", Weight(weight)) for at, weight in enumerate(weights)]
+    named += [(f"part{at}_bias", Weight(bias)) for at, bias in enumerate(biases) if bias is not None]
+    return Op(ops.Linear, options, tuple(named))
+
+
+def _product(bound: Bound) -> tuple[Op, ...] | str:
+    made = product(bound)
+    return made if isinstance(made, str) else (made,)
+
+
+def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple[Op, ...] | str]:
+    def build(bound: Bound) -> tuple[Op, ...] | str:
+        value, weight, bias = value_of(bound["x"]), bound.get("weight"), bound.get("bias")
+        size = value.shape[-1]
+        if not isinstance(size, int) or list(bound.get("shape", [size])) != [size]:
+            return "it goes over more than the last dimension, or over one of no fixed size"
+        if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
+            return "its weight has another size or dtype than the rows"
+        eps = bound.get("eps")
+        given = {"normalized_shape": size, "eps": torch.finfo(value.dtype).eps if eps is None else eps, "dtype": value.dtype, **options}
+        return (Op(make, given, (("weight", Weight(weight)), *([("bias", Weight(bias))] if has_bias else []))),)
+
+    return build
+
+
+def _bias(bound: Bound) -> tuple[Op, ...] | str:
+    value, bias = value_of(bound["x"]), value_of(bound["bias"])
+    if value.dim() < 2 or not isinstance(bias.shape[0], int) or not statically_known_true(value.shape[-1] == bias.shape[0]) or value.dtype != bias.dtype:
+        return "it has another size or dtype than the rows"
+    return (Op(ops.Bias, {"size": bias.shape[0], "dtype": bias.dtype}, (("bias", Weight(bound["bias"])),)),)
+
+
+def _sum(bound: Bound) -> tuple[Op, ...] | str:
+    value, added = value_of(bound["x"]), value_of(bound["other"])
+    if value.dtype != added.dtype or value.device != added.device or not has_shape(added, tuple(value.shape)):
+        return "its operands have other shapes or dtypes than each other"
+    return (Op(ops.AddExtraInput, extras=(bound["other"],)),)
+
+
+def _of(*made: Op) -> Callable[[Bound], tuple[Op, ...]]:
+    return lambda bound: made
+
+
+def _gated_products(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
+    def build(bound: Bound) -> tuple[Op, ...] | str:
+        both = product(bound, ("gate_", "up_"))
+        return both if isinstance(both, str) else (both, Op(unit))
+
+    return build
+
+
+def _gated_halves(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
+    def build(bound: Bound) -> tuple[Op, ...] | str:
+        value, first, second = value_of(bound["x"]), bound["first"], bound["second"]
+        if first != (0, second[0]) or second != (first[1], value.shape[-1]) or first[1] * 2 != second[1]:
+            return "its gate is not the first half of the columns"
+        return (Op(unit),)
+
+    return build
+
+
+class _Piece(Pattern):
+    """Columns of a value, which get a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def match(self, node: Any, terms: Any, bound: Bound) -> Any:
+        term = terms.of(node)
+        if term is not None and term.kind == "piece":
+            source = node.args[0]  # the node that cut it off, where one does
+            nodes = (terms.same(node), source) if terms.same(source) is not terms.same(term.inputs[0]) else (terms.same(node),)
+            covered = {**bound, "nodes": (*bound["nodes"], *nodes), self.name: (term.options["begin"], term.options["end"])}
+            yield from x.match(term.inputs[0], terms, covered)
+
+
+class Activation(NamedTuple):
+    name: str
+    of: Callable[[Pattern], Pattern]
+    op: type | None
+    gated: type | None
+
+
+def _tanh_gelu(v: Pattern) -> Pattern:
+    cube = Either(call("pow", v, 3), v * call("square", v))
+    inner = 1 + call("tanh", 0.7978845608028654 * (v + 0.044715 * cube))
+    return Either(call("gelu", v, approximate="tanh"), (0.5 * v) * inner, 0.5 * (v * inner), v * (0.5 * inner))
+
+
+ACTIVATIONS = (
+    Activation("silu", lambda v: Either(call("silu", v), v * call("sigmoid", v)), ops.SiLU, ops.SwiGLU),
+    Activation("gelu (tanh)", _tanh_gelu, ops.GELU, ops.GEGLU),
+    Activation("quick gelu", lambda v: v * call("sigmoid", 1.702 * v), ops.QGELU, ops.QGEGLU),
+    Activation("relu squared", lambda v: call("square", call("relu", v)), ops.SReLU, ops.SReGLU),
+    Activation("relu", lambda v: call("relu", v), ops.ReLU, ops.ReGLU),
+    Activation("sigmoid", lambda v: call("sigmoid", v), None, ops.GLU),
+)
+
+_root_mean_square = call("mean", call("square", Wide(x))) + Number("eps")
+_of_unit_size = Either(Wide(x) * call("rsqrt", _root_mean_square), call("over_root", Wide(x), _root_mean_square))
+_weight = Wide(Var("weight", 1))
+_gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), transposed=None)
+_up = call("linear", x, Var("up_weight", 2), Optional(Var("up_bias", 1)), transposed=None)
+
+ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
+    *(Row(each.name, each.of(x), _of(Op(each.op))) for each in ACTIVATIONS if each.op),
+    *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, _gated_products(each.gated)) for each in ACTIVATIONS if each.gated),
+    *(Row(f"{each.name} gate of halves", each.of(_Piece("first")) * _Piece("second"), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
+    Row("rms_norm", call("rms_norm", x, Optional(Var("weight", 1))), _norm(ops.RMSNorm, False)),
+    Row("rms_norm written out, 1 + weight", Rounded(Rounded(_of_unit_size, "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
+    Row("rms_norm written out", Rounded(Rounded(_of_unit_size, "the norm and its weight") * _weight), _norm(ops.RMSNorm, False)),
+    Row("rms_norm written out, no weight", Rounded(_of_unit_size), _norm(ops.RMSNorm, False)),
+    Row("layer_norm", call("layer_norm", x, Optional(Var("weight", 1)), Optional(Var("bias", 1))), _norm(ops.LayerNorm, True)),
+    Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
+    Row("dropout", call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
+    Row("scale", x * Number("scale"), lambda bound: (Op(ops.ConstantScale, {"scale": bound["scale"]}),)),
+    Row("bias", x + Var("bias", 1), _bias),
+    Row("sum", x + other, _sum),
+)
+
+
+__all__ = ["ACTIVATIONS", "ROWS", "Activation", "Op", "Row", "Weight", "product"]

@@ -1,0 +1,98 @@
+"""Compares a pipeline with the part of the graph whose place it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from tandem import ops
+
+# Of the largest element: what a pipeline, which rounds each step once, and the graph, which rounds each operation, may differ by.
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class Reference:
+    """The nodes of a graph that compute `outs` of `operands`."""
+
+    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], columns: Sequence[int]) -> None:
+        self.told, self.columns = told, list(columns)
+        graph, copies = Graph(), {}
+        for at, operand in enumerate(operands):  # one may be an operand twice
+            copies[operand] = graph.placeholder(f"operand_{at}")
+        for node in _between(operands, outs):
+            copies[node] = graph.node_copy(node, lambda each: copies[each])
+            if node.target in (torch.nn.functional.dropout, torch.dropout):
+                copies[node].args, copies[node].kwargs = (copies[node].args[0],), {"p": 0.0}
+        graph.output(tuple(copies[out] for out in outs))
+        self.graph = GraphModule(torch.nn.Module(), graph)
+
+    def compare(self, pipeline: ops.Sequential, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """Raises AssertionError where a result or a gradient differs by more than the rounding of its dtype."""
+        copies = {id(tensor): _copy(tensor) for tensor in given}
+        operands = [copies[id(tensor)] for tensor in given]
+        has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
+        pipeline.eval()  # without its dropout, which draws other numbers
+        results = pipeline(*operands)
+        pipeline.train()
+        main, *rest = results if isinstance(results, tuple) else (results,)
+        results = [*main.split(self.columns, -1), *rest] if self.columns else [main, *rest]
+        expected = self.graph(*operands, *weights)
+        for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            self._check(f"result {at}", result, wanted)
+        if not has_gradients:
+            return
+        names = {f"operand {at}": tensor for at, tensor in enumerate(operands)} | {f"parameter {at}": tensor for at, tensor in enumerate(weights)}
+        wanting = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
+        seeds = [torch.randn_like(result) for result in results]
+        for name, result, wanted in zip(wanting, _grads(results, seeds, wanting), _grads(expected, seeds, wanting), strict=True):
+            if wanted is not None or result is not None:
+                self._check(f"the gradient of {name}", result, wanted)
+
+    def _check(self, what: str, result: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
+        if result is None or wanted is None or result.shape != wanted.shape or result.dtype != wanted.dtype:
+            raise AssertionError(f"{self.told}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
+        difference = (result.detach().double() - wanted.detach().double()).abs().nan_to_num(0.0)
+        largest = wanted.detach().double().abs().nan_to_num(0.0).max().item() if wanted.numel() else 0.0
+        if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > _TOLERANCES[wanted.dtype] * max(largest, 1e-6)):
+            raise AssertionError(
+                f"{self.told}: expected {what} within {_TOLERANCES[wanted.dtype]:g} of its largest element, {largest:.4g}, of what the graph computes, "
+                f"got a difference of {difference.max().item():.4g}. {_ADVICE}"
+            )
+
+
+_ADVICE = "Exclude its module, and report the model."
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanting: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    pairs = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
+    if not pairs:
+        return [None] * len(wanting)
+    return torch.autograd.grad([result for result, _ in pairs], [*wanting.values()], [seed for _, seed in pairs], allow_unused=True)
+
+
+def _between(operands: Sequence[Node], outs: Sequence[Node]) -> Iterator[Node]:
+    """What lies behind the operands and is needed for the results, in order."""
+    seen = {*operands}
+    ahead = [(out, False) for out in reversed(outs)]
+    while ahead:
+        node, is_ready = ahead.pop()
+        if is_ready:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            ahead.append((node, True))
+            ahead += [(each, False) for each in node.all_input_nodes]
+
+
+__all__ = ["Reference"]
