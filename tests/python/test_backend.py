@@ -107,6 +107,7 @@ CASES = [
     ("layer_norm", nn.LayerNorm(HIDDEN, elementwise_affine=False), ["LayerNorm"]),
     ("product", linear(bias=True), ["Linear"]),
     ("product", Calls(lambda m, x: x @ m.weight.t(), weight=scale(8, HIDDEN)), ["Linear"]),
+    ("product", Calls(lambda m, x: x @ m.weight.T, weight=scale(8, HIDDEN)), ["Linear"]),
     ("product", Calls(lambda m, x: x @ m.weight, weight=scale(HIDDEN, 8)), ["Linear"]),
     ("product", Calls(lambda m, x: torch.addmm(m.bias, x.view(-1, HIDDEN), m.weight).view(*x.shape[:-1], 8), weight=scale(HIDDEN, 8), bias=scale(8)), ["Linear"]),
     ("products of one x", Calls(lambda m, x: m.q(x) * 2 + m.k(x).exp() + m.v(x)[..., :1], q=linear(), k=linear(), v=linear(4)), ["Linear"]),
@@ -283,6 +284,26 @@ def test_shapes_modes_and_gradients_that_change(x):
     one, other = step(own, x)[2], step(model, x)[2]
     assert one["layers.0.q.weight"] is None
     assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_that_are_symbols():
+    """Dynamo takes an eps for a symbol where shapes are dynamic."""
+    model = Calls(lambda m, x: F.layer_norm(F.dropout(x, m.p), (HIDDEN,), m.weight, None, m.eps), weight=scale(), p=0.0, eps=1e-3)
+    own = tandem.compile(copy.deepcopy(model), dynamic=True)
+    for eps in (1e-3, 0.5):
+        model.eps = own.eps = eps
+        check_equal(model, own, torch.randn(3, HIDDEN))
+
+
+def test_autocast(x):
+    """Products round to the dtype of the region, norms do not; `verify` allows for that."""
+    model = Decoder()
+    own = compiled(model, verify=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        result, expected = own(x), model(x)
+    assert result.dtype == expected.dtype == torch.bfloat16
+    assert_close(result, expected, rtol=5e-2, atol=5e-2)
+    result.sum().backward()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

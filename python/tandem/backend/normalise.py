@@ -205,6 +205,8 @@ def _term(node: Node) -> Term | None:
     """A node under its name in the vocabulary, with its arguments as they are."""
     if node.target is operator.getitem:
         return _piece(node)
+    if node.target is getattr and node.args[1] in ("T", "mT"):
+        return Term("transpose", node.args[:1])
     if node.op not in ("call_function", "call_method") or node.target not in _KINDS:
         return None
     kind, parameters = _KINDS[node.target]
@@ -217,8 +219,14 @@ def _term(node: Node) -> Term | None:
     values = {name: given.pop(name, default) for name, default in parameters}
     if given or ... in values.values():
         return None
-    operands = {name: value for name, value in values.items() if name in _OPERANDS}
-    return Term(kind, tuple(operands.values()), {name: value for name, value in values.items() if name not in _OPERANDS})
+    operands = [value for name, value in values.items() if name in _OPERANDS]
+    return Term(kind, tuple(operands), {name: _number(value) for name, value in values.items() if name not in _OPERANDS})
+
+
+def _number(value: Any) -> Any:
+    """An option that Dynamo holds for a symbol, such as an eps under dynamic shapes, as the number that it is; compiled code is guarded by it."""
+    symbol = value_of(value)
+    return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
 _OPERANDS = {"x", "a", "b", "weight", "bias", "exponent"}

@@ -56,9 +56,10 @@ class Reference:
             raise AssertionError(f"{self.told}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
         difference = (result.detach().double() - wanted.detach().double()).abs().nan_to_num(0.0)
         largest = wanted.detach().double().abs().nan_to_num(0.0).max().item() if wanted.numel() else 0.0
-        if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > _TOLERANCES[wanted.dtype] * max(largest, 1e-6)):
+        tolerance = _TOLERANCES[torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else wanted.dtype]
+        if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > tolerance * max(largest, 1e-6)):
             raise AssertionError(
-                f"{self.told}: expected {what} within {_TOLERANCES[wanted.dtype]:g} of its largest element, {largest:.4g}, of what the graph computes, "
+                f"{self.told}: expected {what} within {tolerance:g} of its largest element, {largest:.4g}, of what the graph computes, "
                 f"got a difference of {difference.max().item():.4g}. {_ADVICE}"
             )
 
