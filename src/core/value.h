@@ -67,8 +67,9 @@ struct Type {
   /// Of a value in codes; null of all others.
   const Quantizer* quantizer = nullptr;
   Direction direction = Direction::row;
-  /// Whether some step of backward can write it again, so that forward need not keep it.
-  bool may_be_written_again = false;
+  /// Whether some step of backward can write it again, or what it is computed of: where it is not
+  /// kept, it may be there after many other steps.
+  bool may_come_late = false;
   /// Of an argument or a result of forward, in a finished plan: whether its gradient is wanted.
   bool requires_grad = false;
 };

@@ -182,11 +182,11 @@ void linear_backward_scale(Call& call) {
 }
 
 /// The fused products round once where unfused ones round the scaled gradient first, so what fuses
-/// must not depend on what a memory budget leaves kept: an x that is written again is there too
-/// late for this step, one that is kept is not.
+/// must not depend on what a memory budget leaves kept: an x that is written again, or computed of
+/// what is, may be there too late for this step, one that is kept is not.
 Refusal refuse_backward_scale(const Match& match) {
-  if (match.has(2) && match.type({2, "x"}).may_be_written_again)
-    return "x may be written again behind the product that the scale is fused with";
+  if (match.has(2) && match.type({2, "x"}).may_come_late)
+    return "x may be there again only behind the product that the scale is fused with";
   return refuse_mixed(match, {0, "grad_x"}, "the scaled gradient", {0, "grad_y"}, "the gradient");
 }
 

@@ -244,7 +244,7 @@ class BackwardLowering {
         }
         if (!ref.is_gradient) {  // a result again; the planner decides whether it shall be written
           writes.push_back(of);
-          if (exists(of)) draft_.types[index_of(of)].may_be_written_again = true;
+          if (exists(of)) draft_.types[index_of(of)].may_come_late = true;
           continue;
         }
         writes.push_back(draft_.needs_grad(of) ? draft_.add_gradient(of) : Value::none);

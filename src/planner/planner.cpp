@@ -17,6 +17,21 @@ namespace tandem {
 
 namespace {
 
+/// What is computed of a value that may come late may come late too.
+void note_what_comes_late(Draft& draft) {
+  const auto comes_late = [&](Value value) {
+    return exists(value) && draft.types[index_of(value)].may_come_late;
+  };
+  const auto note = [&](const std::vector<Step>& steps) {
+    for (const Step& step : steps)
+      if (std::ranges::any_of(step.reads, comes_late))
+        for (const Value value : step.writes)
+          if (exists(value)) draft.types[index_of(value)].may_come_late = true;
+  };
+  note(draft.forward);
+  note(draft.backward);
+}
+
 /// The forward pass: everything that is read later is demanded.
 void finish_forward(const Description& description, const UserFusions& user,
                     const std::vector<OpGroup>& groups, FusionScope& scope,
@@ -184,6 +199,7 @@ std::unique_ptr<const Plan> make_plan(const Description& description, const Plan
   Draft draft = lower(description, key, groups.joint);
   if (!description.fuse) groups.joint.clear();
   put_quantize_points(description, key, draft);
+  note_what_comes_late(draft);
   scope.types = &draft.types;
   scope.operands = &draft.operands;
   groups.forward = groups_of(Pass::forward, description, user, scope, groups.joint);

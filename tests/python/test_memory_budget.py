@@ -233,15 +233,21 @@ def test_experts_within_a_budget():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_fuses_does_not_depend_on_what_is_kept(dtype):
-    """Backward writes the norm's y again behind the product that a scale might fuse with; a budget leaves it kept."""
+@pytest.mark.parametrize("between", [0, 1, 2])
+@pytest.mark.parametrize("low", [None, tandem.recipe.MXFP8BlockScaling(backward_override="dequantized"), tandem.recipe.Float8CurrentScaling(backward_override="dequantized")], ids=["plain", "mxfp8", "current"])
+def test_what_fuses_does_not_depend_on_what_is_kept(dtype, between, low):
+    """Backward writes the norm's y again behind the product that a scale might fuse with, and what products in between make of it; a budget leaves them
+    kept."""
     torch.manual_seed(0)
-    box = ops.Sequential(ops.LayerNorm(16, dtype=dtype), ops.Linear(16, 24, bias=False, dtype=dtype), ops.ConstantScale(0.3))
-    x, grad = torch.randn(8, 16, dtype=dtype).requires_grad_(), torch.randn(8, 24, dtype=dtype)
+    products = [ops.Linear(32, 32, bias=False, dtype=dtype) for _ in range(between)]
+    box = ops.Sequential(ops.LayerNorm(32, dtype=dtype), *products, ops.Linear(32, 64, bias=False, dtype=dtype), ops.ConstantScale(0.3))
+    x, grad = torch.randn(32, 32, dtype=dtype).requires_grad_(), torch.randn(32, 64, dtype=dtype)
     found = []
-    for budget in (None, 1e6, 0):
+    for budget in (None, 1e6, 100, 0):
         box.memory_budget = budget
-        found.append(torch.autograd.grad(box(x), [x, *box.parameters()], grad))
+        with tandem.autocast(enabled=low is not None, recipe=low):
+            y = box(x)
+        found.append(torch.autograd.grad(y, [x, *box.parameters()], grad))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
