@@ -5,11 +5,12 @@
 #   make bench ARGS="..."                  benchmarks/run.py ARGS
 #   make fuzz  MINUTES=10                  random pipelines against plain torch; prints its seeds (ARGS: python -m differential --help)
 #   make dev   TESTS=rms_norm              after an edit: compiles file by file, runs the tests of that name; all tests without TESTS
+#   make ecosystem ARGS="..."              models and trainers of other libraries, which it installs (ARGS: pytest's)
 #   make check-all ARGS="..."              what .ci/run leaves out, hours of it (ARGS: names of stages, see scripts/check_all.sh)
 # After any of them .venv holds the package and the program. JOBS=n sets the number of compilers that run at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: run test dev bench fuzz check-all setup build format clean
+.PHONY: run test dev bench ecosystem fuzz check-all setup build format clean
 export TANDEM_JOBS := $(JOBS)
 
 run: export TANDEM_STARTED := $(shell date +%s.%N)
@@ -29,6 +30,10 @@ dev: setup
 
 check-all:
 	@scripts/check_all.sh $(ARGS)
+
+ecosystem: setup
+	@scripts/build.sh
+	@scripts/ecosystem.sh $(ARGS)
 
 bench: setup
 	@scripts/build.sh benchmarks

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# ecosystem.sh [ARG...]: the tests of tests/ecosystem: models and trainers of other libraries, which are installed beside .venv. ARGs are pytest's.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/common.sh
+
+folder=build/ecosystem
+if ! cmp -s requirements-ecosystem.txt "$folder/requirements.txt"; then
+  rm -rf "$folder"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check --target "$folder" -r requirements-ecosystem.txt \
+    -c <(.venv/bin/python -m pip freeze | grep -E '^(torch|numpy)==') </dev/null
+  rm -rf "$folder"/torch "$folder"/torch-* "$folder"/numpy "$folder"/numpy-* "$folder"/numpy.libs
+  cp requirements-ecosystem.txt "$folder/requirements.txt"
+fi
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder .venv/bin/python -m pytest -q -s tests/ecosystem "$@"
