@@ -20,6 +20,7 @@ from tandem._quantized_views import (
     collective,
     has_tangent,
     is_view,
+    read_only,
     views_in_inference_mode,
     with_first,
     without_memory,
@@ -111,9 +112,10 @@ class QuantizedTensor(torch.Tensor):
                 f"data: expected numbers in float32, bfloat16 or float16, as a quantized tensor stands for, got {x.dtype}. Put plain numbers in the place of "
                 "the parameter: torch.nn.Parameter(weight.dequantize())."
             )
-        if self._is_of(x.detach()):
+        numbers = x.detach().resolve_neg()  # whose bits are compared
+        if self._is_of(numbers):
             return
-        made = x if isinstance(x, QuantizedTensor) else self.quantizer.quantize(x.detach())
+        made = x if isinstance(x, QuantizedTensor) else self.quantizer.quantize(numbers)
         _PLAIN_DATA.__set__(self, made)  # shape, dtype and device
         self.__dict__.update({name: made.__dict__.get(name) for name in (*PARTS, "quantizer", SHARING)})
 
@@ -253,7 +255,7 @@ class QuantizedTensor(torch.Tensor):
     def _write(self, x: torch.Tensor) -> None:
         """Codes of x in place of those that are there."""
         self._check_writable()
-        numbers = x.detach().to(self.dtype).expand(self.shape)
+        numbers = x.detach().resolve_neg().to(self.dtype).expand(self.shape)  # kernels called from here on read memory as it is
         if self._is_of(numbers):
             return
         self._take_parts_of(self.quantizer._wanting(self)._quantized(numbers))
@@ -373,8 +375,8 @@ class QuantizedTensor(torch.Tensor):
         return storage
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The numbers, as of a plain tensor."""
-        return self.dequantize().numpy(force=force)
+        """The numbers, as of a plain tensor, but read-only."""
+        return read_only(self.dequantize().numpy(force=force))
 
     def tolist(self) -> Any:
         """The numbers, as of a plain tensor."""

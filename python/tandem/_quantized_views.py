@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem import _C
@@ -135,8 +136,8 @@ class Decoded(torch.Tensor):
         return cls.of(result) if is_view(function) and isinstance(args[0], Decoded) else result
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor."""
-        return self.read().numpy(force=force)
+        """As of a plain tensor, but read-only."""
+        return read_only(self.read().numpy(force=force))
 
     def tolist(self) -> Any:
         """As of a plain tensor."""
@@ -148,8 +149,17 @@ class Decoded(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:
+        return format(self._numbers, spec) if type(self._numbers) is torch.Tensor else super().__format__(spec)  # type: ignore[no-untyped-call]
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return repr(self._numbers) if type(self._numbers) is torch.Tensor else f"{self._numbers!r}.view(-1)"
+
+
+def read_only(array: Any) -> Any:
+    """Itself, a copy in numpy: a write into it would be lost."""
+    array.flags.writeable = False
+    return array
 
 
 def with_first(x: Any, same: Any) -> Any:
@@ -217,9 +227,17 @@ def rows_of(x: Any, first: int, last: int) -> Any:
     return x._of(parts, (last - first, *x.shape[1:]))._sharing(is_sharing or mark or (zeros if is_before_zeros else None))
 
 
+def levels(x: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, and those around which torch.func has put it: each transformation differentiates one of them."""
+    found = [x]
+    while not is_dynamo_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
+        found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    return found
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows it."""
-    return forward_ad._current_level >= 0 and _C.has_tangent(x)  # type: ignore[attr-defined]
+    return forward_ad._current_level >= 0 and any(_C.has_tangent(each) for each in levels(x))  # type: ignore[attr-defined]
 
 
 # Rows of a tensor with a tangent are decoded: torch wants those of the tangent in the same place of as large a memory.
@@ -282,6 +300,8 @@ __all__ = [
     "collective",
     "has_tangent",
     "is_view",
+    "levels",
+    "read_only",
     "rows_of",
     "views_in_inference_mode",
     "with_first",

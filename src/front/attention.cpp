@@ -207,8 +207,11 @@ std::pair<Tensor, Tensor> InferenceParams::step(
     if (!is_recording) return own.narrow(0, 0, end).to(fresh.scalar_type());
     // What backward reads is no memory that a later step writes.
     const Tensor earlier = own.narrow(0, 0, begin).detach().to(fresh.scalar_type());
-    if (!is_constant) earlier.requires_grad_().register_hook(refuse_gradient);
-    return at::cat({earlier, fresh});
+    const Tensor all = at::cat({earlier, fresh});
+    // On the way to the new positions: no backward for chosen inputs goes to earlier ones.
+    if (!is_constant)
+      (all.requires_grad() ? all : all.requires_grad_()).register_hook(refuse_gradient);
+    return all;
   };
   return {kept(found->second.first, key), kept(found->second.second, value)};
 }

@@ -167,6 +167,9 @@ TEST(InferenceParams, GradientsAreRightOrAnError) {
                   "keys and values that an earlier call has written, whose graph is not kept. "
                   "Call the layer once for the whole sequence, or make earlier calls under "
                   "at::NoGradGuard."));
+  const at::Tensor again = made->forward(x.narrow(0, 4, 3), {.inference_params = &cache});
+  EXPECT_THAT([&] { torch::autograd::grad({again.sum()}, {made->parameters()[0]}); },
+              ThrowsText<c10::ValueError>("expected gradients of keys and values of one "));
   cache.sequence_len_offset = 0;
   {
     const at::NoGradGuard constant;

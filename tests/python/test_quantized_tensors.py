@@ -323,7 +323,39 @@ def test_copies_are_read_as_plain_tensors():
     view = codes.t().clone()
     view.zero_()
     assert view.count_nonzero() == 0 and torch.equal(codes.dequantize(), numbers)
-    assert repr(codes[3]) == repr(numbers[3])
+    assert repr(codes[3]) == repr(numbers[3]) and f"{codes[3]}" == f"{numbers[3]}" and f"{codes.view(-1)}" == f"{codes!r}.view(-1)"
+    assert f"{codes[0, 0]:.3f} {codes[1, 2]}" == f"{numbers[0, 0]:.3f} {numbers[1, 2]}"
+    for x in (codes, codes.t(), codes.view(-1)):
+        for array in (x.numpy(), x.numpy(force=True), np.asarray(x)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 0
+
+
+@EACH
+def test_a_source_with_the_negative_bit(quantizer):
+    """As `z.conj().imag` has: its memory holds the numbers with the other sign."""
+    x = torch.randn(32, 64)
+    strided, codes = torch.conj(torch.complex(torch.zeros(32, 64), -x)).imag, tandem.quantize(x, quantizer)
+    wanted = codes.dequantize()
+    for source in (torch._neg_view(-x), strided, torch._neg_view(-x.double()), torch._neg_view(-x.t().contiguous()).t()):
+        assert source.is_neg() and torch.equal(source.float(), x)
+        made = tandem.quantize(torch.zeros(32, 64), quantizer)
+        for write in (lambda: made.copy_(source), lambda: made.quantize_(source), lambda: setattr(made, "data", source.float())):  # noqa: B023
+            made.zero_()
+            write()
+            assert torch.equal(made.dequantize(), wanted)
+    row = torch._neg_view(-x[:1])
+    assert torch.equal(made.copy_(row).dequantize(), tandem.quantize(x[:1].expand(32, 64), quantizer).dequantize())
+    same(codes.copy_(torch._neg_view(-wanted)), tandem.quantize(x, quantizer))
+
+
+def test_a_state_with_the_negative_bit_is_loaded():
+    with tandem.quantized_model_init(recipe=Float8CurrentScaling()):
+        linear = tandem.Linear(64, 32, bias=False)
+    x = torch.randn(32, 64)
+    for source in (torch._neg_view(-x), torch.conj(torch.complex(torch.zeros(32, 64), -x)).imag):
+        linear.load_state_dict({"weight": source})
+        assert (linear.weight.dequantize() - x).abs().max() < 0.25
 
 
 READERS = {  # how another library may come to the numbers of a tensor

@@ -10,6 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import tandem
@@ -225,6 +227,103 @@ def test_gradients_through_a_cache_are_right_or_an_error():
             y = generate(made, x[3:, row : row + 1], cache, [4], [torch.enable_grad])
             with contextlib.nullcontext() if is_constant else pytest.raises(RuntimeError, match="expected gradients of keys and values of one call"):
                 gradients(made, y)
+
+
+BACKWARDS = {
+    "all": lambda y, x, weight: y.sum().backward(),
+    "chosen": lambda y, x, weight: y.sum().backward(inputs=[x, weight]),
+    "x": lambda y, x, weight: torch.autograd.grad(y.sum(), x),
+    "weight": lambda y, x, weight: torch.autograd.grad(y.sum(), weight),
+    "twice": lambda y, x, weight: torch.autograd.grad(y.sum(), x, create_graph=True),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_no_backward_loses_gradients_of_earlier_calls(name, form):
+    made = layer(layer_number=1, attn_input_format=form)
+    dim, sizes = (0, (LENGTH, BATCH)) if form == "sbhd" else (1, (BATCH, LENGTH))
+    x = torch.randn(*sizes, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def both(x, cache):
+        made(x.narrow(dim, 0, 3), inference_params=cache)
+        cache.sequence_len_offset += 3
+        return made(x.narrow(dim, 3, 4), inference_params=cache)
+
+    with pytest.raises(RuntimeError, match="expected gradients of keys and values of one call, got one of keys and values that an earlier call"):
+        BACKWARDS[name](both(x, tandem.InferenceParams(BATCH, LENGTH)), x, made.self_attention.layernorm_qkv.key_weight)
+
+
+def test_no_transformation_loses_gradients_of_earlier_calls():
+    made, xs = layer(layer_number=1), torch.randn(2, LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    both = lambda x: generate(made, x, tandem.InferenceParams(BATCH, LENGTH), [3, 4], [torch.enable_grad] * 2)  # noqa: E731
+    batched = torch.func.vmap(both)(xs)
+    assert_close(batched, torch.stack([made(x) for x in xs]))
+    for backward in (
+        lambda: torch.func.grad(lambda x: both(x).sum())(xs[0]),
+        lambda: torch.func.grad(lambda x: torch.func.vjp(both, x)[0].sum())(xs[0]),
+        lambda: torch.func.grad(lambda x: torch.func.grad(lambda z: (both(x) * z).sum())(xs.new_ones(())))(xs[0]),
+        lambda: torch.func.grad(lambda xs: torch.func.vmap(both)(xs).sum())(xs),
+        lambda: torch.func.vmap(torch.func.grad(lambda x: both(x).sum()))(xs),
+        lambda: torch.autograd.grad(batched.sum(), made.self_attention.layernorm_qkv.key_weight),
+    ):
+        with pytest.raises(RuntimeError, match="expected gradients of keys and values of one call, got one of keys and values that an earlier call"):
+            backward()
+
+
+def test_gradients_of_a_call_are_right_behind_constants():
+    """Of a prompt without gradients, as often as it is read, and of a model that is frozen."""
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    for frozen in (False, True):
+        made, cache, new = layer(layer_number=1).requires_grad_(not frozen), tandem.InferenceParams(BATCH, LENGTH), x[3:].clone().requires_grad_()
+        wanted = torch.autograd.grad(made(torch.cat((x[:3], new)))[3:].sum(), new)
+        with contextlib.nullcontext() if frozen else torch.no_grad():
+            made(x[:3], inference_params=cache)
+        cache.sequence_len_offset = 3
+        for _ in range(2):
+            assert_close(torch.autograd.grad(made(new, inference_params=cache).sum(), new), wanted)
+            made(new, inference_params=cache).sum().backward()
+
+
+def tangent_of(f, x, tangent, way):
+    if way == "torch.func":
+        return torch.func.jvp(f, (x,), (tangent,))[1]
+    if way == "in another":  # as an inner derivative sees it, which follows something else
+        return torch.func.jvp(lambda x: torch.func.jvp(lambda z: f(x) * z, (x.new_ones(()),), (x.new_ones(()),))[1], (x,), (tangent,))[1]
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent
+
+
+@pytest.mark.parametrize("way", ["dual numbers", "torch.func", "in another"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_tangents_through_a_cache_are_right_or_an_error(mode, way):
+    made = layer(layer_number=1)
+    x, tangent = torch.randn(2, LENGTH, BATCH, HIDDEN, dtype=torch.float64)
+    cache = tandem.InferenceParams(BATCH, LENGTH)
+    with torch.no_grad():
+        made(x[:3], inference_params=cache)
+    cache.sequence_len_offset = 3
+
+    def behind_a_prompt(new):
+        return made(new, inference_params=cache if way == "dual numbers" else copy.deepcopy(cache))
+
+    def pieces(x):
+        begun = tandem.InferenceParams(BATCH, LENGTH)
+        first = made(x[:3], inference_params=begun)
+        begun.swap_key_value_dict(torch.tensor([0, 1]))
+        begun.sequence_len_offset = 3
+        return torch.cat((first, made(x[3:], inference_params=begun)))
+
+    with mode(), sdpa_kernel(SDPBackend.MATH):
+        wanted = tangent_of(made, x, tangent, way)
+        assert wanted.any()
+        assert_close(tangent_of(lambda x: made(x, inference_params=tandem.InferenceParams(BATCH, LENGTH)), x, tangent, way), wanted)
+        with pytest.raises(RuntimeError, match="expected tangents of keys and values of one call, got a call behind one .* make earlier calls without tangents"):
+            tangent_of(pieces, x, tangent, way)
+        if way == "dual numbers":
+            wanted = tangent_of(lambda new: made(torch.cat((x[:3], new)))[3:], x[3:], tangent[3:], way)
+            for _ in range(2):  # directions one after the other
+                assert_close(tangent_of(behind_a_prompt, x[3:], tangent[3:], way), wanted)
 
 
 def test_a_cache_knows_which_layer_writes():

@@ -6,8 +6,10 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from tandem._quantized_views import has_tangent, levels
 from tandem.ops.arguments import positive
 
 
@@ -39,7 +41,8 @@ class InferenceParams:
         self.batch_size_offset = 0
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._writers: dict[int, weakref.ref[Any]] = {}  # of the layers in the dictionary
-        self._recorded: set[tuple[int, int]] = set()  # layers and sequences, some of whose keys and values have come with a gradient
+        self._recorded: dict[tuple[int, int], int] = {}  # by layer and sequence the first position whose key and value have come with a gradient
+        self._dual: dict[tuple[int, int], int] = {}  # likewise with a tangent
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writers": {}}  # a copy may serve a copy of the model
@@ -48,12 +51,15 @@ class InferenceParams:
         """Reorders the sequences, as a beam search does."""
         for layer, (key, value) in self.key_value_memory_dict.items():
             self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
-        self._recorded |= {(layer, row) for layer, _ in self._recorded for row in range(self.max_batch_size)}  # any of them, without a look at indices
+        for known in (self._recorded, self._dual):
+            for (layer, _), first in [*known.items()]:  # any of them, without a look at indices
+                known.update({(layer, row): min(first, known.get((layer, row), first)) for row in range(self.max_batch_size)})
 
     def step(self, layer: int, key: torch.Tensor, value: torch.Tensor, writer: object | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes up keys and values [sequence, batch, heads, features] of new positions; those of all positions so far.
 
-        Gradients reach the new positions. Those of earlier calls count as constants, and where they came with a gradient, backward says so.
+        Gradients and tangents are those of the new positions. Those of earlier calls count as constants, and where they came with a gradient, backward
+        says so. Where they came with a tangent, this call does, under forward-mode differentiation.
 
         Args:
             layer: the number under which they are kept.
@@ -69,26 +75,30 @@ class InferenceParams:
                 "Make it larger."
             )
         self._claim(layer, writer)
+        rows = {(layer, row) for row in range(first, last)}
+        is_recording, is_dual = torch.is_grad_enabled(), has_tangent(key) or has_tangent(value)
+        has_lost_tangents = _note(self._dual, rows, begin, is_dual)
+        if has_lost_tangents and forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "InferenceParams: expected tangents of keys and values of one call, got a call behind one whose keys and values came with tangents, which are "
+                "not kept. Call the layer once for the whole sequence, or make earlier calls without tangents."
+            )
+        has_lost_gradients = _note(self._recorded, rows, begin, is_recording and any(t.requires_grad for t in (*levels(key), *levels(value))))
         if layer not in self.key_value_memory_dict:
             sizes = self.max_sequence_length, self.max_batch_size
             self.key_value_memory_dict[layer] = key.new_zeros(*sizes, *key.shape[2:]), value.new_zeros(*sizes, *value.shape[2:])
         old_key, old_value = self.key_value_memory_dict[layer]
         memory = _writable(old_key, key), _writable(old_value, value)
         self.key_value_memory_dict[layer] = memory
-        rows = {(layer, row) for row in range(first, last)}
-        if not begin:
-            self._recorded -= rows
-        is_recording, is_constant = torch.is_grad_enabled(), self._recorded.isdisjoint(rows)
-        if is_recording and (key.requires_grad or value.requires_grad):
-            self._recorded |= rows
         result = []
         for kept, new in zip(memory, (key, value), strict=True):
             kept[begin:end, first:last] = new.detach()
-            if is_recording:  # what backward reads is no memory that a later step writes
-                earlier = kept[:begin, first:last].detach().to(new.dtype)
-                if not is_constant:
-                    earlier.requires_grad_().register_hook(_refuse_gradient)
-                result.append(torch.cat((earlier, new)))
+            if is_recording or is_dual:  # what backward reads is no memory that a later step writes, and there are no tangents in that
+                y = torch.cat((kept[:begin, first:last].detach().to(new.dtype), new))
+                if is_recording and has_lost_gradients:  # on the way to new positions, as no backward for chosen inputs goes to earlier ones
+                    for each in [t for t in levels(y) if t.requires_grad] or [y.requires_grad_()]:
+                        each.register_hook(_refuse_gradient)
+                result.append(y)
             else:
                 result.append(kept[:end, first:last].to(new.dtype))
         return result[0], result[1]
@@ -107,6 +117,16 @@ class InferenceParams:
         if known is not None:
             del self.key_value_memory_dict[layer]
         self._writers[layer] = weakref.ref(writer)
+
+
+def _note(known: dict[tuple[int, int], int], rows: set[tuple[int, int]], begin: int, comes: bool) -> bool:
+    """Whether positions before `begin` are known of any of these rows. Those behind are written now, and known where it `comes`."""
+    for row in [row for row, first in known.items() if row in rows and first >= begin]:
+        del known[row]
+    is_earlier = any(row in rows for row in known)
+    if comes:
+        known.update({row: known.get(row, begin) for row in rows})
+    return is_earlier
 
 
 def _writable(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
