@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
@@ -50,14 +51,14 @@ def decompositions() -> dict[OperatorBase, Callable[..., Any]]:
     return dict(_table())
 
 
-class _WithInductor(MetaPathFinder):
-    """Registers the kernel ops with Inductor when Inductor is imported, which takes seconds and is for who compiles to say.
+class _With(MetaPathFinder):
+    """Tells a module of torch of the kernel ops when it is imported, which takes long and is for who uses it to say."""
 
-    Inductor calls an op that it does not know as it is, but where the variable CI is set it refuses one that has a decomposition too.
-    """
+    def __init__(self, name: str, register: Callable[[Any], None]) -> None:
+        self.name, self.register = name, register
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch._inductor.lowering":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -67,27 +68,69 @@ class _WithInductor(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _register_fallbacks(module)
+            self.register(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def _register_fallbacks(inductor: Any) -> None:
+    """Inductor calls an op that it does not know as it is, but where the variable CI is set it refuses one that has a decomposition too."""
     for op in _table():
         constraint = inductor.tag_to_layout_constraint(inductor.get_layout_constraint_tag(op, with_default=True))
         inductor.make_fallback(op, layout_constraint=constraint, warn=False)
 
 
+def _register_shardings(_: Any) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    infos: Any = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for op in (torch.ops.tandem.norm_backward.default, torch.ops.tandem.l2_norm_backward.default):
+        register_sharding(op)(partial(_norm_backward_shardings, op))  # type: ignore[no-untyped-call]
+        # What was found for a call counts for those with the same arguments from here on. Torch looks for numbers, which `output_mask` is none of.
+        infos[op].static_argnum = min(infos[op].static_argnum, len(op._schema.arguments) - 1)
+
+
+def _norm_backward_shardings(op: OpOverload, *args: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+    """How ranks may share the results of a norm's backward, and its operands: as forward has shared the rows.
+
+    From the decomposition DTensor takes that rows may be moved to where the first dimension is cut. It would cut the statistics, which have one dimension,
+    into as many for each rank, which are those of the rank's rows only where the first dimension of x is cut evenly.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    given = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False))
+    x, weight, statistic = given["x"], given.get("weight"), given["inv_norm"]
+
+    def sharding(of_rows: Any, of_statistics: Any, of_sums: Any) -> tuple[list[Any], list[Any]]:
+        by_name = dict.fromkeys(("grad_y", "x", "grad_residual", "grad_x", "y"), of_rows) | dict.fromkeys(("mean", "inv_norm"), of_statistics)
+        by_name |= dict.fromkeys(("grad_weight", "sums", "grad_bias"), of_sums)
+        made = zip(op._schema.returns, given["output_mask"], strict=True)
+        outputs = [by_name[result.name] if is_made else Replicate() for result, is_made in made]
+        return outputs, [by_name.get(name, Replicate()) if hasattr(arg, "placements") else None for name, arg in given.items()]
+
+    yield sharding(Replicate(), Replicate(), Replicate())
+    dims = x.ndim - (1 if weight is None else weight.ndim)
+    for dim in range(dims):
+        blocks = math.prod(x.shape[:dim])  # of rows that lie one behind the other, of each of which a rank has some
+        as_forward = [each for each in statistic.placements if getattr(each, "dim", None) == 0 and getattr(each, "split_factor", 1) == blocks]
+        if not as_forward and dim == 0 and (dims == 1 or x.shape[0] % x.mesh.size() == 0):
+            as_forward = [Shard(0)]
+        for each in as_forward:
+            yield sharding(Shard(dim), each, Partial())
+
+
 def register_decompositions() -> None:
-    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same."""
+    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same, and DTensor rules of its own."""
     for op, function in _table().items():
         decomposition_table[op] = function
         meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition to learn shapes that the op itself tells
-    if inductor := sys.modules.get("torch._inductor.lowering"):
-        _register_fallbacks(inductor)
-    else:
-        sys.meta_path.insert(0, _WithInductor())
+    for name, register in (("torch._inductor.lowering", _register_fallbacks), ("torch.distributed.tensor", _register_shardings)):
+        if module := sys.modules.get(name):
+            register(module)
+        else:
+            sys.meta_path.insert(0, _With(name, register))
 
 
 __all__ = ["decompositions"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,12 +14,12 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing import assert_close
 
 import tandem
-from tandem import ops
+from tandem import ops, recipe
 
 ROWS, HIDDEN, WIDE = 6, 8, 16
 
@@ -32,19 +35,25 @@ def mlp(*first: torch.nn.Module, unit: Any = ops.GELU, columns: int = WIDE, **kw
     return model
 
 
-def check_plan(rank: int, size: int, model: torch.nn.Module, plan: dict[str, Any], is_sequence: bool = False) -> None:
-    """x is whole, or, where `is_sequence`, this rank's rows; so is y."""
+def check_plan(
+    rank: int, size: int, model: torch.nn.Module, plan: dict[str, Any], sequence_dim: int | None = None, shape: tuple[int, ...] = (ROWS, HIDDEN)
+) -> None:
+    """x is whole, or this rank's share of a dimension; so is y."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if sequence_dim is None else tensor.chunk(size, sequence_dim)[rank]
+
     whole = copy.deepcopy(model)
     parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
-    x, grad = torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(ROWS, HIDDEN)
-    own = slice(rank * ROWS // size, (rank + 1) * ROWS // size) if is_sequence else slice(None)
-    x_own = x.detach()[own].clone().requires_grad_()
-    expected, y = whole(x), full(model(x_own))
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    x_own = own(x.detach()).clone().requires_grad_()
+    expected, y = whole(x), model(x_own)
+    y = y.to_local() if isinstance(y, DTensor) and sequence_dim is not None else full(y)
     expected.backward(grad)
-    y.backward(grad[own])
-    assert_close(y, expected[own])
+    y.backward(own(grad))
+    assert_close(y, own(expected))
     assert x.grad is not None
-    assert_close(x_own.grad, x.grad[own])
+    assert_close(x_own.grad, own(x.grad))
     for param, of_whole in zip(model.parameters(), whole.parameters(), strict=True):
         assert_close(full(param.grad), of_whole.grad)
 
@@ -56,9 +65,67 @@ def check_plans(rank: int, size: int) -> None:
     check_plan(rank, size, layers, {"0": columns, "2": rows})
     check_plan(rank, size, mlp(), {"0": ColwiseParallel(use_local_output=False), "2": rows})  # GELU of a DTensor
     check_plan(rank, size, mlp(unit=ops.SwiGLU, columns=WIDE // 2), {"0": ColwiseParallel(use_local_output=False), "2": rows})
+    gathering = PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate())
+    model = ops.Sequential(ops.Linear(HIDDEN, WIDE), ops.GELU(), ops.SwiGLU(), ops.Linear(WIDE // 2, HIDDEN))
+    check_plan(rank, size, model, {"0": columns, "1": gathering, "3": RowwiseParallel(input_layouts=Replicate())})
+    check_plan(rank, size, mlp(unit=ops.L2Normalization), {"0": ColwiseParallel(use_local_output=False), "2": rows})
     for norm in (ops.RMSNorm, ops.LayerNorm):
         between = {"1": ColwiseParallel(input_layouts=Shard(0)), "3": RowwiseParallel(output_layouts=Shard(0))}
-        check_plan(rank, size, mlp(norm(HIDDEN)), {"0": SequenceParallel(sequence_dim=0), **between}, is_sequence=True)
+        check_plan(rank, size, mlp(norm(HIDDEN)), {"0": SequenceParallel(sequence_dim=0), **between}, sequence_dim=0)
+
+
+def check_sequences(rank: int, size: int) -> None:
+    for batch, norm in itertools.product((1, 2, 3), (ops.RMSNorm, ops.LayerNorm, lambda _: ops.L2Normalization())):
+        between = {"1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel(output_layouts=Shard(1))}
+        check_plan(rank, size, mlp(norm(HIDDEN)), {"0": SequenceParallel(), **between}, sequence_dim=1, shape=(batch, 4, HIDDEN))
+    mesh = init_device_mesh("cpu", (size,))
+    for of_x, of_grad in itertools.product((Shard(0), Shard(1), Shard(2), Replicate()), repeat=2):  # uneven shares
+        norm = ops.LayerNorm(HIDDEN)
+        whole = copy.deepcopy(norm)
+        for frozen in (False, True):  # other results of the same backward
+            for module in (whole, distribute_module(norm, mesh) if not frozen else norm):
+                module.weight.requires_grad_(not frozen)
+                module.zero_grad()
+            x, grad = torch.randn(3, 5, HIDDEN, requires_grad=True), torch.randn(3, 5, HIDDEN)
+            shared = distribute_tensor(x.detach(), mesh, [of_x]).requires_grad_()
+            norm(shared).backward(distribute_tensor(grad, mesh, [of_grad]))
+            whole(x).backward(grad)
+            assert_close(full(shared.grad), x.grad)
+            for param, of_whole in zip(norm.parameters(), whole.parameters(), strict=True):
+                assert_close(full(param.grad), of_whole.grad)
+
+
+def test_norms_of_sequences_that_ranks_share() -> None:
+    """The statistics of rows go with the rows, evenly shared or not."""
+    on_ranks(2, check_sequences)
+
+
+def check_rows_of_parts(rank: int, size: int) -> None:
+    """RowwiseParallel reads `weight`, which is no leaf: the parts are distributed one by one."""
+    mesh = init_device_mesh("cpu", (size,))
+    model = ops.Linear(HIDDEN, WIDE, parameters_split=("gate", "up"))
+    whole = copy.deepcopy(model)
+    for name, param in [*model.named_parameters()]:
+        placement = Shard(1) if param.dim() == 2 else Replicate()
+        model.register_parameter(name, torch.nn.Parameter(distribute_tensor(param, mesh, [placement])))
+    x = torch.randn(ROWS, HIDDEN)
+    y, expected = full(model(distribute_tensor(x, mesh, [Shard(1)]))), whole(x)
+    y.sum().backward()
+    expected.sum().backward()
+    assert_close(y, expected)
+    for param, of_whole in zip(model.parameters(), whole.parameters(), strict=True):
+        assert_close(full(param.grad), of_whole.grad)
+
+
+def test_parts_cut_along_columns() -> None:
+    on_ranks(2, check_rows_of_parts)
+
+
+def test_rules_are_there_whichever_is_imported_first() -> None:
+    rules = "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"
+    for first, second in itertools.permutations(("import tandem, torch", "from torch.distributed.tensor import DTensor")):
+        code = f"{first}\n{second}\nassert torch.ops.tandem.norm_backward.default in {rules}"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_plans() -> None:
@@ -69,20 +136,54 @@ def check_refusals(rank: int, size: int) -> None:
     mesh, x = init_device_mesh("cpu", (size,)), torch.randn(ROWS, HIDDEN)
     split = parallelize_module(mlp(unit=ops.SwiGLU, columns=WIDE // 2, parameters_split=("gate", "up")), mesh, {"0": ColwiseParallel()})
     text = (
-        "Linear: expected gate_weight, a part of a product (parameters_split), on every rank whole or cut along its columns, got placements "
-        '(Shard(dim=0),): a rank\'s share of y would be columns of one part. Build it with tensor_parallel_mode="column", or one Linear for each part.'
+        "Linear: expected gate_weight, a part of a product (parameters_split), on every rank whole or cut along its columns (by distribute_tensor, "
+        'Shard(1)), got placements (Shard(dim=0),): a rank\'s share of y would be columns of one part. Build it with tensor_parallel_mode="column", or one Linear for each part.'
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         split(x)
-    packed = parallelize_module(mlp(unit=ops.SwiGLU, columns=WIDE // 2), mesh, {"0": ColwiseParallel()})
     text = (
         "SwiGLU: expected all columns of the Linear before it, whose halves it multiplies, got those of one rank. Parallelize with "
         'ColwiseParallel(use_local_output=False), build the Linear with tensor_parallel_mode="column", or one Linear for each half.'
     )
+    between = (ops.Identity(), ops.ConstantScale(1.0), ops.Dropout(0.0), ops.Reshape((-1, WIDE // size)), ops.Quantize(), ops.GELU())
+    for kept in ((), *[(op,) for op in between], between):
+        packed = ops.Sequential(ops.Linear(HIDDEN, WIDE), *kept, ops.SwiGLU(), ops.Linear(WIDE // 2, HIDDEN))
+        parallelize_module(packed, mesh, {"0": ColwiseParallel(), str(len(packed) - 1): RowwiseParallel()})
+        with pytest.raises(ValueError, match=re.escape(text)):
+            packed(x)
+    text = (
+        "L2Normalization: expected all columns of the Linear before it, whose norm it divides by, got those of one rank. Parallelize with "
+        "ColwiseParallel(use_local_output=False)."
+    )
     with pytest.raises(ValueError, match=re.escape(text)):
-        packed(x)
+        parallelize_module(mlp(unit=ops.L2Normalization), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})(x)
     dist.barrier()
 
 
 def test_what_would_cut_halves_is_refused() -> None:
     on_ranks(2, check_refusals)
+
+
+def check_missing_rules(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    x = distribute_tensor(torch.randn(ROWS, HIDDEN), mesh, [Shard(0)])
+    text = (
+        "Linear: expected a torch.Tensor under a recipe, as quantizers have no sharding rule, got a DTensor. Build the Linear with tensor_parallel_mode, or "
+        "call it without a recipe."
+    )
+    planned = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for model, given in ((planned, full(x)), (distribute_module(mlp(), mesh), x)):
+        with tandem.autocast(recipe=recipe.Float8CurrentScaling()), pytest.raises(NotImplementedError, match=re.escape(text)):
+            model(given)
+    text = (
+        "Dropout: expected a torch.Tensor in training, as it has no sharding rule, got a DTensor. Use torch.nn.Dropout, or give it what a rank holds "
+        "(use_local_output=True)."
+    )
+    dropout = ops.Dropout(0.5)
+    with pytest.raises(NotImplementedError, match=re.escape(text)):
+        dropout(x)
+    assert_close(full(dropout.eval()(x)), full(x))
+
+
+def test_what_has_no_rule_is_refused() -> None:
+    on_ranks(2, check_missing_rules)

@@ -96,7 +96,7 @@ def given(names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> list[
 
 def check_close(name: str, one: torch.Tensor, other: torch.Tensor, told: str) -> None:
     tolerance = 8e-2 if other.dtype == torch.bfloat16 else 1e-5  # gradients of a whole layer, summed over ranks in bfloat16, are off by 4 %
-    assert_close(one, other, rtol=tolerance, atol=tolerance * max(1.0, other.abs().max().item()), msg=lambda text: f"{name}: {text}\n{told}")
+    assert_close(one, other, rtol=tolerance, atol=tolerance * max(1.0, other.abs().max().item()), equal_nan=True, msg=lambda text: f"{name}: {text}\n{told}")
 
 
 def region(name: str | None) -> Any:

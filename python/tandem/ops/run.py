@@ -123,13 +123,20 @@ class OpRun:
         except ValueError:
             self.check_parts()
             raise
+        except NotImplementedError as error:
+            shards.check_rules(now.basic_ops, error)
+            raise
         if outputs is not None:
             return outputs
         for tensor in (x, *extra):
             if not isinstance(tensor, torch.Tensor) and not hasattr(type(tensor), "__torch_function__"):
                 raise TypeError(f"pipeline: expected tensors, got {type(tensor).__name__}. Pass its inputs as torch.Tensor.")
         if now.hooked():
-            return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+            try:
+                return self.call_cut(self.cut(now).parts, x, extra, training, kwargs)
+            except NotImplementedError as error:
+                shards.check_rules(now.basic_ops, error)
+                raise
         if not kwargs and foreign.own_products(now):
             return self.own_pieces()(x, training)
         pipeline.check_no_writes(x, list(extra))
@@ -223,14 +230,14 @@ class OpRun:
         channels: dict[str, torch.Tensor] = {}
         results: list[torch.Tensor] = []
         rest = list(extra)
-        unit: Unit | None = None
+        product: Unit | None = None  # of whose columns x has those of one rank
         for part in parts:
-            shards.check_halves(unit, part.first, x)
-            unit = part.unit
+            product = shards.check_columns(product, part.piece.units, x)
             given = [rest.pop(0) if channel is None else channels[channel] for channel in part.inputs]
             if before is not None:
                 before(part, x, given)
             outputs = part(x, given, training, kwargs)
+            product = shards.cut_product(product, part.unit, x, outputs[0])
             x = outputs[0]
             for (channel, to_caller), output in zip(part.outputs, outputs[1:], strict=True):
                 if channel is not None:
@@ -245,7 +252,6 @@ class Part:
 
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece = piece
-        self.first = piece.units[0].flat_ops()[0]
         self.inputs, self.outputs = piece.inputs, piece.outputs
         self.unit = piece.units[0] if piece.is_alone else None  # called as a module
         if self.unit is None:

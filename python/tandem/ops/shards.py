@@ -1,4 +1,5 @@
-"""What plans of torch.distributed.tensor.parallel may not cut: columns that belong together, of which a rank would hold some."""
+"""What plans of torch.distributed.tensor.parallel may not cut: columns that belong together, of which a rank would hold some. And what has no rule of
+sharding."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ from typing import Any
 
 import torch
 
+from tandem import _C
 from tandem._quantized_params import is_shared
 from tandem.ops.unit import BasicUnit, Unit
+
+_PRODUCTS = ("basic_linear", "grouped_linear")
 
 
 def _is_cut_by_rows(weight: Any) -> bool:
@@ -34,23 +38,54 @@ def check_parts(ops: Sequence[BasicUnit]) -> None:
             if _is_cut_by_rows(part):
                 raise ValueError(
                     f"{op._holder._get_name()}: expected {name}, a part of a product (parameters_split), on every rank whole or cut along its "
-                    f"columns, got placements {part.placements}: a rank's share of y would be columns of one part. Build it with "
-                    'tensor_parallel_mode="column", or one Linear for each part.'
+                    f"columns (by distribute_tensor, Shard(1)), got placements {part.placements}: a rank's share of y would be columns of one part. Build it "
+                    'with tensor_parallel_mode="column", or one Linear for each part.'
                 )
 
 
-def check_halves(before: Unit | None, op: BasicUnit, x: Any) -> None:
-    """Raises ValueError where a gated unit would take the halves of those columns that a rank holds: x has fewer than the weight before it has rows.
-    A weight that FSDP shares is whole in the call that made x."""
-    if before is None or "glu_interleave_size" not in op._option_names or is_shared(x):
+def cut_product(product: Unit | None, unit: Unit | None, x: Any, y: Any) -> Unit | None:
+    """The product of whose columns y = unit(x) has those of one rank: the unit, if y has fewer than its weight has rows, else that of x, unless a hook has
+    gathered them. A weight that FSDP shares is whole in the call that made y."""
+    weight: Any = unit._parameters.get("weight") if isinstance(unit, torch.nn.Linear) else None
+    if is_shared(weight) and not is_shared(y) and y.size(-1) < weight.size(0):
+        return unit
+    return product if product is not None and y.numel() == x.numel() else None
+
+
+def check_columns(product: Unit | None, units: Sequence[Unit], x: Any) -> Unit | None:
+    """Raises ValueError where one of these units, of which the first is given x, would take those columns of a product that a rank holds for all. Returns
+    the product where they keep its columns."""
+    if product is None or is_shared(x):
+        return None
+    for op in (op for unit in units for op in unit.flat_ops()):
+        is_gated = "glu_interleave_size" in op._option_names
+        if is_gated or op._kind == "l2_normalization":
+            instead = ', build the Linear with tensor_parallel_mode="column", or one Linear for each half' if is_gated else ""
+            use = "whose halves it multiplies" if is_gated else "whose norm it divides by"
+            raise ValueError(
+                f"{op._get_name()}: expected all columns of the {product._get_name()} before it, {use}, got those of one rank. Parallelize with "
+                f"ColwiseParallel(use_local_output=False){instead}."
+            )
+        if op._kind in _PRODUCTS or op.is_python_op:  # which may gather them
+            return None
+    return product
+
+
+def check_rules(ops: Sequence[BasicUnit], error: NotImplementedError) -> None:
+    """Raises NotImplementedError where that is torch's, which names a kernel op, for want of a rule of sharding."""
+    if "sharding strategy" not in str(error):
         return
-    weight: Any = before._parameters.get("weight") if isinstance(before, torch.nn.Linear) else None
-    if is_shared(weight) and x.size(-1) < weight.size(0):
-        raise ValueError(
-            f"{op._get_name()}: expected all columns of the {before._get_name()} before it, whose halves it multiplies, got those of one rank. "
-            'Parallelize with ColwiseParallel(use_local_output=False), build the Linear with tensor_parallel_mode="column", or one Linear for '
-            "each half."
+    if "tandem.dropout" in str(error):
+        raise NotImplementedError(
+            "Dropout: expected a torch.Tensor in training, as it has no sharding rule, got a DTensor. Use torch.nn.Dropout, or give it what a rank holds "
+            "(use_local_output=True)."
         )
+    for op in ops if _C.in_force.recipe != "null" else ():
+        if any(op._quantize_slots()):
+            raise NotImplementedError(
+                f"{op._holder._get_name()}: expected a torch.Tensor under a recipe, as quantizers have no sharding rule, got a DTensor. Build the Linear "
+                "with tensor_parallel_mode, or call it without a recipe."
+            )
 
 
-__all__ = ["check_halves", "check_parts", "has_parts_of_ranks"]
+__all__ = ["check_columns", "check_parts", "check_rules", "cut_product", "has_parts_of_ranks"]
