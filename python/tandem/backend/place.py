@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,43 +115,44 @@ class Call(torch.nn.Module):
         self.__dict__["reference"] = reference  # whose graph is no part of this one
         self.given = 1 + len(draft.extras)
         self.made: OrderedDict[tuple[int | None, ...], tuple[Made, Any]] = OrderedDict()  # by the parameters, which each entry keeps alive
+        self.forwards: dict[tuple[int | None, ...], Callable[..., Any]] = {}  # of those with nothing to fill in
         self.is_turned = any(weight.transposed for op, _, _ in draft.steps for _, weight in op.weights)
         self.lock = threading.Lock()
 
-    def forward(self, *operands: torch.Tensor) -> Any:
+    def __call__(self, *operands: torch.Tensor) -> Any:  # not torch's, which looks for hooks
+        forward = self.forwards.get(tuple(map(id, operands[self.given :])))
+        if forward is not None:
+            return forward(*operands[: self.given])
         given, weights = operands[: self.given], operands[self.given :]
         key = tuple([id(weight) if isinstance(weight, torch.nn.Parameter) else None for weight in weights])
-        found = self.made.get(key)
-        if found is None:
-            found = self.add(key, given, weights)
-        if self.is_turned or None in key:  # results, which are new at each call
-            with self.lock:
-                found[0].fill(weights)
-                results = self.call(found[0].pipeline, given)
-        else:
-            results = self.call(found[0].pipeline, given)
+        with self.lock:
+            made, _ = self.made.get(key) or self.add(key, given, weights)
+            made.fill(weights)  # results are new at each call
+            return self.call(made.pipeline, *given)
+
+    def add(self, key: tuple[int | None, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple[Made, Any]:
+        """A pipeline for these weights; the lock is held."""
+        new = self.draft.new()
+        new.pipeline.memory_budget = self.memory_budget
+        if self.reference is not None:
+            new.fill(weights)
+            self.reference.compare(new.pipeline, given, weights)
+        self.made[key] = (new, [weight for weight in weights if isinstance(weight, torch.nn.Parameter)])
+        if not self.is_turned and None not in key:
+            is_plain = self.recipe is None and not self.draft.columns
+            self.forwards[key] = new.pipeline.forward if is_plain else partial(self.call, new.pipeline)
+        if len(self.made) > _MOST_KEPT:
+            oldest, _ = self.made.popitem(last=False)
+            self.forwards.pop(oldest, None)
+        return self.made[key]
+
+    def call(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
+        with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
+            results = pipeline.forward(*given)
         if not self.draft.columns:
             return results
         main, *rest = results if isinstance(results, tuple) else (results,)
         return (*main.split(self.draft.columns, -1), *rest)
-
-    def add(self, key: tuple[int | None, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple[Made, Any]:
-        with self.lock:
-            new = self.draft.new()
-            new.pipeline.memory_budget = self.memory_budget
-            new.fill(weights)
-            if self.reference is not None:
-                self.reference.compare(new.pipeline, given, weights)
-            self.made[key] = (new, [weight for weight in weights if isinstance(weight, torch.nn.Parameter)])
-            if len(self.made) > _MOST_KEPT:
-                self.made.popitem(last=False)
-            return self.made[key]
-
-    def call(self, pipeline: ops.Sequential, given: Sequence[torch.Tensor]) -> Any:
-        if self.recipe is None:
-            return pipeline(*given)
-        with autocast(recipe=self.recipe):
-            return pipeline(*given)
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
