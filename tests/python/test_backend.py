@@ -354,6 +354,35 @@ def test_nothing_moves_past_what_changes_state(x):
     assert ops_of(own) == [["LayerNorm"], ["Linear", "AddExtraInput"], ["Linear"]]
 
 
+def test_results_that_are_written_to(x):
+    """A result in whose memory somebody writes is the last one of its pipeline, as backward may read others, and no part of a joined product, as torch
+    refuses writes to one of several views."""
+    def function(m, x):
+        q, k, v = m.q(x), m.k(x), m.v(x)
+        q[..., :4] = 0
+        k += v
+        h = F.dropout(m.norm(x), 0.0, True, True) * 2  # the last True: in place
+        return q.sin() + k.cos() + F.relu(m.up(h), True)
+
+    model = Calls(function, q=linear(), k=linear(), v=linear(), norm=nn.LayerNorm(HIDDEN), up=linear())
+    own = compiled(model)
+    check_equal(model, own, x)
+    assert ops_of(own) == [["Linear"], ["Linear"], ["Linear"], ["LayerNorm", "ConstantScale", "Linear", "ReLU", "AddExtraInput"]]
+
+
+def test_a_residual_stream_that_is_written_to(x):
+    """What nobody else reads may as well be a result."""
+    def function(m, x):
+        h = m.down(F.relu(m.up(m.norm(x)), inplace=True))
+        h += x
+        return h
+
+    model = Calls(function, norm=nn.LayerNorm(HIDDEN), up=linear(bias=True), down=linear())
+    own = compiled(model, verify=True)
+    check_equal(model, own, x)
+    assert ops_of(own) == [["LayerNorm", "Linear", "ReLU", "Linear", "AddExtraInput"]]
+
+
 def test_values_that_others_read(x):
     """Every value inside a pipeline is read by somebody outside too; two chains read each other's values."""
     def function(m, x):

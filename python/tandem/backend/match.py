@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tandem.backend.normalise import Terms, users, value_of
+from tandem.backend.normalise import Terms, memory_of, users, value_of
 from tandem.backend.patterns import Bound, matches
 from tandem.backend.rows import ROWS, Op, Row, product
 
@@ -22,6 +23,7 @@ class Found(NamedTuple):
     outs: tuple[Node, ...]  # of a joined product one for each part
     ops: tuple[Op, ...]
     nodes: frozenset[Node]  # that it stands for, with `outs`
+    is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline, and no view
 
     def reads(self) -> Iterator[Node]:
         """All nodes that it needs, `x` first."""
@@ -78,22 +80,29 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Fo
             continue
         if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
             continue  # somebody else reads what lies inside
-        made = _refused(bound) or row.ops(bound)
+        made = _refused(nodes - {node}, bound, terms) or row.ops(bound)
         if isinstance(made, str):
             reasons.append(made)
         else:
-            ways.append(Found(row.name, bound["x"], (node,), made, nodes))
+            ways.append(Found(row.name, bound["x"], (node,), made, nodes, memory_of(node) in terms.written_for_others))
     return ways, reasons
 
 
-def _refused(bound: Bound) -> str | None:
+def _refused(inner: frozenset[Node], bound: Bound, terms: Terms) -> str | None:
+    """Why nothing is made of nodes, whichever row they are."""
     value = value_of(bound["x"])
+    operands = [each for name, each in bound.items() if isinstance(each, Node) and name != "x"]
     if isinstance(value, torch.nn.Parameter):
         return "its x is a parameter"
     if not value.is_floating_point():
         return f"its x is {value.dtype}"
     if value.device.type != "cpu":
         return f"its x is on {value.device.type}, and pipelines run on the CPU"
+    for each in (bound["x"], *operands):
+        if is_traceable_wrapper_subclass(value_of(each)):
+            return f"{each.name} is a {type(value_of(each)).__name__}"
+    if any(memory_of(node) in terms.written_for_others for node in inner):
+        return "some other operation writes to a value inside it"
     if bound["roundings"]:
         return f"it rounds to {str(value.dtype).removeprefix('torch.')} between {bound['roundings'][0]}, where a pipeline does not"
     return None
@@ -116,7 +125,7 @@ def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
     """Products of one x become one product, whose parts are the outputs."""
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node, (first, *_) in found.items():
-        if first.row == "product" and not any(weight.transposed for _, weight in first.ops[0].weights):
+        if first.row == "product" and memory_of(node) not in terms.written and not any(weight.transposed for _, weight in first.ops[0].weights):
             name = module_of(node)
             groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name)), []).append(node)
     for nodes in groups.values():

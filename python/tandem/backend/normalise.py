@@ -6,6 +6,8 @@ The graph itself is not changed: nodes that nothing is made of run as their auth
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,9 +32,9 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("linear", "x weight bias=None", (F.linear,)),
     ("addmm", "bias x weight beta=1 alpha=1", (torch.addmm, "addmm")),
     ("matmul", "x weight", (torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__")),
-    ("add", "a b alpha=1", (torch.add, operator.add, "add", "__add__", "__radd__")),
+    ("add", "a b alpha=1", (torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__radd__")),
     ("sub", "a b alpha=1", (torch.sub, operator.sub, "sub", "__sub__")),
-    ("mul", "a b", (torch.mul, operator.mul, "mul", "__mul__", "__rmul__", torch.multiply)),
+    ("mul", "a b", (torch.mul, operator.mul, operator.imul, "mul", "mul_", "__mul__", "__rmul__", torch.multiply)),
     ("div", "a b rounding_mode=None", (torch.div, operator.truediv, "div", "__truediv__", torch.true_divide)),
     ("neg", "a", (torch.neg, operator.neg, "neg")),
     ("pow", "a exponent", (torch.pow, operator.pow, "pow", "__pow__")),
@@ -61,7 +63,6 @@ for _kind, _parameters, _spelled in _SPELLINGS:
     for _target in _spelled:
         _KINDS[_target] = (_kind, _named)
 
-_CHANGES_STATE = {operator.setitem, torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast}
 _IN_PLACE_OPERATORS = {getattr(operator, name) for name in operator.__all__ if name.startswith("i") and hasattr(operator, f"__{name}__")} - {
     operator.index,
     operator.inv,
@@ -79,16 +80,56 @@ def has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
     return len(value.shape) == len(shape) and all(statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=True))
 
 
-def changes_state(node: Node) -> bool:
-    """Whether a node writes to a tensor that others may read, or changes what nodes behind it do: nothing is moved past it."""
+def writes(node: Node) -> bool:
+    """Whether a node writes to its first operand."""
     target: Any = node.target
     if node.op == "call_method":
-        return target.endswith("_") and not target.endswith("__")
+        return (target.endswith("_") and not target.endswith("__")) or target == "__setitem__" or (target.startswith("__i") and target[3:-2] in _AUGMENTED)
     if node.op != "call_function":
         return False
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
     name = getattr(target, "__name__", "")
-    in_place = target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    return in_place or target in _CHANGES_STATE or node.kwargs.get("inplace") is True or "out" in node.kwargs or isinstance(target, torch._ops.HigherOrderOperator)
+    return target is operator.setitem or target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")) or _is_asked_to_write(node)
+
+
+def _is_asked_to_write(node: Node) -> bool:
+    """By `inplace=True`, by name or by position, or by `out`."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        return True
+    at = _position_of_inplace(node.target)
+    return at is not None and len(node.args) > at and node.args[at] is True
+
+
+@functools.cache
+def _position_of_inplace(target: Any) -> int | None:
+    try:
+        return [*inspect.signature(target).parameters].index("inplace")
+    except (TypeError, ValueError):  # there is none, or torch does not tell
+        return None
+
+
+_AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"}
+_OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change what follows
+
+
+def changes_state(node: Node) -> bool:
+    """Whether a node writes to a tensor that others may read, or changes what nodes behind it do: nothing is moved past it."""
+    if node.op != "call_function":
+        return writes(node) or node.op == "call_module"
+    target: Any = node.target
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", "") or ""
+    is_call_of_state = name.startswith(_OF_STATE) or "_functorch" in module or isinstance(target, torch._ops.HigherOrderOperator)
+    return writes(node) or is_call_of_state or (value_of(node) is None and name != "_log_api_usage_once")
+
+
+def memory_of(node: Any) -> int | None:
+    """What tells the memory of a node's result from others; views have that of what they are views of."""
+    value = value_of(node)
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except (NotImplementedError, RuntimeError):  # of a type that has none
+        return None
 
 
 def checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
@@ -107,9 +148,17 @@ class Terms:
         self.order = {node: at for at, node in enumerate(graph.graph.nodes)}
         self._terms: dict[Node, Term | None] = {}
         self._same: dict[Node, Node] = {}
+        holders: dict[int | None, list[Node]] = {}
+        for node in graph.graph.nodes:
+            holders.setdefault(memory_of(node), []).append(node)
+        written = {node: (operand := node.kwargs.get("out") or next(iter(node.args), None), memory_of(operand)) for node in graph.graph.nodes if writes(node)}
+        # Where nobody else knows the operand, writing to it is as good as making a result.
+        unseen = {node for node, (operand, memory) in written.items() if operand in self.order and operand.op != "placeholder" and holders[memory] == [operand, node] and len(operand.users) == 1}
+        self.written = {memory for _, memory in written.values()} - {None}
+        self.written_for_others = {memory for node, (_, memory) in written.items() if node not in unseen} - {None}
         stretch, self._stretches = 0, {}
         for node in graph.graph.nodes:  # in order, so that inputs are known
-            stretch += (changes := changes_state(node))
+            stretch += (changes := changes_state(node) and node not in unseen)
             self._stretches[node] = stretch
             stretch += changes
             term = None if changes else _term(node)
@@ -268,4 +317,4 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "users", "value_of"]
+__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "memory_of", "users", "value_of"]

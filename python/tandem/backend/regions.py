@@ -59,7 +59,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
         recipe = recipe_of(module_of(ways[0].outs[0]))
         for way in sorted(ways, key=lambda way: -terms.order[way.x]):  # the residual is older than what is added to it
             region = owner.get(way.x)
-            if region is None or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
+            if region is None or region.last.is_written or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
                 continue
             if _has_products(way) and _has_products(*region.found) and recipe != region.recipe:
                 continue
