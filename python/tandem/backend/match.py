@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tandem import ops
 from tandem.backend.normalise import Terms, memory_of, users, value_of
 from tandem.backend.patterns import Bound, matches
 from tandem.backend.rows import ROWS, Op, Row, product
@@ -80,7 +81,9 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Fo
             continue
         if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
             continue  # somebody else reads what lies inside
-        made = _refused(nodes - {node}, bound, terms) or row.ops(bound)
+        made = _refused(node, nodes, bound, terms) or row.ops(bound)
+        if not isinstance(made, str):
+            made = _refused_ops(node, made, bound, terms) or made
         if isinstance(made, str):
             reasons.append(made)
         else:
@@ -88,23 +91,37 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Fo
     return ways, reasons
 
 
-def _refused(inner: frozenset[Node], bound: Bound, terms: Terms) -> str | None:
+def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> str | None:
     """Why nothing is made of nodes, whichever row they are."""
     value = value_of(bound["x"])
     operands = [each for name, each in bound.items() if isinstance(each, Node) and name != "x"]
     if isinstance(value, torch.nn.Parameter):
         return "its x is a parameter"
-    if not value.is_floating_point():
-        return f"its x is {value.dtype}"
-    if value.device.type != "cpu":
-        return f"its x is on {value.device.type}, and pipelines run on the CPU"
-    for each in (bound["x"], *operands):
+    for each in (node, bound["x"], *operands):
         if is_traceable_wrapper_subclass(value_of(each)):
             return f"{each.name} is a {type(value_of(each)).__name__}"
-    if any(memory_of(node) in terms.written_for_others for node in inner):
+        if torch._C._functorch.is_functorch_wrapped_tensor(value_of(each)):
+            return f"{each.name} is of a transformation of torch.func"
+    if not value.is_floating_point() or value.dim() == 0:
+        return f"its x is {'a scalar' if value.is_floating_point() else value.dtype}"
+    if value.device.type != "cpu":
+        return f"its x is on {value.device.type}, and pipelines run on the CPU"
+    if not value_of(node).is_contiguous():
+        return "its result is not contiguous, as results of pipelines are"
+    if any(memory_of(inner) in terms.written_for_others for inner in nodes - {node}):
         return "some other operation writes to a value inside it"
     if bound["roundings"]:
         return f"it rounds to {str(value.dtype).removeprefix('torch.')} between {bound['roundings'][0]}, where a pipeline does not"
+    return None
+
+
+def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -> str | None:
+    """Why ops that a row becomes are not what the graph computes."""
+    x = bound["x"]
+    if made[0].make is not ops.Linear and value_of(node).dtype != value_of(x).dtype:  # a product has the dtype of autocast
+        return f"its result is {value_of(node).dtype} and its x {value_of(x).dtype}"
+    if not made[0].weights and memory_of(x) in terms.written_for_others:
+        return "some other operation writes to its x, which backward may read"
     return None
 
 
@@ -125,11 +142,11 @@ def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
     """Products of one x become one product, whose parts are the outputs."""
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node, (first, *_) in found.items():
-        if first.row == "product" and memory_of(node) not in terms.written and not any(weight.transposed for _, weight in first.ops[0].weights):
-            name = module_of(node)
-            groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name)), []).append(node)
+        if first.row == "product" and not first.is_written and not any(weight.transposed for _, weight in first.ops[0].weights):
+            name, gradient = module_of(node), (value_of(node).requires_grad, node in terms.with_gradient)
+            groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name), gradient), []).append(node)
     for nodes in groups.values():
-        if len(nodes) < 2:
+        if len(nodes) < 2 or any(terms.depends(read, nodes) for node in nodes for read in found[node][0].reads()):
             continue
         nodes.sort(key=terms.order.__getitem__)
         parts = [found[node][0] for node in nodes]

@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,15 @@ def writes(node: Node) -> bool:
     return target is operator.setitem or target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")) or _is_asked_to_write(node)
 
 
+def written_by(node: Node) -> list[Node]:
+    """The operands that a node which writes may write to."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return node.all_input_nodes
+    operand = node.kwargs.get("out") or next(iter(node.args), node.kwargs.get("input"))
+    return [each for each in (operand if isinstance(operand, (tuple, list)) else (operand,)) if isinstance(each, Node)]
+
+
 def _is_asked_to_write(node: Node) -> bool:
     """By `inplace=True`, by name or by position, or by `out`."""
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
@@ -151,11 +160,11 @@ class Terms:
         holders: dict[int | None, list[Node]] = {}
         for node in graph.graph.nodes:
             holders.setdefault(memory_of(node), []).append(node)
-        written = {node: (operand := node.kwargs.get("out") or next(iter(node.args), None), memory_of(operand)) for node in graph.graph.nodes if writes(node)}
+        written = {node: written_by(node) for node in graph.graph.nodes if writes(node)}
         # Where nobody else knows the operand, writing to it is as good as making a result.
-        unseen = {node for node, (operand, memory) in written.items() if operand in self.order and operand.op != "placeholder" and holders[memory] == [operand, node] and len(operand.users) == 1}
-        self.written = {memory for _, memory in written.values()} - {None}
-        self.written_for_others = {memory for node, (_, memory) in written.items() if node not in unseen} - {None}
+        unseen = {node for node, operands in written.items() if len(operands) == 1 and (operand := operands[0]).op != "placeholder" and holders[memory_of(operand)] == [operand, node] and len(operand.users) == 1}
+        self.written_for_others = {memory_of(operand) for node, operands in written.items() if node not in unseen for operand in operands} - {None}
+        self.with_gradient = _with_gradient(graph)
         stretch, self._stretches = 0, {}
         for node in graph.graph.nodes:  # in order, so that inputs are known
             stretch += (changes := changes_state(node) and node not in unseen)
@@ -178,6 +187,18 @@ class Terms:
         """Nodes with the same number have none between them that changes state."""
         return self._stretches[node]
 
+    def depends(self, node: Node, on: Sequence[Node]) -> bool:
+        """Whether a node is computed of one of these."""
+        begin, seen, ahead = min(map(self.order.__getitem__, on)), set(), [node]
+        while ahead:
+            at = ahead.pop()
+            if at in on:
+                return True
+            if at not in seen and self.order[at] > begin:
+                seen.add(at)
+                ahead.extend(at.all_input_nodes)
+        return False
+
     def _unchanged(self, node: Node, term: Term | None) -> Node | None:
         """The input that a node hands on."""
         if term is None or not term.inputs or not isinstance(term.inputs[0], Node):
@@ -185,8 +206,8 @@ class Terms:
         given, made = value_of(term.inputs[0]), value_of(node)
         if not (isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)) or given.dtype != made.dtype or given.device != made.device:
             return None
-        if term.kind == "cast" or (term.kind == "view" and has_shape(made, tuple(given.shape)) and given.is_contiguous()):
-            return term.inputs[0]
+        if term.kind in ("cast", "view") and memory_of(node) == memory_of(term.inputs[0]) and has_shape(made, tuple(given.shape)):
+            return term.inputs[0] if given.stride() == made.stride() and given.storage_offset() == made.storage_offset() else None
         if term.kind == "dropout" and (term.options["training"] is False or term.options["p"] == 0):
             return term.inputs[0]
         return None
@@ -205,7 +226,7 @@ class Terms:
         if kind == "div":
             if options.get("rounding_mode") is not None:
                 return None
-            if isinstance(inputs[1], (int, float)) and inputs[1]:
+            if isinstance(inputs[1], (int, float)) and 1e-30 < abs(inputs[1]) < 1e30:
                 return Term("mul", (inputs[0], 1 / inputs[1]))
             root = self.of(inputs[1])
             if root is not None and root.kind == "sqrt":
@@ -218,7 +239,7 @@ class Terms:
             return self._product(term, inputs)
         if kind == "view":
             return self._rows_again(node, inputs[0])
-        if kind == "transpose" and not (isinstance(value_of(inputs[0]), torch.Tensor) and value_of(inputs[0]).dim() == 2):
+        if kind == "transpose" and not (isinstance(value_of(inputs[0]), torch.Tensor) and value_of(inputs[0]).dim() == 2 and (options["first"] - options["second"]) % 2):
             return None
         return Term(kind, inputs, options)
 
@@ -241,13 +262,28 @@ class Terms:
         if term is None or term.kind != "linear" or len(given.users) != 1:
             return None
         flat = term.inputs[0]
-        if not (isinstance(flat, Node) and _term(flat) is not None and _term(flat).kind == "view"):  # type: ignore[union-attr]
+        laid = _term(flat) if isinstance(flat, Node) else None
+        if laid is None or laid.kind != "view":
             return None
-        x = self.same(flat.args[0])
+        x = self.same(laid.inputs[0])
         shape = tuple(value_of(x).shape)
         if statically_known_true(shape[-1] == value_of(flat).shape[-1]) and has_shape(value_of(node), (*shape[:-1], value_of(given).shape[-1])):
             return Term("linear", (x, *term.inputs[1:]), term.options, (given, flat))
         return None
+
+
+def _with_gradient(graph: GraphModule) -> set[Node]:
+    """The nodes whose results the graph's results may be differentiated by."""
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    found: set[Node] = set()
+    ahead = [*output.all_input_nodes]
+    while ahead:
+        node = ahead.pop()
+        value = value_of(node)
+        if node not in found and (not isinstance(value, torch.Tensor) or value.requires_grad):
+            found.add(node)
+            ahead.extend(node.all_input_nodes)
+    return found
 
 
 def _term(node: Node) -> Term | None:
@@ -255,12 +291,13 @@ def _term(node: Node) -> Term | None:
     if node.target is operator.getitem:
         return _piece(node)
     if node.target is getattr and node.args[1] in ("T", "mT"):
-        return Term("transpose", node.args[:1])
+        return Term("transpose", node.args[:1], {"first": 0, "second": 1})
     if node.op not in ("call_function", "call_method") or node.target not in _KINDS:
         return None
     kind, parameters = _KINDS[node.target]
     if kind in ("cast", "view"):  # what it is made to shows in its example
-        return Term(kind, node.args[:1])
+        operand = node.args[0] if node.args else node.kwargs.get("input")
+        return Term(kind, (operand,)) if isinstance(operand, Node) else None
     if len(node.args) > len(parameters):
         return None
     renamed = _RENAMED | {"input": parameters[0][0]}

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from tandem import ops
 from tandem._autocast import autocast
-from tandem.backend.normalise import Terms, users, value_of
+from tandem.backend.normalise import Terms, users
 from tandem.backend.options import Options
 from tandem.backend.regions import Region
 from tandem.backend.rows import Op
@@ -50,16 +50,6 @@ class Draft:
         self.operands = (region.x, *self.extras, *self.weights)
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
-    def examples(self) -> dict[Node, torch.Tensor]:
-        """Examples of the results as a pipeline lays them: contiguous, or columns of one product."""
-        found = {out: _contiguous(value_of(out), value_of(out).shape) for out in self.outs}
-        if self.columns:
-            parts = self.outs[: len(self.columns)]
-            value = value_of(parts[0])
-            whole = _contiguous(value, (*value.shape[:-1], sum(self.columns)))
-            found |= zip(parts, whole.split(self.columns, -1), strict=True)
-        return found
-
     def new(self) -> Made:
         listed, always, places = [], [], []
         for op, inputs, output in self.steps:
@@ -78,10 +68,6 @@ class Draft:
                     places.append(Place(module._parameters, name, self.weights.index(weight.node), weight.transposed))
             listed.append(module)
         return Made(ops.Sequential(*listed), places)
-
-
-def _contiguous(value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-    return value.detach().new_empty(shape).requires_grad_(value.requires_grad)
 
 
 class Place(NamedTuple):
@@ -152,12 +138,13 @@ class Call(torch.nn.Module):
         if not self.draft.columns:
             return results
         main, *rest = results if isinstance(results, tuple) else (results,)
-        return (*main.split(self.draft.columns, -1), *rest)
+        # The graph has been recorded with results that are contiguous and no views.
+        return (*[part.contiguous() for part in main.split(self.draft.columns, -1)], *rest)
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
     """Replaces what the regions stand for."""
-    calls, results, examples = [], [], {}
+    calls, results = [], []
     for at, region in enumerate(found):
         draft = Draft(region, terms)
         reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns) if options.verify else None
@@ -167,14 +154,14 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
             node = graph.graph.call_module(f"tandem_{at}", draft.operands)
             items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]
         results += zip(draft.outs, items, strict=True)
-        examples |= draft.examples()
         calls.append(call)
     for out, item in results:
-        item.meta = {**out.meta, "example_value": examples[out]}
+        item.meta = dict(out.meta)
         out.replace_all_uses_with(item)
     replaced = {node for region in found for node in region.nodes()}
     for node in reversed(graph.graph.nodes):
-        if not node.users and (terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind == "transpose")):
+        is_new = node not in terms.order  # a pipeline, or one of its results
+        if not node.users and (is_new or terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind == "transpose")):
             graph.graph.erase_node(node)
     _in_order(graph)
     graph.graph.lint()
@@ -195,6 +182,7 @@ def is_result_of_call(node: Node, graph: GraphModule) -> bool:
 def _in_order(graph: GraphModule) -> None:
     """Moves what a node reads before it, where it is not: a region stands where its last result was, and others read its first ones."""
     placed: set[Node] = set()
+    opened: set[Node] = set()
     order: list[Node] = []
     for each in graph.graph.nodes:
         ahead = [each]
@@ -202,6 +190,8 @@ def _in_order(graph: GraphModule) -> None:
             if ahead[-1] in placed:
                 ahead.pop()
             elif missing := [read for read in ahead[-1].all_input_nodes if read not in placed]:
+                assert ahead[-1] not in opened, f"{ahead[-1].name} reads what is computed of it"
+                opened.add(ahead[-1])
                 ahead += missing
             else:
                 node = ahead.pop()

@@ -63,7 +63,8 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
                 continue
             if _has_products(way) and _has_products(*region.found) and recipe != region.recipe:
                 continue
-            if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in region.made()):
+            inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # weights come from outside
+            if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in inside):
                 region.found.append(way)
                 if _has_products(way):
                     region.recipe = recipe

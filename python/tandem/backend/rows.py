@@ -54,6 +54,8 @@ def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> Op | str:
     columns = value_of(weights[0]).shape[0 if transposed else 1]
     if not all(isinstance(size, int) for size in (*rows, columns)):
         return "the sizes of its weight are not fixed"
+    if any(bias is not None and tuple(value_of(bias).shape) != (size,) for bias, size in zip(biases, rows, strict=True)):
+        return "its bias has another size than its result"
     dtypes = {value_of(each).dtype for each in (*weights, *biases) if each is not None}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64, torch.bfloat16, torch.float16}:
         return f"its operands have dtypes {', '.join(sorted(map(str, dtypes)))}"
@@ -83,7 +85,11 @@ def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple
         if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
             return "its weight has another size or dtype than the rows"
         eps = bound.get("eps")
-        given = {"normalized_shape": size, "eps": torch.finfo(value.dtype).eps if eps is None else eps, "dtype": value.dtype, **options}
+        if eps is None:  # torch's default is that of the dtype in which it computes
+            eps = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
+        if eps < 0:
+            return "its eps is negative"
+        given = {"normalized_shape": size, "eps": eps, "dtype": value.dtype, **options}
         return (Op(make, given, (("weight", Weight(weight)), *([("bias", Weight(bias))] if has_bias else []))),)
 
     return build
@@ -109,6 +115,8 @@ def _of(*made: Op) -> Callable[[Bound], tuple[Op, ...]]:
 
 def _gated_products(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
     def build(bound: Bound) -> tuple[Op, ...] | str:
+        if value_of(bound["gate_weight"]).shape != value_of(bound["up_weight"]).shape:
+            return "its gate has another width than what it multiplies"
         both = product(bound, ("gate_", "up_"))
         return both if isinstance(both, str) else (both, Op(unit))
 
