@@ -1,8 +1,10 @@
 """The backend of torch.compile: what it finds in models written with torch alone, and that results and gradients are those of the model."""
 
 import copy
+import gc
 import json
 import threading
+import weakref
 
 import pytest
 import torch
@@ -439,6 +441,21 @@ def test_values_that_others_read(x):
 
     model = Calls(function, a=linear(bias=True), b=linear(bias=True))
     check_equal(model, compiled(model), x)
+
+
+def test_parameters_end_with_their_model(x):
+    model = Decoder()
+    own = compiled(model)
+    weights = [weakref.ref(p) for p in own.parameters()]
+    own(x).sum().backward()
+    old = weakref.ref(own._orig_mod.head.weight)
+    own._orig_mod.head.weight = nn.Parameter(own._orig_mod.head.weight.detach() * 2)
+    own(x)
+    gc.collect()
+    assert old() is None
+    del own, model
+    gc.collect()
+    assert not [each for each in weights if each() is not None]
 
 
 def test_threads_that_share_a_graph(x):

@@ -107,8 +107,7 @@ def check(seed):
     x, has_gradient = torch.randn(r.choice([(4, SIZE), (2, 3, SIZE), (SIZE, SIZE)]), dtype=model.weight.dtype), r.random() < 0.7
     try:
         expected = outcome(copy.deepcopy(model), x, has_gradient)
-    except RuntimeError as error:
-        assert "inplace" in str(error) or "in-place" in str(error), error
+    except RuntimeError:  # torch itself refuses what is written to, or a view
         return False
     found = outcome(torch.compile(model, backend="tandem", fullgraph=True), x, has_gradient)
     for one, other in zip(found, expected, strict=True):

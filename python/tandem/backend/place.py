@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ from tandem.backend.options import Options
 from tandem.backend.regions import Region
 from tandem.backend.rows import Op
 from tandem.backend.verify import Reference
-
-_MOST_KEPT = 4096  # sets of parameters that one place of a graph is called with: as many as a model has layers of one kind
 
 
 class Draft:
@@ -65,7 +62,7 @@ class Draft:
                     neutral = torch.full((op.options["normalized_shape"],), value, dtype=op.options["dtype"])
                     module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
                 else:
-                    places.append(Place(module._parameters, name, self.weights.index(weight.node), weight.transposed))
+                    places.append(Place(module._parameters, name, module._parameters[name], self.weights.index(weight.node), weight.transposed))
             listed.append(module)
         return Made(ops.Sequential(*listed), places)
 
@@ -73,8 +70,9 @@ class Draft:
 class Place(NamedTuple):
     """Where an operand of a call goes as the parameter of an op."""
 
-    of: dict[str, torch.Tensor]
+    of: dict[str, torch.Tensor | None]
     name: str
+    absent: torch.Tensor | None  # what is there between calls
     weight: int
     transposed: bool
 
@@ -90,47 +88,45 @@ class Made(NamedTuple):
             weight = weights[place.weight]
             place.of[place.name] = weight.t() if place.transposed else weight
 
+    def empty(self) -> None:
+        for place in self.places:
+            place.of[place.name] = place.absent
+
 
 class Call(torch.nn.Module):
     """The pipelines of one place of a graph. Parameters are operands of each call: one graph serves all layers that look alike, and each layer has a
-    pipeline of its own, with the state of its recipe."""
+    pipeline of its own, with the state of its recipe. Between calls a pipeline has no parameters, so that they end with their model."""
 
     def __init__(self, draft: Draft, recipe: Any, memory_budget: float | None, reference: Reference | None) -> None:
         super().__init__()
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # whose graph is no part of this one
         self.given = 1 + len(draft.extras)
-        self.made: OrderedDict[tuple[int | None, ...], tuple[Made, Any]] = OrderedDict()  # by the parameters, which each entry keeps alive
-        self.forwards: dict[tuple[int | None, ...], Callable[..., Any]] = {}  # of those with nothing to fill in
-        self.is_turned = any(weight.transposed for op, _, _ in draft.steps for _, weight in op.weights)
-        self.lock = threading.Lock()
+        self.made: dict[tuple[int, ...], Made] = {}  # by the parameters among the weights, as long as they live
+        self.lock = threading.RLock()
 
     def __call__(self, *operands: torch.Tensor) -> Any:  # not torch's, which looks for hooks
-        forward = self.forwards.get(tuple(map(id, operands[self.given :])))
-        if forward is not None:
-            return forward(*operands[: self.given])
         given, weights = operands[: self.given], operands[self.given :]
-        key = tuple([id(weight) if isinstance(weight, torch.nn.Parameter) else None for weight in weights])
+        key = tuple([id(weight) for weight in weights if isinstance(weight, torch.nn.Parameter)])
         with self.lock:
-            made, _ = self.made.get(key) or self.add(key, given, weights)
-            made.fill(weights)  # results are new at each call
-            return self.call(made.pipeline, *given)
+            made = self.made.get(key) or self.add(key, given, weights)
+            made.fill(weights)
+            try:
+                return self.call(made.pipeline, *given)
+            finally:
+                made.empty()
 
-    def add(self, key: tuple[int | None, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple[Made, Any]:
-        """A pipeline for these weights; the lock is held."""
-        new = self.draft.new()
-        new.pipeline.memory_budget = self.memory_budget
+    def add(self, key: tuple[int, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Made:
+        made = self.draft.new()
+        made.pipeline.memory_budget = self.memory_budget
         if self.reference is not None:
-            new.fill(weights)
-            self.reference.compare(new.pipeline, given, weights)
-        self.made[key] = (new, [weight for weight in weights if isinstance(weight, torch.nn.Parameter)])
-        if not self.is_turned and None not in key:
-            is_plain = self.recipe is None and not self.draft.columns
-            self.forwards[key] = new.pipeline.forward if is_plain else partial(self.call, new.pipeline)
-        if len(self.made) > _MOST_KEPT:
-            oldest, _ = self.made.popitem(last=False)
-            self.forwards.pop(oldest, None)
-        return self.made[key]
+            made.fill(weights)
+            self.reference.compare(made.pipeline, given, weights)
+        for weight in weights:
+            if isinstance(weight, torch.nn.Parameter):
+                weakref.finalize(weight, self.made.pop, key, None)
+        self.made[key] = made
+        return made
 
     def call(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):

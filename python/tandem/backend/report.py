@@ -78,7 +78,7 @@ class Report:
                 for row, origins in piece.rows
                 for origin in origins
             )
-            plans = [made.pipeline.explain("html") for made, _ in list(call.made.values())[:1]]
+            plans = [made.pipeline.explain("html") for made in list(call.made.values())[:1]]
             plan = f"<details><summary>plan</summary>{''.join(plans)}</details>" if plans else ""
             parts.append(f"<section><h4>pipeline {at}: {boxes}</h4><table>{rows}</table>{plan}</section>")
         left = "".join(f"<li>{html.escape(f'{row} of {origin}: {reason}')}</li>" for row, origin, reason in self.left)
@@ -138,7 +138,7 @@ def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
     own = {id(parameter) for parameter in model.parameters()}
     for report in reports_of(model):
         for call in report.calls:
-            for key, (made, _) in list(call.made.items()):
+            for key, made in list(call.made.items()):
                 if own & {*key}:
                     yield made.pipeline
 
