@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-
 _Model = TypeVar("_Model", bound=Callable[..., Any])
 
 

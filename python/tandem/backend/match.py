@@ -24,7 +24,7 @@ class Found(NamedTuple):
     outs: tuple[Node, ...]  # of a joined product one for each part
     ops: tuple[Op, ...]
     nodes: frozenset[Node]  # that it stands for, with `outs`
-    is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline, and no view
+    is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline
 
     def reads(self) -> Iterator[Node]:
         """All nodes that it needs, `x` first."""

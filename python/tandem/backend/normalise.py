@@ -36,14 +36,12 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sub", "a b alpha=1", (torch.sub, operator.sub, "sub", "__sub__")),
     ("mul", "a b", (torch.mul, operator.mul, operator.imul, "mul", "mul_", "__mul__", "__rmul__", torch.multiply)),
     ("div", "a b rounding_mode=None", (torch.div, operator.truediv, "div", "__truediv__", torch.true_divide)),
-    ("neg", "a", (torch.neg, operator.neg, "neg")),
     ("pow", "a exponent", (torch.pow, operator.pow, "pow", "__pow__")),
     ("square", "a", (torch.square, "square")),
     ("sqrt", "a", (torch.sqrt, "sqrt")),
     ("rsqrt", "a", (torch.rsqrt, "rsqrt")),
     ("mean", "a dim=None keepdim=False dtype=None", (torch.mean, "mean")),
     ("tanh", "a", (torch.tanh, "tanh", F.tanh)),
-    ("erf", "a", (torch.erf, "erf", torch.special.erf)),
     ("sigmoid", "a", (torch.sigmoid, "sigmoid", F.sigmoid, torch.special.expit)),
     ("silu", "a inplace=False", (F.silu,)),
     ("relu", "a inplace=False", (F.relu, torch.relu, "relu")),
@@ -81,7 +79,7 @@ def has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Whether a node writes to its first operand."""
+    """Whether a node writes to an operand."""
     target: Any = node.target
     if node.op == "call_method":
         return (target.endswith("_") and not target.endswith("__")) or target == "__setitem__" or (target.startswith("__i") and target[3:-2] in _AUGMENTED)

@@ -48,7 +48,7 @@ class Draft:
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
     def new(self) -> Made:
-        listed, always, places = [], [], []
+        listed, places = [], []
         for op, inputs, output in self.steps:
             module = op.make(**op.options, **({"device": "meta"} if op.weights else {}))
             for at, channel in enumerate(inputs):
