@@ -1,0 +1,110 @@
+"""Models written with torch alone, compiled by the backend: against eager and Inductor, measured in turn."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tandem  # noqa: F401  # registers kernel ops
+
+HIDDEN, INNER, HEADS, VOCABULARY, ROUNDS = 256, 704, 4, 2048, 15
+
+
+class Norm(nn.Module):
+    """RMSNorm as model libraries write it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = Norm(), Norm()
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        q, k, v = (each(h).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        h = self.behind(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def decoder() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), *(Layer() for _ in range(4)), Norm(), nn.Linear(HIDDEN, VOCABULARY, bias=False))
+
+
+def policy() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], calls: int) -> str:
+    torch._dynamo.reset()
+    models = {backend: copy.deepcopy(model) for backend in ("eager", "tandem", "inductor")}
+    called = {backend: each if backend == "eager" else torch.compile(each, backend=backend) for backend, each in models.items()}
+
+    def step(backend: str) -> None:
+        models[backend].zero_grad()
+        loss(called[backend](x)).backward()
+
+    def kept(backend: str) -> int:
+        sizes = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step(backend)
+        return sum(sizes.values())
+
+    times: dict[str, list[float]] = {backend: [] for backend in models}
+    for turn in range(ROUNDS + 2):
+        for backend, measured in times.items():
+            begun = time.perf_counter()
+            for _ in range(calls):
+                step(backend)
+            if turn > 1:
+                measured.append((time.perf_counter() - begun) / calls)
+    median = {backend: statistics.median(measured) for backend, measured in times.items()}
+    return (
+        f"{name:<28} step {1e3 * median['tandem']:8.3f} ms; speed against eager {median['eager'] / median['tandem']:.2f}, against Inductor "
+        f"{median['inductor'] / median['tandem']:.2f}; kept {kept('tandem') / max(kept('eager'), 1):.2f} of eager's bytes"
+    )
+
+
+def first_call(model: nn.Module, x: torch.Tensor, backend: str) -> float:
+    torch._dynamo.reset()
+    own = torch.compile(copy.deepcopy(model), backend=backend)
+    begun = time.perf_counter()
+    own(x)
+    return time.perf_counter() - begun
+
+
+def run() -> str:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (4, 128))
+    lines = ["backend: unchanged models, forward + backward"]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = decoder().to(dtype)
+        lines.append(compared(f"decoder, 4 layers, {str(dtype).removeprefix('torch.')}", model, ids, lambda y: F.cross_entropy(y.float().view(-1, VOCABULARY), ids.view(-1)), 1))
+    lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
+    model = decoder()
+    first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
+    lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")
+    return "\n".join(lines)
