@@ -1,4 +1,4 @@
-"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections; `many` and `backend` run only where they are named."""
+"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections; `many`, `backend` and `loss` run only where they are named."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "many", "backend")
-LONG = ("many", "backend")  # take minutes: run where they are named
+SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "many", "backend", "loss")
+LONG = ("many", "backend", "loss")  # take minutes: run where they are named
 
 
 def section(name: str) -> None:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     chosen = arguments or [name for name in SECTIONS if name not in LONG]
     unknown = [name for name in chosen if name not in SECTIONS]
     if unknown:
-        print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all but many and backend.", file=sys.stderr)
+        print(f"bench: expected sections among {', '.join(SECTIONS)}, got {', '.join(unknown)}. Leave them out to run all but many, backend and loss.", file=sys.stderr)
         return 2
     # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
     environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}

@@ -75,6 +75,19 @@ struct GroupedLinearOptions {
   /// y, and the gradient of x, are written into tensors of the caller.
   bool writes_output = false, writes_grad_input = false;
 };
+/// Of linear_cross_entropy.
+struct LinearCrossEntropyOptions {
+  enum class Reduction : uint8_t { mean, sum, none };
+  bool bias = false, class_weight = false;
+  Reduction reduction = Reduction::mean;
+  /// Rows with this target have loss 0 and no gradient.
+  int64_t ignore_index = -100;
+  double label_smoothing = 0;
+  /// Logits become soft_cap tanh(logits / soft_cap); 0: they stay.
+  double soft_cap = 0;
+  /// The factor of logsumexp(logits)^2 in the loss of a row.
+  double z_loss = 0;
+};
 /// Under a recipe.
 struct QuantizeOptions {
   /// x is rounded to the format of inputs, the gradient to that of gradients.

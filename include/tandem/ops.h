@@ -173,6 +173,17 @@ TANDEM_API Op linear(int64_t in_features, int64_t out_features, const LinearOpti
 TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
                              const GroupedLinearOptions& options = {});
 
+/// The cross entropy of x weight^T + bias and the targets, an extra input of int64 [...] for x
+/// [..., in_features], without memory for these logits: one loss, or with Reduction::none one for
+/// each row, in float32 (float64 where weight is). Parameters "weight" [num_classes, in_features],
+/// and where options say so "bias" and "class_weight" [num_classes], the factor of the losses of
+/// each class, which starts at one and gets no gradient.
+///
+///   Sequential head({ops::rms_norm(hidden), ops::linear_cross_entropy(hidden, vocabulary)});
+///   head->forward(x, {targets}).backward();
+TANDEM_API Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
+                                   const LinearCrossEntropyOptions& options = {});
+
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.

@@ -24,6 +24,7 @@ from tandem._C import cached_bytes, empty_cache, set_cache_limit  # noqa: E402
 from tandem._autocast import autocast  # noqa: E402
 from tandem._checkpoint import checkpoint  # noqa: E402
 from tandem._compile import compile  # noqa: A004, E402
+from tandem._loss import linear_cross_entropy  # noqa: E402
 from tandem._memory_budget import memory_budget  # noqa: E402
 from tandem._names import (  # noqa: E402
     fp8_autocast,
@@ -107,6 +108,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "linear_cross_entropy",
     "make_recipe_state",
     "memory_budget",
     "ops",

@@ -345,6 +345,23 @@ Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinear
   return made;
 }
 
+Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
+                        const LinearCrossEntropyOptions& options) {
+  const std::string name = "linear_cross_entropy";
+  const OpDef& def = op_def(name);
+  Op made{name, {}, {}};
+  BasicOp& basic = made.basic_ops.emplace_back(
+      BasicOp{name, option_values(name, typeid(LinearCrossEntropyOptions), &options)});
+  check_options(def, basic.options);
+  const auto sizes =
+      checked_sizes(def, {{"in_features", in_features}, {"num_classes", num_classes}});
+  made.parameters.push_back({"weight", {sizes[1], sizes[0]}, init::kaiming_uniform()});
+  if (options.bias) made.parameters.push_back({"bias", {sizes[1]}, init::zeros()});
+  if (options.class_weight) made.parameters.push_back({"class_weight", {sizes[1]}, init::ones()});
+  for (size_t place = 0; place < made.parameters.size(); ++place) basic.parameters.push_back(place);
+  return made;
+}
+
 Op rms_norm(int64_t hidden, const NormOptions& options) {
   return op("rms_norm", {{"hidden", hidden}}, options);
 }

@@ -176,7 +176,6 @@ class BackwardLowering {
     OperandTable& operands = draft_.operands[index];
     bool any = false;
     for (size_t result = op.first_result; result < op.first_temporary; ++result) {
-      if (op.result(result).kind != ResultDef::computed) continue;
       const Flow flow = operands.flow(result);
       const Value gradient = draft_.needs_grad(flow.value) ? gradient_of(flow) : Value::none;
       operands.bind_given(result, gradient);

@@ -359,11 +359,12 @@ class ForwardLowering {
         if (op.def.views_input) type.view_of = operands.value(0);
         if (writes_caller(node, operands)) type.view_of = operands.value(1);
       }
+      // Of a statistic, only what is the main output: a loss.
       const bool is_differentiable =
-          c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype);
+          (c10::isFloatingType(type.dtype) || c10::isComplexType(type.dtype)) &&
+          (result.kind == ResultDef::computed || operand == op.first_result);
       const Value value = draft_.add(std::move(type));
-      draft_.requires_grad[index_of(value)] =
-          any_grad && result.kind == ResultDef::computed && is_differentiable;
+      draft_.requires_grad[index_of(value)] = any_grad && is_differentiable;
       operands.bind(operand, new_flow(value));
       if (result.kind == ResultDef::seed)
         draft_.forward.push_back(seed_step(draft_.inputs[0], value));

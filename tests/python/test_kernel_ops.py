@@ -67,6 +67,9 @@ def cases(layout="contiguous", dtype=torch.float32):
         "grouped_product": [flat, splits, matrices, biases, rows.reshape(-1).to(dtype), True, "fp8_e4m3", [], [], "fp8_e4m3"],
         "l2_norm_backward": [y, x, rows, [True, True]],
         "l2_norm_forward": [x, 1e-5],
+        "linear_cross_entropy": [
+            x, matrices[0], torch.randint(5, x.shape[:-1]), biases[0], biases[1].abs(), rows.reshape(x.shape[:-1]), "mean", 2, 0.1, 1.5, 0.01, [True] * 6,
+        ],
         "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
         "norm_backward": [y, x, weight, bias, rows, rows, y, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
         "norm_forward": [x, y, weight, bias, 1e-5, False, [True, True], "mxfp8_e4m3", None, rows_and_amax],

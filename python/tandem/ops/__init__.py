@@ -34,6 +34,7 @@ from tandem.ops.fusions import (
 )
 from tandem.ops.grouped_linear import GroupedLinear
 from tandem.ops.linear import BasicLinear, Bias, Linear
+from tandem.ops.loss import LinearCrossEntropy, LinearCrossEntropyWithPredictions
 from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
@@ -62,6 +63,8 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
+    "LinearCrossEntropyWithPredictions",
     "MakeExtraOutput",
     "OperationContext",
     "QGEGLU",

@@ -1,0 +1,116 @@
+"""The loss of a model with many classes, as a function."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import overload, Literal
+
+import torch
+
+from tandem._tracing import constant_while_traced
+from tandem.ops.signature import signature_of
+
+
+@constant_while_traced
+def _description(kind: str, parameters: int, **options: bool | int | float | str) -> str:
+    return _written(kind, parameters, **options)
+
+
+@functools.cache
+def _written(kind: str, parameters: int, **options: bool | int | float | str) -> str:
+    named = {option.name: option for option in signature_of(kind).options}
+    checked = {name: named[name].checked("linear_cross_entropy", name, value) for name, value in options.items()}
+    return json.dumps({"ops": [{"op": kind, "params": [*range(parameters)], "options": checked}]})
+
+
+@overload
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = ...,
+    weight: torch.Tensor | None = ...,
+    reduction: str = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    soft_cap: float = ...,
+    z_loss: float = ...,
+    return_predictions: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = ...,
+    weight: torch.Tensor | None = ...,
+    reduction: str = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    soft_cap: float = ...,
+    z_loss: float = ...,
+    return_predictions: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    soft_cap: float = 0.0,
+    z_loss: float = 0.0,
+    return_predictions: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy of input linear_weight^T + linear_bias and the targets, without memory for these logits: `torch.nn.functional.linear_cross_entropy`
+    with its arguments and more. Compiled code calls it as it is.
+
+    Args:
+        input: [..., in_features].
+        linear_weight: [num_classes, in_features].
+        target: [...], int64: the number of a class for each row, or `ignore_index`.
+        linear_bias: [num_classes].
+        weight: [num_classes], by which the losses of each class are multiplied; it gets no gradient.
+        reduction: "mean" over what the rows weigh, "sum", or "none": a loss for each row.
+        ignore_index: rows with this target have loss 0 and no gradient.
+        label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
+        soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
+        z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row.
+        return_predictions: whether the class of the largest logit of each row, int64, is returned behind the loss.
+
+    Returns:
+        The loss in float32, float64 where `linear_weight` is.
+
+    Raises:
+        ValueError: where shapes do not fit, or an option is not as said.
+        TypeError: where the targets are not int64.
+        IndexError: for the first target that is no class.
+
+    >>> import torch, tandem
+    >>> x, head = torch.randn(5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
+    >>> tandem.linear_cross_entropy(x, head.weight, torch.tensor([3, 1, -100, 4, 1])).backward()
+    """
+    params = [linear_weight, *[each for each in (linear_bias, weight) if each is not None]]
+    description = _description(
+        "linear_cross_entropy_with_predictions" if return_predictions else "linear_cross_entropy",
+        len(params),
+        bias=linear_bias is not None,
+        class_weight=weight is not None,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        soft_cap=soft_cap,
+        z_loss=z_loss,
+    )
+    outputs = torch.ops.tandem.pipeline(input, [target], params, [], [], [], description)
+    return (outputs[0], outputs[1]) if return_predictions else outputs[0]

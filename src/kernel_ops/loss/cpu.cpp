@@ -1,0 +1,200 @@
+// The loss on the CPU: some rows of logits at a time, which become their own gradients.
+#include <ATen/ops/as_strided_native.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernel_ops/framework/memory.h"
+#include "kernel_ops/framework/operands.h"
+#include "kernel_ops/loss/linear_cross_entropy.h"
+#include "kernel_ops/product/product.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+
+namespace tandem::kernel_ops {
+
+namespace {
+
+/// Rows of logits that are there at a time: enough for the products to be fast, few enough to be
+/// small beside the gradient of the weight (benchmarks/loss.py).
+constexpr int64_t kRowsAtOnce = 512;
+
+/// The rows that are computed: those that count, or all.
+struct RowsOfLoss {
+  std::vector<int64_t> places;
+  /// By place among these; -1: the row is ignored.
+  std::vector<int64_t> targets;
+  std::vector<float> factors;
+  double total_weight = 0;
+};
+
+RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const float* class_weight, bool all) {
+  const Tensor of_targets = args.targets.contiguous();
+  const Tensor of_factors = args.factors ? args.factors->to(at::kFloat).contiguous() : Tensor();
+  const auto* const targets = of_targets.const_data_ptr<int64_t>();
+  const int64_t classes = args.weight.size(0);
+  RowsOfLoss rows;
+  for (int64_t r = 0; r < of_targets.numel(); ++r) {
+    const bool counts = targets[r] != args.ignore_index;
+    TORCH_CHECK_INDEX(!counts || (targets[r] >= 0 && targets[r] < classes),
+                      "linear_cross_entropy: expected targets from 0 to ", classes - 1, ", or ",
+                      args.ignore_index, " where a row is ignored, got ", targets[r], " in row ", r,
+                      ". Pass the number of a class for each row.");
+    if (counts) rows.total_weight += class_weight == nullptr ? 1 : class_weight[targets[r]];
+    if (!counts && !all) continue;
+    rows.places.push_back(r);
+    rows.targets.push_back(counts ? targets[r] : -1);
+    if (of_factors.defined()) rows.factors.push_back(of_factors.const_data_ptr<float>()[r]);
+  }
+  return rows;
+}
+
+/// The first rows of a matrix, or its transpose, without a dispatch.
+Tensor first_rows(const Tensor& matrix, int64_t count) {
+  return at::native::as_strided_tensorimpl(matrix, {count, matrix.size(1)}, matrix.strides());
+}
+Tensor transposed(const Tensor& matrix) {
+  return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
+                                           {matrix.stride(1), matrix.stride(0)});
+}
+
+kernels::Rows as_row(const Tensor& vector) {
+  const auto size = static_cast<size_t>(vector.numel());
+  return {vector.data_ptr(), element_of(vector.scalar_type()), 1, size, size};
+}
+
+/// A gradient that is summed over pieces in float32 and rounded once, to the dtype of `result`.
+class SumOfPieces {
+ public:
+  /// An undefined result: nobody asks.
+  explicit SumOfPieces(const Tensor& result) : result_(result) {
+    if (!result.defined()) return;
+    sum_ = result.scalar_type() == at::kFloat ? result : empty_cpu(result.sizes(), at::kFloat);
+  }
+  explicit operator bool() const { return result_.defined(); }
+
+  /// `write(tensor, adds)` writes the gradient of a piece into a tensor of the result's shape and
+  /// of `dtype`, or adds it where `may_add` and the tensor is the sum.
+  template <typename Write>
+  void add(at::ScalarType dtype, bool may_add, const Write& write) {
+    if (dtype == at::kFloat && (may_add || is_empty_)) {
+      write(sum_, !is_empty_);
+    } else {
+      if (!piece_.defined())
+        piece_ = dtype == result_.scalar_type() && !sum_.is_same(result_)
+                     ? result_
+                     : empty_cpu(result_.sizes(), dtype);
+      write(piece_, false);
+      const kernels::Rows sum = as_row(sum_);
+      kernels::cpu::add_bias(as_row(piece_), {}, is_empty_ ? kernels::Rows() : sum, sum);
+    }
+    is_empty_ = false;
+  }
+  void finish() {
+    if (!result_.defined()) return;
+    if (is_empty_) std::memset(result_.data_ptr(), 0, result_.nbytes());
+    if (!is_empty_ && result_.scalar_type() != at::kFloat)
+      kernels::cpu::add_bias(as_row(sum_), {}, {}, as_row(result_));
+  }
+
+ private:
+  const Tensor& result_;
+  Tensor sum_, piece_;
+  bool is_empty_ = true;
+};
+
+}  // namespace
+
+void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
+  const RowsIn of_x(args.x);
+  const kernels::ConstRows x = of_x;
+  const Tensor class_weights =
+      args.class_weight ? args.class_weight->to(at::kFloat).contiguous() : Tensor();
+  const float* const class_weight =
+      class_weights.defined() ? class_weights.const_data_ptr<float>() : nullptr;
+  const RowsOfLoss rows = rows_of_loss(args, class_weight, results[best].defined());
+  const auto count = static_cast<int64_t>(rows.places.size());
+  const int64_t hidden = args.x.size(-1), classes = args.weight.size(0);
+  const at::ScalarType dtype = args.weight.scalar_type();
+  const Tensor& weight = args.weight;
+  const Tensor turned = transposed(weight);
+  const VectorIn bias(args.bias);
+  const size_t bytes = x.cols * kernels::bytes_per_element(x.element);
+
+  std::vector<float> losses(x.rows);
+  SumOfPieces of_weight(results[grad_weight]), of_bias(results[grad_bias]);
+  const Tensor of_rows = results[grad_x];
+  if (of_rows.defined() && count != static_cast<int64_t>(x.rows))
+    std::memset(of_rows.data_ptr(), 0, of_rows.nbytes());
+  const bool wants_gradient = of_rows.defined() || of_weight || of_bias;
+
+  const int64_t most = std::min(count, kRowsAtOnce);
+  const Tensor inputs = empty_cpu({most, hidden}, dtype),
+               logits = empty_cpu({most, classes}, dtype),
+               of_inputs = of_rows.defined() ? empty_cpu({most, hidden}, dtype) : Tensor();
+  std::vector<float> some_losses(static_cast<size_t>(most));
+  for (int64_t first = 0; first < count; first += most) {
+    const int64_t some = std::min(most, count - first);
+    const auto* const places = rows.places.data() + first;
+    const Tensor from = first_rows(inputs, some), z = first_rows(logits, some);
+    for (int64_t r = 0; r < some; ++r)
+      std::memcpy(static_cast<char*>(from.data_ptr()) + static_cast<size_t>(r) * bytes,
+                  static_cast<const char*>(x.data) + static_cast<size_t>(places[r]) * x.stride *
+                                                         (bytes / std::max<size_t>(1, x.cols)),
+                  bytes);
+    multiply(Product({from}, {turned}, dtype), z);
+    std::vector<int64_t> bests(results[best].defined() ? static_cast<size_t>(some) : 0);
+    const kernels::Rows of_z = rows_out(z);
+    kernels::cpu::cross_entropy(
+        {.logits = of_z,
+         .bias = bias,
+         .targets = rows.targets.data() + first,
+         .class_weight = class_weight,
+         .factors = rows.factors.empty() ? nullptr : rows.factors.data() + first,
+         .options = {args.label_smoothing, args.soft_cap, args.z_loss},
+         .losses = some_losses.data(),
+         .gradients = wants_gradient ? of_z : kernels::Rows(),
+         .best = bests.empty() ? nullptr : bests.data()});
+    for (int64_t r = 0; r < some; ++r) {
+      losses[static_cast<size_t>(places[r])] = some_losses[static_cast<size_t>(r)];
+      if (!bests.empty())
+        results[best].data_ptr<int64_t>()[places[r]] = bests[static_cast<size_t>(r)];
+    }
+    if (of_rows.defined()) {
+      const Tensor to = first_rows(of_inputs, some);
+      multiply(Product({z}, {weight}, dtype), to);
+      for (int64_t r = 0; r < some; ++r)
+        std::memcpy(static_cast<char*>(of_rows.data_ptr()) + static_cast<size_t>(places[r]) * bytes,
+                    static_cast<const char*>(to.const_data_ptr()) + static_cast<size_t>(r) * bytes,
+                    bytes);
+    }
+    if (of_weight) {
+      const Tensor turned_z = transposed(z);
+      of_weight.add(dtype, /*may_add=*/true, [&](const Tensor& to, bool adds) {
+        multiply(Product({turned_z}, {from}, dtype,
+                         {.rows = kernel_ops::Rows::contracted, .beta = adds ? 1.0 : 0.0}),
+                 to);
+      });
+    }
+    if (of_bias)
+      of_bias.add(at::kFloat, /*may_add=*/false,
+                  [&](const Tensor& to, bool) { kernels::cpu::sum_rows(of_z, vector_out(to)); });
+  }
+  of_weight.finish();
+  of_bias.finish();
+  if (results[denominator].defined())
+    *results[denominator].data_ptr<float>() = static_cast<float>(rows.total_weight);
+  if (!results[y].defined()) return;
+  auto* const to = results[y].data_ptr<float>();
+  if (args.reduction == "none") {
+    std::copy(losses.begin(), losses.end(), to);
+    return;
+  }
+  double sum = 0;
+  for (const float loss : losses) sum += loss;
+  *to = static_cast<float>(args.reduction == "sum" ? sum : sum / rows.total_weight);
+}
+
+}  // namespace tandem::kernel_ops

@@ -1,0 +1,53 @@
+// The cross entropy of a product with a weight of many classes, without memory for all logits.
+#pragma once
+
+#include "kernel_ops/framework/kernel_op.h"
+
+namespace tandem::kernel_ops {
+
+/// z = x weight^T + bias, capped as soft_cap tanh(z / soft_cap) where soft_cap is not 0; of a row
+/// with target t, p = softmax(z), w = class_weight or ones, e = label_smoothing, C classes,
+///   loss = (1 - e) w_t (-log p_t) + e / C sum_c w_c (-log p_c) + z_loss logsumexp(z)^2,
+/// 0 where t is ignore_index. y holds the losses by row ("none"), their sum ("sum"), or that over
+/// `denominator`, the sum of w_t of the rows that are not ignored ("mean"; NaN where there are
+/// none). grad_x, grad_weight and grad_bias are the derivatives of the sum over rows of factors *
+/// loss, whatever the reduction. best is the class of the largest z.
+///
+/// Shapes:  x [..., hidden]; weight [classes, hidden]; targets of any shape, a number for each row
+///          of x; factors and best like targets; bias, class_weight [classes]; y like targets or
+///          [], denominator [].
+/// Dtypes:  targets int64; y, denominator float32, float64 where weight is; grad_x, grad_weight and
+///          grad_bias as x, weight and bias.
+/// Error:   of the products, one rounding of the logits and of their gradients to the dtype of
+///          weight each, and 2^-20 of float32 arithmetic (test_linear_cross_entropy.py).
+/// Memory:  on the CPU logits of a few hundred rows at a time. Rows that are ignored cost nothing
+///          where best is not wanted.
+/// Throws:  c10::ValueError for other shapes or an unknown reduction, c10::TypeError for targets
+///          that are not int64, c10::IndexError for the first target that is no class.
+/// Source:  z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft cap: Gemma Team 2024,
+///          arXiv:2408.00118.
+struct LinearCrossEntropy {
+  static constexpr const char* kName = "linear_cross_entropy";
+  enum Result : size_t { y, denominator, grad_x, grad_weight, grad_bias, best };
+  static constexpr std::array kResults{"y",           "denominator", "grad_x",
+                                       "grad_weight", "grad_bias",   "best"};
+  struct Args {
+    const Tensor& x;
+    const Tensor& weight;
+    const Tensor& targets;
+    std::optional<Tensor> bias = {};
+    std::optional<Tensor> class_weight = {};
+    std::optional<Tensor> factors = {};
+    std::string_view reduction;
+    int64_t ignore_index;
+    double label_smoothing, soft_cap, z_loss;
+    std::array<bool, 6> output_mask;
+    TANDEM_ARGUMENTS(x, weight, targets, bias, class_weight, factors, reduction, ignore_index,
+                     label_smoothing, soft_cap, z_loss, output_mask)
+  };
+  static Specs<6> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<6> reference(const Args& args);
+};
+
+}  // namespace tandem::kernel_ops

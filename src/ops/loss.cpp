@@ -1,0 +1,168 @@
+#include "ops/loss.h"
+
+#include <ATen/TensorOperators.h>
+
+#include <array>
+
+#include "core/call.h"
+#include "kernel_ops/loss/linear_cross_entropy.h"
+#include "tandem/op_options.h"
+
+namespace tandem::ops {
+
+namespace {
+
+using Loss = kernel_ops::LinearCrossEntropy;
+using LossOptions = LinearCrossEntropyOptions;
+
+const LossOptions& loss_options(const void* options) {
+  return *static_cast<const LossOptions*>(options);
+}
+constexpr std::array<std::string_view, 3> kReductions{"mean", "sum", "none"};
+
+/// Of a list that has one tensor or none.
+std::optional<at::Tensor> only(const Call& call, size_t list) {
+  const ListRange& range = call.read_list(list);
+  return range.count == 0 ? std::nullopt : std::optional(call.in(range.first));
+}
+
+Loss::Args loss_arguments(const Call& call, size_t x, size_t weight, size_t targets,
+                          std::array<bool, 6> wanted) {
+  const auto& options = call.options<LossOptions>();
+  return {.x = call.in(x),
+          .weight = call.in(weight),
+          .targets = call.in(targets),
+          .bias = only(call, 0),
+          .class_weight = only(call, 1),
+          .reduction = kReductions[static_cast<size_t>(options.reduction)],
+          .ignore_index = options.ignore_index,
+          .label_smoothing = options.label_smoothing,
+          .soft_cap = options.soft_cap,
+          .z_loss = options.z_loss,
+          .output_mask = wanted};
+}
+
+void loss_forward(Call& call) {
+  enum Read { x, targets, weight };
+  call.write<Loss>(loss_arguments(call, x, weight, targets, call.output_mask<6>()));
+}
+
+/// Where the losses of rows have one gradient, those of forward times it.
+void loss_backward(Call& call) {
+  enum Read { grad_y, denominator, unit };
+  at::Tensor factor = call.in(grad_y);
+  if (call.options<LossOptions>().reduction == LossOptions::Reduction::mean) {
+    const at::Tensor& over = call.in(denominator);
+    factor = (factor / over).masked_fill(over == 0, 0);
+  }
+  const at::Tensor& gradient = call.in(unit);
+  call.out(0, gradient * factor);
+}
+
+/// Where each row has a gradient of its own, the logits are computed again.
+void loss_backward_by_row(Call& call) {
+  enum Read { grad_y, x, targets, weight };
+  enum Write { grad_x, grad_weight, grad_bias };
+  const ListRange& biases = call.write_list(0);
+  const bool wants_bias = biases.count != 0 && call.wants(biases.first);
+  Loss::Args args = loss_arguments(
+      call, x, weight, targets,
+      {false, false, call.wants(grad_x), call.wants(grad_weight), wants_bias, false});
+  args.factors = call.in(grad_y);
+  auto results = call.run<Loss>(args);
+  if (call.wants(grad_x)) call.out(grad_x, std::move(results[Loss::grad_x]));
+  if (call.wants(grad_weight)) call.out(grad_weight, std::move(results[Loss::grad_weight]));
+  if (wants_bias) call.out(biases.first, std::move(results[Loss::grad_bias]));
+}
+
+bool is_by_row(const void* options) {
+  return loss_options(options).reduction == LossOptions::Reduction::none;
+}
+bool is_reduced(const void* options) { return !is_by_row(options); }
+bool is_reduced_with_bias(const void* options) {
+  return is_reduced(options) && loss_options(options).bias;
+}
+size_t loss_lists(const void* options, std::string_view operand) {
+  const LossOptions& of = loss_options(options);
+  return (operand == "bias[]" ? of.bias : of.class_weight) ? 1 : 0;
+}
+
+OpDef loss_definition(std::string_view name, const char* formula, Names extra_outputs) {
+  return {
+      .name = name,
+      .formula = formula,
+      .family = "linear_cross_entropy",
+      .signature = {LossOptions{},
+                    {{"bias", &LossOptions::bias, "there is a bias"},
+                     {"class_weight", &LossOptions::class_weight,
+                      "the losses of a class are multiplied by its number among class_weight"},
+                     {"reduction", &LossOptions::reduction, one_of({"mean", "sum", "none"}),
+                      "what becomes of the losses of rows; the mean is over what they weigh"},
+                     {"ignore_index", &LossOptions::ignore_index,
+                      "rows with this target have loss 0 and no gradient"},
+                     {"label_smoothing", &LossOptions::label_smoothing, between(0, 1),
+                      "the share of a target that is spread over all classes"},
+                     {"soft_cap", &LossOptions::soft_cap, at_least(0),
+                      "logits become soft_cap tanh(logits / soft_cap); 0: they stay"},
+                     {"z_loss", &LossOptions::z_loss, at_least(0),
+                      "the factor of logsumexp(logits)^2 in the loss of a row"}}},
+      .sizes = {{"in_features", "size of the last dimension of x"},
+                {"num_classes", "number of classes"}},
+      .inputs = {"x", "targets"},
+      .indices = {"targets"},
+      .params = {{"weight", {"num_classes", "in_features"}, ParamDef::Init::kaiming_uniform},
+                 {"bias[]", {"num_classes"}},
+                 {"class_weight[]", {"num_classes"}, ParamDef::Init::ones}},
+      .fixed_params = 1,
+      .results = {{"y", ResultDef::statistic},
+                  {"denominator", ResultDef::statistic},
+                  {"unit_grad_x"},
+                  {"unit_grad_weight"},
+                  {"unit_grad_bias"},
+                  {"predictions", ResultDef::computed, at::kLong}},
+      .extra_outputs = std::move(extra_outputs),
+      .dtype = DtypeRule::weight,
+      .forward = {{.name = "forward",
+                   .reads = {"x", "targets", "weight", "bias[]", "class_weight[]"},
+                   .writes = {"y", "denominator", "unit_grad_x", "unit_grad_weight",
+                              "unit_grad_bias", "predictions"},
+                   .run = loss_forward}},
+      .backward = {{.name = "grad_x",
+                    .reads = {"grad_y", "denominator", "unit_grad_x"},
+                    .writes = {"grad_x"},
+                    .run = loss_backward,
+                    .applies = is_reduced},
+                   {.name = "grad_weight",
+                    .reads = {"grad_y", "denominator", "unit_grad_weight"},
+                    .writes = {"grad_weight"},
+                    .run = loss_backward,
+                    .applies = is_reduced},
+                   {.name = "grad_bias",
+                    .reads = {"grad_y", "denominator", "unit_grad_bias"},
+                    .writes = {"grad_bias[]"},
+                    .run = loss_backward,
+                    .applies = is_reduced_with_bias},
+                   {.name = "backward",
+                    .reads = {"grad_y", "x", "targets", "weight", "bias[]", "class_weight[]"},
+                    .writes = {"grad_x", "grad_weight", "grad_bias[]"},
+                    .run = loss_backward_by_row,
+                    .applies = is_by_row}},
+      .context = {"x", "targets"},
+      .list_length = loss_lists,
+  };
+}
+
+}  // namespace
+
+const OpDef kLinearCrossEntropy = loss_definition(
+    "linear_cross_entropy", "y = mean of cross_entropy(x weight^T + bias, targets)", {});
+const OpDef kLinearCrossEntropyWithPredictions =
+    loss_definition("linear_cross_entropy_with_predictions",
+                    "y = mean of cross_entropy(logits, targets), predictions = argmax(logits), "
+                    "logits = x weight^T + bias",
+                    {"predictions"});
+
+TANDEM_REGISTER_OP(kLinearCrossEntropy);
+TANDEM_REGISTER_OP(kLinearCrossEntropyWithPredictions);
+
+}  // namespace tandem::ops

@@ -1,0 +1,247 @@
+"""The loss without logits: against torch's cross entropy in float64, and against what other implementations of it get wrong."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tandem
+from tandem import ops
+
+CLASSES, WIDTH = 37, 12
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def operands(dtype=torch.float32, shape=(3, 5), classes=CLASSES):
+    torch.manual_seed(0)
+    targets = torch.randint(classes, shape)
+    targets.view(-1)[1::4] = -100
+    return torch.randn(*shape, WIDTH).to(dtype), torch.randn(classes, WIDTH).to(dtype), targets
+
+
+def expected(x, weight, targets, *, bias=None, class_weight=None, reduction="mean", label_smoothing=0.0, soft_cap=0.0, z_loss=0.0, ignore_index=-100):
+    """By the definition, of torch's own operations."""
+    logits = F.linear(x, weight, bias).flatten(0, -2)
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    flat = targets.flatten()
+    losses = F.cross_entropy(logits, flat, class_weight, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index)
+    losses = losses + torch.where(flat == ignore_index, 0, z_loss * logits.logsumexp(1) ** 2)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    kept = flat[flat != ignore_index]
+    return losses.sum() / (len(kept) if class_weight is None else class_weight[kept].sum()) if reduction == "mean" else losses.sum()
+
+
+def gradients(loss, seed, *tensors):
+    return torch.autograd.grad(loss, tensors, seed, retain_graph=True)
+
+
+OPTIONS = [
+    {"reduction": reduction, **more}
+    for reduction, more in itertools.product(
+        ("mean", "sum", "none"), ({}, {"label_smoothing": 0.2}, {"soft_cap": 3.0}, {"z_loss": 0.1}, {"label_smoothing": 0.1, "soft_cap": 2.0, "z_loss": 0.05})
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_and_gradients_are_those_of_float64(dtype, options, weighted):
+    x, weight, targets = operands(dtype)
+    bias, class_weight = (torch.randn(CLASSES).to(dtype), torch.rand(CLASSES)) if weighted else (None, None)
+    leaves = [each.requires_grad_() for each in (x, weight, bias) if each is not None]
+    loss = tandem.linear_cross_entropy(x, weight, targets, linear_bias=bias, weight=class_weight, **options)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    want = expected(*wide[:2], targets, bias=wide[2] if weighted else None, class_weight=None if class_weight is None else class_weight.double(), **options)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == want.shape
+    close = TOLERANCES[dtype]
+    torch.testing.assert_close(loss.double(), want, rtol=close, atol=close)
+    seed = torch.randn(want.shape, dtype=torch.float64)  # unequal upstream gradients, where there are several
+    for got, right in zip(gradients(loss, seed.to(loss.dtype), *leaves), gradients(want, seed, *wide), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), right, rtol=close, atol=close * right.abs().max().item())
+
+
+def test_more_rows_than_are_computed_at_once():
+    torch.manual_seed(0)
+    for dtype, ignored in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.6)):
+        x, weight = torch.randn(1300, 8).to(dtype).requires_grad_(), torch.randn(33, 8).to(dtype).requires_grad_()
+        bias = torch.randn(33).to(dtype).requires_grad_()
+        targets = torch.where(torch.rand(1300) < ignored, 7, torch.randint(33, (1300,)))
+        loss = tandem.linear_cross_entropy(x, weight, targets, linear_bias=bias, ignore_index=7 if ignored else -100)
+        wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+        want = expected(*wide[:2], targets, bias=wide[2], ignore_index=7 if ignored else -100)
+        close = TOLERANCES[dtype]
+        torch.testing.assert_close(loss.double(), want, rtol=close, atol=close)
+        for got, right in zip(gradients(loss, None, x, weight, bias), gradients(want, None, *wide), strict=True):
+            torch.testing.assert_close(got.double(), right, rtol=close, atol=close * right.abs().max().item())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_are_not_consumed(reduction):
+    """Backward twice, also with another gradient, is twice the gradient."""
+    x, weight, targets = operands()
+    x.requires_grad_(), weight.requires_grad_()
+    loss = tandem.linear_cross_entropy(x, weight, targets, reduction=reduction)
+    seed = torch.ones_like(loss)
+    first = gradients(loss, seed, x, weight)
+    again, thrice = gradients(loss, seed, x, weight), gradients(loss, 3 * seed, x, weight)
+    for one, two, three in zip(first, again, thrice, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(3 * one, three)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_compiled_code_gives_the_same(reduction, dtype):
+    x, weight, targets = operands(dtype)
+    x.requires_grad_(), weight.requires_grad_()
+
+    def loss_of(x, weight, targets):
+        return tandem.linear_cross_entropy(2 * x, weight, targets, reduction=reduction).sum()
+
+    eager, compiled = loss_of(x, weight, targets), torch.compile(loss_of, fullgraph=True, backend="aot_eager")(x, weight, targets)
+    torch.testing.assert_close(compiled, eager)
+    for got, right in zip(gradients(compiled, None, x, weight), gradients(eager, None, x, weight), strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_all_rows_are_ignored_or_there_are_none():
+    for shape, ignored in (((4,), True), ((0,), False)):
+        x, weight = torch.randn(*shape, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
+        targets = torch.full(shape, -100) if ignored else torch.zeros(shape, dtype=torch.int64)
+        for reduction, value in (("mean", torch.nan), ("sum", 0.0)):
+            loss = tandem.linear_cross_entropy(x, weight, targets, reduction=reduction)
+            torch.testing.assert_close(loss, torch.tensor(value), equal_nan=True)
+            assert all(torch.equal(each, torch.zeros_like(each)) for each in gradients(loss, None, x, weight))
+        losses = tandem.linear_cross_entropy(x, weight, targets, reduction="none")
+        assert torch.equal(losses, torch.zeros(shape))
+        assert all(torch.equal(each, torch.zeros_like(each)) for each in gradients(losses, torch.ones(shape), x, weight))
+
+
+def test_frozen_head_tied_head_and_adapter():
+    x, weight, targets = operands()
+    x.requires_grad_()
+    embedding = torch.nn.Embedding(CLASSES, WIDTH)
+    low, high = torch.randn(2, WIDTH, requires_grad=True), torch.randn(CLASSES, 2, requires_grad=True)
+    frozen = tandem.linear_cross_entropy(x, weight, targets)
+    torch.testing.assert_close(gradients(frozen, None, x), gradients(expected(x, weight, targets), None, x))
+    adapted = tandem.linear_cross_entropy(x, weight + high @ low, targets)
+    torch.testing.assert_close(gradients(adapted, None, low, high), gradients(expected(x, weight + high @ low, targets), None, low, high))
+    tokens = targets.clamp_min(0)
+    tied = tandem.linear_cross_entropy(embedding(tokens), embedding.weight, targets)
+    want = expected(embedding(tokens), embedding.weight, targets)
+    torch.testing.assert_close(gradients(tied, None, embedding.weight), gradients(want, None, embedding.weight), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_kept_and_what_is_computed_follow_from_who_asks():
+    head = ops.Sequential(ops.RMSNorm(WIDTH), ops.LinearCrossEntropy(WIDTH, CLASSES))
+    x, _, targets = operands()
+    head(x, targets).backward()
+    kept = {value["value"].rpartition(".")[2]: value["bytes"] for value in head.plans()[-1]["kept"]} if hasattr(head, "plans") else None
+    text = head.explain()
+    assert "unit_grad_weight" in text and "unit_grad_x" in text
+    assert kept is None or "y" not in kept
+    with torch.no_grad():
+        head(x, targets)
+    head[1].weight.requires_grad_(False)
+    head[0].weight.requires_grad_(False)
+    head(x.requires_grad_(), targets).backward()
+    assert "unit_grad_weight" not in head.explain().rpartition("plan:")[2]
+
+
+def test_checkpointed_and_in_evaluation():
+    head = ops.LinearCrossEntropy(WIDTH, CLASSES, bias=True, reduction="sum")
+    x, _, targets = operands()
+    x.requires_grad_()
+    want = gradients(expected(x, head.weight, targets, bias=head.bias, reduction="sum"), None, x, head.weight, head.bias)
+    again = checkpoint(head, x, targets, use_reentrant=False)
+    torch.testing.assert_close(gradients(again, None, x, head.weight, head.bias), want)
+    with torch.no_grad():
+        torch.testing.assert_close(head.eval()(x, targets), expected(x, head.weight, targets, bias=head.bias, reduction="sum"))
+
+
+def test_autocast_and_gradient_scaler():
+    """The gradients of an upstream gradient of 65,536 are not those of 1 that float16 has rounded to zero."""
+    x, weight, targets = operands()
+    x.requires_grad_(), weight.requires_grad_()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            loss = tandem.linear_cross_entropy(x, weight, targets)
+        assert loss.dtype == torch.float32
+        got = gradients(loss, torch.tensor(65536.0), x, weight)
+        want = gradients(expected(x, weight, targets), torch.tensor(65536.0), x, weight)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+
+
+def test_predictions():
+    x, weight, targets = operands()
+    loss, predictions = tandem.linear_cross_entropy(x.requires_grad_(), weight, targets, return_predictions=True)
+    assert torch.equal(predictions, (x @ weight.T).argmax(-1)), "of ignored rows too"
+    assert not predictions.requires_grad
+    torch.testing.assert_close(gradients(loss, None, x), gradients(expected(x, weight, targets), None, x))
+    head = ops.Sequential(ops.LayerNorm(WIDTH), ops.LinearCrossEntropyWithPredictions(WIDTH, CLASSES))
+    loss, predictions = head(x, targets)
+    loss.backward()
+    assert predictions.shape == targets.shape
+
+
+def test_layouts():
+    x, weight, targets = operands()
+    want = expected(x, weight, targets)
+    wide = torch.randn(CLASSES, 2 * WIDTH)
+    wide[:, ::2] = weight
+    for rows in (x.transpose(0, 1).contiguous().transpose(0, 1), torch.cat([x, x], -1)[..., :WIDTH]):
+        for matrix in (weight, weight.t().contiguous().t(), wide[:, ::2]):
+            torch.testing.assert_close(tandem.linear_cross_entropy(rows, matrix, targets), want)
+            torch.testing.assert_close(tandem.linear_cross_entropy(rows, matrix, targets.t().contiguous().t()), want)
+
+
+def test_class_weights_belong_to_the_module():
+    weights = torch.rand(CLASSES)
+    head = ops.LinearCrossEntropy(WIDTH, CLASSES, class_weight=weights)
+    assert not head.class_weight.requires_grad
+    x, _, targets = operands()
+    torch.testing.assert_close(head(x, targets), expected(x, head.weight, targets, class_weight=weights))
+    assert [*head.state_dict()] == ["weight", "class_weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"target": torch.tensor([[3, 40, 1]])}, IndexError, "linear_cross_entropy: expected targets from 0 to 36, or -100 where a row is ignored, got 40 in row 1. Pass the number of a class"),
+        ({"target": torch.tensor([[3, 4]])}, ValueError, "linear_cross_entropy: expected 3 targets, one for each row of x [1, 3, 12], got [1, 2]. Pass the number of a class"),
+        ({"target": torch.ones(1, 3)}, TypeError, "linear_cross_entropy: expected targets of dtype int64, got float32. Pass the number of a class for each row."),
+        ({"linear_weight": torch.ones(37, 11)}, ValueError, "linear_cross_entropy: expected weight of shape [classes, last dimension of x], got [37, 11] for x [1, 3, 12]. Pass the weight"),
+        ({"linear_bias": torch.ones(36)}, ValueError, "linear_cross_entropy: expected bias of shape [37], a number for each of the rows of weight, got [36]. Pass one of this size"),
+        ({"weight": torch.ones(36)}, ValueError, "linear_cross_entropy: expected class_weight of shape [37], a number for each of the classes, got [36]. Pass one of this size"),
+        ({"reduction": "median"}, ValueError, "linear_cross_entropy: expected reduction to be"),
+        ({"label_smoothing": 1.5}, ValueError, "linear_cross_entropy: expected label_smoothing to be"),
+        ({"z_loss": -1.0}, ValueError, "linear_cross_entropy: expected z_loss to be"),
+    ],
+)
+def test_errors(change, error, text):
+    given = {"input": torch.ones(1, 3, WIDTH), "linear_weight": torch.ones(CLASSES, WIDTH), "target": torch.tensor([[3, -100, 1]])} | change
+    with pytest.raises(error) as caught:
+        tandem.linear_cross_entropy(**given)
+    assert text in str(caught.value)
+
+
+def test_errors_of_the_kernel_op():
+    x, weight, targets = operands()
+    call = torch.ops.tandem.linear_cross_entropy
+    with pytest.raises(ValueError, match=r'expected reduction "mean", "sum" or "none", got "max". Pass one of these.'):
+        call(x, weight, targets, None, None, None, "max", -100, 0.0, 0.0, 0.0, [True] + [False] * 5)
+    with pytest.raises(ValueError, match=r"expected factors of shape \[3, 5\], got \[15\]. Pass one for each row, or none."):
+        call(x, weight, targets, None, None, torch.ones(15), "sum", -100, 0.0, 0.0, 0.0, [True] + [False] * 5)
+    with pytest.raises(ValueError, match="expected no gradient of a bias that there is not"):
+        call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, [True] * 5 + [False])
+    with pytest.raises(ValueError, match=r"LinearCrossEntropy: expected class_weight of shape \[37\], a number for each class, got \[3\]. Pass one of this size."):
+        ops.LinearCrossEntropy(WIDTH, CLASSES, class_weight=torch.ones(3))
