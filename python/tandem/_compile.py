@@ -17,7 +17,7 @@ def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = No
         model: a module or a function.
         fullgraph: as for `torch.compile`.
         dynamic: as for `torch.compile`.
-        options: `recipe`, `memory_budget`, `exclude`, `rest`, `verify` and `require`; see `tandem.backend.Options`.
+        options: `recipe`, `memory_budget`, `exclude`, `rest`, `logits`, `verify` and `require`; see `tandem.backend.Options`.
     """
     from tandem.backend import Options, backend  # loads what Dynamo needs, which takes a second
 

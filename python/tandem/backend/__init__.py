@@ -12,7 +12,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from tandem.backend.match import find
-from tandem.backend.normalise import Terms, checkpointed
+from tandem.backend.normalise import checkpointed
+from tandem.backend.loss import prepare_losses
 from tandem.backend.options import Options
 from tandem.backend.place import put
 from tandem.backend.regions import regions
@@ -39,7 +40,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
 
 
 def _replace(graph: GraphModule, options: Options) -> None:
-    terms = Terms(graph)
+    terms = prepare_losses(graph, options.logits)
     found, left = find(graph, terms, options.excludes, options.recipe_of)
     made = regions(found, terms, options.recipe_of)
     report = Report(graph, terms, made, left)

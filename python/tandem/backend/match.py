@@ -80,7 +80,8 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Fo
         if nodes & taken or any(terms.stretch(each) != terms.stretch(node) for each in nodes):
             continue
         if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
-            continue  # somebody else reads what lies inside
+            reasons += [row.read_inside] if row.read_inside else []
+            continue
         made = _refused(node, nodes, bound, terms) or row.ops(bound)
         if not isinstance(made, str):
             made = _refused_ops(node, made, bound, terms) or made
@@ -118,8 +119,12 @@ def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> 
 def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -> str | None:
     """Why ops that a row becomes are not what the graph computes."""
     x = bound["x"]
-    if made[0].make is not ops.Linear and value_of(node).dtype != value_of(x).dtype:  # a product has the dtype of autocast
-        return f"its result is {value_of(node).dtype} and its x {value_of(x).dtype}"
+    if made[0].make is ops.LinearCrossEntropy:
+        dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
+    else:
+        dtype = value_of(x).dtype
+    if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product has the dtype of autocast
+        return f"its result is {value_of(node).dtype}, that of the op {dtype}"
     if not made[0].weights and memory_of(x) in terms.written_for_others:
         return "some other operation writes to its x, which backward may read"
     return None

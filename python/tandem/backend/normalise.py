@@ -49,6 +49,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("dropout", "a p=0.5 training=True inplace=False", (F.dropout, torch.dropout)),
     ("layer_norm", "a shape weight=None bias=None eps=1e-05", (F.layer_norm,)),
     ("rms_norm", "a shape weight=None eps=None", (F.rms_norm, torch.rms_norm)),
+    ("cross_entropy", "a target class_weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' label_smoothing=0.0", (F.cross_entropy,)),
     ("chunk", "a count dim=0", (torch.chunk, "chunk")),
     ("split", "a sizes dim=0", (torch.split, "split")),
     ("cast", "a dtype=None", ("to", "type", "type_as", "float", "half", "bfloat16", "double")),
@@ -236,7 +237,7 @@ class Terms:
         if kind in ("addmm", "matmul"):
             return self._product(term, inputs)
         if kind == "view":
-            return self._rows_again(node, inputs[0])
+            return self._rows_again(node, inputs[0]) or _flat(node, inputs[0])
         if kind == "transpose" and not (isinstance(value_of(inputs[0]), torch.Tensor) and value_of(inputs[0]).dim() == 2 and (options["first"] - options["second"]) % 2):
             return None
         return Term(kind, inputs, options)
@@ -270,6 +271,12 @@ class Terms:
         return None
 
 
+def _flat(node: Node, given: Any) -> Term | None:
+    """Rows that are laid one behind the other: all dimensions but the last one in one."""
+    shape, flat = value_of(given).shape, value_of(node).shape
+    return Term("flat", (given,)) if len(flat) == 2 and len(shape) > 1 and statically_known_true(shape[-1] == flat[-1]) else None
+
+
 def _with_gradient(graph: GraphModule) -> set[Node]:
     """The nodes whose results the graph's results may be differentiated by."""
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
@@ -298,7 +305,7 @@ def _term(node: Node) -> Term | None:
         return Term(kind, (operand,)) if isinstance(operand, Node) else None
     if len(node.args) > len(parameters):
         return None
-    renamed = _RENAMED | {"input": parameters[0][0]}
+    renamed = _RENAMED | {"input": parameters[0][0]} | ({"weight": "class_weight"} if kind == "cross_entropy" else {})
     given = dict(zip((name for name, _ in parameters), node.args, strict=False)) | {renamed.get(name, name): arg for name, arg in node.kwargs.items()}
     values = {name: given.pop(name, default) for name, default in parameters}
     if given or ... in values.values():
@@ -313,7 +320,7 @@ def _number(value: Any) -> Any:
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
-_OPERANDS = {"x", "a", "b", "weight", "bias", "exponent"}
+_OPERANDS = {"x", "a", "b", "weight", "bias", "exponent", "target", "class_weight"}
 _RENAMED = {"other": "b", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training"}
 
 

@@ -21,6 +21,7 @@ class Options:
         memory_budget: bytes that a pipeline keeps for backward per row of its main input; None: those of `tandem.memory_budget`.
         exclude: names of modules that stay as they are, with all inside them; `*` stands for any characters.
         rest: what runs the rest of the graph: "eager" or "inductor".
+        logits: whether models that return a loss of logits return these too; False: None in their place, and no memory for them.
         verify: whether each pipeline is compared, in its first call, with the part of the graph whose place it takes: results and gradients.
         require: the least share of the products of a graph that must be in pipelines, from 0 to 1; None: any.
     """
@@ -29,6 +30,7 @@ class Options:
     memory_budget: float | None = None
     exclude: tuple[str, ...] = ()
     rest: str = "eager"
+    logits: bool = True
     verify: bool = False
     require: float | None = None
 
@@ -43,8 +45,9 @@ class Options:
         object.__setattr__(self, "exclude", names)
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f'compile: expected rest to be "eager" or "inductor", got {self.rest!r}. Name one of them.')
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"compile: expected verify to be True or False, got {self.verify!r}. Pass a bool.")
+        for name in ("logits", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"compile: expected {name} to be True or False, got {getattr(self, name)!r}. Pass a bool.")
         if self.require is not None and (isinstance(self.require, bool) or not isinstance(self.require, (int, float)) or not 0 <= self.require <= 1):
             raise ValueError(f"compile: expected require to be a share from 0 to 1 or None, got {self.require!r}. Pass 0.9 for nine tenths of the products.")
 

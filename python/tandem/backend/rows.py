@@ -40,6 +40,7 @@ class Row(NamedTuple):
     name: str
     pattern: Pattern
     ops: Callable[[Bound], tuple[Op, ...] | str]
+    read_inside: str | None = None  # the reason where others read what lies inside; None: it is not even told
 
 
 x, other = Var("x"), Var("other")
@@ -109,6 +110,26 @@ def _sum(bound: Bound) -> tuple[Op, ...] | str:
     return (Op(ops.AddExtraInput, extras=(bound["other"],)),)
 
 
+def _loss(bound: Bound) -> tuple[Op, ...] | str:
+    """The product that makes the logits, and their cross entropy."""
+    head = product(bound)
+    if isinstance(head, str):
+        return head
+    targets, class_weight = value_of(bound["target"]), bound["class_weight"]
+    if targets.dtype != torch.int64:
+        return f"its targets are {targets.dtype}, not numbers of classes"
+    if bound["size_average"] is not None or bound["reduce"] is not None:
+        return "it says by size_average or reduce, which torch has deprecated, how it is reduced"
+    classes = head.options["out_features"]
+    options = {name: bound[name] for name in ("ignore_index", "label_smoothing", "reduction")} | {"bias": head.options["bias"], "dtype": head.options["dtype"]}
+    options |= {"in_features": head.options["in_features"], "num_classes": classes}
+    weights = head.weights
+    if class_weight is not None:
+        options["class_weight"] = torch.empty(classes, device="meta")
+        weights = (*weights, ("class_weight", Weight(class_weight)))
+    return (Op(ops.LinearCrossEntropy, options, weights, (bound["target"],)),)
+
+
 def _of(*made: Op) -> Callable[[Bound], tuple[Op, ...]]:
     return lambda bound: made
 
@@ -176,7 +197,16 @@ _weight = Wide(Var("weight", 1))
 _gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), transposed=None)
 _up = call("linear", x, Var("up_weight", 2), Optional(Var("up_bias", 1)), transposed=None)
 
+_head = call("linear", x, Var("weight", 2), Optional(Var("bias", 1)))
+_logits = Wide(Either(call("flat", Wide(_head)), _head))
+
 ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
+    Row(
+        "cross_entropy of a product",
+        call("cross_entropy", _logits, Var("target"), Optional(Var("class_weight", 1))),
+        _loss,
+        "others read its logits, which then take memory and time; where they are results of the model, options={'logits': False} leaves them out",
+    ),
     *(Row(each.name, each.of(x), _of(Op(each.op))) for each in ACTIVATIONS if each.op),
     *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, _gated_products(each.gated)) for each in ACTIVATIONS if each.gated),
     *(Row(f"{each.name} gate of halves", each.of(_Piece("first")) * _Piece("second"), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),

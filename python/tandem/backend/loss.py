@@ -1,0 +1,79 @@
+"""Makes the logits that a graph computes a cross entropy of a matter of their product and the loss alone, so that nobody needs memory for them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, contiguous_format, enable_grad
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from tandem.backend.normalise import Terms, users, value_of
+
+
+def prepare_losses(graph: GraphModule, returns_logits: bool) -> Terms:
+    """The terms of the graph, whose logits are cut before their product rather than behind it.
+
+    Args:
+        graph: as Dynamo gives it.
+        returns_logits: whether logits stay results of the graph; False: each becomes None where the graph computes their cross entropy.
+    """
+    terms = Terms(graph)
+    losses = [term for node in graph.graph.nodes if (term := terms.of(node)) is not None and term.kind == "cross_entropy"]
+    heads = {source for term in losses if (source := _source(term.inputs[0], terms)) is not None}
+    if not returns_logits:
+        (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+        output.args = map_arg(output.args, lambda node: None if _source(node, terms) in heads else node)
+    moved = [_cut_before(head, terms) for head in heads]
+    return Terms(graph) if any(moved) else terms
+
+
+def _source(node: Any, terms: Terms) -> Node | None:
+    """The product that a node is a cast, a cut or a view of rows of."""
+    while isinstance(node, Node):
+        node = terms.same(node)
+        term = terms.of(node)
+        if term is not None and term.kind == "linear":
+            return node
+        if term is not None and term.kind in ("cast", "flat"):
+            node = term.inputs[0]
+        else:
+            node = node.args[0] if _cuts_rows(node) else None
+    return None
+
+
+def _cuts_rows(node: Node) -> bool:
+    """Whether a node is some rows of a tensor: slices of its dimensions but the last."""
+    if node.op != "call_function" or node.target is not operator.getitem or not isinstance(value_of(node.args[0]), Tensor):
+        return False
+    cut = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not all(isinstance(each, slice) or each is Ellipsis for each in cut):
+        return False
+    reaches_last = Ellipsis in cut or len(cut) == value_of(node.args[0]).dim()
+    return not reaches_last or cut[-1] in (Ellipsis, slice(None))
+
+
+def _cut_before(head: Node, terms: Terms) -> bool:
+    """Cuts rows of x where those of its product are cut, and nobody reads the others."""
+    readers = [*users(head, terms)]
+    term = terms.of(head)
+    if len(readers) != 1 or not _cuts_rows(readers[0]) or terms.same(readers[0].args[0]) is not head or term is None or term.covers or head.op != "call_function":
+        return False
+    (cut,) = readers
+    graph, x = head.graph, head.all_input_nodes[0]
+    if x is not head.args[0] or cut.args[0] is not head:
+        return False
+    with enable_grad():
+        of_rows, of_head = value_of(x)[cut.args[1]], value_of(head)[cut.args[1]].clone(memory_format=contiguous_format)
+    with graph.inserting_before(head):
+        rows = graph.call_function(operator.getitem, (x, cut.args[1]))
+    rows.meta = {**x.meta, "example_value": of_rows}
+    head.replace_input_with(x, rows)
+    head.meta["example_value"] = of_head
+    cut.replace_all_uses_with(head)
+    graph.erase_node(cut)
+    return True
+
+
+__all__ = ["prepare_losses"]
