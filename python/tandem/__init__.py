@@ -64,6 +64,7 @@ from tandem.modules import (  # noqa: E402
     apply_rotary_pos_emb,
 )
 from tandem._inspect import Inspection, inspect  # noqa: E402
+from tandem._compiled_state import load_recipe_state_dict, recipe_state_dict  # noqa: E402
 from tandem._recipe_state import make_recipe_state  # noqa: E402
 from tandem._report import Verification, explain, verify  # noqa: E402
 
@@ -109,6 +110,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "linear_cross_entropy",
+    "load_recipe_state_dict",
     "make_recipe_state",
     "memory_budget",
     "ops",
@@ -116,6 +118,7 @@ __all__ = [
     "quantize_weight",
     "quantized_model_init",
     "recipe",
+    "recipe_state_dict",
     "set_cache_limit",
     "transformer_engine_state_dict",
     "verify",

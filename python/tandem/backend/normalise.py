@@ -350,6 +350,19 @@ def _piece(node: Node) -> Term | None:
     return Term("piece", (whole,), {"begin": begin, "end": begin + made.shape[-1]})
 
 
+def tensors_of_model(node: Node | None, terms: Terms) -> list[Node]:
+    """The parameters of the model that a node is or is computed of, in order; its buffers where there is none."""
+    seen, ahead = set(), [node] if node is not None else []
+    while ahead:
+        at = ahead.pop()
+        if at not in seen:
+            seen.add(at)
+            ahead += at.all_input_nodes
+    held = sorted((each for each in seen if not each.all_input_nodes), key=terms.order.__getitem__)
+    parameters = [each for each in held if isinstance(value_of(each), torch.nn.Parameter)]
+    return parameters or [each for each in held if "_dynamo_static_input_type" in each.meta.get("tensor_dict", ())]
+
+
 def users(node: Node, terms: Terms) -> Iterator[Node]:
     """Who reads a node, past nodes that hand it on unchanged."""
     for user in node.users:
@@ -359,4 +372,4 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "memory_of", "users", "value_of"]
+__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "memory_of", "tensors_of_model", "users", "value_of"]

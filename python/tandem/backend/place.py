@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from tandem import ops
+from tandem import _C, _compiled_state, ops
 from tandem._autocast import autocast
-from tandem.backend.normalise import Terms, users
+from tandem.backend.normalise import Terms, tensors_of_model, users, value_of
 from tandem.backend.options import Options
 from tandem.backend.regions import Region
 from tandem.backend.rows import Op
@@ -24,7 +25,8 @@ from tandem.backend.verify import Reference
 class Draft:
     """How the pipeline of a region is made, and which nodes of the graph are its operands and results."""
 
-    def __init__(self, region: Region, terms: Terms) -> None:
+    def __init__(self, region: Region, terms: Terms, uses: Counter[tuple[Node, ...]]) -> None:
+        """`uses`: how many products of the graph read the same tensors of the model, so far."""
         self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # with the channels of extra inputs and of the extra output
         self.extras: list[Node] = []
         self.outs = [*region.last.outs]
@@ -45,11 +47,21 @@ class Draft:
                 self.outs.append(out)
         self.weights = [*dict.fromkeys(weight.node for op, _, _ in self.steps for _, weight in op.weights if weight.node is not None)]
         self.operands = (region.x, *self.extras, *self.weights)
+        self.read = [*self.weights]  # and what of the model these are computed of
+        self.sites: dict[int, tuple[tuple[int, ...], int]] = {}  # of products by step: positions in `read`, and which use of these it is
+        for at, (op, _, _) in enumerate(self.steps):
+            if op.make is ops.Linear:
+                tensors = tuple(dict.fromkeys(each for name, weight in op.weights if name.endswith("weight") for each in tensors_of_model(weight.node, terms)))
+                uses[tensors] += 1
+                self.read += [each for each in tensors if each not in self.read]
+                self.sites[at] = (tuple(map(self.read.index, tensors)), uses[tensors])
+        parameters = {at for at, each in enumerate(self.weights) if isinstance(value_of(each), torch.nn.Parameter)}
+        self.keys = sorted(parameters.union(*(tensors for tensors, _ in self.sites.values())))
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
     def new(self) -> Made:
-        listed, places = [], []
-        for op, inputs, output in self.steps:
+        listed, places, products = [], [], []
+        for step, (op, inputs, output) in enumerate(self.steps):
             module = op.make(**op.options, **({"device": "meta"} if op.weights else {}))
             for at, channel in enumerate(inputs):
                 if channel is not None:
@@ -63,8 +75,10 @@ class Draft:
                     module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
                 else:
                     places.append(Place(module._parameters, name, module._parameters[name], self.weights.index(weight.node), weight.transposed))
+            if step in self.sites:
+                products.append(Product(module, *self.sites[step]))
             listed.append(module)
-        return Made(ops.Sequential(*listed), places)
+        return Made(ops.Sequential(*listed), places, products)
 
 
 class Place(NamedTuple):
@@ -77,11 +91,20 @@ class Place(NamedTuple):
     transposed: bool
 
 
-class Made(NamedTuple):
-    """A pipeline, and where its parameters go."""
+class Product(NamedTuple):
+    """A product of a pipeline, and its site: see `_compiled_state.Site`."""
 
-    pipeline: ops.Sequential
-    places: list[Place]
+    op: ops.Linear
+    tensors: tuple[int, ...]  # among what a call reads of the model
+    use: int
+
+
+class Made:
+    """A pipeline, where its parameters go, and its products, which have state under some recipes."""
+
+    def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[Product]) -> None:
+        self.pipeline, self.places, self.products = pipeline, places, products
+        self.recipe = ""  # under which the products have been given their state
 
     def fill(self, weights: Sequence[torch.Tensor]) -> None:
         for place in self.places:
@@ -92,45 +115,51 @@ class Made(NamedTuple):
         for place in self.places:
             place.of[place.name] = place.absent
 
+    def give_state(self, recipe: str, read: Sequence[torch.Tensor]) -> None:
+        for op, tensors, use in self.products:
+            _compiled_state.give(op, [read[at] for at in tensors], use, recipe)
+        self.recipe = recipe
+
 
 class Call(torch.nn.Module):
     """The pipelines of one place of a graph. Parameters are operands of each call: one graph serves all layers that look alike, and each layer has a
-    pipeline of its own, with the state of its recipe. Between calls a pipeline has no parameters, so that they end with their model."""
+    pipeline of its own. Between calls a pipeline has no parameters, so that they end with their model."""
 
     def __init__(self, draft: Draft, recipe: Any, memory_budget: float | None, reference: Reference | None) -> None:
         super().__init__()
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # whose graph is no part of this one
         self.given = 1 + len(draft.extras)
-        self.made: dict[tuple[int, ...], Made] = {}  # by the parameters among the weights, as long as they live
+        self.made: dict[tuple[int, ...], Made] = {}  # by the model's tensors among the weights, as long as they live
         self.lock = threading.RLock()
 
     def __call__(self, *operands: torch.Tensor) -> Any:  # not torch's, which looks for hooks
-        given, weights = operands[: self.given], operands[self.given :]
-        key = tuple([id(weight) for weight in weights if isinstance(weight, torch.nn.Parameter)])
+        given, read = operands[: self.given], operands[self.given :]
+        key = tuple([id(read[at]) for at in self.draft.keys])
         with self.lock:
-            made = self.made.get(key) or self.add(key, given, weights)
-            made.fill(weights)
+            made = self.made.get(key) or self.add(key, given, read)
+            made.fill(read)
             try:
-                return self.call(made.pipeline, *given)
+                return self.call(made, given, read)
             finally:
                 made.empty()
 
-    def add(self, key: tuple[int, ...], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Made:
+    def add(self, key: tuple[int, ...], given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Made:
         made = self.draft.new()
         made.pipeline.memory_budget = self.memory_budget
         if self.reference is not None:
-            made.fill(weights)
-            self.reference.compare(made.pipeline, given, weights)
-        for weight in weights:
-            if isinstance(weight, torch.nn.Parameter):
-                weakref.finalize(weight, self.made.pop, key, None)
+            made.fill(read)
+            self.reference.compare(made.pipeline, given, read[: len(self.draft.weights)])
+        for at in self.draft.keys:
+            weakref.finalize(read[at], self.made.pop, key, None)
         self.made[key] = made
         return made
 
-    def call(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
+    def call(self, made: Made, given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Any:
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
-            results = pipeline.forward(*given)
+            if (recipe := _C.in_force.recipe) != made.recipe:
+                made.give_state(recipe, read)
+            results = made.pipeline.forward(*given)
         if not self.draft.columns:
             return results
         main, *rest = results if isinstance(results, tuple) else (results,)
@@ -141,13 +170,14 @@ class Call(torch.nn.Module):
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:
     """Replaces what the regions stand for."""
     calls, results = [], []
+    uses: Counter[tuple[Node, ...]] = Counter()
     for at, region in enumerate(found):
-        draft = Draft(region, terms)
+        draft = Draft(region, terms, uses)
         reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns) if options.verify else None
         call = Call(draft, region.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
         with graph.graph.inserting_before(region.last.outs[-1]):
-            node = graph.graph.call_module(f"tandem_{at}", draft.operands)
+            node = graph.graph.call_module(f"tandem_{at}", (region.x, *draft.extras, *draft.read))
             items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]
         results += zip(draft.outs, items, strict=True)
         calls.append(call)
