@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from tandem.backend import recompute
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
 from tandem.backend.loss import prepare_losses
@@ -36,6 +37,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     for part in checkpointed(graph):
         _replace(part, chosen)
     _replace(graph, chosen)
+    recompute.put(graph)
     return runner(graph, chosen.rest)
 
 

@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
+from tandem.backend.recompute import is_recomputed
+
 
 class Term(NamedTuple):
     """An operation of the vocabulary on nodes and numbers."""
@@ -143,7 +145,7 @@ def memory_of(node: Any) -> int | None:
 def checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
     """The parts of a graph that are computed again in backward; each is a graph of its own."""
     for node in graph.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in ("tag_activation_checkpoint", "wrap_activation_checkpoint"):
+        if is_recomputed(node):
             part = graph.get_submodule(node.args[0].target)
             yield from checkpointed(part)
             yield part

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tandem import _C, _compiled_state, ops
-from tandem._autocast import autocast
+from tandem.backend import recompute
 from tandem.backend.normalise import Terms, tensors_of_model, users, value_of
 from tandem.backend.options import Options
 from tandem.backend.regions import Region
@@ -156,7 +156,7 @@ class Call(torch.nn.Module):
         return made
 
     def call(self, made: Made, given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Any:
-        with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
+        with nullcontext() if self.recipe is None else recompute.region(self.recipe):
             if (recipe := _C.in_force.recipe) != made.recipe:
                 made.give_state(recipe, read)
             results = made.pipeline.forward(*given)
