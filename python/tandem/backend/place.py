@@ -59,6 +59,14 @@ class Draft:
         self.keys = sorted(parameters.union(*(tensors for tensors, _ in self.sites.values())))
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
 
+    def structure(self) -> tuple[Any, ...]:
+        """What pipelines depend on that are made of it: of equal ones, which graphs of other shapes and of evaluation have, one serves all."""
+        steps = []
+        for op, inputs, output in self.steps:
+            weights = [(name, None if weight.node is None else self.weights.index(weight.node), weight.transposed) for name, weight in op.weights]
+            steps.append((op.make, repr(op.options), *weights, *inputs, output))
+        return (*steps, *self.sites.items(), *self.keys)
+
     def new(self) -> Made:
         listed, places, products = [], [], []
         for step, (op, inputs, output) in enumerate(self.steps):
@@ -105,6 +113,7 @@ class Made:
     def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[Product]) -> None:
         self.pipeline, self.places, self.products = pipeline, places, products
         self.recipe = ""  # under which the products have been given their state
+        self.lock = threading.RLock()  # of who calls it
 
     def fill(self, weights: Sequence[torch.Tensor]) -> None:
         for place in self.places:
@@ -121,23 +130,43 @@ class Made:
         self.recipe = recipe
 
 
+class Known(dict[tuple[int, ...], Made]):
+    """Pipelines by the tensors of a model that they read, as long as these live."""
+
+    def note(self, key: tuple[int, ...], made: Made, tensors: Sequence[torch.Tensor]) -> None:
+        self[key] = made
+        for tensor in tensors:
+            weakref.finalize(tensor, _forget, weakref.ref(self), key).atexit = False
+
+
+def _forget(known: weakref.ref[Known], key: tuple[int, ...]) -> None:
+    if (held := known()) is not None:
+        held.pop(key, None)
+
+
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], Known] = weakref.WeakValueDictionary()  # by structure, as long as a graph has such a pipeline
+_making = threading.RLock()
+
+
 class Call(torch.nn.Module):
     """The pipelines of one place of a graph. Parameters are operands of each call: one graph serves all layers that look alike, and each layer has a
-    pipeline of its own. Between calls a pipeline has no parameters, so that they end with their model."""
+    pipeline of its own, with the codes of its weights, which other graphs of the layer call too. Between calls a pipeline has no parameters, so that they end with
+    their model."""
 
     def __init__(self, draft: Draft, recipe: Any, memory_budget: float | None, reference: Reference | None) -> None:
         super().__init__()
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # whose graph is no part of this one
         self.given = 1 + len(draft.extras)
-        self.made: dict[tuple[int, ...], Made] = {}  # by the model's tensors among the weights, as long as they live
-        self.lock = threading.RLock()
+        self.made = Known()  # what has been called here
+        is_alone = reference is not None or not draft.keys
+        self.shared = Known() if is_alone else _shared.setdefault((*draft.structure(), memory_budget), Known())
 
     def __call__(self, *operands: torch.Tensor) -> Any:  # not torch's, which looks for hooks
         given, read = operands[: self.given], operands[self.given :]
         key = tuple([id(read[at]) for at in self.draft.keys])
-        with self.lock:
-            made = self.made.get(key) or self.add(key, given, read)
+        made = self.made.get(key) or self.add(key, given, read)
+        with made.lock:
             made.fill(read)
             try:
                 return self.call(made, given, read)
@@ -145,14 +174,17 @@ class Call(torch.nn.Module):
                 made.empty()
 
     def add(self, key: tuple[int, ...], given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Made:
-        made = self.draft.new()
-        made.pipeline.memory_budget = self.memory_budget
-        if self.reference is not None:
-            made.fill(read)
-            self.reference.compare(made.pipeline, given, read[: len(self.draft.weights)])
-        for at in self.draft.keys:
-            weakref.finalize(read[at], self.made.pop, key, None)
-        self.made[key] = made
+        tensors = [read[at] for at in self.draft.keys]
+        with _making:
+            made = self.shared.get(key)
+            if made is None:
+                made = self.draft.new()
+                made.pipeline.memory_budget = self.memory_budget
+                if self.reference is not None:
+                    made.fill(read)
+                    self.reference.compare(made.pipeline, given, read[: len(self.draft.weights)])
+                self.shared.note(key, made, tensors)
+            self.made.note(key, made, tensors)
         return made
 
     def call(self, made: Made, given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Any:

@@ -134,13 +134,10 @@ def reports_of(model: torch.nn.Module) -> Iterator[Report]:
 
 
 def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
-    """The pipelines that calls of a model have made."""
+    """The pipelines that calls of a model have made, each once."""
     own = {id(parameter) for parameter in model.parameters()}
-    for report in reports_of(model):
-        for call in report.calls:
-            for key, made in list(call.made.items()):
-                if own & {*key}:
-                    yield made.pipeline
+    found = {id(made): made.pipeline for report in reports_of(model) for call in report.calls for key, made in list(call.made.items()) if own & {*key}}
+    yield from found.values()
 
 
 __all__ = ["Report", "is_product", "note", "pipelines_of", "reports_of", "told"]
