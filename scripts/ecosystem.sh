@@ -4,9 +4,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/common.sh
 
-folder=build/ecosystem
+folder=build/ecosystem/site-packages  # a name by which dill, of datasets, knows modules that are installed from those of the user
 if ! cmp -s requirements-ecosystem.txt "$folder/requirements.txt"; then
-  rm -rf "$folder"
+  rm -rf build/ecosystem
   .venv/bin/python -m pip install -qq --disable-pip-version-check --target "$folder" -r requirements-ecosystem.txt \
     -c <(.venv/bin/python -m pip freeze | grep -E '^(torch|numpy)==') </dev/null
   rm -rf "$folder"/torch "$folder"/torch-* "$folder"/numpy "$folder"/numpy-* "$folder"/numpy.libs
