@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ class Beside:
 
     def __init__(self) -> None:
         self.states: dict[Site, RecipeState] = {}
+        self.used: set[Site] = set()  # products that a call has given it
         self.stateless: dict[Site, str] = {}  # products under recipes without state, with the recipe's name
         self.loaded_as = ""  # the tensor's name in a model for which all state has been loaded
 
@@ -64,14 +66,15 @@ def give(product: ops.Linear, tensors: Sequence[torch.Tensor], use: int, recipe:
         told = site.told({id(tensor): _beside(tensor).loaded_as for tensor in tensors}) if beside.loaded_as else ""
         if not length:
             beside.stateless[site] = (json.loads(recipe) or {"name": "none"})["name"]
-            if held is not None and told:
-                raise ValueError(_wrong_recipe(str(told), beside.stateless[site]))
+            if held is not None and told and site not in beside.used:
+                warnings.warn(_wrong_recipe(str(told), beside.stateless[site]), stacklevel=2)  # no error: validation may come first, under another recipe
             return
         if held is None and told:
             raise ValueError(_missing(str(told)))
         if held is not None:
             product._modules[recipe_state.NAME] = held
         beside.states[site] = recipe_state.of(vars(product), product._quantize_slots(), length)
+        beside.used.add(site)
 
 
 def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -106,7 +109,7 @@ def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Ten
         model: as for `recipe_state_dict`.
         state: what was saved. Of a history that is longer than the recipe's the newest rows count.
         strict: whether the state of each product must be there, and each product for which there is one must run under a recipe that keeps it. Of products that
-            were not called yet their first call tells. False: the state of others is left as it is.
+            were not called yet their first call tells, of another recipe by a warning. False: the state of others is left as it is.
 
     Throws:
         ValueError: unknown and missing keys, other shapes, a recipe without state.

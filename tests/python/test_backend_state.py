@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -224,15 +225,30 @@ def test_a_recipe_without_state(x):
         model = blocks(1)
         compiled = tandem.compile(model, recipe=low)
         tandem.load_recipe_state_dict(model, state)
-        with pytest.raises(ValueError, match=WRONG.format(told)):
+        with pytest.warns(UserWarning, match=WRONG.format(told)):
             compiled(x)
+        model = blocks(1)
         tandem.load_recipe_state_dict(model, state, strict=False)
-        compiled(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tandem.compile(model, recipe=low)(x)
         other = blocks(1)
         tandem.compile(other, recipe=low)(x)
         with pytest.raises(ValueError, match=WRONG.format(told)):
             tandem.load_recipe_state_dict(other, state)
         assert tandem.recipe_state_dict(other) == {}
+
+
+@pytest.mark.filterwarnings("error")
+def test_validation_under_another_recipe_is_no_mistake(x):
+    state = saved(x)
+    model = blocks(1)
+    tandem.load_recipe_state_dict(model, state)
+    compiled = tandem.compile(model)
+    for low in (RECIPE, MXFP8BlockScaling(), RECIPE):
+        with torch.no_grad(), tandem.autocast(recipe=low):
+            compiled(x)
+    assert tandem.recipe_state_dict(model).keys() == state.keys()
 
 
 @pytest.mark.parametrize("wrong", [{"scale": torch.ones(3)}, {"amax_history": torch.ones(2)}, {"amax_history": torch.ones(0, 2)}, {"amax_history": torch.ones(4, 1)}, {"scale": 1}])

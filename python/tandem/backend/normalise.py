@@ -362,7 +362,7 @@ def tensors_of_model(node: Node | None, terms: Terms) -> list[Node]:
             ahead += at.all_input_nodes
     held = sorted((each for each in seen if not each.all_input_nodes), key=terms.order.__getitem__)
     parameters = [each for each in held if isinstance(value_of(each), torch.nn.Parameter)]
-    return parameters or [each for each in held if "_dynamo_static_input_type" in each.meta.get("tensor_dict", ())]
+    return parameters or [each for each in held if "_dynamo_static_input_type" in (each.meta.get("tensor_dict") or ())]
 
 
 def users(node: Node, terms: Terms) -> Iterator[Node]:
