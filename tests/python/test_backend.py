@@ -220,6 +220,18 @@ def test_the_model_is_not_changed(x):
         assert parameter.grad is not None
 
 
+def test_what_is_exported_is_the_model(x):
+    """In torch's operations, for any number of rows."""
+    model = Decoder(1)
+    expected = model(x)
+    torch._dynamo.reset()
+    model.compile(backend=backend)
+    model(x)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert "tandem" not in str(program.graph)
+    assert torch.equal(program.module()(x), expected)
+
+
 def test_one_graph_serves_layers_that_look_alike(x):
     """Each layer has a pipeline with its own parameters."""
     model = Decoder(4)
