@@ -39,7 +39,7 @@ def _source(node: Any, terms: Terms) -> Node | None:
         if term is not None and term.kind in ("cast", "flat"):
             node = term.inputs[0]
         else:
-            node = node.args[0] if _cuts_rows(node) else None
+            node = node.args[0] if _cuts_rows(node) or node.target == "contiguous" else None
     return None
 
 
@@ -71,8 +71,9 @@ def _cut_before(head: Node, terms: Terms) -> bool:
     rows.meta = {**x.meta, "example_value": of_rows}
     head.replace_input_with(x, rows)
     head.meta["example_value"] = of_head
-    cut.replace_all_uses_with(head)
-    graph.erase_node(cut)
+    for handed_on in (*[user for user in cut.users if user.target == "contiguous"], cut):
+        handed_on.replace_all_uses_with(head)
+        graph.erase_node(handed_on)
     return True
 
 
