@@ -30,6 +30,8 @@ def sample(op: dict, dtype=None):
     special = {
         "basic_linear": lambda: made(WIDTH, OUT, **given),
         "grouped_linear": lambda: made(GROUPS, WIDTH, OUT, **given),
+        "linear_cross_entropy": lambda: made(WIDTH, OUT, **given),
+        "linear_cross_entropy_with_predictions": lambda: made(WIDTH, OUT, **given),
         "reshape": lambda: made((-1, 4)),
         "constant_scale": lambda: made(2.0),
         "dropout": lambda: made(0.25),
@@ -37,7 +39,7 @@ def sample(op: dict, dtype=None):
     module = special[op["name"]]() if op["name"] in special else made(*[WIDTH] * len(op["sizes"]), **given)
 
     def extras(x):
-        like = {"splits": lambda: torch.tensor([1, 0, len(x) - 1]), "scales": lambda: torch.ones(x.shape[:-1], dtype=x.dtype)}
+        like = {"splits": lambda: torch.tensor([1, 0, len(x) - 1]), "scales": lambda: torch.ones(x.shape[:-1], dtype=x.dtype), "targets": lambda: torch.zeros(x.shape[:-1], dtype=torch.int64)}
         return [like.get(name, lambda: torch.ones_like(x))() for name in op["extra_inputs"]]
 
     return module, extras
@@ -72,7 +74,7 @@ def shapes(op: dict) -> str:
     for name, tensor in zip(op["extra_inputs"], extras(x)):
         inner = {"splits": "num_groups"}.get(name) or ("..." if tensor.dim() < x.dim() else f"..., {_size(op, tensor.shape[-1])}")
         operands.append(f"{name} [{inner}]")
-    outputs = [f"y [..., {_size(op, y.shape[-1])}]"] + [f"{name} like x" for name in op["extra_outputs"]]
+    outputs = [f"y [..., {_size(op, y.shape[-1])}]" if y.dim() else "y []"] + [f"{name} like {'targets' if name == 'predictions' else 'x'}" for name in op["extra_outputs"]]
     broadcasts = " Either is broadcast to the other where the caller passes it, or where no gradient of it is needed." if op["name"] == "add_extra_input" else ""
     return f"{', '.join(operands)} -> {', '.join(outputs)}.{broadcasts}"
 
@@ -141,7 +143,7 @@ def plan(op: dict) -> dict:
     x = _input(torch.float32)
     given = [extra.requires_grad_() if extra.is_floating_point() else extra for extra in extras(x)]
     outputs = box(x, *given)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = [each for each in (outputs if isinstance(outputs, tuple) else (outputs,)) if each.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
     return json.loads(box.explain("json"))["plans"][-1]
 

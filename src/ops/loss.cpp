@@ -99,6 +99,7 @@ OpDef loss_definition(std::string_view name, const char* formula, Names extra_ou
                      {"reduction", &LossOptions::reduction, one_of({"mean", "sum", "none"}),
                       "what becomes of the losses of rows; the mean is over what they weigh"},
                      {"ignore_index", &LossOptions::ignore_index,
+                      between(-2147483648.0, 2147483647.0),
                       "rows with this target have loss 0 and no gradient"},
                      {"label_smoothing", &LossOptions::label_smoothing, between(0, 1),
                       "the share of a target that is spread over all classes"},
