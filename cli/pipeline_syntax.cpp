@@ -62,14 +62,18 @@ std::string upper(std::string_view name) {
   return text;
 }
 
-/// How an option is written: a number by its name in capitals, a flag as a word that turns it from
-/// its default.
+bool is_flag(const OptionDef& option) { return std::holds_alternative<bool>(option.otherwise); }
+
+/// The word that turns a flag from its default.
+std::string flag_word(const OptionDef& option) {
+  return (std::get<bool>(option.otherwise) ? "no_" : "") + std::string(option.name);
+}
+
+/// How an option that is no flag is written: a number by its name in capitals.
 Argument argument_of(const OptionDef& option) {
   const auto bound = [](double value) { return std::clamp(value, -kMostReal, kMostReal); };
   const auto whole = [&](double value) { return static_cast<int64_t>(value); };
   const Check& check = option.check;
-  if (const auto* flag = std::get_if<bool>(&option.otherwise))
-    return {"", Choice{{(*flag ? "no_" : "") + std::string(option.name)}}};
   if (std::holds_alternative<double>(option.otherwise))
     return {upper(option.name), Real{bound(check.least), bound(check.greatest)}};
   if (std::holds_alternative<int64_t>(option.otherwise))
@@ -87,10 +91,13 @@ OptionValue value_of(const OptionDef& option, const std::string& text) {
   return text;
 }
 
-/// An op by its definition: its sizes, then its options in their order, or the sizes of its shape.
+/// An op by its definition: its sizes, then its options in their order, flags last and in any
+/// order, or the sizes of its shape.
 Kind kind_of(const OpDef& def) {
   const Whole extent{1, kMostExtent};
-  const auto options = def.signature.options();
+  const auto given = def.signature.options();
+  std::vector<OptionDef> options(given.begin(), given.end());
+  const auto flags = std::ranges::stable_partition(options, std::not_fn(is_flag));
   Kind kind{std::string(def.name), std::string(def.name), std::string(def.formula), {}, {}, {}};
   for (const SizeDef& size : def.sizes) kind.required.push_back({upper(size.name), extent});
   if (options.size() == 1 && std::holds_alternative<std::vector<int64_t>>(options[0].otherwise)) {
@@ -106,19 +113,27 @@ Kind kind_of(const OpDef& def) {
     };
     return kind;
   }
-  for (const OptionDef& option : options) kind.optional.push_back(argument_of(option));
+  Choice words;
+  for (const OptionDef& flag : flags) words.words.push_back(flag_word(flag));
+  for (const OptionDef& option : options)
+    kind.optional.push_back(is_flag(option) ? Argument{"", words} : argument_of(option));
   for (const Argument& argument : kind.required) kind.usage += ":" + argument.name;
-  for (const Argument& argument : kind.optional) {
-    const auto* choice = std::get_if<Choice>(&argument.bounds);
-    kind.usage += "[:" + (choice ? join(choice->words, "|") : argument.name) + "]";
+  for (size_t i = 0; i < options.size() - flags.size(); ++i) {
+    const auto* choice = std::get_if<Choice>(&kind.optional[i].bounds);
+    kind.usage += "[:" + (choice ? join(choice->words, "|") : kind.optional[i].name) + "]";
   }
+  if (!flags.empty())
+    kind.usage += "[:" + join(words.words, "|") + (flags.size() > 1 ? "...]" : "]");
   kind.make = [&def, options](const OpText& text) {
     std::vector<std::pair<std::string, int64_t>> sizes;
     OptionValues values;
     for (const SizeDef& size : def.sizes) sizes.emplace_back(size.name, text.whole(sizes.size()));
     for (size_t i = sizes.size(); i < text.arguments.size(); ++i) {
-      const OptionDef& option = options[i - sizes.size()];
-      values.emplace_back(option.name, value_of(option, text.arguments[i]));
+      const std::string& word = text.arguments[i];
+      const auto is_meant = [&](const OptionDef& o) { return is_flag(o) && flag_word(o) == word; };
+      const OptionDef& next = options[i - sizes.size()];
+      const OptionDef& option = is_flag(next) ? *std::ranges::find_if(options, is_meant) : next;
+      values.emplace_back(option.name, value_of(option, word));
     }
     return ops::op(text.kind, sizes, values);
   };

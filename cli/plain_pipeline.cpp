@@ -54,13 +54,13 @@ PlainPipeline::PlainPipeline(const Workload& workload) {
 at::Tensor PlainPipeline::apply(const BoundOp& op, const at::Tensor& x) const {
   const std::string& kind = op.text.kind;
   if (kind == "linear") return at::linear(x, op.weight, op.bias);
-  const bool is_centered = op.text.has("zero_centered_gamma");
-  if (kind == "rms_norm")
-    return at::rms_norm(x, op.weight.sizes(), is_centered ? op.weight + 1 : op.weight,
-                        op.text.real(1, 1e-5));
-  if (kind == "layer_norm")
-    return at::layer_norm(x, op.weight.sizes(), is_centered ? op.weight + 1 : op.weight, op.bias,
-                          op.text.real(1, 1e-5));
+  if (kind == "rms_norm" || kind == "layer_norm") {
+    const auto gamma = op.text.has("zero_centered_gamma") ? op.weight + 1 : op.weight;
+    const double eps = op.text.real(1, 1e-5);
+    if (kind == "layer_norm") return at::layer_norm(x, gamma.sizes(), gamma, op.bias, eps);
+    if (op.text.has("rounds_before_weight")) return at::rms_norm(x, gamma.sizes(), {}, eps) * gamma;
+    return at::rms_norm(x, gamma.sizes(), gamma, eps);
+  }
   if (kind == "dropout") return at::dropout(x, op.text.real(0, 0.5), /*train=*/true);
   if (kind == "constant_scale") return x * op.text.real(0, 1);
   if (kind == "reshape") {

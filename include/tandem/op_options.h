@@ -14,6 +14,9 @@ struct NormOptions {
   double eps = 1e-5;
   /// The factor is 1 + weight.
   bool zero_centered_gamma = false;
+  /// Of rms_norm alone: x / sqrt(mean(x^2) + eps) is rounded to the dtype of x before it is
+  /// multiplied with the factor, as models do that write `weight * x_hat.to(x.dtype)`.
+  bool rounds_before_weight = false;
 };
 struct L2NormalizationOptions {
   /// Added inside the square root.

@@ -183,14 +183,19 @@ TANDEM_API Op grouped_linear(int64_t in_features, int64_t out_features,
 ///   head->forward(x, {targets}).backward();
 TANDEM_API Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
                                    const LinearCrossEntropyOptions& options = {});
+/// The same, and as extra output the class of the largest logit of each row, int64.
+TANDEM_API Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
+                                                    const LinearCrossEntropyOptions& options = {});
 
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.
+///
+/// Throws: c10::ValueError where it is to round before its weight, as rms_norm alone may.
 TANDEM_API Op layer_norm(int64_t hidden, const NormOptions& options = {});
 /// The same over the last dimensions, as many as `normalized_shape` has.
 ///
-/// Throws: c10::ValueError unless it has one size at least, and all are positive.
+/// Throws: as above, and c10::ValueError unless it has one size at least, and all are positive.
 TANDEM_API Op rms_norm(const std::vector<int64_t>& normalized_shape,
                        const NormOptions& options = {});
 TANDEM_API Op layer_norm(const std::vector<int64_t>& normalized_shape,

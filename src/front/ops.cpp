@@ -345,9 +345,10 @@ Op grouped_linear(int64_t in_features, int64_t out_features, const GroupedLinear
   return made;
 }
 
-Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
-                        const LinearCrossEntropyOptions& options) {
-  const std::string name = "linear_cross_entropy";
+namespace {
+
+Op loss(const std::string& name, int64_t in_features, int64_t num_classes,
+        const LinearCrossEntropyOptions& options) {
   const OpDef& def = op_def(name);
   Op made{name, {}, {}};
   BasicOp& basic = made.basic_ops.emplace_back(
@@ -362,11 +363,30 @@ Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
   return made;
 }
 
+void check_layer_norm(const NormOptions& options) {
+  TORCH_CHECK_VALUE(!options.rounds_before_weight,
+                    "layer_norm: expected rounds_before_weight to be false, as rms_norm alone has "
+                    "it, got true. Leave it out.");
+}
+
+}  // namespace
+
+Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
+                        const LinearCrossEntropyOptions& options) {
+  return loss("linear_cross_entropy", in_features, num_classes, options);
+}
+
+Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
+                                         const LinearCrossEntropyOptions& options) {
+  return loss("linear_cross_entropy_with_predictions", in_features, num_classes, options);
+}
+
 Op rms_norm(int64_t hidden, const NormOptions& options) {
   return op("rms_norm", {{"hidden", hidden}}, options);
 }
 
 Op layer_norm(int64_t hidden, const NormOptions& options) {
+  check_layer_norm(options);
   return op("layer_norm", {{"hidden", hidden}}, options);
 }
 
@@ -390,6 +410,7 @@ Op rms_norm(const std::vector<int64_t>& normalized_shape, const NormOptions& opt
 }
 
 Op layer_norm(const std::vector<int64_t>& normalized_shape, const NormOptions& options) {
+  check_layer_norm(options);
   return norm_over("layer_norm", normalized_shape, options);
 }
 

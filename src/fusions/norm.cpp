@@ -22,6 +22,7 @@ void norm_quantize(Call& call) {
                            .bias = kBias ? call.maybe(bias) : std::nullopt,
                            .eps = norm.eps,
                            .zero_centered_gamma = norm.zero_centered_gamma,
+                           .rounds_before_weight = norm.rounds_before_weight,
                            .output_mask = {false, call.wants(0)},
                            .codes = codes_of_member(call, 1, kGiven, kCodes)};
   if (kBias) return call.write<Forward>(args, {Forward::y, Forward::mean, Forward::inv_norm});
@@ -59,6 +60,7 @@ void add_norm(Call& call) {
       .bias = kBias ? call.maybe(bias) : std::nullopt,
       .eps = norm.eps,
       .zero_centered_gamma = norm.zero_centered_gamma,
+      .rounds_before_weight = norm.rounds_before_weight,
       .output_mask = {terms.is_wanted, call.wants(y)},
       .codes = quantizes ? codes_of_member(call, 2, kGiven, kCodes) : kernel_ops::AskedCodes()};
   auto results = call.run<Forward>(args, {terms.memory});
@@ -78,6 +80,7 @@ void norm_backward(Call& call) {
   using Backward = kernel_ops::NormBackward;
   constexpr size_t kResidual = kLayerNorm ? bias + 1 : y_given + 1;
   constexpr size_t kCodes = kLayerNorm ? grad_bias + 1 : sums + 1, kMember = kAdd ? 3 : 2;
+  const auto& norm = call.options<ops::NormOptions>(0);
   const Backward::Args args{
       .grad_y = call.in(grad_y),
       .x = call.in(x),
@@ -86,7 +89,8 @@ void norm_backward(Call& call) {
       .mean = kLayerNorm ? call.maybe(mean) : std::nullopt,
       .inv_norm = call.in(inv_norm),
       .grad_residual = kAdd ? call.maybe(kResidual) : std::nullopt,
-      .zero_centered_gamma = call.options<ops::NormOptions>(0).zero_centered_gamma,
+      .zero_centered_gamma = norm.zero_centered_gamma,
+      .rounds_before_weight = norm.rounds_before_weight,
       .sums_dtype = call.wants(sums) ? call.out_type(sums).dtype : call.in(x).scalar_type(),
       .output_mask = {call.wants(grad_x), call.wants(grad_weight), call.wants(y), call.wants(sums),
                       kLayerNorm && call.wants(grad_bias)},

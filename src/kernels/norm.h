@@ -11,23 +11,26 @@ struct NormOptions {
   /// Added inside the square root.
   double eps = 1e-5;
   bool zero_centered_gamma = false;
+  /// Of RMSNorm: x_hat is rounded to the element of x before it is multiplied with gamma.
+  bool rounds_before_weight = false;
   /// Sums in the place of means over the row: L2 normalization.
   bool sums = false;
 };
 
-/// y = x * inv_rms * gamma, inv_rms = 1 / sqrt(mean(x^2) + eps).
+/// y = x_hat * gamma, x_hat = x * inv_rms, inv_rms = 1 / sqrt(mean(x^2) + eps).
 ///
 /// Shapes:  x, y [rows, hidden]; weight [hidden]; inv_rms [rows], float32.
 /// Dtypes:  any Element each; arithmetic in float32.
 /// Error:   at most 8 float32 ULP from float64 for hidden <= 16384 (test NormTarget), then one
-///          rounding to y's element.
+///          rounding to y's element; x_hat so, where it is rounded before gamma.
 /// Bytes:   reads x once from memory (the second read hits L1/L2), writes y once.
 void rms_norm_forward(ConstRows x, ConstVector weight, const NormOptions& options, Rows y,
                       float* inv_rms);
 
 /// grad_x = inv_rms * (g - x_hat * mean(g * x_hat)) + grad_residual, rounded once; g = grad_y *
 /// gamma, x_hat = x * inv_rms; grad_weight = sum over rows of grad_y * x_hat, in float32, rounded
-/// once; y as forward wrote it, to the bit.
+/// once; y as forward wrote it, to the bit. Where forward rounds x_hat before gamma, y and
+/// grad_weight are of the rounded one, and grad_x is as if nothing were rounded.
 ///
 /// Optional: grad_residual, grad_x, grad_weight, y (null data: not read, not computed, not
 ///           written).

@@ -17,17 +17,20 @@ void rms_norm_forward(Call& call) {
   call.write<Forward>({.x = call.in(x),
                        .weight = call.in(weight),
                        .eps = options.eps,
-                       .zero_centered_gamma = options.zero_centered_gamma},
+                       .zero_centered_gamma = options.zero_centered_gamma,
+                       .rounds_before_weight = options.rounds_before_weight},
                       {Forward::y, Forward::inv_norm});
 }
 
 void rms_norm_backward(Call& call) {
   enum Read { grad_y, x, weight, inv_rms };
+  const auto& options = call.options<NormOptions>();
   call.write<Backward>({.grad_y = call.in(grad_y),
                         .x = call.in(x),
                         .weight = call.in(weight),
                         .inv_norm = call.in(inv_rms),
-                        .zero_centered_gamma = call.options<NormOptions>().zero_centered_gamma,
+                        .zero_centered_gamma = options.zero_centered_gamma,
+                        .rounds_before_weight = options.rounds_before_weight,
                         .output_mask = {call.wants(0), call.wants(1), call.wants(2)}});
 }
 
@@ -74,10 +77,10 @@ void l2_norm_backward(Call& call) {
                                           .output_mask = call.output_mask<2>()});
 }
 
-const Signature kNormSignature{
-    NormOptions{},
-    {{"eps", &NormOptions::eps, at_least(0), "added inside the square root"},
-     {"zero_centered_gamma", &NormOptions::zero_centered_gamma, "the factor is 1 + weight"}}};
+const Option<NormOptions> kNormEps{"eps", &NormOptions::eps, at_least(0),
+                                   "added inside the square root"};
+const Option<NormOptions> kNormZeroCentered{
+    "zero_centered_gamma", &NormOptions::zero_centered_gamma, "the factor is 1 + weight"};
 const ParamDef kGamma{"weight", {"hidden"}, ParamDef::Init::ones, "zero_centered_gamma"};
 
 }  // namespace
@@ -85,7 +88,12 @@ const ParamDef kGamma{"weight", {"hidden"}, ParamDef::Init::ones, "zero_centered
 const OpDef kRmsNorm{
     .name = "rms_norm",
     .formula = "y = x / sqrt(mean(x^2) + eps) * weight",
-    .signature = kNormSignature,
+    .signature = {NormOptions{},
+                  {kNormEps,
+                   kNormZeroCentered,
+                   {"rounds_before_weight", &NormOptions::rounds_before_weight,
+                    "the quotient is rounded to the dtype of x before it is multiplied with the "
+                    "factor"}}},
     .sizes = {{"hidden", "size of the last dimension of x"}},
     .params = {kGamma},
     .results = {{"y"}, {"inv_rms", ResultDef::statistic}},
@@ -105,7 +113,7 @@ const OpDef kRmsNorm{
 const OpDef kLayerNorm{
     .name = "layer_norm",
     .formula = "y = (x - mean) / sqrt(variance + eps) * weight + bias",
-    .signature = kNormSignature,
+    .signature = {NormOptions{}, {kNormEps, kNormZeroCentered}},
     .sizes = {{"hidden", "size of the last dimension of x"}},
     .params = {kGamma, {"bias", {"hidden"}}},
     .results = {{"y"}, {"mean", ResultDef::statistic}, {"inv_std", ResultDef::statistic}},

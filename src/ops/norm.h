@@ -6,7 +6,9 @@
 namespace tandem::ops {
 
 /// y = x * inv_rms * gamma with inv_rms = 1 / sqrt(mean(x^2) + eps), over the dimensions of weight,
-/// the last of x; gamma = weight, or 1 + weight where zero_centered_gamma is set.
+/// the last of x; gamma = weight, or 1 + weight where zero_centered_gamma is set. Where
+/// rounds_before_weight is set, x * inv_rms is rounded to the dtype of x; gradients pass that as if
+/// it were not.
 ///
 /// Shapes:  x [..., *hidden], weight [*hidden] -> y like x, inv_rms [rows].
 /// Dtypes:  that of autocast, else of weight; sums are kept in float32 or wider.

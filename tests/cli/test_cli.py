@@ -265,7 +265,8 @@ EVERY_OP = [
     "make_extra_output", "make_extra_output:skip", "rms_norm:32:1e-6", "linear:32:64:nobias", "swiglu", "layer_norm:32",
     "linear:32:64", "geglu", "gelu", "silu", "relu", "identity", "dropout:0.1", "constant_scale:0.5", "reshape:-1:4:8",
     "reshape:-1:32", "linear:32:64", "swiglu:8", "linear:32:128", "situglu:3:20", "clamped_swiglu:5:1.5:0.5:16", "qgelu", "srelu", "sigmoid",
-    "quantize", "add_extra_input:skip", "add_extra_input", "rms_norm:32:1e-5:zero_centered_gamma", "bias:32",
+    "quantize", "add_extra_input:skip", "add_extra_input", "rms_norm:32:1e-5:zero_centered_gamma", "rms_norm:32:1e-5:rounds_before_weight:zero_centered_gamma",
+    "rms_norm:32:1e-5:rounds_before_weight", "bias:32",
 ]  # fmt: skip
 
 
@@ -299,7 +300,7 @@ def test_every_op_can_be_written():
         (["reshape", "--width", "8"], ['got "reshape" without SIZE']),
         (["reshape:1:1:1:1:1:8", "--width", "8"], ["with at most 5 arguments", "got 6"]),
         (["reshape" + 5 * ":2147483648", "--width", "8"], ["this machine's memory", "the result of reshape"]),
-        *(([f"{norm}:8:{eps}"], [f"EPS, argument 2 of {norm}:HIDDEN[:EPS][:zero_centered_gamma], to be a finite number that is at least 0", f'got "{eps}"'])
+        *(([f"{norm}:8:{eps}"], [f"EPS, argument 2 of {norm}:HIDDEN[:EPS][:zero_centered_gamma", "], to be a finite number that is at least 0", f'got "{eps}"'])
           for norm in ("rms_norm", "layer_norm") for eps in ("nan", "inf", "-1e-5", "1e999", "", "x")),
         (["rms_norm:0"], ["HIDDEN,", 'got "0"']),
         (["dropout:1.5", "--width", "8"], ["P, argument 1 of dropout[:P], to be a number from 0 to 1", 'got "1.5"']),
@@ -308,7 +309,8 @@ def test_every_op_can_be_written():
         (["constant_scale:1e999", "--width", "8"], ["FACTOR,", 'got "1e999"']),
         (["quantize:sideways", "--width", "8"], ["one of forward, backward, both", 'got "sideways"']),
         (["make_extra_output:", "--width", "8"], ["CHANNEL,", "a text that is not empty", 'got ""']),
-        (["rms_norm:8:1e-5:centered"], ["argument 3 of rms_norm:HIDDEN[:EPS][:zero_centered_gamma] to be zero_centered_gamma", 'got "centered"']),
+        (["layer_norm:8:1e-5:centered"], ["argument 3 of layer_norm:HIDDEN[:EPS][:zero_centered_gamma] to be zero_centered_gamma", 'got "centered"']),
+        (["rms_norm:8:1e-5:rounds_before_weight:round"], ["argument 4 of rms_norm:HIDDEN[:EPS]", "to be one of zero_centered_gamma, rounds_before_weight", 'got "round"']),
         (["gelu:3"], ["expected gelu without arguments", 'got 1 in "gelu:3"']),
         (["swiglu:-1"], ["GLU_INTERLEAVE_SIZE, argument 1 of swiglu[:GLU_INTERLEAVE_SIZE], to be a whole number from 0", 'got "-1"']),
         (["situglu:inf"], ["BETA1, argument 1 of situglu[:BETA1][:BETA2][:GLU_INTERLEAVE_SIZE], to be a finite number", 'got "inf"']),

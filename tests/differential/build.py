@@ -98,8 +98,9 @@ def _module(op: Case, generator: torch.Generator) -> Any:
         return experts
     if kind in ("rms", "ln"):
         zero_centered = bool(op.get("zc", 0))
+        options = {"rounds_before_weight": True} if op.get("rw", 0) else {}
         norm = (ops.RMSNorm if kind == "rms" else ops.LayerNorm)(
-            op["in"], eps=op.get("eps", 1e-5), dtype=dtype, zero_centered_gamma=zero_centered
+            op["in"], eps=op.get("eps", 1e-5), dtype=dtype, zero_centered_gamma=zero_centered, **options
         )
         _norm_like(norm, zero_centered, generator)
         return norm

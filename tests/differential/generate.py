@@ -123,8 +123,11 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
     elif kind in ("rms", "ln"):
         if r.random() < 0.3:
             op["eps"] = r.choice([1e-3, 1e-6, 0.1])
-        if r.random() < 0.3:
+        share = r.random()  # one draw for two options: a share has both
+        if share < 0.3:
             op["zc"] = 1
+        if kind == "rms" and 0.2 < share < 0.5:
+            op["rw"] = 1
     elif kind == "l2":
         if r.random() < 0.5:
             op["eps"] = r.choice([1e-3, 0.1])

@@ -333,7 +333,8 @@ class Reference:
         if op["k"] == "ln":
             v = self.noisy(v - self.noisy(v.mean(-1, keepdim=True), statistics).value, statistics).value
         inverse = self.noisy(torch.rsqrt((v * v).mean(-1, keepdim=True) + eps), statistics).value
-        y = self.noisy(v * inverse, statistics).value * weight
+        x_hat = self.noisy(v * inverse, statistics)
+        y = (self.noisy(x_hat.value, x.dtype) if op.get("rw", 0) else x_hat).value * weight
         return self.noisy(y if op["k"] == "rms" else y + self.param(module.bias, x.dtype), x.dtype)
 
     def _l2_norm(self, op: Case, x: Valued) -> Valued:

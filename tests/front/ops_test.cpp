@@ -101,6 +101,14 @@ TEST(OpsErrors, NormsHaveAShape) {
                                             "]. Give the sizes of the last dimensions of x."));
 }
 
+TEST(OpsErrors, RmsNormAloneRoundsBeforeItsWeight) {
+  const auto refusal = ThrowsText<c10::ValueError>(
+      "layer_norm: expected rounds_before_weight to be false, as rms_norm alone has it, got true. "
+      "Leave it out.");
+  EXPECT_THAT([] { ops::layer_norm(4, {.rounds_before_weight = true}); }, refusal);
+  EXPECT_THAT([] { ops::layer_norm({2, 4}, {.rounds_before_weight = true}); }, refusal);
+}
+
 TEST(OpsErrors, LinearHasFeatures) {
   EXPECT_THAT([] { ops::linear(0, 4); },
               ThrowsText<c10::ValueError>(

@@ -37,6 +37,7 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
                            .bias = bias_like(weight),
                            .eps = kEps,
                            .zero_centered_gamma = true,
+                           .rounds_before_weight = !is_layer_norm(),
                            .output_mask = {extra.has_value(), true}};
     const auto made = dispatch<NormForward>(args);
     for (const auto& [sum, y, codes] : {std::tuple{true, true, GroupMask{true, true, true}},
@@ -67,6 +68,7 @@ class NormQuantizeOp : public ::testing::TestWithParam<bool> {
                             .inv_norm = forward[NormForward::inv_norm],
                             .grad_residual = residual,
                             .zero_centered_gamma = true,
+                            .rounds_before_weight = !is_layer_norm(),
                             .sums_dtype = of_sums,
                             .output_mask = {true, true, true, false, with_bias}};
     auto made = dispatch<NormBackward>(args);

@@ -16,24 +16,33 @@ using std::array;
 using Optional = std::optional<at::Tensor>;
 constexpr double kEps = 1e-5;
 
+/// With a factor of 1 + weight, which RMSNorm multiplies with what it has rounded before, or plain.
 class NormOp : public ::testing::TestWithParam<bool> {
  protected:
   bool zero_centered() const { return GetParam(); }
+  bool rounds(const Optional& bias) const { return GetParam() && !bias; }
 };
-INSTANTIATE_TEST_SUITE_P(Gamma, NormOp, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "zero_centered" : "plain"; });
+INSTANTIATE_TEST_SUITE_P(Gamma, NormOp, ::testing::Bool(), [](const auto& info) {
+  return info.param ? "zero_centered_and_rounded" : "plain";
+});
 
 /// A norm by the kernel op: of LayerNorm with a bias.
 ResultsOf<NormForward> norm(const at::Tensor& x, const at::Tensor& weight,
-                            const Optional& bias = {}, bool zero_centered = false) {
-  return dispatch<NormForward>(
-      {.x = x, .weight = weight, .bias = bias, .eps = kEps, .zero_centered_gamma = zero_centered});
+                            const Optional& bias = {}, bool zero_centered = false,
+                            bool rounds = false) {
+  return dispatch<NormForward>({.x = x,
+                                .weight = weight,
+                                .bias = bias,
+                                .eps = kEps,
+                                .zero_centered_gamma = zero_centered,
+                                .rounds_before_weight = rounds});
 }
 
 /// Its gradients, as `forward` returned the statistics.
 NormBackward::Args gradient(const at::Tensor& grad_y, const at::Tensor& x, const at::Tensor& weight,
                             const Optional& bias, const Optional& mean, const at::Tensor& inv_norm,
-                            const Optional& residual = {}, bool zero_centered = false) {
+                            const Optional& residual = {}, bool zero_centered = false,
+                            bool rounds = false) {
   return {.grad_y = grad_y,
           .x = x,
           .weight = weight,
@@ -42,6 +51,7 @@ NormBackward::Args gradient(const at::Tensor& grad_y, const at::Tensor& x, const
           .inv_norm = inv_norm,
           .grad_residual = residual,
           .zero_centered_gamma = zero_centered,
+          .rounds_before_weight = rounds,
           .output_mask = {true, true, !mean || bias, false, mean.has_value()}};
 }
 
@@ -55,7 +65,8 @@ TEST_P(NormOp, ForwardMatchesReference) {
                                                     .weight = weight,
                                                     .bias = beta,
                                                     .eps = kEps,
-                                                    .zero_centered_gamma = zero_centered()}));
+                                                    .zero_centered_gamma = zero_centered(),
+                                                    .rounds_before_weight = rounds(beta)}));
     }
   });
 }
@@ -74,8 +85,9 @@ TEST_P(NormOp, ASumBeforeItGivesTheBitsOfBothInTurn) {
                                                     .bias = beta,
                                                     .eps = kEps,
                                                     .zero_centered_gamma = zero_centered(),
+                                                    .rounds_before_weight = rounds(beta),
                                                     .output_mask = {with_sum, true}});
-          const auto of_sum = norm(sum, weight, beta, zero_centered());
+          const auto of_sum = norm(sum, weight, beta, zero_centered(), rounds(beta));
           EXPECT_TRUE(same(fused[NormForward::sum], with_sum ? sum : sum.new_empty({0})));
           for (const size_t i : {NormForward::y, NormForward::mean, NormForward::inv_norm})
             EXPECT_TRUE(same(fused[i], of_sum[i])) << i;
@@ -85,6 +97,7 @@ TEST_P(NormOp, ASumBeforeItGivesTheBitsOfBothInTurn) {
                                                         .bias = beta,
                                                         .eps = kEps,
                                                         .zero_centered_gamma = zero_centered(),
+                                                        .rounds_before_weight = rounds(beta),
                                                         .output_mask = {with_sum, false}});
           EXPECT_EQ(without_y[NormForward::y].numel(), 0);
           EXPECT_TRUE(same(without_y[NormForward::inv_norm], of_sum[NormForward::inv_norm]));
@@ -104,6 +117,7 @@ TEST_P(NormOp, GradientOfTheOpByItself) {
                                             .bias = with_bias ? Optional(t[3]) : Optional(),
                                             .eps = kEps,
                                             .zero_centered_gamma = zero_centered(),
+                                            .rounds_before_weight = zero_centered() && !with_bias,
                                             .output_mask = {with_sum, true}});
             Tensors results;
             for (size_t i = 0; i < 4; ++i)
@@ -128,13 +142,13 @@ TEST_P(NormOp, BackwardMatchesReference) {
                      grad_y = random(x.sizes(), x.scalar_type(), 4),
                      residual = random(x.sizes(), x.scalar_type(), 5);
     for (const Optional& beta : {Optional(), Optional(bias)}) {
-      const auto forward = norm(x, weight, beta, zero_centered());
+      const auto forward = norm(x, weight, beta, zero_centered(), rounds(beta));
       const Optional mean = beta ? Optional(forward[NormForward::mean]) : Optional();
       const at::Tensor& inv_norm = forward[NormForward::inv_norm];
       for (const Optional& extra : {Optional(), Optional(residual)})
         for (size_t only = 0; only <= 5; ++only) {
-          NormBackward::Args args =
-              gradient(grad_y, x, weight, beta, mean, inv_norm, extra, zero_centered());
+          NormBackward::Args args = gradient(grad_y, x, weight, beta, mean, inv_norm, extra,
+                                             zero_centered(), rounds(beta));
           for (size_t i = 0; i < 5; ++i)
             args.output_mask[i] = args.output_mask[i] && (only == 5 || only == i);
           EXPECT_TRUE(matches_reference_at<NormBackward>(magnitude_of(inv_norm, grad_y), args));
@@ -196,6 +210,36 @@ TEST(NormOps, AreTorchs) {
   EXPECT_TRUE(near(norm(x, weight)[NormForward::y], at::rms_norm(x, {40}, weight, kEps)));
   EXPECT_TRUE(
       near(norm(x, weight, bias)[NormForward::y], at::layer_norm(x, {40}, weight, bias, kEps)));
+}
+
+TEST(NormOps, RoundBeforeTheWeightAsACastDoes) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const at::Tensor x = leaf({7, 67}, dtype), weight = leaf({67}, dtype, 2),
+                     grad_y = random({7, 67}, dtype, 3);
+    const auto made = norm(x.detach(), weight.detach(), {}, false, true);
+    const at::Tensor inv_rms = made[NormForward::inv_norm].unsqueeze(1),
+                     x_hat = x.detach().to(at::kFloat) * inv_rms,
+                     y = weight.detach() * x_hat.to(dtype);
+    EXPECT_TRUE(same(made[NormForward::y], y)) << dtype;
+    const auto got = dispatch<NormBackward>(
+        gradient(grad_y, x.detach(), weight.detach(), {}, {}, inv_rms.flatten(), {}, false, true));
+    const at::Tensor wide = (grad_y.to(at::kDouble) * x_hat.to(dtype)).sum(0);
+    EXPECT_TRUE(near(got[NormBackward::grad_weight], wide.to(dtype)));
+    EXPECT_TRUE(same(got[NormBackward::y], y));
+  }
+}
+
+TEST(NormOpErrors, ALayerNormThatIsToRoundBeforeItsWeight) {
+  const at::Tensor x = random({2, 8}), weight = random({8}), rows = random({2});
+  const char* const text =
+      ": expected rounds_before_weight to be false, as RMSNorm alone has it, got true. Round "
+      "behind "
+      "a LayerNorm without weight, or leave it out.";
+  EXPECT_THAT([&] { norm(x, weight, weight, false, true); },
+              ThrowsText<c10::ValueError>("layer_norm", text));
+  EXPECT_THAT(
+      [&] { dispatch<NormBackward>(gradient(x, x, weight, weight, rows, rows, {}, false, true)); },
+      ThrowsText<c10::ValueError>("layer_norm_backward", text));
 }
 
 TEST(NormOpErrors, WeightOfAnotherLength) {

@@ -241,6 +241,46 @@ TEST_P(NormTarget, LongRowsOfEqualValuesKeepTheirPrecision) {
   }
 }
 
+/// `value` as memory of an element gives it back.
+float rounded_to(Element element, float value) {
+  return element == Element::float32 ? value
+                                     : value_of_bits(round_to_bits(value, element), element);
+}
+
+TEST_P(NormTarget, RoundsBeforeTheWeight) {
+  for (const Element x : kElements) {
+    for (const Element y : kElements) {
+      for (const size_t hidden : {1, 7, 16, 33, 67}) {
+        const Case c{GetParam(), false, x, Element::float32, y, 5, hidden, 3};
+        Problem p(c), plain(c);
+        p.options.rounds_before_weight = true;
+        Matrix out(y, c.rows, hidden, c.gap), of_plain(y, c.rows, hidden, c.gap);
+        run_forward(p, false, out);
+        run_forward(plain, false, of_plain);
+        EXPECT_TRUE(same_bits<float>(p.inv_norm, plain.inv_norm));
+        Gradients got(c, Element::float32), as_if(c, Element::float32);
+        run_backward(p, false, true, got);
+        run_backward(plain, false, true, as_if);
+        std::vector<float> expected;
+        std::vector<double> grad_weight(hidden), magnitude(hidden);
+        for (size_t i = 0; i < p.x.size(); ++i) {
+          const float factor = rounded_to(x, p.x.at(i) * p.inv_norm[i / hidden]);
+          expected.push_back(rounded_to(y, factor * p.weight.at(i % hidden)));
+          grad_weight[i % hidden] += static_cast<double>(p.grad_y.at(i)) * factor;
+          magnitude[i % hidden] += std::abs(static_cast<double>(p.grad_y.at(i)) * factor);
+        }
+        EXPECT_TRUE(same_bits<float>(out.values(), expected)) << c;
+        EXPECT_TRUE(same_bits<uint32_t>(got.y.bits(), out.bits())) << c;
+        EXPECT_TRUE(same_bits<uint32_t>(got.grad_x.bits(), as_if.grad_x.bits())) << c;
+        EXPECT_TRUE(
+            within_ulps(got.grad_weight.values(), grad_weight, 8, Element::float32, magnitude))
+            << c;
+        EXPECT_TRUE(out.gaps_untouched() && got.y.gaps_untouched());
+      }
+    }
+  }
+}
+
 TEST_P(NormTarget, L2NormAgreesWithFloat64AndGivesTheSameY) {
   constexpr double kEps = 1e-6;
   for (const Element element : kElements) {

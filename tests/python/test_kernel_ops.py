@@ -71,8 +71,8 @@ def cases(layout="contiguous", dtype=torch.float32):
             x, matrices[0], torch.randint(5, x.shape[:-1]), biases[0], biases[1].abs(), rows.reshape(x.shape[:-1]), "mean", 2, 0.1, 1.5, 0.01, [True] * 6,
         ],
         "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
-        "norm_backward": [y, x, weight, bias, rows, rows, y, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
-        "norm_forward": [x, y, weight, bias, 1e-5, False, [True, True], "mxfp8_e4m3", None, rows_and_amax],
+        "norm_backward": [y, x, weight, bias, rows, rows, y, False, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
+        "norm_forward": [x, y, weight, bias, 1e-5, False, False, [True, True], "mxfp8_e4m3", None, rows_and_amax],
         "pipeline": [x, [], [weight], [], [], [], description],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
         "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True, 1],
@@ -96,8 +96,8 @@ def without_codes(name, arguments):
         "activation_backward": [y, wide, "silu", True, [True] * 3],
         "activation_forward": [wide, None, "gelu", True, [False, True]],
         "dropout_backward": arguments["dropout_backward"][:5],
-        "norm_backward": [y, x, weight, None, None, rows, None, False, torch.float32, [True, True, True, False, False]],
-        "norm_forward": [x, None, weight, None, 1e-5, True, [False, True]],
+        "norm_backward": [y, x, weight, None, None, rows, None, False, True, torch.float32, [True, True, True, False, False]],
+        "norm_forward": [x, None, weight, None, 1e-5, True, True, [False, True]],
         "sum_rows": arguments["sum_rows"][:2],
     }
     return plain.get(name)

@@ -213,6 +213,7 @@ BAD_OPTIONS = [
     (lambda: ops.Quantize(), "quantize_backward", None, "Quantize: expected quantize_backward to be True or False, got None. Pass a bool."),
     (lambda: ops.Quantize(), "quantize_forward", torch.ones(2), "expected quantize_forward to be True or False, got tensor([1., 1.])"),
     (lambda: ops.RMSNorm(2), "zero_centered_gamma", 2, "RMSNorm: expected zero_centered_gamma to be True or False, got 2. Pass a bool."),
+    (lambda: ops.RMSNorm(2), "rounds_before_weight", 2, "RMSNorm: expected rounds_before_weight to be True or False, got 2. Pass a bool."),
     (lambda: ops.LayerNorm(2), "eps", -1, "LayerNorm: expected eps to be a finite number >= 0, got -1.0. eps: added inside the square root."),
     (lambda: ops.Dropout(0.0), "p", 2, "Dropout: expected p to be a number from 0 to 1, got 2.0. p: the share that becomes zero."),
     (lambda: ops.Reshape((2,)), "shape", 8, "Reshape: expected shape to be whole numbers, got 8. Pass a tuple of ints."),
@@ -389,6 +390,7 @@ def test_a_meta_module_works_after_to_empty_and_reset_parameters():
 def test_repr_names_the_options():
     assert repr(ops.Linear(4, 2, bias=False)) == "Linear(in_features=4, out_features=2, bias=False)"
     assert repr(ops.RMSNorm(4)) == "RMSNorm(4, eps=1e-05, zero_centered_gamma=False)"
+    assert repr(ops.RMSNorm(4, rounds_before_weight=True)).endswith("zero_centered_gamma=False, rounds_before_weight=True)")
     for op in (ops.Dropout(0.5), ops.ConstantScale(2), ops.Reshape((2, -1)), ops.Quantize(), ops.AddExtraInput(), ops.Bias(3)):
         assert "=" in repr(op)
     assert "in_place=False" in repr(ops.MakeExtraOutput()) and "out_features=2" in repr(ops.BasicLinear(1, 2))

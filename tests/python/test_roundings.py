@@ -1,5 +1,7 @@
 """A fused step rounds once, to the dtype of what it writes."""
 
+import copy
+
 import pytest
 import torch
 
@@ -70,8 +72,69 @@ def test_a_step_that_adds_more_rounds_as_float32_does_in_the_end(dtype):
         "add_bias": lambda to: torch.ops.tandem.add_bias(to(x), to(bias), 1.5, to(extra)),
         "dropout": lambda to: torch.ops.tandem.dropout(to(x), to(bias), seed, 0.25, to(extra)),
         "norm_backward": lambda to: torch.ops.tandem.norm_backward(
-            to(x), to(extra), to(weight), None, None, inv_norm, to(bias.expand_as(x)), False, torch.float32, mask
+            to(x), to(extra), to(weight), None, None, inv_norm, to(bias.expand_as(x)), False, False, torch.float32, mask
         )[0],
     }
     for name, call in calls.items():
         assert torch.equal(call(lambda t: t), call(lambda t: t.float()).to(dtype)), name
+
+
+def cast_before_the_weight(x, weight, eps=1e-5):
+    """As models write it; `factor` is what the weight meets."""
+    wide = x.float()
+    factor = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weight * factor, factor
+
+
+@DTYPES
+@pytest.mark.parametrize("mode", ["eager", "compiled", "decomposed", "pipeline"])
+def test_a_norm_that_rounds_before_its_weight(dtype, mode):
+    """Its bits are those of a cast there; gradients are of the float64 norm, that of the weight of what was rounded."""
+    x, grad = draw(ROWS, COLS, dtype=dtype), draw(ROWS, COLS, dtype=dtype)
+    norm = ops.RMSNorm(COLS, dtype=dtype, rounds_before_weight=True)
+    with torch.no_grad():
+        norm.weight.copy_(1 + draw(COLS, dtype=dtype) / 8)
+    y, factor = cast_before_the_weight(x, norm.weight.detach())
+    assert share_of_others(copy_without_rounding(norm)(x), y) > 0.1
+    if mode == "decomposed":
+        program = torch.export.export(ops.Sequential(norm), (x,)).run_decompositions(tandem.decompositions())
+        assert share_of_others(program.module()(x), y) < 0.01
+        return
+    run = {"eager": norm, "compiled": torch.compile(norm, backend="aot_eager", fullgraph=True), "pipeline": ops.Sequential(norm, ops.Identity())}[mode]
+    own = x.clone().requires_grad_()
+    got = run(own)
+    assert share_of_others(got, y) < 0.01
+    got.backward(grad)
+    wide, weight = x.double().requires_grad_(), norm.weight.double().detach().requires_grad_()
+    (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight).backward(grad.double())
+    half_unit = torch.finfo(dtype).eps / 2
+    assert ((own.grad - wide.grad).abs() <= half_unit * wide.grad.abs() + 2.0**-18).all()
+    of_weight = (grad.double() * factor).sum(0)
+    assert ((norm.weight.grad - of_weight).abs() <= half_unit * of_weight.abs() + 2.0**-18).all()
+
+
+def share_of_others(got, y):
+    """Two sums of squares in float32 may differ in their last bit, and round a number halfway between two the other way."""
+    assert got.dtype == y.dtype
+    return (got != y).float().mean().item()
+
+
+def copy_without_rounding(norm):
+    plain = copy.deepcopy(norm)
+    plain.rounds_before_weight = False
+    return plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_in_float32_nothing_rounds_before_the_weight(dtype):
+    x, norm = draw(ROWS, COLS, dtype=dtype), ops.RMSNorm(COLS, dtype=dtype, rounds_before_weight=True)
+    with torch.no_grad():
+        norm.weight.copy_(draw(COLS, dtype=dtype))
+    plain = copy_without_rounding(norm)
+    results = []
+    for each in (norm, plain):
+        own = x.clone().requires_grad_()
+        y = each(own)
+        y.square().sum().backward()
+        results.append((y, own.grad, each.weight.grad))
+    assert all(map(torch.equal, *results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,7 @@ class _Norm(DeferredMixin, BasicOperation):
 
     weight: torch.nn.Parameter
 
-    _option_names = ("eps", "zero_centered_gamma")
+    _option_names: ClassVar[tuple[str, ...]] = ("eps", "zero_centered_gamma")
 
     def __init__(
         self,
@@ -66,6 +67,31 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):  # type: ignore[misc]
 
     _kind = "rms_norm"
     _parameter_names = ("weight",)
+    _option_names = (*_Norm._option_names, "rounds_before_weight")
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+        rounds_before_weight: bool = False,
+    ) -> None:
+        """Makes a norm that does not scale.
+
+        Args:
+            normalized_shape, eps, device, dtype, zero_centered_gamma, sm_margin: as of `LayerNorm`.
+            rounds_before_weight: whether x / sqrt(...) is rounded to the dtype in which the norm computes before it is multiplied by the factor, as in
+                models that write `weight * x_hat.to(x.dtype)`, and again after. Gradients pass that rounding as they pass a cast.
+        """
+        super().__init__(normalized_shape, eps=eps, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma, sm_margin=sm_margin)
+        self.rounds_before_weight = rounds_before_weight
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", rounds_before_weight=True" if self.rounds_before_weight else "")
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):  # type: ignore[misc]

@@ -28,7 +28,8 @@ void NormForward::cpu(const Args& args, std::span<Tensor> results) {
   const RowsIn of_x(args.x, dims), of_extra(args.extra, dims);
   const VectorIn gamma(args.weight), beta(args.bias);
   const kernels::ConstRows from = of_x, added = of_extra;
-  const kernels::cpu::NormOptions options{args.eps, args.zero_centered_gamma};
+  const kernels::cpu::NormOptions options{args.eps, args.zero_centered_gamma,
+                                          args.rounds_before_weight};
   const kernels::Element sum_element = element_of(sum_dtype(args.x, args.extra));
   const kernels::Rows sums = rows_out(results[sum], dims);
   float *const means = statistic_out(results[mean]), *const inv_norms =
@@ -67,7 +68,7 @@ void NormBackward::cpu(const Args& args, std::span<Tensor> results) {
   const VectorIn gamma(args.weight), beta(args.bias);
   const Tensor means = args.mean ? args.mean->contiguous() : Tensor(),
                inv_norms = args.inv_norm.contiguous();
-  const kernels::cpu::NormOptions options{0, args.zero_centered_gamma};
+  const kernels::cpu::NormOptions options{0, args.zero_centered_gamma, args.rounds_before_weight};
   const kernels::Vector of_weight = vector_out(results[grad_weight]),
                         of_columns = vector_out(results[sums]),
                         of_bias = vector_out(results[grad_bias]);

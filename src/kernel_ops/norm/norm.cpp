@@ -25,6 +25,10 @@ at::ScalarType wider(const Tensor& x, const Tensor& weight) {
 Tensor gamma_of(const Tensor& weight, bool zero_centered_gamma, at::ScalarType dtype) {
   return zero_centered_gamma ? weight.to(dtype) + 1 : weight.to(dtype);
 }
+/// x_hat as the weight meets it, in its dtype.
+Tensor rounded(const Tensor& x_hat, bool rounds_before_weight, at::ScalarType to) {
+  return rounds_before_weight ? x_hat.to(to).to(x_hat.scalar_type()) : x_hat;
+}
 /// The last dimensions, as many as weight has: those of a row.
 c10::DimVector row_dims(const Tensor& weight) {
   c10::DimVector dims;
@@ -58,6 +62,13 @@ void check_row_shape(std::string_view op, const Tensor& x, const Tensor& paramet
       ", got ", parameter.sym_sizes(), ". Build the op with their sizes or reshape x.");
 }
 
+/// LayerNorm adds a bias behind the product, and no model rounds before it.
+void check_rounding(std::string_view op, bool is_layer_norm, bool rounds_before_weight) {
+  TORCH_CHECK_VALUE(!is_layer_norm || !rounds_before_weight, op,
+                    ": expected rounds_before_weight to be false, as RMSNorm alone has it, got ",
+                    "true. Round behind a LayerNorm without weight, or leave it out.");
+}
+
 /// The bias of a norm has the shape of its weight.
 void check_bias(std::string_view op, const Tensor& x, const Tensor& weight,
                 const std::optional<Tensor>& bias) {
@@ -69,11 +80,13 @@ void check_bias(std::string_view op, const Tensor& x, const Tensor& weight,
 }  // namespace
 
 Specs<4> NormForward::shapes(const Args& args) {
-  const auto& [x, extra, weight, bias, eps, zero_centered_gamma, output_mask, codes] = args;
+  const auto& [x, extra, weight, bias, eps, zero_centered_gamma, rounds_before_weight, output_mask,
+               codes] = args;
   const std::string_view op = extra ? "add_norm" : bias ? "layer_norm" : "rms_norm";
   if (extra) check_same_shape("add_extra_input", *extra, "the extra input", x, "x");
   check_row_shape(op, x, weight, "weight");
   check_bias(op, x, weight, bias);
+  check_rounding(op, bias.has_value(), rounds_before_weight);
   const at::ScalarType of_sum = sum_dtype(x, extra),
                        statistic = of_sum == at::kDouble ? at::kDouble : wider(x, weight);
   const c10::SymInt rows = rows_of(x, weight.dim());
@@ -82,15 +95,17 @@ Specs<4> NormForward::shapes(const Args& args) {
 }
 
 Results<4> NormForward::reference(const Args& args) {
-  const auto& [x, extra, weight, bias, eps, zero_centered_gamma, output_mask, codes] = args;
+  const auto& [x, extra, weight, bias, eps, zero_centered_gamma, rounds_before_weight, output_mask,
+               codes] = args;
   const Tensor all = extra ? x + *extra : x;
   const auto dtype = wider(all, weight);
   const Tensor source = all.to(dtype), gamma = gamma_of(weight, zero_centered_gamma, dtype);
   const Tensor kept = extra && output_mask[sum] ? all : masked_out(all);
   if (!bias) {
     const Tensor inv_rms = at::rsqrt(row_means(source * source, weight) + eps);
-    return {kept, (source * inv_rms * gamma).to(weight.scalar_type()),
-            masked_out(all, statistics(dtype)), inv_rms.flatten()};
+    const Tensor x_hat = rounded(source * inv_rms, rounds_before_weight, all.scalar_type());
+    return {kept, (x_hat * gamma).to(weight.scalar_type()), masked_out(all, statistics(dtype)),
+            inv_rms.flatten()};
   }
   const Tensor means = row_means(source, weight), centered = source - means;
   const Tensor variance = row_means(centered * centered, weight);
@@ -106,6 +121,7 @@ Specs<5> NormBackward::shapes(const Args& args) {
   check_same_shape(op, args.grad_y, "grad_y", x, "x");
   check_row_shape(op, x, weight, "weight");
   check_bias(op, x, weight, args.bias);
+  check_rounding(op, args.mean.has_value(), args.rounds_before_weight);
   if (args.mean) check_statistic(op, x, *args.mean, "mean", weight.dim());
   check_statistic(op, x, args.inv_norm, args.mean ? "inv_std" : "inv_rms", weight.dim());
   if (args.grad_residual) check_same_shape(op, *args.grad_residual, "grad_residual", x, "x");
@@ -131,7 +147,8 @@ Results<5> NormBackward::reference(const Args& args) {
                gamma = gamma_of(weight, args.zero_centered_gamma, dtype);
   const Tensor centered =
       args.mean ? x.to(dtype) - along_rows(args.mean->to(dtype), x, weight.dim()) : x.to(dtype);
-  const Tensor x_hat = centered * inv;
+  const Tensor x_hat = centered * inv,
+               factor = rounded(x_hat, args.rounds_before_weight, x.scalar_type());
   Results<5> results{masked_out(x), masked_out(weight), masked_out(weight),
                      masked_out(x, args.sums_dtype), masked_out(weight)};
   if (mask[grad_x] || mask[sums]) {
@@ -145,10 +162,10 @@ Results<5> NormBackward::reference(const Args& args) {
                           .sum(0, /*keepdim=*/false, wide(x.scalar_type()))
                           .to(args.sums_dtype);
   }
-  if (mask[grad_weight]) results[grad_weight] = column_sums(grad * x_hat, weight);
+  if (mask[grad_weight]) results[grad_weight] = column_sums(grad * factor, weight);
   if (mask[grad_bias]) results[grad_bias] = column_sums(grad, weight);
   if (mask[y]) {
-    const Tensor scaled = x_hat * gamma;
+    const Tensor scaled = factor * gamma;
     results[y] = (args.mean ? scaled + args.bias->to(dtype) : scaled).to(weight.scalar_type());
   }
   return results;

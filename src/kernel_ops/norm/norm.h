@@ -11,13 +11,15 @@ namespace tandem::kernel_ops {
 ///   y = (sum - mean) * inv_norm * gamma + bias, inv_norm = 1 / sqrt(variance(sum) + eps)
 /// where there is a bias (LayerNorm), else
 ///   y = sum * inv_norm * gamma, inv_norm = 1 / sqrt(mean(sum^2) + eps)
-/// (RMSNorm); gamma = weight or 1 + weight.
+/// (RMSNorm); gamma = weight or 1 + weight. Where `rounds_before_weight`, sum * inv_norm is rounded
+/// to the dtype of sum.
 ///
 /// Shapes:  x, extra [..., *hidden], weight, bias [*hidden] -> sum, y like x; mean (of LayerNorm),
 ///          inv_norm [rows].
 /// Dtypes:  sum as x + extra promotes; it is written only where there is an extra.
 /// Error:   at most 8 float32 ULP from float64 (test NormOp), then one rounding to y's dtype.
-/// Throws:  c10::ValueError where weight or bias is not [*hidden], or extra not like x.
+/// Throws:  c10::ValueError where weight or bias is not [*hidden], or extra not like x, or a
+///          LayerNorm is to round before its weight.
 struct NormForward {
   static constexpr const char* kName = "norm_forward";
   enum Result : size_t { sum, y, mean, inv_norm };
@@ -29,9 +31,11 @@ struct NormForward {
     std::optional<Tensor> bias = {};
     double eps;
     bool zero_centered_gamma;
+    bool rounds_before_weight = false;
     std::array<bool, 2> output_mask{false, true};
     CodesOf<y> codes = {};
-    TANDEM_ARGUMENTS(x, extra, weight, bias, eps, zero_centered_gamma, output_mask, codes)
+    TANDEM_ARGUMENTS(x, extra, weight, bias, eps, zero_centered_gamma, rounds_before_weight,
+                     output_mask, codes)
   };
   static Specs<4> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
@@ -41,6 +45,8 @@ struct NormForward {
 /// The gradient of NormForward without its sum: grad_x plus the gradient of the residual stream,
 /// rounded once; y as forward wrote it, its `bias` read for nothing else; sums = the sums over
 /// rows of grad_x. LayerNorm's where there is a mean, else RMSNorm's, which has no grad_bias.
+/// Rounding before the weight has the gradient 1: grad_x is as if forward had not rounded, and
+/// grad_weight = sum over rows of grad_y times what the weight was multiplied with.
 ///
 /// Shapes:  sums [last dimension of x].
 /// Dtypes:  sums of `sums_dtype`.
@@ -57,12 +63,13 @@ struct NormBackward {
     const Tensor& inv_norm;
     std::optional<Tensor> grad_residual = {};
     bool zero_centered_gamma;
+    bool rounds_before_weight = false;
     at::ScalarType sums_dtype = at::kFloat;
     std::array<bool, 5> output_mask;
     CodesOf<grad_x> codes = {};
     CodesOf<y> y_codes = {};
     TANDEM_ARGUMENTS(grad_y, x, weight, bias, mean, inv_norm, grad_residual, zero_centered_gamma,
-                     sums_dtype, output_mask, codes, y_codes)
+                     rounds_before_weight, sums_dtype, output_mask, codes, y_codes)
   };
   static Specs<5> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);

@@ -286,15 +286,29 @@ HWY_INLINE FloatVector normalized(FloatVector x, FloatVector mean, FloatVector i
   return hn::Mul(x, inv_norm);
 }
 
+/// Calls `body` with the element that x_hat of a row of `x` is rounded to before it meets gamma:
+/// Float32 where it is not. `E` is what rows are read as.
+template <bool kCentered, typename E, typename Body>
+HWY_INLINE decltype(auto) with_rounding(E, Element x, const NormOptions& options, Body&& body) {
+  if constexpr (!kCentered) {
+    if (options.rounds_before_weight) {
+      if constexpr (E::kElement == Element::float32) return with_element(x, body);
+      return body(E{});
+    }
+  }
+  return body(Float32{});
+}
+
 /// y = x_hat * gamma (+ bias). Forward and backward call this one function, hence equal bits.
-template <bool kCentered, typename E>
-HWY_NOINLINE void normalize_row(E element, const typename E::Stored* HWY_RESTRICT x,
+template <bool kCentered, typename R, typename E>
+HWY_NOINLINE void normalize_row(R rounding, E element, const typename E::Stored* HWY_RESTRICT x,
                                 NormParameters parameters, RowStatistics statistics, size_t hidden,
                                 typename E::Stored* HWY_RESTRICT y) {
   const FloatTag d;
   const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
   write_row(element, hidden, y, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-    const auto x_hat = normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+    const auto x_hat = round_to(
+        rounding, d, normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm));
     const auto gamma = load_part(Float32{}, d, parameters.gamma + i, part);
     if constexpr (kCentered) {
       return hn::MulAdd(x_hat, gamma, load_part(Float32{}, d, parameters.bias + i, part));

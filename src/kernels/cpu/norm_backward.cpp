@@ -17,10 +17,11 @@ struct RowMeans {
   float g, g_x_hat;
 };
 
-/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat and, for
-/// LayerNorm, bias_sums += grad_y.
-template <bool kCentered, bool kColumnSums, typename E>
-HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RESTRICT grad_y,
+/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat, this x_hat
+/// rounded as in forward, and, for LayerNorm, bias_sums += grad_y.
+template <bool kCentered, bool kColumnSums, typename R, typename E>
+HWY_NOINLINE RowMeans sum_gradients(R rounding, E element,
+                                    const typename E::Stored* HWY_RESTRICT grad_y,
                                     const typename E::Stored* HWY_RESTRICT x,
                                     const float* HWY_RESTRICT gamma, RowStatistics statistics,
                                     size_t hidden, double divisor, float* HWY_RESTRICT weight_sums,
@@ -39,7 +40,9 @@ HWY_NOINLINE RowMeans sum_gradients(E element, const typename E::Stored* HWY_RES
         sums[0] = hn::MulAdd(product, gamma_i, sums[0]);
         if constexpr (kCentered) sums[1] = hn::MulAdd(grad_y_i, gamma_i, sums[1]);
         if constexpr (kColumnSums) {
-          store_part(Float32{}, d, hn::Add(load_part(Float32{}, d, weight_sums + i, part), product),
+          const auto of_weight = hn::Mul(grad_y_i, round_to(rounding, d, x_hat));
+          store_part(Float32{}, d,
+                     hn::Add(load_part(Float32{}, d, weight_sums + i, part), of_weight),
                      weight_sums + i, part);
           if constexpr (kCentered) {
             store_part(Float32{}, d,
@@ -92,11 +95,13 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
   const double divisor = divisor_of(a.options, hidden);
   RowMeans means{};
   if (weight_sums != nullptr) {
-    means = sum_gradients<kCentered, true>(element, grad_y, x, gamma, statistics, hidden, divisor,
-                                           weight_sums, bias_sums);
+    means = with_rounding<kCentered>(element, a.x.element, a.options, [&](auto rounding) HWY_ATTR {
+      return sum_gradients<kCentered, true>(rounding, element, grad_y, x, gamma, statistics, hidden,
+                                            divisor, weight_sums, bias_sums);
+    });
   } else if (a.grad_x) {
-    means = sum_gradients<kCentered, false>(element, grad_y, x, gamma, statistics, hidden, divisor,
-                                            weight_sums, bias_sums);
+    means = sum_gradients<kCentered, false>(Float32{}, element, grad_y, x, gamma, statistics,
+                                            hidden, divisor, weight_sums, bias_sums);
   }
   float* result_buffer = buffers + 3 * stride;
   if (a.grad_x) {
@@ -113,7 +118,9 @@ HWY_INLINE void backward_row(E element, const NormBackward& a, NormParameters pa
   }
   if (a.y) {
     auto* y = row_to_write(element, a.y, r, result_buffer);
-    normalize_row<kCentered>(element, x, parameters, statistics, hidden, y);
+    with_rounding<kCentered>(element, a.x.element, a.options, [&](auto rounding) HWY_ATTR {
+      normalize_row<kCentered>(rounding, element, x, parameters, statistics, hidden, y);
+    });
     finish_row(element, a.y, r, result_buffer);
   }
 }

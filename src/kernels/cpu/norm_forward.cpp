@@ -91,7 +91,9 @@ HWY_INLINE void norm_forward(size_t rows, size_t hidden, Element x_element, cons
         const auto* x_row = row_to_read(element, x, r, x_buffer);
         auto* y_row = row_to_write(element, y, r, y_buffer);
         row_of.fetch(r + 1);
-        normalize_row<kCentered>(element, x_row, parameters, statistics, hidden, y_row);
+        with_rounding<kCentered>(element, x_element, options, [&](auto rounding) HWY_ATTR {
+          normalize_row<kCentered>(rounding, element, x_row, parameters, statistics, hidden, y_row);
+        });
         finish_row(element, y, r, y_buffer);
         if constexpr (kCentered) mean[r] = statistics.mean;
         inv_norm[r] = statistics.inv_norm;
