@@ -106,10 +106,10 @@ class Wide(Pattern):
 
 
 class Rounded(Pattern):
-    """A value, or the same in a narrower dtype; `where` says what is rounded there."""
+    """A value, or the same in a narrower dtype; `where` says what is rounded there, or `name` is the name of the dtype."""
 
-    def __init__(self, pattern: Pattern, where: str | None = None) -> None:
-        self.pattern, self.where = pattern, where
+    def __init__(self, pattern: Pattern, where: str | None = None, name: str | None = None) -> None:
+        self.pattern, self.where, self.name = pattern, where, name
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
         term = terms.of(node)
@@ -117,7 +117,8 @@ class Rounded(Pattern):
             yield from self.pattern.match(node, terms, bound)
             return
         roundings = (*bound["roundings"], self.where) if self.where else bound["roundings"]
-        yield from self.pattern.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], terms.same(node)), "roundings": roundings})
+        named = {self.name: value_of(node).dtype} if self.name else {}
+        yield from self.pattern.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], terms.same(node)), "roundings": roundings, **named})
 
 
 class Either(Pattern):

@@ -1,7 +1,7 @@
 """The table: what a model may have written, and the ops of `tandem.ops` that compute it.
 
 A row is a formula over terms and what it becomes. It is used where the pipeline computes what the graph computes up to the rounding of the dtype: a step of
-a pipeline rounds once, so a row whose formula rounds in between, where the author wrote a cast, is refused and says so.
+a pipeline rounds once, so a row whose formula rounds in between, where the author wrote a cast, is refused and says so, unless the op rounds there too.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple
         if eps < 0:
             return "its eps is negative"
         given = {"normalized_shape": size, "eps": eps, "dtype": value.dtype, **options}
+        if "rounded" in bound:
+            if bound["rounded"] != value.dtype:
+                return f"it is rounded to {bound['rounded']} before its weight, and its x is {value.dtype}"
+            given["rounds_before_weight"] = True
         return (Op(make, given, (("weight", Weight(weight)), *([("bias", Weight(bias))] if has_bias else []))),)
 
     return build
@@ -212,7 +216,7 @@ ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
     *(Row(f"{each.name} gate of halves", each.of(_Piece("first")) * _Piece("second"), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
     Row("rms_norm", call("rms_norm", x, Optional(Var("weight", 1))), _norm(ops.RMSNorm, False)),
     Row("rms_norm written out, 1 + weight", Rounded(Rounded(_of_unit_size, "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
-    Row("rms_norm written out", Rounded(Rounded(_of_unit_size, "the norm and its weight") * _weight), _norm(ops.RMSNorm, False)),
+    Row("rms_norm written out", Rounded(Rounded(_of_unit_size, name="rounded") * _weight), _norm(ops.RMSNorm, False)),
     Row("rms_norm written out, no weight", Rounded(_of_unit_size), _norm(ops.RMSNorm, False)),
     Row("layer_norm", call("layer_norm", x, Optional(Var("weight", 1)), Optional(Var("bias", 1))), _norm(ops.LayerNorm, True)),
     Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
