@@ -70,6 +70,16 @@ def test_recipes_run(name, low):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "layers"), [("Mixtral", 2), ("Qwen 3 MoE", 2), ("DeepSeek V3", 1)])
+def test_experts(name, layers, dtype):
+    """Those of each layer are one pipeline, by what transformers chooses where nothing is said. transformers calls another product in each dtype."""
+    model, inputs = made(name)
+    own = tandem.compile(model.to(dtype), verify=True, require=1.0)
+    step(own, inputs)
+    assert tandem.explain(own).count(": GroupedLinear, SwiGLU, GroupedLinear\n") == layers
+
+
 def test_generation_with_a_cache():
     model, inputs = made("Llama")
     own = copy.deepcopy(model)
@@ -126,6 +136,27 @@ def test_lora():
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
     own = tandem.compile(own.merge_and_unload())
     torch.testing.assert_close(own(**inputs).loss, model(**inputs).loss)
+
+
+def test_lora_of_experts():
+    """Adapters of stacked weights, which peft computes outside of what Dynamo traces."""
+    import peft
+
+    model, inputs = made("Mixtral")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], lora_dropout=0.0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    own = copy.deepcopy(model)
+    own.compile(backend="tandem", options={"verify": True})
+    before = {*report._graphs}
+    torch.testing.assert_close(step(own, inputs), step(model, inputs))
+    assert any("GroupedLinear" in piece.ops for graph in {*report._graphs} - before for piece in graph._tandem_report.pieces)
+    for (name, p), q in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_trainer(tmp_path):

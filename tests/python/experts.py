@@ -57,3 +57,34 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def made(groups: int = 4, in_features: int = 6, out_features: int = 5, **arguments: Any) -> ops.GroupedLinear:
     return drawn(ops.GroupedLinear(groups, in_features, out_features, **arguments))
+
+
+def _of_groups(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    ends = offs.tolist()
+    with torch.autocast("cpu", enabled=False):  # which such operators do not know
+        return product(x, [end - begin for begin, end in zip([0, *ends], ends, strict=False)], {"weight": weight.mT})
+
+
+# The operator of transformers where Dynamo traces other dtypes than bfloat16, the only one that torch's own product of groups takes there.
+_operator = torch.library.custom_op("transformers::grouped_mm_fallback", _of_groups, mutates_args=())
+_operator.register_fake(lambda x, weight, offs: x.new_empty(len(x), weight.shape[2]))
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    *operands, ctx.offs = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    operands = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+    with torch.enable_grad():
+        y = _of_groups(*operands, ctx.offs)
+    return *torch.autograd.grad(y, operands, grad), None
+
+
+_operator.register_autograd(_gradients, setup_context=_keep)
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """x_g weight_g for the rows x_g of each group, which ends at `offs`: a call of that operator."""
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, offs=offs)

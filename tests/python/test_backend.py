@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from experts import grouped_product
 from torch import nn
 from torch.testing import assert_close
 
@@ -112,6 +113,7 @@ CASES = [
     ("product", Calls(lambda m, x: x @ m.weight.T, weight=scale(8, HIDDEN)), ["Linear"]),
     ("product", Calls(lambda m, x: x @ m.weight, weight=scale(HIDDEN, 8)), ["Linear"]),
     ("product", Calls(lambda m, x: torch.addmm(m.bias, x.view(-1, HIDDEN), m.weight).view(*x.shape[:-1], 8), weight=scale(HIDDEN, 8), bias=scale(8)), ["Linear"]),
+    ("grouped product", Calls(lambda m, x: grouped_product(x.flatten(0, 1), m.weight, torch.tensor([2, 6], dtype=torch.int32)), weight=scale(2, HIDDEN, 8)), ["GroupedLinear"]),
     ("products of one x", Calls(lambda m, x: m.q(x) * 2 + m.k(x).exp() + m.v(x)[..., :1], q=linear(), k=linear(), v=linear(4)), ["Linear"]),
     ("bias", Calls(lambda m, x: m.up(x) + m.bias, up=linear(), bias=scale()), ["Linear", "Bias"]),
     ("scale", Calls(lambda m, x: m.up(x) / 4, up=linear()), ["Linear", "ConstantScale"]),

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from experts import grouped_product
 from torch import nn
 from torch.testing import assert_close
 
@@ -43,6 +44,7 @@ STEPS = [
     lambda r, m, x, other: r.choice([m.a, m.b, m.c])(x),
     lambda r, m, x, other: r.choice([lambda: x @ m.weight, lambda: x @ m.weight.t(), lambda: F.linear(x, m.weight + m.c.weight), lambda: F.linear(x, m.weight, m.vector)])(),
     lambda r, m, x, other: r.choice(ACTIVATIONS)(x),
+    lambda r, m, x, other: grouped_product(x.reshape(-1, SIZE), r.choice([m.stack, m.stack.mT, m.stack * 0.5]), r.choice([m.ends, m.ends // 2])).view(x.shape),
     lambda r, m, x, other: r.choice([m.norm, m.layer_norm])(x),
     lambda r, m, x, other: rms(r, x, other) * r.choice([1.0, m.vector, 1 + m.vector, m.vector * 2]),
     lambda r, m, x, other: halves(r, m, x),
@@ -75,6 +77,7 @@ class Model(nn.Module):
         self.a, self.b, self.c, self.two = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, 2 * SIZE)
         self.norm, self.layer_norm = nn.RMSNorm(SIZE), nn.LayerNorm(SIZE)
         self.weight, self.vector = nn.Parameter(torch.randn(SIZE, SIZE)), nn.Parameter(torch.randn(SIZE))
+        self.stack, self.ends = nn.Parameter(torch.randn(3, SIZE, SIZE)), torch.tensor([1, 1, 4])
 
     def forward(self, x):
         r = Draws(self.numbers)

@@ -29,10 +29,11 @@ class Term(NamedTuple):
     covers: tuple[Node, ...] = ()  # other nodes that it stands for
 
 
-# The operation, its parameters in order, and its spellings: functions, and methods by name. `=` begins a default.
+# The operation, its parameters in order, and its spellings: functions, methods by name, operators of libraries. `=` begins a default.
 _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("linear", "x weight bias=None", (F.linear,)),
     ("addmm", "bias x weight beta=1 alpha=1", (torch.addmm, "addmm")),
+    ("grouped", "x weight offs=None bias=None out_dtype=None", (F.grouped_mm, torch._grouped_mm, "transformers::grouped_mm_fallback")),
     ("matmul", "x weight", (torch.matmul, torch.mm, operator.matmul, "matmul", "mm", "__matmul__")),
     ("add", "a b alpha=1", (torch.add, operator.add, operator.iadd, "add", "add_", "__add__", "__radd__")),
     ("sub", "a b alpha=1", (torch.sub, operator.sub, "sub", "__sub__")),
@@ -240,7 +241,9 @@ class Terms:
             return self._product(term, inputs)
         if kind == "view":
             return self._rows_again(node, inputs[0]) or _flat(node, inputs[0])
-        if kind == "transpose" and not (isinstance(value_of(inputs[0]), torch.Tensor) and value_of(inputs[0]).dim() == 2 and (options["first"] - options["second"]) % 2):
+        if kind == "grouped":
+            return self._grouped_product(term, inputs)
+        if kind == "transpose" and not _turns_matrices(value_of(inputs[0]), options["first"], options["second"]):
             return None
         return Term(kind, inputs, options)
 
@@ -256,6 +259,16 @@ class Terms:
         if turned is not None and turned.kind == "transpose":
             return Term("linear", (x, turned.inputs[0], bias))
         return Term("linear", (x, weight, bias), {"transposed": True})
+
+    def _grouped_product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
+        """x_g weight_g^T for the rows x_g of each group, of which `offs` holds the ends."""
+        x, weight, offs, bias = inputs
+        if bias is not None or term.options["out_dtype"] not in (None, value_of(x).dtype):
+            return None
+        turned = self.of(weight)
+        if turned is not None and turned.kind == "transpose":
+            return Term("grouped", (x, turned.inputs[0], offs))
+        return Term("grouped", (x, weight, offs), {"transposed": True})
 
     def _rows_again(self, node: Node, given: Any) -> Term | None:
         """A product of rows that were laid flat and are given their shape back: the product of what was laid flat."""
@@ -279,6 +292,12 @@ def _flat(node: Node, given: Any) -> Term | None:
     return Term("flat", (given,)) if len(flat) == 2 and len(shape) > 1 and statically_known_true(shape[-1] == flat[-1]) else None
 
 
+def _turns_matrices(value: Any, first: int, second: int) -> bool:
+    """Whether a transpose is that of a matrix, or of each of several."""
+    dims = value.dim() if isinstance(value, torch.Tensor) else 0
+    return dims in (2, 3) and {first % dims, second % dims} == {dims - 2, dims - 1}
+
+
 def _with_gradient(graph: GraphModule) -> set[Node]:
     """The nodes whose results the graph's results may be differentiated by."""
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
@@ -298,10 +317,12 @@ def _term(node: Node) -> Term | None:
     if node.target is operator.getitem:
         return _piece(node)
     if node.target is getattr and node.args[1] in ("T", "mT"):
-        return Term("transpose", node.args[:1], {"first": 0, "second": 1})
-    if node.op not in ("call_function", "call_method") or node.target not in _KINDS:
+        return Term("transpose", node.args[:1], {"first": -2, "second": -1} if node.args[1] == "mT" else {"first": 0, "second": 1})
+    called = getattr(node.target, "overloadpacket", node.target)
+    target = getattr(called, "_qualified_op_name", called)
+    if node.op not in ("call_function", "call_method") or target not in _KINDS:
         return None
-    kind, parameters = _KINDS[node.target]
+    kind, parameters = _KINDS[target]
     if kind in ("cast", "view"):  # what it is made to shows in its example
         operand = node.args[0] if node.args else node.kwargs.get("input")
         return Term(kind, (operand,)) if isinstance(operand, Node) else None
@@ -322,8 +343,8 @@ def _number(value: Any) -> Any:
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
-_OPERANDS = {"x", "a", "b", "weight", "bias", "exponent", "target", "class_weight"}
-_RENAMED = {"other": "b", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training"}
+_OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight"}
+_RENAMED = {"other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training"}
 
 
 def _piece(node: Node) -> Term | None:

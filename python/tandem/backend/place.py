@@ -29,12 +29,15 @@ class Draft:
         """`uses`: how many products of the graph read the same tensors of the model, so far."""
         self.steps: list[tuple[Op, list[str | None], tuple[str, bool] | None]] = []  # with the channels of extra inputs and of the extra output
         self.extras: list[Node] = []
+        self.ends: list[bool] = []  # for each extra whether it is one of ends of groups
         self.outs = [*region.last.outs]
         inside, channels = region.nodes(), {}
         for at, found in enumerate(region.found):
             for op in found.ops:
                 inputs = [channels.get(extra) for extra in op.extras]
-                self.extras += [extra for extra, channel in zip(op.extras, inputs, strict=True) if channel is None]
+                outside = [extra for extra, channel in zip(op.extras, inputs, strict=True) if channel is None]
+                self.extras += outside
+                self.ends += [op.has_ends] * len(outside)
                 self.steps.append((op, inputs, None))
             if found is region.last:
                 break
@@ -118,7 +121,7 @@ class Made:
     def fill(self, weights: Sequence[torch.Tensor]) -> None:
         for place in self.places:
             weight = weights[place.weight]
-            place.of[place.name] = weight.t() if place.transposed else weight
+            place.of[place.name] = weight.mT if place.transposed else weight
 
     def empty(self) -> None:
         for place in self.places:
@@ -158,6 +161,7 @@ class Call(torch.nn.Module):
         self.draft, self.recipe, self.memory_budget = draft, recipe, memory_budget
         self.__dict__["reference"] = reference  # whose graph is no part of this one
         self.given = 1 + len(draft.extras)
+        self.knows_autocast = any(op.make in (ops.Linear, ops.LinearCrossEntropy) for op, _, _ in draft.steps)  # what else there is computes in the dtype of its operands, in torch
         self.made = Known()  # what has been called here
         is_alone = reference is not None or not draft.keys
         self.shared = Known() if is_alone else _shared.setdefault((*draft.structure(), memory_budget), Known())
@@ -182,7 +186,9 @@ class Call(torch.nn.Module):
                 made.pipeline.memory_budget = self.memory_budget
                 if self.reference is not None:
                     made.fill(read)
-                    self.reference.compare(made.pipeline, given, read[: len(self.draft.weights)])
+                    made.pipeline.eval()  # without its dropout, which draws other numbers
+                    self.reference.compare(lambda *own: self.run(made.pipeline, *own), given, read[: len(self.draft.weights)])
+                    made.pipeline.train()
                 self.shared.note(key, made, tensors)
             self.made.note(key, made, tensors)
         return made
@@ -191,12 +197,25 @@ class Call(torch.nn.Module):
         with nullcontext() if self.recipe is None else recompute.region(self.recipe):
             if (recipe := _C.in_force.recipe) != made.recipe:
                 made.give_state(recipe, read)
-            results = made.pipeline.forward(*given)
+            results = self.run(made.pipeline, *given)
         if not self.draft.columns:
             return results
         main, *rest = results if isinstance(results, tuple) else (results,)
         # The graph has been recorded with results that are contiguous and no views.
         return (*[part.contiguous() for part in main.split(self.draft.columns, -1)], *rest)
+
+    def run(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
+        if any(self.draft.ends):
+            x, *extras = given
+            sizes = {id(extra): _sizes(extra) for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end}
+            given = (x, *[sizes.get(id(extra), extra) for extra in extras])
+        with torch.autocast("cpu", enabled=False) if not self.knows_autocast and torch.is_autocast_enabled("cpu") else nullcontext():
+            return pipeline.forward(*given)
+
+
+def _sizes(ends: torch.Tensor) -> torch.Tensor:
+    """The number of rows of each group."""
+    return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:

@@ -61,12 +61,13 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             region = owner.get(way.x)
             if region is None or region.last.is_written or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
                 continue
-            if _has_products(way) and _has_products(*region.found) and recipe != region.recipe:
+            own, others = _products(way), _products(*region.found)
+            if own and others and (own != others or recipe != region.recipe):  # of the kinds of products one alone knows autocast
                 continue
             inside = region.made() - {weight.node for op in way.ops for _, weight in op.weights}  # weights come from outside
             if not any(_needs(read, region, owner, terms) for read in way.reads() if read not in inside):
                 region.found.append(way)
-                if _has_products(way):
+                if own:
                     region.recipe = recipe
                 break
         else:
@@ -77,8 +78,9 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
     return [trimmed for region in made if (trimmed := _trimmed(region)) is not None]
 
 
-def _has_products(*found: Found) -> bool:
-    return any(op.make is ops.Linear for each in found for op in each.ops)
+def _products(*found: Found) -> set[object]:
+    """The kinds of products among ops."""
+    return {op.make for each in found for op in each.ops} & {ops.Linear, ops.GroupedLinear}
 
 
 def _trimmed(region: Region) -> Region | None:

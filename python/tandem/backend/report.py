@@ -90,7 +90,7 @@ def is_product(node: Node, terms: Terms) -> bool:
     if node.op not in ("call_function", "call_method") or terms.same(node) is not node:
         return False
     term = terms.of(node)
-    if term is None or term.kind != "linear" or term.covers:  # the product whose rows are laid flat is a node of its own
+    if term is None or term.kind not in ("linear", "grouped") or term.covers:  # the product whose rows are laid flat is a node of its own
         return False
     weight = term.inputs[1]
     return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")

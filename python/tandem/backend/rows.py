@@ -32,6 +32,7 @@ class Op(NamedTuple):
     options: dict[str, Any] = {}
     weights: tuple[tuple[str, Weight], ...] = ()
     extras: tuple[Node, ...] = ()
+    has_ends: bool = False  # the extra input holds ends of groups, where the op takes their sizes
 
 
 class Row(NamedTuple):
@@ -75,6 +76,15 @@ def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> Op | str:
 def _product(bound: Bound) -> tuple[Op, ...] | str:
     made = product(bound)
     return made if isinstance(made, str) else (made,)
+
+
+def _grouped_product(bound: Bound) -> tuple[Op, ...] | str:
+    weight, transposed = value_of(bound["weight"]), bool(bound.get("transposed"))
+    if not all(isinstance(size, int) and size > 0 for size in weight.shape):
+        return "the sizes of its weight are not fixed, or one is 0"
+    groups, rows, columns = (weight.mT if transposed else weight).shape
+    options = {"num_groups": groups, "in_features": columns, "out_features": rows, "bias": False, "single_grouped_weight": True, "dtype": weight.dtype}
+    return (Op(ops.GroupedLinear, options, (("weight", Weight(bound["weight"], transposed)),), (bound["offs"],), has_ends=True),)
 
 
 def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple[Op, ...] | str]:
@@ -220,6 +230,7 @@ ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
     Row("rms_norm written out, no weight", Rounded(_of_unit_size), _norm(ops.RMSNorm, False)),
     Row("layer_norm", call("layer_norm", x, Optional(Var("weight", 1)), Optional(Var("bias", 1))), _norm(ops.LayerNorm, True)),
     Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
+    Row("grouped product", call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
     Row("dropout", call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
     Row("scale", x * Number("scale"), lambda bound: (Op(ops.ConstantScale, {"scale": bound["scale"]}),)),
     Row("bias", x + Var("bias", 1), _bias),

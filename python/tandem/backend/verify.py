@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-
-from tandem import ops
 
 # Of the largest element: what a pipeline, which rounds each step once, and the graph, which rounds each operation, may differ by.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -29,14 +27,18 @@ class Reference:
         graph.output(tuple(copies[out] for out in outs))
         self.graph = GraphModule(torch.nn.Module(), graph)
 
-    def compare(self, pipeline: ops.Sequential, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-        """Raises AssertionError where a result or a gradient differs by more than the rounding of its dtype."""
+    def compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """Raises AssertionError where a result or a gradient of a pipeline differs by more than the rounding of its dtype.
+
+        Args:
+            call: what the pipeline makes of `given`.
+            given: its operands but for the weights.
+            weights: the weights.
+        """
         copies = {id(tensor): _copy(tensor) for tensor in given}
         operands = [copies[id(tensor)] for tensor in given]
         has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
-        pipeline.eval()  # without its dropout, which draws other numbers
-        results = pipeline(*operands)
-        pipeline.train()
+        results = call(*operands)
         main, *rest = results if isinstance(results, tuple) else (results,)
         results = [*main.split(self.columns, -1), *rest] if self.columns else [main, *rest]
         expected = self.graph(*operands, *weights)
