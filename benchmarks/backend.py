@@ -12,8 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tandem  # noqa: F401  # registers kernel ops
+from benchmarks.timing import interleaved, verdict
 
 HIDDEN, INNER, HEADS, VOCABULARY, ROUNDS = 256, 704, 4, 2048, 15
+EXPERTS, EXPERT_INNER, TOKENS = 8, 512, 512
+EXPERTS_BAR = 1.7
 
 
 class Norm(nn.Module):
@@ -50,6 +53,68 @@ def decoder() -> nn.Module:
 
 def policy() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+@torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """By this operator transformers calls torch's product of groups in compiled code, where that itself takes bfloat16 alone."""
+    return F.grouped_mm(x, weight, offs=offs)
+
+
+grouped_mm.register_fake(lambda x, weight, offs: x.new_empty(len(x), weight.shape[2]))
+grouped_mm.register_autograd(
+    lambda ctx, grad: (F.grouped_mm(grad, ctx.weight.mT, offs=ctx.offs), F.grouped_mm(ctx.x.mT, grad, offs=ctx.offs), None),
+    setup_context=lambda ctx, inputs, output: ctx.__dict__.update(zip(("x", "weight", "offs"), inputs, strict=True)),
+)
+
+
+class Mixture(nn.Module):
+    """Experts as Mixtral has them: of each row two, which a router chooses. Computed in a loop over the experts, or by products of groups."""
+
+    def __init__(self, is_loop: bool) -> None:
+        super().__init__()
+        self.is_loop, self.router = is_loop, nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * EXPERT_INNER, HIDDEN) / 16)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, EXPERT_INNER) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales, chosen = self.router(x).softmax(-1, torch.float32).topk(2)
+        return (self.loop if self.is_loop else self.groups)(x, scales.to(x.dtype), chosen)
+
+    def loop(self, x: torch.Tensor, scales: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            row, place = torch.where(chosen == expert)
+            gate, up = F.linear(x[row], self.gate_up[expert]).chunk(2, -1)
+            y.index_add_(0, row, F.linear(F.silu(gate) * up, self.down[expert]) * scales[row, place, None])
+        return y
+
+    def groups(self, x: torch.Tensor, scales: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        product = grouped_mm if torch.compiler.is_compiling() and x.dtype != torch.bfloat16 else F.grouped_mm
+        ordered, order = chosen.view(-1).sort()
+        ends = torch.histc(ordered.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        gate, up = product(x[order // 2], self.gate_up.mT, offs=ends).chunk(2, -1)
+        h = product(F.silu(gate) * up, self.down.mT, offs=ends) * scales.view(-1)[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, h)
+
+
+def mixtures(dtype: torch.dtype) -> str:
+    torch._dynamo.reset()
+    loop, groups = Mixture(True).to(dtype), Mixture(False).to(dtype)
+    own = copy.deepcopy(groups)
+    x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+
+    def step(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        model.zero_grad()
+        call(x).square().mean().backward()
+
+    compiled = tandem.compile(own, require=1.0)
+    seconds = interleaved({"loop": lambda: step(loop, loop), "groups": lambda: step(groups, groups), "tandem": lambda: step(own, compiled)}, rounds=ROUNDS)
+    of_loop, of_groups = seconds["loop"] / seconds["tandem"], seconds["groups"] / seconds["tandem"]
+    return (
+        f"{EXPERTS} experts, {TOKENS} tokens, {str(dtype).removeprefix('torch.'):<8} step {1e3 * seconds['tandem']:8.3f} ms; speed against eager: a loop {of_loop:.2f}, "
+        f"products of groups {of_groups:.2f} (bar: {EXPERTS_BAR} of the loop, {verdict(of_loop >= EXPERTS_BAR)})"
+    )
 
 
 def compared(name: str, model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], calls: int) -> str:
@@ -104,6 +169,7 @@ def run() -> str:
         model = decoder().to(dtype)
         lines.append(compared(f"decoder, 4 layers, {str(dtype).removeprefix('torch.')}", model, ids, lambda y: F.cross_entropy(y.float().view(-1, VOCABULARY), ids.view(-1)), 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
+    lines += [mixtures(dtype) for dtype in (torch.float32, torch.bfloat16)]
     model = decoder()
     first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
     lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")
