@@ -62,38 +62,38 @@ struct Forward {
   Rows z, y;
 
   const float* factor(size_t r) const { return factors ? factors + r : nullptr; }
+  bool is_uniform() const {
+    return x.element == z_element && y.element == z_element && (!z || z.element == z_element);
+  }
 };
 
-/// All of x, z and y hold the element.
+/// Columns [first, first + piece) of row r; all of x, z and y hold the element.
 template <bool kGated, bool kBiased, class Act, typename E>
-void forward_uniform(const Act& act, E element, const Forward& f) {
-  constexpr int kHalves = kGated ? 2 : 1;
-  for_each_piece(f.y.rows, f.y.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    for_each_run<kGated>(f.function, f.y.cols, first, piece,
-                         [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
-                           ForwardRun<Act, kGated, kBiased, E> run{act};
-                           for (int half = 0; half < kHalves; ++half) {
-                             run.x[half] = element.at(f.x.data, r * f.x.stride + columns[half]);
-                             if constexpr (kBiased) run.bias[half] = f.bias + columns[half];
-                             if (f.z)
-                               run.z[half] = element.at(f.z.data, r * f.z.stride + columns[half]);
-                           }
-                           run.y = element.at(f.y.data, r * f.y.stride + c);
-                           run.next_row = f.x.stride;
-                           run.factor = f.factor(r);
-                           for_each_pack(count, run);
-                         });
-  });
+void forward_uniform(const Act& act, E element, const Forward& f, size_t r, size_t first,
+                     size_t piece) {
+  for_each_run<kGated>(f.function, f.y.cols, first, piece,
+                       [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
+                         ForwardRun<Act, kGated, kBiased, E> run{act};
+                         for (int half = 0; half < (kGated ? 2 : 1); ++half) {
+                           run.x[half] = element.at(f.x.data, r * f.x.stride + columns[half]);
+                           if constexpr (kBiased) run.bias[half] = f.bias + columns[half];
+                           if (f.z)
+                             run.z[half] = element.at(f.z.data, r * f.z.stride + columns[half]);
+                         }
+                         run.y = element.at(f.y.data, r * f.y.stride + c);
+                         run.next_row = f.x.stride;
+                         run.factor = f.factor(r);
+                         for_each_pack(count, run);
+                       });
 }
 
 /// Any mix of elements, through float32 buffers.
 template <bool kGated, class Act>
-void forward_mixed(const Act& act, const Forward& f) {
-  constexpr int kHalves = kGated ? 2 : 1;
-  const auto run_chunk = [&](size_t r, size_t c, size_t count, const size_t* columns) HWY_ATTR {
+void forward_mixed(const Act& act, const Forward& f, size_t r, size_t first, size_t piece) {
+  const auto run_chunk = [&](size_t c, size_t count, const size_t* columns) HWY_ATTR {
     HWY_ALIGN float inputs[2][kChunk], results[kChunk];
     ForwardRun<Act, kGated, false, Float32> run{act};
-    for (int half = 0; half < kHalves; ++half) {
+    for (int half = 0; half < (kGated ? 2 : 1); ++half) {
       const float* from = widened(f.x, r, columns[half], count, inputs[half]);
       if (from != inputs[half]) std::copy_n(from, count, inputs[half]);
       if (f.bias) accumulate(f.bias + columns[half], inputs[half], count);
@@ -106,14 +106,25 @@ void forward_mixed(const Act& act, const Forward& f) {
     for_each_pack(count, run);
     put_narrowed(run.y, f.y, r, c, count);
   };
-  for_each_piece(f.y.rows, f.y.cols, [&](size_t r, size_t first, size_t piece) HWY_ATTR {
-    for_each_chunk(piece, [&](size_t offset, size_t chunk) HWY_ATTR {
-      for_each_run<kGated>(f.function, f.y.cols, first + offset, chunk,
-                           [&](size_t c, size_t count, const size_t* columns)
-                               HWY_ATTR { run_chunk(r, c, count, columns); });
-    });
+  for_each_chunk(piece, [&](size_t offset, size_t chunk) HWY_ATTR {
+    for_each_run<kGated>(f.function, f.y.cols, first + offset, chunk,
+                         [&](size_t c, size_t count, const size_t* columns)
+                             HWY_ATTR { run_chunk(c, count, columns); });
   });
 }
+
+/// Columns [first, first + piece) of row r, by what with_activation gives.
+template <bool kGated, class Act, typename E>
+void forward_piece(const void* act_, const Forward& f, size_t r, size_t first, size_t piece) {
+  const Act& act = *static_cast<const Act*>(act_);
+  if (!f.is_uniform() || f.z_element != E::kElement)
+    forward_mixed<kGated>(act, f, r, first, piece);
+  else if (f.bias)
+    forward_uniform<kGated, true>(act, E{}, f, r, first, piece);
+  else
+    forward_uniform<kGated, false>(act, E{}, f, r, first, piece);
+}
+using Piece = void (*)(const void*, const Forward&, size_t, size_t, size_t);
 
 template <bool kGated>
 void forward(const Function& function, ConstRows x, ConstVector bias, ConstVector factors,
@@ -130,16 +141,16 @@ void forward(const Function& function, ConstRows x, ConstVector bias, ConstVecto
       as_float32(vector, widens ? scratch(ScratchUse::parameters, vector.size) : nullptr);
   const Forward all{function, x, bias ? wide : nullptr, factors ? wide : nullptr, z_element, z, y};
 
-  const bool uniform =
-      x.element == z_element && y.element == z_element && (!z || z.element == z_element);
+  // Compiled once for all activations.
+  const auto run = [&](Piece piece, const void* act) HWY_ATTR __attribute__((noinline)) {
+    for_each_piece(y.rows, y.cols, [&](size_t r, size_t first, size_t count) HWY_ATTR {
+      piece(act, all, r, first, count);
+    });
+  };
   with_activation<kGated>(function, z_element, [&](const auto& act, auto precision) HWY_ATTR {
+    using Act = std::remove_cvref_t<decltype(act)>;
     using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
-    if (!uniform || z_element != E::kElement)
-      forward_mixed<kGated>(act, all);
-    else if (bias)
-      forward_uniform<kGated, true>(act, E{}, all);
-    else
-      forward_uniform<kGated, false>(act, E{}, all);
+    run(forward_piece<kGated, Act, E>, &act);
   });
 }
 

@@ -68,9 +68,15 @@ struct Backward {
   const Function& function;
   ConstRows grad_y, z;
   Rows grad_z, y;
+
+  /// Whether all of grad_y, z, grad_z and y hold the element of z.
+  bool is_uniform() const {
+    const Element element = z.element;
+    return grad_y.element == element && grad_z.element == element && (!y || y.element == element);
+  }
 };
 
-/// Columns [first, first + piece) of row r; all of grad_y, z, grad_z and y hold the element.
+/// Columns [first, first + piece) of row r; all hold the element.
 template <bool kGated, class Act, typename E>
 void backward_uniform(const Act& act, E element, const Backward& b, size_t r, size_t first,
                       size_t piece, float* sums) {
@@ -97,7 +103,7 @@ struct RowFactor {
 };
 
 /// to[i] = values[i] * factor.
-HWY_INLINE void multiply(const float* values, float factor, size_t count, float* to) {
+HWY_NOINLINE inline void multiply(const float* values, float factor, size_t count, float* to) {
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
     const auto value = load_part(Float32{}, d, values + i, part);
@@ -106,7 +112,7 @@ HWY_INLINE void multiply(const float* values, float factor, size_t count, float*
 }
 
 /// Adds a[i] * b[i] to the lanes of `dots`.
-HWY_INLINE void add_dots(const float* a, const float* b, size_t count, float* dots) {
+HWY_NOINLINE inline void add_dots(const float* a, const float* b, size_t count, float* dots) {
   const hn::ScalableTag<float> d;
   auto sum = hn::Load(d, dots);
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
@@ -158,6 +164,29 @@ void backward_buffered(const Act& act, const Backward& b, size_t r, size_t first
   });
 }
 
+/// Columns [first, first + piece) of row r, by what with_activation gives. Optional: sums, scaled.
+template <bool kGated, class Act, typename E>
+void backward_piece(const void* act_, const Backward& b, size_t r, size_t first, size_t piece,
+                    float* sums, const RowFactor* scaled) {
+  const Act& act = *static_cast<const Act*>(act_);
+  if (!scaled && b.z.element == E::kElement && b.is_uniform())
+    backward_uniform<kGated>(act, E{}, b, r, first, piece, sums);
+  else
+    backward_buffered<kGated>(act, b, r, first, piece, sums, scaled);
+}
+using Piece = void (*)(const void*, const Backward&, size_t, size_t, size_t, float*,
+                       const RowFactor*);
+
+/// Calls `body(piece, act)`. A body that is no template is compiled once for all activations.
+template <bool kGated, typename Body>
+void with_piece(const Backward& b, const Body& body) {
+  with_activation<kGated>(b.function, b.z.element, [&](const auto& act, auto precision) HWY_ATTR {
+    using Act = std::remove_cvref_t<decltype(act)>;
+    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
+    body(backward_piece<kGated, Act, E>, &act);
+  });
+}
+
 /// `sum_over(body)`, where sums are wanted, calls body(row, sums) for every row.
 template <bool kGated, typename SumOver>
 void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z, Rows y,
@@ -169,24 +198,17 @@ void backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad
     if (y) flatten(y);
   }
   const Backward b{function, grad_y, z, grad_z, y};
-  const Element element = z.element;
-  const bool uniform =
-      grad_y.element == element && grad_z.element == element && (!y || y.element == element);
-  with_activation<kGated>(function, element, [&](const auto& act, auto precision) HWY_ATTR {
-    using E = std::conditional_t<decltype(precision)::value == Precision::full, Float32, BFloat16>;
-    const auto run = [&](size_t r, size_t c, size_t count, float* sums) HWY_ATTR {
-      if (uniform && element == E::kElement)
-        backward_uniform<kGated>(act, E{}, b, r, c, count, sums);
-      else
-        backward_buffered<kGated>(act, b, r, c, count, sums, nullptr);
-    };
+  const auto run = [&](Piece piece, const void* act) HWY_ATTR __attribute__((noinline)) {
     if (sums_up) {
-      sum_over([&](size_t r, float* sums) HWY_ATTR { run(r, 0, grad_y.cols, sums); });
+      sum_over([&](size_t r, float* sums)
+                   HWY_ATTR { piece(act, b, r, 0, grad_y.cols, sums, nullptr); });
     } else {
-      for_each_piece(grad_y.rows, grad_y.cols,
-                     [&](size_t r, size_t c, size_t count) HWY_ATTR { run(r, c, count, nullptr); });
+      for_each_piece(grad_y.rows, grad_y.cols, [&](size_t r, size_t c, size_t count) HWY_ATTR {
+        piece(act, b, r, c, count, nullptr, nullptr);
+      });
     }
-  });
+  };
+  with_piece<kGated>(b, run);
 }
 
 template <bool kGated>
@@ -196,20 +218,21 @@ void backward_scaled(const Function& function, ConstRows grad_y, ConstRows x,
   const float* factors =
       as_float32(row_factors, widens ? scratch(ScratchUse::parameters, row_factors.size) : nullptr);
   const Backward b{function, grad_y, x, grad_x, y};
-  with_activation<kGated>(function, x.element, [&](const auto& act, auto) HWY_ATTR {
+  const auto run = [&](Piece piece, const void* act) HWY_ATTR __attribute__((noinline)) {
     for_each_row_summing(grad_y.rows, grad_y.cols, {}, [&](size_t r, float*) HWY_ATTR {
       const hn::ScalableTag<float> d;
       HWY_ALIGN float dots[HWY_MAX_BYTES / sizeof(float)];
       hn::Store(hn::Zero(d), d, dots);
       const RowFactor factor{factors[r], grad_row_factors ? dots : nullptr};
-      backward_buffered<kGated>(act, b, r, 0, grad_y.cols, nullptr, &factor);
+      piece(act, b, r, 0, grad_y.cols, nullptr, &factor);
       if (!grad_row_factors) return;
       const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, dots)));
       with_element(grad_row_factors.element, [&](auto element) HWY_ATTR {
         narrow(element, &sum, 1, element.at(grad_row_factors.data, r));
       });
     });
-  });
+  };
+  with_piece<kGated>(b, run);
 }
 
 template <bool kGated>

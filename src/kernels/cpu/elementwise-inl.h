@@ -67,7 +67,8 @@ void flatten(View& view) {
 
 /// As widen: `count` elements of row `r` from column `c` as float32, in place where they are that
 /// already.
-HWY_INLINE const float* widened(ConstRows x, size_t r, size_t c, size_t count, float* scratch) {
+HWY_NOINLINE inline const float* widened(ConstRows x, size_t r, size_t c, size_t count,
+                                         float* scratch) {
   if (x.element == Element::float32) return static_cast<const float*>(x.data) + r * x.stride + c;
   with_element(x.element, [&](auto element) HWY_ATTR {
     widen(element, decltype(element)::at(x.data, r * x.stride + c), count, scratch);
@@ -80,7 +81,8 @@ HWY_INLINE const float* widened(ConstRows x, size_t r, size_t c, size_t count, f
 HWY_INLINE float* place_for(Rows y, size_t r, size_t c, float* scratch) {
   return y.element == Element::float32 ? static_cast<float*>(y.data) + r * y.stride + c : scratch;
 }
-HWY_INLINE void put_narrowed(const float* results, Rows y, size_t r, size_t c, size_t count) {
+HWY_NOINLINE inline void put_narrowed(const float* results, Rows y, size_t r, size_t c,
+                                      size_t count) {
   with_element(y.element, [&](auto element) HWY_ATTR {
     auto* to = decltype(element)::at(y.data, r * y.stride + c);
     if (static_cast<const void*>(to) != results) narrow(element, results, count, to);
@@ -88,7 +90,7 @@ HWY_INLINE void put_narrowed(const float* results, Rows y, size_t r, size_t c, s
 }
 
 /// Rounds `count` floats to the element, in place.
-HWY_INLINE void round_all(Element to, float* values, size_t count) {
+HWY_NOINLINE inline void round_all(Element to, float* values, size_t count) {
   if (to == Element::float32) return;
   with_element(to, [&](auto element) HWY_ATTR {
     const hn::ScalableTag<float> d;
@@ -100,7 +102,7 @@ HWY_INLINE void round_all(Element to, float* values, size_t count) {
 }
 
 /// sums[i] += values[i].
-HWY_INLINE void accumulate(const float* values, float* sums, size_t count) {
+HWY_NOINLINE inline void accumulate(const float* values, float* sums, size_t count) {
   const hn::ScalableTag<float> d;
   for_each_vector(count, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
     const auto sum =

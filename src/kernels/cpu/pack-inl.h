@@ -20,7 +20,8 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-constexpr size_t kPackVectors = 4;
+/// Where there are no vectors, a core overlaps the chains of single numbers by itself.
+constexpr size_t kPackVectors = HWY_TARGET == HWY_SCALAR ? 1 : 4;
 
 /// N vectors of float32. A float converts to the pack that holds it everywhere.
 template <size_t N>
