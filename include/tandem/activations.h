@@ -11,7 +11,12 @@
   ROW(relu, "max(x, 0)")                                       \
   ROW(sigmoid, "1 / (1 + exp(-x))")                            \
   ROW(qgelu, "x sigmoid(1.702 x)")                             \
-  ROW(srelu, "max(x, 0)^2")
+  ROW(srelu, "max(x, 0)^2")                                    \
+  ROW(erf_gelu, "0.5 x (1 + erf(x / sqrt(2)))")                \
+  ROW(mish, "x tanh(log(1 + exp(x)))")                         \
+  ROW(softplus, "log(1 + exp(x))")                             \
+  ROW(hard_swish, "x min(max(x + 3, 0), 6) / 6")               \
+  ROW(leaky_relu, "max(x, 0.01 x)")
 
 /// ROW(name, activation): y = activation(a) b, where a and b are the halves of the last dimension
 /// of x.
@@ -21,7 +26,8 @@
   ROW(glu, sigmoid)             \
   ROW(qgeglu, qgelu)            \
   ROW(reglu, relu)              \
-  ROW(sreglu, srelu)
+  ROW(sreglu, srelu)            \
+  ROW(erf_geglu, erf_gelu)
 
 /// ROW(name, formula, numbers...): gated units that have numbers, as their options are called.
 #define TANDEM_NUMBERED_UNITS(ROW)                                                         \

@@ -64,8 +64,8 @@ namespace cpu {
 /// Error:    from float64, before the rounding to y's element, for every finite z: 4 float32 ULP of
 ///           |y|, plus 2^-121, where z is float32; 2^-16 |y| + 2^-121 where z has 16 bits (tests
 ///           ActivationAccuracy.*MatchFloat64, EveryBfloat16, *Sweep).
-/// Limits:   what torch's formulas give: at -infinity gelu, qgelu and silu are NaN. NaN gives NaN,
-///           in relu too.
+/// Limits:   what torch's formulas give: at -infinity gelu, qgelu, silu, erf_gelu, mish and
+///           hard_swish are NaN. NaN gives NaN, in relu too.
 void activation_forward(const Function& function, ConstRows x, ConstVector bias, Element z_element,
                         Rows z, Rows y);
 
@@ -74,8 +74,9 @@ void activation_forward(const Function& function, ConstRows x, ConstVector bias,
 ///
 /// Optional: grad_bias, y.
 /// Error:    of grad_z before the rounding to its element: |grad_y| max(1, |act'|) times 2^-21
-///           where z is float32, 2^-15 where it has 16 bits (same tests). relu passes grad_y on at
-///           NaN, and gelu, qgelu and silu give NaN at both infinities, as torch does.
+///           where z is float32, 2^-15 where it has 16 bits (same tests). As torch does,
+///           relu passes grad_y on at NaN, and leaky_relu a hundredth of it; gelu, qgelu, silu,
+///           erf_gelu and mish give NaN at both infinities.
 void activation_backward(const Function& function, ConstRows grad_y, ConstRows z, Rows grad_z,
                          Vector grad_bias, Rows y);
 

@@ -251,7 +251,7 @@ TEST(ModuleErrors, TellWhatIsExpected) {
               ThrowsText<c10::ValueError>("layer_norm_linear: expected in_features > 0, got 0"));
   EXPECT_THAT([] { LayerNormMLP(4, 4, {.activation = "glue"}); },
               ThrowsText<c10::ValueError>("layer_norm_mlp: expected activation to be one of "
-                                          "clamped_swiglu, geglu, gelu",
+                                          "clamped_swiglu, erf_geglu, erf_gelu, geglu, gelu",
                                           ", got \"glue\". Name one of them."));
   EXPECT_THAT([] { ops::layer_norm_linear(4, 4, {.return_bias = true}); },
               ThrowsText<c10::ValueError>("layer_norm_linear: expected an op whose output is what "

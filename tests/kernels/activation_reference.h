@@ -14,10 +14,12 @@ namespace tandem::testing {
 
 /// Those whose formulas are here. A new one is compared with its formula by tests of its own.
 inline constexpr kernels::Activation kKnownActivations[] = {
-    kernels::Activation::gelu,    kernels::Activation::silu,  kernels::Activation::relu,
-    kernels::Activation::sigmoid, kernels::Activation::qgelu, kernels::Activation::srelu};
+    kernels::Activation::gelu,       kernels::Activation::silu,      kernels::Activation::relu,
+    kernels::Activation::sigmoid,    kernels::Activation::qgelu,     kernels::Activation::srelu,
+    kernels::Activation::erf_gelu,   kernels::Activation::mish,      kernels::Activation::softplus,
+    kernels::Activation::hard_swish, kernels::Activation::leaky_relu};
 
-/// v with act(z) = z / (1 + exp(-v)), of sigmoid the one with 1 / (1 + exp(-v)).
+/// v with act(z) = z / (1 + exp(-v)).
 inline double gate(kernels::Activation activation, double z) {
   if (activation == kernels::Activation::gelu)
     return std::sqrt(8 / M_PI) * (z + 0.044715 * z * z * z);
@@ -31,23 +33,61 @@ inline double gate_slope(kernels::Activation activation, double z) {
 }
 
 inline double activation_reference(kernels::Activation activation, double z) {
+  using kernels::Activation;
   if (std::isnan(z)) return z;
-  if (activation == kernels::Activation::relu) return z > 0 ? z : 0;
-  if (activation == kernels::Activation::srelu) return z > 0 ? z * z : 0;
-  if (activation == kernels::Activation::sigmoid) return 1 / (1 + std::exp(-z));
-  if (std::isinf(z)) return z > 0 ? z : NAN;  // -infinity times 0, as in torch
-  return z / (1 + std::exp(-gate(activation, z)));
+  switch (activation) {
+    case Activation::relu:
+      return z > 0 ? z : 0;
+    case Activation::srelu:
+      return z > 0 ? z * z : 0;
+    case Activation::leaky_relu:
+      return z > 0 ? z : 0.01 * z;
+    case Activation::sigmoid:
+      return 1 / (1 + std::exp(-z));
+    case Activation::softplus:
+      return std::max(z, 0.0) + std::log1p(std::exp(-std::fabs(z)));
+    case Activation::hard_swish:
+      return z * (std::clamp(z + 3, 0.0, 6.0) / 6);
+    case Activation::erf_gelu:
+      return z * (std::erfc(-z / M_SQRT2) / 2);
+    case Activation::mish:
+      return z * std::tanh(std::log1p(std::exp(z)));
+    default:
+      if (std::isinf(z)) return z > 0 ? z : NAN;  // -infinity times 0, as in torch
+      return z / (1 + std::exp(-gate(activation, z)));
+  }
 }
 
 inline double activation_slope_reference(kernels::Activation activation, double z) {
-  if (activation == kernels::Activation::relu)
-    return z <= 0 ? 0 : 1;  // at NaN the gradient passes, as in torch
-  if (activation == kernels::Activation::srelu) return z <= 0 ? 0 : 2 * z;
-  if (activation == kernels::Activation::sigmoid) return 1 / (1 + std::exp(-z)) / (1 + std::exp(z));
-  if (!std::isfinite(z)) return NAN;  // infinity times 0, as in torch
-  const double v = gate(activation, z), on = 1 / (1 + std::exp(-v)), off = 1 / (1 + std::exp(v));
-  // Where `on` has underflowed the product is 0, however large the rest.
-  return on == 0 ? 0 : on + z * on * off * gate_slope(activation, z);
+  using kernels::Activation;
+  const double sigmoid = 1 / (1 + std::exp(-z));
+  switch (activation) {
+    case Activation::relu:
+      return z <= 0 ? 0 : 1;  // at NaN the gradient passes, as in torch
+    case Activation::srelu:
+      return z <= 0 ? 0 : 2 * z;
+    case Activation::leaky_relu:
+      return z > 0 ? 1 : 0.01;  // at NaN too, as in torch
+    case Activation::sigmoid:
+      return sigmoid / (1 + std::exp(z));
+    case Activation::softplus:
+      return sigmoid;
+    case Activation::hard_swish:
+      return z <= -3 ? 0 : z >= 3 ? 1 : z / 3 + 0.5;
+    case Activation::erf_gelu:
+      return std::erfc(-z / M_SQRT2) / 2 + z * std::exp(-z * z / 2) / std::sqrt(2 * M_PI);
+    case Activation::mish: {
+      const double t = std::tanh(std::log1p(std::exp(z)));
+      return t + z * (sigmoid * (1 - t * t));
+    }
+    default: {
+      if (!std::isfinite(z)) return NAN;  // infinity times 0, as in torch
+      const double v = gate(activation, z), on = 1 / (1 + std::exp(-v)),
+                   off = 1 / (1 + std::exp(v));
+      // Where `on` has underflowed the product is 0, however large the rest.
+      return on == 0 ? 0 : on + z * on * off * gate_slope(activation, z);
+    }
+  }
 }
 
 inline float value(const Matrix& matrix, size_t r, size_t c) {

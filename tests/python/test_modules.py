@@ -217,7 +217,7 @@ REFUSED = [
     ],
     (tandem.LayerNormMLP, {"checkpoint": 3}, r"LayerNormMLP: expected checkpoint to be True or False, got 3\. Pass a bool"),
     (tandem.Linear, {"delay_wgrad_compute": "yes"}, r"Linear: expected delay_wgrad_compute to be True or False, got 'yes'\. Pass a bool"),
-    (tandem.LayerNormMLP, {"activation": "tanh"}, r"expected activation to be one of clamped_swiglu, geglu, .* got 'tanh'\. Name one of them"),
+    (tandem.LayerNormMLP, {"activation": "tanh"}, r"expected activation to be one of clamped_swiglu, erf_geglu, .* got 'tanh'\. Name one of them"),
     (tandem.LayerNormLinear, {"normalization": "BatchNorm"}, r'expected normalization "LayerNorm" or "RMSNorm", got \'BatchNorm\'\. Name one'),
     (tandem.LayerNormLinear, {"parallel_mode": "rows"}, r'expected parallel_mode None, "column" or "row", got \'rows\'\. Name how ranks'),
     (tandem.LayerNormMLP, {"tp_size": 2}, r"expected the ranks as tp_group, as tp_size is 2, got None\. Pass the process group, or tp_size=1"),

@@ -21,12 +21,22 @@ def quick_gelu(x):
     return F.silu(1.702 * x) / 1.702
 
 
+def erf_gelu(x):
+    """F.gelu, which computes 1 + erf(x / sqrt(2)) and so loses what is below 1e-16."""
+    return x * (0.5 * torch.special.erfc(-(0.5**0.5) * x))
+
+
 ACTIVATIONS = {
     "GELU": (ops.GELU, tanh_gelu),
     "QGELU": (ops.QGELU, quick_gelu),
     "SiLU": (ops.SiLU, F.silu),
     "ReLU": (ops.ReLU, F.relu),
     "SReLU": (ops.SReLU, squared_relu),
+    "ErfGELU": (ops.ErfGELU, erf_gelu),
+    "Mish": (ops.Mish, F.mish),
+    "Softplus": (ops.Softplus, F.softplus),
+    "HardSwish": (ops.HardSwish, F.hardswish),
+    "LeakyReLU": (ops.LeakyReLU, F.leaky_relu),
     "Sigmoid": (ops.library.class_of("sigmoid"), torch.sigmoid),
 }
 GATED = {
@@ -35,6 +45,7 @@ GATED = {
     "GLU": (ops.GLU, gated(torch.sigmoid)),
     "QGEGLU": (ops.QGEGLU, gated(quick_gelu)),
     "ReGLU": (ops.ReGLU, gated(F.relu)),
+    "ErfGEGLU": (ops.ErfGEGLU, gated(erf_gelu)),
     "SReGLU": (ops.SReGLU, gated(squared_relu)),
     "SiTUGLU": (ops.SiTUGLU, of_halves(situ)),
     "ClampedSwiGLU": (ops.ClampedSwiGLU, of_halves(clamped_swiglu)),

@@ -136,6 +136,36 @@ class SReLU(_Activation):
     _kind = "srelu"
 
 
+class ErfGELU(_Activation):
+    """y = 0.5 x (1 + erf(x / sqrt(2))): torch's GELU as it is by default, where GELU is the tanh form."""
+
+    _kind = "erf_gelu"
+
+
+class Mish(_Activation):
+    """y = x tanh(log(1 + exp(x)))."""
+
+    _kind = "mish"
+
+
+class Softplus(_Activation):
+    """y = log(1 + exp(x))."""
+
+    _kind = "softplus"
+
+
+class HardSwish(_Activation):
+    """y = x min(max(x + 3, 0), 6) / 6."""
+
+    _kind = "hard_swish"
+
+
+class LeakyReLU(_Activation):
+    """y = max(x, 0.01 x)."""
+
+    _kind = "leaky_relu"
+
+
 class GLU(_GatedUnit):
     """y = sigmoid(a) b, where a and b are the halves of the last dimension of x: the gate is the first, unlike in torch.nn.GLU."""
 
@@ -146,6 +176,12 @@ class GEGLU(_GatedUnit):
     """y = gelu(a) b, where a and b are the halves of the last dimension of x."""
 
     _kind = "geglu"
+
+
+class ErfGEGLU(_GatedUnit):
+    """y = erf_gelu(a) b, where a and b are the halves of the last dimension of x."""
+
+    _kind = "erf_geglu"
 
 
 class QGEGLU(_GatedUnit):

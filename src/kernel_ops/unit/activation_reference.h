@@ -5,11 +5,17 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
+#include <ATen/ops/erfc.h>
+#include <ATen/ops/exp.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/mish.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rsub.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/softplus.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -21,7 +27,7 @@ namespace tandem::kernel_ops {
 using kernels::Activation;
 
 /// value(z), and grad(grad_y, z) = grad_y * act'(z). For every finite z it is finite where grad_y
-/// is; at an infinite z it is what torch's formulas give, which for gelu, qgelu and silu is NaN.
+/// is; at an infinite z it is what torch's formulas give, NaN for some.
 template <Activation>
 struct ActivationReference;
 
@@ -98,6 +104,53 @@ struct ActivationReference<Activation::srelu> {
   }
   static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
     return at::where(z <= 0, at::zeros_like(grad_y), 2 * z * grad_y);
+  }
+};
+
+template <>
+struct ActivationReference<Activation::erf_gelu> {
+  static at::Tensor value(const at::Tensor& z) { return z * phi(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    constexpr double kDensity = 0.3989422804014327;  // 1 / sqrt(2 pi)
+    return grad_y * (phi(z) + kDensity * (z * at::exp(-0.5 * z * z)));
+  }
+
+ private:
+  // 1 + erf(x) is erfc(-x), which does not cancel.
+  static at::Tensor phi(const at::Tensor& z) { return 0.5 * at::erfc(-0.7071067811865476 * z); }
+};
+
+template <>
+struct ActivationReference<Activation::mish> {
+  static at::Tensor value(const at::Tensor& z) { return at::mish(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    const at::Tensor t = at::tanh(at::softplus(z));
+    return grad_y * (t + z * (at::sigmoid(z) * at::rsub(t * t, 1)));
+  }
+};
+
+template <>
+struct ActivationReference<Activation::softplus> {
+  static at::Tensor value(const at::Tensor& z) { return at::softplus(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    return at::where(z > 20, grad_y, grad_y * at::sigmoid(z));  // at::softplus is z there
+  }
+};
+
+template <>
+struct ActivationReference<Activation::hard_swish> {
+  static at::Tensor value(const at::Tensor& z) { return at::hardswish(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    const at::Tensor bent = at::where(z <= -3, at::zeros_like(grad_y), grad_y * (z / 3 + 0.5));
+    return at::where(z >= 3, grad_y, bent);
+  }
+};
+
+template <>
+struct ActivationReference<Activation::leaky_relu> {
+  static at::Tensor value(const at::Tensor& z) { return at::leaky_relu(z); }
+  static at::Tensor grad(const at::Tensor& grad_y, const at::Tensor& z) {
+    return at::where(z > 0, grad_y, 0.01 * grad_y);
   }
 };
 

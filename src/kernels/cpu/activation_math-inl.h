@@ -57,6 +57,15 @@ HWY_INLINE Pack<N> zero_where_off(const Pack<N>& x, const Pack<N>& kept) {
               x, kept);
 }
 
+/// `kept` where x is at least the bound; 0 where it is below, or NaN.
+template <size_t N>
+HWY_INLINE Pack<N> zero_below(float bound, const Pack<N>& x, const Pack<N>& kept) {
+  const auto limit = hn::Set(hn::ScalableTag<float>(), bound);
+  return each([&](auto v, auto k)
+                  TANDEM_INLINE_LAMBDA { return hn::IfThenElseZero(hn::Ge(v, limit), k); },
+              x, kept);
+}
+
 /// x * sigmoid(v(x)). A gate gives `bounded`, x between the bounds where exp(-v) is taken, exp(-v)
 /// itself and the derivative of v.
 template <class Gate>
@@ -227,6 +236,159 @@ struct Formula<Activation::srelu, kPrecision> {
   static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
     const Pack<N> on = zero_where_off(x, x), half = on * grad;
     return {on * on, zero_where_off(x, half + half)};
+  }
+};
+
+/// x Phi(x) = max(x, 0) - |x| Phi(-|x|), Phi the normal distribution. For a t >= 0 Phi(-t) is
+/// exp(-t^2 / 2), which falls below float32 at kLast, times a function that bends little.
+template <Precision kPrecision>
+struct Formula<Activation::erf_gelu, kPrecision> {
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    const Pack<N> t = bounded_magnitude(x);
+    return zero_where_off(x, x) - times_tail(t, times_power(t, x, magnitude_of(below_last(x))));
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    const Pack<N> one(1.0f), t = bounded_magnitude(x), e = times_power(t, x, one);
+    const Pack<N> tail = times_tail(t, e), phi = zero_where_off(x, one - (tail + tail)) + tail;
+    // x * 0 is what torch's formulas come to at infinity, NaN.
+    const Pack<N> slope = mul_add(below_last(x) * e, Pack<N>(0.398942280f), phi);
+    return {value(x), grad * mul_add(x, Pack<N>(0.0f), slope)};
+  }
+
+ private:
+  static constexpr float kLast = 13.1875f;
+
+  template <size_t N>
+  static HWY_INLINE Pack<N> below_last(const Pack<N>& x) {
+    return at_most(kLast, x);
+  }
+  template <size_t N>
+  static HWY_INLINE Pack<N> bounded_magnitude(const Pack<N>& x) {
+    return at_most(kLast, magnitude_of(x));
+  }
+  /// factor exp(-t^2 / 2), and factor * 0 where x is below -kLast.
+  template <size_t N>
+  static HWY_INLINE Pack<N> times_power(const Pack<N>& t, const Pack<N>& x, const Pack<N>& factor) {
+    if constexpr (kPrecision == Precision::brief)  // 16-bit numbers have exact squares
+      return factor * zero_below(-kLast, x, exp_negated_short(t * t, Pack<N>(-0.721347520f)));
+    const Pack<N> half = t * Pack<N>(0.5f), v = t * half, shifted = shifted_power_of(v);
+    const Pack<N> lost = exact_mul_add(t, half, Pack<N>(0.0f) - v);
+    const Pack<N> power = scale_by_power_of_two(Pack<N>(1.0f), shifted);
+    const Pack<N> scaled = factor * zero_below(-kLast, x, power);
+    return mul_add(scaled, exp_below_one(remainder_of(v, shifted) + lost), scaled);
+  }
+  /// factor Phi(-t) exp(t^2 / 2)
+  template <size_t N>
+  static HWY_INLINE Pack<N> times_tail(const Pack<N>& t, const Pack<N>& factor) {
+    using P = Pack<N>;
+    if constexpr (kPrecision == Precision::brief)  // relative error 3.5e-7
+      return factor * polynomial(t, 0.49999983f, 0.36051386f, 0.11869615f, 0.01685003f) /
+             polynomial(t, 1.0f, 1.5188948f, 0.9494346f, 0.29731131f, 0.04224224f);
+    // The divisor 2 + t (...) is nearly linear: a polynomial in s, relative error 4.9e-9.
+    const P s = P(1.0f) / mul_add(t, P(0.3125f), P(1.0f));
+    const P slope =
+        polynomial(s, 2.50679183f, -0.629214406f, -0.333227366f, -0.432945669f, 1.24048877f,
+                   -2.86118889f, 5.12348223f, -4.91768408f, 2.34642386f, -0.447157741f);
+    return factor / mul_add(t, slope, P(2.0f));
+  }
+};
+
+/// x tanh(log(1 + exp(x))) = x / (h + 1 / (4 h)) with h = 1/2 + exp(-x).
+template <Precision kPrecision>
+struct Formula<Activation::mish, kPrecision> {
+  using Gate = SiluGate<kPrecision>;
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    return x / inverse_tanh(Gate::exp_negated(Gate::bounded(x)));
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    // With e = exp(-x) and t the tanh: t + x (1 - t^2) / (1 + e) = t + x t^2 (e / h)^2 (1 + e). The
+    // bound keeps infinity times 0 away.
+    const Pack<N> e = Gate::exp_negated(Gate::bounded(x)), divisor = inverse_tanh(e);
+    const Pack<N> t = Pack<N>(1.0f) / divisor, y = x / divisor, finite = at_most(FLT_MAX, e);
+    const Pack<N> share = finite / (Pack<N>(0.5f) + e);
+    const Pack<N> bend = share * (share * t * (Pack<N>(1.0f) + finite));
+    // x * 0 is what torch's formulas come to at infinity, NaN.
+    return {y, grad * mul_add(y, bend, mul_add(x, Pack<N>(0.0f), t))};
+  }
+
+ private:
+  template <size_t N>
+  static HWY_INLINE Pack<N> inverse_tanh(const Pack<N>& e) {
+    const Pack<N> h = Pack<N>(0.5f) + e;
+    return h + Pack<N>(0.25f) / h;
+  }
+};
+
+/// log(1 + exp(x)) = max(x, 0) + log(1 + n) with n = exp(-|x|).
+template <Precision kPrecision>
+struct Formula<Activation::softplus, kPrecision> {
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    const Pack<N> n = exp_of(at_most(87.0f, magnitude_of(x))), s = n / (Pack<N>(2.0f) + n);
+    const Pack<N> log =  // log(1 + n) = 2 atanh(s), s <= 1/3; relative error 4e-9
+        s * polynomial(s * s, 2.0f, 0.66666317f, 0.400249064f, 0.279606462f, 0.281781644f);
+    return zero_where_off(x, x) + zero_below(-87.0f, x, log);
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    return {value(x), grad * Formula<Activation::sigmoid, kPrecision>::value(x)};
+  }
+
+ private:
+  template <size_t N>
+  static HWY_INLINE Pack<N> exp_of(const Pack<N>& negated) {
+    if constexpr (kPrecision == Precision::full)
+      return exp_negated_closely(negated);
+    else
+      return exp_negated_short(negated);
+  }
+};
+
+template <Precision kPrecision>
+struct Formula<Activation::hard_swish, kPrecision> {
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    return x * (at_most(6.0f, at_least(0.0f, x + Pack<N>(3.0f))) * Pack<N>(kSixth));
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    const auto slope = [](auto v, auto inside) TANDEM_INLINE_LAMBDA {
+      const hn::ScalableTag<float> d;
+      const auto bend = hn::Set(d, 3.0f), one = hn::Set(d, 1.0f);
+      return hn::IfThenZeroElse(hn::Le(v, hn::Neg(bend)),
+                                hn::IfThenElse(hn::Ge(v, bend), one, inside));
+    };
+    const Pack<N> inside = mul_add(x, Pack<N>(2 * kSixth), Pack<N>(0.5f));
+    return {value(x), grad * each(slope, x, inside)};
+  }
+
+ private:
+  static constexpr float kSixth = 0.166666667f;
+};
+
+template <Precision kPrecision>
+struct Formula<Activation::leaky_relu, kPrecision> {
+  template <size_t N>
+  static HWY_INLINE Pack<N> value(const Pack<N>& x) {
+    return leaked(x, x);
+  }
+  template <size_t N>
+  static HWY_INLINE ValueAndGrad<N> value_and_grad(const Pack<N>& x, const Pack<N>& grad) {
+    return {leaked(x, x), leaked(x, grad)};
+  }
+
+ private:
+  /// `kept` where x is above 0, else a hundredth of it.
+  template <size_t N>
+  static HWY_INLINE Pack<N> leaked(const Pack<N>& x, const Pack<N>& kept) {
+    const auto zero = hn::Zero(hn::ScalableTag<float>());
+    return each([&](auto v, auto k, auto less)
+                    TANDEM_INLINE_LAMBDA { return hn::IfThenElse(hn::Gt(v, zero), k, less); },
+                x, kept, kept * Pack<N>(0.01f));
   }
 };
 

@@ -126,22 +126,40 @@ HWY_INLINE Pack<N> exp_negated(const Pack<N>& x, const Pack<N>& x_low) {
   return exp_of_remainder(remainder_of(x, shifted) + x_low, shifted);
 }
 
+template <size_t N>
+HWY_INLINE Pack<N> magnitude_of(const Pack<N>& x) {
+  return each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x);
+}
+
 /// 2 |x|, at most 87: beyond, the smaller exponential is a subnormal number.
 template <size_t N>
 HWY_INLINE Pack<N> twice_magnitude(const Pack<N>& x) {
-  const Pack<N> magnitude = each([](auto v) TANDEM_INLINE_LAMBDA { return hn::Abs(v); }, x);
+  const Pack<N> magnitude = magnitude_of(x);
   return at_most(87.0f, magnitude + magnitude);
+}
+
+/// exp(-f) - 1 for |f| <= ln 2 / 2, Taylor, relative error 1.5e-8: nothing cancels at small f.
+template <size_t N>
+HWY_INLINE Pack<N> exp_below_one(const Pack<N>& f) {
+  return f * polynomial(f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f, -0.00833333333f,
+                        0.00138888889f, -0.000198412698f);
+}
+
+/// exp(-x) for x in [-87, 87]. Error: 1 ULP.
+template <size_t N>
+HWY_INLINE Pack<N> exp_negated_closely(const Pack<N>& x) {
+  const Pack<N> shifted = shifted_power_of(x);
+  const Pack<N> power = scale_by_power_of_two(Pack<N>(1.0f), shifted);
+  return mul_add(power, exp_below_one(remainder_of(x, shifted)), power);
 }
 
 /// tanh(x). Error: 4 ULP.
 template <size_t N>
 HWY_INLINE Pack<N> tanh_of(const Pack<N>& x) {
   const Pack<N> one(1.0f), v = twice_magnitude(x), shifted = shifted_power_of(v);
-  const Pack<N> f = remainder_of(v, shifted), power = scale_by_power_of_two(one, shifted);
-  // exp(-f) - 1, Taylor, relative error 1.5e-8: nothing cancels where x is small.
-  const Pack<N> below_one = f * polynomial(f, -1.0f, 0.5f, -0.166666667f, 0.0416666667f,
-                                           -0.00833333333f, 0.00138888889f, -0.000198412698f);
-  const Pack<N> e = mul_add(power, below_one, power - one);  // exp(-v) - 1
+  const Pack<N> power = scale_by_power_of_two(one, shifted);
+  const Pack<N> e =  // exp(-v) - 1
+      mul_add(power, exp_below_one(remainder_of(v, shifted)), power - one);
   return each([](auto t, auto sign) TANDEM_INLINE_LAMBDA { return hn::CopySign(t, sign); },
               Pack<N>(-1.0f) * e / (Pack<N>(2.0f) + e), x);
 }
