@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import threading
 import weakref
 
@@ -74,6 +75,11 @@ def two_products(function):
 ACTIVATIONS = {
     "silu": (F.silu, "SiLU", "SwiGLU"),
     "gelu (tanh)": (written_gelu, "GELU", "GEGLU"),
+    "gelu (erf)": (lambda x: 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))), "ErfGELU", "ErfGEGLU"),
+    "leaky relu": (F.leaky_relu, "LeakyReLU", None),
+    "mish": (lambda x: x * torch.tanh(F.softplus(x)), "Mish", None),
+    "softplus": (F.softplus, "Softplus", None),
+    "hard swish": (lambda x: x * F.relu6(x + 3.0) / 6.0, "HardSwish", None),
     "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), "QGELU", "QGEGLU"),
     "relu squared": (lambda x: F.relu(x) ** 2, "SReLU", "SReGLU"),
     "relu": (torch.relu, "ReLU", "ReGLU"),
@@ -85,8 +91,9 @@ def of_activations():
     for name, (function, plain, gated) in ACTIVATIONS.items():
         if plain:
             yield name, Calls(lambda m, x, function=function: function(m.up(x)), up=linear(bias=True)), ["Linear", plain]
-        yield f"{name} gate of halves", Calls(halves(function), up=linear(2 * HIDDEN)), ["Linear", gated]
-        yield f"{name} gate of two products", Calls(two_products(function), gate=linear(), up=linear(), down=linear()), ["Linear", gated, "Linear"]
+        if gated:
+            yield f"{name} gate of halves", Calls(halves(function), up=linear(2 * HIDDEN)), ["Linear", gated]
+            yield f"{name} gate of two products", Calls(two_products(function), gate=linear(), up=linear(), down=linear()), ["Linear", gated, "Linear"]
 
 
 # The row, a model that has it, and the ops that it becomes. Several ways of writing one row are several cases.
@@ -94,6 +101,12 @@ CASES = [
     *of_activations(),
     ("silu", Calls(lambda m, x: (lambda h: h * h.sigmoid())(m.up(x)), up=linear()), ["Linear", "SiLU"]),
     ("gelu (tanh)", Calls(lambda m, x: F.gelu(m.up(x), approximate="tanh"), up=linear()), ["Linear", "GELU"]),
+    ("gelu (erf)", nn.Sequential(linear(), nn.GELU()), ["Linear", "ErfGELU"]),
+    ("gelu (erf)", Calls(lambda m, x: (lambda h: h * (torch.erf(h * 0.7071067811865476) + 1) / 2)(m.up(x)), up=linear()), ["Linear", "ErfGELU"]),
+    ("leaky relu", nn.Sequential(linear(), nn.LeakyReLU()), ["Linear", "LeakyReLU"]),
+    ("mish", nn.Sequential(linear(), nn.Mish()), ["Linear", "Mish"]),
+    ("softplus", nn.Sequential(linear(), nn.Softplus()), ["Linear", "Softplus"]),
+    ("hard swish", nn.Sequential(linear(), nn.Hardswish()), ["Linear", "HardSwish"]),
     ("silu gate of halves", Calls(halves(F.silu, flip=True), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),
     ("silu gate of halves", Calls(lambda m, x: (lambda h: F.silu(h[..., :HIDDEN]) * h[..., HIDDEN:])(m.up(x)), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),
     ("silu gate of halves", Calls(lambda m, x: (lambda g, u: F.silu(g) * u)(*m.up(x).split(HIDDEN, -1)), up=linear(2 * HIDDEN)), ["Linear", "SwiGLU"]),
@@ -412,6 +425,7 @@ ODD = {
     "a view by name": (Calls(lambda m, x: m.up(torch.reshape(input=x, shape=(-1, HIDDEN))), up=linear()), 1e-5),
     "a scalar": (Calls(lambda m, x: rms(x.mean().reshape(1)) + m.up(x), up=linear()), 1e-5),
     "a negative eps": (Calls(lambda m, x: m.up(rms(x, -1e-6)), up=linear()), 1e-5),
+    "other numbers of an activation": (Calls(lambda m, x: F.softplus(m.up(x), beta=2) + F.softplus(m.up(x), threshold=0.1) * F.leaky_relu(m.up(x), 0.2), up=linear()), 1e-5),
     "one row": (Calls(lambda m, x: F.silu(m.up(x[0, 0])), up=linear()), 1e-5),
 }
 

@@ -190,18 +190,39 @@ class Activation(NamedTuple):
     gated: type | None
 
 
+def _half(v: Pattern, inner: Pattern) -> Pattern:
+    return Either((0.5 * v) * inner, 0.5 * (v * inner), v * (0.5 * inner))
+
+
 def _tanh_gelu(v: Pattern) -> Pattern:
     cube = Either(call("pow", v, 3), v * call("square", v))
-    inner = 1 + call("tanh", 0.7978845608028654 * (v + 0.044715 * cube))
-    return Either(call("gelu", v, approximate="tanh"), (0.5 * v) * inner, 0.5 * (v * inner), v * (0.5 * inner))
+    return Either(call("gelu", v, approximate="tanh"), _half(v, 1 + call("tanh", 0.7978845608028654 * (v + 0.044715 * cube))))
+
+
+def _erf_gelu(v: Pattern) -> Pattern:
+    return Either(call("gelu", v, approximate="none"), _half(v, 1 + call("erf", 0.7071067811865476 * v)))
+
+
+def _softplus(v: Pattern) -> Pattern:
+    return call("softplus", v, beta=1, threshold=20)
+
+
+def _hard_swish(v: Pattern) -> Pattern:
+    gate = call("relu6", v + 3)
+    return Either(call("hardswish", v), (v * gate) * (1 / 6), v * (gate * (1 / 6)))
 
 
 ACTIVATIONS = (
     Activation("silu", lambda v: Either(call("silu", v), v * call("sigmoid", v)), ops.SiLU, ops.SwiGLU),
     Activation("gelu (tanh)", _tanh_gelu, ops.GELU, ops.GEGLU),
+    Activation("gelu (erf)", _erf_gelu, ops.ErfGELU, ops.ErfGEGLU),
     Activation("quick gelu", lambda v: v * call("sigmoid", 1.702 * v), ops.QGELU, ops.QGEGLU),
     Activation("relu squared", lambda v: call("square", call("relu", v)), ops.SReLU, ops.SReGLU),
     Activation("relu", lambda v: call("relu", v), ops.ReLU, ops.ReGLU),
+    Activation("leaky relu", lambda v: call("leaky_relu", v, negative_slope=0.01), ops.LeakyReLU, None),
+    Activation("mish", lambda v: Either(call("mish", v), v * call("tanh", _softplus(v))), ops.Mish, None),
+    Activation("softplus", _softplus, ops.Softplus, None),
+    Activation("hard swish", _hard_swish, ops.HardSwish, None),
     Activation("sigmoid", lambda v: call("sigmoid", v), None, ops.GLU),
 )
 
