@@ -568,7 +568,7 @@ def test_verify_compares_gradients(x, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"recipes": 1}, TypeError, "compile: expected options among recipe, memory_budget, exclude, rest, verify, require, got 'recipes'. Did you mean recipe"),
+        ({"recipes": 1}, TypeError, "compile: expected options among recipe, memory_budget, exclude, rest, logits, verify, require, got 'recipes'. Did you mean recipe"),
         ({"zzz": 1}, TypeError, "compile: expected options among .*, got 'zzz'. Leave it out"),
         ({"recipe": 3}, TypeError, "compile: expected recipe to be a recipe, a function of a module's name or None, got 3. Pass tandem.recipe.MXFP8BlockScaling"),
         ({"recipe": recipe.MXFP8BlockScaling}, TypeError, "compile: expected recipe to be a recipe, .*, got <class"),

@@ -137,7 +137,7 @@ class SReLU(_Activation):
 
 
 class ErfGELU(_Activation):
-    """y = 0.5 x (1 + erf(x / sqrt(2))): torch's GELU as it is by default, where GELU is the tanh form."""
+    """y = 0.5 x (1 + erf(x / sqrt(2)))."""
 
     _kind = "erf_gelu"
 
