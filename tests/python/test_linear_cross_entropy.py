@@ -245,3 +245,18 @@ def test_errors_of_the_kernel_op():
         call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, [True] * 5 + [False])
     with pytest.raises(ValueError, match=r"LinearCrossEntropy: expected class_weight of shape \[37\], a number for each class, got \[3\]. Pass one of this size."):
         ops.LinearCrossEntropy(WIDTH, CLASSES, class_weight=torch.ones(3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_directions_by_hand(reduction):
+    head = ops.LinearCrossEntropy(WIDTH, CLASSES, reduction=reduction)
+    x, _, targets = operands()
+    x.requires_grad_()
+    want = head(x, targets)
+    seed = torch.randn_like(want)
+    right = gradients(want, seed, x, head.weight)
+    ctx = ops.OperationContext()
+    loss, _ = head.fuser_forward([ctx], x, basic_op_extra_inputs=[(targets,)], basic_op_kwargs=[{}])
+    assert torch.equal(loss, want)
+    grad_x, grad_params, _ = head.fuser_backward([ctx], seed, basic_op_grad_extra_outputs=[()])
+    assert torch.equal(grad_x, right[0]) and torch.equal(next(iter(grad_params))[0], right[1])
