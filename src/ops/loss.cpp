@@ -149,7 +149,7 @@ OpDef loss_definition(std::string_view name, const char* formula, Names extra_ou
                     .run = loss_backward_by_row,
                     .applies = is_by_row}},
       .context = {"x", "targets", "denominator", "unit_grad_x", "unit_grad_weight",
-                "unit_grad_bias"},
+                  "unit_grad_bias"},
       .list_length = loss_lists,
   };
 }
