@@ -21,9 +21,23 @@ def quick_gelu(x):
     return F.silu(1.702 * x) / 1.702
 
 
-def erf_gelu(x):
-    """F.gelu, which computes 1 + erf(x / sqrt(2)) and so loses what is below 1e-16."""
-    return x * (0.5 * torch.special.erfc(-(0.5**0.5) * x))
+class ErfGELU(torch.autograd.Function):
+    """F.gelu, which computes 1 + erf(x / sqrt(2)) and so loses what is below 1e-16. One function, as quick_gelu is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * (0.5 * torch.special.erfc(-(0.5**0.5) * x))
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        (x,) = ctx.saved_tensors
+        return grad_y * (0.5 * torch.special.erfc(-(0.5**0.5) * x) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+
+
+def hard_swish(x):
+    """F.hardswish, whose slope at NaN is 1."""
+    return F.hardswish(x) * torch.where(x.isnan(), x, 1.0)
 
 
 ACTIVATIONS = {
@@ -32,10 +46,10 @@ ACTIVATIONS = {
     "SiLU": (ops.SiLU, F.silu),
     "ReLU": (ops.ReLU, F.relu),
     "SReLU": (ops.SReLU, squared_relu),
-    "ErfGELU": (ops.ErfGELU, erf_gelu),
+    "ErfGELU": (ops.ErfGELU, ErfGELU.apply),
     "Mish": (ops.Mish, F.mish),
     "Softplus": (ops.Softplus, F.softplus),
-    "HardSwish": (ops.HardSwish, F.hardswish),
+    "HardSwish": (ops.HardSwish, hard_swish),
     "LeakyReLU": (ops.LeakyReLU, F.leaky_relu),
     "Sigmoid": (ops.library.class_of("sigmoid"), torch.sigmoid),
 }
@@ -45,7 +59,7 @@ GATED = {
     "GLU": (ops.GLU, gated(torch.sigmoid)),
     "QGEGLU": (ops.QGEGLU, gated(quick_gelu)),
     "ReGLU": (ops.ReGLU, gated(F.relu)),
-    "ErfGEGLU": (ops.ErfGEGLU, gated(erf_gelu)),
+    "ErfGEGLU": (ops.ErfGEGLU, gated(ErfGELU.apply)),
     "SReGLU": (ops.SReGLU, gated(squared_relu)),
     "SiTUGLU": (ops.SiTUGLU, of_halves(situ)),
     "ClampedSwiGLU": (ops.ClampedSwiGLU, of_halves(clamped_swiglu)),
