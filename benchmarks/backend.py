@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import tandem  # noqa: F401  # registers kernel ops
+from benchmarks.block import has_bfloat16
 from benchmarks.timing import interleaved, verdict
 
-HIDDEN, INNER, HEADS, VOCABULARY, ROUNDS = 256, 704, 4, 2048, 15
+HIDDEN, INNER, HEADS, VOCABULARY, CLASSES, ROUNDS = 256, 704, 4, 2048, 32000, 15
 EXPERTS, EXPERT_INNER, TOKENS = 8, 512, 512
 EXPERTS_BAR = 1.7
 
@@ -47,8 +48,19 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def decoder() -> nn.Module:
-    return nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), *(Layer() for _ in range(4)), Norm(), nn.Linear(HIDDEN, VOCABULARY, bias=False))
+def decoder(vocabulary: int = VOCABULARY) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocabulary, HIDDEN), *(Layer() for _ in range(4)), Norm(), nn.Linear(HIDDEN, vocabulary, bias=False))
+
+
+class WithLoss(nn.Module):
+    """A decoder of many classes that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder(CLASSES)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.decoder(ids).float().view(-1, CLASSES), ids.view(-1))
 
 
 def policy() -> nn.Module:
@@ -165,11 +177,13 @@ def run() -> str:
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (4, 128))
     lines = ["backend: unchanged models, forward + backward"]
-    for dtype in (torch.float32, torch.bfloat16):
+    dtypes = (torch.float32, torch.bfloat16)[: 1 + has_bfloat16()]
+    for dtype in dtypes:
         model = decoder().to(dtype)
         lines.append(compared(f"decoder, 4 layers, {str(dtype).removeprefix('torch.')}", model, ids, lambda y: F.cross_entropy(y.float().view(-1, VOCABULARY), ids.view(-1)), 1))
+    lines.append(compared(f"with its loss, {CLASSES} classes", WithLoss(), ids, lambda y: y, 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
-    lines += [mixtures(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    lines += [mixtures(dtype) for dtype in dtypes]
     model = decoder()
     first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
     lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")

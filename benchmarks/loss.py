@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import tandem
+from benchmarks.block import has_bfloat16
 
 TOKENS, HIDDEN, CLASSES, ROUNDS = 4096, 512, 32000, 5
 
@@ -58,6 +59,6 @@ def compared(dtype: torch.dtype) -> list[str]:
 def run() -> str:
     torch.set_num_threads(2)
     lines = [f"loss: {TOKENS} tokens, hidden {HIDDEN}, {CLASSES} classes, forward + backward"]
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + has_bfloat16()]:
         lines += compared(dtype)
     return "\n".join(lines)
