@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import overload, Literal
+from typing import Literal, overload
 
 import torch
 

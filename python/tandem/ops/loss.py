@@ -18,9 +18,9 @@ class LinearCrossEntropy(DeferredMixin, BasicOperation):
     """The cross entropy of x weight^T + bias, without memory for these logits.
 
     The extra input holds the targets: the number of a class, int64, for each row of x [..., in_features]. With `reduction` "none" the losses are
-    like the targets, else there is one: their sum, or their mean. That is over the rows which are not ignored, each counted as often as
-    `class_weight` of its target says; without any such row it is NaN, with gradients of zeros. Losses are float32, float64 where the weight is. Recipes leave the product in the
-    dtype of the weight.
+    like the targets, else there is one: their sum, or that over the sum of what the rows weigh. A row weighs 1, or the `class_weight` of its target;
+    one that is ignored weighs nothing. The mean of no rows is NaN, with gradients of zeros. Losses are float32, float64 where the weight is. Recipes do
+    not quantize this product.
 
     >>> import torch
     >>> from tandem import ops

@@ -1,0 +1,78 @@
+"""The backend of torch.compile: losses whose logits nobody needs memory for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tandem
+
+
+class Head(nn.Module):
+    """An embedding, a norm and a head, whose loss is written as `form` says."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.embedding, self.norm, self.head, self.form = nn.Embedding(50, 16), nn.RMSNorm(16), nn.Linear(16, 50, bias=False), form
+
+    def forward(self, ids, labels):
+        return self.form(self.head(self.norm(self.embedding(ids))), labels)
+
+
+LOSSES = {
+    "flat": lambda logits, labels: F.cross_entropy(logits.view(-1, 50), labels.view(-1)),
+    "as transformers write it": lambda logits, labels: F.cross_entropy(logits.float().view(-1, 50), F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1), ignore_index=-100),
+    "cut behind the product": lambda logits, labels: F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, 50), labels[..., 1:].contiguous().view(-1), reduction="sum"),
+    "cut and laid flat": lambda logits, labels: F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1),
+    "by row": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().mean(),
+    "of classes with weights": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.linspace(0.5, 2, 50)),
+}
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_a_loss_takes_no_memory_for_logits(form):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = Head(LOSSES[form]), torch.randint(50, (3, 7))
+    labels = ids.masked_fill(torch.rand(3, 7) < 0.3, -100)
+    compiled = tandem.compile(model, fullgraph=True)
+    loss, want = compiled(ids, labels), model(ids, labels)
+    assert "LinearCrossEntropy" in tandem.explain(compiled)
+    torch.testing.assert_close(loss, want)
+    parameters = [*model.parameters()]
+    for got, right in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(want, parameters), strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_logits_that_the_model_returns():
+    torch._dynamo.reset()
+    model, ids = Head(lambda logits, labels: (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)), torch.randint(50, (3, 7))
+    compiled = tandem.compile(model)
+    loss, logits = compiled(ids, ids)
+    text = tandem.explain(compiled)
+    assert "LinearCrossEntropy" not in text
+    assert "others read its logits, which then take memory and time; where they are results of the model, options={'logits': False} leaves them out" in text
+    torch.testing.assert_close((loss, logits), model(ids, ids))
+    without = tandem.compile(model, logits=False)
+    (own, none), want = without(ids, ids), model(ids, ids)[0]
+    assert none is None and "LinearCrossEntropy" in tandem.explain(without)
+    torch.testing.assert_close(own, want)
+    with pytest.raises(TypeError, match=r"compile: expected logits to be True or False, got 'no'. Pass a bool."):
+        tandem.compile(model, logits="no")
+
+
+def test_losses_that_are_left():
+    torch._dynamo.reset()
+    targets = torch.rand(21, 50).softmax(1)
+    model, ids = Head(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), targets)), torch.randint(50, (3, 7))
+    compiled = tandem.compile(model)
+    torch.testing.assert_close(compiled(ids, ids), model(ids, ids))
+    assert "its targets are torch.float32, not numbers of classes" in tandem.explain(compiled)
+    narrow = Head(LOSSES["flat"]).bfloat16()
+    compiled = tandem.compile(narrow)
+    torch.testing.assert_close(compiled(ids, ids), narrow(ids, ids))
+    assert "its result is torch.bfloat16, that of the op torch.float32" in tandem.explain(compiled)
+    wide = Head(LOSSES["as transformers write it"]).bfloat16()
+    compiled = tandem.compile(wide)
+    torch.testing.assert_close(compiled(ids, ids), wide(ids, ids), rtol=2e-2, atol=2e-2)
+    assert "LinearCrossEntropy" in tandem.explain(compiled)
