@@ -13,16 +13,10 @@
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
-#include <vector>
-
 #include "kernel_ops/framework/checks.h"
-#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/register.h"
 #include "kernel_ops/framework/shapes.h"
-#include "kernel_ops/product/product.h"
-#include "kernels/cross_entropy.h"
 
 namespace tandem::kernel_ops {
 
