@@ -13,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "core/op_def.h"
@@ -97,7 +98,9 @@ Kind kind_of(const OpDef& def) {
   const Whole extent{1, kMostExtent};
   const auto given = def.signature.options();
   std::vector<OptionDef> options(given.begin(), given.end());
-  const auto flags = std::ranges::stable_partition(options, std::not_fn(is_flag));
+  const auto first_flag =
+      std::stable_partition(options.begin(), options.end(), std::not_fn(is_flag));
+  const std::span<const OptionDef> flags(first_flag, options.end());
   Kind kind{std::string(def.name), std::string(def.name), std::string(def.formula), {}, {}, {}};
   for (const SizeDef& size : def.sizes) kind.required.push_back({upper(size.name), extent});
   if (options.size() == 1 && std::holds_alternative<std::vector<int64_t>>(options[0].otherwise)) {
