@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
@@ -76,6 +77,29 @@ TEST(ProductInPieces, OfStridedOperands) {
 /// What products of decoded codes are made of: numbers with few significant bits.
 at::Tensor codes_like(at::IntArrayRef sizes, uint64_t seed) {
   return (random(sizes, at::kFloat, seed) * 8).round().clamp(-15, 15) * 0x1p-20;
+}
+
+TEST(ProductOfSixteenBits, IsRoundedOnceWhoeverMultiplies) {
+  // The last has several blocks of rows and columns (multiply_in_float32).
+  for (const auto dtype : {at::kBFloat16, at::kHalf})
+    for (const auto& [m, k, n] : {std::array{1, 1, 1}, std::array{0, 8, 3}, std::array{3, 0, 2},
+                                  std::array{33, 70, 5}, std::array{300, 4100, 260}}) {
+      SCOPED_TRACE(::testing::Message() << dtype << " " << m << " " << k << " " << n);
+      const at::Tensor a = (codes_like({m, k}, 1) * 0x1p20).to(dtype),
+                       b = (codes_like({k, n}, 2) * 0x1p10).to(dtype),
+                       before = (codes_like({m, n}, 3) * 0x1p20).to(dtype);
+      const at::Tensor exact = at::mm(a.to(at::kDouble), b.to(at::kDouble));
+      const at::Tensor bt_columns = b.t().contiguous().t(),
+                       padded = at::cat({b, b}, 1).slice(1, 0, n);
+      for (const at::Tensor& right : {b, bt_columns, padded}) {
+        const at::Tensor result = at::full({m, n}, NAN, a.options());
+        kernel_ops::multiply({{a}, {right}, dtype}, result);
+        EXPECT_TRUE(same(result, exact.to(dtype)));
+        result.copy_(before);
+        kernel_ops::multiply({{a}, {right}, dtype, {.alpha = -0.5, .beta = 1}}, result);
+        EXPECT_TRUE(same(result, (before.to(at::kDouble) - 0.5 * exact).to(dtype)));
+      }
+    }
 }
 
 void write_independent_of_threads(const at::Tensor& a, const at::Tensor& b,

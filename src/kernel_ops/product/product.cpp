@@ -49,6 +49,29 @@ namespace {
 // many where rows are left to at::mm.
 constexpr int64_t kWorthIt = 1 << 24;
 
+/// Whether libtorch says so of oneDNN's products of a dtype on this processor.
+bool onednn_multiplies([[maybe_unused]] const char* question) {
+#if defined(__x86_64__)
+  const auto op = c10::Dispatcher::singleton().findSchema({question, ""});
+  return op && op->typed<bool()>().redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU));
+#else
+  return false;
+#endif
+}
+
+/// Whether at::mm multiplies this dtype of 16 bits in loops of its own, which take up to a hundred
+/// times as long as float32: on an x86 processor whose instructions for it oneDNN does not have.
+bool has_slow_mm([[maybe_unused]] at::ScalarType dtype) {
+#if defined(__x86_64__)
+  static const bool has_half = onednn_multiplies("mkldnn::_is_mkldnn_fp16_supported");
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
+  const bool is_known = dtype == at::kHalf ? has_half : has_onednn();
+  return !is_known || !at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
+
 /// Whether oneDNN is the faster way to large products of this dtype. at::mm takes it for bfloat16
 /// too, after checks of its own, but gives float32 to MKL, which on processors of other makers than
 /// Intel is slower (benchmarks/products.py; measured on Zen 4).
@@ -225,7 +248,7 @@ void multiply_by_aten(const at::Tensor& a, const at::Tensor& b, at::Tensor resul
   }
 }
 
-/// at::mm without a dispatch: MKL for float32, oneDNN for bfloat16.
+/// at::mm without a dispatch: MKL for float32, oneDNN for bfloat16 and float16.
 constexpr ProductImplementation kAten{
     .name = "aten",
     .device = at::kCPU,
@@ -235,6 +258,39 @@ constexpr ProductImplementation kAten{
           multiply_by_aten(product.a.matrix, product.b.matrix, result, product.type.beta != 0,
                            product.type.alpha);
         },
+};
+
+/// result = alpha a b + beta result in float32, rounded once. Blocks of a, b and the result are
+/// widened, so that the memory taken beside them does not grow with their numbers of rows.
+void multiply_in_float32(const Product& product, const at::Tensor& result) {
+  constexpr int64_t kMostElements = 1 << 20;
+  const auto [alpha, beta] = std::pair(product.type.alpha, product.type.beta);
+  const int64_t rows = result.size(0), cols = result.size(1);
+  const int64_t most =
+      std::max<int64_t>(kMostElements / std::max<int64_t>(product.type.a.cols, 1), 1);
+  for (int64_t row = 0, height = 0; row < rows; row += height) {
+    height = std::min(most, rows - row);
+    const at::Tensor a = part_of(product.a.matrix, 0, row, height).to(at::kFloat);
+    for (int64_t col = 0, width = 0; col < cols; col += width) {
+      width = std::min(most, cols - col);
+      const at::Tensor b = part_of(product.b.matrix, 1, col, width).to(at::kFloat);
+      const at::Tensor target = part_of(part_of(result, 0, row, height), 1, col, width);
+      at::Tensor sum = empty_cpu({height, width}, at::kFloat);
+      if (beta != 0) sum.copy_(target);
+      multiply_by_aten(a, b, sum, beta != 0, alpha);
+      target.copy_(sum);
+    }
+  }
+}
+
+constexpr ProductImplementation kInFloat32{
+    .name = "float32",
+    .device = at::kCPU,
+    .accepts =
+        [](const ProductType& type) {
+          return is_uniform(type) && type.sums == Sums::any && has_slow_mm(type.dtype);
+        },
+    .run = multiply_in_float32,
 };
 
 constexpr ProductImplementation kTiles{
@@ -254,7 +310,8 @@ constexpr ProductImplementation kTiles{
 std::atomic<const void*>& products() {
   static std::atomic<const void*>* const list = [] {
     std::atomic<const void*>& empty = detail::list_of("product");
-    for (const auto* row : {&kTiles, &kAten, &kOneDnn, &kScaledMm}) detail::prepend(empty, *row);
+    for (const auto* row : {&kTiles, &kAten, &kInFloat32, &kOneDnn, &kScaledMm})
+      detail::prepend(empty, *row);
     return &empty;
   }();
   return *list;
@@ -369,11 +426,7 @@ bool has_onednn() {
 #if defined(__x86_64__)
   // What libtorch asks before it lets oneDNN multiply bfloat16: AVX-512, unless ONEDNN_MAX_CPU_ISA
   // hides it.
-  static const bool is_supported = [] {
-    const auto op =
-        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
-    return op && op->typed<bool()>().redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU));
-  }();
+  static const bool is_supported = onednn_multiplies("mkldnn::_is_mkldnn_bf16_supported");
   return at::native::mkldnn_matmul != nullptr && is_supported;
 #else
   return false;
