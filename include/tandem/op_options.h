@@ -90,6 +90,12 @@ struct LinearCrossEntropyOptions {
   double soft_cap = 0;
   /// The factor of logsumexp(logits)^2 in the loss of a row.
   double z_loss = 0;
+  /// The process group, by its name in torch.distributed, whose ranks share the classes in the
+  /// order of ranks, how many it has, and which of them this process is. num_classes are then this
+  /// rank's, targets count all, and the gradient of x is the part of this rank's classes
+  /// (reduce_gradient sums it).
+  std::string group;
+  int64_t group_size = 1, rank = 0;
 };
 /// Under a recipe.
 struct QuantizeOptions {

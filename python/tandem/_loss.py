@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from tandem._tracing import constant_while_traced
+from tandem.ops.collective import collectives
+from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of
 
 
 @constant_while_traced
-def _description(kind: str, parameters: int, **options: bool | int | float | str) -> str:
-    return _written(kind, parameters, **options)
+def _description(kind: str, parameters: int, group: Any, **options: bool | int | float | str) -> str:
+    before, _, size = collectives("linear_cross_entropy", None if group is None else "column", group, sequence_parallel=False)
+    if size == 1:
+        return _written(kind, parameters, "[]", **options)
+    return _written(kind, parameters, json.dumps([{"op": part._kind, "options": part._options()} for part in before]), **options, **shared_classes(group))
 
 
 @functools.cache
-def _written(kind: str, parameters: int, **options: bool | int | float | str) -> str:
+def _written(kind: str, parameters: int, before: str, **options: bool | int | float | str) -> str:
     named = {option.name: option for option in signature_of(kind).options}
     checked = {name: named[name].checked("linear_cross_entropy", name, value) for name, value in options.items()}
-    return json.dumps({"ops": [{"op": kind, "params": [*range(parameters)], "options": checked}]})
+    return json.dumps({"ops": [*json.loads(before), {"op": kind, "params": [*range(parameters)], "options": checked}]})
 
 
 @overload
@@ -37,6 +42,7 @@ def linear_cross_entropy(
     label_smoothing: float = ...,
     soft_cap: float = ...,
     z_loss: float = ...,
+    process_group: Any = ...,
     return_predictions: Literal[False] = ...,
 ) -> torch.Tensor: ...
 
@@ -54,6 +60,7 @@ def linear_cross_entropy(
     label_smoothing: float = ...,
     soft_cap: float = ...,
     z_loss: float = ...,
+    process_group: Any = ...,
     return_predictions: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -70,6 +77,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
+    process_group: Any = None,
     return_predictions: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The cross entropy of input linear_weight^T + linear_bias and the targets, without memory for these logits: `torch.nn.functional.linear_cross_entropy`
@@ -86,6 +94,9 @@ def linear_cross_entropy(
         label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
         soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
         z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row.
+        process_group: the ranks that share the classes: `linear_weight`, `linear_bias` and `weight` are those of this rank's classes, rank 0 has the
+            first. All ranks pass the same `input` and `target`, which counts all classes, and get the same loss and the same gradient of `input`.
+            None: this process has all classes.
         return_predictions: whether the class of the largest logit of each row, int64, is returned behind the loss.
 
     Returns:
@@ -104,6 +115,7 @@ def linear_cross_entropy(
     description = _description(
         "linear_cross_entropy_with_predictions" if return_predictions else "linear_cross_entropy",
         len(params),
+        process_group,
         bias=linear_bias is not None,
         class_weight=weight is not None,
         reduction=reduction,

@@ -109,6 +109,87 @@ TEST_P(CrossEntropy, MatchesFloat64) {
         }
 }
 
+/// What four shards of the columns give, each by itself, is what the whole gives.
+void check_shards(const CrossEntropyOptions& options) {
+  using kernels::cpu::LogitsSums;
+  constexpr size_t kRows = 6, kCols = 77, kEnds[] = {0, 5, 40, 41, kCols};
+  Matrix logits = Matrix::random(Element::float32, kRows, kCols, 0, 1),
+         whole(Element::float32, kRows, kCols);
+  for (size_t c = 0; c < 40; ++c) logits.set(4 * kCols + c, -INFINITY);  // a mask over two shards
+  logits.set(5 * kCols + 50, NAN);
+  std::vector<float> weights(kCols), losses(kRows), shard_losses(kRows);
+  for (size_t c = 0; c < kCols; ++c) weights[c] = 0.5f + static_cast<float>(c % 3);
+  const std::vector<int64_t> targets{3, 40, -1, 76, 60, 7};
+  const std::vector<float> factors{1, -2, 0.5f, 1, 1, 1};
+  std::vector<int64_t> best(kRows), shard_best(kRows);
+  kernels::cpu::cross_entropy({.logits = logits.view(),
+                               .targets = targets.data(),
+                               .class_weight = weights.data(),
+                               .factors = factors.data(),
+                               .options = options,
+                               .losses = losses.data(),
+                               .gradients = whole.view(),
+                               .best = best.data()});
+  std::vector<Matrix> parts;
+  std::vector<LogitsSums> all(kRows), own(kRows);
+  const auto part_of = [&](size_t shard) {
+    std::vector<int64_t> local;
+    const auto first = static_cast<int64_t>(kEnds[shard]),
+               count = static_cast<int64_t>(kEnds[shard + 1]) - first;
+    for (const int64_t target : targets) {
+      const bool is_here = target >= first && target < first + count;
+      local.push_back(target < 0 ? -1 : is_here ? target - first : count);
+    }
+    return local;
+  };
+  double all_weights = 0;
+  for (const float weight : weights) all_weights += weight;
+  for (size_t shard = 0; shard < 4; ++shard) {
+    Matrix part(Element::float32, kRows, kEnds[shard + 1] - kEnds[shard]);
+    for (size_t i = 0; i < part.size(); ++i)
+      part.set(i, logits.at(i / part.cols() * kCols + kEnds[shard] + i % part.cols()));
+    const std::vector<int64_t> local = part_of(shard);
+    kernels::cpu::logits_sums({.logits = part.view(),
+                               .targets = local.data(),
+                               .class_weight = weights.data() + kEnds[shard],
+                               .options = options,
+                               .best = shard_best.data()},
+                              own.data());
+    for (size_t r = 0; r < kRows; ++r)
+      all[r] = shard == 0 ? own[r] : joined(all[r], own[r], static_cast<double>(kEnds[shard]));
+    parts.push_back(std::move(part));
+  }
+  const kernels::cpu::ClassShard of_all{kCols, all_weights, all.data()};
+  for (size_t shard = 0; shard < 4; ++shard) {
+    Matrix& part = parts[shard];
+    const std::vector<int64_t> local = part_of(shard);
+    kernels::cpu::cross_entropy({.logits = part.view(),
+                                 .targets = local.data(),
+                                 .class_weight = weights.data() + kEnds[shard],
+                                 .factors = factors.data(),
+                                 .options = options,
+                                 .losses = shard_losses.data(),
+                                 .gradients = part.view(),
+                                 .best = shard_best.data(),
+                                 .shard = &of_all});
+    EXPECT_EQ(shard_best, best);
+    for (size_t r = 0; r < kRows; ++r) {
+      EXPECT_EQ(std::isnan(shard_losses[r]), r == 5) << r;
+      if (r != 5) EXPECT_NEAR(shard_losses[r], losses[r], 1e-6 * (1 + std::abs(losses[r])));
+    }
+    for (size_t i = 0; i < part.size(); ++i) {
+      const float want = whole.at(i / part.cols() * kCols + kEnds[shard] + i % part.cols());
+      ASSERT_EQ(std::isnan(part.at(i)), std::isnan(want));
+      if (!std::isnan(want)) ASSERT_NEAR(part.at(i), want, 1e-6);
+    }
+  }
+}
+
+TEST_P(CrossEntropy, ShardsOfTheColumnsGiveWhatTheWholeGives) {
+  check_shards({});
+  check_shards({0.2, 3, 0.05});
+}
+
 TEST_P(CrossEntropy, ExtremeLogits) {
   Matrix logits(Element::float32, 4, 20), made = logits;
   for (size_t i = 0; i < logits.size(); ++i) logits.set(i, 1);

@@ -209,6 +209,61 @@ def check_ops(rank: int, size: int) -> None:
         assert torch.equal(ops.Sequential(ops.AllGather(), ops.Identity())(x), gathered)
 
 
+def check_loss(rank: int, size: int) -> None:
+    """Ranks that share the classes of a loss against one that has all."""
+    torch.manual_seed(0)
+    classes, rows = 6 * size, 2 * size
+    weight, bias, class_weight, x = torch.randn(classes, HIDDEN), torch.randn(classes), torch.rand(classes), torch.randn(rows, HIDDEN)
+    targets = torch.randint(classes, (rows,))
+    targets[1] = -100
+    more = {"label_smoothing": 0.1, "soft_cap": 3.0, "z_loss": 0.01}
+    for dtype, reduction, options in [
+        (torch.float32, "mean", {}),
+        (torch.float32, "mean", more),
+        (torch.float32, "none", more),
+        (torch.float64, "sum", more),
+        (torch.float64, "none", {}),
+    ]:
+        leaves = [each.detach().to(dtype).clone().requires_grad_() for each in (x, weight, bias)]
+        wanted, best = tandem.linear_cross_entropy(
+            leaves[0], leaves[1], targets, linear_bias=leaves[2], weight=class_weight, reduction=reduction, return_predictions=True, **options
+        )
+        seed = torch.rand_like(wanted)
+        gradients = torch.autograd.grad(wanted, leaves, seed)
+        own = [leaves[0], *(each.detach().chunk(size)[rank].clone().requires_grad_() for each in leaves[1:])]
+        shared = {"weight": class_weight.chunk(size)[rank], "reduction": reduction, "process_group": dist.group.WORLD, **options}
+        for call in (tandem.linear_cross_entropy, torch.compile(tandem.linear_cross_entropy, backend="aot_eager")):
+            loss, predictions = call(own[0], own[1], targets, linear_bias=own[2], return_predictions=True, **shared)
+            assert_close(loss, wanted)
+            assert torch.equal(predictions, best)
+            got = torch.autograd.grad(loss, own, seed)
+            for gradient, whole in zip(got, (gradients[0], *(each.chunk(size)[rank] for each in gradients[1:])), strict=True):
+                assert_close(gradient, whole, rtol=1e-5, atol=1e-6)
+
+    # As an op behind a norm, with rows shared too, and what it says where it cannot be.
+    whole = ops.Sequential(ops.RMSNorm(HIDDEN), ops.LinearCrossEntropy(HIDDEN, classes))
+    for sequence_parallel in (False, True):
+        loss = ops.LinearCrossEntropy(HIDDEN, classes, tensor_parallel_group=dist.group.WORLD, sequence_parallel=sequence_parallel)
+        block = ops.Sequential(ops.RMSNorm(HIDDEN), pickle.loads(pickle.dumps(loss)))
+        assert block[1].weight.shape == (classes // size, HIDDEN)
+        with torch.no_grad():
+            whole[1].weight.copy_(weight)
+            block[1].weight.copy_(weight.chunk(size)[rank])
+        own_x, one = (x.chunk(size)[rank] if sequence_parallel else x).clone().requires_grad_(), x.clone().requires_grad_()
+        whole(one, targets).backward()
+        block(own_x, targets).backward()
+        assert_close(own_x.grad, one.grad.chunk(size)[rank] if sequence_parallel else one.grad)
+        assert_close(block[1].weight.grad, whole[1].weight.grad.chunk(size)[rank])
+        whole.zero_grad(), block.zero_grad()
+    with pytest.raises(ValueError, match=re.escape(f"expected num_classes that {size} ranks share evenly, got {classes + 1}")):
+        ops.LinearCrossEntropy(HIDDEN, classes + 1, tensor_parallel_group=dist.group.WORLD)
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(IndexError, match=f"expected targets from 0 to {classes - 1}, or -100 where a row is ignored, got {classes} in row 1"):
+            tandem.linear_cross_entropy(
+                x[:2].to(dtype), weight.chunk(size)[rank].to(dtype), torch.tensor([0, classes]), process_group=dist.group.WORLD
+            )
+
+
 def check_delayed_scaling(rank: int, size: int, compiled: bool) -> None:
     """Ranks that share their amaxes have the scales of one process that sees all rows."""
     recipe = tandem.recipe.DelayedScaling(amax_history_len=4)
@@ -318,7 +373,7 @@ def test_three_steps_of_a_compiled_block_equal_one_process(sequence_parallel: bo
 
 @pytest.mark.parametrize(
     "check",
-    [check_order, check_masks, check_errors, check_changes, check_products_alone, check_copies, check_ops, check_ddp, check_fusion_functions_see_the_collectives],
+    [check_order, check_masks, check_errors, check_changes, check_products_alone, check_copies, check_ops, check_loss, check_ddp, check_fusion_functions_see_the_collectives],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
 def test_on_two_ranks(check: Any) -> None:

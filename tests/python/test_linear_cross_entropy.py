@@ -237,13 +237,20 @@ def test_errors(change, error, text):
 def test_errors_of_the_kernel_op():
     x, weight, targets = operands()
     call = torch.ops.tandem.linear_cross_entropy
+    alone = ("", 1, 0)
     with pytest.raises(ValueError, match=r'expected reduction "mean", "sum" or "none", got "max". Pass one of these.'):
-        call(x, weight, targets, None, None, None, "max", -100, 0.0, 0.0, 0.0, [True] + [False] * 5)
+        call(x, weight, targets, None, None, None, "max", -100, 0.0, 0.0, 0.0, *alone, [True] + [False] * 5)
     with pytest.raises(ValueError, match=r"expected factors of shape \[3, 5\], got \[15\]. Pass one for each row, or none."):
-        call(x, weight, targets, None, None, torch.ones(15), "sum", -100, 0.0, 0.0, 0.0, [True] + [False] * 5)
+        call(x, weight, targets, None, None, torch.ones(15), "sum", -100, 0.0, 0.0, 0.0, *alone, [True] + [False] * 5)
+    with pytest.raises(ValueError, match=r"expected a rank from 0 to 1, got 2\. Pass the number of this process in the group\."):
+        call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, "0", 2, 2, [True] + [False] * 5)
+    with pytest.raises(ValueError, match=r"expected at least one class on each rank of the group, got none on rank 1\. Share the classes out among all ranks\."):
+        call(x, weight[:0], targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, "0", 2, 1, [True] + [False] * 5)
+    with pytest.raises(IndexError, match="expected targets that are ignored, as weight has no rows, -100, got 19 in row 0"):
+        call(x, weight[:0], torch.full_like(targets, 19), None, None, None, "sum", -100, 0.0, 0.0, 0.0, *alone, [True] + [False] * 5)
     with pytest.raises(ValueError, match="expected no gradient of a bias that there is not"):
-        call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, [True] * 5 + [False])
-    with pytest.raises(ValueError, match=r"LinearCrossEntropy: expected class_weight of shape \[37\], a number for each class, got \[3\]. Pass one of this size."):
+        call(x, weight, targets, None, None, None, "sum", -100, 0.0, 0.0, 0.0, *alone, [True] * 5 + [False])
+    with pytest.raises(ValueError, match=r"LinearCrossEntropy: expected class_weight of shape \[37\], a number for each class of this rank, got \[3\]. Pass one of this size."):
         ops.LinearCrossEntropy(WIDTH, CLASSES, class_weight=torch.ones(3))
 
 

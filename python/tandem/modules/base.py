@@ -14,10 +14,10 @@ from typing_extensions import Self
 from tandem._quantized_init import note_init, quantize_weights
 from tandem._weights import in_microbatch
 from tandem.ops.arguments import Fixed, flag
-from tandem.ops.collective import _Collective
+from tandem.ops.collective import _Collective, _replacement
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.joined import JoinedMixin
-from tandem.ops.linear import BasicLinear, Bias, _replacement
+from tandem.ops.linear import BasicLinear, Bias
 from tandem.ops.norm import LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation
 from tandem.ops.run import NO_EXTRAS

@@ -31,8 +31,8 @@ import torch
 
 from tandem import _C
 from tandem.ops.arguments import flag
+from tandem.ops.collective import collectives
 from tandem.ops.library import class_of
-from tandem.ops.linear import collectives
 from tandem.recipe import Recipe
 
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}

@@ -13,7 +13,7 @@ from tandem._weights import in_microbatch
 from tandem import ops
 from tandem.modules.base import Init, check_dtype, check_group, draw, forked
 from tandem.ops.arguments import Fixed, at_default, flag, positive, whole
-from tandem.ops.linear import share
+from tandem.ops.collective import share
 
 
 class GroupedLinear(ops.GroupedLinear):

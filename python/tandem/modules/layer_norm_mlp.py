@@ -10,8 +10,9 @@ import torch
 from tandem import _C
 from tandem.modules.base import Init, NormedModule, Parts, check_group
 from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.collective import collectives, share
 from tandem.ops.library import class_of
-from tandem.ops.linear import BasicLinear, Bias, collectives, share
+from tandem.ops.linear import BasicLinear, Bias
 from tandem.ops.signature import signature_of
 
 class LayerNormMLP(NormedModule):

@@ -10,8 +10,8 @@ import torch
 
 from tandem.modules.base import Init, Module, Parts, Rows, check_group, linear_parts, names_of, refuse_main_grad
 from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.collective import collectives, share
 from tandem.ops.joined import Split, split_sizes
-from tandem.ops.linear import collectives, share
 
 _P = ParamSpec("_P")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed
 
+from tandem.ops.changes import Changes
 from tandem.ops.op import BasicOperation
 
 
@@ -98,4 +100,68 @@ def group_named(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
-__all__ = ["AllGather", "AllReduce", "ReduceGradient", "ReduceScatter", "checked_group", "group_named"]
+def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
+    """What stands before and behind the product, and how many ranks share it."""
+    if mode is None:
+        return [], [], 1
+    if mode not in ("column", "row"):
+        raise ValueError(f'{op}: expected tensor_parallel_mode None, "column" or "row", got {mode!r}. Name how ranks share the weight.')
+    group = checked_group(op, group)
+    if group.size() == 1:
+        return [], [], 1
+    if mode == "column":
+        return [AllGather(group) if sequence_parallel else ReduceGradient(group)], [], group.size()
+    return [], [ReduceScatter(group) if sequence_parallel else AllReduce(group)], group.size()
+
+
+def _replacement(op: str, group: Any, size: int) -> str | None:
+    """The name of a group that takes the place of one of `size` ranks; None for no group in the place of none."""
+    if group is None and size == 1:
+        return None
+    group = checked_group(op, group)
+    if group.size() != size:
+        raise ValueError(f"{op}: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of {group.size()}. Build another one.")
+    name: str = group.group_name
+    return name
+
+
+def share(op: str, name: str, features: int, size: int) -> int:
+    """The features of one rank of `size`."""
+    if features % size:
+        raise ValueError(f"{op}: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
+    return features // size
+
+
+class CollectivesMixin:
+    """An op whose parameters the ranks of a group share, with the collectives before and behind it."""
+
+    tensor_parallel_size: int
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
+        return next((part.process_group for part in self._collectives()), None)
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any) -> None:
+        _replacement(type(self).__name__, group, self.tensor_parallel_size)
+        for part in self._collectives():
+            part.process_group = group
+
+    def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
+        self.__dict__["_around"] = (tuple(before), tuple(after))  # no children: they have no state
+
+    def _collectives(self) -> list[_Collective]:
+        return [part for parts in self.__dict__.get("_around", ()) for part in parts]
+
+    def flat_ops(self) -> Sequence[BasicOperation]:
+        before, after = self.__dict__.get("_around", ((), ()))
+        return (*before, self, *after)
+
+    def _capture(self, changes: Changes) -> None:
+        super()._capture(changes)  # type: ignore[misc]  # of BasicOperation
+        for part in self._collectives():
+            part._capture(changes)
+
+
+__all__ = ["AllGather", "AllReduce", "CollectivesMixin", "ReduceGradient", "ReduceScatter", "checked_group", "collectives", "group_named", "share"]

@@ -13,9 +13,8 @@ from tandem import _C
 from tandem._quantized_init import note_init, quantize_weights, quantized_model_init
 from tandem.ops.arguments import Fixed, at_default, drawing, flag, parameter_dtype, positive
 from tandem.ops.buffers import Entry
-from tandem.ops.changes import Changes
 from tandem.ops.checkpoint import rename
-from tandem.ops.collective import AllGather, AllReduce, ReduceGradient, ReduceScatter, _Collective, checked_group, group_named
+from tandem.ops.collective import CollectivesMixin, _Collective, _replacement, checked_group, collectives, group_named, share
 from tandem.ops.composite import CompositeOperation
 from tandem.ops.context import OperationContext
 from tandem.ops.deferred import DeferredMixin
@@ -26,7 +25,7 @@ from tandem.ops.op import BasicOperation
 from tandem.ops.unit import drop_extra_state
 
 
-class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
+class BasicLinear(CollectivesMixin, JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
     """y = x weight^T, in the dtype of autocast or of `weight` [out_features, in_features]."""
 
     weight: torch.nn.Parameter
@@ -103,17 +102,6 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
                 torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
     @property
-    def tensor_parallel_group(self) -> Any:
-        """The ranks that share the weight; None where none do. Another group of as many may be assigned."""
-        return next((part.process_group for part in self._collectives()), None)
-
-    @tensor_parallel_group.setter
-    def tensor_parallel_group(self, group: Any) -> None:
-        _replacement("BasicLinear", group, self.tensor_parallel_size)
-        for part in self._collectives():
-            part.process_group = group
-
-    @property
     def sequence_parallel(self) -> bool:
         """Whether the ranks share the first dimension outside. False where one rank has the whole weight."""
         return self._sequence_parallel
@@ -124,21 +112,6 @@ class BasicLinear(JoinedMixin, DeferredMixin, DelayedMixin, BasicOperation):
         before, after, _ = collectives("BasicLinear", self.tensor_parallel_mode, self.tensor_parallel_group, self._sequence_parallel)
         self._put_around(before, after)
         self._tell()
-
-    def _put_around(self, before: Sequence[BasicOperation], after: Sequence[BasicOperation]) -> None:
-        self.__dict__["_around"] = (tuple(before), tuple(after))  # no children: they have no state
-
-    def _collectives(self) -> list[_Collective]:
-        return [part for parts in self.__dict__.get("_around", ()) for part in parts]
-
-    def flat_ops(self) -> Sequence[BasicOperation]:
-        before, after = self.__dict__.get("_around", ((), ()))
-        return (*before, self, *after)
-
-    def _capture(self, changes: Changes) -> None:
-        super()._capture(changes)
-        for part in self._collectives():
-            part._capture(changes)
 
     def _checked_option(self, name: str, value: Any) -> Any:
         if name in ("accumulate_into_main_grad", "save_original_input"):
@@ -405,35 +378,3 @@ class Linear(JoinedMixin, CompositeOperation, torch.nn.Linear):  # type: ignore[
         parallel = f", tensor_parallel_mode={self.tensor_parallel_mode}" if self.tensor_parallel_mode else ""
         parts = f", parameters_split={self.__dict__['parameters_split']}" if self.__dict__.get("_joined") else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{parallel}{parts}"
-
-
-def collectives(op: str, mode: str | None, group: Any, sequence_parallel: bool) -> tuple[list[BasicOperation], list[BasicOperation], int]:
-    """What stands before and behind the product, and how many ranks share it."""
-    if mode is None:
-        return [], [], 1
-    if mode not in ("column", "row"):
-        raise ValueError(f'{op}: expected tensor_parallel_mode None, "column" or "row", got {mode!r}. Name how ranks share the weight.')
-    group = checked_group(op, group)
-    if group.size() == 1:
-        return [], [], 1
-    if mode == "column":
-        return [AllGather(group) if sequence_parallel else ReduceGradient(group)], [], group.size()
-    return [], [ReduceScatter(group) if sequence_parallel else AllReduce(group)], group.size()
-
-
-def _replacement(op: str, group: Any, size: int) -> str | None:
-    """The name of a group that takes the place of one of `size` ranks; None for no group in the place of none."""
-    if group is None and size == 1:
-        return None
-    group = checked_group(op, group)
-    if group.size() != size:
-        raise ValueError(f"{op}: expected a tensor_parallel_group of {size} ranks, as it was built for, got one of {group.size()}. Build another one.")
-    name: str = group.group_name
-    return name
-
-
-def share(op: str, name: str, features: int, size: int) -> int:
-    """The features of one rank of `size`."""
-    if features % size:
-        raise ValueError(f"{op}: expected {name} that {size} ranks share evenly, got {features}. Use a multiple of {size}.")
-    return features // size

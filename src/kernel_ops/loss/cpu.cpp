@@ -24,28 +24,30 @@ constexpr int64_t kRowsAtOnce = 512;
 /// The rows that are computed: those that count, or all.
 struct RowsOfLoss {
   std::vector<int64_t> places;
-  /// By place among these; -1: the row is ignored.
+  /// By place among these, as the kernel takes them (kernels/cross_entropy.h).
   std::vector<int64_t> targets;
   std::vector<float> factors;
+  /// Of the rows whose target this rank has.
   double total_weight = 0;
 };
 
-RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const float* class_weight, bool all) {
+RowsOfLoss rows_of_loss(const LinearCrossEntropy::Args& args, const SharedClasses& classes,
+                        const float* class_weight, bool all) {
   const Tensor of_targets = args.targets.contiguous();
   const Tensor of_factors = args.factors ? args.factors->to(at::kFloat).contiguous() : Tensor();
   const auto* const targets = of_targets.const_data_ptr<int64_t>();
-  const int64_t classes = args.weight.size(0);
+  const int64_t own = args.weight.size(0),
+                before = classes.first[static_cast<size_t>(classes.rank)];
   RowsOfLoss rows;
   for (int64_t r = 0; r < of_targets.numel(); ++r) {
     const bool counts = targets[r] != args.ignore_index;
-    TORCH_CHECK_INDEX(!counts || (targets[r] >= 0 && targets[r] < classes),
-                      "linear_cross_entropy: expected targets from 0 to ", classes - 1, ", or ",
-                      args.ignore_index, " where a row is ignored, got ", targets[r], " in row ", r,
-                      ". Pass the number of a class for each row.");
-    if (counts) rows.total_weight += class_weight == nullptr ? 1 : class_weight[targets[r]];
+    if (counts) classes.check(targets[r], r, args.ignore_index);
+    const bool is_own = targets[r] >= before && targets[r] - before < own;
+    if (counts && is_own)
+      rows.total_weight += class_weight == nullptr ? 1 : class_weight[targets[r] - before];
     if (!counts && !all) continue;
     rows.places.push_back(r);
-    rows.targets.push_back(counts ? targets[r] : -1);
+    rows.targets.push_back(!counts ? -1 : is_own ? targets[r] - before : own);
     if (of_factors.defined()) rows.factors.push_back(of_factors.const_data_ptr<float>()[r]);
   }
   return rows;
@@ -63,6 +65,25 @@ Tensor transposed(const Tensor& matrix) {
 kernels::Rows as_row(const Tensor& vector) {
   const auto size = static_cast<size_t>(vector.numel());
   return {vector.data_ptr(), element_of(vector.scalar_type()), 1, size, size};
+}
+
+/// The sums of rows over the classes of all ranks.
+std::vector<kernels::cpu::LogitsSums> sums_of_all(const kernels::cpu::CrossEntropy& rows,
+                                                  const SharedClasses& classes) {
+  using kernels::cpu::LogitsSums;
+  constexpr auto kNumbers = static_cast<int64_t>(sizeof(LogitsSums) / sizeof(double));
+  const size_t count = rows.logits.rows;
+  const Tensor own = empty_cpu({static_cast<int64_t>(count), kNumbers}, at::kDouble);
+  kernels::cpu::logits_sums(rows, reinterpret_cast<LogitsSums*>(own.data_ptr()));
+  const Tensor all = classes.gathered(own);
+  const auto* next = reinterpret_cast<const LogitsSums*>(all.const_data_ptr());
+  std::vector<LogitsSums> sums(next, next + count);
+  for (size_t rank = 1; rank < classes.first.size(); ++rank) {
+    next += count;
+    for (size_t r = 0; r < count; ++r)
+      sums[r] = joined(sums[r], next[r], static_cast<double>(classes.first[rank]));
+  }
+  return sums;
 }
 
 /// A gradient that is summed over pieces in float32 and rounded once, to the dtype of `result`.
@@ -114,7 +135,8 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
       args.class_weight ? args.class_weight->to(at::kFloat).contiguous() : Tensor();
   const float* const class_weight =
       class_weights.defined() ? class_weights.const_data_ptr<float>() : nullptr;
-  const RowsOfLoss rows = rows_of_loss(args, class_weight, results[best].defined());
+  const SharedClasses shared(args);
+  RowsOfLoss rows = rows_of_loss(args, shared, class_weight, results[best].defined());
   const auto count = static_cast<int64_t>(rows.places.size());
   const int64_t hidden = args.x.size(-1), classes = args.weight.size(0);
   const at::ScalarType dtype = args.weight.scalar_type();
@@ -147,16 +169,22 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
     multiply(Product({from}, {turned}, dtype), z);
     std::vector<int64_t> bests(results[best].defined() ? static_cast<size_t>(some) : 0);
     const kernels::Rows of_z = rows_out(z);
-    kernels::cpu::cross_entropy(
-        {.logits = of_z,
-         .bias = bias,
-         .targets = rows.targets.data() + first,
-         .class_weight = class_weight,
-         .factors = rows.factors.empty() ? nullptr : rows.factors.data() + first,
-         .options = {args.label_smoothing, args.soft_cap, args.z_loss},
-         .losses = some_losses.data(),
-         .gradients = wants_gradient ? of_z : kernels::Rows(),
-         .best = bests.empty() ? nullptr : bests.data()});
+    kernels::cpu::CrossEntropy loss{
+        .logits = of_z,
+        .bias = bias,
+        .targets = rows.targets.data() + first,
+        .class_weight = class_weight,
+        .factors = rows.factors.empty() ? nullptr : rows.factors.data() + first,
+        .options = {args.label_smoothing, args.soft_cap, args.z_loss},
+        .best = bests.empty() ? nullptr : bests.data()};
+    std::vector<kernels::cpu::LogitsSums> sums;
+    if (shared.are_shared()) sums = sums_of_all(loss, shared);
+    const kernels::cpu::ClassShard shard{static_cast<double>(shared.all), shared.all_weights,
+                                         sums.data()};
+    if (shared.are_shared()) loss.shard = &shard;
+    loss.losses = some_losses.data();
+    if (wants_gradient) loss.gradients = of_z;
+    kernels::cpu::cross_entropy(loss);
     for (int64_t r = 0; r < some; ++r) {
       losses[static_cast<size_t>(places[r])] = some_losses[static_cast<size_t>(r)];
       if (!bests.empty())
@@ -184,6 +212,7 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
   }
   of_weight.finish();
   of_bias.finish();
+  if (shared.are_shared()) rows.total_weight = shared.sum(rows.total_weight);
   if (results[denominator].defined())
     *results[denominator].data_ptr<float>() = static_cast<float>(rows.total_weight);
   if (!results[y].defined()) return;

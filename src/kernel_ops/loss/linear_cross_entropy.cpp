@@ -2,18 +2,25 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/argmax.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/rsub.h>
 #include <ATen/ops/scatter.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/register.h"
 #include "kernel_ops/framework/shapes.h"
@@ -35,6 +42,13 @@ bool is_float64(const LinearCrossEntropy::Args& args) {
   return args.weight.scalar_type() == at::kDouble;
 }
 
+/// The numbers, as they lie on every rank.
+Tensor numbers(std::initializer_list<double> values) {
+  const Tensor own = empty_cpu({1, static_cast<int64_t>(values.size())}, at::kDouble);
+  std::ranges::copy(values, own.data_ptr<double>());
+  return own;
+}
+
 /// Gradients of the sum of losses, or of factors times losses.
 bool wants_gradients(const std::array<bool, 6>& mask) {
   using K = LinearCrossEntropy;
@@ -42,6 +56,47 @@ bool wants_gradients(const std::array<bool, 6>& mask) {
 }
 
 }  // namespace
+
+SharedClasses::SharedClasses(const LinearCrossEntropy::Args& args)
+    : group{std::string(args.group), args.group_size},
+      first{0},
+      rank(args.rank),
+      all(args.weight.size(0)),
+      all_weights(0),
+      device(args.weight.device()) {
+  if (!are_shared()) return;
+  const double own_weights = args.class_weight
+                                 ? args.class_weight->to(at::kDouble).sum().item<double>()
+                                 : static_cast<double>(all);
+  const Tensor of_ranks = gathered(numbers({static_cast<double>(all), own_weights}).to(device));
+  const Tensor on_host = of_ranks.cpu();
+  const auto* next = on_host.const_data_ptr<double>();
+  all = 0;
+  for (int64_t each = 0; each < group.size; ++each, next += 2) {
+    if (each != 0) first.push_back(all);
+    all += static_cast<int64_t>(next[0]);
+    all_weights += next[1];
+  }
+}
+
+Tensor SharedClasses::gathered(const Tensor& x) const {
+  const Tensor all_rows = wait(start_all_gather(x, group));
+  c10::DimVector sizes{group.size};
+  sizes.append(x.sizes().begin(), x.sizes().end());
+  return all_rows.view(sizes);
+}
+
+double SharedClasses::sum(double own) const {
+  return gathered(numbers({own}).to(device)).sum().item<double>();
+}
+
+void SharedClasses::check(int64_t target, int64_t row, int64_t ignore_index) const {
+  const std::string expected =
+      all == 0 ? c10::str("that are ignored, as weight has no rows, ", ignore_index)
+               : c10::str("from 0 to ", all - 1, ", or ", ignore_index, " where a row is ignored");
+  TORCH_CHECK_INDEX(target >= 0 && target < all, kOp, ": expected targets ", expected, ", got ",
+                    target, " in row ", row, ". Pass the number of a class for each row.");
+}
 
 Specs<6> LinearCrossEntropy::shapes(const Args& args) {
   const Tensor &x = args.x, &weight = args.weight;
@@ -64,6 +119,12 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
                     ". Pass one for each row, or none.");
   check_vector(args.bias, "bias", weight.sym_size(0), "rows of weight");
   check_vector(args.class_weight, "class_weight", weight.sym_size(0), "classes");
+  TORCH_CHECK_VALUE(args.group_size == 1 || weight.sym_size(0) != 0, kOp,
+                    ": expected at least one class on each rank of the group, got none on rank ",
+                    args.rank, ". Share the classes out among all ranks.");
+  TORCH_CHECK_VALUE(args.rank >= 0 && args.rank < args.group_size, kOp,
+                    ": expected a rank from 0 to ", args.group_size - 1, ", got ", args.rank,
+                    ". Pass the number of this process in the group.");
   const bool is_by_row = args.reduction == "none";
   TORCH_CHECK_VALUE(is_by_row || args.reduction == "mean" || args.reduction == "sum", kOp,
                     ": expected reduction \"mean\", \"sum\" or \"none\", got \"", args.reduction,
@@ -83,31 +144,84 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
           ResultSpec{by_row, at::kLong, mask[best]}};
 }
 
+namespace {
+
+/// What the reference knows of each row, of all classes: logsumexp(z), z and the weight of its
+/// target, the sum of w z, and the largest z and its class where that is asked for.
+struct OfRows {
+  Tensor all, target, target_weight, weighted, largest, best;
+};
+
+/// The sums of rows from those of each rank's classes.
+OfRows joined(const OfRows& own, const SharedClasses& classes) {
+  const bool has_best = own.best.defined();
+  std::vector<Tensor> columns{own.all, own.target, own.target_weight, own.weighted};
+  if (has_best) {
+    columns.push_back(own.largest);
+    columns.push_back(
+        (own.best + classes.first[static_cast<size_t>(classes.rank)]).to(own.all.scalar_type()));
+  }
+  const std::vector<Tensor> each = classes.gathered(at::stack(columns, 1)).unbind(2);
+  OfRows rows{at::logsumexp(each[0], 0), each[1].sum(0), each[2].sum(0), each[3].sum(0), {}, {}};
+  if (has_best)
+    rows.best =
+        each[5].gather(0, at::argmax(each[4], 0, /*keepdim=*/true)).squeeze(0).to(at::kLong);
+  return rows;
+}
+
+}  // namespace
+
 Results<6> LinearCrossEntropy::reference(const Args& args) {
   const auto& mask = args.output_mask;
   const at::ScalarType dtype = is_float64(args) ? at::kDouble : at::kFloat;
   const Tensor rows = args.x.reshape_symint({rows_of(args.x), args.x.sym_size(-1)}),
                targets = args.targets.reshape_symint({rows.sym_size(0)});
-  const auto classes = args.weight.sym_size(0);
+  const c10::SymInt own = args.weight.sym_size(0);
+  const bool are_shared = args.group_size > 1;
+  const std::optional<SharedClasses> shared =
+      are_shared ? std::optional<SharedClasses>(args) : std::nullopt;
   const Tensor ignored = targets == args.ignore_index;
-  const Tensor at_targets = targets.masked_fill(ignored, 0).unsqueeze(1);
+  const Tensor local =
+      are_shared ? targets - shared->first[static_cast<size_t>(args.rank)] : targets;
+  Tensor elsewhere = ignored;
+  if (are_shared) {
+    elsewhere = ignored.logical_or(local < 0).logical_or(local >= own);
+    const Tensor wrong =
+        ignored.logical_not().logical_and((targets < 0).logical_or(targets >= shared->all));
+    if (wrong.any().item<bool>()) {
+      const auto row = wrong.to(at::kInt).argmax().item<int64_t>();
+      shared->check(targets[row].item<int64_t>(), row, args.ignore_index);
+    }
+  }
+  const Tensor at_targets = local.masked_fill(elsewhere, 0).unsqueeze(1);
   Tensor z = at::linear(rows, args.weight, args.bias).to(dtype), slope;
   if (args.soft_cap != 0) {
     const Tensor share = at::tanh(z / args.soft_cap);
     z = share * args.soft_cap;
     slope = at::rsub(share * share, 1);
   }
-  const Tensor all = at::logsumexp(z, 1), weights = args.class_weight
-                                                        ? args.class_weight->to(dtype)
-                                                        : at::ones_symint({classes}, z.options());
-  const double e = args.label_smoothing;
-  const Tensor on_target = weights.index_select(0, at_targets.squeeze(1)) * (1 - e),
-               on_each = weights * (e / classes.guard_int(__FILE__, __LINE__)),
-               kept = ignored.logical_not().to(dtype);
-  Tensor losses = on_target * (all - z.gather(1, at_targets).squeeze(1)) + args.z_loss * all * all;
-  if (e != 0) losses = losses + on_each.sum() * all - (z * on_each).sum(1);
+  const Tensor weights =
+      args.class_weight ? args.class_weight->to(dtype) : at::ones_symint({own}, z.options());
+  const double e = args.label_smoothing,
+               on_each = e / (are_shared ? static_cast<double>(shared->all)
+                                         : static_cast<double>(own.guard_int(__FILE__, __LINE__)));
+  OfRows of{
+      .all = at::logsumexp(z, 1),
+      .target = z.gather(1, at_targets).squeeze(1).masked_fill(elsewhere, 0),
+      .target_weight = weights.index_select(0, at_targets.squeeze(1)).masked_fill(elsewhere, 0),
+      .weighted = (z * weights).sum(1),
+      .largest = {},
+      .best = {}};
+  if (mask[best]) std::tie(of.largest, of.best) = z.max(1);
+  const Tensor own_sum = of.all, own_weight = of.target_weight;
+  if (are_shared) of = joined(of, *shared);
+  const Tensor all_weights =
+      are_shared ? at::full({}, shared->all_weights, z.options()) : weights.sum();
+  const Tensor on_target = of.target_weight * (1 - e);
+  Tensor losses = on_target * (of.all - of.target) + args.z_loss * of.all * of.all;
+  if (e != 0) losses = losses + on_each * (all_weights * of.all - of.weighted);
   losses = losses.masked_fill(ignored, 0);
-  const Tensor total = (weights.index_select(0, at_targets.squeeze(1)) * kept).sum();
+  const Tensor total = of.target_weight.sum();
   const auto reduced = [&] {
     if (args.reduction == "none") return losses.reshape_symint(args.targets.sym_sizes());
     return args.reduction == "sum" ? losses.sum() : losses.sum() / total;
@@ -118,12 +232,13 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
                      masked_out(args.weight),
                      masked_out(args.bias ? *args.bias : args.weight),
                      masked_out(args.targets)};
-  if (mask[best]) results[best] = at::argmax(z, 1).reshape_symint(args.targets.sym_sizes());
+  if (mask[best]) results[best] = of.best.reshape_symint(args.targets.sym_sizes());
   if (!wants_gradients(mask)) return results;
-  Tensor of_z =
-      at::softmax(z, 1) * (on_target + on_each.sum() + (2 * args.z_loss) * all).unsqueeze(1) -
-      on_each;
-  of_z = of_z - at::zeros_like(z).scatter(1, at_targets, on_target.unsqueeze(1));
+  // Of the softmax over all classes, these.
+  const Tensor shares = on_target + on_each * all_weights + (2 * args.z_loss) * of.all;
+  const Tensor scale = are_shared ? shares * (own_sum - of.all).exp() : shares;
+  Tensor of_z = at::softmax(z, 1) * scale.unsqueeze(1) - on_each * weights;
+  of_z = of_z - at::zeros_like(z).scatter(1, at_targets, (own_weight * (1 - e)).unsqueeze(1));
   if (slope.defined()) of_z = of_z * slope;
   if (args.factors)
     of_z = of_z * args.factors->reshape_symint({rows.sym_size(0)}).to(dtype).unsqueeze(1);

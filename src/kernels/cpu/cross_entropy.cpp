@@ -1,7 +1,9 @@
 #include "kernels/cross_entropy.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "kernels/cpu/float_mode.h"
 #include "kernels/cpu/targets.h"
@@ -91,6 +93,11 @@ HWY_INLINE void gradients_of(const float* exponentials, float scale, float smoot
   });
 }
 
+/// What exponentials are relative to.
+float reference_of(double largest) {
+  return std::isinf(largest) && largest < 0 ? 0 : static_cast<float>(largest);
+}
+
 /// One row: its z in float32, and what is computed of it.
 class LogitsRow {
  public:
@@ -102,67 +109,77 @@ class LogitsRow {
         rows.logits.element == Element::float32 && bias == nullptr && cap == 0;
     z_ = is_as_stored ? static_cast<const float*>(rows.logits.data) + r * rows.logits.stride
                       : buffer;
-    const bool smooths = rows.options.label_smoothing != 0;
+    if (is_as_stored) return;
     for_each_chunk(cols_, [&](size_t c, size_t count) HWY_ATTR {
-      if (!is_as_stored) {
-        float* const to = buffer + c;
-        const float* const from = widened(rows.logits, r, c, count, to);
-        if (from != to) std::copy_n(from, count, to);
-        if (bias != nullptr) accumulate(bias + c, to, count);
-        if (cap != 0) for_each_pack(count, Cap{cap, to});
-      }
-      largest_ = std::max(largest_, largest_of(z_ + c, count));
-      if (smooths) sum_ += weighted_sum(z_ + c, weights_at(c), count);
-    });
-    HWY_ALIGN float exponentials[kChunk];
-    for_each_chunk(cols_, [&](size_t c, size_t count) HWY_ATTR {
-      for_each_pack(count, Exponentials{largest_, z_ + c, exponentials});
-      exponential_sum_ += weighted_sum(exponentials, nullptr, count);
+      float* const to = buffer + c;
+      const float* const from = widened(rows.logits, r, c, count, to);
+      if (from != to) std::copy_n(from, count, to);
+      if (bias != nullptr) accumulate(bias + c, to, count);
+      if (cap != 0) for_each_pack(count, Cap{cap, to});
     });
   }
 
-  /// `all_weights`: the sum of the classes' weights.
-  void finish(double all_weights) const {
+  LogitsSums sums() const {
+    LogitsSums sums;
+    float largest = -std::numeric_limits<float>::infinity();
+    const bool smooths = rows_.options.label_smoothing != 0;
+    for_each_chunk(cols_, [&](size_t c, size_t count) HWY_ATTR {
+      largest = std::max(largest, largest_of(z_ + c, count));
+      if (smooths) sums.weighted += weighted_sum(z_ + c, weights_at(c), count);
+    });
+    sums.largest = largest;
+    HWY_ALIGN float exponentials[kChunk];
+    for_each_chunk(cols_, [&](size_t c, size_t count) HWY_ATTR {
+      for_each_pack(count, Exponentials{reference_of(largest), z_ + c, exponentials});
+      sums.exponentials += weighted_sum(exponentials, nullptr, count);
+    });
+    if (has_target()) {
+      sums.target = z_[target()];
+      sums.target_weight = rows_.class_weight == nullptr ? 1 : rows_.class_weight[target()];
+    }
+    if (rows_.best != nullptr) {
+      const float* const found = std::find(z_, z_ + cols_, largest);
+      sums.best = found == z_ + cols_ ? 0 : static_cast<double>(found - z_);
+    }
+    return sums;
+  }
+
+  /// Loss and gradient. `classes` and `all_weights`: how many classes there are, and the sum of
+  /// their weights.
+  void finish(const LogitsSums& sums, double classes, double all_weights) const {
     const CrossEntropyOptions& options = rows_.options;
-    const auto target = static_cast<size_t>(rows_.targets[r_]);
-    const double weight = rows_.class_weight == nullptr ? 1 : rows_.class_weight[target],
-                 on_target = (1 - options.label_smoothing) * weight,
-                 on_each = options.label_smoothing / static_cast<double>(cols_),
-                 log_sum = std::log(exponential_sum_), all = largest_ + log_sum,
-                 of_target = static_cast<double>(z_[target]) - largest_;
+    const double on_target = (1 - options.label_smoothing) * sums.target_weight,
+                 on_each = options.label_smoothing / classes,
+                 reference = reference_of(sums.largest), log_sum = std::log(sums.exponentials),
+                 all = reference + log_sum, of_target = sums.target - reference;
     if (rows_.losses != nullptr) {
       double loss = on_target * (log_sum - of_target) + options.z_loss * all * all;
-      if (on_each != 0) loss += on_each * (all_weights * all - sum_);
+      if (on_each != 0) loss += on_each * (all_weights * all - sums.weighted);
       rows_.losses[r_] = static_cast<float>(loss);
     }
     if (!rows_.gradients) return;
     const double factor = rows_.factors == nullptr ? 1 : rows_.factors[r_],
                  share = on_target + on_each * all_weights + 2 * options.z_loss * all,
                  cap = options.soft_cap,
-                 slope =
-                     cap == 0 ? 1 : 1 - z_[target] * static_cast<double>(z_[target]) / (cap * cap),
-                 at_target =
-                     std::exp(of_target) / exponential_sum_ * share - on_each * weight - on_target;
-    const auto scale = static_cast<float>(factor * share / exponential_sum_),
+                 slope = cap == 0 ? 1 : 1 - sums.target * sums.target / (cap * cap),
+                 at_target = std::exp(of_target) / sums.exponentials * share -
+                             on_each * sums.target_weight - on_target;
+    const auto scale = static_cast<float>(factor * share / sums.exponentials),
                smoothing = static_cast<float>(factor * on_each);
     const auto of_target_as_float = static_cast<float>(factor * slope * at_target);
     HWY_ALIGN float exponentials[kChunk], made[kChunk];
     for_each_chunk(cols_, [&](size_t c, size_t count) HWY_ATTR {
-      for_each_pack(count, Exponentials{largest_, z_ + c, exponentials});
+      for_each_pack(count, Exponentials{static_cast<float>(reference), z_ + c, exponentials});
       gradients_of(exponentials, scale, smoothing, weights_at(c), static_cast<float>(cap), z_ + c,
                    count, made);
-      if (target - c < count) made[target - c] = of_target_as_float;
+      if (target() - c < count) made[target() - c] = of_target_as_float;
       put_narrowed(made, rows_.gradients, r_, c, count);
     });
   }
 
-  int64_t best() const {
-    for (size_t c = 0; c < cols_; ++c)
-      if (z_[c] == largest_) return static_cast<int64_t>(c);
-    return 0;
-  }
-
  private:
+  size_t target() const { return static_cast<size_t>(rows_.targets[r_]); }
+  bool has_target() const { return target() < cols_; }
   const float* weights_at(size_t c) const {
     return rows_.class_weight == nullptr ? nullptr : rows_.class_weight + c;
   }
@@ -170,9 +187,6 @@ class LogitsRow {
   const CrossEntropy& rows_;
   const size_t r_, cols_;
   const float* z_;
-  float largest_ = -std::numeric_limits<float>::infinity();
-  /// Of exp(z - largest), and of w z.
-  double exponential_sum_ = 0, sum_ = 0;
 };
 
 /// Loss and gradient 0; the logits may be gone.
@@ -184,31 +198,43 @@ void ignore_row(const CrossEntropy& rows, size_t r) {
               rows.gradients.cols * bytes);
 }
 
-void cross_entropy_rows(const CrossEntropy& rows) {
+/// Calls `visit(r, row)` for rows that count, for all where the best class is asked for.
+template <typename Visit>
+HWY_INLINE void for_each_row(const CrossEntropy& rows, const Visit& visit) {
   const size_t cols = rows.logits.cols;
-  if (cols == 0) return;
   const float* const bias =
       as_float32(rows.bias, rows.bias ? scratch(ScratchUse::parameters, cols) : nullptr);
-  double all_weights = static_cast<double>(cols);
-  if (rows.class_weight != nullptr && rows.options.label_smoothing != 0) {
-    all_weights = 0;
-    for (size_t c = 0; c < cols; ++c) all_weights += rows.class_weight[c];
-  }
   const auto grain = static_cast<int64_t>(std::max<size_t>(1, kTaskElements / cols));
   parallel_for(0, static_cast<int64_t>(rows.logits.rows), grain,
                [&](int64_t first, int64_t last) HWY_ATTR {
                  const ScopedFloatMode mode;
                  float* const buffer = scratch(ScratchUse::rows, cols);
                  for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-                   const bool counts = rows.targets[r] >= 0;
-                   if (counts || rows.best != nullptr) {
-                     const LogitsRow row(rows, r, bias, buffer);
-                     if (rows.best != nullptr) rows.best[r] = row.best();
-                     if (counts) row.finish(all_weights);
-                   }
-                   if (!counts) ignore_row(rows, r);
+                   if (rows.targets[r] >= 0 || rows.best != nullptr)
+                     visit(r, LogitsRow(rows, r, bias, buffer));
+                   if (rows.targets[r] < 0) ignore_row(rows, r);
                  }
                });
+}
+
+void cross_entropy_rows(const CrossEntropy& rows) {
+  const size_t cols = rows.logits.cols;
+  if (cols == 0) return;
+  const ClassShard* const shard = rows.shard;
+  double all_weights = shard != nullptr ? shard->all_weights : static_cast<double>(cols);
+  if (shard == nullptr && rows.class_weight != nullptr && rows.options.label_smoothing != 0)
+    all_weights = std::accumulate(rows.class_weight, rows.class_weight + cols, 0.0);
+  const double classes = shard != nullptr ? shard->classes : static_cast<double>(cols);
+  for_each_row(rows, [&](size_t r, const LogitsRow& row) HWY_ATTR {
+    const LogitsSums sums = shard != nullptr ? shard->sums[r] : row.sums();
+    if (rows.best != nullptr) rows.best[r] = static_cast<int64_t>(sums.best);
+    if (rows.targets[r] >= 0) row.finish(sums, classes, all_weights);
+  });
+}
+
+void logits_sums_of_rows(const CrossEntropy& rows, LogitsSums* sums) {
+  if (rows.logits.cols == 0) return;
+  for_each_row(rows, [&](size_t r, const LogitsRow& row) HWY_ATTR { sums[r] = row.sums(); });
 }
 
 }  // namespace tandem::kernels::cpu::HWY_NAMESPACE
@@ -218,8 +244,29 @@ HWY_AFTER_NAMESPACE();
 namespace tandem::kernels::cpu {
 
 HWY_EXPORT(cross_entropy_rows);
+HWY_EXPORT(logits_sums_of_rows);
 
 void cross_entropy(const CrossEntropy& rows) { HWY_DYNAMIC_DISPATCH(cross_entropy_rows)(rows); }
+
+void logits_sums(const CrossEntropy& rows, LogitsSums* sums) {
+  HWY_DYNAMIC_DISPATCH(logits_sums_of_rows)(rows, sums);
+}
+
+LogitsSums joined(const LogitsSums& one, const LogitsSums& next, double first) {
+  LogitsSums all{.weighted = one.weighted + next.weighted,
+                 .target = one.target + next.target,
+                 .target_weight = one.target_weight + next.target_weight};
+  const bool next_is_larger = next.largest > one.largest;
+  all.largest = next_is_larger ? next.largest : one.largest;
+  all.best = next_is_larger ? first + next.best : one.best;
+  for (const LogitsSums* each : {&one, &next})
+    if (each->exponentials != 0) {
+      const bool is_alike = each->largest == all.largest;
+      all.exponentials += is_alike ? each->exponentials
+                                   : each->exponentials * std::exp(each->largest - all.largest);
+    }
+  return all;
+}
 
 }  // namespace tandem::kernels::cpu
 #endif
