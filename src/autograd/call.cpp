@@ -138,21 +138,26 @@ bool is_direct(const Arguments& arguments) {
 
 namespace {
 
-/// What grows with the rows of x stands as -1 where it is to be left out: the first dimension of x,
-/// and of extra inputs that have as many of it.
+/// What grows with the rows of x is left out where that is asked: the first dimension of x, and of
+/// extra inputs that have as many of it, stands as kGrowsAsFirst; that of extra inputs with an
+/// element for each row of all leading dimensions as kGrowsAsRows.
 void add_sizes(const Arguments& arguments, SizesInKey which, PlanKey& key) {
   const Tensor& x = arguments.inputs[0];
   const bool has_rows = which == SizesInKey::but_rows && x.defined() && x.dim() >= 2;
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; has_rows && d + 1 < x.dim(); ++d) rows = rows * x.sym_size(d);
+  const auto in_key = [&](const c10::SymInt& size, bool may_grow) {
+    if (may_grow && size == x.sym_size(0)) return PlanKey::kGrowsAsFirst;
+    if (may_grow && size == rows) return PlanKey::kGrowsAsRows;
+    return size.guard_int(__FILE__, __LINE__);
+  };
   c10::SmallVector<int64_t, 8> sizes;
   for (const at::TensorList list : {arguments.inputs, arguments.params})
     for (const Tensor& tensor : list) {
       sizes.clear();
-      for (int64_t d = 0; tensor.defined() && d < tensor.dim(); ++d) {
-        const c10::SymInt size = tensor.sym_size(d);
-        const bool grows = has_rows && d == 0 && list.data() == arguments.inputs.data() &&
-                           (tensor.is_same(x) || size == x.sym_size(0));
-        sizes.push_back(grows ? -1 : size.guard_int(__FILE__, __LINE__));
-      }
+      const bool may_grow = has_rows && list.data() == arguments.inputs.data();
+      for (int64_t d = 0; tensor.defined() && d < tensor.dim(); ++d)
+        sizes.push_back(in_key(tensor.sym_size(d), may_grow && d == 0));
       key.add_sizes(sizes);
     }
 }

@@ -52,8 +52,10 @@ class PlanKey {
     ++words_[0];
   }
 
-  /// Of each tensor in order, after all codes: `sizes`, of which one that is -1 grows with the rows
-  /// of the main input.
+  /// Sizes that grow with the main input: as its first one does, or as all of its leading ones
+  /// together.
+  static constexpr int64_t kGrowsAsFirst = -1, kGrowsAsRows = -2;
+  /// Of each tensor in order, after all codes: `sizes`, of which the first may be one of these.
   void add_sizes(c10::ArrayRef<int64_t> sizes) {
     words_.push_back(static_cast<uint32_t>(sizes.size()));
     for (const int64_t size : sizes) {

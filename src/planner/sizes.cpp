@@ -36,10 +36,10 @@ class Unseen {
   c10::NoGradGuard no_grad_;
 };
 
-/// Whether an argument has fewer dimensions than x and as many elements in its first one as x has
-/// rows, which may be the number of features of some value too.
+/// Whether an argument has another number of dimensions than x and as many elements in its first
+/// one as x has rows, which may be the number of features of some value too.
 bool may_be_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& x) {
-  return !sizes.empty() && sizes[0] == -1 && sizes.size() != x.size();
+  return !sizes.empty() && sizes[0] < 0 && sizes.size() != x.size();
 }
 
 class Measurement {
@@ -54,17 +54,20 @@ class Measurement {
         frame_(Path::dispatch, draft.types, slot_of_, slots_) {
     frame_.reserve_side_values(draft.types.size(), draft.types.size());
     const auto sizes = key.sizes();
-    std::vector<at::Tensor> params;
+    int64_t all_rows = rows;
+    for (size_t d = 1; d + 1 < sizes[0].size(); ++d) all_rows *= sizes[0][d];
     for (size_t i = 0; i < draft.inputs.size() + draft.params.size(); ++i) {
       const Value value =
           i < draft.inputs.size() ? draft.inputs[i] : draft.params[i - draft.inputs.size()];
       std::vector<int64_t> own = sizes[i];
-      if (may_be_rows(own, sizes[0])) {
-        own[0] = (grows & 1) != 0 ? rows : 1;  // features broadcast, whatever their number
-        grows >>= 1;
-      } else if (!own.empty() && own[0] == -1) {
-        own[0] = rows;
+      const bool is_unclear = may_be_rows(own, sizes[0]);
+      if (!own.empty() && own[0] < 0) {
+        const bool is_first = own[0] == PlanKey::kGrowsAsFirst;
+        own[0] = is_unclear && (grows & 1) == 0 ? 1  // features broadcast, whatever their number
+                 : is_first                     ? rows
+                                                : all_rows;
       }
+      if (is_unclear) grows >>= 1;
       frame_.tensor(value) = empty(own, draft.dtype(value));
     }
     for (size_t i = 0; i < key.codes_count(); ++i) {
@@ -204,7 +207,7 @@ class Measurement {
 
 bool has_rows(const PlanKey& key) {
   const auto sizes = key.sizes();
-  return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == -1;
+  return !sizes.empty() && !sizes[0].empty() && sizes[0][0] == PlanKey::kGrowsAsFirst;
 }
 
 /// Whether an input leads to each value. What comes from parameters alone has no rows.
