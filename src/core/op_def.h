@@ -45,6 +45,8 @@ struct ResultDef {
     computed,
     /// float32 (float64 where the op's dtype is).
     statistic,
+    /// In the op's dtype, float32 where that is float16: a sum over rows that may be large.
+    large,
     /// int64, drawn before the op runs, in list order.
     seed,
     /// The sizes of the input.

@@ -59,7 +59,7 @@ void loss_backward(Call& call) {
     factor = (factor / over).masked_fill(over == 0, 0);
   }
   const at::Tensor& gradient = call.in(unit);
-  call.out(0, gradient * factor);
+  call.out(0, (gradient * factor).to(call.out_type(0).dtype));
 }
 
 /// Where each row has a gradient of its own, the logits are computed again.
@@ -126,9 +126,9 @@ OpDef loss_definition(std::string_view name, const char* formula, Names extra_ou
       .fixed_params = 1,
       .results = {{"y", ResultDef::statistic},
                   {"denominator", ResultDef::statistic},
-                  {"unit_grad_x"},
-                  {"unit_grad_weight"},
-                  {"unit_grad_bias"},
+                  {"unit_grad_x", ResultDef::large},
+                  {"unit_grad_weight", ResultDef::large},
+                  {"unit_grad_bias", ResultDef::large},
                   {"predictions", ResultDef::computed, at::kLong}},
       .extra_outputs = std::move(extra_outputs),
       .dtype = DtypeRule::weight,

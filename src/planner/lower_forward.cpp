@@ -345,6 +345,9 @@ class ForwardLowering {
         case ResultDef::statistic:
           type.dtype = dtype == at::kDouble ? at::kDouble : at::kFloat;
           break;
+        case ResultDef::large:
+          type.dtype = dtype == at::kHalf ? at::kFloat : dtype;
+          break;
         case ResultDef::seed:
           type.dtype = at::kLong;
           break;

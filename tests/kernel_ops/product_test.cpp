@@ -98,6 +98,9 @@ TEST(ProductOfSixteenBits, IsRoundedOnceWhoeverMultiplies) {
         result.copy_(before);
         kernel_ops::multiply({{a}, {right}, dtype, {.alpha = -0.5, .beta = 1}}, result);
         EXPECT_TRUE(same(result, (before.to(at::kDouble) - 0.5 * exact).to(dtype)));
+        at::Tensor wide = before.to(at::kFloat);
+        kernel_ops::multiply({{a}, {right}, at::kFloat, {.alpha = -0.5, .beta = 1}}, wide);
+        EXPECT_TRUE(same(wide, (before.to(at::kDouble) - 0.5 * exact).to(at::kFloat)));
       }
     }
 }

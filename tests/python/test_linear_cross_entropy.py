@@ -254,6 +254,32 @@ def test_errors_of_the_kernel_op():
         ops.LinearCrossEntropy(WIDTH, CLASSES, class_weight=torch.ones(3))
 
 
+@pytest.mark.parametrize("call", [tandem.linear_cross_entropy, torch.compile(tandem.linear_cross_entropy, backend="aot_eager")], ids=["eager", "compiled"])
+def test_sums_that_are_larger_than_float16(call):
+    """The gradient of a sum over many rows overflows float16 where that of their mean, or of a small share, does not."""
+    torch.manual_seed(0)
+    x, weight, bias = 50 * torch.rand(4096, 16), 0.01 * torch.randn(8, 16), torch.zeros(8)
+    targets = torch.zeros(4096, dtype=torch.int64)
+    narrow = [each.half().requires_grad_() for each in (x, weight, bias)]
+    wide = [each.detach().double().requires_grad_() for each in narrow]
+    for reduction, share in (("mean", 64.0), ("sum", 1e-3)):
+        loss = call(narrow[0], narrow[1], targets, linear_bias=narrow[2], reduction=reduction) * share
+        want = gradients(expected(*wide[:2], targets, bias=wide[2], reduction=reduction) * share, None, *wide)
+        for got, right in zip(gradients(loss, None, *narrow), want, strict=True):
+            assert got.dtype == torch.float16
+            torch.testing.assert_close(got.double(), right, rtol=2e-3, atol=2e-3 * right.abs().max())
+
+
+def test_a_memory_budget_with_targets_of_one_dimension():
+    head = ops.Sequential(ops.RMSNorm(WIDTH), ops.LinearCrossEntropy(WIDTH, CLASSES))
+    x, _, targets = operands()
+    x.requires_grad_()
+    want = gradients(head(x, targets.flatten()), None, x, *head.parameters())
+    head.memory_budget = 1 << 20
+    got = gradients(head(x, targets.flatten()), None, x, *head.parameters())
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_directions_by_hand(reduction):
     head = ops.LinearCrossEntropy(WIDTH, CLASSES, reduction=reduction)

@@ -155,7 +155,8 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
   const int64_t most = std::min(count, kRowsAtOnce);
   const Tensor inputs = empty_cpu({most, hidden}, dtype),
                logits = empty_cpu({most, classes}, dtype),
-               of_inputs = of_rows.defined() ? empty_cpu({most, hidden}, dtype) : Tensor();
+               of_inputs =
+                   of_rows.defined() ? empty_cpu({most, hidden}, of_rows.scalar_type()) : Tensor();
   std::vector<float> some_losses(static_cast<size_t>(most));
   for (int64_t first = 0; first < count; first += most) {
     const int64_t some = std::min(most, count - first);
@@ -192,16 +193,19 @@ void LinearCrossEntropy::cpu(const Args& args, std::span<Tensor> results) {
     }
     if (of_rows.defined()) {
       const Tensor to = first_rows(of_inputs, some);
-      multiply(Product({z}, {weight}, dtype), to);
+      multiply(Product({z}, {weight}, to.scalar_type()), to);
+      const size_t size = static_cast<size_t>(hidden) * of_rows.element_size();
       for (int64_t r = 0; r < some; ++r)
-        std::memcpy(static_cast<char*>(of_rows.data_ptr()) + static_cast<size_t>(places[r]) * bytes,
-                    static_cast<const char*>(to.const_data_ptr()) + static_cast<size_t>(r) * bytes,
-                    bytes);
+        std::memcpy(static_cast<char*>(of_rows.data_ptr()) + static_cast<size_t>(places[r]) * size,
+                    static_cast<const char*>(to.const_data_ptr()) + static_cast<size_t>(r) * size,
+                    size);
     }
     if (of_weight) {
       const Tensor turned_z = transposed(z);
-      of_weight.add(dtype, /*may_add=*/true, [&](const Tensor& to, bool adds) {
-        multiply(Product({turned_z}, {from}, dtype,
+      // The sum of many rows may be larger than float16 goes.
+      const at::ScalarType of_piece = dtype == at::kHalf ? at::kFloat : dtype;
+      of_weight.add(of_piece, /*may_add=*/true, [&](const Tensor& to, bool adds) {
+        multiply(Product({turned_z}, {from}, of_piece,
                          {.rows = kernel_ops::Rows::contracted, .beta = adds ? 1.0 : 0.0}),
                  to);
       });

@@ -98,6 +98,11 @@ void SharedClasses::check(int64_t target, int64_t row, int64_t ignore_index) con
                     target, " in row ", row, ". Pass the number of a class for each row.");
 }
 
+at::ScalarType LinearCrossEntropy::gradient_dtype(const Args& args, const Tensor& operand) {
+  const at::ScalarType dtype = operand.scalar_type();
+  return dtype == at::kHalf && !args.factors ? at::kFloat : dtype;
+}
+
 Specs<6> LinearCrossEntropy::shapes(const Args& args) {
   const Tensor &x = args.x, &weight = args.weight;
   const auto& mask = args.output_mask;
@@ -136,10 +141,10 @@ Specs<6> LinearCrossEntropy::shapes(const Args& args) {
   const c10::SymDimVector by_row(rows.begin(), rows.end());
   return {ResultSpec{is_by_row ? by_row : c10::SymDimVector(), statistic, mask[y]},
           ResultSpec{{}, statistic, mask[denominator]},
-          like(x, x.scalar_type(), mask[grad_x]),
-          like(weight, weight.scalar_type(), mask[grad_weight]),
+          like(x, gradient_dtype(args, x), mask[grad_x]),
+          like(weight, gradient_dtype(args, weight), mask[grad_weight]),
           ResultSpec{{weight.sym_size(0)},
-                     args.bias ? args.bias->scalar_type() : weight.scalar_type(),
+                     gradient_dtype(args, args.bias ? *args.bias : weight),
                      mask[grad_bias]},
           ResultSpec{by_row, at::kLong, mask[best]}};
 }
@@ -243,13 +248,15 @@ Results<6> LinearCrossEntropy::reference(const Args& args) {
   if (args.factors)
     of_z = of_z * args.factors->reshape_symint({rows.sym_size(0)}).to(dtype).unsqueeze(1);
   of_z = of_z.masked_fill(ignored.unsqueeze(1), 0);
-  const Tensor factor = of_z.to(args.weight.scalar_type());
+  const at::ScalarType wide = gradient_dtype(args, args.weight);
+  const Tensor factor = of_z.to(args.weight.scalar_type()).to(wide);
   if (mask[grad_x])
-    results[grad_x] =
-        at::matmul(factor, args.weight).to(args.x.scalar_type()).reshape_symint(args.x.sym_sizes());
+    results[grad_x] = at::matmul(factor, args.weight.to(wide))
+                          .to(gradient_dtype(args, args.x))
+                          .reshape_symint(args.x.sym_sizes());
   if (mask[grad_weight])
-    results[grad_weight] = at::matmul(factor.t(), rows.to(args.weight.scalar_type()));
-  if (mask[grad_bias]) results[grad_bias] = of_z.sum(0).to(args.bias->scalar_type());
+    results[grad_weight] = at::matmul(factor.t(), rows.to(args.weight.scalar_type()).to(wide));
+  if (mask[grad_bias]) results[grad_bias] = of_z.sum(0).to(gradient_dtype(args, *args.bias));
   return results;
 }
 

@@ -11,17 +11,21 @@ namespace tandem::kernel_ops {
 ///   loss = (1 - e) w_t (-log p_t) + e / C sum_c w_c (-log p_c) + z_loss logsumexp(z)^2,
 /// 0 where t is ignore_index. y holds the losses by row ("none"), their sum ("sum"), or that over
 /// `denominator`, the sum of w_t of the rows that are not ignored ("mean"; NaN where there are
-/// none). Where `group_size` ranks of `group` share the classes, in the order of their ranks, weight,
-/// bias and class_weight are this rank's, targets and best count all classes, y is the same on all
-/// ranks, and grad_x is the part of this rank's classes: the gradient is the sum over ranks. All
-/// ranks pass the same x and targets. grad_x, grad_weight and grad_bias are the derivatives of the sum over rows of factors *
+/// none). grad_x, grad_weight and grad_bias are the derivatives of the sum over rows of factors *
 /// loss, whatever the reduction. best is the class of the largest z.
+///
+/// Where `group_size` ranks of `group` share the classes, in the order of their ranks, weight, bias
+/// and class_weight are this rank's, targets and best count all classes, all ranks get the same y,
+/// and grad_x is the part of this rank's classes: the gradient is the sum over ranks. All ranks
+/// pass the same x and targets.
 ///
 /// Shapes:  x [..., hidden]; weight [classes, hidden]; targets of any shape, a number for each row
 ///          of x; factors and best like targets; bias, class_weight [classes]; y like targets or
 ///          [], denominator [].
 /// Dtypes:  targets int64; y, denominator float32, float64 where weight is; grad_x, grad_weight and
-///          grad_bias as x, weight and bias.
+///          grad_bias as x, weight and bias with factors, else in float32 where these are float16:
+///          the gradient of a sum over all rows may be larger than float16 goes, that of their mean
+///          is not.
 /// Error:   of the products, one rounding of the logits and of their gradients to the dtype of
 ///          weight each, and 2^-20 of float32 arithmetic (test_linear_cross_entropy.py).
 /// Memory:  on the CPU logits of a few hundred rows at a time. Rows that are ignored cost nothing
@@ -54,6 +58,8 @@ struct LinearCrossEntropy {
   static Specs<6> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
   static Results<6> reference(const Args& args);
+  /// The dtype of the gradient of an operand.
+  static at::ScalarType gradient_dtype(const Args& args, const Tensor& operand);
 };
 
 /// Which of all classes a rank has.

@@ -275,23 +275,28 @@ void multiply_in_float32(const Product& product, const at::Tensor& result) {
       width = std::min(most, cols - col);
       const at::Tensor b = part_of(product.b.matrix, 1, col, width).to(at::kFloat);
       const at::Tensor target = part_of(part_of(result, 0, row, height), 1, col, width);
-      at::Tensor sum = empty_cpu({height, width}, at::kFloat);
-      if (beta != 0) sum.copy_(target);
+      const bool is_wide = product.type.dtype == at::kFloat;
+      const at::Tensor sum = is_wide ? target : empty_cpu({height, width}, at::kFloat);
+      if (!is_wide && beta != 0) sum.copy_(target);
       multiply_by_aten(a, b, sum, beta != 0, alpha);
-      target.copy_(sum);
+      if (!is_wide) target.copy_(sum);
     }
   }
 }
 
+/// Operands of 16 bits that at::mm would multiply slowly, or not into float32.
+bool is_for_float32(const ProductType& type) {
+  const at::ScalarType dtype = type.a.dtype;
+  const bool is_into_float32 = type.dtype == at::kFloat && type.b.dtype == dtype &&
+                               type.a.quantizer == nullptr && type.b.quantizer == nullptr &&
+                               (dtype == at::kHalf || dtype == at::kBFloat16) &&
+                               !type.has_epilogue();
+  return type.sums == Sums::any &&
+         (is_into_float32 || (is_uniform(type) && has_slow_mm(type.dtype)));
+}
+
 constexpr ProductImplementation kInFloat32{
-    .name = "float32",
-    .device = at::kCPU,
-    .accepts =
-        [](const ProductType& type) {
-          return is_uniform(type) && type.sums == Sums::any && has_slow_mm(type.dtype);
-        },
-    .run = multiply_in_float32,
-};
+    .name = "float32", .device = at::kCPU, .accepts = is_for_float32, .run = multiply_in_float32};
 
 constexpr ProductImplementation kTiles{
     .name = "tiles",
