@@ -5,6 +5,7 @@
 #include "kernel_ops/elementwise/elementwise.h"
 #include "kernel_ops/unit/activation.h"
 #include "ops/activation.h"
+#include "tandem/op_options.h"
 
 namespace tandem::fusions {
 
@@ -102,6 +103,18 @@ void sum_and_quantize(Call& call) {
                                    .codes = codes_of_member(call, 1, given, codes)});
 }
 
+void scale_and_quantize(Call& call) {
+  enum Read { grad_y, given };
+  enum Write { grad_x, grad_bias, codes };
+  const at::Tensor& gradient = call.in(grad_y);
+  call.write<kernel_ops::ScaleRows>(
+      {.x = gradient,
+       .factor = call.options<ops::ScaleOptions>(0).factor,
+       .dtype = call.wants(grad_bias) ? call.out_type(grad_bias).dtype : gradient.scalar_type(),
+       .output_mask = call.output_mask<2>(),
+       .codes = codes_of_member(call, 2, given, codes)});
+}
+
 }  // namespace
 
 const Fusion kActivationQuantize = unit<false>(
@@ -128,6 +141,25 @@ const Fusion kBiasBackwardQuantize{
             .run = sum_and_quantize},
     .refuse = refuse_without_codes,
     .picture = "grad_y -> sum over rows -> grad_bias; grad_y -> codes, scales, amax",
+};
+
+const Fusion kScaleBackwardQuantize{
+    .name = "scale_backward",
+    .pass = Pass::backward,
+    .pattern =
+        {"constant_scale.backward", PatternStep("bias.grad_bias").optional("_bias"),
+         PatternStep(StepKind::quantize).through("grad_x", "x").behind(0).named("_quantize")},
+    .run = {.reads = {{0, "grad_y"}, {2, "given"}},
+            .writes = {{0, "grad_x"},
+                       {1, "grad_bias"},
+                       {2, "row_codes"},
+                       {2, "column_codes"},
+                       {2, "amax"}},
+            .run = scale_and_quantize},
+    .refuse = refuse_without_codes,
+    .picture =
+        "grad_y -> factor * grad_y -> grad_x (if demanded) (-> sum over rows -> grad_bias) "
+        "-> codes, scales, amax",
 };
 
 }  // namespace tandem::fusions

@@ -37,4 +37,11 @@ extern const Fusion kActivationBackward, kGluBackward;
 ///      +--> codes, dequant_scale, amax
 extern const Fusion kBiasBackwardQuantize;
 
+/// constant_scale.backward (-> bias.grad_bias) -> quantize, with the bits of one after the other
+///
+///   grad_y -> factor * grad_y -> grad_x (if demanded) -> (sum over rows -> grad_bias)
+///                                   |
+///                                   +--> codes, dequant_scale, amax
+extern const Fusion kScaleBackwardQuantize;
+
 }  // namespace tandem::fusions

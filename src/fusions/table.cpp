@@ -40,9 +40,9 @@ std::span<const Fusion> built_in_fusions(Pass pass) {
                                            kRmsNormQuantize,
                                            kLayerNormQuantize};
   static const std::vector<Fusion> backward{
-      kRmsNormBackwardAdd, kLayerNormBackwardAdd, kActivationBackward, kGluBackward,
-      kRmsNormBackward,    kLayerNormBackward,    kDropoutBackward,    kBiasBackwardQuantize,
-      kLinearBackwardAdd,  kLinearBackwardScale};
+      kRmsNormBackwardAdd,   kLayerNormBackwardAdd, kActivationBackward, kGluBackward,
+      kRmsNormBackward,      kLayerNormBackward,    kDropoutBackward,    kScaleBackwardQuantize,
+      kBiasBackwardQuantize, kLinearBackwardAdd,    kLinearBackwardScale};
   switch (pass) {
     case Pass::forward:
       return forward;

@@ -53,6 +53,7 @@ TEST(FusionTable, NamedOnceAndWithAPicture) {
                                                            "linear_backward_add",
                                                            "linear_backward_scale[_x][_weight]",
                                                            "bias_backward_quantize",
+                                                           "scale_backward[_bias]_quantize",
                                                            "dropout_backward[_bias][_quantize]",
                                                            "rms_norm_backward" + of_gradients,
                                                            "rms_norm_backward_add" + of_gradients,

@@ -68,7 +68,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "l2_norm_backward": [y, x, rows, [True, True]],
         "l2_norm_forward": [x, 1e-5],
         "linear_cross_entropy": [
-            x, matrices[0], torch.randint(5, x.shape[:-1]), biases[0], biases[1].abs(), rows.reshape(x.shape[:-1]), "mean", 2, 0.1, 1.5, 0.01, [True] * 6,
+            x, matrices[0], torch.randint(5, x.shape[:-1]), biases[0], biases[1].abs(), rows.reshape(x.shape[:-1]), "mean", 2, 0.1, 1.5, 0.01, "", 1, 0, [True] * 6,
         ],
         "multiply_codes": [codes, scale, None, "fp8_e4m3", False, True, codes, scale, None, "fp8_e4m3", False, False, dtype],
         "norm_backward": [y, x, weight, bias, rows, rows, y, False, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
@@ -82,6 +82,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
         "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
+        "scale_rows": [x, -0.75, dtype, [True, True], "mxfp8_e5m2", None, all_of_it],
         "sum_rows": [x, dtype, "mxfp8_e4m3", None, all_of_it],
         "take_scale_": [torch.ones(2), torch.full((3, 2), 7.0), pending, region, 1, "fp8_e4m3:margin=0:max", 1, 0],
         "weight_codes": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, x, "fp8_e4m3", [True, True]],
@@ -98,6 +99,7 @@ def without_codes(name, arguments):
         "dropout_backward": arguments["dropout_backward"][:5],
         "norm_backward": [y, x, weight, None, None, rows, None, False, True, torch.float32, [True, True, True, False, False]],
         "norm_forward": [x, None, weight, None, 1e-5, True, True, [False, True]],
+        "scale_rows": arguments["scale_rows"][:4],
         "sum_rows": arguments["sum_rows"][:2],
     }
     return plain.get(name)

@@ -147,15 +147,19 @@ def test_a_norm_behind_a_sum_has_the_bits_of_ops_one_by_one(norm, recipe, dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_of_dropout_have_the_bits_of_ops_one_by_one(bias, recipe, dtype):
+@pytest.mark.parametrize("behind, fused", [(lambda: ops.Dropout(0.3), "dropout"), (lambda: ops.ConstantScale(0.3), "scale")], ids=["dropout", "scale"])
+def test_gradients_behind_a_product_have_the_bits_of_ops_one_by_one(behind, fused, bias, recipe, dtype):
     for features, sizes in (((32, 64), (3, 32, 32)), ((19, 45), (37, 19)), ((16, 32), (0, 16))):
-        box = randomize(ops.Sequential(ops.Linear(*features, bias=bias, dtype=dtype), ops.Dropout(0.3)))
+        box = randomize(ops.Sequential(ops.Linear(*features, bias=bias, dtype=dtype), behind()))
         twin = copy.deepcopy(box)
         x, grad = torch.randn(*sizes).to(dtype), torch.randn(*sizes[:-1], features[1]).to(dtype)
-        linear, dropout = twin
-        apart = results_of(lambda x, linear=linear, dropout=dropout: dropout(linear(x)), twin, recipe, x, grad)
-        assert_same(results_of(box, box, recipe, x, grad), apart)
-        name = f"dropout_backward{'_bias' if bias else ''}_quantize"
+        linear, last = twin
+        apart = results_of(lambda x, linear=linear, last=last: last(linear(x)), twin, recipe, x, grad)
+        got = results_of(box, box, recipe, x, grad)
+        if fused == "scale":  # forward rounds once, behind product, bias and scale; two ops do twice
+            got, apart = got[1:], apart[1:]
+        assert_same(got, apart)
+        name = f"{fused}_backward{'_bias' if bias else ''}_quantize"
         assert name in box.fusions_made(), box.explain()
     with tandem.autocast(recipe=recipe):
         assert box.verify(torch.randn(33, 16, dtype=dtype, requires_grad=True))

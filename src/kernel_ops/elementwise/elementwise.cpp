@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "kernel_ops/framework/checks.h"
+#include "kernel_ops/framework/memory.h"
 #include "kernel_ops/framework/operands.h"
 #include "kernel_ops/framework/random.h"
 #include "kernel_ops/framework/register.h"
@@ -96,6 +97,45 @@ Results<1> SumRows::reference(const Args& args) {
               .to(args.dtype)};
 }
 
+Specs<2> ScaleRows::shapes(const Args& args) {
+  Specs<2> specs{like(args.x), SumRows::shapes({.x = args.x, .dtype = args.dtype})[0]};
+  for (size_t i = 0; i < specs.size(); ++i) specs[i].wanted = args.output_mask[i];
+  return specs;
+}
+
+void ScaleRows::cpu(const Args& args, std::span<Tensor> results) {
+  const auto factor = static_cast<float>(args.factor);
+  const RowsIn of_x(args.x);
+  const kernels::ConstRows from = of_x;
+  const kernels::Vector totals = vector_out(results[sums]);
+  if (!args.codes) {
+    const Tensor scaled =
+        results[y].defined() ? results[y] : empty_cpu(args.x.sizes(), args.x.scalar_type());
+    const kernels::Rows to = rows_out(scaled);
+    kernels::cpu::multiply_twice(from, factor, 1, to);
+    if (args.output_mask[sums]) kernels::cpu::sum_rows(to, totals);
+    return;
+  }
+  const kernels::Rows made{nullptr, from.element, from.rows, from.cols, from.cols};
+  const SumsOfMade sums_of_made(from.rows, totals.size);
+  const auto make = [&](size_t first, size_t count, void* memory) {
+    const kernels::Rows to = rows_at(memory, made, count);
+    kernels::cpu::multiply_twice(rows_from(from, first, count), factor, 1, to);
+    if (args.output_mask[sums]) kernels::cpu::sum_some_rows(to, sums_of_made.from_row(first));
+  };
+  make_and_quantize(
+      {.y = made, .make = make, .sources = {from}, .in_order = sums_of_made.in_order()}, results[y],
+      args.x.sym_sizes(), args.codes, group_of<ScaleRows>(results));
+  sums_of_made.finish(totals);
+}
+
+Results<2> ScaleRows::reference(const Args& args) {
+  const Tensor made = args.x * args.factor;
+  return {args.output_mask[y] ? made : masked_out(args.x),
+          args.output_mask[sums] ? SumRows::reference({made, args.dtype})[0]
+                                 : masked_out(args.x, args.dtype)};
+}
+
 Specs<1> Dropout::shapes(const Args& args) {
   const double p = args.p;
   TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout: expected a probability p in [0, 1], got ", p,
@@ -180,6 +220,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, library) {
       {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kArithmetic>::these, AddBias::cpu}});
   register_kernel_op<SumRows>(library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these,
                                          SumRows::cpu, /*makes_codes=*/true}});
+  register_kernel_op<ScaleRows>(library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic>::these,
+                                           ScaleRows::cpu, /*makes_codes=*/true}});
   register_kernel_op<Dropout>(
       library, {{"cpu", at::kCPU, Takes<kArithmetic, kArithmetic, kSeed, kArithmetic>::these,
                  Dropout::cpu}});

@@ -44,6 +44,27 @@ struct SumRows {
   static Results<1> reference(const Args& args);
 };
 
+/// y = factor * x, rounded once; sums[c] = sum over all rows of y[..., c], in float32, rounded once
+/// to `dtype`.
+///
+/// Shapes: x [..., cols] -> y like x, sums [cols].
+struct ScaleRows {
+  static constexpr const char* kName = "scale_rows";
+  enum Result : size_t { y, sums };
+  static constexpr std::array kResults{"y", "sums"};
+  struct Args {
+    const Tensor& x;
+    double factor;
+    at::ScalarType dtype;
+    std::array<bool, 2> output_mask{true, true};
+    CodesOf<y> codes = {};
+    TANDEM_ARGUMENTS(x, factor, dtype, output_mask, codes)
+  };
+  static Specs<2> shapes(const Args& args);
+  static void cpu(const Args& args, std::span<Tensor> results);
+  static Results<2> reference(const Args& args);
+};
+
 /// y = dropout(x + bias) + extra in float32 or wider, rounded once; dropout(x) = x / (1 - p) where
 /// an element is kept, which Philox4x32-10 says, keyed by `seed` and counted by the linear index:
 /// one seed, one mask, on every device and thread count. The gradient of dropout is the same op on
