@@ -91,11 +91,12 @@ double SharedClasses::sum(double own) const {
 }
 
 void SharedClasses::check(int64_t target, int64_t row, int64_t ignore_index) const {
+  if (target >= 0 && target < all) return;
   const std::string expected =
       all == 0 ? c10::str("that are ignored, as weight has no rows, ", ignore_index)
                : c10::str("from 0 to ", all - 1, ", or ", ignore_index, " where a row is ignored");
-  TORCH_CHECK_INDEX(target >= 0 && target < all, kOp, ": expected targets ", expected, ", got ",
-                    target, " in row ", row, ". Pass the number of a class for each row.");
+  TORCH_CHECK_INDEX(false, kOp, ": expected targets ", expected, ", got ", target, " in row ", row,
+                    ". Pass the number of a class for each row.");
 }
 
 at::ScalarType LinearCrossEntropy::gradient_dtype(const Args& args, const Tensor& operand) {
