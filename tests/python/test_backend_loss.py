@@ -76,3 +76,26 @@ def test_losses_that_are_left():
     compiled = tandem.compile(wide)
     torch.testing.assert_close(compiled(ids, ids), wide(ids, ids), rtol=2e-2, atol=2e-2)
     assert "LinearCrossEntropy" in tandem.explain(compiled)
+
+
+def test_dimensions_of_logits():
+    """Of three, torch takes the middle one as classes, also where that has as many numbers as the last one."""
+    torch._dynamo.reset()
+    head, x = nn.Linear(16, 7), torch.randn(7, 7, 16)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = head
+
+        def forward(self, x, targets):
+            return F.cross_entropy(self.head(x), targets)
+
+    for given, targets in ((x[0, 0], torch.tensor(3)), (x[0], torch.arange(7)), (x, torch.randint(7, (7, 7))), (x[:, :5], torch.randint(5, (7, 7)))):
+        compiled = tandem.compile(Loss())
+        results = [loss(given, targets) for loss in (compiled, Loss())]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(result, head.weight) for result in results), rtol=1e-4, atol=1e-5)
+    text = tandem.explain(compiled)
+    assert text.count(": LinearCrossEntropy") == 2
+    assert text.count("left: cross_entropy of a product of the model: return F.cross_entropy(self.head(x), targets): its classes are not the last dimension of its logits") == 2

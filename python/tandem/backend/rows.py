@@ -132,6 +132,8 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     targets, class_weight = value_of(bound["target"]), bound["class_weight"]
     if targets.dtype != torch.int64:
         return f"its targets are {targets.dtype}, not numbers of classes"
+    if targets.dim() > 1:  # of logits with 3 dimensions or more, torch takes dimension 1
+        return "its classes are not the last dimension of its logits"
     if bound["size_average"] is not None or bound["reduce"] is not None:
         return "it says by size_average or reduce, which torch has deprecated, how it is reduced"
     classes = head.options["out_features"]
