@@ -99,3 +99,39 @@ def test_dimensions_of_logits():
     text = tandem.explain(compiled)
     assert text.count(": LinearCrossEntropy") == 2
     assert text.count("left: cross_entropy of a product of the model: return F.cross_entropy(self.head(x), targets): its classes are not the last dimension of its logits") == 2
+
+
+CUTS = {
+    "a size that is a symbol": lambda x, weight: F.linear(x, weight)[:, : x.shape[1] - 1],
+    "operands by name": lambda x, weight: F.linear(input=x, weight=weight)[:, :-1],
+    "a bias first": lambda x, weight: torch.addmm(weight.new_zeros(7), x.flatten(0, 1), weight.t())[:-2],
+    "three dots for no dimension": lambda x, weight: F.linear(x, weight)[:, :-1, :6, ...],
+    "x is the weight": lambda x, weight: F.linear(weight[:, :7], weight[:, :7])[:-1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_cuts_behind_a_product(cut, dynamic):
+    torch._dynamo.reset()
+    weight = nn.Parameter(torch.randn(7, 8))
+
+    def loss(x):
+        logits = CUTS[cut](x, weight).flatten(0, -2)
+        return F.cross_entropy(logits, torch.arange(len(logits)) % 6)
+
+    compiled = tandem.compile(loss, dynamic=dynamic)
+    for length in (5, 6, 9):
+        x = torch.randn(2, length, 8)
+        results = [compiled(x), loss(x)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(result, weight) for result in results), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cut_by_a_symbol_is_made_before_the_product(monkeypatch):
+    torch._dynamo.reset()
+    head, texts = nn.Linear(8, 7), []
+    monkeypatch.setattr("tandem.backend.note", lambda graph, report: texts.append(report.text()))
+    compiled = tandem.compile(lambda x, ids: F.cross_entropy(head(x)[:, : x.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()), dynamic=True)
+    compiled(torch.randn(2, 5, 8), torch.randint(7, (2, 5)))
+    assert "pipeline 0: LinearCrossEntropy" in texts[0]

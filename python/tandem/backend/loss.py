@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import Tensor, contiguous_format, enable_grad
+from torch import SymInt, Tensor, contiguous_format, enable_grad
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from tandem.backend.normalise import Terms, users, value_of
+from tandem.backend.normalise import Terms, value_of
 
 
 def prepare_losses(graph: GraphModule, returns_logits: bool) -> Terms:
@@ -50,25 +50,33 @@ def _cuts_rows(node: Node) -> bool:
     cut = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     if not all(isinstance(each, slice) or each is Ellipsis for each in cut):
         return False
-    reaches_last = Ellipsis in cut or len(cut) == value_of(node.args[0]).dim()
-    return not reaches_last or cut[-1] in (Ellipsis, slice(None))
+    dims = value_of(node.args[0]).dim()
+    if Ellipsis in cut:
+        at = cut.index(Ellipsis)
+        cut = (*cut[:at], *[slice(None)] * (dims - len(cut) + 1), *cut[at + 1 :])
+    return len(cut) < dims or cut[-1] == slice(None)
 
 
 def _cut_before(head: Node, terms: Terms) -> bool:
     """Cuts rows of x where those of its product are cut, and nobody reads the others."""
-    readers = [*users(head, terms)]
     term = terms.of(head)
-    if len(readers) != 1 or not _cuts_rows(readers[0]) or terms.same(readers[0].args[0]) is not head or term is None or term.covers or head.op != "call_function":
+    if term is None or term.covers or head.op != "call_function" or len(head.users) != 1:
         return False
-    (cut,) = readers
-    graph, x = head.graph, head.all_input_nodes[0]
-    if x is not head.args[0] or cut.args[0] is not head:
+    (cut,) = head.users
+    given = [node for node in head.all_input_nodes if terms.same(node) is term.inputs[0]]
+    if not _cuts_rows(cut) or cut.args[0] is not head or len(given) != 1 or term.inputs.count(term.inputs[0]) != 1:
         return False
+    at = map_arg(cut.args[1], value_of)
+    ends = [end for each in (at if isinstance(at, tuple) else (at,)) if each is not Ellipsis for end in (each.start, each.stop, each.step)]
+    if terms.stretch(cut) != terms.stretch(head) or not all(end is None or isinstance(end, (int, SymInt)) for end in ends):
+        return False
+    graph, (x,) = head.graph, given
     with enable_grad():
-        of_rows, of_head = value_of(x)[cut.args[1]], value_of(head)[cut.args[1]].clone(memory_format=contiguous_format)
-    with graph.inserting_before(head):
+        of_rows, of_head = value_of(x)[at], value_of(head)[at].clone(memory_format=contiguous_format)
+    with graph.inserting_before(cut):  # where the product goes too, as the ends may be computed behind it
         rows = graph.call_function(operator.getitem, (x, cut.args[1]))
     rows.meta = {**x.meta, "example_value": of_rows}
+    cut.prepend(head)
     head.replace_input_with(x, rows)
     head.meta["example_value"] = of_head
     for handed_on in (*[user for user in cut.users if user.target == "contiguous"], cut):
