@@ -118,6 +118,9 @@ def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> 
 
 def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -> str | None:
     """Why ops that a row becomes are not what the graph computes."""
+    for op in made:
+        if reason := op.refusal():
+            return reason
     x = bound["x"]
     if made[0].make is ops.LinearCrossEntropy:
         dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
@@ -170,7 +173,7 @@ def _product_of(parts: Sequence[Found]) -> Op | None:
     for at, part in enumerate(parts):
         bound |= {f"{at}_{name}": weight.node for name, weight in part.ops[0].weights}
     made = product(bound, tuple(f"{at}_" for at in range(len(parts))))
-    return None if isinstance(made, str) else made
+    return None if isinstance(made, str) or made.refusal() else made
 
 
 __all__ = ["Found", "Left", "find", "module_of"]

@@ -73,7 +73,7 @@ class Draft:
     def new(self) -> Made:
         listed, places, products = [], [], []
         for step, (op, inputs, output) in enumerate(self.steps):
-            module = op.make(**op.options, **({"device": "meta"} if op.weights else {}))
+            module = op.made()
             for at, channel in enumerate(inputs):
                 if channel is not None:
                     module.set_extra_input_channel(at, channel)

@@ -34,6 +34,18 @@ class Op(NamedTuple):
     extras: tuple[Node, ...] = ()
     has_ends: bool = False  # the extra input holds ends of groups, where the op takes their sizes
 
+    def made(self) -> torch.nn.Module:
+        """The op, whose parameters come with each call."""
+        return self.make(**self.options, **({"device": "meta"} if self.weights else {}))
+
+    def refusal(self) -> str | None:
+        """Why the op cannot be made."""
+        try:
+            self.made()
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return f"its op refuses it: {error}"
+        return None
+
 
 class Row(NamedTuple):
     """A formula, and what becomes of it: ops in order, or the reason why it cannot be."""

@@ -1,0 +1,58 @@
+"""The backend of torch.compile: what pipelines refuse, or compute in another way than torch, is left to torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tandem
+
+SIZE = 8
+LINEAR = nn.Linear(SIZE, SIZE)
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What is said of each graph."""
+    torch._dynamo.reset()
+    texts = []
+    monkeypatch.setattr("tandem.backend.note", lambda graph, report: texts.append(report.text()))
+    return texts
+
+
+def same(function, *given):
+    """Results and gradients of a function, compiled, are those of torch."""
+    results = []
+    for call in (tandem.compile(function), function):
+        x = given[0].clone().requires_grad_()
+        y = call(x, *given[1:])
+        results.append((y, *torch.autograd.grad(y.float().sum(), x)))
+    torch.testing.assert_close(*results, rtol=2e-2 if given[0].dtype.itemsize == 2 else 1e-4, atol=1e-4, equal_nan=True)
+
+
+def ignored(x, targets, index):
+    return F.cross_entropy(LINEAR(x), targets, ignore_index=index)
+
+
+def smoothed_norm(eps):
+    return lambda x: LINEAR(F.layer_norm(x, (SIZE,), torch.ones(SIZE), None, eps))
+
+
+REFUSED = {
+    "a scale of infinity": (lambda x: LINEAR(x) * INFINITY, None),
+    "a scale of NaN": (lambda x: LINEAR(x) * NAN, None),
+    "an eps of infinity": (smoothed_norm(INFINITY), "LayerNorm: expected eps"),
+    "an eps of NaN": (smoothed_norm(NAN), "LayerNorm: expected eps"),
+    "an RMSNorm's eps of infinity": (lambda x: LINEAR(F.rms_norm(x, (SIZE,), eps=INFINITY)), "RMSNorm: expected eps"),
+    "a row that is ignored": (lambda x: ignored(x, torch.arange(3), -(2**40)), "LinearCrossEntropy: expected ignore_index to be a whole number"),
+    "no columns": (lambda x: F.linear(x[:, :0], torch.ones(SIZE, 0)) + x, "Linear: expected in_features to be a whole number > 0, got 0"),
+    "no rows of a weight": (lambda x: F.linear(x, torch.ones(0, SIZE)), "Linear: expected out_features to be a whole number > 0, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_op_refuses(name, told):
+    function, reason = REFUSED[name]
+    same(function, torch.randn(3, SIZE))
+    assert reason is None or f"its op refuses it: {reason}" in told[0]
