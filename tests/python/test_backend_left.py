@@ -56,3 +56,17 @@ def test_what_an_op_refuses(name, told):
     function, reason = REFUSED[name]
     same(function, torch.randn(3, SIZE))
     assert reason is None or f"its op refuses it: {reason}" in told[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_that_overflow(dtype, told):
+    """A fused step would multiply an operand of the product, whose sums were NaN."""
+    linear = nn.Linear(SIZE, SIZE).to(dtype)
+    for factor in (1e39, -torch.finfo(dtype).max * 1.1):
+        same(lambda x, factor=factor: linear(x) * factor + x, torch.ones(3, SIZE, dtype=dtype))
+    assert "pipeline 0: Linear, ConstantScale" not in "".join(told)
+
+
+def test_scales_that_do_not_overflow(told):
+    same(lambda x: LINEAR(x) * 1e30 + x, torch.ones(3, SIZE))
+    assert "pipeline 0: Linear, ConstantScale" in told[0]

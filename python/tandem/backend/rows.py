@@ -158,6 +158,13 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     return (Op(ops.LinearCrossEntropy, options, weights, (bound["target"],)),)
 
 
+def _scale(bound: Bound) -> tuple[Op, ...] | str:
+    dtype = value_of(bound["x"]).dtype
+    if abs(bound["scale"]) > torch.finfo(dtype).max:  # a fused step multiplies before it sums: infinities of both signs would be NaN
+        return f"its scale is larger than any number of {dtype}"
+    return (Op(ops.ConstantScale, {"scale": bound["scale"]}),)
+
+
 def _of(*made: Op) -> Callable[[Bound], tuple[Op, ...]]:
     return lambda bound: made
 
@@ -267,7 +274,7 @@ ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
     Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
     Row("grouped product", call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
     Row("dropout", call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
-    Row("scale", x * Number("scale"), lambda bound: (Op(ops.ConstantScale, {"scale": bound["scale"]}),)),
+    Row("scale", x * Number("scale"), _scale),
     Row("bias", x + Var("bias", 1), _bias),
     Row("sum", x + other, _sum),
 )
