@@ -336,6 +336,17 @@ def test_autocast(x):
     result.sum().backward()
 
 
+@pytest.mark.parametrize("low", [None, recipe.DelayedScaling(), recipe.MXFP8BlockScaling()], ids=["no recipe", "DelayedScaling", "MXFP8BlockScaling"])
+def test_training_after_inference(low):
+    """What a first call under inference mode makes, later calls save for backward."""
+    model = nn.Sequential(nn.LayerNorm(32, bias=False), nn.Linear(32, 32))
+    own, x = compiled(model, recipe=low), torch.randn(32, 32)
+    with torch.inference_mode():
+        own(x)
+    own(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in own.parameters())
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(x, use_reentrant):
     from torch.utils.checkpoint import checkpoint

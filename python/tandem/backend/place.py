@@ -182,7 +182,8 @@ class Call(torch.nn.Module):
         with _making:
             made = self.shared.get(key)
             if made is None:
-                made = self.draft.new()
+                with torch.inference_mode(False):  # backward of a later call may save the neutral parameters
+                    made = self.draft.new()
                 made.pipeline.memory_budget = self.memory_budget
                 if self.reference is not None:
                     made.fill(read)
