@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +195,7 @@ class Terms:
         """Nodes with the same number have none between them that changes state."""
         return self._stretches[node]
 
-    def depends(self, node: Node, on: Sequence[Node]) -> bool:
+    def depends(self, node: Node, on: Collection[Node]) -> bool:
         """Whether a node is computed of one of these."""
         begin, seen, ahead = min(map(self.order.__getitem__, on)), set(), [node]
         while ahead:

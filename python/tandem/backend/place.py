@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,7 +189,8 @@ class Call(torch.nn.Module):
                 if self.reference is not None:
                     made.fill(read)
                     made.pipeline.eval()  # without its dropout, which draws other numbers
-                    self.reference.compare(lambda *own: self.run(made.pipeline, *own), given, read[: len(self.draft.weights)])
+                    weights, beside = read[: len(self.draft.weights)], read[len(self.draft.read) :]
+                    self.reference.compare(lambda *own: self.run(made.pipeline, *own), given, weights, beside)
                     made.pipeline.train()
                 self.shared.note(key, made, tensors)
             self.made.note(key, made, tensors)
@@ -225,11 +227,14 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
     uses: Counter[tuple[Node, ...]] = Counter()
     for at, region in enumerate(found):
         draft = Draft(region, terms, uses)
-        reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns) if options.verify else None
+        reference = None
+        if options.verify:
+            depends = partial(terms.depends, on={*draft.operands, *region.nodes()})
+            reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns, depends)
         call = Call(draft, region.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
         with graph.graph.inserting_before(region.last.outs[-1]):
-            node = graph.graph.call_module(f"tandem_{at}", (region.x, *draft.extras, *draft.read))
+            node = graph.graph.call_module(f"tandem_{at}", (region.x, *draft.extras, *draft.read, *(reference.beside if reference else ())))
             items = [graph.graph.call_function(operator.getitem, (node, position)) for position in range(len(draft.outs))] if len(draft.outs) > 1 else [node]
         results += zip(draft.outs, items, strict=True)
         calls.append(call)

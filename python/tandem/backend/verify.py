@@ -7,41 +7,54 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Of the largest element: what a pipeline, which rounds each step once, and the graph, which rounds each operation, may differ by.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+_DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
+
 
 class Reference:
-    """The nodes of a graph that compute `outs` of `operands`."""
+    """The nodes of a graph that compute `outs` of `operands`, and of nodes `beside` these, such as sizes that are symbols."""
 
-    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], columns: Sequence[int]) -> None:
+    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], columns: Sequence[int], depends: Callable[[Node], bool]) -> None:
+        """`depends`: whether a node is an operand or of the region, or is computed of such."""
         self.told, self.columns = told, list(columns)
+        between = [*_between(operands, outs, depends)]
+        self.beside = [node for node in between if not depends(node)]
         graph, copies = Graph(), {}
-        for at, operand in enumerate(operands):  # one may be an operand twice
+        for at, operand in enumerate((*operands, *self.beside)):  # one may be an operand twice
             copies[operand] = graph.placeholder(f"operand_{at}")
-        for node in _between(operands, outs):
-            copies[node] = graph.node_copy(node, lambda each: copies[each])
-            if node.target in (torch.nn.functional.dropout, torch.dropout):
-                copies[node].args, copies[node].kwargs = (copies[node].args[0],), {"p": 0.0}
+        for node in between:
+            if node.target in _DROPOUTS:
+                copies[node] = graph.call_function(torch.nn.functional.dropout, tuple(copies[each] for each in _reads(node)), {"p": 0.0})
+            elif node not in copies:
+                copies[node] = graph.node_copy(node, lambda each: copies[each])
         graph.output(tuple(copies[out] for out in outs))
         self.graph = GraphModule(torch.nn.Module(), graph)
 
-    def compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
         """Raises AssertionError where a result or a gradient of a pipeline differs by more than the rounding of its dtype.
 
         Args:
             call: what the pipeline makes of `given`.
             given: its operands but for the weights.
             weights: the weights.
+            beside: what `beside` names.
         """
+        # What is around the call neither sees what is computed and saved here, such as a checkpoint that counts it, nor draws other numbers for it.
+        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            self._compare(call, given, weights, beside)
+
+    def _compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
         copies = {id(tensor): _copy(tensor) for tensor in given}
         operands = [copies[id(tensor)] for tensor in given]
         has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
         results = call(*operands)
         main, *rest = results if isinstance(results, tuple) else (results,)
         results = [*main.split(self.columns, -1), *rest] if self.columns else [main, *rest]
-        expected = self.graph(*operands, *weights)
+        expected = self.graph(*[operand.clone() for operand in operands], *weights, *beside)  # no leaves: the graph may write to them
         for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             self._check(f"result {at}", result, wanted)
         if not has_gradients:
@@ -73,6 +86,10 @@ def _kind(tensor: torch.Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
@@ -84,8 +101,8 @@ def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanti
     return torch.autograd.grad([result for result, _ in pairs], [*wanting.values()], [seed for _, seed in pairs], allow_unused=True)
 
 
-def _between(operands: Sequence[Node], outs: Sequence[Node]) -> Iterator[Node]:
-    """What lies behind the operands and is needed for the results, in order."""
+def _between(operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> Iterator[Node]:
+    """What lies behind the operands and is needed for the results, in order, and what else that reads."""
     seen = {*operands}
     ahead = [(out, False) for out in reversed(outs)]
     while ahead:
@@ -95,7 +112,12 @@ def _between(operands: Sequence[Node], outs: Sequence[Node]) -> Iterator[Node]:
         elif node not in seen:
             seen.add(node)
             ahead.append((node, True))
-            ahead += [(each, False) for each in node.all_input_nodes]
+            ahead += [(each, False) for each in _reads(node)] if depends(node) else []
+
+
+def _reads(node: Node) -> list[Node]:
+    """What a node is computed of, where dropout drops nothing."""
+    return [next(iter(node.args), node.kwargs.get("input"))] if node.target in _DROPOUTS else node.all_input_nodes
 
 
 __all__ = ["Reference"]
