@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tandem
 
@@ -135,3 +136,36 @@ def test_a_cut_by_a_symbol_is_made_before_the_product(monkeypatch):
     compiled = tandem.compile(lambda x, ids: F.cross_entropy(head(x)[:, : x.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()), dynamic=True)
     compiled(torch.randn(2, 5, 8), torch.randint(7, (2, 5)))
     assert "pipeline 0: LinearCrossEntropy" in texts[0]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_logits_of_a_part_that_is_computed_again(reads):
+    """Its caller is no user of the model: what it reads stays."""
+    torch._dynamo.reset()
+    head, x, targets = nn.Linear(8, 7), torch.randn(2, 5, 8, requires_grad=True), torch.randint(7, (2, 5))
+
+    def part(x):
+        logits = head(x)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+    def model(x):
+        loss, logits = checkpoint(part, x, use_reentrant=False)
+        return loss + logits.square().mean() if reads else loss
+
+    compiled = tandem.compile(model, logits=False)
+    results = [compiled(x), model(x)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(result, (x, head.weight)) for result in results), rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_are_read_behind_a_graph_break():
+    torch._dynamo.reset()
+    head, x, targets = nn.Linear(8, 7), torch.randn(2, 5, 8), torch.randint(7, (2, 5))
+
+    def model(x):
+        logits = head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch._dynamo.graph_break()
+        return loss, (logits.argmax(-1) == targets).sum()
+
+    torch.testing.assert_close(tandem.compile(model, logits=False)(x), model(x))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from tandem.backend import recompute
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
-from tandem.backend.loss import prepare_losses
+from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.options import Options
 from tandem.backend.place import put
 from tandem.backend.regions import regions
@@ -34,15 +34,15 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     if mode not in (None, "default"):
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
     chosen = Options.of(options or {})
-    for part in checkpointed(graph):
-        _replace(part, chosen)
-    _replace(graph, chosen)
+    for caller, part in checkpointed(graph):
+        _replace(part, caller, chosen)
+    _replace(graph, None, chosen)
     recompute.put(graph)
     return runner(graph, chosen.rest)
 
 
-def _replace(graph: GraphModule, options: Options) -> None:
-    terms = prepare_losses(graph, options.logits)
+def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:
+    terms = prepare_losses(graph, kept_results(graph, caller, options.logits))
     found, left = find(graph, terms, options.excludes, options.recipe_of)
     made = regions(found, terms, options.recipe_of)
     report = Report(graph, terms, made, left)

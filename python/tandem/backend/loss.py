@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from torch import SymInt, Tensor, contiguous_format, enable_grad
@@ -12,21 +13,40 @@ from torch.fx.node import map_arg
 from tandem.backend.normalise import Terms, value_of
 
 
-def prepare_losses(graph: GraphModule, returns_logits: bool) -> Terms:
+def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
     """The terms of the graph, whose logits are cut before their product rather than behind it.
 
     Args:
         graph: as Dynamo gives it.
-        returns_logits: whether logits stay results of the graph; False: each becomes None where the graph computes their cross entropy.
+        kept: results that stay; of others, those become None that are logits whose cross entropy the graph computes.
     """
     terms = Terms(graph)
     losses = [term for node in graph.graph.nodes if (term := terms.of(node)) is not None and term.kind == "cross_entropy"]
     heads = {source for term in losses if (source := _source(term.inputs[0], terms)) is not None}
-    if not returns_logits:
-        (output,) = [node for node in graph.graph.nodes if node.op == "output"]
-        output.args = map_arg(output.args, lambda node: None if _source(node, terms) in heads else node)
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    output.args = map_arg(output.args, lambda node: node if node in kept or _source(node, terms) not in heads else None)
     moved = [_cut_before(head, terms) for head in heads]
     return Terms(graph) if any(moved) else terms
+
+
+def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) -> Collection[Node]:
+    """The results of a graph that stay, logits or not.
+
+    Args:
+        graph: as Dynamo gives it.
+        caller: the node that stands for the graph, where it is a part of another.
+        returns_logits: what the option says.
+    """
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
+    if returns_logits:
+        return results
+    if caller is not None:
+        if not all(user.target is operator.getitem for user in caller.users):
+            return results
+        return [results[item.args[1]] for item in caller.users if item.users]
+    reason = getattr(graph, "compile_subgraph_reason", None)  # of Dynamo
+    return results if reason is not None and reason.graph_break else ()  # what follows may read any
 
 
 def _source(node: Any, terms: Terms) -> Node | None:
@@ -85,4 +105,4 @@ def _cut_before(head: Node, terms: Terms) -> bool:
     return True
 
 
-__all__ = ["prepare_losses"]
+__all__ = ["kept_results", "prepare_losses"]

@@ -149,13 +149,13 @@ def memory_of(node: Any) -> int | None:
         return None
 
 
-def checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
-    """The parts of a graph that are computed again in backward; each is a graph of its own."""
+def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
+    """The parts of a graph that are computed again in backward, behind the nodes that stand for them; each is a graph of its own."""
     for node in graph.graph.nodes:
         if is_recomputed(node):
             part = graph.get_submodule(node.args[0].target)
             yield from checkpointed(part)
-            yield part
+            yield node, part
 
 
 class Terms:
