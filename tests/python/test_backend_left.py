@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tandem
 
@@ -70,3 +71,64 @@ def test_scales_that_overflow(dtype, told):
 def test_scales_that_do_not_overflow(told):
     same(lambda x: LINEAR(x) * 1e30 + x, torch.ones(3, SIZE))
     assert "pipeline 0: Linear, ConstantScale" in told[0]
+
+
+PRODUCTS = {
+    "a product": lambda x: LINEAR(x),
+    "products of one x": lambda x: LINEAR(x) + F.linear(x, LINEAR.weight.t()).cos(),
+    "a gated unit": lambda x: F.silu(LINEAR(x)) * LINEAR(x),
+    "behind a norm": lambda x: LINEAR(F.rms_norm(x, (SIZE,))),
+    "a loss": lambda x: F.cross_entropy(LINEAR(x).float(), torch.arange(3)),
+    "of groups": lambda x: F.grouped_mm(x, LINEAR.weight[None], offs=torch.tensor([3], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operands_of_other_dtypes(name, dtype, told):
+    """torch refuses them where autocast is off, and float64 always."""
+    x = torch.randn(3, SIZE, dtype=dtype)
+    for is_on in (False, True) if dtype == torch.float64 else (False,):
+        for call in (PRODUCTS[name], tandem.compile(PRODUCTS[name])):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on), pytest.raises(RuntimeError, match="dtype|to be Float32"):
+                call(x)
+    if name == "a product":
+        assert f"its x is {dtype}, and its weight torch.float32" in told[0]
+
+
+NET = nn.Sequential(nn.Linear(SIZE, SIZE), nn.SiLU(), nn.Linear(SIZE, SIZE))
+
+
+def inside(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = NET(x)
+        with torch.autocast("cpu", enabled=False):
+            z = NET(y.float())
+        return NET(z) + NET(z.bfloat16())
+
+
+def switched_off(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = NET(x)
+        with torch.autocast("cpu", enabled=False):
+            return NET(y)
+
+
+def in_a_part(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return checkpoint(NET, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("function", "outside"), [(inside, False), (NET, True), (in_a_part, False), (lambda x: checkpoint(NET, x, use_reentrant=False), True)])
+def test_autocast_casts_them(function, outside, told):
+    """Whoever switches it on: the caller, the graph, or the graph around a part that is computed again."""
+    x = torch.randn(3, SIZE)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        torch.testing.assert_close(tandem.compile(function)(x), function(x), rtol=2e-2, atol=2e-2)
+    assert not any("left:" in text for text in told)
+
+
+def test_autocast_that_is_switched_off(told):
+    for call in (switched_off, tandem.compile(switched_off)):
+        with pytest.raises(RuntimeError, match="dtype"):
+            call(torch.randn(3, SIZE))

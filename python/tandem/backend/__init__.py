@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from tandem.backend import recompute
+from tandem.backend.autocast import note_autocast
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
 from tandem.backend.loss import kept_results, prepare_losses
@@ -34,6 +36,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     if mode not in (None, "default"):
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
     chosen = Options.of(options or {})
+    note_autocast(graph, torch.is_autocast_enabled("cpu"))
     for caller, part in checkpointed(graph):
         _replace(part, caller, chosen)
     _replace(graph, None, chosen)

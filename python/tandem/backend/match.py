@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tandem import ops
+from tandem.backend.autocast import is_autocast
 from tandem.backend.normalise import Terms, memory_of, users, value_of
 from tandem.backend.patterns import Bound, matches
 from tandem.backend.rows import ROWS, Op, Row, product
@@ -122,6 +123,11 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -
         if reason := op.refusal():
             return reason
     x = bound["x"]
+    if made[0].make in (ops.Linear, ops.GroupedLinear, ops.LinearCrossEntropy):
+        dtypes = {value_of(x).dtype, made[0].options["dtype"]}
+        is_cast = is_autocast(node) and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
+        if len(dtypes) > 1 and not is_cast:  # torch's own error comes
+            return f"its x is {value_of(x).dtype}, and its weight {made[0].options['dtype']}"
     if made[0].make is ops.LinearCrossEntropy:
         dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
     else:
