@@ -325,6 +325,17 @@ def test_numbers_that_are_symbols():
         check_equal(model, own, torch.randn(3, HIDDEN))
 
 
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_written_out_eps_that_is_a_symbol(rest):
+    """It is the number that it is; what else is a symbol stays one, in pieces that Inductor leaves."""
+    model = Calls(lambda m, x: m.up(m.weight * rms(x, m.eps)).cos() * m.factor + 1, weight=scale(), up=linear(), eps=1e-3, factor=0.5)
+    own = tandem.compile(copy.deepcopy(model), dynamic=True, rest=rest, fullgraph=True)
+    for eps, factor in ((1e-3, 0.5), (0.5, 0.5), (0.5, 0.25)):
+        model.eps, own.eps, model.factor, own.factor = eps, eps, factor, factor
+        check_equal(model, own, torch.randn(3, HIDDEN))
+    assert ops_of(own)[0] == ["RMSNorm", "Linear"]
+
+
 def test_autocast(x):
     """Products round to the dtype of the region, norms do not; `verify` allows for that."""
     model = Decoder()

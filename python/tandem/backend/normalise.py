@@ -88,6 +88,12 @@ def has_shape(value: Any, shape: tuple[Any, ...]) -> bool:
     return len(value.shape) == len(shape) and all(statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=True))
 
 
+def fixed(size: Any) -> int | None:
+    """A size as a number, also of a symbol that can be no other; None where it can."""
+    known: int | None = size if isinstance(size, int) else size.node.maybe_as_int()
+    return known
+
+
 def writes(node: Node) -> bool:
     """Whether a node writes to an operand."""
     target: Any = node.target
@@ -340,11 +346,11 @@ def _term(node: Node) -> Term | None:
     if given or ... in values.values():
         return None
     operands = [value for name, value in values.items() if name in _OPERANDS]
-    return Term(kind, tuple(operands), {name: _number(value) for name, value in values.items() if name not in _OPERANDS})
+    return Term(kind, tuple(operands), {name: number_of(value) for name, value in values.items() if name not in _OPERANDS})
 
 
-def _number(value: Any) -> Any:
-    """An option that Dynamo holds for a symbol, such as an eps under dynamic shapes, as the number that it is; compiled code is guarded by it."""
+def number_of(value: Any) -> Any:
+    """What Dynamo holds for a symbol, such as an eps under dynamic shapes, as the number that it is; compiled code is guarded by it."""
     symbol = value_of(value)
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
@@ -401,4 +407,4 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["Term", "Terms", "changes_state", "checkpointed", "has_shape", "memory_of", "tensors_of_model", "users", "value_of"]
+__all__ = ["Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tandem.backend.normalise import Terms, value_of
+from tandem.backend.normalise import Terms, number_of, value_of
 
 Bound = Mapping[str, Any]  # what stands where: nodes by the names of variables, `nodes` that the pattern covers, `roundings` that it passes
 
@@ -31,12 +31,13 @@ class Pattern:
 
 
 class Number(Pattern):
-    """A number: this one, or any, which gets a name."""
+    """A number: this one, or any, which gets a name. A symbol is no number unless it `may_be_symbol`: compiled code is then guarded by its number."""
 
-    def __init__(self, expected: float | str) -> None:
-        self.expected = expected
+    def __init__(self, expected: float | str, may_be_symbol: bool = False) -> None:
+        self.expected, self.may_be_symbol = expected, may_be_symbol
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        node = number_of(node) if self.may_be_symbol else node
         if isinstance(node, (int, float)) and not isinstance(node, bool):
             if isinstance(self.expected, str):
                 yield {**bound, self.expected: float(node)}

@@ -33,16 +33,22 @@ def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
 
 
 def _pieces(graph: GraphModule) -> dict[Node, int]:
-    """The number of the piece to which each node belongs. Pipelines, and what changes the state of what follows, are pieces of their own."""
+    """The number of the piece to which each node belongs. Pipelines, what changes the state of what follows, and what Inductor does not take are pieces of
+    their own."""
     numbers: dict[Node, int] = {}
     number, is_alone = 0, False
     for node in graph.graph.nodes:
         if not is_result_of_call(node, graph):  # else it belongs to the call in front of it
-            alone = is_call(node, graph) or changes_state(node)
+            alone = is_call(node, graph) or changes_state(node) or _has_symbol(node)
             number += alone or is_alone
             is_alone = alone
         numbers[node] = number
     return numbers
+
+
+def _has_symbol(node: Node) -> bool:
+    """Whether a node makes or reads a float that is a symbol, which Dynamo holds in a tensor; outside Dynamo, Inductor compiles none."""
+    return any(isinstance(value_of(each), torch.SymFloat) for each in (node, *node.all_input_nodes))
 
 
 def _is_worth_compiling(piece: GraphModule) -> bool:

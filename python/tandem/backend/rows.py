@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tandem import ops
-from tandem.backend.normalise import has_shape, value_of
+from tandem.backend.normalise import fixed, has_shape, value_of
 from tandem.backend.patterns import Bound, Either, Number, Optional, Pattern, Rounded, Var, Wide, call
 
 
@@ -102,8 +102,8 @@ def _grouped_product(bound: Bound) -> tuple[Op, ...] | str:
 def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple[Op, ...] | str]:
     def build(bound: Bound) -> tuple[Op, ...] | str:
         value, weight, bias = value_of(bound["x"]), bound.get("weight"), bound.get("bias")
-        size = value.shape[-1]
-        if not isinstance(size, int) or list(bound.get("shape", [size])) != [size]:
+        size = fixed(value.shape[-1])
+        if size is None or list(bound.get("shape", [size])) != [size]:
             return "it goes over more than the last dimension, or over one of no fixed size"
         if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
             return "its weight has another size or dtype than the rows"
@@ -247,7 +247,7 @@ ACTIVATIONS = (
     Activation("sigmoid", lambda v: call("sigmoid", v), None, ops.GLU),
 )
 
-_root_mean_square = call("mean", call("square", Wide(x))) + Number("eps")
+_root_mean_square = call("mean", call("square", Wide(x))) + Number("eps", may_be_symbol=True)
 _of_unit_size = Either(Wide(x) * call("rsqrt", _root_mean_square), call("over_root", Wide(x), _root_mean_square))
 _weight = Wide(Var("weight", 1))
 _gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), transposed=None)
