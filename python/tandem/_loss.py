@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from tandem._tracing import constant_while_traced
+from tandem._tracing import constant_while_traced, number_while_traced
 from tandem.ops.collective import collectives
 from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of
@@ -81,7 +81,8 @@ def linear_cross_entropy(
     return_predictions: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The cross entropy of input linear_weight^T + linear_bias and the targets, without memory for these logits: `torch.nn.functional.linear_cross_entropy`
-    with its arguments and more. Compiled code calls it as it is.
+    with its arguments and more. Compiled code calls it as it is, with numbers that it compiles for: another `z_loss`, say, is compiled
+    again.
 
     Args:
         input: [..., in_features].
@@ -119,10 +120,10 @@ def linear_cross_entropy(
         bias=linear_bias is not None,
         class_weight=weight is not None,
         reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        soft_cap=soft_cap,
-        z_loss=z_loss,
+        ignore_index=number_while_traced(ignore_index),
+        label_smoothing=number_while_traced(label_smoothing),
+        soft_cap=number_while_traced(soft_cap),
+        z_loss=number_while_traced(z_loss),
     )
     outputs = torch.ops.tandem.pipeline(input, [target], params, [], [], [], description)
     return (outputs[0], outputs[1]) if return_predictions else outputs[0]

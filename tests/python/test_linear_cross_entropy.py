@@ -112,6 +112,24 @@ def test_compiled_code_gives_the_same(reduction, dtype):
         torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("name", "values"), [("z_loss", (0.1, 0.2, 0.0, 1)), ("label_smoothing", (0.1, 0.2)), ("soft_cap", (2.0, 3.0)), ("ignore_index", (3, 4)), ("reduction", ("mean", "none"))])
+def test_compiled_code_with_numbers_that_change(backend, dynamic, name, values):
+    torch._dynamo.reset()
+    x, weight, targets = operands()
+    x.requires_grad_(), targets.clamp_min_(0)
+
+    def loss_of(x, value):
+        return tandem.linear_cross_entropy(x, weight, targets, **{name: value}).sum()
+
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=dynamic, backend=backend)
+    for value in values:
+        got, right = compiled(x, value), loss_of(x, value)
+        torch.testing.assert_close(got, right)
+        torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(right, x))
+
+
 def test_all_rows_are_ignored_or_there_are_none():
     for shape, ignored in (((4,), True), ((0,), False)):
         x, weight = torch.randn(*shape, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
