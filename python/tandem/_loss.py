@@ -14,6 +14,19 @@ from tandem.ops.loss import shared_classes
 from tandem.ops.signature import signature_of
 
 
+_OPERANDS = {
+    "input": "what the classes are predicted of, [..., in_features]",
+    "linear_weight": "the weight of the head, [num_classes, in_features]",
+    "target": "the number of a class for each row, int64",
+    "linear_bias": "the bias of the head, [num_classes], or None",
+    "weight": "a factor for each class, [num_classes], or None",
+}
+
+
+def _is_tensor(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) or hasattr(type(operand), "__torch_function__")  # such as what torch.fx traces with
+
+
 @constant_while_traced
 def _description(kind: str, parameters: int, group: Any, **options: bool | int | float | str) -> str:
     before, _, size = collectives("linear_cross_entropy", None if group is None else "column", group, sequence_parallel=False)
@@ -38,8 +51,9 @@ def linear_cross_entropy(
     linear_bias: torch.Tensor | None = ...,
     weight: torch.Tensor | None = ...,
     reduction: str = ...,
-    ignore_index: int = ...,
+    ignore_index: int | None = ...,
     label_smoothing: float = ...,
+    options: None = ...,
     soft_cap: float = ...,
     z_loss: float = ...,
     process_group: Any = ...,
@@ -56,8 +70,9 @@ def linear_cross_entropy(
     linear_bias: torch.Tensor | None = ...,
     weight: torch.Tensor | None = ...,
     reduction: str = ...,
-    ignore_index: int = ...,
+    ignore_index: int | None = ...,
     label_smoothing: float = ...,
+    options: None = ...,
     soft_cap: float = ...,
     z_loss: float = ...,
     process_group: Any = ...,
@@ -73,26 +88,28 @@ def linear_cross_entropy(
     linear_bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
+    options: None = None,
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
     process_group: Any = None,
     return_predictions: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The cross entropy of input linear_weight^T + linear_bias and the targets, without memory for these logits: `torch.nn.functional.linear_cross_entropy`
-    with its arguments and more. Compiled code calls it as it is, with numbers that it compiles for: another `z_loss`, say, is compiled
-    again.
+    with its arguments and more: `soft_cap` and those behind it are not torch's. Compiled code calls it as it is, with numbers that it compiles for: another
+    `z_loss`, say, is compiled again.
 
     Args:
         input: [..., in_features].
         linear_weight: [num_classes, in_features].
-        target: [...], int64: the number of a class for each row, or `ignore_index`.
+        target: [...], int64: the number of a class for each row, or `ignore_index`. Probabilities of classes, which torch takes too, are refused.
         linear_bias: [num_classes].
         weight: [num_classes], by which the losses of each class are multiplied; it gets no gradient.
         reduction: "mean" over what the rows weigh, "sum", or "none": a loss for each row.
-        ignore_index: rows with this target have loss 0 and no gradient.
+        ignore_index: rows with this target have loss 0 and no gradient; None: -100, as in torch.
         label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
+        options: None. What torch chooses by it, how many logits there are at once, has no meaning here.
         soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
         z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row.
         process_group: the ranks that share the classes: `linear_weight`, `linear_bias` and `weight` are those of this rank's classes, rank 0 has the
@@ -105,13 +122,18 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: where shapes do not fit, or an option is not as said.
-        TypeError: where the targets are not int64.
+        TypeError: where an operand is no tensor, or the targets are not int64.
         IndexError: for the first target that is no class.
 
     >>> import torch, tandem
     >>> x, head = torch.randn(5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
     >>> tandem.linear_cross_entropy(x, head.weight, torch.tensor([3, 1, -100, 4, 1])).backward()
     """
+    for name, operand in (("input", input), ("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight)):
+        if not _is_tensor(operand) and (operand is not None or name in ("input", "linear_weight", "target")):
+            raise TypeError(f"linear_cross_entropy: expected {name} to be a tensor, got {type(operand).__name__}. Pass {_OPERANDS[name]}.")
+    if options is not None:
+        raise TypeError(f"linear_cross_entropy: expected options None, as there are never all logits at once, got {type(options).__name__}. Leave it out.")
     params = [linear_weight, *[each for each in (linear_bias, weight) if each is not None]]
     description = _description(
         "linear_cross_entropy_with_predictions" if return_predictions else "linear_cross_entropy",
@@ -120,7 +142,7 @@ def linear_cross_entropy(
         bias=linear_bias is not None,
         class_weight=weight is not None,
         reduction=reduction,
-        ignore_index=number_while_traced(ignore_index),
+        ignore_index=-100 if ignore_index is None else number_while_traced(ignore_index),
         label_smoothing=number_while_traced(label_smoothing),
         soft_cap=number_while_traced(soft_cap),
         z_loss=number_while_traced(z_loss),

@@ -114,7 +114,7 @@ def test_compiled_code_gives_the_same(reduction, dtype):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize(("name", "values"), [("z_loss", (0.1, 0.2, 0.0, 1)), ("label_smoothing", (0.1, 0.2)), ("soft_cap", (2.0, 3.0)), ("ignore_index", (3, 4)), ("reduction", ("mean", "none"))])
+@pytest.mark.parametrize(("name", "values"), [("z_loss", (0.1, 0.2, 0.0, 1)), ("label_smoothing", (0.1, 0.2)), ("soft_cap", (2.0, 3.0)), ("ignore_index", (3, 4, None)), ("reduction", ("mean", "none"))])
 def test_compiled_code_with_numbers_that_change(backend, dynamic, name, values):
     torch._dynamo.reset()
     x, weight, targets = operands()
@@ -128,6 +128,14 @@ def test_compiled_code_with_numbers_that_change(backend, dynamic, name, values):
         got, right = compiled(x, value), loss_of(x, value)
         torch.testing.assert_close(got, right)
         torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(right, x))
+
+
+def test_defaults_of_torch():
+    x, weight, targets = operands()
+    flat, rows = targets.flatten(), x.flatten(0, 1)
+    torch.testing.assert_close(
+        tandem.linear_cross_entropy(rows, weight, flat, ignore_index=None, options=None), F.linear_cross_entropy(rows, weight, flat, ignore_index=None, options=None)
+    )
 
 
 def test_all_rows_are_ignored_or_there_are_none():
@@ -240,6 +248,10 @@ def test_class_weights_belong_to_the_module():
         ({"linear_weight": torch.ones(37, 11)}, ValueError, "linear_cross_entropy: expected weight of shape [classes, last dimension of x], got [37, 11] for x [1, 3, 12]. Pass the weight"),
         ({"linear_bias": torch.ones(36)}, ValueError, "linear_cross_entropy: expected bias of shape [37], a number for each of the rows of weight, got [36]. Pass one of this size"),
         ({"weight": torch.ones(36)}, ValueError, "linear_cross_entropy: expected class_weight of shape [37], a number for each of the classes, got [36]. Pass one of this size"),
+        ({"target": None}, TypeError, "linear_cross_entropy: expected target to be a tensor, got NoneType. Pass the number of a class for each row, int64."),
+        ({"linear_weight": [1.0]}, TypeError, "linear_cross_entropy: expected linear_weight to be a tensor, got list. Pass the weight of the head, [num_classes, in_features]."),
+        ({"linear_bias": True}, TypeError, "linear_cross_entropy: expected linear_bias to be a tensor, got bool. Pass the bias of the head, [num_classes], or None."),
+        ({"options": "chunks"}, TypeError, "linear_cross_entropy: expected options None, as there are never all logits at once, got str. Leave it out."),
         ({"reduction": "median"}, ValueError, "linear_cross_entropy: expected reduction to be"),
         ({"label_smoothing": 1.5}, ValueError, "linear_cross_entropy: expected label_smoothing to be"),
         ({"z_loss": -1.0}, ValueError, "linear_cross_entropy: expected z_loss to be"),
