@@ -391,6 +391,26 @@ def test_weights_that_are_results(x):
     assert ops_of(own) == [["Linear", "SiLU", "Linear"]]
 
 
+def test_products_by_weights_that_are_results_count(x):
+    """Of normalized and cast weights and of adapters, whose own product is a part of a weight."""
+    adapted = Calls(lambda m, x: F.linear(F.silu(m.up(x)), m.weight + m.a @ m.b), up=linear(), weight=scale(HIDDEN, HIDDEN), a=scale(HIDDEN, 2), b=scale(2, HIDDEN))
+    cast = Calls(lambda m, x: m.up(F.linear(x, m.weight.float())), up=linear(), weight=scale(HIDDEN, HIDDEN).bfloat16())
+    weight_norm = nn.utils.parametrizations.weight_norm
+    for model, name in ((nn.Sequential(weight_norm(linear()), nn.ReLU(), weight_norm(linear(8))), "0"), (adapted, "up"), (cast, "up")):
+        own = compiled(model, require=1.0)
+        check_equal(model, own, x)
+        assert "2 of 2 products" in tandem.explain(own)
+        with pytest.raises(Exception, match="expected at least 1 of the products in pipelines, got 1 of 2"):
+            compiled(model, require=1.0, exclude=name)(x)
+
+
+def test_products_of_activations_do_not_count(x):
+    model = Calls(lambda m, x: (lambda q, k: (q @ k.t()).softmax(-1) @ q)(m.q(x[0]), m.k(x[1])), q=linear(), k=linear())
+    own = compiled(model)
+    check_equal(model, own, x)
+    assert "2 of 2 products" in tandem.explain(own)
+
+
 def test_nothing_moves_past_what_changes_state(x):
     """The norm reads x before it is written to, the product after."""
     def function(m, x):

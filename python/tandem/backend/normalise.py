@@ -395,7 +395,12 @@ def tensors_of_model(node: Node | None, terms: Terms) -> list[Node]:
             ahead += at.all_input_nodes
     held = sorted((each for each in seen if not each.all_input_nodes), key=terms.order.__getitem__)
     parameters = [each for each in held if isinstance(value_of(each), torch.nn.Parameter)]
-    return parameters or [each for each in held if "_dynamo_static_input_type" in (each.meta.get("tensor_dict") or ())]
+    return parameters or [each for each in held if is_of_model(each)]
+
+
+def is_of_model(node: Node) -> bool:
+    """Whether a node is a parameter or a buffer of the model."""
+    return isinstance(value_of(node), torch.nn.Parameter) or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or ())
 
 
 def users(node: Node, terms: Terms) -> Iterator[Node]:
@@ -407,4 +412,4 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]
+__all__ = ["Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "is_of_model", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]

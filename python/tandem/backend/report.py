@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from tandem import ops
 from tandem.backend.match import Left, module_of
-from tandem.backend.normalise import Terms
+from tandem.backend.normalise import Terms, is_of_model, value_of
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
 
@@ -43,7 +43,7 @@ class Report:
 
     def __init__(self, graph: GraphModule, terms: Terms, regions: Sequence[Region], left: Sequence[Left]) -> None:
         inside = {node for region in regions for node in region.nodes()}
-        products = [node for node in graph.graph.nodes if is_product(node, terms)]
+        products = products_of(graph, terms)
         reasons = {each.node: each for each in reversed(left) if each.row not in WORTH_NO_PIPELINE}
         self.number = next(_numbers)
         self.products, self.products_inside = len(products), sum(node in inside for node in products)
@@ -85,15 +85,32 @@ class Report:
         return "".join(parts) + (f"<p>left as it is:</p><ul>{left}</ul>" if left else "")
 
 
-def is_product(node: Node, terms: Terms) -> bool:
-    """Whether a node multiplies by a weight."""
+def products_of(graph: GraphModule, terms: Terms) -> list[Node]:
+    """The nodes that multiply by a weight, but for those that compute a part of one, such as a product of the factors of an adapter."""
+    made = {node: inside for node in graph.graph.nodes if (inside := _inside_weight(node, terms)) is not None}
+    parts = set().union(*made.values())
+    return [node for node in made if node not in parts]
+
+
+def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
+    """What computes the weight that a node multiplies by; None where it does not, or its weight depends on what the model is called with."""
     if node.op not in ("call_function", "call_method") or terms.same(node) is not node:
-        return False
+        return None
     term = terms.of(node)
     if term is None or term.kind not in ("linear", "grouped") or term.covers:  # the product whose rows are laid flat is a node of its own
-        return False
-    weight = term.inputs[1]
-    return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
+        return None
+    seen: set[Node] = set()
+    ahead = [term.inputs[1]]
+    if not isinstance(ahead[0], Node) or ahead[0].op in ("placeholder", "get_attr"):
+        return seen if isinstance(ahead[0], Node) else None
+    while ahead:
+        at = ahead.pop()
+        if at.op == "placeholder" and isinstance(value_of(at), torch.Tensor) and not is_of_model(at):
+            return None
+        if at not in seen:
+            seen.add(at)
+            ahead += at.all_input_nodes
+    return seen if any(map(is_of_model, seen)) else None
 
 
 def _piece(region: Region) -> Piece:
@@ -140,4 +157,4 @@ def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
     yield from found.values()
 
 
-__all__ = ["Report", "is_product", "note", "pipelines_of", "reports_of", "told"]
+__all__ = ["Report", "note", "pipelines_of", "products_of", "reports_of", "told"]
