@@ -656,3 +656,52 @@ def test_explain(x):
     assert "<td>layers.0.o</td><td><code>x = x + self.o(F.scaled_dot_product_attention(" in page
     assert page.count("<details>") == 2
     assert len(json.loads(tandem.explain(own, "json"))) == 2
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_explain_where_nothing_was_found(x, rest):
+    """Graphs without pipelines know whose they are, each model that they serve."""
+    torch._dynamo.reset()
+    for _ in range(2):
+        own = tandem.compile(nn.Sequential(nn.Linear(HIDDEN, 8), nn.Tanh(), nn.Softsign(), nn.Tanh()).to(torch.complex64), rest=rest)
+        own(x.to(torch.complex64))
+        gc.collect()
+        told = tandem.explain(own)
+        assert ": 0 of 1 products in 0 pipelines\n  left: product of 0: " in told
+        assert "its x is torch.complex64" in told
+    assert "<h3>graph " in tandem.explain(own, "html")
+    assert tandem.explain(own, "json") == "[]"
+    with pytest.raises(ValueError, match="explain: expected a model with pipelines for format 'svg', got OptimizedModule, of which nothing became one. Ask for text, which says why"):
+        tandem.explain(own, "svg")
+
+
+def test_explain_of_modules_of_this_library_in_a_compiled_model(x):
+    own = compiled(nn.Sequential(tandem.Linear(HIDDEN, HIDDEN)))
+    own(x)
+    assert "plan: " in tandem.explain(own)
+
+
+def test_explain_where_no_graph_has_reached_the_backend(x):
+    torch._dynamo.reset()
+    own = tandem.compile(nn.LSTM(HIDDEN, HIDDEN))
+    own(x)
+    with pytest.raises(ValueError, match="got OptimizedModule without. Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why"):
+        tandem.explain(own)
+
+
+SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compile compiles them in place. Call what tandem.compile(model) returns."
+
+
+def test_explain_of_classes_of_torch_that_are_compiled_in_place(x):
+    torch._dynamo.reset()
+    skipped, partly = nn.Sequential(linear(), nn.ReLU()), nn.Sequential(Decoder(1), nn.Linear(32, 4))
+    for model in (skipped, partly):
+        model.compile(backend="tandem")
+        model(x)
+    with pytest.raises(ValueError, match="explain: expected a module with pipelines that have been called, got Sequential without. No graph of it has reached the backend") as error:
+        tandem.explain(skipped)
+    assert str(error.value).endswith(f": {SKIPPED}")
+    told = tandem.explain(partly)
+    assert "8 of 8 products" in told
+    assert told.endswith(f"\nleft: what Sequential calls itself: {SKIPPED}")
+    assert "1 of 1 products" in (tandem.compile(skipped)(x), tandem.explain(skipped))[1]

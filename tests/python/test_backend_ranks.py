@@ -102,6 +102,7 @@ def check_gradients(rank: int, size: int, wrap: str, order: str) -> None:
             optimizer.step()
     if wrap == "ddp":
         assert len({report.number for report in reports_of(model)}) > 1, "cut"
+    assert "SwiGLU" in tandem.explain(model)
     reports = [graph._tandem_report for graph in list(_graphs)]
     assert sum(each.products for each in reports) == sum(each.products_inside for each in reports) > 0
     assert any("SwiGLU" in piece.ops for each in reports for piece in each.pieces)

@@ -20,7 +20,7 @@ from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.options import Options
 from tandem.backend.place import put
 from tandem.backend.regions import regions
-from tandem.backend.report import Report, note
+from tandem.backend.report import Report, note, noting, report_of
 from tandem.backend.rest import runner
 
 
@@ -37,11 +37,11 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
     chosen = Options.of(options or {})
     note_autocast(graph, torch.is_autocast_enabled("cpu"))
-    for caller, part in checkpointed(graph):
+    parts = [*checkpointed(graph), (None, graph)]
+    for caller, part in parts:
         _replace(part, caller, chosen)
-    _replace(graph, None, chosen)
     recompute.put(graph)
-    return runner(graph, chosen.rest)
+    return noting(runner(graph, chosen.rest), graph, [report_of(part) for _, part in parts])
 
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:

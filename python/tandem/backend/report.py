@@ -5,17 +5,19 @@ from __future__ import annotations
 import html
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem import ops
 from tandem.backend.match import Left, module_of
 from tandem.backend.normalise import Terms, is_of_model, value_of
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
+from tandem.ops.reporting import SKIPPED, is_skipped, runs_inside
 
 _numbers = itertools.count()
 _graphs: weakref.WeakSet[GraphModule] = weakref.WeakSet()
@@ -51,6 +53,8 @@ class Report:
         self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside]
         self.left += [("product", _origin(node), "it belongs to no row") for node in products if node not in inside and node not in reasons]
         self.calls: list[Call] = []
+        self.together = [self]  # with those of the parts of its graph, and of what it is a part of
+        self.called_with: Any = WeakTensorKeyDictionary()  # tensors of models
 
     @property
     def share(self) -> float:
@@ -125,13 +129,18 @@ def _origin(node: Node) -> Origin:
 
 
 def told(model: torch.nn.Module, format: str) -> str:
-    """What `tandem.explain` says of a compiled model; empty where no call has made a pipeline with its parameters."""
+    """What `tandem.explain` says of a compiled model; empty where the backend has seen no graph of it."""
     reports = [*reports_of(model)]
+    if not any(report.products or report.pieces for report in reports) and any(True for _ in runs_inside(model)):
+        return ""  # all that there is to tell is of modules of this library
     if not reports or format == "text":
-        return "\n".join(report.text() for report in reports)
+        skipped = [f"left: what {model._get_name()} calls itself: {SKIPPED}"] if reports and is_skipped(model) else []
+        return "\n".join([*(report.text() for report in reports), *skipped])
     if format == "html":
         return f"<div>{''.join(report.html() for report in reports)}</div>"
     plans = [pipeline.explain(format) for pipeline in pipelines_of(model)]
+    if not plans and format != "json":
+        raise ValueError(f"explain: expected a model with pipelines for format {format!r}, got {model._get_name()}, of which nothing became one. Ask for text, which says why.")
     return f"[{','.join(plans)}]" if format == "json" else "\n".join(plans)
 
 
@@ -141,20 +150,62 @@ def note(graph: GraphModule, report: Report) -> None:
     _graphs.add(graph)
 
 
+def report_of(graph: GraphModule) -> Report:
+    """What was noted of a graph."""
+    report: Report = graph.__dict__["_tandem_report"]
+    return report
+
+
+def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report]) -> Callable[..., Any]:
+    """What calls a graph, and notes whose it is, where it has no pipelines, which know.
+
+    Args:
+        run: what calls it.
+        graph: the graph.
+        reports: of its parts and of itself.
+    """
+    called_with = reports[-1].called_with
+    for report in reports:
+        report.together, report.called_with = reports, called_with
+    if any(report.calls for report in reports):
+        return run
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    own = [at for at, node in enumerate(placeholders) if is_of_model(node)]
+
+    def noted(*operands: Any) -> Any:
+        for at in own:
+            called_with[operands[at]] = graph
+        return run(*operands)
+
+    return noted
+
+
 def reports_of(model: torch.nn.Module) -> Iterator[Report]:
-    """Of the graphs that were called with parameters of a model, in the order in which they were compiled."""
-    own = {id(parameter) for parameter in model.parameters()}
-    reports = [graph.__dict__["_tandem_report"] for graph in list(_graphs)]
+    """Of the graphs that were called with tensors of a model, in the order in which they were compiled."""
+    own = _tensors(model)
+    reports = map(report_of, list(_graphs))
     for report in sorted(reports, key=lambda report: report.number):
-        if any(own & {*key} for call in report.calls for key in list(call.made)):
+        calls = [call for each in report.together for call in each.calls]
+        if any(own.keys() & {*key} for call in calls for key in list(call.made)) or any(tensor in report.called_with for tensor in own.values()):
             yield report
 
 
 def pipelines_of(model: torch.nn.Module) -> Iterator[ops.Sequential]:
     """The pipelines that calls of a model have made, each once."""
-    own = {id(parameter) for parameter in model.parameters()}
+    own = _tensors(model).keys()
     found = {id(made): made.pipeline for report in reports_of(model) for call in report.calls for key, made in list(call.made.items()) if own & {*key}}
     yield from found.values()
 
 
-__all__ = ["Report", "note", "pipelines_of", "products_of", "reports_of", "told"]
+def _tensors(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The parameters and buffers of a model by identity, and where `fully_shard` shards it the whole ones that its graphs are called with."""
+    found = [*model.parameters(), *model.buffers()]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in module._get_fsdp_state()._fsdp_param_groups]
+        found += [whole for group in groups for each in group.fsdp_params if (whole := getattr(each, "_unsharded_param", None)) is not None]
+    return {id(tensor): tensor for tensor in found}
+
+
+__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "report_of", "reports_of", "told"]

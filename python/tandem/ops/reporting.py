@@ -150,10 +150,26 @@ def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
             entries.append(f"{name}:" if format == "text" else f"<h4>{html.escape(name)}</h4>")
         entries += reports
     if not entries:
-        raise ValueError(f"explain: expected a module with pipelines that have been called, got {module._get_name()} without. Call it once with an input.")
+        raise ValueError(f"explain: expected a module with pipelines that have been called, got {module._get_name()} without. {_what_to_do(module)}")
     if format == "json":
         return entries[0] if len(entries) == 1 else f"[{','.join(entries)}]"
     return "\n".join(entries)
+
+
+def _what_to_do(module: torch.nn.Module) -> str:
+    if is_skipped(module):
+        return f"No graph of it has reached the backend: {SKIPPED}"
+    if any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules()):
+        return "Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why."
+    return "Call it once with an input."
+
+
+SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compile compiles them in place. Call what tandem.compile(model) returns."
+
+
+def is_skipped(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled in place and its forward is torch.nn's own, which Dynamo skips, whichever the backend."""
+    return module._compiled_call_impl is not None and type(module).forward.__module__.startswith("torch.nn.")
 
 
 def verified(module: torch.nn.Module, x: torch.Tensor, extra: Sequence[torch.Tensor], masks: int) -> Verification:
