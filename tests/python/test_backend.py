@@ -663,7 +663,7 @@ def test_explain_where_nothing_was_found(x, rest):
     """Graphs without pipelines know whose they are, each model that they serve."""
     torch._dynamo.reset()
     for _ in range(2):
-        own = tandem.compile(nn.Sequential(nn.Linear(HIDDEN, 8), nn.Tanh(), nn.Softsign(), nn.Tanh()).to(torch.complex64), rest=rest)
+        own = tandem.compile(nn.Sequential(linear(), nn.Softsign(), nn.Tanh()).to(torch.complex64), rest=rest)
         own(x.to(torch.complex64))
         gc.collect()
         told = tandem.explain(own)
@@ -673,6 +673,31 @@ def test_explain_where_nothing_was_found(x, rest):
     assert tandem.explain(own, "json") == "[]"
     with pytest.raises(ValueError, match="explain: expected a model with pipelines for format 'svg', got OptimizedModule, of which nothing became one. Ask for text, which says why"):
         tandem.explain(own, "svg")
+
+
+def test_a_pipeline_without_parameters_is_explained(x):
+    own = compiled(Calls(lambda m, x: F.relu(x + 1) * m.weight.sin(), weight=scale()))
+    own(x)
+    assert "0 of 0 products in 1 pipelines" in tandem.explain(own)
+
+
+@pytest.mark.filterwarnings("error")
+def test_products_that_a_recipe_does_not_reach_are_warned_of_once(x):
+    """Each compiled model by itself; what `exclude` or a function leaves is no mistake."""
+    def function(m, x):
+        return F.linear(m.up(x), m.weight) + m.down(x).to(torch.complex64).real + (m.odd(x.to(torch.complex64)).real if x.shape[0] == 2 else 0)
+
+    low = recipe.MXFP8BlockScaling()
+    model = Calls(function, up=linear(), down=linear(), odd=nn.Linear(HIDDEN, HIDDEN, dtype=torch.complex64), weight=scale(HIDDEN, HIDDEN))
+    text = "compile: expected to quantize all products by the recipe, got 1 of 4 that stay in high precision, the first of odd: its x is torch.complex64. See tandem.explain, and leave"
+    for _ in range(2):
+        own = compiled(model, recipe=low)
+        with pytest.warns(UserWarning, match=text):
+            own(x)
+        own(torch.randn(2, 7, HIDDEN)), own(torch.randn(3, 7, HIDDEN))
+    compiled(model, recipe=low, exclude="odd")(x)
+    compiled(model, recipe=lambda name: None if name == "odd" else low)(x)
+    compiled(model)(x)
 
 
 def test_explain_of_modules_of_this_library_in_a_compiled_model(x):

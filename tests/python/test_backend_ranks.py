@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -132,3 +133,17 @@ def test_gradients_are_those_of_eager(wrap: str, order: str) -> None:
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_state_is_saved_and_loaded(wrap: str) -> None:
     on_ranks(2, check_state, wrap, "compiled, then wrapped")
+
+
+def check_tensor_parallel(rank: int, size: int) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
+    parallelize_module(model, init_device_mesh("cpu", (size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    compiled = tandem.compile(model, recipe=RECIPE)
+    with pytest.warns(UserWarning, match="got 2 of 2 that stay in high precision, the first of 0: linear is a DTensor"):
+        compiled(torch.randn(2, SIZE))
+    assert "0 of 2 products" in tandem.explain(compiled)
+
+
+def test_a_recipe_on_what_parallelize_module_shards_is_warned_of() -> None:
+    on_ranks(2, check_tensor_parallel)

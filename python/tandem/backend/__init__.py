@@ -20,7 +20,7 @@ from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.options import Options
 from tandem.backend.place import put
 from tandem.backend.regions import regions
-from tandem.backend.report import Report, note, noting, report_of
+from tandem.backend.report import Report, note, noting, report_of, warn_of_high_precision
 from tandem.backend.rest import runner
 
 
@@ -41,7 +41,9 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     for caller, part in parts:
         _replace(part, caller, chosen)
     recompute.put(graph)
-    return noting(runner(graph, chosen.rest), graph, [report_of(part) for _, part in parts])
+    reports = [report_of(part) for _, part in parts]
+    warn_of_high_precision(reports, chosen, inputs, options or {})
+    return noting(runner(graph, chosen.rest), graph, reports)
 
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:

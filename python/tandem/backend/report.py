@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import itertools
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tandem import ops
 from tandem.backend.match import Left, module_of
 from tandem.backend.normalise import Terms, is_of_model, value_of
+from tandem.backend.options import Options
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
 from tandem.ops.reporting import SKIPPED, is_skipped, runs_inside
 
+_NO_ROW = "it belongs to no row"
 _numbers = itertools.count()
+_warned: Any = WeakTensorKeyDictionary()  # by a parameter of each model that was warned of, which options it has
 _graphs: weakref.WeakSet[GraphModule] = weakref.WeakSet()
 
 
@@ -51,7 +55,8 @@ class Report:
         self.products, self.products_inside = len(products), sum(node in inside for node in products)
         self.pieces = [_piece(region) for region in regions]
         self.left = [(each.row, _origin(each.node), each.reason) for each in reversed([*reasons.values()]) if each.node not in inside]
-        self.left += [("product", _origin(node), "it belongs to no row") for node in products if node not in inside and node not in reasons]
+        self.left += [("product", _origin(node), _NO_ROW) for node in products if node not in inside and node not in reasons]
+        self.products_left = [(module_of(node), reasons[node].reason if node in reasons else _NO_ROW) for node in products if node not in inside]
         self.calls: list[Call] = []
         self.together = [self]  # with those of the parts of its graph, and of what it is a part of
         self.called_with: Any = WeakTensorKeyDictionary()  # tensors of models
@@ -156,8 +161,30 @@ def report_of(graph: GraphModule) -> Report:
     return report
 
 
+def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Tells once for each compiled model that a recipe was given and products are left, but for those that `exclude` or the recipe leaves.
+
+    Args:
+        reports: of the parts of a graph and of itself.
+        options: those of the model.
+        inputs: what the graph is called with first.
+        given: what the options were read from, one mapping for all graphs of a compiled model.
+    """
+    left = [each for report in reports for each in report.products_left if not options.excludes(each[0]) and options.recipe_of(each[0]) is not None]
+    if not left or id(given) in [*_warned.values()]:
+        return
+    tensors = sorted((each for each in inputs if isinstance(each, torch.Tensor)), key=lambda each: not isinstance(each, torch.nn.Parameter))
+    _warned.update({tensor: id(given) for tensor in tensors[:1]})
+    module, reason = left[0]
+    warnings.warn(
+        f"compile: expected to quantize all products by the recipe, got {len(left)} of {sum(report.products for report in reports)} that stay in high precision, the "
+        f"first of {module or 'the model'}: {reason}. See tandem.explain, and leave them out by exclude or by a function as the recipe.",
+        stacklevel=2,
+    )
+
+
 def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report]) -> Callable[..., Any]:
-    """What calls a graph, and notes whose it is, where it has no pipelines, which know.
+    """What calls a graph, and notes whose it is, where it has no pipelines with parameters, which know.
 
     Args:
         run: what calls it.
@@ -167,7 +194,7 @@ def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report]) -
     called_with = reports[-1].called_with
     for report in reports:
         report.together, report.called_with = reports, called_with
-    if any(report.calls for report in reports):
+    if any(call.draft.keys for report in reports for call in report.calls):
         return run
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     own = [at for at, node in enumerate(placeholders) if is_of_model(node)]
@@ -208,4 +235,4 @@ def _tensors(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     return {id(tensor): tensor for tensor in found}
 
 
-__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "report_of", "reports_of", "told"]
+__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "report_of", "reports_of", "told", "warn_of_high_precision"]
