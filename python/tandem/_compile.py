@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,7 +22,10 @@ def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = No
     """
     from tandem.backend import Options, backend  # loads what Dynamo needs, which takes a second
 
-    Options.of(options)
+    checked = Options.of(options)
+    if isinstance(model, torch.nn.Module):
+        for text in checked.names_of_no_module(name for name, _ in model.named_modules()):
+            warnings.warn(text, stacklevel=2)  # no error: the module may be put there before the first call
     compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
     return compiled  # type: ignore[no-any-return]
 

@@ -300,6 +300,25 @@ def test_what_is_excluded_stays(x):
     assert "left: product of head: return self.head(self.norm(x)): its module is excluded" in tandem.explain(own)
 
 
+UNMATCHED = "compile: expected names of modules in exclude, got {!r}, which matches none. {}"
+
+
+def test_names_in_exclude_that_are_of_no_module(x):
+    """`tandem.compile` warns of them, and `tandem.explain` tells, which knows the model that another way has compiled."""
+    wrong = {"haed": "Did you mean head?", "encoder.*": "Leave it out.", "zzz": "Leave it out."}
+    texts = [UNMATCHED.format(name, remedy) for name, remedy in wrong.items()]
+    exclude = (*wrong, "head", "layers", "layers.0.*", "*.mlp")
+    own = compiled(Decoder(), exclude=exclude)
+    own(x)
+    assert tandem.explain(own).splitlines()[-3:] == texts
+    with pytest.warns(UserWarning) as warned:
+        tandem.compile(Decoder(), exclude=exclude)
+    assert [str(each.message) for each in warned] == texts
+    own = compiled(nn.Sequential(Decoder()), exclude=("0.head",))
+    own(x)
+    assert "matches none" not in tandem.explain(own)
+
+
 def test_shapes_modes_and_gradients_that_change(x):
     model = Decoder()
     own = torch.compile(copy.deepcopy(model), backend=backend, dynamic=True)

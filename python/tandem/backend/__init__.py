@@ -43,7 +43,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
     recompute.put(graph)
     reports = [report_of(part) for _, part in parts]
     warn_of_high_precision(reports, chosen, inputs, options or {})
-    return noting(runner(graph, chosen.rest), graph, reports)
+    return noting(runner(graph, chosen.rest), graph, reports, chosen)
 
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:

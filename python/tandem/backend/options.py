@@ -66,6 +66,16 @@ class Options:
         parts = module.split(".")
         return any(fnmatch.fnmatchcase(".".join(parts[:end]), name) for end in range(1, len(parts) + 1) for name in self.exclude)
 
+    def names_of_no_module(self, modules: Iterable[str]) -> list[str]:
+        """What to say of each name in `exclude` that matches none of these."""
+        known = sorted({name.replace("_orig_mod.", "") for name in modules} - {"", "_orig_mod"})
+        wrong = [name for name in self.exclude if not any(fnmatch.fnmatchcase(module, name) for module in known)]
+        near = {name: difflib.get_close_matches(name, known, 1) for name in wrong}
+        return [
+            f"compile: expected names of modules in exclude, got {name!r}, which matches none. {f'Did you mean {near[name][0]}?' if near[name] else 'Leave it out.'}"
+            for name in wrong
+        ]
+
     def recipe_of(self, module: str) -> Recipe | None:
         """The recipe of products of a module."""
         if self.recipe is None or isinstance(self.recipe, Recipe):

@@ -58,6 +58,8 @@ class Report:
         self.left += [("product", _origin(node), _NO_ROW) for node in products if node not in inside and node not in reasons]
         self.products_left = [(module_of(node), reasons[node].reason if node in reasons else _NO_ROW) for node in products if node not in inside]
         self.calls: list[Call] = []
+        self.modules = {*map(module_of, graph.graph.nodes)}
+        self.options = Options()
         self.together = [self]  # with those of the parts of its graph, and of what it is a part of
         self.called_with: Any = WeakTensorKeyDictionary()  # tensors of models
 
@@ -140,13 +142,20 @@ def told(model: torch.nn.Module, format: str) -> str:
         return ""  # all that there is to tell is of modules of this library
     if not reports or format == "text":
         skipped = [f"left: what {model._get_name()} calls itself: {SKIPPED}"] if reports and is_skipped(model) else []
-        return "\n".join([*(report.text() for report in reports), *skipped])
+        return "\n".join([*(report.text() for report in reports), *skipped, *_names_of_no_module(model, reports)])
     if format == "html":
         return f"<div>{''.join(report.html() for report in reports)}</div>"
     plans = [pipeline.explain(format) for pipeline in pipelines_of(model)]
     if not plans and format != "json":
         raise ValueError(f"explain: expected a model with pipelines for format {format!r}, got {model._get_name()}, of which nothing became one. Ask for text, which says why.")
     return f"[{','.join(plans)}]" if format == "json" else "\n".join(plans)
+
+
+def _names_of_no_module(model: torch.nn.Module, reports: Sequence[Report]) -> list[str]:
+    """What is wrong with `exclude`, by the modules of the model and those that graphs have seen: a wrapper has other names."""
+    parts = [name.split(".") for report in reports for name in report.modules]
+    seen = {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)} | {name for name, _ in model.named_modules()}
+    return [*dict.fromkeys(text for report in reports for text in report.options.names_of_no_module(seen))]
 
 
 def note(graph: GraphModule, report: Report) -> None:
@@ -183,17 +192,18 @@ def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: 
     )
 
 
-def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report]) -> Callable[..., Any]:
+def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], options: Options) -> Callable[..., Any]:
     """What calls a graph, and notes whose it is, where it has no pipelines with parameters, which know.
 
     Args:
         run: what calls it.
         graph: the graph.
         reports: of its parts and of itself.
+        options: those that they were compiled with.
     """
     called_with = reports[-1].called_with
     for report in reports:
-        report.together, report.called_with = reports, called_with
+        report.together, report.called_with, report.options = reports, called_with, options
     if any(call.draft.keys for report in reports for call in report.calls):
         return run
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
