@@ -92,7 +92,7 @@ def recipe_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         model: the module, or what `torch.compile` has made of it. Where `fully_shard` shards it all ranks call this: parameters are gathered.
 
     Returns:
-        copies, by the name of the parameter that the product multiplies by: "up.weight.forward.scale". Of products of one x, which are one, it is the names of all,
+        nothing before the first call; then copies, by the name of the parameter that the product multiplies by: "up.weight.forward.scale". Of products of one x, which are one, it is the names of all,
         "q.weight+k.weight", and so of a weight that is computed of several. "#2" follows where a graph multiplies by a parameter again.
     """
     tensors = _tensors(model, "recipe_state_dict")
@@ -112,9 +112,14 @@ def load_recipe_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Ten
             were not called yet their first call tells, of another recipe by a warning. False: the state of others is left as it is.
 
     Throws:
-        ValueError: unknown and missing keys, other shapes, a recipe without state.
+        ValueError: unknown and missing keys, other shapes, a recipe without state; an empty dict, but where a call has shown that the recipe keeps none.
     """
     tensors = _tensors(model, "load_recipe_state_dict")
+    if strict and not state and not any(_beside(tensor).stateless for tensor in _once(tensors)):
+        raise ValueError(
+            "load_recipe_state_dict: expected the state of products, got an empty dict, as recipe_state_dict gives it before the first call. Where the recipe keeps "
+            "state, call the model once in training before its state is saved, and before torch.distributed.checkpoint loads into it; where it keeps none, load nothing."
+        )
     given: dict[Site, dict[tuple[str, str], Any]] = {}
     for key, tensor in state.items():
         site, part = _parsed(key, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,8 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
     """Makes the buffers that modules keep for a recipe, `recipe_state.forward.scale` and so on, which the first call under it would make.
 
     What looks at buffers before that call then sees them: `torch.optim.swa_utils.AveragedModel`, `torch.distributed.checkpoint.load` into a fresh
-    model, `from_pretrained`. State that is there stays, with as many rows of its history as the recipe says. Recipes without a state make none.
+    model, `from_pretrained`. State that is there stays, with as many rows of its history as the recipe says. Recipes without a state make none. Of modules of
+    torch that `torch.compile(model, backend="tandem")` runs, a call in training makes it.
 
     >>> import tandem
     >>> linear = tandem.make_recipe_state(tandem.Linear(16, 16), tandem.recipe.DelayedScaling(amax_history_len=4))
@@ -37,8 +39,15 @@ def make_recipe_state(module: Root, recipe: Recipe) -> Root:
             "tandem.recipe.DelayedScaling()."
         )
     length = recipe_state.history_length(recipe.to_json())
-    for unit in list(module.modules()) if length else ():
-        for op in unit.flat_ops() if isinstance(unit, Unit) else ():
+    units = [unit for unit in module.modules() if isinstance(unit, Unit)]
+    if length and not units and any(True for _ in module.parameters()):
+        warnings.warn(
+            f"make_recipe_state: expected a module with ops of this library, got {module._get_name()} without, for which nothing is made. If the backend of torch.compile "
+            "runs it, call it once in training instead; then tandem.recipe_state_dict has its state, and tandem.load_recipe_state_dict loads it.",
+            stacklevel=2,
+        )
+    for unit in units if length else ():
+        for op in unit.flat_ops():
             if any(op._quantize_slots()):
                 holder = op._holder
                 recipe_state.of(vars(holder), holder._quantize_slots(), length)  # type: ignore[operator]

@@ -219,6 +219,48 @@ def test_missing_keys(x):
     assert all(torch.equal(tensor, before[name]) for name, tensor in tandem.recipe_state_dict(model).items()), "an error changes nothing"
 
 
+EMPTY = "load_recipe_state_dict: expected the state of products, got an empty dict, as recipe_state_dict gives it before the first call. Where the recipe keeps state, call"
+
+
+def test_an_empty_dict_is_refused(x):
+    """But where a call has shown that the recipe keeps no state: that is what was saved."""
+    model = blocks(1)
+    compiled = tandem.compile(model, recipe=RECIPE)
+    with pytest.raises(ValueError, match=EMPTY):
+        tandem.load_recipe_state_dict(model, tandem.recipe_state_dict(model))
+    tandem.load_recipe_state_dict(model, {}, strict=False)
+    compiled(x)
+    with pytest.raises(ValueError, match=EMPTY):
+        tandem.load_recipe_state_dict(model, {})
+    other = blocks(1)
+    tandem.compile(other, recipe=MXFP8BlockScaling())(x)
+    tandem.load_recipe_state_dict(other, tandem.recipe_state_dict(other))
+
+
+def test_distributed_checkpoints(x, tmp_path):
+    """They load into what is there: into a model that was called once."""
+    import torch.distributed.checkpoint as dcp
+
+    model, again = blocks(1), blocks(1)
+    compiled, compiled_again = (tandem.compile(each, recipe=RECIPE) for each in (model, again))
+    for each in (compiled, compiled, compiled_again):
+        each(3 * x).sum().backward()
+    dcp.save({"model": model.state_dict(), "recipe": tandem.recipe_state_dict(model)}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {"model": again.state_dict(), "recipe": tandem.recipe_state_dict(again)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    tandem.load_recipe_state_dict(again, loaded["recipe"])
+    assert torch.equal(compiled_again(x), compiled(x))
+
+
+def test_make_recipe_state_says_what_a_compiled_model_needs():
+    with pytest.warns(UserWarning, match="make_recipe_state: expected a module with ops of this library, got Sequential without, for which nothing is made. If the backend of torch.compile runs it, call it once"):
+        tandem.make_recipe_state(blocks(1), RECIPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tandem.make_recipe_state(blocks(1), MXFP8BlockScaling())
+        tandem.make_recipe_state(torch.nn.ReLU(), RECIPE)
+
+
 def test_a_recipe_without_state(x):
     state = {name: tensor for name, tensor in saved(x).items() if "down" in name}
     for low, told in ((MXFP8BlockScaling(), "MXFP8BlockScaling"), (None, "none")):
