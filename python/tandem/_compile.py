@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from typing_extensions import Unpack
+
+if TYPE_CHECKING:
+    from tandem.backend.options import GivenOptions
 
 _Model = TypeVar("_Model", bound=Callable[..., Any])
 
 
-def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> _Model:  # noqa: A001
+def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Unpack[GivenOptions]) -> _Model:  # noqa: A001
     """`torch.compile(model, backend="tandem", options=options)`, with options that are checked before the first call. The model is not changed.
 
     Args:
@@ -26,7 +30,7 @@ def compile(model: _Model, *, fullgraph: bool = False, dynamic: bool | None = No
     if isinstance(model, torch.nn.Module):
         for text in checked.names_of_no_module(name for name, _ in model.named_modules()):
             warnings.warn(text, stacklevel=2)  # no error: the module may be put there before the first call
-    compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options={**options})
     return compiled  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,7 @@
 """The backend of torch.compile: what it finds in models written with torch alone, and that results and gradients are those of the model."""
 
 import copy
+import dataclasses
 import gc
 import json
 import math
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 import tandem
 from tandem import ops, recipe
 from tandem.backend import Options, backend, match, place, report
+from tandem.backend.options import GivenOptions
 from tandem.backend.rows import ROWS
 
 HIDDEN = 16
@@ -642,6 +644,10 @@ def test_verify_compares_gradients(x, monkeypatch):
 def test_options_are_checked(options, kind, text):
     with pytest.raises(kind, match=text):
         Options.of(options)
+
+
+def test_options_are_typed_as_they_are_declared():
+    assert [*GivenOptions.__annotations__] == [field.name for field in dataclasses.fields(Options)]
 
 
 def test_errors_of_calls(x):

@@ -38,6 +38,9 @@ box = assert_type(Sequential(linear).append(norm), Sequential)
 assert_type(box[1:], Sequential)
 assert_type(bool(tandem.verify(box, total)), bool)
 assert_type(tandem.cached_bytes(), int)
+assert_type(tandem.compile(linear, recipe=None, exclude="head", require=0.9), Linear)
+tandem.compile(linear, recipes=None)  # type: ignore[call-arg]
+tandem.compile(linear, rest="fast")  # type: ignore[arg-type]
 """
 
 

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from tandem._memory_budget import budget_text
 from tandem.recipe import Recipe
@@ -86,4 +86,16 @@ class Options:
         return recipe
 
 
-__all__ = ["Options"]
+class GivenOptions(TypedDict, total=False):
+    """`Options` as keywords, for who checks types."""
+
+    recipe: Recipe | Callable[[str], Recipe | None] | None
+    memory_budget: float | None
+    exclude: str | Iterable[str]
+    rest: Literal["eager", "inductor"]
+    logits: bool
+    verify: bool
+    require: float | None
+
+
+__all__ = ["GivenOptions", "Options"]
