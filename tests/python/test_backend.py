@@ -1,9 +1,7 @@
 """The backend of torch.compile: what it finds in models written with torch alone, and that results and gradients are those of the model."""
 
 import copy
-import dataclasses
 import gc
-import json
 import math
 import threading
 import weakref
@@ -18,7 +16,6 @@ from torch.testing import assert_close
 import tandem
 from tandem import ops, recipe
 from tandem.backend import Options, backend, match, place, report
-from tandem.backend.options import GivenOptions
 from tandem.backend.rows import ROWS
 
 HIDDEN = 16
@@ -302,25 +299,6 @@ def test_what_is_excluded_stays(x):
     assert "left: product of head: return self.head(self.norm(x)): its module is excluded" in tandem.explain(own)
 
 
-UNMATCHED = "compile: expected names of modules in exclude, got {!r}, which matches none. {}"
-
-
-def test_names_in_exclude_that_are_of_no_module(x):
-    """`tandem.compile` warns of them, and `tandem.explain` tells, which knows the model that another way has compiled."""
-    wrong = {"haed": "Did you mean head?", "encoder.*": "Leave it out.", "zzz": "Leave it out."}
-    texts = [UNMATCHED.format(name, remedy) for name, remedy in wrong.items()]
-    exclude = (*wrong, "head", "layers", "layers.0.*", "*.mlp")
-    own = compiled(Decoder(), exclude=exclude)
-    own(x)
-    assert tandem.explain(own).splitlines()[-3:] == texts
-    with pytest.warns(UserWarning) as warned:
-        tandem.compile(Decoder(), exclude=exclude)
-    assert [str(each.message) for each in warned] == texts
-    own = compiled(nn.Sequential(Decoder()), exclude=("0.head",))
-    own(x)
-    assert "matches none" not in tandem.explain(own)
-
-
 def test_shapes_modes_and_gradients_that_change(x):
     model = Decoder()
     own = torch.compile(copy.deepcopy(model), backend=backend, dynamic=True)
@@ -410,26 +388,6 @@ def test_weights_that_are_results(x):
     own = compiled(model)
     check_equal(model, own, x)
     assert ops_of(own) == [["Linear", "SiLU", "Linear"]]
-
-
-def test_products_by_weights_that_are_results_count(x):
-    """Of normalized and cast weights and of adapters, whose own product is a part of a weight."""
-    adapted = Calls(lambda m, x: F.linear(F.silu(m.up(x)), m.weight + m.a @ m.b), up=linear(), weight=scale(HIDDEN, HIDDEN), a=scale(HIDDEN, 2), b=scale(2, HIDDEN))
-    cast = Calls(lambda m, x: m.up(F.linear(x, m.weight.float())), up=linear(), weight=scale(HIDDEN, HIDDEN).bfloat16())
-    weight_norm = nn.utils.parametrizations.weight_norm
-    for model, name in ((nn.Sequential(weight_norm(linear()), nn.ReLU(), weight_norm(linear(8))), "0"), (adapted, "up"), (cast, "up")):
-        own = compiled(model, require=1.0)
-        check_equal(model, own, x)
-        assert "2 of 2 products" in tandem.explain(own)
-        with pytest.raises(Exception, match="expected at least 1 of the products in pipelines, got 1 of 2"):
-            compiled(model, require=1.0, exclude=name)(x)
-
-
-def test_products_of_activations_do_not_count(x):
-    model = Calls(lambda m, x: (lambda q, k: (q @ k.t()).softmax(-1) @ q)(m.q(x[0]), m.k(x[1])), q=linear(), k=linear())
-    own = compiled(model)
-    check_equal(model, own, x)
-    assert "2 of 2 products" in tandem.explain(own)
 
 
 def test_nothing_moves_past_what_changes_state(x):
@@ -646,10 +604,6 @@ def test_options_are_checked(options, kind, text):
         Options.of(options)
 
 
-def test_options_are_typed_as_they_are_declared():
-    assert [*GivenOptions.__annotations__] == [field.name for field in dataclasses.fields(Options)]
-
-
 def test_errors_of_calls(x):
     with pytest.raises(Exception, match="compile: expected at least 0.95 of the products in pipelines, got 14 of 15. Lower require, or change what was left:\ngraph .*: 14 of 15 products in"):
         compiled(Decoder(), require=0.95, exclude="layers.0.mlp.gate")(x)
@@ -668,90 +622,3 @@ def test_installing_the_package_is_enough(x):
     check_equal(model, tandem.compile(copy.deepcopy(model), require=1.0), x)
     with pytest.raises(TypeError, match="compile: expected options among .*, got 'recipes'"):
         tandem.compile(model, recipes=None)
-
-
-def test_explain(x):
-    model = Decoder(1)
-    own = compiled(model)
-    own(x)
-    told = tandem.explain(own)
-    assert "8 of 8 products in 2 pipelines" in told
-    assert "    silu gate of two products          layers.0.mlp: return lambda m, x: m.down(function(m.gate(x)) * m.up(x))" in told
-    page = tandem.explain(own, "html")
-    assert "<td>layers.0.o</td><td><code>x = x + self.o(F.scaled_dot_product_attention(" in page
-    assert page.count("<details>") == 2
-    assert len(json.loads(tandem.explain(own, "json"))) == 2
-
-
-@pytest.mark.parametrize("rest", ["eager", "inductor"])
-def test_explain_where_nothing_was_found(x, rest):
-    """Graphs without pipelines know whose they are, each model that they serve."""
-    torch._dynamo.reset()
-    for _ in range(2):
-        own = tandem.compile(nn.Sequential(linear(), nn.Softsign(), nn.Tanh()).to(torch.complex64), rest=rest)
-        own(x.to(torch.complex64))
-        gc.collect()
-        told = tandem.explain(own)
-        assert ": 0 of 1 products in 0 pipelines\n  left: product of 0: " in told
-        assert "its x is torch.complex64" in told
-    assert "<h3>graph " in tandem.explain(own, "html")
-    assert tandem.explain(own, "json") == "[]"
-    with pytest.raises(ValueError, match="explain: expected a model with pipelines for format 'svg', got OptimizedModule, of which nothing became one. Ask for text, which says why"):
-        tandem.explain(own, "svg")
-
-
-def test_a_pipeline_without_parameters_is_explained(x):
-    own = compiled(Calls(lambda m, x: F.relu(x + 1) * m.weight.sin(), weight=scale()))
-    own(x)
-    assert "0 of 0 products in 1 pipelines" in tandem.explain(own)
-
-
-@pytest.mark.filterwarnings("error")
-def test_products_that_a_recipe_does_not_reach_are_warned_of_once(x):
-    """Each compiled model by itself; what `exclude` or a function leaves is no mistake."""
-    def function(m, x):
-        return F.linear(m.up(x), m.weight) + m.down(x).to(torch.complex64).real + (m.odd(x.to(torch.complex64)).real if x.shape[0] == 2 else 0)
-
-    low = recipe.MXFP8BlockScaling()
-    model = Calls(function, up=linear(), down=linear(), odd=nn.Linear(HIDDEN, HIDDEN, dtype=torch.complex64), weight=scale(HIDDEN, HIDDEN))
-    text = "compile: expected to quantize all products by the recipe, got 1 of 4 that stay in high precision, the first of odd: its x is torch.complex64. See tandem.explain, and leave"
-    for _ in range(2):
-        own = compiled(model, recipe=low)
-        with pytest.warns(UserWarning, match=text):
-            own(x)
-        own(torch.randn(2, 7, HIDDEN)), own(torch.randn(3, 7, HIDDEN))
-    compiled(model, recipe=low, exclude="odd")(x)
-    compiled(model, recipe=lambda name: None if name == "odd" else low)(x)
-    compiled(model)(x)
-
-
-def test_explain_of_modules_of_this_library_in_a_compiled_model(x):
-    own = compiled(nn.Sequential(tandem.Linear(HIDDEN, HIDDEN)))
-    own(x)
-    assert "plan: " in tandem.explain(own)
-
-
-def test_explain_where_no_graph_has_reached_the_backend(x):
-    torch._dynamo.reset()
-    own = tandem.compile(nn.LSTM(HIDDEN, HIDDEN))
-    own(x)
-    with pytest.raises(ValueError, match="got OptimizedModule without. Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why"):
-        tandem.explain(own)
-
-
-SKIPPED = "Dynamo skips the forward of torch.nn's own classes where model.compile compiles them in place. Call what tandem.compile(model) returns."
-
-
-def test_explain_of_classes_of_torch_that_are_compiled_in_place(x):
-    torch._dynamo.reset()
-    skipped, partly = nn.Sequential(linear(), nn.ReLU()), nn.Sequential(Decoder(1), nn.Linear(32, 4))
-    for model in (skipped, partly):
-        model.compile(backend="tandem")
-        model(x)
-    with pytest.raises(ValueError, match="explain: expected a module with pipelines that have been called, got Sequential without. No graph of it has reached the backend") as error:
-        tandem.explain(skipped)
-    assert str(error.value).endswith(f": {SKIPPED}")
-    told = tandem.explain(partly)
-    assert "8 of 8 products" in told
-    assert told.endswith(f"\nleft: what Sequential calls itself: {SKIPPED}")
-    assert "1 of 1 products" in (tandem.compile(skipped)(x), tandem.explain(skipped))[1]
