@@ -32,6 +32,8 @@ def sample(op: dict, dtype=None):
         "grouped_linear": lambda: made(GROUPS, WIDTH, OUT, **given),
         "linear_cross_entropy": lambda: made(WIDTH, OUT, **given),
         "linear_cross_entropy_with_predictions": lambda: made(WIDTH, OUT, **given),
+        "rotary": lambda: made(9, 4, num_kv_heads=1),
+        "attention": lambda: made(9, 4, num_kv_heads=1),
         "reshape": lambda: made((-1, 4)),
         "constant_scale": lambda: made(2.0),
         "dropout": lambda: made(0.25),
@@ -70,6 +72,8 @@ def shapes(op: dict) -> str:
     y = _first(module(x, *extras(x)))
     if op["name"] == "reshape":
         return "x of any shape with a fitting number of elements -> y of `shape`."
+    if op["name"] in OF_HEADS:
+        return f"x [..., sequence, (num_heads + 2 num_kv_heads) head_dim], queries, keys and values side by side -> {OF_HEADS[op['name']]}."
     operands = [f"x [..., {_size(op, x.shape[-1])}]"]
     for name, tensor in zip(op["extra_inputs"], extras(x)):
         inner = {"splits": "num_groups"}.get(name) or ("..." if tensor.dim() < x.dim() else f"..., {_size(op, tensor.shape[-1])}")
@@ -77,6 +81,12 @@ def shapes(op: dict) -> str:
     outputs = [f"y [..., {_size(op, y.shape[-1])}]" if y.dim() else "y []"] + [f"{name} like {'targets' if name == 'predictions' else 'x'}" for name in op["extra_outputs"]]
     broadcasts = " Either is broadcast to the other where the caller passes it, or where no gradient of it is needed." if op["name"] == "add_extra_input" else ""
     return f"{', '.join(operands)} -> {', '.join(outputs)}.{broadcasts}"
+
+
+OF_HEADS = {
+    "rotary": "y like x; with `positions` the extra input positions [sequence], or what broadcasts to [..., sequence]",
+    "attention": "y [..., sequence, num_heads head_dim]; with `mask` the extra input mask, which broadcasts to [..., num_heads, sequence, sequence]",
+}
 
 
 # y of each rank, of x [rows, ...] on each of `size` ranks.

@@ -97,6 +97,32 @@ struct LinearCrossEntropyOptions {
   std::string group;
   int64_t group_size = 1, rank = 0;
 };
+/// Of rotary. x holds queries, keys and values side by side, (num_heads + 2 num_kv_heads) heads.
+struct RotaryOptions {
+  size_t num_heads = 1, head_dim = 1;
+  /// Heads of keys, and of values; 0: num_heads.
+  size_t num_kv_heads = 0;
+  double base = 10000;
+  /// The first features of each head are turned; 0: all.
+  size_t rotated_features = 0;
+  /// The features of a pair are neighbours, not half of what is turned apart.
+  bool interleaved = false;
+  /// They are an extra input, [sequence] or one for each row of x; else 0, 1, ...
+  bool positions = false;
+};
+/// Of attention, on the same x.
+struct AttentionOptions {
+  size_t num_heads = 1, head_dim = 1;
+  size_t num_kv_heads = 0;
+  /// No query sees keys behind it.
+  bool causal = false;
+  /// 0: 1 / sqrt(head_dim).
+  double scale = 0;
+  /// Scores become soft_cap tanh(scores / soft_cap); 0: they stay.
+  double soft_cap = 0;
+  /// An extra input that broadcasts to [..., num_heads, sequence, sequence].
+  bool mask = false;
+};
 /// Under a recipe.
 struct QuantizeOptions {
   /// x is rounded to the format of inputs, the gradient to that of gradients.

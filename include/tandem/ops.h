@@ -187,6 +187,17 @@ TANDEM_API Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
 TANDEM_API Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
                                                     const LinearCrossEntropyOptions& options = {});
 
+/// x holds queries, keys and values as one product makes them, [..., sequence, (num_heads +
+/// 2 num_kv_heads) head_dim]; queries and keys are turned by the angles of their positions.
+TANDEM_API Op rotary(const RotaryOptions& options);
+/// y [..., sequence, num_heads head_dim] of the same x: softmax(scale q k^T) v, head by head.
+///
+///   Sequential({ops::linear(64, 96), ops::rotary({.num_heads = 4, .head_dim = 16,
+///                                                 .num_kv_heads = 1}),
+///               ops::attention({.num_heads = 4, .head_dim = 16, .num_kv_heads = 1,
+///                               .causal = true}), ops::linear(64, 64)});
+TANDEM_API Op attention(const AttentionOptions& options);
+
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias.

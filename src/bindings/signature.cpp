@@ -61,8 +61,12 @@ std::string signature_of(const std::string& name) {
   for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
   Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
-  if (def.has_last_input != nullptr)  // else options may be required
-    extra_inputs.resize(extra_input_count(def, def.signature.parse(name, json::object()).get()));
+  if (def.has_last_input != nullptr) {
+    json options = json::object();
+    for (const OptionDef& option : def.signature.options())
+      options[std::string(option.name)] = json_of(option.otherwise);
+    extra_inputs.resize(extra_input_count(def, def.signature.parse(name, options).get()));
+  }
   json drawn = json::array();
   for (const ResultDef& result : def.results)
     if (result.kind == ResultDef::seed) drawn.push_back(result.name);

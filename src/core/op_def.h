@@ -134,6 +134,8 @@ struct OpDef {
   bool (*has_last_input)(const void* options) = nullptr;
   /// Extra inputs that count or point: integers, never cast, without a gradient.
   Names indices = {};
+  /// Extra inputs that may hold booleans, which are not cast.
+  Names masks = {};
   std::vector<ParamDef> params = {};
   /// The last of `params`: read without a gradient, and without a say in dtypes.
   size_t fixed_params = 0;

@@ -4,10 +4,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/outer.h>
-#include <ATen/ops/pow.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -18,6 +15,7 @@
 
 #include "front/attention_rules.h"
 #include "front/parts.h"
+#include "kernel_ops/attention/rotary.h"
 #include "tandem/modules.h"
 
 namespace tandem {
@@ -102,11 +100,8 @@ Tensor RotaryPositionEmbeddingImpl::forward(int64_t max_seq_len, int64_t offset)
         positions *
         std::min(1 / *factor, static_cast<double>(*trained) /
                                   static_cast<double>(std::max<int64_t>(offset + max_seq_len, 1)));
-  const Tensor pairs = at::arange(0, rotated_, 2, real) / static_cast<double>(rotated_);
-  const Tensor angles = at::outer(positions, 1 / at::pow(options_.rotary_base, pairs));
-  const Tensor both = options_.interleaved ? at::stack({angles, angles}, -1).flatten(-2)
-                                           : at::cat({angles, angles}, -1);
-  return both.unsqueeze(1).unsqueeze(1);
+  const Tensor angles = kernel_ops::rotary_angles(positions, rotated_, options_.rotary_base);
+  return kernel_ops::angles_of_features(angles, options_.interleaved).unsqueeze(1).unsqueeze(1);
 }
 
 void RotaryPositionEmbeddingImpl::to(torch::Dtype /*dtype*/, bool /*non_blocking*/) {}
@@ -128,17 +123,7 @@ Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tens
                     ". Make them for the sequence.");
   Tensor angles = freqs.narrow(0, 0, length);
   if (!is_sbhd) angles = angles.transpose(0, 1);
-  const Tensor turned = t.narrow(-1, 0, rotated).to(at::kFloat);
-  Tensor partner;
-  if (interleaved) {
-    const Tensor pairs = turned.unflatten(-1, {-1, 2});
-    partner = at::stack({-pairs.select(-1, 1), pairs.select(-1, 0)}, -1).flatten(-2);
-  } else {
-    const std::vector<Tensor> halves = turned.chunk(2, -1);
-    partner = at::cat({-halves[1], halves[0]}, -1);
-  }
-  const Tensor result = (turned * angles.cos() + partner * angles.sin()).to(t.scalar_type());
-  return rotated == all ? result : at::cat({result, t.narrow(-1, rotated, all - rotated)}, -1);
+  return kernel_ops::turned(t, angles.to(at::kFloat), interleaved);
 }
 
 // Keys and values of earlier positions.

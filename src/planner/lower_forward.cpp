@@ -193,10 +193,10 @@ class ForwardLowering {
     bool any_grad = draft_.needs_grad(x.value);
     for (size_t slot = 0; slot < node.extra_inputs.size(); ++slot) {
       const Flow extra = extra_input(node.extra_inputs[slot]);
-      const bool is_cast = casts && !is_index(op, slot + 1);
-      operands.bind(slot + 1, is_cast ? cast(extra, dtype, node) : extra);
+      const bool stays = is_index(op, slot + 1) || is_mask(def, slot + 1, extra.value);
+      operands.bind(slot + 1, casts && !stays ? cast(extra, dtype, node) : extra);
       any_grad |= draft_.needs_grad(extra.value);
-      if (!casts) dtype = c10::promoteTypes(dtype, draft_.dtype(extra.value));
+      if (!casts && !stays) dtype = c10::promoteTypes(dtype, draft_.dtype(extra.value));
     }
     any_grad |= bind_params(node, operands, dtype, casts);
     const at::ScalarType target = result_dtype(node, operands, dtype);
@@ -222,6 +222,10 @@ class ForwardLowering {
 
   static bool is_index(const OpKind& op, size_t input) {
     return std::ranges::find(op.indices, input) != op.indices.end();
+  }
+
+  bool is_mask(const OpDef& def, size_t input, Value value) const {
+    return draft_.dtype(value) == at::kBool && position(def.masks, def.inputs[input]) != npos;
   }
 
   /// Returns whether any parameter requires grad; `dtype` becomes that of the results where

@@ -2,9 +2,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rms_norm.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <gmock/gmock.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "core/call.h"
 #include "planner/registry.h"
@@ -148,6 +151,8 @@ TEST(Sequential, EveryOpRuns) {
       {ops::constant_scale(0.5), {4, 8}},
       {ops::reshape({2, -1}), {2, 16}},
       {ops::quantize(), {4, 8}},
+      {ops::rotary({.num_heads = 2, .head_dim = 2, .num_kv_heads = 1}), {4, 8}},
+      {ops::attention({.num_heads = 2, .head_dim = 2, .num_kv_heads = 1}), {4, 4}},
   };
   for (const auto& [op, shape] : cases) {
     Sequential model(std::vector<Op>{op});
@@ -163,6 +168,29 @@ TEST(Sequential, AChannelOfNoUtf8IsRefused) {
   };
   expect("make_extra_output", [] { Sequential({ops::make_extra_output({"\xff"})}); });
   expect("add_extra_input", [] { Sequential({ops::add_extra_input({.channel = "a\xff"})}); });
+}
+
+TEST(Sequential, ADecoderLayersAttention) {
+  const ops::RotaryOptions turned{.num_heads = 4, .head_dim = 6, .num_kv_heads = 2};
+  const ops::AttentionOptions attended{
+      .num_heads = 4, .head_dim = 6, .num_kv_heads = 2, .causal = true, .mask = true};
+  Sequential model({ops::rotary(turned), ops::attention(attended)});
+  const at::Tensor x = random({2, 5, 48}).requires_grad_(), mask = at::ones({5, 5}, at::kBool);
+  const auto by_head = [&](const at::Tensor& t) { return t.unflatten(-1, {-1, 6}); };
+  const at::Tensor angles = RotaryPositionEmbedding(6)->forward(5);
+  std::vector<at::Tensor> parts = by_head(x).split_with_sizes({4, 2, 2}, -2);
+  for (at::Tensor* const part : {&parts[0], &parts[1]})
+    *part = apply_rotary_pos_emb(*part, angles, QkvFormat::bshd);
+  for (at::Tensor& part : parts) part = part.transpose(1, 2);
+  const at::Tensor expected =
+      at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true,
+                                       std::nullopt, /*enable_gqa=*/true)
+          .transpose(1, 2)
+          .flatten(-2);
+  const at::Tensor y = model->forward(x, {mask})[0], grad = random({2, 5, 24}, at::kFloat, 3);
+  EXPECT_TRUE(near(y.detach(), expected.detach()));
+  EXPECT_TRUE(near(torch::autograd::grad({y}, {x}, {grad})[0],
+                   torch::autograd::grad({expected}, {x}, {grad})[0]));
 }
 
 TEST(Sequential, ChannelsAndExtraTensors) {

@@ -48,11 +48,14 @@ def cases(layout="contiguous", dtype=torch.float32):
     matrices, biases = list(torch.randn(3, 5, 8).to(dtype)), list(torch.randn(3, 5).to(dtype))
     pending, region = torch.tensor([1]), torch.tensor([2])
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
+    mask = torch.ones(3, 3, dtype=torch.bool)
     rows_and_amax, all_of_it = [True, False, True], [True] * 3
     return {
         "activation_backward": [y, x, "gelu", False, all_of_it, "fp8_e5m2", None, all_of_it, "fp8_e4m3", None, all_of_it],
         "activation_forward": [x, bias, "silu", False, [True, True], "fp8_e4m3", None, all_of_it],
         "add_bias": [x, bias, -0.75, y],
+        "attention_backward": [y[..., :4], x, y[..., 4:], torch.rand(*x.shape[:-1], 2).to(rows.dtype), mask, 2, 1, 2, True, 0.0, 0.0, [True, False]],
+        "attention_forward": [x, mask, 2, 1, 2, True, 0.5, 1.5],
         "behind": [x, y],
         "cast_from_codes": [codes, "e5m2", dtype],
         "cast_to_codes": [x, "e4m3", False, SEED],
@@ -80,6 +83,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "region_number": [x],
         "scaled_activation_backward": [y, wide, rows.reshape(x.shape[:-1]), "silu:interleave=4", True, [True, True, True]],
         "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
+        "rotary": [x, torch.arange(3), 2, 1, 2, 2, 100.0, False, True],
         "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
         "scale_rows": [x, -0.75, dtype, [True, True], "mxfp8_e5m2", None, all_of_it],

@@ -41,6 +41,7 @@ NOT_ARGUMENTS |= {(op, "class_weight") for op in ("linear_cross_entropy", "linea
 GROUP_OF = {"group", "size"}
 NONE_INSTEAD = {"glu_interleave_size": None}  # of 0
 WITHOUT_DEFAULT = {("constant_scale", "factor"), ("dropout", "p"), ("reshape", "shape"), ("grouped_linear", "num_groups")}
+WITHOUT_DEFAULT |= {(op, option) for op in ("attention", "rotary") for option in ("num_heads", "head_dim")}
 
 
 @pytest.mark.parametrize("kind", OWN)

@@ -29,6 +29,7 @@ from tandem.ops.activation import (
     SReLU,
     SwiGLU,
 )
+from tandem.ops.attention import Attention, Rotary
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
 from tandem.ops.declared import register_fusion
@@ -52,6 +53,7 @@ __all__ = [
     "AddExtraInput",
     "AllGather",
     "AllReduce",
+    "Attention",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -86,6 +88,7 @@ __all__ = [
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "Rotary",
     "SReGLU",
     "SReLU",
     "ScaledClampedQGeGLU",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tandem import _C
-from tandem.ops import activation, collective, grouped_linear, linear, loss, norm, structure
+from tandem.ops import activation, attention, collective, grouped_linear, linear, loss, norm, structure
 from tandem.ops.arguments import positive
 from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
@@ -65,7 +65,7 @@ class LibraryOperation(DeferredMixin, BasicOperation):
 
 
 def _own_classes() -> dict[str, type[BasicOperation]]:
-    modules: tuple[ModuleType, ...] = (activation, collective, grouped_linear, linear, loss, norm, structure)
+    modules: tuple[ModuleType, ...] = (activation, attention, collective, grouped_linear, linear, loss, norm, structure)
     classes = [each for module in modules for each in vars(module).values() if isinstance(each, type) and issubclass(each, BasicOperation)]
     return {each._kind: each for each in classes if vars(each).get("_kind")}
 

@@ -1,0 +1,157 @@
+#include "ops/attention.h"
+
+#include "core/call.h"
+#include "kernel_ops/attention/attention.h"
+#include "kernel_ops/attention/rotary.h"
+#include "tandem/op_options.h"
+
+namespace tandem::ops {
+
+namespace {
+
+constexpr double kMostHeads = 1 << 20;
+
+template <typename T>
+int64_t kv_heads(const T& options) {
+  return static_cast<int64_t>(options.num_kv_heads != 0 ? options.num_kv_heads : options.num_heads);
+}
+
+void turn(Call& call, bool is_inverse) {
+  enum Read { x, positions };
+  const auto& options = call.options<RotaryOptions>();
+  const size_t features =
+      options.rotated_features != 0 ? options.rotated_features : options.head_dim;
+  call.write<kernel_ops::Rotary>(
+      {.x = call.in(x),
+       .positions = options.positions ? call.maybe(positions) : std::nullopt,
+       .num_heads = static_cast<int64_t>(options.num_heads),
+       .num_kv_heads = kv_heads(options),
+       .head_dim = static_cast<int64_t>(options.head_dim),
+       .features = static_cast<int64_t>(features),
+       .base = options.base,
+       .interleaved = options.interleaved,
+       .inverse = is_inverse});
+}
+void rotary_forward(Call& call) { turn(call, false); }
+void rotary_backward(Call& call) { turn(call, true); }
+bool has_positions(const void* options) {
+  return static_cast<const RotaryOptions*>(options)->positions;
+}
+
+void attention_forward(Call& call) {
+  enum Read { x, mask };
+  const auto& options = call.options<AttentionOptions>();
+  call.write<kernel_ops::AttentionForward>({.x = call.in(x),
+                                            .mask = options.mask ? call.maybe(mask) : std::nullopt,
+                                            .num_heads = static_cast<int64_t>(options.num_heads),
+                                            .num_kv_heads = kv_heads(options),
+                                            .head_dim = static_cast<int64_t>(options.head_dim),
+                                            .is_causal = options.causal,
+                                            .scale = options.scale,
+                                            .soft_cap = options.soft_cap});
+}
+
+void attention_backward(Call& call) {
+  enum Read { grad_y, x, y, logsumexp, mask };
+  enum Write { grad_x, grad_mask };
+  const auto& options = call.options<AttentionOptions>();
+  call.write<kernel_ops::AttentionBackward>(
+      {.grad_y = call.in(grad_y),
+       .x = call.in(x),
+       .y = call.in(y),
+       .logsumexp = call.in(logsumexp),
+       .mask = options.mask ? call.maybe(mask) : std::nullopt,
+       .num_heads = static_cast<int64_t>(options.num_heads),
+       .num_kv_heads = kv_heads(options),
+       .head_dim = static_cast<int64_t>(options.head_dim),
+       .is_causal = options.causal,
+       .scale = options.scale,
+       .soft_cap = options.soft_cap,
+       .output_mask = {call.wants(grad_x), options.mask && call.wants(grad_mask)}});
+}
+bool has_mask(const void* options) { return static_cast<const AttentionOptions*>(options)->mask; }
+
+template <typename T>
+Option<T> num_heads() {
+  return {"num_heads", &T::num_heads, required(between(1, kMostHeads)), "heads of queries"};
+}
+template <typename T>
+Option<T> head_dim() {
+  return {"head_dim", &T::head_dim, required(between(1, kMostHeads)), "features of a head"};
+}
+template <typename T>
+Option<T> num_kv_heads() {
+  return {"num_kv_heads", &T::num_kv_heads, between(0, kMostHeads),
+          "heads of keys and of values, which as many queries each share; 0: num_heads"};
+}
+
+}  // namespace
+
+const OpDef kRotary{
+    .name = "rotary",
+    .formula =
+        "y = [turned(q), turned(k), v], [q, k, v] = x; turned: (a cos - b sin, b cos + a "
+        "sin) for pairs (a, b) of the features of a head, at the angle position "
+        "base^(-2 pair / rotated_features)",
+    .signature =
+        {RotaryOptions{},
+         {num_heads<RotaryOptions>(),
+          head_dim<RotaryOptions>(),
+          num_kv_heads<RotaryOptions>(),
+          {"base", &RotaryOptions::base, at_least(1), "of the angles"},
+          {"rotated_features", &RotaryOptions::rotated_features, between(0, kMostHeads),
+           "how many features of a head are turned, the first ones; 0: all"},
+          {"interleaved", &RotaryOptions::interleaved,
+           "the features of a pair are neighbours; else they are half of what is turned apart"},
+          {"positions", &RotaryOptions::positions,
+           "positions of rows are an extra input, [sequence] or one for each row of x; else they "
+           "are 0, 1, ... along the last dimension but one"}}},
+    .inputs = {"x", "positions"},
+    .has_last_input = has_positions,
+    .indices = {"positions"},
+    .dtype = DtypeRule::promote,
+    .forward =
+        {{.name = "forward", .reads = {"x", "positions"}, .writes = {"y"}, .run = rotary_forward}},
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "positions"},
+                  .writes = {"grad_x"},
+                  .run = rotary_backward}},
+    .context = {"positions"},
+};
+
+const OpDef kAttention{
+    .name = "attention",
+    .formula = "y = softmax(scale q k^T (+ mask)) v, [q, k, v] = x, head by head",
+    .signature =
+        {AttentionOptions{},
+         {num_heads<AttentionOptions>(),
+          head_dim<AttentionOptions>(),
+          num_kv_heads<AttentionOptions>(),
+          {"causal", &AttentionOptions::causal, "no query sees keys behind it"},
+          {"scale", &AttentionOptions::scale, at_least(0),
+           "the factor of q k^T; 0: 1 / sqrt(head_dim)"},
+          {"soft_cap", &AttentionOptions::soft_cap, at_least(0),
+           "scores become soft_cap tanh(scores / soft_cap) before any mask, all of them in memory "
+           "at once; 0: they stay"},
+          {"mask", &AttentionOptions::mask,
+           "a mask is an extra input that broadcasts to [..., num_heads, sequence, sequence]: "
+           "booleans, true where a query sees a key, or numbers that are added to scores"}}},
+    .inputs = {"x", "mask"},
+    .has_last_input = has_mask,
+    .masks = {"mask"},
+    .results = {{"y"}, {"logsumexp", ResultDef::statistic}},
+    .forward = {{.name = "forward",
+                 .reads = {"x", "mask"},
+                 .writes = {"y", "logsumexp"},
+                 .run = attention_forward}},
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x", "y", "logsumexp", "mask"},
+                  .writes = {"grad_x", "grad_mask"},
+                  .run = attention_backward}},
+    .context = {"x", "y", "logsumexp", "mask"},
+};
+
+TANDEM_REGISTER_OP(kRotary);
+TANDEM_REGISTER_OP(kAttention);
+
+}  // namespace tandem::ops

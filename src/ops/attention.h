@@ -1,0 +1,26 @@
+// What stands between the product of queries, keys and values and the product behind attention.
+#pragma once
+
+#include "core/op_def.h"
+
+namespace tandem::ops {
+
+/// Queries and keys turned by the angles of their positions, as kernel_ops::Rotary defines it;
+/// backward turns the gradient by minus these, and keeps nothing but positions that were given.
+///
+/// Shapes:  x as kernel_ops::Heads says -> y like x; positions, an extra input where an option says
+///          so, as kernel_ops::Rotary.
+/// Dtypes:  y as x, whatever autocast says.
+/// Throws:  as kernel_ops::Rotary.
+extern const OpDef kRotary;
+
+/// As kernel_ops::AttentionForward defines it. Backward computes scores again, from x, y and the
+/// logarithm of their sums.
+///
+/// Shapes:  x as kernel_ops::Heads says -> y [..., sequence, num_heads head_dim]; mask, an extra
+///          input where an option says so, as kernel_ops::AttentionForward.
+/// Dtypes:  that of autocast, else of x; a mask of booleans stays.
+/// Throws:  as kernel_ops::AttentionForward.
+extern const OpDef kAttention;
+
+}  // namespace tandem::ops
