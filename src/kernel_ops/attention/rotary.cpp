@@ -3,7 +3,6 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
@@ -60,9 +59,7 @@ c10::SymDimVector with_last(const Tensor& x, std::initializer_list<c10::SymInt> 
 
 Tensor rotary_angles(const Tensor& positions, int64_t features, double base) {
   const Tensor pairs = counted(positions, features / 2) * 2 / static_cast<double>(features);
-  // Of a tensor: a number would be put into one in place, which no decomposition may have.
-  const Tensor all_base = at::ones_like(pairs) * base;
-  return at::outer(positions, 1 / at::pow(all_base, pairs));
+  return at::outer(positions, at::pow(base, pairs).reciprocal());  // 1 / x would write in place
 }
 
 Tensor angles_of_features(const Tensor& angles, bool interleaved) {
