@@ -26,6 +26,7 @@ LOSSES = {
     "cut behind the product": lambda logits, labels: F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, 50), labels[..., 1:].contiguous().view(-1), reduction="sum"),
     "cut and laid flat": lambda logits, labels: F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1),
     "by row": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().mean(),
+    "capped, as Gemma writes it": lambda logits, labels: F.cross_entropy((torch.tanh(logits / 2.5) * 2.5).float().view(-1, 50), labels.view(-1)),
     "of classes with weights": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.linspace(0.5, 2, 50)),
 }
 
@@ -60,6 +61,24 @@ def test_logits_that_the_model_returns():
     torch.testing.assert_close(own, want)
     with pytest.raises(TypeError, match=r"compile: expected logits to be True or False, got 'no'. Pass a bool."):
         tandem.compile(model, logits="no")
+
+
+def test_capped_logits():
+    torch._dynamo.reset()
+
+    def form(logits, labels, outer=3.0):
+        capped = torch.tanh(logits / 3) * outer
+        return F.cross_entropy(capped.flatten(0, 1), labels.flatten()), capped
+
+    model, ids = Head(form), torch.randint(50, (3, 7))
+    compiled = tandem.compile(model, logits=False)
+    (loss, none), want = compiled(ids, ids), model(ids, ids)[0]
+    assert none is None and "LinearCrossEntropy" in tandem.explain(compiled)
+    torch.testing.assert_close(loss, want)
+    other = Head(lambda logits, labels: form(logits, labels, 2.0)[0])
+    compiled = tandem.compile(other)
+    torch.testing.assert_close(compiled(ids, ids), other(ids, ids))
+    assert "its logits are not capped as cap tanh(logits / cap)" in tandem.explain(compiled)
 
 
 def test_losses_that_are_left():
@@ -132,7 +151,9 @@ def test_cuts_behind_a_product(cut, dynamic):
 def test_a_cut_by_a_symbol_is_made_before_the_product(monkeypatch):
     torch._dynamo.reset()
     head, texts = nn.Linear(8, 7), []
-    monkeypatch.setattr("tandem.backend.note", lambda graph, report: texts.append(report.text()))
+    from tandem.backend import note
+
+    monkeypatch.setattr("tandem.backend.note", lambda graph, report: (texts.append(report.text()), note(graph, report)))
     compiled = tandem.compile(lambda x, ids: F.cross_entropy(head(x)[:, : x.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()), dynamic=True)
     compiled(torch.randn(2, 5, 8), torch.randint(7, (2, 5)))
     assert "pipeline 0: LinearCrossEntropy" in texts[0]

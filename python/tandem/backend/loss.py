@@ -10,7 +10,7 @@ from torch import SymInt, Tensor, contiguous_format, enable_grad
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from tandem.backend.normalise import Terms, value_of
+from tandem.backend.normalise import Term, Terms, value_of
 
 
 def prepare_losses(graph: GraphModule, kept: Collection[Node]) -> Terms:
@@ -50,7 +50,7 @@ def kept_results(graph: GraphModule, caller: Node | None, returns_logits: bool) 
 
 
 def _source(node: Any, terms: Terms) -> Node | None:
-    """The product that a node is a cast, a cut or a view of rows of."""
+    """The product that a node is a cast, a soft cap, a cut or a view of rows of."""
     while isinstance(node, Node):
         node = terms.same(node)
         term = terms.of(node)
@@ -58,9 +58,21 @@ def _source(node: Any, terms: Terms) -> Node | None:
             return node
         if term is not None and term.kind in ("cast", "flat"):
             node = term.inputs[0]
+        elif term is not None and term.kind == "mul":
+            node = _uncapped(term, terms)
         else:
             node = node.args[0] if _cuts_rows(node) or node.target == "contiguous" else None
     return None
+
+
+def _uncapped(term: Term, terms: Terms) -> Node | None:
+    """The logits of which a product is cap tanh(logits / cap)."""
+    for kind in ("tanh", "mul"):
+        inner = next((each for node in term.inputs if isinstance(node, Node) and (each := terms.of(node)) is not None and each.kind == kind), None)
+        if inner is None:
+            return None
+        term = inner
+    return next((node for node in term.inputs if isinstance(node, Node)), None)
 
 
 def _cuts_rows(node: Node) -> bool:

@@ -6,6 +6,7 @@ a pipeline rounds once, so a row whose formula rounds in between, where the auth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,9 +149,12 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
         return "its classes are not the last dimension of its logits"
     if bound["size_average"] is not None or bound["reduce"] is not None:
         return "it says by size_average or reduce, which torch has deprecated, how it is reduced"
+    cap = bound.get("cap", 0.0)
+    if cap and not (cap > 0 and math.isclose(cap * bound["over_cap"], 1, rel_tol=1e-6)):
+        return "its logits are not capped as cap tanh(logits / cap)"
     classes = head.options["out_features"]
     options = {name: bound[name] for name in ("ignore_index", "label_smoothing", "reduction")} | {"bias": head.options["bias"], "dtype": head.options["dtype"]}
-    options |= {"in_features": head.options["in_features"], "num_classes": classes}
+    options |= {"in_features": head.options["in_features"], "num_classes": classes, "soft_cap": cap}
     weights = head.weights
     if class_weight is not None:
         options["class_weight"] = torch.empty(classes, device="meta")
@@ -254,7 +258,8 @@ _gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), 
 _up = call("linear", x, Var("up_weight", 2), Optional(Var("up_bias", 1)), transposed=None)
 
 _head = call("linear", x, Var("weight", 2), Optional(Var("bias", 1)))
-_logits = Wide(Either(call("flat", Wide(_head)), _head))
+_made_logits = Either(call("tanh", Wide(_head) * Number("over_cap")) * Number("cap"), _head)
+_logits = Wide(Either(call("flat", Wide(_made_logits)), _made_logits))
 
 ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
     Row(
