@@ -83,6 +83,16 @@ def test_numbers_that_are_symbols(x, name):
             torch.testing.assert_close(result, SYMBOLS[name](given), rtol=1e-4, atol=1e-5)
 
 
+def test_results_in_a_wider_dtype():
+    """The graph rounds a product and the sum with its bias to 16 bits before it widens it, and a pipeline rounds once."""
+    for seed in (3, 8, 9):
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        head, given, targets = nn.Linear(4, 5).bfloat16(), torch.randn(10, 4, dtype=torch.bfloat16), torch.randint(5, (10,))
+        loss = tandem.compile(lambda x, targets, head=head: F.cross_entropy(head(x).float(), targets), verify=True)(given, targets)
+        torch.testing.assert_close(loss, F.cross_entropy(head(given).float(), targets), rtol=1e-2, atol=1e-2)
+
+
 def test_what_is_no_operand(x):
     """A dtype of a tensor that the pipeline does not read."""
     like = torch.ones(1)

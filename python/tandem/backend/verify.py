@@ -50,6 +50,7 @@ class Reference:
     def _compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
         copies = {id(tensor): _copy(tensor) for tensor in given}
         operands = [copies[id(tensor)] for tensor in given]
+        self.tolerance = max(_TOLERANCES.get(_rounds_to(tensor), 0.0) for tensor in (*operands, *weights))
         has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
         results = call(*operands)
         main, *rest = results if isinstance(results, tuple) else (results,)
@@ -71,7 +72,7 @@ class Reference:
             raise AssertionError(f"{self.told}: expected {what} as the graph computes it, {_kind(wanted)}, got {_kind(result)}. {_ADVICE}")
         difference = (result.detach().double() - wanted.detach().double()).abs().nan_to_num(0.0)
         largest = wanted.detach().double().abs().nan_to_num(0.0).max().item() if wanted.numel() else 0.0
-        tolerance = _TOLERANCES[torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else wanted.dtype]
+        tolerance = max(self.tolerance, _TOLERANCES[_rounds_to(wanted)])  # the graph may cast to a wider dtype what it has rounded
         if not torch.equal(result.isnan(), wanted.isnan()) or (wanted.numel() and difference.max().item() > tolerance * max(largest, 1e-6)):
             raise AssertionError(
                 f"{self.told}: expected {what} within {tolerance:g} of its largest element, {largest:.4g}, of what the graph computes, "
@@ -84,6 +85,10 @@ _ADVICE = "Exclude its module, and report the model."
 
 def _kind(tensor: torch.Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _rounds_to(tensor: torch.Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
