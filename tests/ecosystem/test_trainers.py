@@ -1,5 +1,8 @@
 """Trainers of other libraries, of models that the backend compiles: the losses of eager, and runs that go on where they were saved."""
 
+import re
+from pathlib import Path
+
 import lightning
 import pytest
 import torch
@@ -36,6 +39,36 @@ def test_trl(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
     assert "SwiGLU" in tandem.explain(model)
+
+
+def trained(folder, resume=None, callbacks=()):
+    torch._dynamo.reset()
+    model, inputs = made("Llama")
+    model.compile(backend="tandem", options={"recipe": DelayedScaling(amax_history_len=4)})
+    rows = Dataset.from_dict({"input_ids": inputs["input_ids"].tolist() * 8, "labels": inputs["input_ids"].tolist() * 8}).with_format("torch")
+    arguments = transformers.TrainingArguments(str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], save_steps=2, use_cpu=True, logging_steps=1, seed=0, disable_tqdm=True)
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume)
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each], tandem.recipe_state_dict(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_callback_of_the_page_goes_on_with_the_state_of_a_recipe(tmp_path):
+    (code,) = re.findall(r"^```py\n(.*?)^```", (Path(__file__).parents[2] / "docs" / "any-model.md").read_text(), re.M | re.S)
+    page = {}
+    exec(code, page)
+    losses, state = trained(tmp_path, callbacks=[page["RecipeState"]()])
+    again, state_again = trained(tmp_path, tmp_path / "checkpoint-2", [page["RecipeState"]()])
+    assert again == losses
+    assert all(torch.equal(state_again[name], each) for name, each in state.items())
+    _, without = trained(tmp_path, tmp_path / "checkpoint-2")
+    assert any(not torch.equal(without[name], each) for name, each in state.items())
+
+
+def test_a_list_of_backends_that_is_closed(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), torch_compile_backend="tandem", report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match="'TANDEM' is not a valid DynamoBackend"):
+        transformers.Trainer(torch.nn.Linear(2, 2), arguments)
 
 
 class Lit(lightning.LightningModule):
