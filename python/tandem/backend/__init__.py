@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 
 from tandem.backend import recompute
 from tandem.backend.autocast import note_autocast
+from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.match import find
 from tandem.backend.normalise import checkpointed
-from tandem.backend.loss import kept_results, prepare_losses
 from tandem.backend.options import Options
 from tandem.backend.place import put
 from tandem.backend.regions import regions
-from tandem.backend.report import Report, note, noting, report_of, warn_of_high_precision
+from tandem.backend.report import Report, note, noting, warn_of_high_precision
 from tandem.backend.rest import runner
 
 
@@ -37,16 +37,13 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
         raise ValueError(f"compile: expected no mode, or \"default\", as pipelines have options instead, got {mode!r}. Pass options.")
     chosen = Options.of(options or {})
     note_autocast(graph, torch.is_autocast_enabled("cpu"))
-    parts = [*checkpointed(graph), (None, graph)]
-    for caller, part in parts:
-        _replace(part, caller, chosen)
+    reports = [_replace(part, caller, chosen) for caller, part in (*checkpointed(graph), (None, graph))]
     recompute.put(graph)
-    reports = [report_of(part) for _, part in parts]
     warn_of_high_precision(reports, chosen, inputs, options or {})
     return noting(runner(graph, chosen.rest), graph, reports, chosen)
 
 
-def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:
+def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Report:
     terms = prepare_losses(graph, kept_results(graph, caller, options.logits))
     found, left = find(graph, terms, options.excludes, options.recipe_of)
     made = regions(found, terms, options.recipe_of)
@@ -58,6 +55,7 @@ def _replace(graph: GraphModule, caller: Node | None, options: Options) -> None:
         )
     report.calls = put(graph, made, terms, options)
     note(graph, report)
+    return report
 
 
 __all__ = ["Options", "backend"]

@@ -164,12 +164,6 @@ def note(graph: GraphModule, report: Report) -> None:
     _graphs.add(graph)
 
 
-def report_of(graph: GraphModule) -> Report:
-    """What was noted of a graph."""
-    report: Report = graph.__dict__["_tandem_report"]
-    return report
-
-
 def warn_of_high_precision(reports: Sequence[Report], options: Options, inputs: Sequence[Any], given: Mapping[str, Any]) -> None:
     """Tells once for each compiled model that a recipe was given and products are left, but for those that `exclude` or the recipe leaves.
 
@@ -220,7 +214,7 @@ def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], o
 def reports_of(model: torch.nn.Module) -> Iterator[Report]:
     """Of the graphs that were called with tensors of a model, in the order in which they were compiled."""
     own = _tensors(model)
-    reports = map(report_of, list(_graphs))
+    reports = [graph.__dict__["_tandem_report"] for graph in list(_graphs)]
     for report in sorted(reports, key=lambda report: report.number):
         calls = [call for each in report.together for call in each.calls]
         if any(own.keys() & {*key} for call in calls for key in list(call.made)) or any(tensor in report.called_with for tensor in own.values()):
@@ -245,4 +239,4 @@ def _tensors(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     return {id(tensor): tensor for tensor in found}
 
 
-__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "report_of", "reports_of", "told", "warn_of_high_precision"]
+__all__ = ["Report", "note", "noting", "pipelines_of", "products_of", "reports_of", "told", "warn_of_high_precision"]
