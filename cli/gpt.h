@@ -11,7 +11,7 @@
 
 namespace tandem::cli {
 
-/// What computes all but embedding and attention.
+/// What computes all but the embedding.
 enum class Modules { plain, tandem };
 
 /// A byte-level transformer: pre-norm, rotary positions, causal attention, SwiGLU.
@@ -31,18 +31,14 @@ class Gpt {
   /// Normal(0, 0.02) for matrices, less for those that add to the residual stream; ones for norms,
   /// zeros for biases.
   void initialize(int64_t seed);
-  std::string mlp_plan_svg() { return layers_.front()->mlp_plan_svg(); }
+  std::string plan_svg() { return layers_.front()->plan_svg(); }
   /// Has all products tell what quantizing does to their operands, or none.
   void watch(bool on);
   /// The product that a pipeline's number and a place in it mean: "layers.0.qkv".
   std::string product_at(int64_t pipeline, size_t op) const;
 
  private:
-  at::Tensor attend(const at::Tensor& qkv) const;
-  at::Tensor rotate(const at::Tensor& x) const;
-
-  GptConfig config_;
-  at::Tensor embedding_, cosines_, signed_sines_;
+  at::Tensor embedding_;
   std::vector<std::unique_ptr<GptLayer>> layers_;
   std::unique_ptr<GptHead> head_;
   NamedTensors parameters_;

@@ -229,7 +229,7 @@ std::string report_html(const Report& report) {
   if (!report.plan_svg.empty()) {
     const size_t begin = std::min(report.plan_svg.find("<svg"),
                                   report.plan_svg.size());  // an XML declaration may precede it
-    body += "<h2>Plan of one MLP block</h2>\n<div class=\"plan\">" + report.plan_svg.substr(begin) +
+    body += "<h2>Plan of one layer</h2>\n<div class=\"plan\">" + report.plan_svg.substr(begin) +
             "</div>\n";
   }
   if (!report.inspection_svg.empty())

@@ -36,7 +36,7 @@ struct Report {
   std::string inspection_svg;
 };
 
-/// One HTML page that needs nothing beside it: loss curves, table, plan of an MLP block, sample.
+/// One HTML page that needs nothing beside it: loss curves, table, plan of a layer, sample.
 std::string report_html(const Report& report);
 
 }  // namespace tandem::cli

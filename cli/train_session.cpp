@@ -191,7 +191,7 @@ void TrainSession::finish_one(OutFolder& out, const std::string& run, Training& 
       seconds > 0 ? static_cast<double>(options_.step_tokens()) / seconds : 0;
   result.peak_memory_bytes = static_cast<double>(peak_memory_bytes);
   result.saved_bytes_per_token = training.saved_bytes_per_token();
-  if (std::string svg = training.mlp_plan_svg(); !svg.empty()) plan_svg_ = std::move(svg);
+  if (std::string svg = training.plan_svg(); !svg.empty()) plan_svg_ = std::move(svg);
   result.validation_bits_per_byte = training.validation_bits_per_byte();
   results_.push_back(result);
   append(out, final_row(result));

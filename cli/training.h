@@ -31,7 +31,7 @@ class Training {
   /// Bytes kept between forward and backward, parameters aside, for each byte of text in a batch.
   double saved_bytes_per_token();
   std::string sample(int64_t length);
-  std::string mlp_plan_svg() { return model_.mlp_plan_svg(); }
+  std::string plan_svg() { return model_.plan_svg(); }
   /// The model, for who watches what quantizing does.
   Gpt& model() { return model_; }
 

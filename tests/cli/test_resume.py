@@ -81,7 +81,7 @@ def test_a_checkpoint_holds_the_state_of_the_recipe(tmp_path):
     state = json.loads((out / "checkpoint.json").read_text())
     assert state["run"] == "delayed" and 3 <= state["step"] < 60
     tensors = load_file(out / state["tensors"]["file"])
-    states = "layers.0.mlp.2.recipe_state"
+    states = "layers.0.pipeline.9.recipe_state"
     history = tensors[f"{states}.forward.amax_history"]
     assert history.shape == (1024, 2) and (history[-3:] > 0).all() and (tensors[f"{states}.backward.scale"] > 1).all()
     assert f"{states}.forward.pending" not in tensors  # a number of that process
