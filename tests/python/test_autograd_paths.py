@@ -63,7 +63,7 @@ def test_backward_inside_torch_autocast_is_that_outside(dtype, recipe, way):
             actual = torch.autograd.grad(y, asked, grad)
     for a, e in zip(actual, expected, strict=True):
         assert a.isfinite().all() and a.dtype == e.dtype
-        if recipe is None and way.startswith("compiled"):
+        if recipe is None and way != "direct":  # products are torch's there, which may sum in another order
             torch.testing.assert_close(a, e, rtol=0, atol=4 * torch.finfo(dtype).eps * e.abs().max().item())
         else:
             assert torch.equal(a, e)
