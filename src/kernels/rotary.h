@@ -14,7 +14,8 @@ namespace tandem::kernels::cpu {
 /// Shapes:   x, y [rows, any number of whole heads]; cosines, sines [positions, features / 2].
 /// Memory:   y may be x.
 /// Dtypes:   any Element, the same for x and y; arithmetic in float32.
-/// Error:    1.5 ULP of the larger of the products before its one rounding (test Rotary.Turns).
+/// Error:    2^-23 (|a cos| + |b sin|) before its one rounding, and the same of the other
+///           (test Rotary.Turns).
 /// Bytes:    reads x once, writes y once.
 struct Rotary {
   ConstRows x;

@@ -71,9 +71,9 @@ TEST_P(Rotary, Turns) {
                   const double partner = x.at(is_first ? at + apart : at - apart),
                                cosine = cosines[r % kPositions * half + pair],
                                sine = (inverse ? -1.0 : 1.0) * sines[r % kPositions * half + pair];
-                  bound = 0x1.8p-23 * std::max(std::abs(want * cosine), std::abs(partner * sine));
+                  bound = 0x1p-23 * (std::abs(want * cosine) + std::abs(partner * sine));
                   want = want * cosine + (is_first ? -partner : partner) * sine;
-                  bound += ulp_of(element) / 2 * std::abs(want) + 0x1p-25;
+                  bound += ulp_of(element) * std::abs(want) + 0x1p-25;
                 }
                 ASSERT_NEAR(y.at(at), want, bound) << "row " << r << ", column " << c;
               }

@@ -57,11 +57,12 @@ HWY_INLINE void copy(const typename E::Stored* from, size_t count, typename E::S
 }
 
 void rotary_target(const Rotary& rows) {
-  const auto& [x, cosines, sines, positions, heads, head_dim, features, interleaved, inverse, y] =
-      rows;
+  const ConstRows x = rows.x;
+  const kernels::Rows y = rows.y;
   if (x.cols == 0) return;
-  const size_t half = features / 2, end = heads * head_dim;
-  const float sign = inverse ? -1.0f : 1.0f;
+  const size_t head_dim = rows.head_dim, features = rows.features, half = features / 2,
+               end = rows.heads * head_dim;
+  const float sign = rows.inverse ? -1.0f : 1.0f;
   const auto grain = static_cast<int64_t>(std::max<size_t>(1, kTaskElements / x.cols));
   with_element(x.element, [&](auto element) HWY_ATTR {
     using E = decltype(element);
@@ -70,11 +71,10 @@ void rotary_target(const Rotary& rows) {
       for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
         const auto* const from = E::at(x.data, r * x.stride);
         auto* const to = E::at(y.data, r * y.stride);
-        const float *const cosine = cosines + r % positions * half, *const sine =
-                                                                        sines +
-                                                                        r % positions * half;
+        const size_t angles = r % rows.positions * half;
+        const float *const cosine = rows.cosines + angles, *const sine = rows.sines + angles;
         for (size_t c = 0; c < end; c += head_dim) {
-          if (interleaved) {
+          if (rows.interleaved) {
             turn_neighbours(element, from + c, cosine, sine, sign, features, to + c);
           } else {
             turn_halves(element, from + c, cosine, sine, sign, half, to + c);
