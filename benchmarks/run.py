@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "many", "backend", "loss")
+SECTIONS = ("import", "host", "modules", "marginal", "indirect", "planning", "products", "grouped", "parallel", "lengths", "block", "memory", "kernels", "low_precision", "quantizers", "weights", "attention", "many", "backend", "loss")
 LONG = ("many", "backend", "loss")  # take minutes: run where they are named
 
 
