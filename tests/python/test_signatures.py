@@ -37,7 +37,9 @@ NAMES = {
 # What no argument says: attributes of the weight, and what is to be known of a process group.
 NOT_ARGUMENTS = {(op, option) for op in ("basic_linear", "grouped_linear") for option in ("overwrite_main_grad", "dummy_gradient")}
 NOT_ARGUMENTS |= {("grouped_linear", "writes_output"), ("grouped_linear", "writes_grad_input")}  # of a call
-NOT_ARGUMENTS |= {(op, "class_weight") for op in ("linear_cross_entropy", "linear_cross_entropy_with_predictions")}  # a tensor there
+NOT_ARGUMENTS |= {  # a tensor there, and what tensor_parallel_group says
+    (op, option) for op in ("linear_cross_entropy", "linear_cross_entropy_with_predictions") for option in ("class_weight", "group", "group_size", "rank")
+}
 GROUP_OF = {"group", "size"}
 NONE_INSTEAD = {"glu_interleave_size": None}  # of 0
 WITHOUT_DEFAULT = {("constant_scale", "factor"), ("dropout", "p"), ("reshape", "shape"), ("grouped_linear", "num_groups")}
