@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tandem
+from tandem.backend import place
 
 SIZE = 8
 LINEAR, OTHER = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
@@ -106,3 +107,10 @@ def test_what_is_no_operand(x):
 def test_a_region_that_begins_with_a_write(x):
     compare(lambda x: LINEAR(F.relu(x * 2, inplace=True)), x)
     compare(lambda x: LINEAR((x * 2).add_(x)), x)
+
+
+def test_a_gradient_that_is_missing(monkeypatch, x):
+    monkeypatch.setattr(place.Made, "fill", lambda made, weights: [each.of.update({each.name: weights[each.weight].detach()}) for each in made.places])
+    own = tandem.compile(nn.LayerNorm(SIZE), verify=True)
+    with pytest.raises(AssertionError, match="pipeline 0, LayerNorm of the model: expected the gradient of parameter 0 as the graph computes it, torch.float32 .8., got nothing. Exclude its module"):
+        own(x.detach())
