@@ -61,13 +61,15 @@ HWY_INLINE double weighted_sum(const float* values, const float* weights, size_t
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-/// The largest of some values; those that are NaN may be passed over.
+/// The largest of some values; NaN is passed over.
 HWY_INLINE float largest_of(const float* values, size_t count) {
   const hn::ScalableTag<float> d;
   auto largest = hn::Set(d, -std::numeric_limits<float>::infinity());
   size_t i = 0;
-  for (; i + hn::Lanes(d) <= count; i += hn::Lanes(d))
-    largest = hn::Max(largest, hn::LoadU(d, values + i));
+  for (; i + hn::Lanes(d) <= count; i += hn::Lanes(d)) {
+    const auto value = hn::LoadU(d, values + i);
+    largest = hn::IfThenElse(hn::Gt(value, largest), value, largest);  // Max may return NaN
+  }
   float found = hn::GetLane(hn::MaxOfLanes(d, largest));
   for (; i < count; ++i) found = std::max(found, values[i]);
   return found;
