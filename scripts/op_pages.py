@@ -84,7 +84,7 @@ def shapes(op: dict) -> str:
 
 
 OF_HEADS = {
-    "rotary": "y like x; with `positions` the extra input positions [sequence], or what broadcasts to [..., sequence]",
+    "rotary": "y like x; with `tables` the extra inputs cosines and sines, [sequence, rotated_features] each, or what broadcasts to [..., sequence, rotated_features]",
     "attention": "y [..., sequence, num_heads head_dim]; with `mask` the extra input mask, which broadcasts to [..., num_heads, sequence, sequence]",
 }
 

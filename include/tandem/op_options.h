@@ -108,8 +108,8 @@ struct RotaryOptions {
   size_t rotated_features = 0;
   /// The features of a pair are neighbours, not half of what is turned apart.
   bool interleaved = false;
-  /// They are an extra input, [sequence] or one for each row of x; else 0, 1, ...
-  bool positions = false;
+  /// Cosines and sines of the angles are extra inputs; else positions are 0, 1, ...
+  bool tables = false;
 };
 /// Of attention, on the same x.
 struct AttentionOptions {

@@ -61,7 +61,7 @@ std::string signature_of(const std::string& name) {
   for (const SizeDef& size : def.sizes) sizes.push_back({{"name", size.name}, {"doc", size.doc}});
   for (const ParamDef& param : def.params) params.push_back(param_json(param));
   Names extra_inputs(def.inputs.begin() + 1, def.inputs.end());
-  if (def.has_last_input != nullptr) {
+  if (def.absent_inputs != nullptr) {
     json options = json::object();
     for (const OptionDef& option : def.signature.options())
       options[std::string(option.name)] = json_of(option.otherwise);

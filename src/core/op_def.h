@@ -130,9 +130,9 @@ struct OpDef {
   std::vector<SizeDef> sizes = {};
   /// The main input, then the extra ones.
   Names inputs = {"x"};
-  /// Whether an op with these options has the last of them; nullptr: always.
-  bool (*has_last_input)(const void* options) = nullptr;
-  /// Extra inputs that count or point: integers, never cast, without a gradient.
+  /// How many of the last ones an op with these options has not; nullptr: none.
+  size_t (*absent_inputs)(const void* options) = nullptr;
+  /// Extra inputs that count, point or turn: never cast, without a gradient.
   Names indices = {};
   /// Extra inputs that may hold booleans, which are not cast.
   Names masks = {};

@@ -248,9 +248,8 @@ std::optional<OperandRef> OpKind::write(std::string_view name, bool backward) co
 }
 
 size_t extra_input_count(const OpDef& definition, const void* options) {
-  const bool lacks_last =
-      definition.has_last_input != nullptr && !definition.has_last_input(options);
-  return definition.inputs.size() - 1 - (lacks_last ? 1 : 0);
+  const size_t absent = definition.absent_inputs == nullptr ? 0 : definition.absent_inputs(options);
+  return definition.inputs.size() - 1 - absent;
 }
 
 SlotCount quantize_slots(const OpDef& definition, const void* options) {

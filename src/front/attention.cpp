@@ -123,7 +123,8 @@ Tensor apply_rotary_pos_emb(const Tensor& t, const Tensor& freqs, QkvFormat tens
                     ". Make them for the sequence.");
   Tensor angles = freqs.narrow(0, 0, length);
   if (!is_sbhd) angles = angles.transpose(0, 1);
-  return kernel_ops::turned(t, angles.to(at::kFloat), interleaved);
+  angles = angles.to(at::kFloat);
+  return kernel_ops::turned(t, angles.cos(), angles.sin(), interleaved);
 }
 
 // Keys and values of earlier positions.

@@ -5,16 +5,16 @@
 
 namespace tandem::kernels::cpu {
 
-/// Of each row of x, heads of head_dim columns side by side: in the first `heads` of them, pair i
-/// of the first `features` columns becomes
-///   (a cos - b sin, b cos + a sin), with cos and sin of row r % positions, column i,
-/// and with sin negated where `inverse`. The pair is (i, i + features / 2), or (2 i, 2 i + 1) where
-/// `interleaved`. All other columns are copied.
+/// Of each row of x, heads of head_dim columns side by side: in the first `heads` of them, a pair
+/// (a, b) of the first `features` columns becomes
+///   (a cos_a - b sin_a, b cos_b + a sin_b), or, `inverse`, (a cos_a + b sin_b, b cos_b - a sin_a),
+/// with cosines and sines of row r % positions and of the columns of a and b. The columns of a pair
+/// are i and i + features / 2, or 2 i and 2 i + 1 where `interleaved`. All others are copied.
 ///
-/// Shapes:   x, y [rows, any number of whole heads]; cosines, sines [positions, features / 2].
+/// Shapes:   x, y [rows, any number of whole heads]; cosines, sines [positions, features].
 /// Memory:   y may be x.
 /// Dtypes:   any Element, the same for x and y; arithmetic in float32.
-/// Error:    2^-23 (|a cos| + |b sin|) before its one rounding, and the same of the other
+/// Error:    2^-23 (|a cos_a| + |b sin_a|) before its one rounding, and the same of the others
 ///           (test Rotary.Turns).
 /// Bytes:    reads x once, writes y once.
 struct Rotary {

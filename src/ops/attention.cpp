@@ -17,25 +17,25 @@ int64_t kv_heads(const T& options) {
 }
 
 void turn(Call& call, bool is_inverse) {
-  enum Read { x, positions };
+  enum Read { x, cosines, sines };
   const auto& options = call.options<RotaryOptions>();
   const size_t features =
       options.rotated_features != 0 ? options.rotated_features : options.head_dim;
-  call.write<kernel_ops::Rotary>(
-      {.x = call.in(x),
-       .positions = options.positions ? call.maybe(positions) : std::nullopt,
-       .num_heads = static_cast<int64_t>(options.num_heads),
-       .num_kv_heads = kv_heads(options),
-       .head_dim = static_cast<int64_t>(options.head_dim),
-       .features = static_cast<int64_t>(features),
-       .base = options.base,
-       .interleaved = options.interleaved,
-       .inverse = is_inverse});
+  call.write<kernel_ops::Rotary>({.x = call.in(x),
+                                  .cosines = options.tables ? call.maybe(cosines) : std::nullopt,
+                                  .sines = options.tables ? call.maybe(sines) : std::nullopt,
+                                  .num_heads = static_cast<int64_t>(options.num_heads),
+                                  .num_kv_heads = kv_heads(options),
+                                  .head_dim = static_cast<int64_t>(options.head_dim),
+                                  .features = static_cast<int64_t>(features),
+                                  .base = options.base,
+                                  .interleaved = options.interleaved,
+                                  .inverse = is_inverse});
 }
 void rotary_forward(Call& call) { turn(call, false); }
 void rotary_backward(Call& call) { turn(call, true); }
-bool has_positions(const void* options) {
-  return static_cast<const RotaryOptions*>(options)->positions;
+size_t absent_tables(const void* options) {
+  return static_cast<const RotaryOptions*>(options)->tables ? 0 : 2;
 }
 
 void attention_forward(Call& call) {
@@ -69,7 +69,9 @@ void attention_backward(Call& call) {
        .soft_cap = options.soft_cap,
        .output_mask = {call.wants(grad_x), options.mask && call.wants(grad_mask)}});
 }
-bool has_mask(const void* options) { return static_cast<const AttentionOptions*>(options)->mask; }
+size_t absent_masks(const void* options) {
+  return static_cast<const AttentionOptions*>(options)->mask ? 0 : 1;
+}
 
 template <typename T>
 Option<T> num_heads() {
@@ -103,20 +105,23 @@ const OpDef kRotary{
            "how many features of a head are turned, the first ones; 0: all"},
           {"interleaved", &RotaryOptions::interleaved,
            "the features of a pair are neighbours; else they are half of what is turned apart"},
-          {"positions", &RotaryOptions::positions,
-           "positions of rows are an extra input, [sequence] or one for each row of x; else they "
-           "are 0, 1, ... along the last dimension but one"}}},
-    .inputs = {"x", "positions"},
-    .has_last_input = has_positions,
-    .indices = {"positions"},
+          {"tables", &RotaryOptions::tables,
+           "cosines and sines of the angles of all features are extra inputs, "
+           "[sequence, rotated_features] or what broadcasts to the heads of x; else positions are "
+           "0, 1, ... along the last dimension but one"}}},
+    .inputs = {"x", "cosines", "sines"},
+    .absent_inputs = absent_tables,
+    .indices = {"cosines", "sines"},
     .dtype = DtypeRule::promote,
-    .forward =
-        {{.name = "forward", .reads = {"x", "positions"}, .writes = {"y"}, .run = rotary_forward}},
+    .forward = {{.name = "forward",
+                 .reads = {"x", "cosines", "sines"},
+                 .writes = {"y"},
+                 .run = rotary_forward}},
     .backward = {{.name = "backward",
-                  .reads = {"grad_y", "positions"},
+                  .reads = {"grad_y", "cosines", "sines"},
                   .writes = {"grad_x"},
                   .run = rotary_backward}},
-    .context = {"positions"},
+    .context = {"cosines", "sines"},
 };
 
 const OpDef kAttention{
@@ -137,7 +142,7 @@ const OpDef kAttention{
            "a mask is an extra input that broadcasts to [..., num_heads, sequence, sequence]: "
            "booleans, true where a query sees a key, or numbers that are added to scores"}}},
     .inputs = {"x", "mask"},
-    .has_last_input = has_mask,
+    .absent_inputs = absent_masks,
     .masks = {"mask"},
     .results = {{"y"}, {"logsumexp", ResultDef::statistic}},
     .forward = {{.name = "forward",

@@ -6,10 +6,10 @@
 namespace tandem::ops {
 
 /// Queries and keys turned by the angles of their positions, as kernel_ops::Rotary defines it;
-/// backward turns the gradient by minus these, and keeps nothing but positions that were given.
+/// backward turns the gradient back, and keeps nothing but tables that were given.
 ///
-/// Shapes:  x as kernel_ops::Heads says -> y like x; positions, an extra input where an option says
-///          so, as kernel_ops::Rotary.
+/// Shapes:  x as kernel_ops::Heads says -> y like x; cosines and sines, extra inputs where an
+///          option says so, as kernel_ops::Rotary.
 /// Dtypes:  y as x, whatever autocast says.
 /// Throws:  as kernel_ops::Rotary.
 extern const OpDef kRotary;

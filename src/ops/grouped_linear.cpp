@@ -245,6 +245,7 @@ bool has_bias(const void* options) { return grouped(options).bias; }
 bool has_scales(const void* options) {
   return grouped(options).bias && grouped(options).scale_bias;
 }
+size_t absent_scales(const void* options) { return has_scales(options) ? 0 : 1; }
 bool has_packed_weight(const void* options) { return grouped(options).packed_weight; }
 bool always(const void*) { return true; }
 bool groups_return_gradient(const void* options) {
@@ -291,7 +292,7 @@ const OpDef kGroupedLinear{
     .sizes = {{"in_features", "size of the last dimension of x"},
               {"out_features", "size of the last dimension of y"}},
     .inputs = {"x", "splits", "scales"},
-    .has_last_input = has_scales,
+    .absent_inputs = absent_scales,
     .indices = {"splits"},
     .params = {{"weight[]", {"out_features", "in_features"}, ParamDef::Init::kaiming_uniform},
                {"bias[]", {"out_features"}}},

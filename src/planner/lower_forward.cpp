@@ -193,7 +193,12 @@ class ForwardLowering {
     bool any_grad = draft_.needs_grad(x.value);
     for (size_t slot = 0; slot < node.extra_inputs.size(); ++slot) {
       const Flow extra = extra_input(node.extra_inputs[slot]);
-      const bool stays = is_index(op, slot + 1) || is_mask(def, slot + 1, extra.value);
+      const bool is_index = std::ranges::find(op.indices, slot + 1) != op.indices.end();
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_index || !draft_.needs_grad(extra.value), node.label,
+                                  ": expected ", def.inputs[slot + 1],
+                                  " that need no gradient, as none is computed, got a tensor that "
+                                  "requires grad. Detach it.");
+      const bool stays = is_index || is_mask(def, slot + 1, extra.value);
       operands.bind(slot + 1, casts && !stays ? cast(extra, dtype, node) : extra);
       any_grad |= draft_.needs_grad(extra.value);
       if (!casts && !stays) dtype = c10::promoteTypes(dtype, draft_.dtype(extra.value));
@@ -218,10 +223,6 @@ class ForwardLowering {
       if (!node.extra_outputs[slot].channel.empty())
         channels_[node.extra_outputs[slot].channel] = operands.flow(op.extra_outputs[slot]);
     return target == dtype ? y : cast(y, target, node);
-  }
-
-  static bool is_index(const OpKind& op, size_t input) {
-    return std::ranges::find(op.indices, input) != op.indices.end();
   }
 
   bool is_mask(const OpDef& def, size_t input, Value value) const {

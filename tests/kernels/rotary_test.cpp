@@ -40,9 +40,9 @@ TEST_P(Rotary, Turns) {
                          << name_of(element) << ", " << heads << " heads of " << head_dim << ", "
                          << features << " turned" << (interleaved ? ", neighbours" : "")
                          << (inverse ? ", inverse" : "") << (in_place ? ", in place" : ""));
-            const size_t cols = (heads + rest) * head_dim, half = features / 2;
+            const size_t cols = (heads + rest) * head_dim;
             const Matrix x = Matrix::random(element, kRows, cols, 3, 7);
-            std::vector<float> cosines(kPositions * half), sines(kPositions * half);
+            std::vector<float> cosines(kPositions * features), sines(kPositions * features);
             for (size_t i = 0; i < cosines.size(); ++i) {
               cosines[i] = std::cos(static_cast<float>(i));
               sines[i] = std::sin(static_cast<float>(i));
@@ -65,12 +65,13 @@ TEST_P(Rotary, Turns) {
                 const size_t i = c % head_dim, at = r * cols + c;
                 double want = x.at(at), bound = 0;
                 if (c < heads * head_dim && i < features) {
-                  const size_t pair = interleaved ? i / 2 : i % half;
-                  const bool is_first = interleaved ? i % 2 == 0 : i < half;
-                  const size_t apart = interleaved ? 1 : half;
+                  const bool is_first = interleaved ? i % 2 == 0 : i < features / 2;
+                  const size_t apart = interleaved ? 1 : features / 2;
+                  const size_t other = is_first ? i + apart : i - apart;
+                  const size_t angles = r % kPositions * features;
                   const double partner = x.at(is_first ? at + apart : at - apart),
-                               cosine = cosines[r % kPositions * half + pair],
-                               sine = (inverse ? -1.0 : 1.0) * sines[r % kPositions * half + pair];
+                               cosine = cosines[angles + i],
+                               sine = inverse ? -sines[angles + other] : sines[angles + i];
                   bound = 0x1p-23 * (std::abs(want * cosine) + std::abs(partner * sine));
                   want = want * cosine + (is_first ? -partner : partner) * sine;
                   bound += ulp_of(element) * std::abs(want) + 0x1p-25;

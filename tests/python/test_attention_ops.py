@@ -19,18 +19,21 @@ def parts(x, heads, groups, dim):
     return x.unflatten(-1, (-1, dim)).split([heads, groups, groups], -2)
 
 
-def plain_rotary(x, num_heads, head_dim, num_kv_heads=0, base=10000.0, rotated_features=0, interleaved=False, positions=None):
+def plain_rotary(x, cosines=None, sines=None, *, num_heads, head_dim, num_kv_heads=0, base=10000.0, rotated_features=0, interleaved=False):
     """By the definition; angles are float32."""
     groups, features = num_kv_heads or num_heads, rotated_features or head_dim
-    frequencies = 1 / base ** (torch.arange(0, features, 2, dtype=torch.float32) / features)
-    positions = torch.arange(x.shape[-2]) if positions is None else positions
-    angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(-2).to(x.dtype)
+    if cosines is None:
+        frequencies = 1 / base ** (torch.arange(0, features, 2, dtype=torch.float32) / features)
+        angles = (torch.arange(x.shape[-2]).float().unsqueeze(-1) * frequencies).to(x.dtype)
+        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+        cosines, sines = angles.cos(), angles.sin()
+    cosines, sines = cosines.unsqueeze(-2), sines.unsqueeze(-2)
     q, k, v = parts(x, num_heads, groups, head_dim)
 
     def turned(t):
         own, rest = t[..., :features], t[..., features:]
-        a, b = (own[..., ::2], own[..., 1::2]) if interleaved else own.chunk(2, -1)
-        both = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+        (a, b), (cos_a, cos_b), (sin_a, sin_b) = ((each[..., ::2], each[..., 1::2]) if interleaved else each.chunk(2, -1) for each in (own, cosines, sines))
+        both = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
         return torch.cat([torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), rest], -1)
 
     return torch.cat([turned(q), turned(k), v], -2).flatten(-2)
@@ -101,10 +104,25 @@ def test_rotary_is_the_definition(dtype):
         }  # fmt: skip
         shape = drawn_shape(draw, heads, groups, dim)
         rows = shape[:-1]
-        positions = draw.choice([None, torch.arange(rows[-1]) + 3, torch.randint(50, rows), torch.rand(rows[-1]) * 9, torch.randint(9, (*[1] * (len(rows) - 1), rows[-1]), dtype=torch.int32)])
-        op = ops.Rotary(**options, positions=positions is not None)
-        given = (lambda x: op(x)) if positions is None else (lambda x, op=op, positions=positions: op(x, positions))
-        compare(given, lambda x, options=options, positions=positions: plain_rotary(x, **options, positions=positions), torch.randn(shape), [], dtype, draw)
+        of_tables = draw.choice([None, rows[-1:], rows, (), (1,), (*[1] * (len(rows) - 1), rows[-1]), (*rows[:-1], 1)])
+        features, kind = options["rotated_features"] or dim, draw.choice([dtype, torch.float32])
+        # To both features of a pair another number, as no angle gives them.
+        tables = [] if of_tables is None else [LAYOUTS[draw.choice(["sliced", "every other"])](torch.randn(*of_tables, features).to(kind)) for _ in range(2)]
+        op = ops.Rotary(**options, tables=bool(tables))
+        compare(
+            lambda x, op=op, tables=tables: op(x, *tables),
+            lambda x, options=options, tables=tables: plain_rotary(x, *[table.to(x.dtype) for table in tables], **options),
+            torch.randn(shape), [], dtype, draw,
+        )  # fmt: skip
+
+
+def test_tables_of_angles_are_what_positions_give():
+    x, own = torch.randn(2, 5, 24), ops.Rotary(2, 4)
+    angles = tandem.RotaryPositionEmbedding(4)(9)[:, 0, 0]
+    op = ops.Rotary(2, 4, tables=True)
+    assert torch.equal(op(x, angles[:5].cos(), angles[:5].sin()), own(x))
+    later = angles[torch.tensor([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]])]
+    assert torch.equal(op(x, later.cos(), later.sin())[1], own(torch.cat([torch.zeros(4, 24), x[1]]))[4:])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -215,7 +233,7 @@ def test_transforms_of_torch():
     attention = ops.Attention(2, 4, num_kv_heads=1, causal=True, mask=True)
     block = ops.Sequential(ops.Rotary(2, 4, num_kv_heads=1), attention)
     x, mask = torch.randn(3, 5, 16, dtype=torch.float64), torch.rand(5, 5) > 0.3
-    plain = lambda x: plain_attention(plain_rotary(x, 2, 4, 1), mask, num_heads=2, head_dim=4, num_kv_heads=1, causal=True)  # noqa: E731
+    plain = lambda x: plain_attention(plain_rotary(x, num_heads=2, head_dim=4, num_kv_heads=1), mask, num_heads=2, head_dim=4, num_kv_heads=1, causal=True)  # noqa: E731
     torch.testing.assert_close(torch.func.grad(lambda x: block(x, mask).square().sum())(x), torch.func.grad(lambda x: plain(x).square().sum())(x))
     torch.testing.assert_close(torch.func.vmap(lambda x: block(x, mask))(x), plain(x))
     assert torch.autograd.gradcheck(lambda x: block(x, mask), x.requires_grad_())
@@ -336,8 +354,11 @@ def call(op, *arguments):
         (call(lambda: ops.Attention(3, 4, num_kv_heads=2), torch.ones(1, 28)), ValueError, "attention: expected num_kv_heads that divides num_heads, and a head_dim, got 2, 3 and 4. Heads share keys and values evenly."),
         (call(lambda: ops.Rotary(2, 4), torch.ones(3, 24, dtype=torch.int64)), TypeError, "rotary: expected x of dtype float32, bfloat16, float16 or float64, got int64. Convert it before the call."),
         (call(lambda: ops.Rotary(2, 4, rotated_features=3), torch.ones(3, 24)), ValueError, "rotary: expected an even number of features to rotate, up to head_dim 4, got 3. Change rotated_features."),
-        (call(lambda: ops.Rotary(2, 4, positions=True), torch.ones(3, 24), torch.arange(4)), ValueError, "rotary: expected positions of shape [3], or that broadcast to [3], got [4]. Pass one for each row of x."),
-        (call(lambda: ops.Rotary(2, 4, positions=True), torch.ones(3, 24), torch.ones(3, dtype=torch.bool)), TypeError, "rotary: expected positions that are real numbers, got bool. Pass those of the rows of x."),
+        (call(lambda: ops.Rotary(2, 4, tables=True), torch.ones(3, 24), torch.ones(4, 4), torch.ones(4, 4)), ValueError, "rotary: expected cosines and sines of shape [3, 4], or alike and such that they broadcast to [3, 4], got [4, 4] and [4, 4]. Pass one for each position and feature that is turned."),
+        (call(lambda: ops.Rotary(2, 4, tables=True), torch.ones(3, 24), torch.ones(3, 4), torch.ones(3, 2)), ValueError, "got [3, 4] and [3, 2]. Pass one for each position"),
+        (call(lambda: ops.Rotary(2, 4, tables=True), torch.ones(3, 24), torch.ones(3, 4), torch.ones(3, 4, dtype=torch.int32)), TypeError, "rotary: expected cosines and sines of a floating dtype, got int32. Pass those of the angles."),
+        (call(lambda: ops.Rotary(2, 4, tables=True), torch.ones(3, 24), torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)), NotImplementedError, "rotary: expected sines that need no gradient, as none is computed, got a tensor that requires grad. Detach it."),
+        (lambda: torch.ops.tandem.rotary(torch.ones(3, 24), torch.ones(3, 4), None, 2, 2, 4, 4, 1e4, False, False), ValueError, "rotary: expected cosines and sines, or neither, got one of them. Pass both."),
         (call(lambda: ops.Attention(2, 4, mask=True), torch.ones(3, 24), torch.ones(3, 4)), ValueError, "attention: expected a mask that broadcasts to [..., num_heads, sequence, sequence] = [2, 3, 3], got [3, 4]. Reshape it"),
         (lambda: torch.ops.tandem.attention_forward(torch.ones(3, 24), torch.ones(3, 3, dtype=torch.int64), 2, 2, 4, False, 0.0, 0.0), TypeError, "attention: expected a mask of booleans, or of floating-point numbers that are added to the scores, got int64. Pass mask.bool()"),
         (lambda: torch.ops.tandem.attention_forward(torch.ones(3, 24), None, 2, 2, 4, False, -1.0, 0.0), ValueError, "attention: expected scale and soft_cap of at least 0, got -1 and 0. 0 is the usual scale, and no cap."),

@@ -83,7 +83,7 @@ def cases(layout="contiguous", dtype=torch.float32):
         "region_number": [x],
         "scaled_activation_backward": [y, wide, rows.reshape(x.shape[:-1]), "silu:interleave=4", True, [True, True, True]],
         "scaled_activation_forward": [x, rows.reshape(x.shape[:-1]), "srelu", False],
-        "rotary": [x, torch.arange(3), 2, 1, 2, 2, 100.0, False, True],
+        "rotary": [x, torch.rand(3, 2), torch.rand(3, 2), 2, 1, 2, 2, 100.0, False, True],
         "say_of_weight_": [stamp, 1],
         "scale_product": [x, scale, scale, dtype],
         "scale_rows": [x, -0.75, dtype, [True, True], "mxfp8_e5m2", None, all_of_it],

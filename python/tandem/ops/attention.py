@@ -10,7 +10,7 @@ class Rotary(BasicOperation):
     """Queries and keys of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] turned by the angles of their positions; y like x.
 
     x holds queries, keys and values side by side, a head behind the other, as one `Linear` makes them; values stay. Pairs of features are turned as by
-    `tandem.apply_rotary_pos_emb`: angles are float32, and what is turned is rounded once. Backward keeps nothing.
+    `tandem.apply_rotary_pos_emb`: angles are float32, and what is turned is rounded once. Backward keeps nothing but tables that are given.
 
     >>> import torch
     >>> from tandem import ops
@@ -21,10 +21,10 @@ class Rotary(BasicOperation):
     """
 
     num_extra_inputs = 0
-    positions = Fixed()
+    tables = Fixed()
 
     _kind = "rotary"
-    _option_names = ("num_heads", "head_dim", "num_kv_heads", "base", "rotated_features", "interleaved", "positions")
+    _option_names = ("num_heads", "head_dim", "num_kv_heads", "base", "rotated_features", "interleaved", "tables")
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Rotary(BasicOperation):
         base: float = 10000.0,
         rotated_features: int = 0,
         interleaved: bool = False,
-        positions: bool = False,
+        tables: bool = False,
     ) -> None:
         """Makes the op; it has no parameters.
 
@@ -43,16 +43,18 @@ class Rotary(BasicOperation):
             num_heads: heads of queries.
             head_dim: features of a head.
             num_kv_heads: heads of keys and of values, which as many queries each share; 0: num_heads.
-            base: at least 1; the angle of pair i at a position is position base^(-2 i / rotated_features).
+            base: at least 1; the angle of pair i at a position is position base^(-2 i / rotated_features), for positions 0, 1, ... along the last
+                dimension but one.
             rotated_features: how many features of a head are turned, the first ones, an even number; 0: all.
             interleaved: whether the features of a pair are neighbours; else they are half of what is turned apart.
-            positions: whether positions of rows are an extra input of real numbers, [sequence] or what broadcasts to x without its last
-                dimension; else they are 0, 1, ... along the last dimension but one.
+            tables: whether cosines and sines of the angles are extra inputs, as most models make them once for all of their layers and however
+                positions are scaled: each [sequence, rotated_features] or what broadcasts to [..., sequence, rotated_features], a number for
+                both features of a pair. They must need no gradient.
         """
-        self.__dict__["num_extra_inputs"] = int(flag("Rotary", "positions", positions))
+        self.__dict__["num_extra_inputs"] = 2 * flag("Rotary", "tables", tables)
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
-        self.base, self.rotated_features, self.interleaved, self.positions = base, rotated_features, interleaved, positions
+        self.base, self.rotated_features, self.interleaved, self.tables = base, rotated_features, interleaved, tables
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, base={self.base}"

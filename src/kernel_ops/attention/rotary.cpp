@@ -22,16 +22,47 @@ Tensor counted(const Tensor& like, const c10::SymInt& count) {
   return like.new_ones_symint({count}, like.options().dtype(at::kFloat)).cumsum(0) - 1;
 }
 
-/// [positions, features / 2], with as many positions as a sequence has, or as x has rows.
-Tensor angles_of(const Rotary::Args& args) {
-  const Tensor& x = args.x;
-  if (!args.positions) return rotary_angles(counted(x, x.sym_size(-2)), args.features, args.base);
-  Tensor positions = args.positions->to(at::kFloat);
-  if (positions.dim() > 1) {
-    const auto sizes = x.sym_sizes();
-    positions = positions.expand_symint(sizes.slice(0, sizes.size() - 1));
+/// Cosines and sines of the angles of features.
+struct Tables {
+  Tensor cosines, sines;
+};
+
+/// [..., features], which broadcast to the rows of x.
+Tables tables_of(const Rotary::Args& args, at::ScalarType dtype) {
+  if (args.cosines) return {args.cosines->to(dtype), args.sines->to(dtype)};
+  const Tensor positions = counted(args.x, args.x.sym_size(-2));
+  const Tensor angles =
+      angles_of_features(rotary_angles(positions, args.features, args.base), args.interleaved)
+          .to(dtype);
+  return {angles.cos(), angles.sin()};
+}
+
+/// A table that broadcasts to the rows of x as [n, features] in row-major order, of which row r % n
+/// is that of row r of x: without copies where it is the same for all of the first dimensions.
+Tensor repeating(Tensor table, at::IntArrayRef rows) {
+  while (table.dim() > 1 && table.size(0) == 1) table = table.select(0, 0);
+  const auto own = table.sizes().slice(0, table.dim() - 1);
+  if (own.empty() || own != rows.slice(rows.size() - own.size())) {
+    c10::DimVector sizes(rows);
+    sizes.push_back(table.size(-1));
+    table = table.expand(sizes);
   }
-  return rotary_angles(positions.flatten(), args.features, args.base);
+  return table.reshape({-1, table.size(-1)}).contiguous();
+}
+
+void check_tables(const Rotary::Args& args) {
+  const Tensor &x = args.x, &cosines = *args.cosines, &sines = *args.sines;
+  for (const Tensor* table : {&cosines, &sines})
+    TORCH_CHECK_TYPE(table->is_floating_point(),
+                     "rotary: expected cosines and sines of a floating dtype, got ",
+                     dtype_name(table->scalar_type()), ". Pass those of the angles.");
+  const auto sizes = cosines.sym_sizes();
+  TORCH_CHECK_VALUE(!sizes.empty() && sizes == sines.sym_sizes() && sizes.back() == args.features &&
+                        at::is_expandable_to(sizes, with_last(x, {args.features})),
+                    "rotary: expected cosines and sines of shape [", x.sym_size(-2), ", ",
+                    args.features, "], or alike and such that they broadcast to ",
+                    c10::SymIntArrayRef(with_last(x, {args.features})), ", got ", sizes, " and ",
+                    sines.sym_sizes(), ". Pass one for each position and feature that is turned.");
 }
 
 }  // namespace
@@ -66,18 +97,21 @@ Tensor angles_of_features(const Tensor& angles, bool interleaved) {
   return interleaved ? at::stack({angles, angles}, -1).flatten(-2) : at::cat({angles, angles}, -1);
 }
 
-Tensor turned(const Tensor& t, const Tensor& angles, bool interleaved) {
-  const int64_t features = angles.size(-1), all = t.size(-1);
-  const Tensor own = t.narrow(-1, 0, features).to(angles.scalar_type());
-  Tensor partner;
-  if (interleaved) {
-    const Tensor pairs = own.unflatten(-1, {-1, 2});
-    partner = at::stack({-pairs.select(-1, 1), pairs.select(-1, 0)}, -1).flatten(-2);
-  } else {
+Tensor turned(const Tensor& t, const Tensor& cosines, const Tensor& sines, bool interleaved,
+              bool inverse) {
+  const int64_t features = cosines.size(-1), all = t.size(-1);
+  const auto partner_of = [&](const Tensor& own) {
+    if (interleaved) {
+      const Tensor pairs = own.unflatten(-1, {-1, 2});
+      return at::stack({-pairs.select(-1, 1), pairs.select(-1, 0)}, -1).flatten(-2);
+    }
     const std::vector<Tensor> halves = own.chunk(2, -1);
-    partner = at::cat({-halves[1], halves[0]}, -1);
-  }
-  const Tensor result = (own * angles.cos() + partner * angles.sin()).to(t.scalar_type());
+    return at::cat({-halves[1], halves[0]}, -1);
+  };
+  const Tensor own = t.narrow(-1, 0, features).to(cosines.scalar_type());
+  const Tensor sum =
+      inverse ? own * cosines - partner_of(own * sines) : own * cosines + partner_of(own) * sines;
+  const Tensor result = sum.to(t.scalar_type());
   return features == all ? result : at::cat({result, t.narrow(-1, features, all - features)}, -1);
 }
 
@@ -87,29 +121,21 @@ Specs<1> Rotary::shapes(const Args& args) {
   TORCH_CHECK_VALUE(args.features > 0 && args.features % 2 == 0 && args.features <= args.head_dim,
                     "rotary: expected an even number of features to rotate, up to head_dim ",
                     args.head_dim, ", got ", args.features, ". Change rotated_features.");
-  if (args.positions) {
-    const auto sizes = args.positions->sym_sizes(), of_x = x.sym_sizes();
-    const auto rows = of_x.slice(0, of_x.size() - 1);
-    TORCH_CHECK_TYPE(!c10::isComplexType(args.positions->scalar_type()) &&
-                         args.positions->scalar_type() != at::kBool,
-                     "rotary: expected positions that are real numbers, got ",
-                     dtype_name(args.positions->scalar_type()), ". Pass those of the rows of x.");
-    TORCH_CHECK_VALUE(sizes.size() == 1 ? sizes[0] == rows.back()
-                                        : !sizes.empty() && at::is_expandable_to(sizes, rows),
-                      "rotary: expected positions of shape [", rows.back(),
-                      "], or that broadcast to ", rows, ", got ", sizes,
-                      ". Pass one for each row of x.");
-  }
+  TORCH_CHECK_VALUE(args.cosines.has_value() == args.sines.has_value(),
+                    "rotary: expected cosines and sines, or neither, got one of them. Pass both.");
+  if (args.cosines) check_tables(args);
   return {like(x)};
 }
 
 void Rotary::cpu(const Args& args, std::span<Tensor> results) {
   const RowsIn x(args.x);
-  const Tensor angles = angles_of(args), cosines = angles.cos(), sines = angles.sin();
+  const Tables tables = tables_of(args, at::kFloat);
+  const auto rows = args.x.sizes().slice(0, args.x.dim() - 1);
+  const Tensor cosines = repeating(tables.cosines, rows), sines = repeating(tables.sines, rows);
   kernels::cpu::rotary({.x = x,
                         .cosines = cosines.const_data_ptr<float>(),
                         .sines = sines.const_data_ptr<float>(),
-                        .positions = static_cast<size_t>(std::max<int64_t>(angles.size(0), 1)),
+                        .positions = static_cast<size_t>(std::max<int64_t>(cosines.size(0), 1)),
                         .heads = static_cast<size_t>(args.num_heads + args.num_kv_heads),
                         .head_dim = static_cast<size_t>(args.head_dim),
                         .features = static_cast<size_t>(args.features),
@@ -121,15 +147,12 @@ void Rotary::cpu(const Args& args, std::span<Tensor> results) {
 Results<1> Rotary::reference(const Args& args) {
   const Tensor& x = args.x;
   const Heads heads{args.num_heads, args.num_kv_heads, args.head_dim};
-  const auto dtype = statistics(x.scalar_type());
-  Tensor angles = angles_of_features(angles_of(args), args.interleaved).to(dtype);
-  const bool are_by_row = args.positions && args.positions->dim() > 1;
-  angles =
-      are_by_row ? angles.reshape_symint(with_last(x, {1, args.features})) : angles.unsqueeze(-2);
-  if (args.inverse) angles = -angles;
+  const Tables tables = tables_of(args, statistics(x.scalar_type()));
+  const Tensor cosines = tables.cosines.unsqueeze(-2), sines = tables.sines.unsqueeze(-2);
   const Tensor by_head = x.reshape_symint(with_last(x, {heads.all(), heads.head_dim}));
   const int64_t count = heads.num_heads + heads.num_kv_heads;
-  const Tensor y = at::cat({turned(by_head.narrow(-2, 0, count), angles, args.interleaved),
+  const Tensor own = by_head.narrow(-2, 0, count);
+  const Tensor y = at::cat({turned(own, cosines, sines, args.interleaved, args.inverse),
                             by_head.narrow(-2, count, heads.num_kv_heads)},
                            -2);
   return {y.reshape_symint(x.sym_sizes())};

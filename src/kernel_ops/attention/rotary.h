@@ -14,16 +14,22 @@ Tensor rotary_angles(const Tensor& positions, int64_t features, double base);
 /// pair are neighbours or, if not `interleaved`, half of all apart.
 Tensor angles_of_features(const Tensor& angles, bool interleaved);
 
-/// t whose first features are turned by angles_of_features, which broadcast to them; in the dtype
-/// of these, rounded once to that of t.
-Tensor turned(const Tensor& t, const Tensor& angles, bool interleaved);
+/// t whose first features are turned by cosines and sines of the angles of these features, which
+/// broadcast to them; in their dtype, rounded once to that of t. `inverse`: as in Rotary.
+Tensor turned(const Tensor& t, const Tensor& cosines, const Tensor& sines, bool interleaved,
+              bool inverse = false);
 
-/// Queries and keys turned by the angles of their positions, or by minus these; values are copied.
-/// Row s has position s, or positions[..., s].
+/// Queries and keys turned by the angles of their positions; values are copied. The first and
+/// second feature (a, b) of a pair become
+///   (a cosines_a - b sines_a, b cosines_b + a sines_b),
+/// or, `inverse`, by the transpose of that,
+///   (a cosines_a + b sines_b, b cosines_b - a sines_a).
+/// Without tables, these are of the angles of positions 0, 1, ... along the last dimension but one.
 ///
-/// Shapes:  x as Heads says; positions [sequence], or those of x without the last dimension; y
-///          like x. `features` of each head are turned, an even number.
-/// Dtypes:  positions real; angles are float32, arithmetic is float32, float64 where x is, and
+/// Shapes:  x as Heads says; cosines and sines, both or none, alike: of the dimensions of x without
+///          the last one, or what broadcasts to these, and `features`; y like x. `features` of each
+///          head are turned, an even number.
+/// Dtypes:  tables floating; angles are float32, arithmetic is float32, float64 where x is, and
 ///          rounded once; y as x.
 /// Throws:  c10::ValueError for other shapes, c10::TypeError for other dtypes.
 /// Source:  Su et al. 2021, arXiv:2104.09864.
@@ -32,12 +38,12 @@ struct Rotary {
   static constexpr std::array kResults{"y"};
   struct Args {
     const Tensor& x;
-    std::optional<Tensor> positions = {};
+    std::optional<Tensor> cosines = {}, sines = {};
     int64_t num_heads, num_kv_heads, head_dim, features;
     double base;
     bool interleaved, inverse;
-    TANDEM_ARGUMENTS(x, positions, num_heads, num_kv_heads, head_dim, features, base, interleaved,
-                     inverse)
+    TANDEM_ARGUMENTS(x, cosines, sines, num_heads, num_kv_heads, head_dim, features, base,
+                     interleaved, inverse)
   };
   static Specs<1> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);

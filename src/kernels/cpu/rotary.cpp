@@ -17,34 +17,42 @@ HWY_BEFORE_NAMESPACE();
 namespace tandem::kernels::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Of one head: `sign` is that of the sines.
+/// Of one head: (a cos_a - b sin_a, b cos_b + a sin_b). For the inverse the two sines change places
+/// and `sign` is -1.
 template <typename E>
 HWY_INLINE void turn_halves(E element, const typename E::Stored* from, const float* cosines,
-                            const float* sines, float sign, size_t half, typename E::Stored* to) {
+                            const float* sines, bool inverse, size_t half, typename E::Stored* to) {
   const hn::ScalableTag<float> d;
+  const auto sign = hn::Set(d, inverse ? -1.0f : 1.0f);
+  const size_t of_a = inverse ? half : 0, of_b = half - of_a;
   for_each_vector(half, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-    const auto cosine = load_part(Float32{}, d, cosines + i, part),
-               sine = hn::Mul(load_part(Float32{}, d, sines + i, part), hn::Set(d, sign)),
+    const auto sine_a = hn::Mul(load_part(Float32{}, d, sines + of_a + i, part), sign),
+               sine_b = hn::Mul(load_part(Float32{}, d, sines + of_b + i, part), sign),
                a = load_part(element, d, from + i, part),
                b = load_part(element, d, from + half + i, part);
-    store_part(element, d, hn::NegMulAdd(b, sine, hn::Mul(a, cosine)), to + i, part);
-    store_part(element, d, hn::MulAdd(a, sine, hn::Mul(b, cosine)), to + half + i, part);
+    const auto turned_a =
+        hn::NegMulAdd(b, sine_a, hn::Mul(a, load_part(Float32{}, d, cosines + i, part)));
+    const auto turned_b =
+        hn::MulAdd(a, sine_b, hn::Mul(b, load_part(Float32{}, d, cosines + half + i, part)));
+    store_part(element, d, turned_a, to + i, part);
+    store_part(element, d, turned_b, to + half + i, part);
   });
 }
 
 template <typename E>
 HWY_INLINE void turn_neighbours(E element, const typename E::Stored* from, const float* cosines,
-                                const float* sines, float sign, size_t features,
+                                const float* sines, bool inverse, size_t features,
                                 typename E::Stored* to) {
   static_assert(kChunk % 2 == 0, "a pair lies in one chunk");
+  const float sign = inverse ? -1.0f : 1.0f;
   for_each_chunk(features, [&](size_t c, size_t count) HWY_ATTR {
     HWY_ALIGN float values[kChunk];
     widen(element, from + c, count, values);
     for (size_t i = 0; i < count; i += 2) {
-      const float cosine = cosines[(c + i) / 2], sine = sign * sines[(c + i) / 2], a = values[i],
-                  b = values[i + 1];
-      values[i] = a * cosine - b * sine;
-      values[i + 1] = b * cosine + a * sine;
+      const float *const cosine = cosines + c + i, *const sine = sines + c + i;
+      const float a = values[i], b = values[i + 1];
+      values[i] = a * cosine[0] - b * (sign * sine[inverse ? 1 : 0]);
+      values[i + 1] = b * cosine[1] + a * (sign * sine[inverse ? 0 : 1]);
     }
     narrow(element, values, count, to + c);
   });
@@ -60,9 +68,7 @@ void rotary_target(const Rotary& rows) {
   const ConstRows x = rows.x;
   const kernels::Rows y = rows.y;
   if (x.cols == 0) return;
-  const size_t head_dim = rows.head_dim, features = rows.features, half = features / 2,
-               end = rows.heads * head_dim;
-  const float sign = rows.inverse ? -1.0f : 1.0f;
+  const size_t head_dim = rows.head_dim, features = rows.features, end = rows.heads * head_dim;
   const auto grain = static_cast<int64_t>(std::max<size_t>(1, kTaskElements / x.cols));
   with_element(x.element, [&](auto element) HWY_ATTR {
     using E = decltype(element);
@@ -71,13 +77,13 @@ void rotary_target(const Rotary& rows) {
       for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
         const auto* const from = E::at(x.data, r * x.stride);
         auto* const to = E::at(y.data, r * y.stride);
-        const size_t angles = r % rows.positions * half;
+        const size_t angles = r % rows.positions * features;
         const float *const cosine = rows.cosines + angles, *const sine = rows.sines + angles;
         for (size_t c = 0; c < end; c += head_dim) {
           if (rows.interleaved) {
-            turn_neighbours(element, from + c, cosine, sine, sign, features, to + c);
+            turn_neighbours(element, from + c, cosine, sine, rows.inverse, features, to + c);
           } else {
-            turn_halves(element, from + c, cosine, sine, sign, half, to + c);
+            turn_halves(element, from + c, cosine, sine, rows.inverse, features / 2, to + c);
           }
           copy<E>(from + c + features, head_dim - features, to + c + features);
         }
