@@ -32,6 +32,12 @@ class Norm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def turned(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding as model libraries write it out."""
+    first, second = heads[..., : heads.shape[-1] // 2], heads[..., heads.shape[-1] // 2 :]
+    return heads * cosines.unsqueeze(1) + torch.cat((-second, first), -1) * sines.unsqueeze(1)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -40,16 +46,30 @@ class Layer(nn.Module):
         self.gate, self.up = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         h = self.before(x)
         q, k, v = (each(h).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k = turned(q, cosines, sines), turned(k, cosines, sines)
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
         h = self.behind(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def decoder(vocabulary: int = VOCABULARY) -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(vocabulary, HIDDEN), *(Layer() for _ in range(4)), Norm(), nn.Linear(HIDDEN, vocabulary, bias=False))
+class Decoder(nn.Module):
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(vocabulary, HIDDEN), nn.ModuleList(Layer() for _ in range(4))
+        self.norm, self.head = Norm(), nn.Linear(HIDDEN, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, features = self.embedding(ids), HIDDEN // HEADS
+        frequencies = 1 / 10000 ** (torch.arange(0, features, 2).float() / features)
+        angles = torch.arange(ids.shape[1]).float()[None, :, None] * frequencies
+        angles = torch.cat((angles, angles), -1)
+        cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cosines, sines)
+        return self.head(self.norm(x))
 
 
 class WithLoss(nn.Module):
@@ -57,7 +77,7 @@ class WithLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = decoder(CLASSES)
+        self.decoder = Decoder(CLASSES)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.decoder(ids).float().view(-1, CLASSES), ids.view(-1))
@@ -179,12 +199,12 @@ def run() -> str:
     lines = ["backend: unchanged models, forward + backward"]
     dtypes = (torch.float32, torch.bfloat16)[: 1 + has_bfloat16()]
     for dtype in dtypes:
-        model = decoder().to(dtype)
+        model = Decoder().to(dtype)
         lines.append(compared(f"decoder, 4 layers, {str(dtype).removeprefix('torch.')}", model, ids, lambda y: F.cross_entropy(y.float().view(-1, VOCABULARY), ids.view(-1)), 1))
     lines.append(compared(f"with its loss, {CLASSES} classes", WithLoss(), ids, lambda y: y, 1))
     lines.append(compared("policy network, 64 rows", policy(), torch.randn(64, 8), lambda y: y.square().mean(), 20))
     lines += [mixtures(dtype) for dtype in dtypes]
-    model = decoder()
+    model = Decoder()
     first = {backend: min(first_call(model, ids, backend) for _ in range(3)) for backend in ("eager", "tandem")}
     lines.append(f"first call of the decoder      {first['tandem'] / first['eager']:.2f} of the backend that does nothing")
     return "\n".join(lines)

@@ -27,12 +27,12 @@ def test_explain(x):
     own = compiled(model)
     own(x)
     told = tandem.explain(own)
-    assert "8 of 8 products in 2 pipelines" in told
+    assert "8 of 8 products in 1 pipelines" in told
     assert "    silu gate of two products          layers.0.mlp: return lambda m, x: m.down(function(m.gate(x)) * m.up(x))" in told
     page = tandem.explain(own, "html")
-    assert "<td>layers.0.o</td><td><code>x = x + self.o(F.scaled_dot_product_attention(" in page
-    assert page.count("<details>") == 2
-    assert len(json.loads(tandem.explain(own, "json"))) == 2
+    assert "<td>layers.0.o</td><td><code>x = x + self.o(attended(" in page
+    assert page.count("<details>") == 1
+    assert len(json.loads(tandem.explain(own, "json"))) == 1
 
 
 @pytest.mark.parametrize("rest", ["eager", "inductor"])

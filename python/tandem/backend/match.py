@@ -11,10 +11,13 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tandem import ops
+from tandem.backend.attention import ATTENTION
 from tandem.backend.autocast import is_autocast
-from tandem.backend.normalise import Terms, memory_of, users, value_of
+from tandem.backend.normalise import PRODUCTS, Terms, memory_of, users, value_of
 from tandem.backend.patterns import Bound, matches
 from tandem.backend.rows import ROWS, Op, Row, product
+
+TABLE = (*ATTENTION, *ROWS)  # the first row that a node ends is taken
 
 
 class Found(NamedTuple):
@@ -26,6 +29,7 @@ class Found(NamedTuple):
     ops: tuple[Op, ...]
     nodes: frozenset[Node]  # that it stands for, with `outs`
     is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline
+    module: str = ""  # of its products, else of its result
 
     def reads(self) -> Iterator[Node]:
         """All nodes that it needs, `x` first."""
@@ -60,8 +64,8 @@ def find(
     for node in reversed(graph.graph.nodes):
         if node in taken or terms.of(node) is None or terms.same(node) is not node or not isinstance(value_of(node), torch.Tensor):
             continue
-        for row in ROWS:
-            ways, reasons = _ways(row, node, terms, taken)
+        for row in TABLE:
+            ways, reasons = _ways(row, node, terms, taken, recipe_of)
             if any(is_excluded(module_of(each)) for way in ways for each in way.nodes):
                 ways, reasons = [], ["its module is excluded"]
             if ways:
@@ -74,7 +78,7 @@ def find(
     return _joined(found, terms, recipe_of), left
 
 
-def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Found], list[str]]:
+def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Callable[[str], object]) -> tuple[list[Found], list[str]]:
     ways, reasons = [], []
     for bound in matches(row.pattern, node, terms):
         nodes = frozenset((node, *bound["nodes"]))
@@ -83,13 +87,17 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node]) -> tuple[list[Fo
         if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
             reasons += [row.read_inside] if row.read_inside else []
             continue
+        modules = [module_of(each) for each in sorted(nodes, key=terms.order.__getitem__) if terms.kind(each) in PRODUCTS] or [module_of(node)]
+        if any(recipe_of(each) != recipe_of(modules[0]) for each in modules):
+            reasons.append("its products are under several recipes")
+            continue
         made = _refused(node, nodes, bound, terms) or row.ops(bound)
         if not isinstance(made, str):
             made = _refused_ops(node, made, bound, terms) or made
         if isinstance(made, str):
             reasons.append(made)
         else:
-            ways.append(Found(row.name, bound["x"], (node,), made, nodes, memory_of(node) in terms.written_for_others))
+            ways.append(Found(row.name, bound["x"], (node,), made, nodes, memory_of(node) in terms.written_for_others, modules[0]))
     return ways, reasons
 
 
@@ -157,7 +165,7 @@ def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node, (first, *_) in found.items():
         if first.row == "product" and not first.is_written and not any(weight.transposed for _, weight in first.ops[0].weights):
-            name, gradient = module_of(node), (value_of(node).requires_grad, node in terms.with_gradient)
+            name, gradient = first.module, (value_of(node).requires_grad, node in terms.with_gradient)
             groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name), gradient), []).append(node)
     for nodes in groups.values():
         if len(nodes) < 2 or any(terms.depends(read, nodes) for node in nodes for read in found[node][0].reads()):
@@ -170,7 +178,7 @@ def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
         covered = frozenset().union(*(part.nodes for part in parts))
         for node in nodes:
             del found[node]
-        found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), (both,), covered)]
+        found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), (both,), covered, module=parts[0].module)]
     return found
 
 
@@ -182,4 +190,4 @@ def _product_of(parts: Sequence[Found]) -> Op | None:
     return None if isinstance(made, str) or made.refusal() else made
 
 
-__all__ = ["Found", "Left", "find", "module_of"]
+__all__ = ["TABLE", "Found", "Left", "find", "module_of"]

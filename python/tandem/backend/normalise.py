@@ -62,7 +62,12 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("chunk", "a count dim=0", (torch.chunk, "chunk")),
     ("split", "a sizes dim=0", (torch.split, "split")),
     ("cast", "a dtype=None", ("to", "type", "type_as", "float", "half", "bfloat16", "double")),
-    ("view", "a", ("view", "reshape", torch.reshape, "flatten", torch.flatten, "contiguous")),
+    ("view", "a", ("view", "reshape", torch.reshape, "flatten", torch.flatten, "unflatten", torch.unflatten, "contiguous")),
+    ("expand", "a", ("expand", torch.Tensor.expand)),
+    ("unsqueeze", "a dim=0", ("unsqueeze", torch.unsqueeze)),
+    ("neg", "a", (torch.neg, operator.neg, "neg", "__neg__")),
+    ("cat", "tensors dim=0", (torch.cat, torch.concat)),
+    ("attention", "query key value mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False", (F.scaled_dot_product_attention,)),
     ("transpose", "a first=0 second=1", ("t", torch.t, "transpose", torch.transpose)),
 )
 _KINDS: dict[Any, tuple[str, tuple[tuple[str, Any], ...]]] = {}
@@ -164,6 +169,9 @@ def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
             yield node, part
 
 
+PRODUCTS = ("linear", "grouped")  # terms that multiply by a weight
+
+
 class Terms:
     """The terms of a graph."""
 
@@ -192,6 +200,11 @@ class Terms:
     def of(self, node: Any) -> Term | None:
         """What a node computes; None where the vocabulary has no word for it."""
         return self._terms.get(self.same(node)) if isinstance(node, Node) else None
+
+    def kind(self, node: Any) -> str | None:
+        """The name of what a node computes in the vocabulary."""
+        term = self.of(node)
+        return None if term is None else term.kind
 
     def same(self, node: Any) -> Any:
         """The first node that has the numbers, dtype and shape of this one."""
@@ -252,11 +265,17 @@ class Terms:
         if kind in ("addmm", "matmul"):
             return self._product(term, inputs)
         if kind == "view":
-            return self._rows_again(node, inputs[0]) or _flat(node, inputs[0])
+            return self._rows_again(node, inputs[0]) or self._repeated(node, inputs[0]) or _flat(node, inputs[0]) or _by_heads(node, inputs[0])
         if kind == "grouped":
             return self._grouped_product(term, inputs)
+        if kind == "transpose" and {options["first"], options["second"]} == {1, 2} and value_of(inputs[0]).dim() == 4:
+            return Term("swap", inputs)
         if kind == "transpose" and not _turns_matrices(value_of(inputs[0]), options["first"], options["second"]):
             return None
+        if kind == "cat":
+            (tensors,) = inputs
+            last = options["dim"] in (-1, value_of(node).dim() - 1)
+            return Term("cat", tuple(map(self.same, tensors))) if last and isinstance(tensors, (tuple, list)) else None
         return Term(kind, inputs, options)
 
     def _product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
@@ -297,6 +316,29 @@ class Terms:
             return Term("linear", (x, *term.inputs[1:]), term.options, (given, flat))
         return None
 
+    def _repeated(self, node: Node, given: Any) -> Term | None:
+        """Heads [batch, heads, sequence, features], each so many times: copies in a dimension of their own, laid behind it."""
+        copies = self.of(given)
+        alone = self.of(copies.inputs[0]) if copies is not None and copies.kind == "expand" else None
+        if alone is None or alone.kind != "unsqueeze" or alone.options["dim"] != 2:
+            return None
+        base, made, shape = alone.inputs[0], value_of(node), value_of(given).shape
+        if len(shape) != 5 or not has_shape(made, (shape[0], shape[1] * shape[2], *shape[3:])):
+            return None
+        return Term("repeated", (base,), {"times": shape[2]}, (given, copies.inputs[0]))
+
+
+def _by_heads(node: Node, given: Any) -> Term | None:
+    """Features of each row as heads of features, or these as features of a row; or the same in a memory of its own."""
+    shape, made = tuple(value_of(given).shape), value_of(node)
+    if has_shape(made, shape):
+        return Term("laid", (given,))
+    if made.dim() == len(shape) + 1 > 2 and has_shape(made, (*shape[:-1], *made.shape[-2:])) and statically_known_true(made.shape[-2] * made.shape[-1] == shape[-1]):
+        return Term("heads", (given,), {"head_dim": made.shape[-1]})
+    if made.dim() == len(shape) - 1 == 3 and has_shape(made, (*shape[:-2], shape[-2] * shape[-1])):
+        return Term("features", (given,))
+    return None
+
 
 def _flat(node: Node, given: Any) -> Term | None:
     """Rows that are laid one behind the other: all dimensions but the last one in one."""
@@ -335,7 +377,7 @@ def _term(node: Node) -> Term | None:
     if node.op not in ("call_function", "call_method") or target not in _KINDS:
         return None
     kind, parameters = _KINDS[target]
-    if kind in ("cast", "view"):  # what it is made to shows in its example
+    if kind in ("cast", "view", "expand"):  # what it is made to shows in its example
         operand = node.args[0] if node.args else node.kwargs.get("input")
         return Term(kind, (operand,)) if isinstance(operand, Node) else None
     if len(node.args) > len(parameters):
@@ -355,8 +397,8 @@ def number_of(value: Any) -> Any:
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
-_OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight"}
-_RENAMED = {"other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training"}
+_OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight", "tensors", "query", "key", "value", "mask"}
+_RENAMED = {"other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training", "attn_mask": "mask"}
 
 
 def _piece(node: Node) -> Term | None:
@@ -366,7 +408,10 @@ def _piece(node: Node) -> Term | None:
         return None
     made = value_of(node)
     if isinstance(at, tuple) and all(isinstance(each, slice) and each.step in (None, 1) for each in at):
-        return Term("view", (source,))  # the same, where nothing is cut off
+        is_whole = isinstance(made, torch.Tensor) and has_shape(made, tuple(value_of(source).shape))
+        return Term("view", (source,)) if is_whole else None
+    if isinstance(at, tuple) and at.count(None) == 1 and all(each == slice(None) for each in at if each is not None):
+        return Term("unsqueeze", (source,), {"dim": at.index(None)})
     if isinstance(at, tuple) and at and at[0] is Ellipsis and len(at) == 2 and isinstance(at[1], slice):
         whole, last = source, at[1]
         if last.step not in (None, 1):
@@ -412,4 +457,4 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "is_of_model", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]
+__all__ = ["PRODUCTS", "Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "is_of_model", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]

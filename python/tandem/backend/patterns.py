@@ -86,10 +86,40 @@ class Call(Pattern):
         if any(term.options.get(name) != value for name, value in self.options.items()):
             return
         free = {name: value for name, value in term.options.items() if name not in self.options}
+        if any(name in bound and bound[name] != value for name, value in free.items()):
+            return
         bound = {**bound, "nodes": (*bound["nodes"], terms.same(node), *term.covers), **free}
         orders = [term.inputs, term.inputs[::-1]] if self.kind in ("add", "mul") else [term.inputs]
         for order in orders:
             yield from _all(list(zip(self.inputs, order, strict=True)), terms, bound)
+
+
+class Columns(Pattern):
+    """Columns of a value; the numbers of the first one and of the one behind the last get a name."""
+
+    def __init__(self, name: str, of: Pattern) -> None:
+        self.name, self.of = name, of
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        term = terms.of(node)
+        if term is None or term.kind != "piece":
+            return
+        source, columns = node.args[0], (term.options["begin"], term.options["end"])  # the node that cut it off, where one does
+        if bound.get(self.name, columns) == columns:
+            nodes = (terms.same(node), source) if terms.same(source) is not terms.same(term.inputs[0]) else (terms.same(node),)
+            yield from self.of.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], *nodes), self.name: columns})
+
+
+class Unsqueezed(Pattern):
+    """A tensor that gets a name, in the graph with a dimension for heads, which is not counted as a node of the formula: others may read it."""
+
+    def __init__(self, name: str) -> None:
+        self.tensor = Var(name)
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        term = terms.of(node)
+        if term is not None and term.kind == "unsqueeze" and term.options["dim"] == 1 and value_of(node).dim() == 4:
+            yield from self.tensor.match(term.inputs[0], terms, bound)
 
 
 class Wide(Pattern):
@@ -152,4 +182,4 @@ def matches(pattern: Pattern, node: Node, terms: Terms) -> Iterator[Bound]:
     yield from pattern.match(node, terms, {"nodes": (), "roundings": ()})
 
 
-__all__ = ["Bound", "Either", "Number", "Optional", "Pattern", "Rounded", "Var", "Wide", "call", "matches"]
+__all__ = ["Bound", "Columns", "Either", "Number", "Optional", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide", "call", "matches"]

@@ -244,7 +244,7 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
     replaced = {node for region in found for node in region.nodes()}
     for node in reversed(graph.graph.nodes):
         is_new = node not in terms.order  # a pipeline, or one of its results
-        if not node.users and (is_new or terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind == "transpose")):
+        if not node.users and (is_new or terms.same(node) in replaced or ((term := terms.of(node)) is not None and term.kind in ("transpose", "unsqueeze"))):
             graph.graph.erase_node(node)
     _in_order(graph)
     graph.graph.lint()

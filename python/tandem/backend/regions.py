@@ -56,7 +56,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
     owner: dict[Node, Region] = {}
     for node in sorted(found, key=terms.order.__getitem__):
         ways = found[node]
-        recipe = recipe_of(module_of(ways[0].outs[0]))
+        recipe = recipe_of(ways[0].module)
         for way in sorted(ways, key=lambda way: -terms.order[way.x]):  # the residual is older than what is added to it
             region = owner.get(way.x)
             if region is None or region.last.is_written or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
@@ -75,7 +75,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             made.append(region)
         for each in region.last.nodes | {*region.last.outs}:
             owner[each] = region
-    return [trimmed for region in made if (trimmed := _trimmed(region)) is not None]
+    return [part for region in made if (trimmed := _trimmed(region)) is not None for part in _by_attention(trimmed, terms)]
 
 
 def _products(*found: Found) -> set[object]:
@@ -88,6 +88,23 @@ def _trimmed(region: Region) -> Region | None:
     while region.found and region.found[0].row in WORTH_NO_PIPELINE:
         region.found.pop(0)
     return region if region.found else None
+
+
+def _by_attention(region: Region, terms: Terms) -> list[Region]:
+    """A region for each attention, cut behind the residual sum before it, so that gradients of a layer are there, and memory is free, before those of the layer before."""
+    begins, attention = [0], 0
+    for at, each in enumerate(region.found):
+        if any(op.make is ops.Attention for op in each.ops):
+            sums = [before for before in range(begins[-1] + 1, at + 1) if region.found[before - 1].row == "sum"]
+            if attention and sums:
+                begins.append(sums[-1])
+            attention += 1
+    parts = []
+    for begin, end in zip(begins, [*begins[1:], len(region.found)], strict=True):
+        part = Region(region.found[begin], terms, region.recipe)
+        part.found += region.found[begin + 1 : end]
+        parts.append(part)
+    return parts
 
 
 def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) -> bool:

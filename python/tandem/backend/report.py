@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem import ops
 from tandem.backend.match import Left, module_of
-from tandem.backend.normalise import Terms, is_of_model, value_of
+from tandem.backend.normalise import PRODUCTS, Terms, is_of_model, value_of
 from tandem.backend.options import Options
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
@@ -108,7 +108,7 @@ def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
     if node.op not in ("call_function", "call_method") or terms.same(node) is not node:
         return None
     term = terms.of(node)
-    if term is None or term.kind not in ("linear", "grouped") or term.covers:  # the product whose rows are laid flat is a node of its own
+    if term is None or term.kind not in PRODUCTS or term.covers:  # the product whose rows are laid flat is a node of its own
         return None
     seen: set[Node] = set()
     ahead = [term.inputs[1]]

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tandem import ops
 from tandem.backend.normalise import fixed, has_shape, value_of
-from tandem.backend.patterns import Bound, Either, Number, Optional, Pattern, Rounded, Var, Wide, call
+from tandem.backend.patterns import Bound, Columns, Either, Number, Optional, Pattern, Rounded, Var, Wide, call
 
 
 class Weight(NamedTuple):
@@ -193,21 +193,6 @@ def _gated_halves(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
     return build
 
 
-class _Piece(Pattern):
-    """Columns of a value, which get a name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def match(self, node: Any, terms: Any, bound: Bound) -> Any:
-        term = terms.of(node)
-        if term is not None and term.kind == "piece":
-            source = node.args[0]  # the node that cut it off, where one does
-            nodes = (terms.same(node), source) if terms.same(source) is not terms.same(term.inputs[0]) else (terms.same(node),)
-            covered = {**bound, "nodes": (*bound["nodes"], *nodes), self.name: (term.options["begin"], term.options["end"])}
-            yield from x.match(term.inputs[0], terms, covered)
-
-
 class Activation(NamedTuple):
     name: str
     of: Callable[[Pattern], Pattern]
@@ -261,7 +246,7 @@ _head = call("linear", x, Var("weight", 2), Optional(Var("bias", 1)))
 _made_logits = Either(call("tanh", Wide(_head) * Number("over_cap")) * Number("cap"), _head)
 _logits = Wide(Either(call("flat", Wide(_made_logits)), _made_logits))
 
-ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
+ROWS: tuple[Row, ...] = (
     Row(
         "cross_entropy of a product",
         call("cross_entropy", _logits, Var("target"), Optional(Var("class_weight", 1))),
@@ -270,7 +255,7 @@ ROWS: tuple[Row, ...] = (  # the first that a node ends is taken
     ),
     *(Row(each.name, each.of(x), _of(Op(each.op))) for each in ACTIVATIONS if each.op),
     *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, _gated_products(each.gated)) for each in ACTIVATIONS if each.gated),
-    *(Row(f"{each.name} gate of halves", each.of(_Piece("first")) * _Piece("second"), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
+    *(Row(f"{each.name} gate of halves", each.of(Columns("first", x)) * Columns("second", x), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
     Row("rms_norm", call("rms_norm", x, Optional(Var("weight", 1))), _norm(ops.RMSNorm, False)),
     Row("rms_norm written out, 1 + weight", Rounded(Rounded(_of_unit_size, "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
     Row("rms_norm written out", Rounded(Rounded(_of_unit_size, name="rounded") * _weight), _norm(ops.RMSNorm, False)),

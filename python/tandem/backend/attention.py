@@ -1,0 +1,86 @@
+"""Rows of attention: from queries, keys and values, side by side or as products of one x, to what their heads attend to, side by side again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem import ops
+from tandem.backend.normalise import fixed, value_of
+from tandem.backend.patterns import Bound, Columns, Either, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
+from tandem.backend.rows import Op, Row, product, x
+
+_NAMES = ("query", "key", "value")
+
+
+def _turned(heads: Pattern) -> Pattern:
+    """heads * cosines + [-second half, first half] * sines, of all features of a head or of the first ones."""
+
+    def of(own: Pattern) -> Pattern:
+        partner = call("cat", call("neg", Columns("second", own)), Columns("first", own))
+        return Wide(own) * Unsqueezed("cosines") + partner * Unsqueezed("sines")
+
+    return Either(Rounded(of(Wide(heads))), call("cat", Rounded(of(Wide(Columns("turned", heads)))), Columns("passed", heads)))
+
+
+def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
+    """What heads of these rows attend to, as rows."""
+    query, key, value = (call("swap", call("heads", rows)) for rows in (query, key, value))
+    query, key = Either(_turned(query), query), Either(_turned(key), key)
+    shared = (Either(call("repeated", each), each) for each in (key, value))
+    attended = call("swap", call("attention", query, *shared, Optional(Var("mask")), dropout_p=0.0))
+    return call("features", Either(call("laid", attended), attended))
+
+
+def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
+    """Rotary embedding, where there is one, and attention, of rows with so many columns of queries, keys and values."""
+    head_dim, scale = fixed(bound["head_dim"]), bound["scale"]
+    if head_dim is None or any(not isinstance(each, int) or each % head_dim for each in columns):
+        return "the sizes of its heads are not fixed"
+    query, key, value = (each // head_dim for each in columns)
+    if key != value or query != key * bound.get("times", query // key if bound["enable_gqa"] else 1):
+        return "its heads of keys and values are not shared evenly"
+    if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
+        return "its scale is no positive number"
+    heads = {"num_heads": query, "head_dim": head_dim, "num_kv_heads": key}
+    mask = bound["mask"]
+    options = {**heads, "causal": bound["is_causal"], "scale": scale or 0.0, "mask": mask is not None}
+    attention = Op(ops.Attention, options, extras=() if mask is None else (mask,))
+    if "cosines" not in bound:
+        return (attention,)
+    begin, end = bound.get("turned", (0, head_dim))
+    if begin != 0 or bound.get("passed", (end, head_dim)) != (end, head_dim) or (bound["first"], bound["second"]) != ((0, end // 2), (end // 2, end)):
+        return "its pairs of features are not half of what is turned apart"
+    tables = (bound["cosines"], bound["sines"])
+    if any(value_of(each).requires_grad for each in tables):
+        return "its angles want a gradient"
+    return Op(ops.Rotary, {**heads, "rotated_features": end, "tables": True}, extras=tables), attention
+
+
+def _of_products(bound: Bound) -> tuple[Op, ...] | str:
+    made = product(bound, tuple(f"{name}_" for name in _NAMES))
+    if isinstance(made, str):
+        return made
+    steps = _steps(bound, [*made.options["parameters_split"].values()])
+    return steps if isinstance(steps, str) else (made, *steps)
+
+
+def _of_one(bound: Bound) -> tuple[Op, ...] | str:
+    ends = [0, *(bound[name][1] for name in _NAMES)]
+    if any(bound[name][0] != begin for name, begin in zip(_NAMES, ends, strict=False)) or ends[-1] != fixed(value_of(bound["x"]).shape[-1]):
+        return "its queries, keys and values do not stand one behind the other"
+    return _steps(bound, [end - begin for begin, end in zip(ends, ends[1:], strict=False)])
+
+
+_READ_INSIDE = "others read what lies inside, as a cache reads keys and values"
+ATTENTION: tuple[Row, ...] = (
+    Row(
+        "attention of products of one x",
+        _attended(*(call("linear", x, Var(f"{name}_weight", 2), Optional(Var(f"{name}_bias", 1))) for name in _NAMES)),
+        _of_products,
+        _READ_INSIDE,
+    ),
+    Row("attention", _attended(*(Columns(name, x) for name in _NAMES)), _of_one, _READ_INSIDE),
+)
+
+
+__all__ = ["ATTENTION"]

@@ -1,0 +1,214 @@
+"""The backend of torch.compile: rotary embedding and attention, in the ways in which model libraries write them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tandem
+from tandem import recipe
+from tandem.backend import backend, report
+
+HEADS, DIM, LENGTH = 4, 8, 6
+HIDDEN = HEADS * DIM
+
+
+def heads_of(rows):
+    return rows.view(*rows.shape[:-1], -1, DIM).transpose(1, 2)
+
+
+def rotate_half(t):
+    return torch.cat((-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]), dim=-1)
+
+
+def turned(t, cosines, sines):
+    return t * cosines.unsqueeze(1) + rotate_half(t) * sines.unsqueeze(1)
+
+
+def turned_in_float32(t, cosines, sines):
+    return turned(t.float(), cosines, sines).to(t.dtype)
+
+
+def turned_at_first(t, cosines, sines):
+    """Some of the features."""
+    own = cosines.shape[-1]
+    return torch.cat((turned(t[..., :own], cosines, sines), t[..., own:]), dim=-1)
+
+
+def repeated(t, times):
+    """Keys or values, each for so many queries."""
+    batch, heads, length, dim = t.shape
+    return t[:, :, None, :, :].expand(batch, heads, times, length, dim).reshape(batch, heads * times, length, dim)
+
+
+def tables(features=DIM, batch=1):
+    angles = torch.arange(LENGTH).float()[:, None] / 100 ** (torch.arange(0, features, 2) / features) + torch.arange(batch)[:, None, None]
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """Self-attention, its products apart or in one, with a step for queries and keys and one for keys and values."""
+
+    def __init__(self, kv=HEADS, fused=False, bias=False, turn=None, repeats=False, laid=True, **options):
+        super().__init__()
+        self.kv, self.turn, self.repeats, self.laid, self.options = kv, turn, repeats, laid, options
+        sizes = [HIDDEN, kv * DIM, kv * DIM]
+        self.sizes = sizes
+        self.qkv = nn.ModuleList(nn.Linear(HIDDEN, size, bias=bias) for size in ([sum(sizes)] if fused else sizes))
+        self.o = nn.Linear(HIDDEN, HIDDEN, bias=bias)
+
+    def heads(self, x, *turning):
+        rows = self.qkv[0](x).split(self.sizes, -1) if len(self.qkv) == 1 else [each(x) for each in self.qkv]
+        q, k, v = map(heads_of, rows)
+        return (self.turn(q, *turning), self.turn(k, *turning), v) if self.turn else (q, k, v)
+
+    def forward(self, x, *turning, mask=None):
+        q, k, v = self.heads(x, *turning)
+        if self.repeats:
+            k, v = (repeated(t, HEADS // self.kv) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options).transpose(1, 2)
+        return self.o((y.contiguous() if self.laid else y).reshape(*x.shape[:-1], -1))
+
+
+def compared(model, x, *more, tolerance=1e-5, options=None, **named):
+    """The ops that a model becomes; its results and gradients are those of eager."""
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    call = torch.compile(own, backend=backend, options={"verify": True, **(options or {})})
+    one, other = (x.clone().requires_grad_() for _ in range(2))
+    y, want = call(one, *more, **named), model(other, *more, **named)
+    y.float().square().sum().backward()
+    want.float().square().sum().backward()
+    for got, right in ((y, want), (one.grad, other.grad), *zip((p.grad for p in own.parameters()), (p.grad for p in model.parameters()), strict=True)):
+        torch.testing.assert_close(got, right, rtol=tolerance, atol=tolerance * max(right.abs().max().item(), 1))
+    return [op for each in report.reports_of(own) for piece in each.pieces for op in piece.ops], tandem.explain(own)
+
+
+PLAIN, ROTATED = ["Linear", "Attention", "Linear"], ["Linear", "Rotary", "Attention", "Linear"]
+CASES = {
+    "plain": (Attention(laid=False), [], {}, PLAIN),
+    "causal, with biases": (Attention(bias=True, is_causal=True), [], {}, PLAIN),
+    "scaled": (Attention(scale=0.3), [], {}, PLAIN),
+    "rotary": (Attention(turn=turned, is_causal=True), tables(), {}, ROTATED),
+    "rotary, each row its own": (Attention(turn=turned), tables(batch=2), {}, ROTATED),
+    "rotary in float32": (Attention(turn=turned_in_float32), tables(), {}, ROTATED),
+    "rotary of some features": (Attention(turn=turned_at_first), tables(4), {}, ROTATED),
+    "shared keys": (Attention(kv=2, turn=turned, enable_gqa=True, is_causal=True), tables(), {}, ROTATED),
+    "repeated keys": (Attention(kv=2, turn=turned, repeats=True), tables(), {}, ROTATED),
+    "one key": (Attention(kv=1, repeats=True), [], {}, PLAIN),
+    "a mask": (Attention(turn=turned), tables(), {"mask": torch.ones(2, 1, LENGTH, LENGTH).tril().bool()}, ROTATED),
+    "a mask that is added": (Attention(), [], {"mask": torch.randn(2, 1, LENGTH, LENGTH)}, PLAIN),
+    "one product": (Attention(fused=True, bias=True), [], {}, PLAIN),
+    "one product, rotary, shared keys": (Attention(kv=2, fused=True, turn=turned_at_first, repeats=True, is_causal=True), tables(4), {}, ROTATED),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_ways_of_writing(case, dtype):
+    model, given, named, expected = CASES[case]
+    torch.manual_seed(0)
+    x = torch.randn(2, LENGTH, HIDDEN).to(dtype)
+    in_float32 = model.turn is turned_in_float32
+    given = [each if in_float32 else each.to(dtype) for each in given]
+    named = {name: each if each.dtype == torch.bool else each.to(dtype) for name, each in named.items()}
+    found, _ = compared(copy.deepcopy(model).to(dtype), x, *given, tolerance=1e-5 if dtype == torch.float32 else 4e-2, **named)
+    assert found == expected
+
+
+class Reading(Attention):
+    """Its keys are a result, as a cache's are."""
+
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)) + k.sum()
+
+
+class Uneven(Attention):
+    def heads(self, x, *turning):
+        a, b, c = map(heads_of, self.qkv[0](x).chunk(3, -1))
+        return c, b, a  # values, keys, queries
+
+
+class OtherPairs(Attention):
+    def heads(self, x, *turning):
+        q, k, v = super().heads(x)
+        third = lambda t: t * turning[0].unsqueeze(1) + torch.cat((-t[..., 2:], t[..., :2]), -1) * turning[1].unsqueeze(1)  # noqa: E731
+        return third(q), third(k), v
+
+
+LEFT = {
+    "a cache": (Reading(turn=turned), tables(), "others read what lies inside, as a cache reads keys and values"),
+    "values before queries": (Uneven(fused=True), [], "its queries, keys and values do not stand one behind the other"),
+    "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
+    "angles that are learnt": (Attention(turn=turned), [each.requires_grad_() for each in tables()], "its angles want a gradient"),
+    "a negative scale": (Attention(scale=-0.5), [], "its scale is no positive number"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case):
+    model, given, reason = LEFT[case]
+    found, text = compared(model, torch.randn(2, LENGTH, HIDDEN), *given)
+    assert "Attention" not in found
+    assert reason in text
+
+
+def test_dropout_inside_of_attention_is_left():
+    torch._dynamo.reset()
+    model = Attention(dropout_p=0.5)
+    own = torch.compile(model, backend=backend)
+    x = torch.randn(2, LENGTH, HIDDEN)
+    torch.manual_seed(0)
+    y = own(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, model(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.attentions = nn.ModuleList(Attention(turn=turned, is_causal=True) for _ in range(count))
+        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(count))
+
+    def forward(self, x, *turning):
+        for norm, attention in zip(self.norms, self.attentions, strict=True):
+            x = x + attention(norm(x), *turning)
+        return x
+
+
+def test_each_attention_is_in_a_pipeline_of_its_own():
+    """So that gradients of a layer are there before those of the one before it."""
+    _, text = compared(Layers(3), torch.randn(2, LENGTH, HIDDEN), *tables())
+    assert text.count("RMSNorm, Linear, Rotary, Attention, Linear, AddExtraInput\n") == 3
+    assert "12 of 12 products in 3 pipelines" in text
+
+
+def test_any_length_by_one_graph():
+    torch._dynamo.reset()
+    model, graphs = Layers(1), []
+    call = torch.compile(model, backend=lambda *given, **named: graphs.append(1) or backend(*given, **named), dynamic=True)
+    for batch, length in ((2, 6), (3, 5), (4, 3)):
+        x, turning = torch.randn(batch, length, HIDDEN), [each[0, :length].clone()[None] for each in tables()]
+        torch.testing.assert_close(call(x, *turning), model(x, *turning))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("names", ["attentions.*.qkv.*", "attentions.0.qkv.0"])
+def test_a_recipe_of_names_asks_for_those_of_products(names):
+    """Not of the module that attends to what they make; products under several recipes stay apart."""
+    import fnmatch
+
+    chosen = lambda name: recipe.MXFP8BlockScaling() if fnmatch.fnmatchcase(name, names) else None  # noqa: E731
+    torch._dynamo.reset()
+    model = Layers(1)
+    call = torch.compile(copy.deepcopy(model), backend=backend, options={"recipe": chosen})
+    x = torch.randn(32 // LENGTH + 1, LENGTH, HIDDEN)
+    y, want = call(x, *tables()), model(x, *tables())
+    assert 1e-4 < (y - want).abs().max() < 0.3
+    assert ("Linear, Rotary, Attention" in tandem.explain(call)) == (names == "attentions.*.qkv.*")
+    if "Rotary" not in tandem.explain(call):
+        assert "its products are under several recipes" in tandem.explain(call)
