@@ -20,7 +20,7 @@ from differential.reference import LARGEST_FLOAT16, UNIT, Reference, Valued
 ROUNDINGS = 4  # roundings of the coarsest dtype that need no further look: ops of a pipeline and their sums
 SPREAD = 8  # of the largest of SAMPLES noisy runs: their roundings are random, those of kernels need not be
 UNTOLD = 5  # elements of masks that are tried in all ways
-SAMPLES, MORE_SAMPLES = 6, 80  # the second where the first do not explain it: at kinks and between codes few runs tell little
+SAMPLES = (range(6), range(6, 80), range(80, 640))  # each where those before do not explain it: at kinks and between codes few runs tell little
 
 UNWRITABLE = "a tensor that an in-place sum may not write"
 
@@ -177,7 +177,7 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
             expected.append((f"gradient of {built.names[i]}", outcome.grads[i], grads[i]))
     failed = [
         n for n, (name, actual, wanted) in enumerate(expected)
-        if not _is_close(actual, wanted, _unit(built, mode) * ROUNDINGS)
+        if not _is_close(actual, wanted, _unit(built, mode) * ROUNDINGS, _least(built))
     ]
     for n in failed:
         name, actual, wanted = expected[n]
@@ -191,11 +191,11 @@ def _judge_numbers(built: Built, case: Case, outcome: Outcome, reference: Refere
 
 def _unexplained(expected: list, failed: list[int], spreads_of: Callable[[range], list[float]]) -> tuple[str, str] | None:
     """The first of the `failed` that lies farther off than random roundings explain: its name and by how much."""
-    spreads: list[float] = []
-    for samples in (range(SAMPLES), range(SAMPLES, MORE_SAMPLES)):
+    spreads = [0.0] * len(expected)
+    for samples in SAMPLES:
         if not failed:
             return None
-        spreads = spreads_of(samples)
+        spreads = [*map(max, spreads, spreads_of(samples))]
         failed = [n for n in failed if not _distance(*expected[n][1:]) <= SPREAD * spreads[n]]
     for n in failed:
         name, actual, wanted = expected[n]
@@ -237,11 +237,19 @@ def _largest(wanted: torch.Tensor | None) -> float:
     return 0.0 if wanted is None or wanted.numel() == 0 else wanted.detach().double().abs().max().item()
 
 
-def _is_close(actual: torch.Tensor | None, wanted: torch.Tensor | None, bound: float) -> bool:
-    least = 0.0  # what rounding to the least numbers of the dtype may take away
-    if actual is not None and actual.is_floating_point():
-        least = 2 * torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
-    return _distance(actual, wanted) <= bound * _largest(wanted) + least
+def _is_close(actual: torch.Tensor | None, wanted: torch.Tensor | None, bound: float, least: float) -> bool:
+    own = actual is not None and actual.is_floating_point()
+    return _distance(actual, wanted) <= bound * _largest(wanted) + max(least, _least_of(actual.dtype) if own else 0.0)
+
+
+def _least_of(dtype: torch.dtype) -> float:
+    """What rounding to the least numbers of a dtype may take away."""
+    return 2 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _least(built: Built) -> float:
+    """The same of the operands: gradients pass through their dtypes. Those of float16 are large, and left to the spread."""
+    return max((_least_of(leaf.dtype) for leaf in built.leaves if leaf.is_floating_point() and leaf.dtype != torch.float16), default=0.0)
 
 
 def _unit(built: Built, mode: Case) -> float:
@@ -260,7 +268,7 @@ def compare_outcomes(built: Built, case: Case, a: Outcome, b: Outcome, what: str
     factors = [1.0] * len(a.outputs)
     expected = [(f"output {i}", x, y) for i, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True))]
     expected += [(f"gradient of {built.names[i]}", a.grads[i], b.grads[i]) for i in a.asked]
-    failed = [n for n, (_, x, y) in enumerate(expected) if not _is_close(x, y, ROUNDINGS * _unit(built, mode))]
+    failed = [n for n, (_, x, y) in enumerate(expected) if not _is_close(x, y, ROUNDINGS * _unit(built, mode), _least(built))]
     if not failed:
         return Verdict("right")
     reference, values = _references(built, mode, a)

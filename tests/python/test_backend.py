@@ -330,6 +330,20 @@ def test_autocast(x):
     assert result.dtype == expected.dtype == torch.bfloat16
     assert_close(result, expected, rtol=5e-2, atol=5e-2)
     result.sum().backward()
+    assert ops_of(own) == [LAYER, [*LAYER, "RMSNorm", "Linear"]], "sums promote, as residuals are float32"
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("added", [torch.float32, torch.float64, torch.int64])
+def test_sums_promote(own, added):
+    product = linear().to(own)
+    model, other = Calls(lambda m, x: product(x.to(own)).relu() + (x * 100).to(added)), torch.randn(4, HIDDEN)
+    tandem_model = compiled(model, verify=True)
+    y, want = tandem_model(other), model(other)
+    assert y.dtype == want.dtype
+    assert_close(y, want)
+    gradients = [torch.autograd.grad(each.sum(), product.weight)[0] for each in (y, want)]
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("low", [None, recipe.DelayedScaling(), recipe.MXFP8BlockScaling()], ids=["no recipe", "DelayedScaling", "MXFP8BlockScaling"])

@@ -136,10 +136,11 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -
         is_cast = is_autocast(node) and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
         if len(dtypes) > 1 and not is_cast:  # torch's own error comes
             return f"its x is {value_of(x).dtype}, and its weight {made[0].options['dtype']}"
+    dtype = value_of(x).dtype
     if made[0].make is ops.LinearCrossEntropy:
         dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
-    else:
-        dtype = value_of(x).dtype
+    elif made[0].make is ops.AddExtraInput:
+        dtype = torch.promote_types(dtype, value_of(made[0].extras[0]).dtype)
     if made[0].make is not ops.Linear and value_of(node).dtype != dtype:  # a product has the dtype of autocast
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
     if not made[0].weights and memory_of(x) in terms.written_for_others:

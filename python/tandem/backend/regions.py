@@ -1,9 +1,9 @@
-"""Chains what was found into regions, each of which becomes one pipeline: along the residual stream from what comes out of one attention to the products
-that go into the next."""
+"""Chains what was found into regions, each of which becomes one pipeline: along the residual stream, each with one attention at most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from torch.fx import Node
@@ -18,10 +18,9 @@ WORTH_NO_PIPELINE = {"scale", "dropout", "bias", "sum"}  # rows that alone are a
 class Region:
     """What becomes one pipeline, in order."""
 
-    def __init__(self, first: Found, terms: Terms, recipe: Any) -> None:
-        self.found = [first]
-        self.recipe = recipe
-        self.stretch = terms.stretch(first.outs[0])
+    def __init__(self, found: list[Found], terms: Terms, recipe: Any) -> None:
+        self.found, self.recipe = found, recipe
+        self.stretch = terms.stretch(found[0].outs[0])
 
     @property
     def x(self) -> Node:
@@ -71,7 +70,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
                     region.recipe = recipe
                 break
         else:
-            region = Region(max(ways, key=lambda way: terms.order[way.x]), terms, recipe)
+            region = Region([max(ways, key=lambda way: terms.order[way.x])], terms, recipe)
             made.append(region)
         for each in region.last.nodes | {*region.last.outs}:
             owner[each] = region
@@ -92,19 +91,10 @@ def _trimmed(region: Region) -> Region | None:
 
 def _by_attention(region: Region, terms: Terms) -> list[Region]:
     """A region for each attention, cut behind the residual sum before it, so that gradients of a layer are there, and memory is free, before those of the layer before."""
-    begins, attention = [0], 0
-    for at, each in enumerate(region.found):
-        if any(op.make is ops.Attention for op in each.ops):
-            sums = [before for before in range(begins[-1] + 1, at + 1) if region.found[before - 1].row == "sum"]
-            if attention and sums:
-                begins.append(sums[-1])
-            attention += 1
-    parts = []
-    for begin, end in zip(begins, [*begins[1:], len(region.found)], strict=True):
-        part = Region(region.found[begin], terms, region.recipe)
-        part.found += region.found[begin + 1 : end]
-        parts.append(part)
-    return parts
+    begins, attentions = [0], [at for at, each in enumerate(region.found) if any(op.make is ops.Attention for op in each.ops)]
+    for before, at in pairwise(attentions):
+        begins += [behind for behind in range(at, before, -1) if region.found[behind - 1].row == "sum"][:1]
+    return [Region(region.found[begin:end], terms, region.recipe) for begin, end in pairwise([*begins, None])]
 
 
 def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) -> bool:

@@ -132,8 +132,8 @@ def _bias(bound: Bound) -> tuple[Op, ...] | str:
 
 def _sum(bound: Bound) -> tuple[Op, ...] | str:
     value, added = value_of(bound["x"]), value_of(bound["other"])
-    if value.dtype != added.dtype or value.device != added.device or not has_shape(added, tuple(value.shape)):
-        return "its operands have other shapes or dtypes than each other"
+    if value.device != added.device or not has_shape(added, tuple(value.shape)) or not added.is_floating_point():
+        return "its operands have other shapes or kinds of dtypes than each other"
     return (Op(ops.AddExtraInput, extras=(bound["other"],)),)
 
 
