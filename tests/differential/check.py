@@ -16,6 +16,8 @@ def check(case: Case) -> Verdict:
     built = build(case)
     outcome = execute(built, case)
     verdict = judge(built, case, outcome)
+    if verdict.status == "wrong" and mode.get("backend") == "inductor" and any(map(_inductor_misreads, built.leaves)):
+        return Verdict("skipped", "Inductor misreads rows of an operand")
     negated = any(leaf.is_neg() for leaf in built.leaves)  # these take another path, on which sums have another order
     if verdict.status == "right" and "budget" in mode and not negated:
         found = _same_bits(built, outcome, {**case, "mode": {key: value for key, value in mode.items() if key != "budget"}})
@@ -28,6 +30,18 @@ def check(case: Case) -> Verdict:
     if verdict.status != "right" or mode.get("recipe") is None:
         return verdict
     return _check_against_itself(case, verdict)
+
+
+def _inductor_misreads(operand: torch.Tensor) -> bool:
+    """Whether compiled code of torch alone takes other rows out of an operand: it does of [2, 1, 3, 33] with strides (100, 100, 1, 3)."""
+    x = operand.detach()
+    if x.dim() < 3 or x.numel() == 0 or not x.is_floating_point():
+        return False
+    return not torch.allclose(torch.compile(_rows, backend="inductor")(x), _rows(x), rtol=0, atol=0, equal_nan=True)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]) * 2
 
 
 def _same_bits(built: Built, outcome: Outcome, unlimited: Case) -> Verdict:

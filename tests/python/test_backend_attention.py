@@ -73,16 +73,48 @@ class Attention(nn.Module):
         return self.o((y.contiguous() if self.laid else y).reshape(*x.shape[:-1], -1))
 
 
+class Caching(Attention):
+    """Keys and values go into a cache, in which there are none yet, and are results."""
+
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        k, v = (torch.cat([torch.tensor([], dtype=each.dtype), each], dim=-2) for each in (k, v))
+        keys, values = (repeated(each, HEADS // self.kv) for each in (k, v)) if self.repeats else (k, v)
+        y = F.scaled_dot_product_attention(q, keys, values, **self.options).transpose(1, 2).reshape(x.shape)
+        return self.o(y), k, v
+
+
+class Reading(Attention):
+    """Its keys are read beside attention."""
+
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)), k * 2
+
+
+class ReadingQueries(Attention):
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)) + q.sum()
+
+
+class MaskedByKeys(Attention):
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=k.sum((1, 2, 3), keepdim=True)).transpose(1, 2).reshape(x.shape))
+
+
 def compared(model, x, *more, tolerance=1e-5, options=None, **named):
     """The ops that a model becomes; its results and gradients are those of eager."""
     torch._dynamo.reset()
     own = copy.deepcopy(model)
     call = torch.compile(own, backend=backend, options={"verify": True, **(options or {})})
     one, other = (x.clone().requires_grad_() for _ in range(2))
-    y, want = call(one, *more, **named), model(other, *more, **named)
-    y.float().square().sum().backward()
-    want.float().square().sum().backward()
-    for got, right in ((y, want), (one.grad, other.grad), *zip((p.grad for p in own.parameters()), (p.grad for p in model.parameters()), strict=True)):
+    ys, wants = call(one, *more, **named), model(other, *more, **named)
+    ys, wants = (each if isinstance(each, tuple) else (each,) for each in (ys, wants))
+    for results in (ys, wants):
+        sum(result.float().square().sum() for result in results).backward()
+    for got, right in (*zip(ys, wants, strict=True), (one.grad, other.grad), *zip((p.grad for p in own.parameters()), (p.grad for p in model.parameters()), strict=True)):
         torch.testing.assert_close(got, right, rtol=tolerance, atol=tolerance * max(right.abs().max().item(), 1))
     return [op for each in report.reports_of(own) for piece in each.pieces for op in piece.ops], tandem.explain(own)
 
@@ -102,6 +134,9 @@ CASES = {
     "a mask": (Attention(turn=turned), tables(), {"mask": torch.ones(2, 1, LENGTH, LENGTH).tril().bool()}, ROTATED),
     "a mask that is added": (Attention(), [], {"mask": torch.randn(2, 1, LENGTH, LENGTH)}, PLAIN),
     "one product": (Attention(fused=True, bias=True), [], {}, PLAIN),
+    "a cache": (Caching(turn=turned, is_causal=True), tables(), {}, ROTATED),
+    "a cache of repeated keys": (Caching(kv=2, turn=turned, repeats=True), tables(), {}, ROTATED),
+    "keys that others read": (Reading(), [], {}, PLAIN),
     "one product, rotary, shared keys": (Attention(kv=2, fused=True, turn=turned_at_first, repeats=True, is_causal=True), tables(4), {}, ROTATED),
 }
 
@@ -119,14 +154,6 @@ def test_ways_of_writing(case, dtype):
     assert found == expected
 
 
-class Reading(Attention):
-    """Its keys are a result, as a cache's are."""
-
-    def forward(self, x, *turning):
-        q, k, v = self.heads(x, *turning)
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)) + k.sum()
-
-
 class Uneven(Attention):
     def heads(self, x, *turning):
         a, b, c = map(heads_of, self.qkv[0](x).chunk(3, -1))
@@ -141,7 +168,8 @@ class OtherPairs(Attention):
 
 
 LEFT = {
-    "a cache": (Reading(turn=turned), tables(), "others read what lies inside, as a cache reads keys and values"),
+    "queries that others read": (ReadingQueries(turn=turned), tables(), "others read what lies inside, and not keys or values alone"),
+    "a mask that is made of keys": (MaskedByKeys(), [], "it reads what is computed of its own keys or values"),
     "values before queries": (Uneven(fused=True), [], "its queries, keys and values do not stand one behind the other"),
     "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
     "angles that are learnt": (Attention(turn=turned), [each.requires_grad_() for each in tables()], "its angles want a gradient"),

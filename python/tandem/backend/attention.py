@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem import ops
 from tandem.backend.normalise import fixed, value_of
-from tandem.backend.patterns import Bound, Columns, Either, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
+from tandem.backend.patterns import Bound, Columns, Either, Named, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
 from tandem.backend.rows import Op, Row, product, x
 
 _NAMES = ("query", "key", "value")
@@ -26,7 +26,9 @@ def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
     """What heads of these rows attend to, as rows."""
     query, key, value = (call("swap", call("heads", rows)) for rows in (query, key, value))
     query, key = Either(_turned(query), query), Either(_turned(key), key)
-    shared = (Either(call("repeated", each), each) for each in (key, value))
+    kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
+    kept = (Either(call("laid", each), each) for each in kept)
+    shared = (Either(call("repeated", each), each) for each in kept)
     attended = call("swap", call("attention", query, *shared, Optional(Var("mask")), dropout_p=0.0))
     return call("features", Either(call("laid", attended), attended))
 
@@ -71,7 +73,7 @@ def _of_one(bound: Bound) -> tuple[Op, ...] | str:
     return _steps(bound, [end - begin for begin, end in zip(ends, ends[1:], strict=False)])
 
 
-_READ_INSIDE = "others read what lies inside, as a cache reads keys and values"
+_READ_INSIDE = "others read what lies inside, and not keys or values alone"
 ATTENTION: tuple[Row, ...] = (
     Row(
         "attention of products of one x",

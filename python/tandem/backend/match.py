@@ -30,6 +30,7 @@ class Found(NamedTuple):
     nodes: frozenset[Node]  # that it stands for, with `outs`
     is_written: bool = False  # whether others write to its result, which then is the last one of a pipeline
     module: str = ""  # of its products, else of its result
+    kept: tuple[Node, ...] = ()  # keys and values of attention, where others read them
 
     def reads(self) -> Iterator[Node]:
         """All nodes that it needs, `x` first."""
@@ -84,7 +85,9 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Calla
         nodes = frozenset((node, *bound["nodes"]))
         if nodes & taken or any(terms.stretch(each) != terms.stretch(node) for each in nodes):
             continue
-        if any(user not in nodes for inner in nodes - {node} for user in users(inner, terms)):
+        kept = tuple(bound[name] for name in ("keys", "values") if name in bound)
+        outside = {inner for inner in nodes - {node} if any(user not in nodes for user in users(inner, terms))}
+        if any(inner not in kept and (terms.kind(inner) != "laid" or terms.of(inner).inputs[0] not in kept) for inner in outside):
             reasons += [row.read_inside] if row.read_inside else []
             continue
         modules = [module_of(each) for each in sorted(nodes, key=terms.order.__getitem__) if terms.kind(each) in PRODUCTS] or [module_of(node)]
@@ -94,10 +97,12 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Calla
         made = _refused(node, nodes, bound, terms) or row.ops(bound)
         if not isinstance(made, str):
             made = _refused_ops(node, made, bound, terms) or made
+        if outside and not isinstance(made, str) and any(terms.depends(extra, kept) for op in made for extra in op.extras):
+            made = "it reads what is computed of its own keys or values"
         if isinstance(made, str):
             reasons.append(made)
         else:
-            ways.append(Found(row.name, bound["x"], (node,), made, nodes, memory_of(node) in terms.written_for_others, modules[0]))
+            ways.append(Found(row.name, bound["x"], (node,), made, nodes, memory_of(node) in terms.written_for_others, modules[0], kept if outside else ()))
     return ways, reasons
 
 

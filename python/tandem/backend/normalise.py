@@ -274,8 +274,12 @@ class Terms:
             return None
         if kind == "cat":
             (tensors,) = inputs
-            last = options["dim"] in (-1, value_of(node).dim() - 1)
-            return Term("cat", tuple(map(self.same, tensors))) if last and isinstance(tensors, (tuple, list)) else None
+            if not isinstance(tensors, (tuple, list)):
+                return None
+            tensors = tuple(self.same(each) for each in tensors if not statically_known_true(value_of(each).numel() == 0))
+            if len(tensors) == 1:
+                return Term("laid", tensors)
+            return Term("cat", tensors) if options["dim"] in (-1, value_of(node).dim() - 1) else None
         return Term(kind, inputs, options)
 
     def _product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:

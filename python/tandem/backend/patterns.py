@@ -60,6 +60,17 @@ class Var(Pattern):
             yield {**bound, self.name: node}
 
 
+class Named(Pattern):
+    """What matches a pattern gets a name."""
+
+    def __init__(self, name: str, pattern: Pattern) -> None:
+        self.name, self.pattern = name, pattern
+
+    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
+        for each in self.pattern.match(node, terms, bound):
+            yield {**each, self.name: terms.same(node)}
+
+
 class Optional(Pattern):
     """A tensor, or None."""
 
@@ -182,4 +193,4 @@ def matches(pattern: Pattern, node: Node, terms: Terms) -> Iterator[Bound]:
     yield from pattern.match(node, terms, {"nodes": (), "roundings": ()})
 
 
-__all__ = ["Bound", "Columns", "Either", "Number", "Optional", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide", "call", "matches"]
+__all__ = ["Bound", "Columns", "Either", "Named", "Number", "Optional", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide", "call", "matches"]

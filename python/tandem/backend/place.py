@@ -6,7 +6,7 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,9 +32,14 @@ class Draft:
         self.extras: list[Node] = []
         self.ends: list[bool] = []  # for each extra whether it is one of ends of groups
         self.outs = [*region.last.outs]
-        inside, channels = region.nodes(), {}
+        self.heads: dict[int, Mapping[str, int]] = {}  # of which extra outputs others read keys and values, and how heads lie there
+        inside, channels, count = region.nodes(), {}, 0
         for at, found in enumerate(region.found):
             for op in found.ops:
+                if op.make is ops.Attention and found.kept:
+                    self.heads[count], count = op.options, count + 1
+                    self.outs += found.kept
+                    self.steps.append((Op(ops.MakeExtraOutput), [], (f"heads{at}", True)))
                 inputs = [channels.get(extra) for extra in op.extras]
                 outside = [extra for extra, channel in zip(op.extras, inputs, strict=True) if channel is None]
                 self.extras += outside
@@ -49,6 +54,7 @@ class Draft:
                 self.steps.append((Op(ops.MakeExtraOutput), [], (channels[out], to_caller)))
             if to_caller:
                 self.outs.append(out)
+                count += 1
         self.weights = [*dict.fromkeys(weight.node for op, _, _ in self.steps for _, weight in op.weights if weight.node is not None)]
         self.operands = (region.x, *self.extras, *self.weights)
         self.read = [*self.weights]  # and what of the model these are computed of
@@ -62,6 +68,17 @@ class Draft:
         parameters = {at for at, each in enumerate(self.weights) if isinstance(value_of(each), torch.nn.Parameter)}
         self.keys = sorted(parameters.union(*(tensors for tensors, _ in self.sites.values())))
         self.columns = [*self.steps[-1][0].options["parameters_split"].values()] if len(region.last.outs) > 1 else []
+
+    def results(self, made: Any) -> Any:
+        """What a pipeline has made as `outs` are."""
+        if not self.columns and not self.heads:
+            return made
+        main, *rest = made if isinstance(made, tuple) else (made,)
+        # The graph has been recorded with results that are contiguous and no views.
+        results = [part.contiguous() for part in main.split(self.columns, -1)] if self.columns else [main]
+        for at, each in enumerate(rest):
+            results += _keys_and_values(each, **self.heads[at]) if at in self.heads else [each]
+        return tuple(results)
 
     def structure(self) -> tuple[Any, ...]:
         """What pipelines depend on that are made of it: of equal ones, which graphs of other shapes and of evaluation have, one serves all."""
@@ -190,7 +207,7 @@ class Call(torch.nn.Module):
                     made.fill(read)
                     made.pipeline.eval()  # without its dropout, which draws other numbers
                     weights, beside = read[: len(self.draft.weights)], read[len(self.draft.read) :]
-                    self.reference.compare(lambda *own: self.run(made.pipeline, *own), given, weights, beside)
+                    self.reference.compare(lambda *own: self.draft.results(self.run(made.pipeline, *own)), given, weights, beside)
                     made.pipeline.train()
                 self.shared.note(key, made, tensors)
             self.made.note(key, made, tensors)
@@ -200,12 +217,7 @@ class Call(torch.nn.Module):
         with nullcontext() if self.recipe is None else recompute.region(self.recipe):
             if (recipe := _C.in_force.recipe) != made.recipe:
                 made.give_state(recipe, read)
-            results = self.run(made.pipeline, *given)
-        if not self.draft.columns:
-            return results
-        main, *rest = results if isinstance(results, tuple) else (results,)
-        # The graph has been recorded with results that are contiguous and no views.
-        return (*[part.contiguous() for part in main.split(self.draft.columns, -1)], *rest)
+            return self.draft.results(self.run(made.pipeline, *given))
 
     def run(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
         if any(self.draft.ends):
@@ -214,6 +226,12 @@ class Call(torch.nn.Module):
             given = (x, *[sizes.get(id(extra), extra) for extra in extras])
         with torch.autocast("cpu", enabled=False) if not self.knows_autocast and torch.is_autocast_enabled("cpu") else nullcontext():
             return pipeline.forward(*given)
+
+
+def _keys_and_values(x: torch.Tensor, num_heads: int, head_dim: int, num_kv_heads: int, **_: Any) -> list[torch.Tensor]:
+    """Those of queries, keys and values side by side, by heads as a graph has recorded them: [batch, heads, sequence, head_dim]."""
+    _, *parts = x.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
+    return [part.contiguous().transpose(1, 2) for part in parts]
 
 
 def _sizes(ends: torch.Tensor) -> torch.Tensor:
@@ -230,7 +248,7 @@ def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Opti
         reference = None
         if options.verify:
             depends = partial(terms.depends, on={*draft.operands, *region.nodes()})
-            reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, draft.columns, depends)
+            reference = Reference(f"pipeline {at}, {region.told()}", draft.operands, draft.outs, depends)
         call = Call(draft, region.recipe, options.memory_budget, reference)
         graph.add_submodule(f"tandem_{at}", call)
         with graph.graph.inserting_before(region.last.outs[-1]):

@@ -18,9 +18,9 @@ _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
 class Reference:
     """The nodes of a graph that compute `outs` of `operands`, and of nodes `beside` these, such as sizes that are symbols."""
 
-    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], columns: Sequence[int], depends: Callable[[Node], bool]) -> None:
+    def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
         """`depends`: whether a node is an operand or of the region, or is computed of such."""
-        self.told, self.columns = told, list(columns)
+        self.told = told
         between = [*_between(operands, outs, depends)]
         self.beside = [node for node in between if not depends(node)]
         graph, copies = Graph(), {}
@@ -38,7 +38,7 @@ class Reference:
         """Raises AssertionError where a result or a gradient of a pipeline differs by more than the rounding of its dtype.
 
         Args:
-            call: what the pipeline makes of `given`.
+            call: the results that the pipeline makes of `given`.
             given: its operands but for the weights.
             weights: the weights.
             beside: what `beside` names.
@@ -53,8 +53,7 @@ class Reference:
         self.tolerance = max(_TOLERANCES.get(_rounds_to(tensor), 0.0) for tensor in (*operands, *weights))
         has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
         results = call(*operands)
-        main, *rest = results if isinstance(results, tuple) else (results,)
-        results = [*main.split(self.columns, -1), *rest] if self.columns else [main, *rest]
+        results = results if isinstance(results, tuple) else (results,)
         expected = self.graph(*[operand.clone() for operand in operands], *weights, *beside)  # no leaves: the graph may write to them
         for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             self._check(f"result {at}", result, wanted)
