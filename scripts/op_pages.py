@@ -34,6 +34,7 @@ def sample(op: dict, dtype=None):
         "linear_cross_entropy_with_predictions": lambda: made(WIDTH, OUT, **given),
         "rotary": lambda: made(9, 4, num_kv_heads=1),
         "attention": lambda: made(9, 4, num_kv_heads=1),
+        "qk_norm": lambda: made(9, 4, num_kv_heads=1, **given),
         "reshape": lambda: made((-1, 4)),
         "constant_scale": lambda: made(2.0),
         "dropout": lambda: made(0.25),
@@ -86,6 +87,7 @@ def shapes(op: dict) -> str:
 OF_HEADS = {
     "rotary": "y like x; with `tables` the extra inputs cosines and sines, [sequence, rotated_features] each, or what broadcasts to [..., sequence, rotated_features]",
     "attention": "y [..., sequence, num_heads head_dim]; with `mask` the extra input mask, which broadcasts to [..., num_heads, sequence, sequence]",
+    "qk_norm": "y like x",
 }
 
 

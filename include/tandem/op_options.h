@@ -124,6 +124,14 @@ struct AttentionOptions {
   /// An extra input that broadcasts to [..., num_heads, sequence, sequence].
   bool mask = false;
 };
+/// Of qk_norm, on the same x.
+struct QkNormOptions {
+  size_t num_heads = 1, num_kv_heads = 0;
+  /// Added inside the square root.
+  double eps = 1e-5;
+  /// The factors are 1 + query_weight and 1 + key_weight.
+  bool zero_centered_gamma = false;
+};
 /// Under a recipe.
 struct QuantizeOptions {
   /// x is rounded to the format of inputs, the gradient to that of gradients.

@@ -197,6 +197,13 @@ TANDEM_API Op rotary(const RotaryOptions& options);
 ///               ops::attention({.num_heads = 4, .head_dim = 16, .num_kv_heads = 1,
 ///                               .causal = true}), ops::linear(64, 64)});
 TANDEM_API Op attention(const AttentionOptions& options);
+/// y like the same x, between the product and `rotary`: head / sqrt(mean(head^2) + eps) * weight
+/// for each head of queries and keys; values stay. Parameters "query_weight" and "key_weight"
+/// [head_dim], which start as that of rms_norm.
+///
+///   Sequential({ops::linear(64, 96), ops::qk_norm(16, {.num_heads = 4, .num_kv_heads = 1}),
+///               ops::rotary({.num_heads = 4, .head_dim = 16, .num_kv_heads = 1})});
+TANDEM_API Op qk_norm(int64_t head_dim, const QkNormOptions& options);
 
 /// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, which has `hidden` elements.
 TANDEM_API Op rms_norm(int64_t hidden, const NormOptions& options = {});

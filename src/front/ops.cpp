@@ -385,6 +385,10 @@ Op rotary(const RotaryOptions& options) { return op("rotary", {}, options); }
 
 Op attention(const AttentionOptions& options) { return op("attention", {}, options); }
 
+Op qk_norm(int64_t head_dim, const QkNormOptions& options) {
+  return op("qk_norm", {{"head_dim", head_dim}}, options);
+}
+
 Op rms_norm(int64_t hidden, const NormOptions& options) {
   return op("rms_norm", {{"hidden", hidden}}, options);
 }

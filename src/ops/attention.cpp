@@ -2,6 +2,7 @@
 
 #include "core/call.h"
 #include "kernel_ops/attention/attention.h"
+#include "kernel_ops/attention/qk_norm.h"
 #include "kernel_ops/attention/rotary.h"
 #include "tandem/op_options.h"
 
@@ -71,6 +72,32 @@ void attention_backward(Call& call) {
 }
 size_t absent_masks(const void* options) {
   return static_cast<const AttentionOptions*>(options)->mask ? 0 : 1;
+}
+
+void qk_norm_forward(Call& call) {
+  enum Read { x, query_weight, key_weight };
+  const auto& options = call.options<QkNormOptions>();
+  call.write<kernel_ops::QkNormForward>({.x = call.in(x),
+                                         .query_weight = call.in(query_weight),
+                                         .key_weight = call.in(key_weight),
+                                         .num_heads = static_cast<int64_t>(options.num_heads),
+                                         .num_kv_heads = kv_heads(options),
+                                         .eps = options.eps,
+                                         .zero_centered_gamma = options.zero_centered_gamma});
+}
+
+void qk_norm_backward(Call& call) {
+  enum Read { grad_y, x, query_weight, key_weight };
+  const auto& options = call.options<QkNormOptions>();
+  call.write<kernel_ops::QkNormBackward>({.grad_y = call.in(grad_y),
+                                          .x = call.in(x),
+                                          .query_weight = call.in(query_weight),
+                                          .key_weight = call.in(key_weight),
+                                          .num_heads = static_cast<int64_t>(options.num_heads),
+                                          .num_kv_heads = kv_heads(options),
+                                          .eps = options.eps,
+                                          .zero_centered_gamma = options.zero_centered_gamma,
+                                          .output_mask = call.output_mask<3>()});
 }
 
 template <typename T>
@@ -156,7 +183,34 @@ const OpDef kAttention{
     .context = {"x", "y", "logsumexp", "mask"},
 };
 
+const OpDef kQkNorm{
+    .name = "qk_norm",
+    .formula =
+        "y = [normed(q) * query_weight, normed(k) * key_weight, v], [q, k, v] = x; normed: head / "
+        "sqrt(mean(head^2) + eps)",
+    .signature = {QkNormOptions{},
+                  {num_heads<QkNormOptions>(),
+                   num_kv_heads<QkNormOptions>(),
+                   {"eps", &QkNormOptions::eps, at_least(0), "added inside the square root"},
+                   {"zero_centered_gamma", &QkNormOptions::zero_centered_gamma,
+                    "the factors are 1 + query_weight and 1 + key_weight"}}},
+    .sizes = {{"head_dim", "features of a head"}},
+    .params = {{"query_weight", {"head_dim"}, ParamDef::Init::ones, "zero_centered_gamma"},
+               {"key_weight", {"head_dim"}, ParamDef::Init::ones, "zero_centered_gamma"}},
+    .dtype = DtypeRule::weight,
+    .forward = {{.name = "forward",
+                 .reads = {"x", "query_weight", "key_weight"},
+                 .writes = {"y"},
+                 .run = qk_norm_forward}},
+    .backward = {{.name = "backward",
+                  .reads = {"grad_y", "x", "query_weight", "key_weight"},
+                  .writes = {"grad_x", "grad_query_weight", "grad_key_weight"},
+                  .run = qk_norm_backward}},
+    .context = {"x"},
+};
+
 TANDEM_REGISTER_OP(kRotary);
 TANDEM_REGISTER_OP(kAttention);
+TANDEM_REGISTER_OP(kQkNorm);
 
 }  // namespace tandem::ops

@@ -23,4 +23,14 @@ extern const OpDef kRotary;
 /// Throws:  as kernel_ops::AttentionForward.
 extern const OpDef kAttention;
 
+/// Each head of queries and of keys normed by its root mean square and multiplied with query_weight
+/// or key_weight, as kernel_ops::QkNormForward defines it; it stands before rotary. Backward keeps
+/// x, and computes the norms of heads again.
+///
+/// Shapes:  x as kernel_ops::Heads says; query_weight, key_weight [head_dim] -> y like x.
+/// Dtypes:  that of autocast, else of query_weight, values too; arithmetic in float32, or in
+///          float64 where that is it, rounded once.
+/// Error, Throws, Source: as kernel_ops::QkNormForward.
+extern const OpDef kQkNorm;
+
 }  // namespace tandem::ops

@@ -153,6 +153,7 @@ TEST(Sequential, EveryOpRuns) {
       {ops::quantize(), {4, 8}},
       {ops::rotary({.num_heads = 2, .head_dim = 2, .num_kv_heads = 1}), {4, 8}},
       {ops::attention({.num_heads = 2, .head_dim = 2, .num_kv_heads = 1}), {4, 4}},
+      {ops::qk_norm(2, {.num_heads = 2, .num_kv_heads = 1}), {4, 8}},
   };
   for (const auto& [op, shape] : cases) {
     Sequential model(std::vector<Op>{op});
@@ -174,13 +175,14 @@ TEST(Sequential, ADecoderLayersAttention) {
   const ops::RotaryOptions turned{.num_heads = 4, .head_dim = 6, .num_kv_heads = 2};
   const ops::AttentionOptions attended{
       .num_heads = 4, .head_dim = 6, .num_kv_heads = 2, .causal = true, .mask = true};
-  Sequential model({ops::rotary(turned), ops::attention(attended)});
+  Sequential model({ops::qk_norm(6, {.num_heads = 4, .num_kv_heads = 2}), ops::rotary(turned),
+                    ops::attention(attended)});
   const at::Tensor x = random({2, 5, 48}).requires_grad_(), mask = at::ones({5, 5}, at::kBool);
   const auto by_head = [&](const at::Tensor& t) { return t.unflatten(-1, {-1, 6}); };
   const at::Tensor angles = RotaryPositionEmbedding(6)->forward(5);
   std::vector<at::Tensor> parts = by_head(x).split_with_sizes({4, 2, 2}, -2);
   for (at::Tensor* const part : {&parts[0], &parts[1]})
-    *part = apply_rotary_pos_emb(*part, angles, QkvFormat::bshd);
+    *part = apply_rotary_pos_emb(at::rms_norm(*part, {6}, {}, 1e-5), angles, QkvFormat::bshd);
   for (at::Tensor& part : parts) part = part.transpose(1, 2);
   const at::Tensor expected =
       at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true,

@@ -77,6 +77,8 @@ def cases(layout="contiguous", dtype=torch.float32):
         "norm_backward": [y, x, weight, bias, rows, rows, y, False, False, dtype, [True] * 5, "mxfp8_e5m2", None, all_of_it, "mxfp8_e4m3", None, all_of_it],
         "norm_forward": [x, y, weight, bias, 1e-5, False, False, [True, True], "mxfp8_e4m3", None, rows_and_amax],
         "pipeline": [x, [], [weight], [], [], [], description],
+        "qk_norm_backward": [y, x, weight[:2], bias[:2], 2, 1, 1e-5, True, [True] * 3],
+        "qk_norm_forward": [x, weight[:2], bias[:2], 2, 1, 1e-5, False],
         "quantize": [x, None, "fp8_e4m3", [True, True, True]],
         "record_amax_": [torch.zeros(3, 2), pending.clone(), scale, region, 1, True, 1],
         "refresh_weight_": [[matrix], row_codes, row_scale, None, None, None, None, amax, stamp, "fp8_e4m3", False],

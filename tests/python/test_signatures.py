@@ -43,7 +43,7 @@ NOT_ARGUMENTS |= {  # a tensor there, and what tensor_parallel_group says
 GROUP_OF = {"group", "size"}
 NONE_INSTEAD = {"glu_interleave_size": None}  # of 0
 WITHOUT_DEFAULT = {("constant_scale", "factor"), ("dropout", "p"), ("reshape", "shape"), ("grouped_linear", "num_groups")}
-WITHOUT_DEFAULT |= {(op, option) for op in ("attention", "rotary") for option in ("num_heads", "head_dim")}
+WITHOUT_DEFAULT |= {(op, option) for op in ("attention", "rotary") for option in ("num_heads", "head_dim")} | {("qk_norm", "num_heads")}
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -96,8 +96,9 @@ def test_a_recipe_takes_what_the_library_says(recipe):
 MADE = {
     "basic_linear": lambda: ops.BasicLinear(8, 6),
     "bias": lambda: ops.Bias(8),
-    "rms_norm": lambda: ops.RMSNorm(8),
-    "layer_norm": lambda: ops.LayerNorm(8),
+    "rms_norm": lambda **given: ops.RMSNorm(8, **given),
+    "layer_norm": lambda **given: ops.LayerNorm(8, **given),
+    "qk_norm": lambda **given: ops.QKNorm(1, 8, **given),
 }
 
 
@@ -113,7 +114,7 @@ def test_parameters_have_the_shapes_and_the_start_of_the_signature(kind):
         else:
             assert torch.equal(tensor, torch.full_like(tensor, parameter.init == "ones"))
         if parameter.zeros_if:
-            centered = type(module)(8, **{parameter.zeros_if: True}).get_parameter(parameter.name)
+            centered = MADE[kind](**{parameter.zeros_if: True}).get_parameter(parameter.name)
             assert torch.equal(centered, torch.zeros_like(centered))
 
 

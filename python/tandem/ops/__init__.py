@@ -29,7 +29,7 @@ from tandem.ops.activation import (
     SReLU,
     SwiGLU,
 )
-from tandem.ops.attention import Attention, Rotary
+from tandem.ops.attention import Attention, QKNorm, Rotary
 from tandem.ops.collective import AllGather, AllReduce, ReduceScatter
 from tandem.ops.context import OperationContext
 from tandem.ops.declared import register_fusion
@@ -82,6 +82,7 @@ __all__ = [
     "OperationContext",
     "QGEGLU",
     "QGELU",
+    "QKNorm",
     "Quantize",
     "RMSNorm",
     "ReGLU",

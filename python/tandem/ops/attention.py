@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.ops.arguments import Fixed, flag
+import torch
+
+from tandem.ops.arguments import Fixed, flag, parameter_dtype, positive
+from tandem.ops.deferred import DeferredMixin
 from tandem.ops.op import BasicOperation
 
 
@@ -109,3 +112,66 @@ class Attention(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, causal={self.causal}"
+
+
+class QKNorm(DeferredMixin, BasicOperation):
+    """Each head of queries and keys of x [..., sequence, (num_heads + 2 num_kv_heads) head_dim] over its root mean square, times a weight; y like x.
+
+    For each head y = head / sqrt(mean(head^2) + eps) * query_weight or key_weight [head_dim], or * (1 + weight) with `zero_centered_gamma`. x holds
+    queries, keys and values as for `Rotary`, before which this stands; values stay. Backward keeps x alone.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 1}
+    >>> block = ops.Sequential(ops.Linear(64, 96), ops.QKNorm(**heads), ops.Rotary(**heads), ops.Attention(**heads, causal=True))
+    >>> block(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    query_weight: torch.nn.Parameter
+    key_weight: torch.nn.Parameter
+    head_dim = Fixed()
+
+    _kind = "qk_norm"
+    _parameter_names = ("query_weight", "key_weight")
+    _option_names = ("num_heads", "num_kv_heads", "eps", "zero_centered_gamma")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int = 0,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        """Makes norms that do not scale.
+
+        Args:
+            num_heads, head_dim, num_kv_heads: as of `Rotary`.
+            eps: at least 0; added to the mean square of a head, in units of x squared.
+            device: where the parameters are made; None: torch's default device.
+            dtype: of the parameters; None: `torch.get_default_dtype()`.
+            zero_centered_gamma: whether the factors are 1 + weight rather than weight.
+        """
+        super().__init__()
+        self.head_dim = positive("QKNorm", "head_dim", head_dim, "Give the features of a head.")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        dtype = parameter_dtype("QKNorm", dtype)
+        for parameter in self._parameter_names:
+            self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.head_dim, device=device, dtype=dtype)))
+        self._give_first_values()
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters so that the norms do not scale."""
+        for parameter in (self.query_weight, self.key_weight):
+            torch.nn.init.constant_(parameter, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}, eps={self.eps}, "
+            f"zero_centered_gamma={self.zero_centered_gamma}"
+        )

@@ -35,20 +35,26 @@ struct NormParameters {
   const float* bias;
 };
 
+/// gamma as float32: `weight` itself where it is that, else made in `buffer`, which holds `hidden`
+/// floats; ones where there is no weight.
+HWY_INLINE const float* gamma_of(ConstVector weight, bool zero_centered_gamma, size_t hidden,
+                                 float* buffer) {
+  const FloatTag d;
+  const float* gamma = as_float32(weight, buffer);
+  if (weight && !zero_centered_gamma) return gamma;
+  const auto one = hn::Set(d, 1.0f);
+  for_each_vector(hidden, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto value = weight ? hn::Add(load_part(Float32{}, d, gamma + i, part), one) : one;
+    store_part(Float32{}, d, value, buffer + i, part);
+  });
+  return buffer;
+}
+
 HWY_INLINE NormParameters norm_parameters(ConstVector weight, ConstVector bias,
                                           bool zero_centered_gamma, size_t hidden) {
-  const FloatTag d;
   float* buffer = scratch(ScratchUse::parameters, 2 * scratch_stride(hidden));
   float* bias_buffer = buffer + scratch_stride(hidden);
-  const float* gamma = as_float32(weight, buffer);
-  if (!weight || zero_centered_gamma) {
-    const auto one = hn::Set(d, 1.0f);
-    for_each_vector(hidden, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
-      const auto value = weight ? hn::Add(load_part(Float32{}, d, gamma + i, part), one) : one;
-      store_part(Float32{}, d, value, buffer + i, part);
-    });
-    gamma = buffer;
-  }
+  const float* gamma = gamma_of(weight, zero_centered_gamma, hidden, buffer);
   if (!bias) std::fill_n(bias_buffer, hidden, 0.0f);
   return {gamma, bias ? as_float32(bias, bias_buffer) : bias_buffer};
 }
@@ -314,6 +320,76 @@ HWY_NOINLINE void normalize_row(R rounding, E element, const typename E::Stored*
       return hn::MulAdd(x_hat, gamma, load_part(Float32{}, d, parameters.bias + i, part));
     } else {
       return hn::Mul(x_hat, gamma);
+    }
+  });
+}
+
+/// The two means that grad_x of one row needs (sums for L2); mean(g) is 0 for RMSNorm.
+struct RowMeans {
+  float g, g_x_hat;
+};
+
+/// The means of g and g * x_hat; with kColumnSums also weight_sums += grad_y * x_hat, this x_hat
+/// rounded as in forward, and, for LayerNorm, bias_sums += grad_y.
+template <bool kCentered, bool kColumnSums, typename R, typename E>
+HWY_NOINLINE RowMeans sum_gradients(R rounding, E element,
+                                    const typename E::Stored* HWY_RESTRICT grad_y,
+                                    const typename E::Stored* HWY_RESTRICT x,
+                                    const float* HWY_RESTRICT gamma, RowStatistics statistics,
+                                    size_t hidden, double divisor, float* HWY_RESTRICT weight_sums,
+                                    float* HWY_RESTRICT bias_sums) {
+  constexpr size_t kSums = kCentered ? 2 : 1;
+  const FloatTag d;
+  const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
+  double totals[kSums];
+  sum_row<kSums, 4, 16>(
+      hidden, totals, [&](size_t i, auto part, FloatVector(&sums)[kSums]) TANDEM_INLINE_LAMBDA {
+        const auto grad_y_i = load_part(element, d, grad_y + i, part),
+                   gamma_i = load_part(Float32{}, d, gamma + i, part);
+        const auto x_hat =
+            normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+        const auto product = hn::Mul(grad_y_i, x_hat);
+        sums[0] = hn::MulAdd(product, gamma_i, sums[0]);
+        if constexpr (kCentered) sums[1] = hn::MulAdd(grad_y_i, gamma_i, sums[1]);
+        if constexpr (kColumnSums) {
+          const auto of_weight = hn::Mul(grad_y_i, round_to(rounding, d, x_hat));
+          store_part(Float32{}, d,
+                     hn::Add(load_part(Float32{}, d, weight_sums + i, part), of_weight),
+                     weight_sums + i, part);
+          if constexpr (kCentered) {
+            store_part(Float32{}, d,
+                       hn::Add(load_part(Float32{}, d, bias_sums + i, part), grad_y_i),
+                       bias_sums + i, part);
+          }
+        }
+      });
+  const double per_element = 1.0 / divisor;
+  return {kCentered ? static_cast<float>(totals[kSums - 1] * per_element) : 0.0f,
+          static_cast<float>(totals[0] * per_element)};
+}
+
+/// grad_x = inv_norm * (g - mean(g) - x_hat * mean(g * x_hat)) (+ grad_residual).
+template <bool kCentered, bool kResidual, typename E>
+HWY_NOINLINE void write_grad_x(E element, const typename E::Stored* HWY_RESTRICT grad_y,
+                               const typename E::Stored* HWY_RESTRICT x,
+                               const typename E::Stored* HWY_RESTRICT grad_residual,
+                               const float* HWY_RESTRICT gamma, RowStatistics statistics,
+                               RowMeans means, size_t hidden,
+                               typename E::Stored* HWY_RESTRICT grad_x) {
+  const FloatTag d;
+  const auto mean = hn::Set(d, statistics.mean), inv_norm = hn::Set(d, statistics.inv_norm);
+  const auto mean_g = hn::Set(d, means.g), mean_g_x_hat = hn::Set(d, means.g_x_hat);
+  write_row(element, hidden, grad_x, [&](size_t i, auto part) TANDEM_INLINE_LAMBDA {
+    const auto x_hat = normalized<kCentered>(load_part(element, d, x + i, part), mean, inv_norm);
+    auto g =
+        hn::Mul(load_part(element, d, grad_y + i, part), load_part(Float32{}, d, gamma + i, part));
+    if constexpr (kCentered) g = hn::Sub(g, mean_g);
+    const auto inner = hn::NegMulAdd(x_hat, mean_g_x_hat, g);
+    const auto grad = hn::Mul(inv_norm, inner);
+    if constexpr (kResidual) {
+      return hn::Add(grad, load_part(element, d, grad_residual + i, part));
+    } else {
+      return grad;
     }
   });
 }
