@@ -131,6 +131,8 @@ struct QkNormOptions {
   double eps = 1e-5;
   /// The factors are 1 + query_weight and 1 + key_weight.
   bool zero_centered_gamma = false;
+  /// head / sqrt(...) is rounded to the dtype of x before it is multiplied.
+  bool rounds_before_weight = false;
 };
 /// Under a recipe.
 struct QuantizeOptions {

@@ -15,7 +15,6 @@ struct QkNorm {
   ConstRows x;
   ConstVector query_weight, key_weight;
   size_t num_heads, num_kv_heads;
-  /// Of these `eps` and `zero_centered_gamma` alone.
   NormOptions options;
 };
 

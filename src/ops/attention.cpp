@@ -83,7 +83,8 @@ void qk_norm_forward(Call& call) {
                                          .num_heads = static_cast<int64_t>(options.num_heads),
                                          .num_kv_heads = kv_heads(options),
                                          .eps = options.eps,
-                                         .zero_centered_gamma = options.zero_centered_gamma});
+                                         .zero_centered_gamma = options.zero_centered_gamma,
+                                         .rounds_before_weight = options.rounds_before_weight});
 }
 
 void qk_norm_backward(Call& call) {
@@ -97,6 +98,7 @@ void qk_norm_backward(Call& call) {
                                           .num_kv_heads = kv_heads(options),
                                           .eps = options.eps,
                                           .zero_centered_gamma = options.zero_centered_gamma,
+                                          .rounds_before_weight = options.rounds_before_weight,
                                           .output_mask = call.output_mask<3>()});
 }
 
@@ -193,7 +195,9 @@ const OpDef kQkNorm{
                    num_kv_heads<QkNormOptions>(),
                    {"eps", &QkNormOptions::eps, at_least(0), "added inside the square root"},
                    {"zero_centered_gamma", &QkNormOptions::zero_centered_gamma,
-                    "the factors are 1 + query_weight and 1 + key_weight"}}},
+                    "the factors are 1 + query_weight and 1 + key_weight"},
+                   {"rounds_before_weight", &QkNormOptions::rounds_before_weight,
+                    "head / sqrt(...) is rounded to the dtype of x before it is multiplied"}}},
     .sizes = {{"head_dim", "features of a head"}},
     .params = {{"query_weight", {"head_dim"}, ParamDef::Init::ones, "zero_centered_gamma"},
                {"key_weight", {"head_dim"}, ParamDef::Init::ones, "zero_centered_gamma"}},

@@ -38,14 +38,23 @@ def test_is_the_definition(dtype):
         compare(given, lambda *t, options=options: plain_qk_norm(*t, **options), torch.randn(drawn_shape(draw, heads, groups, dim)), weights, dtype, draw)
 
 
-def test_is_rms_norm_of_each_head():
-    norm, alone = randomize(ops.QKNorm(3, 8, num_kv_heads=1)), ops.RMSNorm(8)
-    q, k, v = parts(torch.randn(2, 5, 40), 3, 1, 8)
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_is_rms_norm_of_each_head(dtype, rounds):
+    norm, alone = randomize(ops.QKNorm(3, 8, num_kv_heads=1, dtype=dtype, rounds_before_weight=rounds)), ops.RMSNorm(8, dtype=dtype, rounds_before_weight=rounds)
+    x = torch.randn(2, 5, 40).to(dtype).requires_grad_()
+    q, k, v = parts(x, 3, 1, 8)
     wanted = []
     for part, weight in ((q, norm.query_weight), (k, norm.key_weight)):
         alone.weight = weight
         wanted.append(alone(part))
-    assert torch.equal(norm(torch.cat([q, k, v], -2).flatten(-2)), torch.cat([*wanted, v], -2).flatten(-2))
+    y, want = norm(x), torch.cat([*wanted, v], -2).flatten(-2)
+    assert torch.equal(y, want)
+    leaves, grad = [x, norm.query_weight, norm.key_weight], torch.randn(2, 5, 40).to(dtype)
+    found, right = torch.autograd.grad(y, leaves, grad), torch.autograd.grad(want, leaves, grad)
+    assert torch.equal(found[0], right[0])
+    for got, expected in zip(found[1:], right[1:], strict=True):  # summed in another order
+        torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def test_has_the_dtypes_of_rms_norm():
@@ -59,7 +68,7 @@ def test_has_the_dtypes_of_rms_norm():
         box(x.to(dtype).requires_grad_()).sum().backward()
         assert box.explain().count(way) == 2
     one, two = torch.rand(4, dtype=torch.float64), torch.rand(4).bfloat16()
-    arguments = (2, 2, 1e-5, False)
+    arguments = (2, 2, 1e-5, False, False)
     y = torch.ops.tandem.qk_norm_forward(x, one, two, *arguments)
     assert y.dtype == torch.float32
     found = torch.ops.tandem.qk_norm_backward(x.double(), x, one, two, *arguments, [True] * 3)
@@ -171,9 +180,9 @@ def test_under_transforms_of_torch():
         (lambda: ops.QKNorm(2, 4, eps=-1.0), ValueError, "QKNorm: expected eps to be a finite number >= 0, got -1"),
         (lambda: ops.QKNorm(2, 4, dtype=torch.int32), ValueError, "QKNorm: expected dtype to be torch.float32"),
         (call(lambda: ops.QKNorm(2, 4), torch.ones(3, 23)), ValueError, "qk_norm: expected x [..., sequence, 24], 2 queries, 2 keys and as many values of 4 features, got [3, 23]. Let the product before it write"),
-        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(3), 2, 2, 1e-5, False), ValueError, "qk_norm: expected query_weight and key_weight of shape [head_dim], got [4] and [3]. Pass a factor for each feature of a head."),
-        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(4, dtype=torch.int64), 2, 2, 1e-5, False), TypeError, "qk_norm: expected key_weight of dtype float32, bfloat16, float16 or float64, got int64."),
-        (lambda: torch.ops.tandem.qk_norm_backward(torch.ones(3, 23), torch.ones(3, 24), torch.ones(4), torch.ones(4), 2, 2, 1e-5, False, [True] * 3), ValueError, "qk_norm_backward: expected grad_y of the shape of x, [3, 24], got [3, 23]."),
+        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(3), 2, 2, 1e-5, False, False), ValueError, "qk_norm: expected query_weight and key_weight of shape [head_dim], got [4] and [3]. Pass a factor for each feature of a head."),
+        (lambda: torch.ops.tandem.qk_norm_forward(torch.ones(3, 24), torch.ones(4), torch.ones(4, dtype=torch.int64), 2, 2, 1e-5, False, False), TypeError, "qk_norm: expected key_weight of dtype float32, bfloat16, float16 or float64, got int64."),
+        (lambda: torch.ops.tandem.qk_norm_backward(torch.ones(3, 23), torch.ones(3, 24), torch.ones(4), torch.ones(4), 2, 2, 1e-5, False, False, [True] * 3), ValueError, "qk_norm_backward: expected grad_y of the shape of x, [3, 24], got [3, 23]."),
     ],
 )  # fmt: skip
 def test_errors(make, error, text):

@@ -134,7 +134,7 @@ class QKNorm(DeferredMixin, BasicOperation):
 
     _kind = "qk_norm"
     _parameter_names = ("query_weight", "key_weight")
-    _option_names = ("num_heads", "num_kv_heads", "eps", "zero_centered_gamma")
+    _option_names = ("num_heads", "num_kv_heads", "eps", "zero_centered_gamma", "rounds_before_weight")
 
     def __init__(
         self,
@@ -146,6 +146,7 @@ class QKNorm(DeferredMixin, BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        rounds_before_weight: bool = False,
     ) -> None:
         """Makes norms that do not scale.
 
@@ -155,11 +156,12 @@ class QKNorm(DeferredMixin, BasicOperation):
             device: where the parameters are made; None: torch's default device.
             dtype: of the parameters; None: `torch.get_default_dtype()`.
             zero_centered_gamma: whether the factors are 1 + weight rather than weight.
+            rounds_before_weight: as of `RMSNorm`.
         """
         super().__init__()
         self.head_dim = positive("QKNorm", "head_dim", head_dim, "Give the features of a head.")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps, self.zero_centered_gamma, self.rounds_before_weight = eps, zero_centered_gamma, rounds_before_weight
         dtype = parameter_dtype("QKNorm", dtype)
         for parameter in self._parameter_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(self.head_dim, device=device, dtype=dtype)))

@@ -60,6 +60,12 @@ Tensor inv_rms_of(const Tensor& part, double eps) {
   return at::rsqrt((part * part).mean(-1, /*keepdim=*/true) + eps);
 }
 
+/// What gammas are multiplied with.
+template <typename Args>
+Tensor rounded(const Tensor& x_hat, const Args& args) {
+  return args.rounds_before_weight ? x_hat.to(args.x.scalar_type()).to(x_hat.scalar_type()) : x_hat;
+}
+
 template <typename Args>
 kernels::cpu::QkNorm kernel_arguments(const Args& args, const RowsIn& x, const VectorIn& query,
                                       const VectorIn& key) {
@@ -68,7 +74,9 @@ kernels::cpu::QkNorm kernel_arguments(const Args& args, const RowsIn& x, const V
           .key_weight = key,
           .num_heads = static_cast<size_t>(args.num_heads),
           .num_kv_heads = static_cast<size_t>(args.num_kv_heads),
-          .options = {.eps = args.eps, .zero_centered_gamma = args.zero_centered_gamma}};
+          .options = {.eps = args.eps,
+                      .zero_centered_gamma = args.zero_centered_gamma,
+                      .rounds_before_weight = args.rounds_before_weight}};
 }
 
 /// Sums over rows and over `count` heads from `first` on, like weight.
@@ -94,7 +102,8 @@ Results<1> QkNormForward::reference(const Args& args) {
   const at::ScalarType dtype = statistics(args.x.scalar_type());
   const Heads heads = heads_of_weights(args);
   const Tensor part = normed_part(args.x, heads, dtype);
-  return {with_values(part * inv_rms_of(part, args.eps) * gammas_of(args, dtype), args.x, heads)};
+  const Tensor x_hat = rounded(part * inv_rms_of(part, args.eps), args);
+  return {with_values(x_hat * gammas_of(args, dtype), args.x, heads)};
 }
 
 Specs<3> QkNormBackward::shapes(const Args& args) {
@@ -121,7 +130,7 @@ Results<3> QkNormBackward::reference(const Args& args) {
   const Heads heads = heads_of_weights(args);
   const Tensor part = normed_part(x, heads, dtype), grad = normed_part(args.grad_y, heads, dtype),
                inv_rms = inv_rms_of(part, args.eps), x_hat = part * inv_rms,
-               g = grad * gammas_of(args, dtype), of_gamma = grad * x_hat;
+               g = grad * gammas_of(args, dtype), of_gamma = grad * rounded(x_hat, args);
   Results<3> results{masked_out(x), masked_out(args.query_weight), masked_out(args.key_weight)};
   if (args.output_mask[grad_x])
     results[grad_x] = with_values(inv_rms * (g - x_hat * (g * x_hat).mean(-1, /*keepdim=*/true)),

@@ -7,7 +7,8 @@
 namespace tandem::kernel_ops {
 
 /// y = head / sqrt(mean(head^2) + eps) * gamma for each head of queries and of keys; gamma =
-/// query_weight for queries, key_weight for keys, or 1 + these; values are copied.
+/// query_weight for queries, key_weight for keys, or 1 + these; values are copied. Where
+/// `rounds_before_weight`, what gamma is multiplied with is rounded to the dtype of x.
 ///
 /// Shapes:  x as Heads says, with the head_dim that weights have; query_weight, key_weight
 ///          [head_dim] -> y like x.
@@ -25,8 +26,9 @@ struct QkNormForward {
     const Tensor& key_weight;
     int64_t num_heads, num_kv_heads;
     double eps;
-    bool zero_centered_gamma;
-    TANDEM_ARGUMENTS(x, query_weight, key_weight, num_heads, num_kv_heads, eps, zero_centered_gamma)
+    bool zero_centered_gamma, rounds_before_weight;
+    TANDEM_ARGUMENTS(x, query_weight, key_weight, num_heads, num_kv_heads, eps, zero_centered_gamma,
+                     rounds_before_weight)
   };
   static Specs<1> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);
@@ -36,7 +38,8 @@ struct QkNormForward {
 /// The gradient of QkNormForward: with x_hat = head inv_rms, inv_rms = 1 / sqrt(mean(head^2) + eps)
 /// computed again and g = grad_y gamma,
 ///   grad_x = inv_rms (g - x_hat mean(g x_hat)) of heads of queries and keys, grad_y of values,
-///   grad_query_weight, grad_key_weight = the sums over rows and heads of grad_y x_hat.
+///   grad_query_weight, grad_key_weight = the sums over rows and heads of grad_y x_hat, rounded
+/// where forward rounds it.
 ///
 /// Shapes:  grad_y, grad_x like x; gradients of weights like these.
 /// Dtypes:  gradients as what they are of; sums in float32, float64 where x is.
@@ -51,10 +54,10 @@ struct QkNormBackward {
     const Tensor& key_weight;
     int64_t num_heads, num_kv_heads;
     double eps;
-    bool zero_centered_gamma;
+    bool zero_centered_gamma, rounds_before_weight;
     std::array<bool, 3> output_mask;
     TANDEM_ARGUMENTS(grad_y, x, query_weight, key_weight, num_heads, num_kv_heads, eps,
-                     zero_centered_gamma, output_mask)
+                     zero_centered_gamma, rounds_before_weight, output_mask)
   };
   static Specs<3> shapes(const Args& args);
   static void cpu(const Args& args, std::span<Tensor> results);

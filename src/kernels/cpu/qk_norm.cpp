@@ -60,8 +60,10 @@ void qk_norm_forward_target(const QkNorm& norm, kernels::Rows y) {
         for (size_t head = 0, c = 0; head < heads.count; ++head, c += head_dim) {
           const RowStatistics statistics =
               rms_statistics(element, from + c, head_dim, norm.options);
-          normalize_row<false>(Float32{}, element, from + c, {heads.gamma(head), nullptr},
-                               statistics, head_dim, to + c);
+          with_rounding<false>(element, x.element, norm.options, [&](auto rounding) HWY_ATTR {
+            normalize_row<false>(rounding, element, from + c, {heads.gamma(head), nullptr},
+                                 statistics, head_dim, to + c);
+          });
         }
         copy_rest(from, heads.end(), x.cols, to);
       }
@@ -95,9 +97,11 @@ void qk_norm_backward_target(const QkNorm& norm, ConstRows grad_y, kernels::Rows
         const RowStatistics statistics = rms_statistics(element, from + c, head_dim, norm.options);
         RowMeans means;
         if (sums != nullptr) {
-          means = sum_gradients<false, true>(Float32{}, element, grad + c, from + c, gamma,
-                                             statistics, head_dim, divisor,
-                                             of_row + (head < heads.queries ? 0 : stride), nullptr);
+          float* const of_weight = of_row + (head < heads.queries ? 0 : stride);
+          with_rounding<false>(element, x.element, norm.options, [&](auto rounding) HWY_ATTR {
+            means = sum_gradients<false, true>(rounding, element, grad + c, from + c, gamma,
+                                               statistics, head_dim, divisor, of_weight, nullptr);
+          });
         } else {
           means = sum_gradients<false, false>(Float32{}, element, grad + c, from + c, gamma,
                                               statistics, head_dim, divisor, nullptr, nullptr);
