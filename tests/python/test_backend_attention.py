@@ -15,8 +15,11 @@ HEADS, DIM, LENGTH = 4, 8, 6
 HIDDEN = HEADS * DIM
 
 
-def heads_of(rows):
-    return rows.view(*rows.shape[:-1], -1, DIM).transpose(1, 2)
+def heads_of(rows, norm=None):
+    heads = rows.view(*rows.shape[:-1], -1, DIM)
+    if norm and norm.is_before:
+        return norm(heads).transpose(1, 2)
+    return norm(heads.transpose(1, 2)) if norm else heads.transpose(1, 2)
 
 
 def rotate_half(t):
@@ -49,11 +52,41 @@ def tables(features=DIM, batch=1):
     return angles.cos(), angles.sin()
 
 
+class LlamaNorm(nn.Module):
+    """Rounds before its weight."""
+
+    is_before = True  # heads become a dimension of their own
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)).to(x.dtype)
+
+
+class GemmaNorm(LlamaNorm):
+    is_before = False
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3) * (1.0 + self.weight.float())).type_as(x)
+
+
+class TorchNorm(nn.RMSNorm):
+    is_before = False
+
+    def __init__(self, size):
+        super().__init__(size, eps=1e-3)
+
+
 class Attention(nn.Module):
     """Self-attention, its products apart or in one, with a step for queries and keys and one for keys and values."""
 
-    def __init__(self, kv=HEADS, fused=False, bias=False, turn=None, repeats=False, laid=True, **options):
+    def __init__(self, kv=HEADS, fused=False, bias=False, turn=None, repeats=False, laid=True, norm=None, **options):
         super().__init__()
+        self.norms = nn.ModuleList(norm(DIM) for _ in range(2)) if norm else [None, None]
         self.kv, self.turn, self.repeats, self.laid, self.options = kv, turn, repeats, laid, options
         sizes = [HIDDEN, kv * DIM, kv * DIM]
         self.sizes = sizes
@@ -62,7 +95,7 @@ class Attention(nn.Module):
 
     def heads(self, x, *turning):
         rows = self.qkv[0](x).split(self.sizes, -1) if len(self.qkv) == 1 else [each(x) for each in self.qkv]
-        q, k, v = map(heads_of, rows)
+        q, k, v = map(heads_of, rows, [*self.norms, None])
         return (self.turn(q, *turning), self.turn(k, *turning), v) if self.turn else (q, k, v)
 
     def forward(self, x, *turning, mask=None):
@@ -120,6 +153,7 @@ def compared(model, x, *more, tolerance=1e-5, options=None, **named):
 
 
 PLAIN, ROTATED = ["Linear", "Attention", "Linear"], ["Linear", "Rotary", "Attention", "Linear"]
+NORMED = ["Linear", "QKNorm", "Rotary", "Attention", "Linear"]
 CASES = {
     "plain": (Attention(laid=False), [], {}, PLAIN),
     "causal, with biases": (Attention(bias=True, is_causal=True), [], {}, PLAIN),
@@ -134,6 +168,10 @@ CASES = {
     "a mask": (Attention(turn=turned), tables(), {"mask": torch.ones(2, 1, LENGTH, LENGTH).tril().bool()}, ROTATED),
     "a mask that is added": (Attention(), [], {"mask": torch.randn(2, 1, LENGTH, LENGTH)}, PLAIN),
     "one product": (Attention(fused=True, bias=True), [], {}, PLAIN),
+    "norms of heads": (Attention(norm=LlamaNorm, turn=turned, is_causal=True), tables(), {}, NORMED),
+    "norms of heads, 1 + weight, shared keys": (Attention(kv=2, norm=GemmaNorm, turn=turned, repeats=True), tables(), {}, NORMED),
+    "norms of heads of torch, a cache": (Caching(norm=TorchNorm, fused=True, turn=turned), tables(), {}, NORMED),
+    "norms of heads alone": (Attention(norm=LlamaNorm), [], {}, [each for each in NORMED if each != "Rotary"]),
     "a cache": (Caching(turn=turned, is_causal=True), tables(), {}, ROTATED),
     "a cache of repeated keys": (Caching(kv=2, turn=turned, repeats=True), tables(), {}, ROTATED),
     "keys that others read": (Reading(), [], {}, PLAIN),
@@ -154,6 +192,12 @@ def test_ways_of_writing(case, dtype):
     assert found == expected
 
 
+class OneNorm(Attention):
+    def heads(self, x, *turning):
+        q, k, v = super().heads(x)
+        return F.rms_norm(q, (DIM,), torch.ones(DIM)), k, v
+
+
 class Uneven(Attention):
     def heads(self, x, *turning):
         a, b, c = map(heads_of, self.qkv[0](x).chunk(3, -1))
@@ -170,6 +214,7 @@ class OtherPairs(Attention):
 LEFT = {
     "queries that others read": (ReadingQueries(turn=turned), tables(), "others read what lies inside, and not keys or values alone"),
     "a mask that is made of keys": (MaskedByKeys(), [], "it reads what is computed of its own keys or values"),
+    "a norm of queries alone": (OneNorm(), [], "its queries and keys are not normed alike"),
     "values before queries": (Uneven(fused=True), [], "its queries, keys and values do not stand one behind the other"),
     "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
     "angles that are learnt": (Attention(turn=turned), [each.requires_grad_() for each in tables()], "its angles want a gradient"),

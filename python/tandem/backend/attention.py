@@ -7,7 +7,7 @@ from typing import Any
 from tandem import ops
 from tandem.backend.normalise import fixed, value_of
 from tandem.backend.patterns import Bound, Columns, Either, Named, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
-from tandem.backend.rows import Op, Row, product, x
+from tandem.backend.rows import Op, Row, Weight, of_unit_size, product, x
 
 _NAMES = ("query", "key", "value")
 
@@ -22,9 +22,24 @@ def _turned(heads: Pattern) -> Pattern:
     return Either(Rounded(of(Wide(heads))), call("cat", Rounded(of(Wide(Columns("turned", heads)))), Columns("passed", heads)))
 
 
+def _normed(name: str, heads: Pattern) -> Pattern:
+    """Each head over its root mean square, times a weight or 1 + weight."""
+    weight, unit = Wide(Var(f"{name}_norm", 1)), of_unit_size(heads)
+    return Either(
+        Rounded(Rounded(unit, name=f"{name}_rounded") * weight),
+        Rounded(Rounded(unit, "the norm and its weight") * (1 + Named(f"{name}_centered", weight))),
+        call("rms_norm", heads, Var(f"{name}_norm", 1)),
+    )
+
+
+def _heads(name: str, rows: Pattern) -> Pattern:
+    heads, swapped = call("heads", rows), call("swap", call("heads", rows))
+    return Either(swapped, call("swap", _normed(name, heads)), _normed(name, swapped))
+
+
 def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
     """What heads of these rows attend to, as rows."""
-    query, key, value = (call("swap", call("heads", rows)) for rows in (query, key, value))
+    query, key, value = _heads("query", query), _heads("key", key), call("swap", call("heads", value))
     query, key = Either(_turned(query), query), Either(_turned(key), key)
     kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
     kept = (Either(call("laid", each), each) for each in kept)
@@ -47,15 +62,31 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     mask = bound["mask"]
     options = {**heads, "causal": bound["is_causal"], "scale": scale or 0.0, "mask": mask is not None}
     attention = Op(ops.Attention, options, extras=() if mask is None else (mask,))
+    norm = _norm_of_heads(bound, heads)
+    if isinstance(norm, str):
+        return norm
     if "cosines" not in bound:
-        return (attention,)
+        return (*norm, attention)
     begin, end = bound.get("turned", (0, head_dim))
     if begin != 0 or bound.get("passed", (end, head_dim)) != (end, head_dim) or (bound["first"], bound["second"]) != ((0, end // 2), (end // 2, end)):
         return "its pairs of features are not half of what is turned apart"
     tables = (bound["cosines"], bound["sines"])
     if any(value_of(each).requires_grad for each in tables):
         return "its angles want a gradient"
-    return Op(ops.Rotary, {**heads, "rotated_features": end, "tables": True}, extras=tables), attention
+    return (*norm, Op(ops.Rotary, {**heads, "rotated_features": end, "tables": True}, extras=tables), attention)
+
+
+def _norm_of_heads(bound: Bound, heads: dict[str, int]) -> tuple[Op, ...] | str:
+    norms = [bound[name] for name in ("query_norm", "key_norm") if name in bound]
+    if not norms:
+        return ()
+    dtype, roundings = value_of(bound["keys"]).dtype, {bound.get(f"{name}_rounded") for name in ("query", "key")}
+    if len(norms) != 2 or len({f"{name}_centered" in bound for name in ("query", "key")}) != 1 or bound["eps"] is None:
+        return "its queries and keys are not normed alike"
+    if any(tuple(value_of(each).shape) != (heads["head_dim"],) or value_of(each).dtype != dtype for each in norms) or roundings - {None, dtype} or len(roundings) != 1:
+        return "the weights of its norms have another size or dtype than heads, or round otherwise"
+    options = {**heads, "eps": bound["eps"], "zero_centered_gamma": "key_centered" in bound, "rounds_before_weight": roundings == {dtype}, "dtype": dtype}
+    return (Op(ops.QKNorm, options, tuple((f"{name}_weight", Weight(norm)) for name, norm in zip(_NAMES, norms, strict=False))),)
 
 
 def _of_products(bound: Bound) -> tuple[Op, ...] | str:

@@ -86,7 +86,7 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Calla
         if nodes & taken or any(terms.stretch(each) != terms.stretch(node) for each in nodes):
             continue
         kept = tuple(bound[name] for name in ("keys", "values") if name in bound)
-        outside = {inner for inner in nodes - {node} if any(user not in nodes for user in users(inner, terms))}
+        outside = {inner for inner in nodes - {node} if any(terms.same(user) not in nodes for user in users(inner, terms))}
         if any(inner not in kept and (terms.kind(inner) != "laid" or terms.of(inner).inputs[0] not in kept) for inner in outside):
             reasons += [row.read_inside] if row.read_inside else []
             continue

@@ -40,7 +40,8 @@ class Number(Pattern):
         node = number_of(node) if self.may_be_symbol else node
         if isinstance(node, (int, float)) and not isinstance(node, bool):
             if isinstance(self.expected, str):
-                yield {**bound, self.expected: float(node)}
+                if bound.get(self.expected, node) == node or math.isnan(node):
+                    yield {**bound, self.expected: float(node)}
             elif math.isclose(node, self.expected, rel_tol=1e-6):
                 yield bound
 

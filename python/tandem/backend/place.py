@@ -48,7 +48,7 @@ class Draft:
             if found is region.last:
                 break
             (out,) = found.outs
-            to_caller = any(user not in inside for user in users(out, terms))
+            to_caller = any(terms.same(user) not in inside for user in users(out, terms))
             if to_caller or any(out in op.extras for each in region.found[at + 1 :] for op in each.ops):
                 channels[out] = f"value{at}"
                 self.steps.append((Op(ops.MakeExtraOutput), [], (channels[out], to_caller)))

@@ -236,8 +236,14 @@ ACTIVATIONS = (
     Activation("sigmoid", lambda v: call("sigmoid", v), None, ops.GLU),
 )
 
-_root_mean_square = call("mean", call("square", Wide(x))) + Number("eps", may_be_symbol=True)
-_of_unit_size = Either(Wide(x) * call("rsqrt", _root_mean_square), call("over_root", Wide(x), _root_mean_square))
+
+
+def of_unit_size(v: Pattern) -> Pattern:
+    """v / sqrt(mean(v^2) + eps), in a wider dtype or in its own."""
+    mean_square = call("mean", call("square", Wide(v))) + Number("eps", may_be_symbol=True)
+    return Either(Wide(v) * call("rsqrt", mean_square), call("over_root", Wide(v), mean_square))
+
+
 _weight = Wide(Var("weight", 1))
 _gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), transposed=None)
 _up = call("linear", x, Var("up_weight", 2), Optional(Var("up_bias", 1)), transposed=None)
@@ -257,9 +263,9 @@ ROWS: tuple[Row, ...] = (
     *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, _gated_products(each.gated)) for each in ACTIVATIONS if each.gated),
     *(Row(f"{each.name} gate of halves", each.of(Columns("first", x)) * Columns("second", x), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
     Row("rms_norm", call("rms_norm", x, Optional(Var("weight", 1))), _norm(ops.RMSNorm, False)),
-    Row("rms_norm written out, 1 + weight", Rounded(Rounded(_of_unit_size, "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
-    Row("rms_norm written out", Rounded(Rounded(_of_unit_size, name="rounded") * _weight), _norm(ops.RMSNorm, False)),
-    Row("rms_norm written out, no weight", Rounded(_of_unit_size), _norm(ops.RMSNorm, False)),
+    Row("rms_norm written out, 1 + weight", Rounded(Rounded(of_unit_size(x), "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
+    Row("rms_norm written out", Rounded(Rounded(of_unit_size(x), name="rounded") * _weight), _norm(ops.RMSNorm, False)),
+    Row("rms_norm written out, no weight", Rounded(of_unit_size(x)), _norm(ops.RMSNorm, False)),
     Row("layer_norm", call("layer_norm", x, Optional(Var("weight", 1)), Optional(Var("bias", 1))), _norm(ops.LayerNorm, True)),
     Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
     Row("grouped product", call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
@@ -270,4 +276,4 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-__all__ = ["ACTIVATIONS", "ROWS", "Activation", "Op", "Row", "Weight", "product"]
+__all__ = ["ACTIVATIONS", "ROWS", "Activation", "Op", "Row", "Weight", "of_unit_size", "product"]
