@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tandem
-from tandem import ops
+from tandem import ops, recipe
 
 CLASSES, WIDTH = 37, 12
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -164,6 +164,21 @@ def test_frozen_head_tied_head_and_adapter():
     tied = tandem.linear_cross_entropy(embedding(tokens), embedding.weight, targets)
     want = expected(embedding(tokens), embedding.weight, targets)
     torch.testing.assert_close(gradients(tied, None, embedding.weight), gradients(want, None, embedding.weight), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("low", [recipe.Float8CurrentScaling(), recipe.DelayedScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling()], ids=lambda low: type(low).__name__)
+def test_a_head_in_codes(low):
+    """A weight that a recipe holds in codes is what these stand for; under the recipe the product stays in high precision."""
+    with tandem.quantized_model_init(recipe=low):
+        weight = tandem.Linear(128, 64, bias=False).weight
+    x, targets = torch.randn(32, 128, requires_grad=True), torch.randint(64, (32,))
+    own, right = tandem.linear_cross_entropy(x, weight, targets), F.cross_entropy(x @ weight.dequantize().T, targets)
+    torch.testing.assert_close(own, right)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (own, right)))
+    head = ops.LinearCrossEntropy(128, 64)
+    with tandem.autocast(recipe=low):
+        under = head(x, targets)
+    assert torch.equal(under, head(x, targets))
 
 
 def test_what_is_kept_and_what_is_computed_follow_from_who_asks():
