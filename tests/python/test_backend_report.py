@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -29,10 +30,20 @@ def test_explain(x):
     told = tandem.explain(own)
     assert "8 of 8 products in 1 pipelines" in told
     assert "    silu gate of two products          layers.0.mlp: return lambda m, x: m.down(function(m.gate(x)) * m.up(x))" in told
+    assert re.search(r"SwiGLU, Linear, AddExtraInput, RMSNorm, Linear; keeps [1-9][0-9,]* bytes for backward\n", told)
     page = tandem.explain(own, "html")
+    assert " bytes for backward</h4>" in page
     assert "<td>layers.0.o</td><td><code>x = x + self.o(attended(" in page
     assert page.count("<details>") == 1
     assert len(json.loads(tandem.explain(own, "json"))) == 1
+
+
+def test_verify_tells_what_the_graph_would_keep(x):
+    """The graph keeps what goes into the unit and what comes out of it; operands count for neither."""
+    model = nn.Sequential(linear(), nn.SiLU(), linear())
+    own = compiled(model, verify=True)
+    own(x)
+    assert f"; keeps {2 * 5 * HIDDEN * 4:,} of {2 * 2 * 5 * HIDDEN * 4:,} bytes for backward" in tandem.explain(own)
 
 
 @pytest.mark.parametrize("rest", ["eager", "inductor"])

@@ -195,6 +195,12 @@ class Call(torch.nn.Module):
             finally:
                 made.empty()
 
+    def kept(self) -> str:
+        """What the last call with gradients has kept for backward, and under `verify` the graph in its place."""
+        bytes_kept = [made.pipeline.saved_bytes() for made in list(self.made.values())[:1]]
+        before = [sum(self.reference.kept.values())] if self.reference is not None and self.reference.kept else []
+        return "; keeps " + " of ".join(f"{each:,}" for each in (*bytes_kept, *before)) + " bytes for backward" if bytes_kept else ""
+
     def add(self, key: tuple[int, ...], given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Made:
         tensors = [read[at] for at in self.draft.keys]
         with _making:

@@ -73,8 +73,8 @@ class Report:
 
     def text(self) -> str:
         lines = [self.title()]
-        for at, piece in enumerate(self.pieces):
-            lines.append(f"  pipeline {at}: {', '.join(piece.ops)}")
+        for at, (piece, call) in enumerate(itertools.zip_longest(self.pieces, self.calls)):  # none is made yet where `require` asks for more
+            lines.append(f"  pipeline {at}: {', '.join(piece.ops)}{'' if call is None else call.kept()}")
             lines += [f"    {row:<34} {' | '.join(map(str, origins))}" for row, origins in piece.rows]
         lines += [f"  left: {row} of {origin}: {reason}" for row, origin, reason in self.left]
         return "\n".join(lines)
@@ -91,7 +91,7 @@ class Report:
             )
             plans = [made.pipeline.explain("html") for made in list(call.made.values())[:1]]
             plan = f"<details><summary>plan</summary>{''.join(plans)}</details>" if plans else ""
-            parts.append(f"<section><h4>pipeline {at}: {boxes}</h4><table>{rows}</table>{plan}</section>")
+            parts.append(f"<section><h4>pipeline {at}: {boxes}{call.kept()}</h4><table>{rows}</table>{plan}</section>")
         left = "".join(f"<li>{html.escape(f'{row} of {origin}: {reason}')}</li>" for row, origin, reason in self.left)
         return "".join(parts) + (f"<p>left as it is:</p><ul>{left}</ul>" if left else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Reference:
     def __init__(self, told: str, operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> None:
         """`depends`: whether a node is an operand or of the region, or is computed of such."""
         self.told = told
+        self.kept: dict[int, int] = {}  # by their addresses, bytes that the graph has kept for backward
         between = [*_between(operands, outs, depends)]
         self.beside = [node for node in between if not depends(node)]
         graph, copies = Graph(), {}
@@ -54,7 +56,9 @@ class Reference:
         has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
         results = call(*operands)
         results = results if isinstance(results, tuple) else (results,)
-        expected = self.graph(*[operand.clone() for operand in operands], *weights, *beside)  # no leaves: the graph may write to them
+        own = (*[operand.clone() for operand in operands], *weights)  # no leaves: the graph may write to them
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), _same):
+            expected = self.graph(*own, *beside)
         for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             self._check(f"result {at}", result, wanted)
         if not has_gradients:
@@ -65,6 +69,13 @@ class Reference:
         for name, result, wanted in zip(wanting, _grads(results, seeds, wanting), _grads(expected, seeds, wanting), strict=True):
             if wanted is not None or result is not None:
                 self._check(f"the gradient of {name}", result, wanted)
+
+    def _keep(self, given: set[int], tensor: torch.Tensor) -> torch.Tensor:
+        """Notes what the graph keeps for backward, operands aside."""
+        base = tensor if tensor._base is None else tensor._base
+        if id(base) not in given:
+            self.kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
 
     def _check(self, what: str, result: torch.Tensor | None, wanted: torch.Tensor | None) -> None:
         if result is None or wanted is None or result.shape != wanted.shape or result.dtype != wanted.dtype:
