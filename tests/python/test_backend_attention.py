@@ -103,7 +103,7 @@ class Attention(nn.Module):
         if self.repeats:
             k, v = (repeated(t, HEADS // self.kv) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options).transpose(1, 2)
-        return self.o((y.contiguous() if self.laid else y).reshape(*x.shape[:-1], -1))
+        return self.o((y.contiguous() if self.laid else y).reshape(*y.shape[:2], -1))
 
 
 class Caching(Attention):
@@ -192,6 +192,15 @@ def test_ways_of_writing(case, dtype):
     assert found == expected
 
 
+class CachingWide(Attention):
+    """Its cache promotes."""
+
+    def forward(self, x, *turning):
+        q, k, v = self.heads(x, *turning)
+        k, v = (torch.cat([torch.tensor([], dtype=torch.float64), each], dim=-2) for each in (k, v))
+        return self.o(F.scaled_dot_product_attention(q.double(), k, v).float().transpose(1, 2).reshape(x.shape))
+
+
 class OneNorm(Attention):
     def heads(self, x, *turning):
         q, k, v = super().heads(x)
@@ -214,6 +223,8 @@ class OtherPairs(Attention):
 LEFT = {
     "queries that others read": (ReadingQueries(turn=turned), tables(), "others read what lies inside, and not keys or values alone"),
     "a mask that is made of keys": (MaskedByKeys(), [], "it reads what is computed of its own keys or values"),
+    "angles of more rows": (Attention(turn=turned), tables(batch=4), "its angles have other batches than its x"),
+    "an empty cache of another dtype": (CachingWide(), [], "products of one x"),
     "a norm of queries alone": (OneNorm(), [], "its queries and keys are not normed alike"),
     "values before queries": (Uneven(fused=True), [], "its queries, keys and values do not stand one behind the other"),
     "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
@@ -225,7 +236,8 @@ LEFT = {
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_left(case):
     model, given, reason = LEFT[case]
-    found, text = compared(model, torch.randn(2, LENGTH, HIDDEN), *given)
+    rows = 1 if case == "angles of more rows" else 2
+    found, text = compared(model, torch.randn(rows, LENGTH, HIDDEN), *given)
     assert "Attention" not in found
     assert reason in text
 
@@ -256,7 +268,7 @@ class Layers(nn.Module):
 def test_each_attention_is_in_a_pipeline_of_its_own():
     """So that gradients of a layer are there before those of the one before it."""
     _, text = compared(Layers(3), torch.randn(2, LENGTH, HIDDEN), *tables())
-    assert text.count("RMSNorm, Linear, Rotary, Attention, Linear, AddExtraInput\n") == 3
+    assert text.count("RMSNorm, Linear, Rotary, Attention, Linear, AddExtraInput; keeps") == 3
     assert "12 of 12 products in 3 pipelines" in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem import ops
-from tandem.backend.normalise import fixed, value_of
+from tandem.backend.normalise import fixed, has_shape, value_of
 from tandem.backend.patterns import Bound, Columns, Either, Named, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
 from tandem.backend.rows import Op, Row, Weight, of_unit_size, product, x
 
@@ -56,6 +56,9 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     query, key, value = (each // head_dim for each in columns)
     if key != value or query != key * bound.get("times", query // key if bound["enable_gqa"] else 1):
         return "its heads of keys and values are not shared evenly"
+    rows, heads_of_keys = value_of(bound["x"]).shape, value_of(bound["keys"])
+    if not has_shape(heads_of_keys, (rows[0], key, rows[1], head_dim)):
+        return "its angles have other batches than its x"
     if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
         return "its scale is no positive number"
     heads = {"num_heads": query, "head_dim": head_dim, "num_kv_heads": key}

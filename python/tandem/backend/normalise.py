@@ -264,6 +264,8 @@ class Terms:
             return Term("mean", inputs[:1]) if last else None
         if kind in ("addmm", "matmul"):
             return self._product(term, inputs)
+        if kind == "view" and value_of(node).dtype != value_of(inputs[0]).dtype:  # other numbers of the same bytes
+            return None
         if kind == "view":
             return self._rows_again(node, inputs[0]) or self._repeated(node, inputs[0]) or _flat(node, inputs[0]) or _by_heads(node, inputs[0])
         if kind == "grouped":
@@ -277,7 +279,7 @@ class Terms:
             if not isinstance(tensors, (tuple, list)):
                 return None
             tensors = tuple(self.same(each) for each in tensors if not statically_known_true(value_of(each).numel() == 0))
-            if len(tensors) == 1:
+            if len(tensors) == 1 and value_of(tensors[0]).dtype == value_of(node).dtype:
                 return Term("laid", tensors)
             return Term("cat", tensors) if options["dim"] in (-1, value_of(node).dim() - 1) else None
         return Term(kind, inputs, options)
