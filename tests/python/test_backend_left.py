@@ -132,3 +132,12 @@ def test_autocast_that_is_switched_off(told):
     for call in (switched_off, tandem.compile(switched_off)):
         with pytest.raises(RuntimeError, match="dtype"):
             call(torch.randn(3, SIZE))
+
+
+def test_float64_under_a_recipe(told):
+    """Recipes quantize no float64; what is left runs, and a warning tells of it."""
+    wide = nn.Linear(32, 32).double()
+    model, x = nn.Sequential(wide, nn.ReLU()), torch.randn(32, 32, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="1 of 1 that stay in high precision, .*: its operands are float64, which no recipe quantizes"):
+        y = tandem.compile(model, recipe=tandem.recipe.MXFP8BlockScaling())(x)
+    assert torch.equal(y, wide(x).relu())

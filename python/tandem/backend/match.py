@@ -97,6 +97,8 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Calla
         made = _refused(node, nodes, bound, terms) or row.ops(bound)
         if not isinstance(made, str):
             made = _refused_ops(node, made, bound, terms) or made
+        if not isinstance(made, str) and recipe_of(modules[0]) is not None and any(op.make in (ops.Linear, ops.GroupedLinear) and op.options["dtype"] == torch.float64 for op in made):
+            made = "its operands are float64, which no recipe quantizes"
         if outside and not isinstance(made, str) and any(terms.depends(extra, kept) for op in made for extra in op.extras):
             made = "it reads what is computed of its own keys or values"
         if isinstance(made, str):
