@@ -111,7 +111,7 @@ def linear_cross_entropy(
         label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
         options: None. What torch chooses by it, how many logits there are at once, has no meaning here.
         soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
-        z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row.
+        z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
         process_group: the ranks that share the classes: `linear_weight`, `linear_bias` and `weight` are those of this rank's classes, rank 0 has the
             first. All ranks pass the same `input` and `target`, which counts all classes, and get the same loss and the same gradient of `input`.
             None: this process has all classes.

@@ -19,7 +19,7 @@ extern const OpDef kRotary;
 ///
 /// Shapes:  x as kernel_ops::Heads says -> y [..., sequence, num_heads head_dim]; mask, an extra
 ///          input where an option says so, as kernel_ops::AttentionForward.
-/// Dtypes:  that of autocast, else of x; a mask of booleans stays.
+/// Dtypes:  that of autocast, else of x; a mask keeps its own.
 /// Throws:  as kernel_ops::AttentionForward.
 extern const OpDef kAttention;
 

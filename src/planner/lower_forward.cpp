@@ -198,7 +198,7 @@ class ForwardLowering {
                                   ": expected ", def.inputs[slot + 1],
                                   " that need no gradient, as none is computed, got a tensor that "
                                   "requires grad. Detach it.");
-      const bool stays = is_index || is_mask(def, slot + 1, extra.value);
+      const bool stays = is_index || position(def.masks, def.inputs[slot + 1]) != npos;
       operands.bind(slot + 1, casts && !stays ? cast(extra, dtype, node) : extra);
       any_grad |= draft_.needs_grad(extra.value);
       if (!casts && !stays) dtype = c10::promoteTypes(dtype, draft_.dtype(extra.value));
@@ -223,10 +223,6 @@ class ForwardLowering {
       if (!node.extra_outputs[slot].channel.empty())
         channels_[node.extra_outputs[slot].channel] = operands.flow(op.extra_outputs[slot]);
     return target == dtype ? y : cast(y, target, node);
-  }
-
-  bool is_mask(const OpDef& def, size_t input, Value value) const {
-    return draft_.dtype(value) == at::kBool && position(def.masks, def.inputs[input]) != npos;
   }
 
   /// Returns whether any parameter requires grad; `dtype` becomes that of the results where

@@ -342,6 +342,30 @@ def test_a_decoder_layer_with_a_memory_budget():
             assert torch.equal(got, right)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_mask_keeps_its_numbers(dtype):
+    """Rounded to 16 bits, the least of float32 would be -infinity, and numbers around 300 would lose their differences."""
+    attention, x = ops.Attention(2, 4, mask=True), torch.randn(2, 5, 24).to(dtype)
+    for mask in (torch.zeros(2, 1, 5, 5).index_fill(2, torch.tensor([2]), torch.finfo(torch.float32).min), torch.randn(2, 1, 5, 5) + 300):
+        want = plain_attention(x.double(), mask.double(), num_heads=2, head_dim=4)
+        for given in (mask, mask.clone().requires_grad_()):
+            torch.testing.assert_close(attention(x, given).double(), want, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("value", [-1e6, torch.finfo(torch.float32).min])
+def test_gradients_of_a_mask_with_a_row_far_below(value, soft_cap):
+    """The logarithm of the sums of such a row has lost the number of its keys."""
+    attention = ops.Attention(2, 4, mask=True, soft_cap=soft_cap)
+    x, mask, grad = torch.randn(2, 5, 24), torch.zeros(5, 5).index_fill(0, torch.tensor([2]), value), torch.randn(2, 5, 8)
+    leaves = [x.requires_grad_(), mask.requires_grad_()]
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    found = torch.autograd.grad(attention(*leaves), leaves, grad)
+    right = torch.autograd.grad(plain_attention(*wide, num_heads=2, head_dim=4, soft_cap=soft_cap), wide, grad.double())
+    for got, want in zip(found, right, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=0.1 if value == -1e6 else 1e-5)  # one unit of 1e6 is 0.06
+
+
 def call(op, *arguments):
     return lambda: op()(*arguments)
 
@@ -360,7 +384,7 @@ def call(op, *arguments):
         (call(lambda: ops.Rotary(2, 4, tables=True), torch.ones(3, 24), torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)), NotImplementedError, "rotary: expected sines that need no gradient, as none is computed, got a tensor that requires grad. Detach it."),
         (lambda: torch.ops.tandem.rotary(torch.ones(3, 24), torch.ones(3, 4), None, 2, 2, 4, 4, 1e4, False, False), ValueError, "rotary: expected cosines and sines, or neither, got one of them. Pass both."),
         (call(lambda: ops.Attention(2, 4, mask=True), torch.ones(3, 24), torch.ones(3, 4)), ValueError, "attention: expected a mask that broadcasts to [..., num_heads, sequence, sequence] = [2, 3, 3], got [3, 4]. Reshape it"),
-        (lambda: torch.ops.tandem.attention_forward(torch.ones(3, 24), torch.ones(3, 3, dtype=torch.int64), 2, 2, 4, False, 0.0, 0.0), TypeError, "attention: expected a mask of booleans, or of floating-point numbers that are added to the scores, got int64. Pass mask.bool()"),
+        (call(lambda: ops.Attention(2, 4, mask=True), torch.ones(3, 24), torch.ones(3, 3, dtype=torch.int64)), TypeError, "attention: expected a mask of booleans, or of floating-point numbers that are added to the scores, got int64. Pass mask.bool()"),
         (lambda: torch.ops.tandem.attention_forward(torch.ones(3, 24), None, 2, 2, 4, False, -1.0, 0.0), ValueError, "attention: expected scale and soft_cap of at least 0, got -1 and 0. 0 is the usual scale, and no cap."),
         (lambda: torch.ops.tandem.attention_backward(torch.ones(3, 8), torch.ones(3, 24), torch.ones(3, 8), torch.ones(3, 2), None, 2, 2, 4, False, 0.0, 0.0, [True, True]), ValueError, "attention_backward: expected a mask of numbers where its gradient is wanted, got none. Pass it, or ask for no gradient."),
         (lambda: torch.ops.tandem.attention_backward(torch.ones(3, 9), torch.ones(3, 24), torch.ones(3, 9), torch.ones(3, 2), None, 2, 2, 4, False, 0.0, 0.0, [True, False]), ValueError, "attention_backward: expected y of shape [3, 8], got [3, 9]. Pass what the forward op returned."),

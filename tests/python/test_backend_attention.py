@@ -156,6 +156,7 @@ PLAIN, ROTATED = ["Linear", "Attention", "Linear"], ["Linear", "Rotary", "Attent
 NORMED = ["Linear", "QKNorm", "Rotary", "Attention", "Linear"]
 CASES = {
     "plain": (Attention(laid=False), [], {}, PLAIN),
+    "with biases, of which keys' have no gradient": (Attention(bias=True), [], {}, PLAIN),
     "causal, with biases": (Attention(bias=True, is_causal=True), [], {}, PLAIN),
     "scaled": (Attention(scale=0.3), [], {}, PLAIN),
     "rotary": (Attention(turn=turned, is_causal=True), tables(), {}, ROTATED),
@@ -207,6 +208,32 @@ class OneNorm(Attention):
         return F.rms_norm(q, (DIM,), torch.ones(DIM)), k, v
 
 
+class OneTurned(Attention):
+    def heads(self, x, *turning):
+        q, k, v = super().heads(x)
+        return turned(q, *turning), k, v
+
+
+class Untransposed(Attention):
+    """Two of its products have weights as they lie."""
+
+    def heads(self, x, *turning):
+        q, k, v = (x @ self.qkv[0].weight, self.qkv[1](x), x @ self.qkv[2].weight)
+        return heads_of(q), heads_of(k), heads_of(v)
+
+
+class Copied(Attention):
+    """Copies of keys and values along the batch too."""
+
+    def heads(self, x, *turning):
+        q, k, v = super().heads(x)
+        return q, *(t[:, :, None].expand(3, HEADS // 2, 2, LENGTH, DIM).reshape(3, HEADS, LENGTH, DIM) for t in (k, v))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(3, LENGTH, HIDDEN))
+
+
 class Uneven(Attention):
     def heads(self, x, *turning):
         a, b, c = map(heads_of, self.qkv[0](x).chunk(3, -1))
@@ -225,6 +252,11 @@ LEFT = {
     "a mask that is made of keys": (MaskedByKeys(), [], "it reads what is computed of its own keys or values"),
     "angles of more rows": (Attention(turn=turned), tables(batch=4), "its angles have other batches than its x"),
     "an empty cache of another dtype": (CachingWide(), [], "products of one x"),
+    "queries alone are turned": (OneTurned(), tables(), "its queries or its keys alone are turned"),
+    "weights as they lie": (Untransposed(), [], "product "),
+    "copies of other dimensions": (Copied(kv=2), [], "products of one x"),
+    "a number for all features": (Attention(turn=turned), [each[..., :1] for each in tables()], "its cosines and sines are no numbers for each feature"),
+    "cosines and sines of two shapes": (Attention(turn=turned), [tables()[0], tables(batch=2)[1]], "its cosines and sines are no numbers for each feature"),
     "a norm of queries alone": (OneNorm(), [], "its queries and keys are not normed alike"),
     "values before queries": (Uneven(fused=True), [], "its queries, keys and values do not stand one behind the other"),
     "other pairs": (OtherPairs(), tables(), "its pairs of features are not half of what is turned apart"),
@@ -236,7 +268,7 @@ LEFT = {
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_left(case):
     model, given, reason = LEFT[case]
-    rows = 1 if case == "angles of more rows" else 2
+    rows = 1 if case in ("angles of more rows", "copies of other dimensions") else 2
     found, text = compared(model, torch.randn(rows, LENGTH, HIDDEN), *given)
     assert "Attention" not in found
     assert reason in text

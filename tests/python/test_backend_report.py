@@ -98,6 +98,10 @@ def test_explain_where_no_graph_has_reached_the_backend(x):
     torch._dynamo.reset()
     own = tandem.compile(nn.LSTM(HIDDEN, HIDDEN))
     own(x)
+    without = tandem.compile(Calls(lambda m, x: F.relu(x + 1)))
+    without(x)
+    with pytest.raises(ValueError, match="got OptimizedModule without. Compiled graphs are known by the parameters and buffers that they read, and it has none"):
+        tandem.explain(without)
     with pytest.raises(ValueError, match="got OptimizedModule without. Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why"):
         tandem.explain(own)
 

@@ -40,7 +40,7 @@ def _heads(name: str, rows: Pattern) -> Pattern:
 def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
     """What heads of these rows attend to, as rows."""
     query, key, value = _heads("query", query), _heads("key", key), call("swap", call("heads", value))
-    query, key = Either(_turned(query), query), Either(_turned(key), key)
+    query, key = (Either(Named(f"turned_{name}", _turned(each)), each) for name, each in (("query", query), ("key", key)))
     kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
     kept = (Either(call("laid", each), each) for each in kept)
     shared = (Either(call("repeated", each), each) for each in kept)
@@ -68,6 +68,8 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     norm = _norm_of_heads(bound, heads)
     if isinstance(norm, str):
         return norm
+    if ("turned_query" in bound) != ("turned_key" in bound):
+        return "its queries or its keys alone are turned"
     if "cosines" not in bound:
         return (*norm, attention)
     begin, end = bound.get("turned", (0, head_dim))
@@ -76,6 +78,9 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     tables = (bound["cosines"], bound["sines"])
     if any(value_of(each).requires_grad for each in tables):
         return "its angles want a gradient"
+    shapes = [value_of(each).shape for each in tables]
+    if not has_shape(value_of(tables[1]), tuple(shapes[0])) or shapes[0][-1] != end or not all(value_of(each).is_floating_point() for each in tables):
+        return "its cosines and sines are no numbers for each feature, of one shape"
     return (*norm, Op(ops.Rotary, {**heads, "rotated_features": end, "tables": True}, extras=tables), attention)
 
 
@@ -111,7 +116,7 @@ _READ_INSIDE = "others read what lies inside, and not keys or values alone"
 ATTENTION: tuple[Row, ...] = (
     Row(
         "attention of products of one x",
-        _attended(*(call("linear", x, Var(f"{name}_weight", 2), Optional(Var(f"{name}_bias", 1))) for name in _NAMES)),
+        _attended(*(call("linear", x, Var(f"{name}_weight", 2), Optional(Var(f"{name}_bias", 1)), transposed=None) for name in _NAMES)),
         _of_products,
         _READ_INSIDE,
     ),

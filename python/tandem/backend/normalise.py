@@ -329,7 +329,7 @@ class Terms:
         if alone is None or alone.kind != "unsqueeze" or alone.options["dim"] != 2:
             return None
         base, made, shape = alone.inputs[0], value_of(node), value_of(given).shape
-        if len(shape) != 5 or not has_shape(made, (shape[0], shape[1] * shape[2], *shape[3:])):
+        if len(shape) != 5 or not has_shape(value_of(base), (*shape[:2], *shape[3:])) or not has_shape(made, (shape[0], shape[1] * shape[2], *shape[3:])):
             return None
         return Term("repeated", (base,), {"times": shape[2]}, (given, copies.inputs[0]))
 

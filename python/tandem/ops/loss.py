@@ -70,7 +70,7 @@ class LinearCrossEntropy(CollectivesMixin, DeferredMixin, BasicOperation):
             ignore_index: rows with this target have loss 0 and no gradient.
             label_smoothing: from 0 to 1; the share of a target that is spread over all classes.
             soft_cap: logits become soft_cap tanh(logits / soft_cap); 0: they stay.
-            z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row.
+            z_loss: at least 0; the factor of logsumexp(logits)^2 in the loss of a row; class weights do not multiply this term.
             tensor_parallel_group: the ranks that share the classes; None: this process has all.
             sequence_parallel: whether the ranks share the first dimension of x too, which is gathered; the targets are those of all ranks. Else all
                 ranks hold x, and the gradient of x is the same on all.

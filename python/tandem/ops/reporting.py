@@ -159,6 +159,8 @@ def explained(module: torch.nn.Module, format: str, profile: Any) -> str:
 def _what_to_do(module: torch.nn.Module) -> str:
     if is_skipped(module):
         return f"No graph of it has reached the backend: {SKIPPED}"
+    if not any(True for _ in (*module.parameters(), *module.buffers())):
+        return "Compiled graphs are known by the parameters and buffers that they read, and it has none."
     if any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules()):
         return "Call it once with an input. If it was called, Dynamo has handed no graph of it to the backend, and TORCH_LOGS=graph_breaks tells why."
     return "Call it once with an input."

@@ -6,6 +6,7 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/rsub.h>
+#include <ATen/ops/softmax.h>
 #include <ATen/ops/tanh.h>
 
 #include <cmath>
@@ -84,6 +85,14 @@ Tensor side_by_side(const Tensor& y) { return y.permute({0, 3, 1, 2, 4}).flatten
 
 struct Scores {
   Tensor masked;
+  /// Rows without any score: -infinity alone.
+  Tensor is_empty() const { return (masked == kNever).all(-1, /*keepdim=*/true); }
+  /// What each key has of the sum, from the scores themselves: next to a mask of -1e6 their
+  /// logsumexp has lost the number of keys.
+  Tensor shares() const {
+    const Tensor none = is_empty();  // computed as a row of zeros, so that nothing is NaN
+    return at::softmax(masked.masked_fill(none, 0), -1).masked_fill(none, 0);
+  }
   /// The factor of gradients that the cap is; undefined without one.
   Tensor slope;
 };
@@ -130,17 +139,14 @@ Specs<2> AttentionForward::shapes(const Args& args) {
 Results<2> AttentionForward::reference(const Args& args) {
   const Tensor& x = args.x;
   const Parts parts(x, heads_of(args));
-  const Tensor scores = scores_of(args, parts).masked;
-  // A row without any score is computed as one of zeros, so that nothing is NaN.
-  const Tensor is_empty = (scores == kNever).all(-1, /*keepdim=*/true);
-  const Tensor filled = scores.masked_fill(is_empty, 0);
-  const Tensor sums = at::logsumexp(filled, -1, /*keepdim=*/true);
-  const Tensor shares = (filled - sums).exp().masked_fill(is_empty, 0);
-  return {side_by_side(at::matmul(shares, parts.value))
-              .reshape_symint(with_last(x, {args.num_heads * args.head_dim}))
-              .to(x.scalar_type()),
-          side_by_side(sums.masked_fill(is_empty, kNever))
-              .reshape_symint(with_last(x, {args.num_heads}))};
+  const Scores scores = scores_of(args, parts);
+  const Tensor none = scores.is_empty();
+  const Tensor sums = at::logsumexp(scores.masked.masked_fill(none, 0), -1, /*keepdim=*/true);
+  return {
+      side_by_side(at::matmul(scores.shares(), parts.value))
+          .reshape_symint(with_last(x, {args.num_heads * args.head_dim}))
+          .to(x.scalar_type()),
+      side_by_side(sums.masked_fill(none, kNever)).reshape_symint(with_last(x, {args.num_heads}))};
 }
 
 Specs<2> AttentionBackward::shapes(const Args& args) {
@@ -170,8 +176,7 @@ Results<2> AttentionBackward::reference(const Args& args) {
   const Scores scores = scores_of(args, parts);
   const at::ScalarType dtype = parts.query.scalar_type();
   const Tensor grad = by_head(args.grad_y, heads, dtype), y = by_head(args.y, heads, dtype),
-               sums = by_head(args.logsumexp, heads, dtype);
-  const Tensor shares = (scores.masked - sums.masked_fill(sums == kNever, 0)).exp();
+               shares = scores.shares();
   const Tensor of_masked = shares * (at::matmul(grad, parts.value.transpose(-1, -2)) -
                                      (grad * y).sum(-1, /*keepdim=*/true));
   Results<2> results{masked_out(x), masked_out(args.mask ? *args.mask : x)};

@@ -29,7 +29,7 @@ std::array<Tensor, 3> parts_in(const Tensor& x, const Args& args) {
           all.narrow(1, args.num_heads + args.num_kv_heads, args.num_kv_heads)};
 }
 
-/// As numbers that are added, of four dimensions.
+/// As numbers that are added, of four dimensions, in the dtype of x or that of scores.
 template <typename Args>
 std::optional<Tensor> added_mask(const Args& args) {
   if (!args.mask) return std::nullopt;
@@ -37,7 +37,9 @@ std::optional<Tensor> added_mask(const Args& args) {
       args.mask->scalar_type() == at::kBool
           ? at::zeros(args.mask->sizes(), args.x.options())
                 .masked_fill(args.mask->logical_not(), -std::numeric_limits<double>::infinity())
-          : args.mask->to(args.x.scalar_type());
+          : args.mask->to(args.mask->scalar_type() == args.x.scalar_type()
+                              ? args.x.scalar_type()
+                              : statistics(args.x.scalar_type()));
   while (mask.dim() < 4) mask = mask.unsqueeze(0);
   if (args.x.dim() <= 3) return mask;
   // Several dimensions of batches are one here.
