@@ -353,17 +353,16 @@ def test_a_float32_mask_keeps_its_numbers(dtype):
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
-@pytest.mark.parametrize("value", [-1e6, torch.finfo(torch.float32).min])
-def test_gradients_of_a_mask_with_a_row_far_below(value, soft_cap):
+def test_gradients_of_a_mask_with_a_row_far_below(soft_cap):
     """The logarithm of the sums of such a row has lost the number of its keys."""
     attention = ops.Attention(2, 4, mask=True, soft_cap=soft_cap)
-    x, mask, grad = torch.randn(2, 5, 24), torch.zeros(5, 5).index_fill(0, torch.tensor([2]), value), torch.randn(2, 5, 8)
+    x, mask, grad = torch.randn(2, 5, 24), torch.zeros(5, 5).index_fill(0, torch.tensor([2]), torch.finfo(torch.float32).min), torch.randn(2, 5, 8)
     leaves = [x.requires_grad_(), mask.requires_grad_()]
     wide = [each.detach().double().requires_grad_() for each in leaves]
     found = torch.autograd.grad(attention(*leaves), leaves, grad)
     right = torch.autograd.grad(plain_attention(*wide, num_heads=2, head_dim=4, soft_cap=soft_cap), wide, grad.double())
     for got, want in zip(found, right, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=0.1 if value == -1e6 else 1e-5)  # one unit of 1e6 is 0.06
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
 def call(op, *arguments):

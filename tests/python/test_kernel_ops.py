@@ -49,12 +49,14 @@ def cases(layout="contiguous", dtype=torch.float32):
     pending, region = torch.tensor([1]), torch.tensor([2])
     description = '{"ops":[{"op":"rms_norm","params":[0]},{"op":"silu"}]}'
     mask = torch.ones(3, 3, dtype=torch.bool)
+    heads = (2, 1, 2, True, 0.0, 0.0)
+    attended = torch.ops.tandem.attention_forward(x, mask, *heads)
     rows_and_amax, all_of_it = [True, False, True], [True] * 3
     return {
         "activation_backward": [y, x, "gelu", False, all_of_it, "fp8_e5m2", None, all_of_it, "fp8_e4m3", None, all_of_it],
         "activation_forward": [x, bias, "silu", False, [True, True], "fp8_e4m3", None, all_of_it],
         "add_bias": [x, bias, -0.75, y],
-        "attention_backward": [y[..., :4], x, y[..., 4:], torch.rand(*x.shape[:-1], 2).to(rows.dtype), mask, 2, 1, 2, True, 0.0, 0.0, [True, False]],
+        "attention_backward": [y[..., :4], x, *attended, mask, *heads, [True, False]],
         "attention_forward": [x, mask, 2, 1, 2, True, 0.5, 1.5],
         "behind": [x, y],
         "cast_from_codes": [codes, "e5m2", dtype],

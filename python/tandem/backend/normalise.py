@@ -76,11 +76,8 @@ for _kind, _parameters, _spelled in _SPELLINGS:
     for _target in _spelled:
         _KINDS[_target] = (_kind, _named)
 
-_IN_PLACE_OPERATORS = {getattr(operator, name) for name in operator.__all__ if name.startswith("i") and hasattr(operator, f"__{name}__")} - {
-    operator.index,
-    operator.inv,
-    operator.invert,
-}
+_AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"}
+_IN_PLACE_OPERATORS = {operator.iconcat, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
 
 
 def value_of(node: Any) -> Any:
@@ -137,7 +134,6 @@ def _position_of_inplace(target: Any) -> int | None:
         return None
 
 
-_AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"}
 _OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change what follows
 
 
