@@ -57,7 +57,7 @@ def test_random_pipelines_are_the_same_fused_and_unfused(capsys):
             f"{counts['fused']} with fusions, {counts['refused']} that torch refuses too",
             end="",
         )
-    assert counts["verified"] >= PIPELINES and counts["fused"] >= 0.3 * PIPELINES
+    assert counts["verified"] >= PIPELINES and counts["fused"] >= 0.2 * PIPELINES
 
 
 def test_a_failure_prints_a_line_that_repeats_it(monkeypatch):
