@@ -62,19 +62,20 @@ def cases(dtype: torch.dtype) -> list[Case]:
     pair = lambda: (new(ROWS, HIDDEN), new(ROWS, HIDDEN))  # noqa: E731
     triple = lambda: (new(ROWS, HIDDEN), new(ROWS, HIDDEN), new(ROWS, HIDDEN))  # noqa: E731
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward
-    all3, all4 = [True, True, False], [True, True, True, False]
+    plain, gradients = (1e-5, False, False), (False, False, dtype)  # eps, no zero-centered weight, no rounding before it; the dtype of sums
+    of_rms_norm, of_layer_norm = [True, True, False, False, False], [True, True, False, False, True]
     return [
-        Case("rms_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.rms_norm_forward(x, w, 1e-5, False),
+        Case("rms_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.norm_forward(x, None, w, None, *plain, [False, True]),
              lambda x: F.rms_norm(x, (HIDDEN,), w, 1e-5), n, n, n),
-        Case("rms_norm backward", pair, lambda g, x: op.rms_norm_backward(g, x, w, inv_rms, None, False, all3),
+        Case("rms_norm backward", pair, lambda g, x: op.norm_backward(g, x, w, None, None, inv_rms, None, *gradients, of_rms_norm),
              lambda g, x: rms_norm_backward(g, x, w, inv_rms), 2 * n, n, n),
-        Case("rms_norm backward + residual", triple, lambda g, x, r: op.rms_norm_backward(g, x, w, inv_rms, r, False, all3),
+        Case("rms_norm backward + residual", triple, lambda g, x, r: op.norm_backward(g, x, w, None, None, inv_rms, r, *gradients, of_rms_norm),
              lambda g, x, r: (lambda gx, gw: (gx + r, gw))(*rms_norm_backward(g, x, w, inv_rms)), 3 * n, n, n),
-        Case("layer_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.layer_norm_forward(x, w, b, 1e-5, False),
+        Case("layer_norm forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.norm_forward(x, None, w, b, *plain, [False, True]),
              lambda x: F.layer_norm(x, (HIDDEN,), w, b, 1e-5), n, n, n),
-        Case("layer_norm backward", pair, lambda g, x: op.layer_norm_backward(g, x, w, b, mean, inv_std, None, False, all4),
+        Case("layer_norm backward", pair, lambda g, x: op.norm_backward(g, x, w, b, mean, inv_std, None, *gradients, of_layer_norm),
              lambda g, x: layer_norm_backward(g, x, [HIDDEN], torch_mean, torch_rstd, w, b, [True] * 3), 2 * n, n, n),
-        Case("layer_norm backward + residual", triple, lambda g, x, r: op.layer_norm_backward(g, x, w, b, mean, inv_std, r, False, all4),
+        Case("layer_norm backward + residual", triple, lambda g, x, r: op.norm_backward(g, x, w, b, mean, inv_std, r, *gradients, of_layer_norm),
              lambda g, x, r: (lambda gx, gw, gb: (gx + r, gw, gb))(*layer_norm_backward(g, x, [HIDDEN], torch_mean, torch_rstd, w, b, [True] * 3)),
              3 * n, n, n),
         Case("swiglu forward", lambda: (new(ROWS, 2 * HIDDEN),), lambda x: op.activation_forward(x, None, "silu", True, [False, True]),
@@ -87,9 +88,9 @@ def cases(dtype: torch.dtype) -> list[Case]:
         Case("bias+dropout+add", pair, lambda x, r: op.dropout(x, b, seed, 0.1, r), lambda x, r: F.dropout(x + b, 0.1) + r, 2 * n, n, n),
         Case("dropout backward + bias", lambda: (new(ROWS, HIDDEN),), lambda g: op.dropout_backward(g, seed, 0.1, g.dtype, [True, True]),
              lambda g: (lambda gx: (gx, gx.sum(0)))(torch.ops.aten.native_dropout_backward(g, mask, 1 / 0.9)), n, n, n),
-        Case("add+rms_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, None, 1e-5, False, [True]),
+        Case("add+rms_norm", pair, lambda x, r: op.norm_forward(x, r, w, None, *plain, [True, True]),
              lambda x, r: (lambda s: (s, F.rms_norm(s, (HIDDEN,), w, 1e-5)))(x + r), 2 * n, 2 * n, n),
-        Case("add+layer_norm", pair, lambda x, r: op.add_norm_forward(x, r, w, b, 1e-5, False, [True]),
+        Case("add+layer_norm", pair, lambda x, r: op.norm_forward(x, r, w, b, *plain, [True, True]),
              lambda x, r: (lambda s: (s, F.layer_norm(s, (HIDDEN,), w, b, 1e-5)))(x + r), 2 * n, 2 * n, n),
         Case("bias+gelu forward", lambda: (new(ROWS, HIDDEN),), lambda x: op.activation_forward(x, b, "gelu", False, [False, True]),
              lambda x: F.gelu(x + b, approximate="tanh"), n, n, n, True),

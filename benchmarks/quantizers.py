@@ -74,10 +74,13 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
 
     nothing: dict[str, Any] = {"quantizer": None, "mask": [False] * 3}
 
+    def norm(x: torch.Tensor, extra: torch.Tensor | None, wanted: list[bool], one: dict[str, Any] = nothing) -> Any:
+        return op.norm_forward(x, extra, weight, None, eps, False, False, wanted, one["quantizer"], None, one["mask"])
+
     def norm_backward(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor | None, residual: torch.Tensor | None, one: dict[str, Any], wanted: list[bool],
                       of_y: dict[str, Any] = nothing) -> Any:
-        mask = [*wanted, *one["mask"], *of_y["mask"]]
-        return op.norm_backward_quantize(g, x, weight, None, mean, ones, residual, None, None, False, dtype, one["quantizer"], of_y["quantizer"], mask)
+        bias, codes = None if mean is None else weight, (one["quantizer"], None, one["mask"], of_y["quantizer"], None, of_y["mask"])
+        return op.norm_backward(g, x, weight, bias, mean, ones, residual, False, False, dtype, wanted, *codes)
 
     def glu_backward(g: torch.Tensor, z: torch.Tensor, one: dict[str, Any], wanted: list[bool], of_y: dict[str, Any] = nothing) -> Any:
         return op.activation_backward(g, z, "silu", True, wanted, one["quantizer"], None, one["mask"], of_y["quantizer"], None, of_y["mask"])
@@ -93,19 +96,19 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
         of_y: dict[str, Any] = {"quantizer": quantizer, "mask": [not both, both, False]}
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "RMSNorm": (
-                lambda codes=codes: codes(op.rms_norm_forward(*x(), weight, eps, False)[0]),
-                lambda one=as_one: op.rms_norm_quantize(*x(), weight, None, eps, False, one["quantizer"], [False, *one["mask"]]),
+                lambda codes=codes: codes(norm(*x(), None, [False, True])[1]),
+                lambda one=as_one: norm(*x(), None, [False, False], one),
             ),
             "sum + RMSNorm": (
-                lambda codes=codes: codes(op.add_norm_forward(*g_x(), weight, None, eps, False, [True])[1]),
-                lambda one=as_one: op.add_norm_quantize(*g_x(), weight, None, None, eps, False, one["quantizer"], [True, False, *one["mask"]]),
+                lambda codes=codes: codes(norm(*g_x(), [True, True])[1]),
+                lambda one=as_one: norm(*g_x(), [True, False], one),
             ),
             "RMSNorm backward": (
-                lambda codes=codes: codes(op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0]),
+                lambda codes=codes: codes(norm_backward(*g_x(), None, None, nothing, [True, True, False, False, False])[0]),
                 lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, False, False]),
             ),
             "RMSNorm backward, y to codes": (
-                lambda again=again: again(op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, True])[2]),
+                lambda again=again: again(norm_backward(*g_x(), None, None, nothing, [True, True, True, False, False])[2]),
                 lambda of_y=of_y: norm_backward(*g_x(), None, None, nothing, [True, True, False, False, False], of_y),
             ),
             "RMSNorm backward, both to codes": (
@@ -113,17 +116,17 @@ def fused(dtype: torch.dtype) -> list[list[str]]:
                 lambda one=as_one, of_y=of_y: norm_backward(*g_x(), None, None, one, [False, True, False, False, False], of_y),
             ),
             "RMSNorm backward + residual": (
-                lambda codes=codes: (lambda g, x, r: codes(op.rms_norm_backward(g, x, weight, ones, r, False, [True, True, False])[0]))(*g_x_r()),
+                lambda codes=codes: (lambda g, x, r: codes(norm_backward(g, x, None, r, nothing, [True, True, False, False, False])[0]))(*g_x_r()),
                 lambda one=as_one: (lambda g, x, r: norm_backward(g, x, None, r, one, [True, True, False, False, False]))(*g_x_r()),
             ),
             "RMSNorm backward, bias": (
                 lambda one=as_one: op.sum_rows(
-                    op.rms_norm_backward(*g_x(), weight, ones, None, False, [True, True, False])[0], dtype, one["quantizer"], None, one["mask"]
+                    norm_backward(*g_x(), None, None, nothing, [True, True, False, False, False])[0], dtype, one["quantizer"], None, one["mask"]
                 ),
                 lambda one=as_one: norm_backward(*g_x(), None, None, one, [False, True, False, True, False]),
             ),
             "LayerNorm backward": (
-                lambda codes=codes: codes(op.layer_norm_backward(*g_x(), weight, weight, means, ones, None, False, [True, True, True, False])[0]),
+                lambda codes=codes: codes(norm_backward(*g_x(), means, None, nothing, [True, True, False, False, True])[0]),
                 lambda one=as_one: norm_backward(*g_x(), means, None, one, [False, True, False, False, True]),
             ),
             "dropout backward": (

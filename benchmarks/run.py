@@ -29,13 +29,12 @@ def main(arguments: list[str]) -> int:
         return 2
     # Each section in a process of its own: thread counts and pinning are fixed when OpenMP starts.
     environment = {**os.environ, "OMP_PROC_BIND": "true", "PYTHONPATH": str(ROOT)}
+    failed = 0
     for name in chosen:
         environment["OMP_NUM_THREADS"] = "1" if name in ("host", "modules", "marginal", "indirect", "planning") else "2"
-        status = subprocess.run([sys.executable, __file__, "--section", name], env=environment, cwd=ROOT, check=False).returncode
-        if status != 0:
-            return status
+        failed += bool(subprocess.run([sys.executable, __file__, "--section", name], env=environment, cwd=ROOT, check=False).returncode)
         print(flush=True)
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ struct OpDef {
   size_t (*absent_inputs)(const void* options) = nullptr;
   /// Extra inputs that count, point or turn: never cast, without a gradient.
   Names indices = {};
-  /// Extra inputs that may hold booleans, which are not cast.
+  /// Extra inputs that are read in their own dtype: booleans, or numbers that are added to scores.
   Names masks = {};
   std::vector<ParamDef> params = {};
   /// The last of `params`: read without a gradient, and without a say in dtypes.
