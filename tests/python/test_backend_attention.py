@@ -163,6 +163,7 @@ CASES = {
     "rotary, each row its own": (Attention(turn=turned), tables(batch=2), {}, ROTATED),
     "rotary in float32": (Attention(turn=turned_in_float32), tables(), {}, ROTATED),
     "rotary of some features": (Attention(turn=turned_at_first), tables(4), {}, ROTATED),
+    "rotary of the first features, which are all": (Attention(fused=True, turn=turned_at_first), tables(), {}, ROTATED),
     "shared keys": (Attention(kv=2, turn=turned, enable_gqa=True, is_causal=True), tables(), {}, ROTATED),
     "repeated keys": (Attention(kv=2, turn=turned, repeats=True), tables(), {}, ROTATED),
     "one key": (Attention(kv=1, repeats=True), [], {}, PLAIN),

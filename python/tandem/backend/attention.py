@@ -19,7 +19,8 @@ def _turned(heads: Pattern) -> Pattern:
         partner = call("cat", call("neg", Columns("second", own)), Columns("first", own))
         return Wide(own) * Unsqueezed("cosines") + partner * Unsqueezed("sines")
 
-    return Either(Rounded(of(Wide(heads))), call("cat", Rounded(of(Wide(Columns("turned", heads)))), Columns("passed", heads)))
+    first = Rounded(of(Wide(Columns("turned", heads))))
+    return Either(Rounded(of(Wide(heads))), call("laid", first), call("cat", first, Columns("passed", heads)))
 
 
 def _normed(name: str, heads: Pattern) -> Pattern:

@@ -274,9 +274,10 @@ class Terms:
             (tensors,) = inputs
             if not isinstance(tensors, (tuple, list)):
                 return None
-            tensors = tuple(self.same(each) for each in tensors if not statically_known_true(value_of(each).numel() == 0))
+            empty = {each for each in tensors if statically_known_true(value_of(each).numel() == 0)}
+            tensors = tuple(self.same(each) for each in tensors if each not in empty)
             if len(tensors) == 1 and value_of(tensors[0]).dtype == value_of(node).dtype:
-                return Term("laid", tensors)
+                return Term("laid", tensors, covers=tuple(each for each in empty if self.kind(each) == "piece"))
             return Term("cat", tensors) if options["dim"] in (-1, value_of(node).dim() - 1) else None
         return Term(kind, inputs, options)
 
