@@ -241,18 +241,6 @@ def test_the_model_is_not_changed(x):
         assert parameter.grad is not None
 
 
-def test_what_is_exported_is_the_model(x):
-    """In torch's operations, for any number of rows."""
-    model = Decoder(1)
-    expected = model(x)
-    torch._dynamo.reset()
-    model.compile(backend=backend)
-    model(x)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    assert "tandem" not in str(program.graph)
-    assert torch.equal(program.module()(x), expected)
-
-
 def test_one_graph_serves_layers_that_look_alike(x):
     """Each layer has a pipeline with its own parameters."""
     model = Decoder(4)
@@ -331,19 +319,6 @@ def test_autocast(x):
     assert_close(result, expected, rtol=5e-2, atol=5e-2)
     result.sum().backward()
     assert ops_of(own) == [LAYER, [*LAYER, "RMSNorm", "Linear"]], "sums promote, as residuals are float32"
-
-
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("added", [torch.float32, torch.float64, torch.int64])
-def test_sums_promote(own, added):
-    product = linear().to(own)
-    model, other = Calls(lambda m, x: product(x.to(own)).relu() + (x * 100).to(added)), torch.randn(4, HIDDEN)
-    tandem_model = compiled(model, verify=True)
-    y, want = tandem_model(other), model(other)
-    assert y.dtype == want.dtype
-    assert_close(y, want)
-    gradients = [torch.autograd.grad(each.sum(), product.weight)[0] for each in (y, want)]
-    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("low", [None, recipe.DelayedScaling(), recipe.MXFP8BlockScaling()], ids=["no recipe", "DelayedScaling", "MXFP8BlockScaling"])

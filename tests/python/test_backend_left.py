@@ -141,3 +141,17 @@ def test_float64_under_a_recipe(told):
     with pytest.warns(UserWarning, match="1 of 1 that stay in high precision, .*: its operands are float64, which no recipe quantizes"):
         y = tandem.compile(model, recipe=tandem.recipe.MXFP8BlockScaling())(x)
     assert torch.equal(y, wide(x).relu())
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("added", [torch.float32, torch.float64, torch.int64])
+def test_sums_promote(own, added, told):
+    """To the dtype that torch promotes to; integers are left."""
+    product = nn.Linear(SIZE, SIZE, dtype=own)
+    x, extra = torch.randn(4, SIZE), (torch.randn(4, SIZE) * 100).to(added)
+    model = lambda x: product(x.to(own)).relu() + extra  # noqa: E731
+    y, want = tandem.compile(model, verify=True)(x), model(x)
+    assert y.dtype == want.dtype
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), product.weight)[0] for each in (y, want)))
+    assert ("AddExtraInput" in told[0]) == (added != torch.int64)

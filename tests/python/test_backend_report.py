@@ -165,3 +165,15 @@ def test_products_of_activations_do_not_count(x):
 
 def test_options_are_typed_as_they_are_declared():
     assert [*GivenOptions.__annotations__] == [field.name for field in dataclasses.fields(Options)]
+
+
+def test_what_is_exported_is_the_model(x):
+    """In torch's operations, for any number of rows."""
+    model = Decoder(1)
+    expected = model(x)
+    torch._dynamo.reset()
+    model.compile(backend="tandem")
+    model(x)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert "tandem" not in str(program.graph)
+    assert torch.equal(program.module()(x), expected)

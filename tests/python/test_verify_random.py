@@ -16,7 +16,7 @@ from differential.compare import judge  # noqa: E402
 from differential.generate import for_verify  # noqa: E402
 from differential.modes import execute  # noqa: E402
 
-DRAWN, PIPELINES, LEAST, MOST = 250, 200, 2, 12  # some of those drawn are refused, as by torch
+DRAWN, PIPELINES, LEAST, MOST = 330, 200, 2, 12  # some of those drawn are refused, as by torch
 counts = {"verified": 0, "refused": 0, "comparisons": 0, "fused": 0}
 
 
@@ -57,7 +57,7 @@ def test_random_pipelines_are_the_same_fused_and_unfused(capsys):
             f"{counts['fused']} with fusions, {counts['refused']} that torch refuses too",
             end="",
         )
-    assert counts["verified"] >= PIPELINES and counts["fused"] >= 0.2 * PIPELINES
+    assert counts["verified"] >= PIPELINES and counts["fused"] >= 0.3 * PIPELINES
 
 
 def test_a_failure_prints_a_line_that_repeats_it(monkeypatch):
