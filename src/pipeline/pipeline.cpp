@@ -186,7 +186,8 @@ std::vector<at::Tensor> Pipeline::workspaces_for(const Plan& plan, const Argumen
           pieces, *quantizer, mask,
           is_free ? why_none(w, *quantizer) : kernel_ops::CodesWere::of_another_tensor);
     else if (codes.sym_sizes() !=
-                 sizes_of_codes(*quantizer, kernel_ops::joined_sizes(pieces), direction) ||
+                 at::SymIntArrayRef(sizes_of_codes(  // torch 2.11 compares like with like
+                     *quantizer, kernel_ops::joined_sizes(pieces), direction)) ||
              codes.device() != pieces[0].device())
       held->parts = kernel_ops::fitting_workspace(pieces, *quantizer, mask, held->parts);
     std::ranges::copy_if(held->parts, std::back_inserter(tensors), &at::Tensor::defined);

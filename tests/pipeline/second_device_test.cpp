@@ -99,7 +99,9 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 bool is_recording = false;
 struct Guard : c10::impl::NoOpDeviceGuardImpl<kType> {
-  bool isStreamCapturing(const c10::Stream&) const override { return is_recording; }
+  bool isStreamCapturing(const c10::Stream&) const /* override since torch 2.12 */ {
+    return is_recording;
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

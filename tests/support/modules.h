@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/nn/module.h>
 #include <torch/serialize.h>
 

@@ -14,6 +14,9 @@
 #include "kernel_ops/framework/operands.h"
 #include "kernels/digest.h"
 
+/// The CUDA runtime, where torch has loaded it: weak, so that a torch without it loads too.
+extern "C" __attribute__((weak)) int cudaStreamIsCapturing(void* stream, int* status);
+
 namespace tandem::kernel_ops {
 
 namespace {
@@ -93,16 +96,21 @@ int64_t number_of_version_counter(const at::Tensor& tensor) {
   return counter == nullptr ? 0 : numbers.of(counter, version).number;
 }
 
-/// Up to torch 2.11 a stream cannot be asked.
+/// Whether work on the current stream of the weight's device is recorded into a graph. Up to torch
+/// 2.11 a stream has no answer of its own: that of CUDA is asked.
 template <typename Stream = c10::Stream>
 bool is_captured(Pieces weight) {
   const c10::Device device = weight[0].device();
-  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
-    if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
-    const Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) return false;
+  const Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if constexpr (requires { stream.is_capturing(); }) {
     return stream.is_capturing();
+  } else {
+    constexpr int kActive = 1;  // cudaStreamCaptureStatusActive
+    int status = 0;
+    return device.is_cuda() && cudaStreamIsCapturing != nullptr &&
+           cudaStreamIsCapturing(stream.native_handle(), &status) == 0 && status == kActive;
   }
-  return false;
 }
 
 /// One number of those of all pieces, another where one of them is; of one piece its own.
