@@ -46,6 +46,7 @@ class QuantizeOp : public ::testing::TestWithParam<std::string> {
       const auto got = dispatch<Quantize>(args), expected = Quantize::reference(args);
       for (size_t part = 0; part < got.size(); ++part) {
         EXPECT_TRUE(same(got[part], expected[part])) << part;
+        EXPECT_TRUE(expected[part].is_contiguous()) << part;  // as compiled code is told
         EXPECT_TRUE(is_written(quantizer(), written_of(quantizer(), mask), part) ||
                     got[part].numel() == 0)
             << part;

@@ -234,8 +234,7 @@ Interned& interned() {
 
 const Quantizer& quantizer(std::string_view text) {
   if (const Quantizer* known = interned().find(text)) return *known;
-  const Quantizer& made = quantizer(parse(text));
-  return interned().add(text, made);
+  return interned().add(text, quantizer(parse(text)));
 }
 
 const Quantizer& quantizer(Quantizer options) {
@@ -331,8 +330,9 @@ Group group_reference(const Tensor& x, const std::optional<Tensor>& given,
   const GroupMask written = written_of(quantizer, mask);
   Group group = quantizer.scaling->reference(x, given, quantizer, written);
   for (size_t part = 0; part < group.size(); ++part)
-    if (!is_written(quantizer, written, part))
-      group[part] = at::empty({0}, x.options().dtype(dtype_of_part(quantizer, part)));
+    group[part] = is_written(quantizer, written, part)
+                      ? group[part].contiguous()
+                      : at::empty({0}, x.options().dtype(dtype_of_part(quantizer, part)));
   return group;
 }
 
