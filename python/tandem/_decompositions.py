@@ -14,6 +14,9 @@ import torch
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table, meta_table
 from torch._ops import OperatorBase, OpOverload
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_map_only
 
 from tandem import _C
 
@@ -121,8 +124,25 @@ def _norm_backward_shardings(op: OpOverload, *args: Any) -> Iterator[tuple[list[
             yield sharding(Shard(dim), each, Partial())
 
 
+def _fake(place: int, mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    like = args[place] if place < len(args) else kwargs[op._schema.arguments[place].name]
+    with in_kernel_invocation_manager(mode):
+        results = op(*args, **kwargs)
+    return tree_map_only(torch.Tensor, lambda result: FakeTensor(mode, result, like.device), results)
+
+
+def _register_fakes() -> None:
+    """Ops that read, beside tensors on a GPU, numbers on the CPU by which the host decides: FakeTensor is told the operand beside which results
+    lie. By itself it asks that all operands lie on one device."""
+    for op, like in ((torch.ops.tandem.take_scale_.default, "scale"), (torch.ops.tandem.weight_codes.default, "gradient")):
+        place = [argument.name for argument in op._schema.arguments].index(like)
+        register_op_impl(op)(partial(_fake, place))
+
+
 def register_decompositions() -> None:
-    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same, and DTensor rules of its own."""
+    """Puts the table where torch's exporter to ONNX and DTensor look, and tells Inductor to call the ops all the same, and DTensor and FakeTensor
+    rules of its own."""
+    _register_fakes()
     for op, function in _table().items():
         decomposition_table[op] = function
         meta_table[op] = op  # fake tensors with symbolic sizes would else run the decomposition to learn shapes that the op itself tells

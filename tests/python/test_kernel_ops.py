@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tandem
 
@@ -132,6 +134,27 @@ def test_contract(name, dtype):
         for op, arguments in calls(name, layout, dtype):
             results = torch.library.opcheck(op, tuple(arguments), test_utils=["test_schema", "test_faketensor", "test_autograd_registration"])
             assert set(results.values()) == {"SUCCESS"}, (layout, results)
+
+
+# Arguments, by place, whose numbers the host decides by: they stay on the CPU.
+ON_THE_HOST = {"record_amax_": (1, 3), "refresh_weight_": (8,), "take_scale_": (2, 3), "weight_codes": (8,)}
+
+
+@pytest.mark.parametrize("name", sorted(set(cases()) - {"say_of_weight_"}))
+def test_traced_with_tensors_on_a_gpu(name):
+    """What torch.compile does of an op whose operands lie on a GPU, and what the host decides by on the CPU."""
+    with FakeTensorMode() as mode:
+
+        def on_a_gpu(t):
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+
+        for op, arguments in calls(name, "contiguous", torch.float32):
+            moved = [
+                mode.from_tensor(value) if i in ON_THE_HOST.get(name, ()) else tree_map_only(torch.Tensor, on_a_gpu, value)
+                for i, value in enumerate(arguments)
+            ]
+            for result in tree_leaves(op(*moved)):
+                assert result is None or result.device.type == "cuda"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
