@@ -63,8 +63,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x, features = self.embedding(ids), HIDDEN // HEADS
-        frequencies = 1 / 10000 ** (torch.arange(0, features, 2).float() / features)
-        angles = torch.arange(ids.shape[1]).float()[None, :, None] * frequencies
+        frequencies = 1 / 10000 ** (torch.arange(0, features, 2, device=ids.device).float() / features)
+        angles = torch.arange(ids.shape[1], device=ids.device).float()[None, :, None] * frequencies
         angles = torch.cat((angles, angles), -1)
         cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:

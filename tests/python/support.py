@@ -113,7 +113,7 @@ def check_against(module, reference, x, gain=0.0):
     x64, *params64 = double_leaves([x, *params])
     y, y64 = module(x), reference(x64, *params64)
     close(y, y64)
-    grad = torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
+    grad = torch.randn(y.shape, dtype=torch.float64).to(y)
     asked = [t for t in (x, *params) if t.requires_grad]
     asked64 = [t for t in (x64, *params64) if t.requires_grad]
     if not asked:
