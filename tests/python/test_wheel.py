@@ -120,4 +120,4 @@ def test_another_torch_is_refused_when_the_build_is_configured(tmp_path):
     (torch / "include" / "ATen" / "ATen.h").touch()
     (torch / "version.py").write_text("__version__ = '2.10.0+cpu'\n")
     error = configure_error(tmp_path / "build", f"-DTANDEM_TORCH_DIR={torch}")
-    assert f"tandem: expected torch >=2.11,<2.14, got 2.10.0 in {torch}. Run:" in error
+    assert f"tandem: expected torch >=2.11,<2.15, got 2.10.0 in {torch}. Run:" in error
