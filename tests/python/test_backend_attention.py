@@ -106,6 +106,18 @@ class Attention(nn.Module):
         return self.o((y.contiguous() if self.laid else y).reshape(*y.shape[:2], -1))
 
 
+class ScaledQueries(Attention):
+    """Queries are scaled as rows, as in OPT."""
+
+    def __init__(self, factor, **options):
+        super().__init__(**options)
+        self.factor = factor
+
+    def heads(self, x, *turning):
+        q, k, v = (each(x) for each in self.qkv)
+        return heads_of(q * self.factor), heads_of(k), heads_of(v)
+
+
 class Caching(Attention):
     """Keys and values go into a cache, in which there are none yet, and are results."""
 
@@ -159,6 +171,8 @@ CASES = {
     "with biases, of which keys' have no gradient": (Attention(bias=True), [], {}, PLAIN),
     "causal, with biases": (Attention(bias=True, is_causal=True), [], {}, PLAIN),
     "scaled": (Attention(scale=0.3), [], {}, PLAIN),
+    "scaled queries": (ScaledQueries(0.5, bias=True, scale=1.0, is_causal=True), [], {}, PLAIN),
+    "scaled queries, and heads": (ScaledQueries(0.25), [], {}, PLAIN),
     "rotary": (Attention(turn=turned, is_causal=True), tables(), {}, ROTATED),
     "rotary, each row its own": (Attention(turn=turned), tables(batch=2), {}, ROTATED),
     "rotary in float32": (Attention(turn=turned_in_float32), tables(), {}, ROTATED),
@@ -284,6 +298,13 @@ def test_dropout_inside_of_attention_is_left():
     y = own(x)
     torch.manual_seed(0)
     torch.testing.assert_close(y, model(x))
+
+
+def test_queries_that_are_rounded_when_they_are_scaled_are_left():
+    model, x = ScaledQueries(0.3).to(torch.bfloat16), torch.randn(2, LENGTH, HIDDEN, dtype=torch.bfloat16)
+    found, text = compared(model, x, tolerance=4e-2)
+    assert "Attention" not in found
+    assert "its queries are scaled by no power of two, and rounded" in text
 
 
 class Layers(nn.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tandem import ops
 from tandem.backend.normalise import fixed, has_shape, value_of
-from tandem.backend.patterns import Bound, Columns, Either, Named, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
+from tandem.backend.patterns import Bound, Columns, Either, Named, Number, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
 from tandem.backend.rows import Op, Row, Weight, of_unit_size, product, x
 
 _NAMES = ("query", "key", "value")
@@ -39,7 +40,8 @@ def _heads(name: str, rows: Pattern) -> Pattern:
 
 
 def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
-    """What heads of these rows attend to, as rows."""
+    """What heads of these rows attend to, as rows. Queries may be scaled before they are heads."""
+    query = Either(query * Number("factor"), query)
     query, key, value = _heads("query", query), _heads("key", key), call("swap", call("heads", value))
     query, key = (Either(Named(f"turned_{name}", _turned(each)), each) for name, each in (("query", query), ("key", key)))
     kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
@@ -51,7 +53,7 @@ def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
 
 def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     """Rotary embedding, where there is one, and attention, of rows with so many columns of queries, keys and values."""
-    head_dim, scale = fixed(bound["head_dim"]), bound["scale"]
+    head_dim, scale, factor = fixed(bound["head_dim"]), bound["scale"], bound.get("factor", 1.0)
     if head_dim is None or any(not isinstance(each, int) or each % head_dim for each in columns):
         return "the sizes of its heads are not fixed"
     query, key, value = (each // head_dim for each in columns)
@@ -60,8 +62,12 @@ def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
     rows, heads_of_keys = value_of(bound["x"]).shape, value_of(bound["keys"])
     if not has_shape(heads_of_keys, (rows[0], key, rows[1], head_dim)):
         return "its angles have other batches than its x"
-    if scale is not None and not (isinstance(scale, (int, float)) and scale > 0):
+    if scale is not None and not isinstance(scale, (int, float)) or factor * (1 if scale is None else scale) <= 0:
         return "its scale is no positive number"
+    if value_of(bound["keys"]).dtype.itemsize == 2 and math.frexp(factor)[0] != 0.5:
+        return "its queries are scaled by no power of two, and rounded"
+    if factor != 1:
+        scale = factor * (head_dim**-0.5 if scale is None else scale)
     heads = {"num_heads": query, "head_dim": head_dim, "num_kv_heads": key}
     mask = bound["mask"]
     options = {**heads, "causal": bound["is_causal"], "scale": scale or 0.0, "mask": mask is not None}
