@@ -45,7 +45,7 @@ def backend(graph: GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
 
 def _replace(graph: GraphModule, caller: Node | None, options: Options) -> Report:
     terms = prepare_losses(graph, kept_results(graph, caller, options.logits))
-    found, left = find(graph, terms, options.excludes, options.recipe_of)
+    found, left = find(graph, terms, options)
     made = regions(found, terms, options.recipe_of)
     report = Report(graph, terms, made, left)
     if options.require is not None and report.share < options.require:

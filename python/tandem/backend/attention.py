@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem import ops
 from tandem.backend.normalise import fixed, has_shape, value_of
-from tandem.backend.patterns import Bound, Columns, Either, Named, Number, Optional, Pattern, Rounded, Unsqueezed, Var, Wide, call
+from tandem.backend.patterns import Bound, Call, Columns, Either, Named, Number, Pattern, Rounded, Unsqueezed, Var, Wide
 from tandem.backend.rows import Op, Row, Weight, of_unit_size, product, x
 
 _NAMES = ("query", "key", "value")
@@ -17,11 +17,11 @@ def _turned(heads: Pattern) -> Pattern:
     """heads * cosines + [-second half, first half] * sines, of all features of a head or of the first ones."""
 
     def of(own: Pattern) -> Pattern:
-        partner = call("cat", call("neg", Columns("second", own)), Columns("first", own))
+        partner = Call("cat", Call("neg", Columns("second", own)), Columns("first", own))
         return Wide(own) * Unsqueezed("cosines") + partner * Unsqueezed("sines")
 
     first = Rounded(of(Wide(Columns("turned", heads))))
-    return Either(Rounded(of(Wide(heads))), call("laid", first), call("cat", first, Columns("passed", heads)))
+    return Either(Rounded(of(Wide(heads))), Call("laid", first), Call("cat", first, Columns("passed", heads)))
 
 
 def _normed(name: str, heads: Pattern) -> Pattern:
@@ -30,25 +30,25 @@ def _normed(name: str, heads: Pattern) -> Pattern:
     return Either(
         Rounded(Rounded(unit, name=f"{name}_rounded") * weight),
         Rounded(Rounded(unit, "the norm and its weight") * (1 + Named(f"{name}_centered", weight))),
-        call("rms_norm", heads, Var(f"{name}_norm", 1)),
+        Call("rms_norm", heads, Var(f"{name}_norm", 1)),
     )
 
 
 def _heads(name: str, rows: Pattern) -> Pattern:
-    heads, swapped = call("heads", rows), call("swap", call("heads", rows))
-    return Either(swapped, call("swap", _normed(name, heads)), _normed(name, swapped))
+    heads, swapped = Call("heads", rows), Call("swap", Call("heads", rows))
+    return Either(swapped, Call("swap", _normed(name, heads)), _normed(name, swapped))
 
 
 def _attended(query: Pattern, key: Pattern, value: Pattern) -> Pattern:
     """What heads of these rows attend to, as rows. Queries may be scaled before they are heads."""
     query = Either(query * Number("factor"), query)
-    query, key, value = _heads("query", query), _heads("key", key), call("swap", call("heads", value))
+    query, key, value = _heads("query", query), _heads("key", key), Call("swap", Call("heads", value))
     query, key = (Either(Named(f"turned_{name}", _turned(each)), each) for name, each in (("query", query), ("key", key)))
     kept = (Named("keys", key), Named("values", value))  # which a cache may keep, where it was empty
-    kept = (Either(call("laid", each), each) for each in kept)
-    shared = (Either(call("repeated", each), each) for each in kept)
-    attended = call("swap", call("attention", query, *shared, Optional(Var("mask")), dropout_p=0.0))
-    return call("features", Either(call("laid", attended), attended))
+    kept = (Either(Call("laid", each), each) for each in kept)
+    shared = (Either(Call("repeated", each), each) for each in kept)
+    attended = Call("swap", Call("attention", query, *shared, Var("mask", optional=True), dropout_p=0.0))
+    return Call("features", Either(Call("laid", attended), attended))
 
 
 def _steps(bound: Bound, columns: list[Any]) -> tuple[Op, ...] | str:
@@ -108,8 +108,8 @@ def _of_products(bound: Bound) -> tuple[Op, ...] | str:
     made = product(bound, tuple(f"{name}_" for name in _NAMES))
     if isinstance(made, str):
         return made
-    steps = _steps(bound, [*made.options["parameters_split"].values()])
-    return steps if isinstance(steps, str) else (made, *steps)
+    steps = _steps(bound, [*made[0].options["parameters_split"].values()])
+    return steps if isinstance(steps, str) else (*made, *steps)
 
 
 def _of_one(bound: Bound) -> tuple[Op, ...] | str:
@@ -123,7 +123,7 @@ _READ_INSIDE = "others read what lies inside, and not keys or values alone"
 ATTENTION: tuple[Row, ...] = (
     Row(
         "attention of products of one x",
-        _attended(*(call("linear", x, Var(f"{name}_weight", 2), Optional(Var(f"{name}_bias", 1)), transposed=None) for name in _NAMES)),
+        _attended(*(Call("linear", x, Var(f"{name}_weight", 2), Var(f"{name}_bias", 1, optional=True), transposed=None) for name in _NAMES)),
         _of_products,
         _READ_INSIDE,
     ),

@@ -9,7 +9,7 @@ from tandem.backend.recompute import is_recomputed
 
 
 def note_autocast(graph: GraphModule, is_on: bool) -> None:
-    """Notes at each node, of parts that are computed again too, whether autocast of the CPU is on there.
+    """Notes at each node, of parts that are computed again too, whether autocast of the CPU is on there: `meta["is_autocast"]`.
 
     Args:
         graph: as Dynamo gives it.
@@ -28,9 +28,4 @@ def note_autocast(graph: GraphModule, is_on: bool) -> None:
         node.meta["is_autocast"] = is_on
 
 
-def is_autocast(node: Node) -> bool:
-    """Whether autocast is on at a node."""
-    return bool(node.meta.get("is_autocast"))
-
-
-__all__ = ["is_autocast", "note_autocast"]
+__all__ = ["note_autocast"]

@@ -68,7 +68,7 @@ def _source(node: Any, terms: Terms) -> Node | None:
 def _uncapped(term: Term, terms: Terms) -> Node | None:
     """The logits of which a product is cap tanh(logits / cap)."""
     for kind in ("tanh", "mul"):
-        inner = next((each for node in term.inputs if isinstance(node, Node) and (each := terms.of(node)) is not None and each.kind == kind), None)
+        inner = next((each for each in map(terms.of, term.inputs) if each is not None and each.kind == kind), None)
         if inner is None:
             return None
         term = inner
@@ -100,7 +100,7 @@ def _cut_before(head: Node, terms: Terms) -> bool:
         return False
     at = map_arg(cut.args[1], value_of)
     ends = [end for each in (at if isinstance(at, tuple) else (at,)) if each is not Ellipsis for end in (each.start, each.stop, each.step)]
-    if terms.stretch(cut) != terms.stretch(head) or not all(end is None or isinstance(end, (int, SymInt)) for end in ends):
+    if terms.stretch[cut] != terms.stretch[head] or not all(end is None or isinstance(end, (int, SymInt)) for end in ends):
         return False
     graph, (x,) = head.graph, given
     with enable_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tandem import ops
 from tandem.backend.attention import ATTENTION
-from tandem.backend.autocast import is_autocast
 from tandem.backend.normalise import PRODUCTS, Terms, memory_of, users, value_of
-from tandem.backend.patterns import Bound, matches
+from tandem.backend.options import Options
+from tandem.backend.patterns import Bound
 from tandem.backend.rows import ROWS, Op, Row, product
+from tandem.recipe import Recipe
 
 TABLE = (*ATTENTION, *ROWS)  # the first row that a node ends is taken
+_ROOT = re.compile(r"^L\[[^]]*\](\[\d+\])*\.?")  # how Dynamo calls the model: L['self'], L['args'][0]
+_ITEM = re.compile(r"\.?_modules\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]")  # how it calls a module of a list or a dict
 
 
 class Found(NamedTuple):
@@ -48,16 +51,13 @@ class Left(NamedTuple):
     reason: str
 
 
-def find(
-    graph: GraphModule, terms: Terms, is_excluded: Callable[[str], bool], recipe_of: Callable[[str], object]
-) -> tuple[dict[Node, list[Found]], list[Left]]:
+def find(graph: GraphModule, terms: Terms, options: Options) -> tuple[dict[Node, list[Found]], list[Left]]:
     """For each node that ends a row, what it may become: of a sum both ways to read it, of others one. No node belongs to two rows.
 
     Args:
         graph: as Dynamo gives it.
         terms: its terms.
-        is_excluded: whether what comes from the module of this name stays as it is.
-        recipe_of: the recipe of the products of the module of this name. Products under one recipe may become one.
+        options: by them what comes from some modules stays as it is, and products under one recipe may become one.
     """
     found: dict[Node, list[Found]] = {}
     left: list[Left] = []
@@ -66,8 +66,8 @@ def find(
         if node in taken or terms.of(node) is None or terms.same(node) is not node or not isinstance(value_of(node), torch.Tensor):
             continue
         for row in TABLE:
-            ways, reasons = _ways(row, node, terms, taken, recipe_of)
-            if any(is_excluded(module_of(each)) for way in ways for each in way.nodes):
+            ways, reasons = _ways(row, node, terms, taken, options)
+            if any(options.excludes(module_of(each)) for way in ways for each in way.nodes):
                 ways, reasons = [], ["its module is excluded"]
             if ways:
                 found[node] = ways
@@ -75,15 +75,14 @@ def find(
                 break
             if reasons:
                 left.append(Left(row.name, node, reasons[0]))
-    left = [each for each in left if each.node not in taken]
-    return _joined(found, terms, recipe_of), left
+    return _joined(found, terms, options), [each for each in left if each.node not in taken]
 
 
-def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Callable[[str], object]) -> tuple[list[Found], list[str]]:
+def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], options: Options) -> tuple[list[Found], list[str]]:
     ways, reasons = [], []
-    for bound in matches(row.pattern, node, terms):
+    for bound in row.pattern.match(node, terms, {"nodes": (), "roundings": ()}):
         nodes = frozenset((node, *bound["nodes"]))
-        if nodes & taken or any(terms.stretch(each) != terms.stretch(node) for each in nodes):
+        if nodes & taken or any(terms.stretch[each] != terms.stretch[node] for each in nodes):
             continue
         kept = tuple(bound[name] for name in ("keys", "values") if name in bound)
         outside = {inner for inner in nodes - {node} if any(terms.same(user) not in nodes for user in users(inner, terms))}
@@ -91,14 +90,13 @@ def _ways(row: Row, node: Node, terms: Terms, taken: set[Node], recipe_of: Calla
             reasons += [row.read_inside] if row.read_inside else []
             continue
         modules = [module_of(each) for each in sorted(nodes, key=terms.order.__getitem__) if terms.kind(each) in PRODUCTS] or [module_of(node)]
-        if any(recipe_of(each) != recipe_of(modules[0]) for each in modules):
+        recipe = options.recipe_of(modules[0])
+        if any(options.recipe_of(each) != recipe for each in modules):
             reasons.append("its products are under several recipes")
             continue
         made = _refused(node, nodes, bound, terms) or row.ops(bound)
         if not isinstance(made, str):
-            made = _refused_ops(node, made, bound, terms) or made
-        if not isinstance(made, str) and recipe_of(modules[0]) is not None and any(op.make in (ops.Linear, ops.GroupedLinear) and op.options["dtype"] == torch.float64 for op in made):
-            made = "its operands are float64, which no recipe quantizes"
+            made = _refused_ops(node, made, bound, terms, recipe) or made
         if outside and not isinstance(made, str) and any(terms.depends(extra, kept) for op in made for extra in op.extras):
             made = "it reads what is computed of its own keys or values"
         if isinstance(made, str):
@@ -132,18 +130,17 @@ def _refused(node: Node, nodes: frozenset[Node], bound: Bound, terms: Terms) -> 
     return None
 
 
-def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -> str | None:
+def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms, recipe: Recipe | None) -> str | None:
     """Why ops that a row becomes are not what the graph computes."""
     for op in made:
         if reason := op.refusal():
             return reason
-    x = bound["x"]
+    x, dtype = bound["x"], value_of(bound["x"]).dtype
     if made[0].make in (ops.Linear, ops.GroupedLinear, ops.LinearCrossEntropy):
-        dtypes = {value_of(x).dtype, made[0].options["dtype"]}
-        is_cast = is_autocast(node) and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
+        dtypes = {dtype, made[0].options["dtype"]}
+        is_cast = node.meta["is_autocast"] and made[0].make is not ops.GroupedLinear and torch.float64 not in dtypes
         if len(dtypes) > 1 and not is_cast:  # torch's own error comes
-            return f"its x is {value_of(x).dtype}, and its weight {made[0].options['dtype']}"
-    dtype = value_of(x).dtype
+            return f"its x is {dtype}, and its weight {made[0].options['dtype']}"
     if made[0].make is ops.LinearCrossEntropy:
         dtype = torch.float64 if made[0].options["dtype"] == torch.float64 else torch.float32
     elif made[0].make is ops.AddExtraInput:
@@ -152,11 +149,9 @@ def _refused_ops(node: Node, made: tuple[Op, ...], bound: Bound, terms: Terms) -
         return f"its result is {value_of(node).dtype}, that of the op {dtype}"
     if not made[0].weights and memory_of(x) in terms.written_for_others:
         return "some other operation writes to its x, which backward may read"
+    if recipe is not None and any(op.make in (ops.Linear, ops.GroupedLinear) and op.options["dtype"] == torch.float64 for op in made):
+        return "its operands are float64, which no recipe quantizes"
     return None
-
-
-_ROOT = re.compile(r"^L\[[^]]*\](\[\d+\])*\.?")  # how Dynamo calls the model: L['self'], L['args'][0]
-_ITEM = re.compile(r"\.?_modules\['?([^'\]]+)'?\]|\['?([^'\]]+)'?\]")
 
 
 def module_of(node: Node) -> str:
@@ -168,34 +163,27 @@ def module_of(node: Node) -> str:
     return name.removeprefix("_orig_mod").removeprefix(".")
 
 
-def _joined(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[str], object]) -> dict[Node, list[Found]]:
+def _joined(found: dict[Node, list[Found]], terms: Terms, options: Options) -> dict[Node, list[Found]]:
     """Products of one x become one product, whose parts are the outputs."""
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node, (first, *_) in found.items():
         if first.row == "product" and not first.is_written and not any(weight.transposed for _, weight in first.ops[0].weights):
             name, gradient = first.module, (value_of(node).requires_grad, node in terms.with_gradient)
-            groups.setdefault((first.x, terms.stretch(node), name.rpartition(".")[0], recipe_of(name), gradient), []).append(node)
+            groups.setdefault((first.x, terms.stretch[node], name.rpartition(".")[0], options.recipe_of(name), gradient), []).append(node)
     for nodes in groups.values():
         if len(nodes) < 2 or any(terms.depends(read, nodes) for node in nodes for read in found[node][0].reads()):
             continue
         nodes.sort(key=terms.order.__getitem__)
         parts = [found[node][0] for node in nodes]
-        both = _product_of(parts)
-        if both is None:
+        weights = {f"{at}_{name}": weight.node for at, part in enumerate(parts) for name, weight in part.ops[0].weights}
+        both = product(weights, tuple(f"{at}_" for at in range(len(parts))))
+        if isinstance(both, str) or both[0].refusal():
             continue
         covered = frozenset().union(*(part.nodes for part in parts))
         for node in nodes:
             del found[node]
-        found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), (both,), covered, module=parts[0].module)]
+        found[nodes[-1]] = [Found("products of one x", parts[0].x, tuple(nodes), both, covered, module=parts[0].module)]
     return found
-
-
-def _product_of(parts: Sequence[Found]) -> Op | None:
-    bound = {f"{at}_{name}": None for at in range(len(parts)) for name in ("weight", "bias")}
-    for at, part in enumerate(parts):
-        bound |= {f"{at}_{name}": weight.node for name, weight in part.ops[0].weights}
-    made = product(bound, tuple(f"{at}_" for at in range(len(parts))))
-    return None if isinstance(made, str) or made.refusal() else made
 
 
 __all__ = ["TABLE", "Found", "Left", "find", "module_of"]

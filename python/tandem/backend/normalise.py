@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ class Term(NamedTuple):
     options: dict[str, Any] = {}  # of what is no operand: a dtype, a probability
     covers: tuple[Node, ...] = ()  # other nodes that it stands for
 
+
+PRODUCTS = ("linear", "grouped")  # terms that multiply by a weight
 
 # The operation, its parameters in order, and its spellings: functions, methods by name, operators of libraries. `=` begins a default.
 _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -70,6 +72,11 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("attention", "query key value mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False", (F.scaled_dot_product_attention,)),
     ("transpose", "a first=0 second=1", ("t", torch.t, "transpose", torch.transpose)),
 )
+_OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight", "tensors", "query", "key", "value", "mask"}
+_RENAMED = {  # what torch calls a parameter, and what the vocabulary does
+    "other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape",
+    "split_size_or_sections": "sizes", "chunks": "count", "train": "training", "attn_mask": "mask",
+}
 _KINDS: dict[Any, tuple[str, tuple[tuple[str, Any], ...]]] = {}
 for _kind, _parameters, _spelled in _SPELLINGS:
     _named = tuple((name, ast.literal_eval(default) if default else ...) for name, _, default in (word.partition("=") for word in _parameters.split()))
@@ -77,6 +84,7 @@ for _kind, _parameters, _spelled in _SPELLINGS:
         _KINDS[_target] = (_kind, _named)
 
 _AUGMENTED = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"}
+_OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change what follows
 _IN_PLACE_OPERATORS = {operator.iconcat, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
 
 
@@ -119,7 +127,7 @@ def written_by(node: Node) -> list[Node]:
 
 
 def _is_asked_to_write(node: Node) -> bool:
-    """By `inplace=True`, by name or by position, or by `out`."""
+    """Whether a call has `out`, or `inplace=True` by name or by position."""
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
         return True
     at = _position_of_inplace(node.target)
@@ -132,9 +140,6 @@ def _position_of_inplace(target: Any) -> int | None:
         return [*inspect.signature(target).parameters].index("inplace")
     except (TypeError, ValueError):  # there is none, or torch does not tell
         return None
-
-
-_OF_STATE = ("_enter", "_exit", "_set_", "set_", "manual_seed")  # beginnings of the names of functions that change what follows
 
 
 def changes_state(node: Node) -> bool:
@@ -156,6 +161,23 @@ def memory_of(node: Any) -> int | None:
         return None
 
 
+def computed_of(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes) -> Iterator[Node]:
+    """These nodes and all that they are computed of, each once.
+
+    Args:
+        nodes: where the walk begins.
+        reads: what of the operands of a node counts.
+    """
+    seen: set[Node] = set()
+    ahead = [*nodes]
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            ahead += reads(node)
+
+
 def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
     """The parts of a graph that are computed again in backward, behind the nodes that stand for them; each is a graph of its own."""
     for node in graph.graph.nodes:
@@ -163,9 +185,6 @@ def checkpointed(graph: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
             part = graph.get_submodule(node.args[0].target)
             yield from checkpointed(part)
             yield node, part
-
-
-PRODUCTS = ("linear", "grouped")  # terms that multiply by a weight
 
 
 class Terms:
@@ -183,10 +202,10 @@ class Terms:
         unseen = {node for node, operands in written.items() if len(operands) == 1 and (operand := operands[0]).op != "placeholder" and holders[memory_of(operand)] == [operand, node] and len(operand.users) == 1}
         self.written_for_others = {memory_of(operand) for node, operands in written.items() if node not in unseen for operand in operands} - {None}
         self.with_gradient = _with_gradient(graph)
-        stretch, self._stretches = 0, {}
+        stretch, self.stretch = 0, {}  # nodes with the same number have none between them that changes state
         for node in graph.graph.nodes:  # in order, so that inputs are known
             stretch += (changes := changes_state(node) and node not in unseen)
-            self._stretches[node] = stretch
+            self.stretch[node] = stretch
             stretch += changes
             term = None if changes else _term(node)
             same = self._unchanged(node, term)
@@ -206,21 +225,10 @@ class Terms:
         """The first node that has the numbers, dtype and shape of this one."""
         return self._same[node] if isinstance(node, Node) else node
 
-    def stretch(self, node: Node) -> int:
-        """Nodes with the same number have none between them that changes state."""
-        return self._stretches[node]
-
     def depends(self, node: Node, on: Collection[Node]) -> bool:
-        """Whether a node is computed of one of these."""
-        begin, seen, ahead = min(map(self.order.__getitem__, on)), set(), [node]
-        while ahead:
-            at = ahead.pop()
-            if at in on:
-                return True
-            if at not in seen and self.order[at] > begin:
-                seen.add(at)
-                ahead.extend(at.all_input_nodes)
-        return False
+        """Whether a node is one of these, or computed of one."""
+        begin = min(map(self.order.__getitem__, on))
+        return any(each in on for each in computed_of([node], lambda each: each.all_input_nodes if self.order[each] > begin else ()))
 
     def _unchanged(self, node: Node, term: Term | None) -> Node | None:
         """The input that a node hands on."""
@@ -260,12 +268,12 @@ class Terms:
             return Term("mean", inputs[:1]) if last else None
         if kind in ("addmm", "matmul"):
             return self._product(term, inputs)
+        if kind == "grouped":
+            return self._grouped_product(term, inputs)
         if kind == "view" and value_of(node).dtype != value_of(inputs[0]).dtype:  # other numbers of the same bytes
             return None
         if kind == "view":
-            return self._rows_again(node, inputs[0]) or self._repeated(node, inputs[0]) or _flat(node, inputs[0]) or _by_heads(node, inputs[0])
-        if kind == "grouped":
-            return self._grouped_product(term, inputs)
+            return self._rows_again(node, inputs[0]) or self._repeated(node, inputs[0]) or _laid_out(node, inputs[0])
         if kind == "transpose" and {options["first"], options["second"]} == {1, 2} and value_of(inputs[0]).dim() == 4:
             return Term("swap", inputs)
         if kind == "transpose" and not _turns_matrices(value_of(inputs[0]), options["first"], options["second"]):
@@ -289,20 +297,21 @@ class Terms:
         values = value_of(x), value_of(weight)
         if not all(isinstance(value, torch.Tensor) for value in values) or values[1].dim() != 2 or values[0].dim() < 2:
             return None
-        turned = self.of(weight)
-        if turned is not None and turned.kind == "transpose":
-            return Term("linear", (x, turned.inputs[0], bias))
-        return Term("linear", (x, weight, bias), {"transposed": True})
+        return self._by_weight("linear", x, weight, bias)
 
     def _grouped_product(self, term: Term, inputs: tuple[Any, ...]) -> Term | None:
         """x_g weight_g^T for the rows x_g of each group, of which `offs` holds the ends."""
         x, weight, offs, bias = inputs
         if bias is not None or term.options["out_dtype"] not in (None, value_of(x).dtype):
             return None
+        return self._by_weight("grouped", x, weight, offs)
+
+    def _by_weight(self, kind: str, x: Node, weight: Any, other: Any) -> Term:
+        """A product by the transpose of a weight, or else by a weight that lies transposed."""
         turned = self.of(weight)
         if turned is not None and turned.kind == "transpose":
-            return Term("grouped", (x, turned.inputs[0], offs))
-        return Term("grouped", (x, weight, offs), {"transposed": True})
+            return Term(kind, (x, turned.inputs[0], other))
+        return Term(kind, (x, weight, other), {"transposed": True})
 
     def _rows_again(self, node: Node, given: Any) -> Term | None:
         """A product of rows that were laid flat and are given their shape back: the product of what was laid flat."""
@@ -331,9 +340,11 @@ class Terms:
         return Term("repeated", (base,), {"times": shape[2]}, (given, copies.inputs[0]))
 
 
-def _by_heads(node: Node, given: Any) -> Term | None:
-    """Features of each row as heads of features, or these as features of a row; or the same in a memory of its own."""
+def _laid_out(node: Node, given: Any) -> Term | None:
+    """Rows one behind the other; features of each row as heads of features, or these as features of a row; or the same in a memory of its own."""
     shape, made = tuple(value_of(given).shape), value_of(node)
+    if made.dim() == 2 and len(shape) > 1 and statically_known_true(shape[-1] == made.shape[-1]):
+        return Term("flat", (given,))
     if has_shape(made, shape):
         return Term("laid", (given,))
     if made.dim() == len(shape) + 1 > 2 and has_shape(made, (*shape[:-1], *made.shape[-2:])) and statically_known_true(made.shape[-2] * made.shape[-1] == shape[-1]):
@@ -343,12 +354,6 @@ def _by_heads(node: Node, given: Any) -> Term | None:
     return None
 
 
-def _flat(node: Node, given: Any) -> Term | None:
-    """Rows that are laid one behind the other: all dimensions but the last one in one."""
-    shape, flat = value_of(given).shape, value_of(node).shape
-    return Term("flat", (given,)) if len(flat) == 2 and len(shape) > 1 and statically_known_true(shape[-1] == flat[-1]) else None
-
-
 def _turns_matrices(value: Any, first: int, second: int) -> bool:
     """Whether a transpose is that of a matrix, or of each of several."""
     dims = value.dim() if isinstance(value, torch.Tensor) else 0
@@ -356,17 +361,9 @@ def _turns_matrices(value: Any, first: int, second: int) -> bool:
 
 
 def _with_gradient(graph: GraphModule) -> set[Node]:
-    """The nodes whose results the graph's results may be differentiated by."""
-    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
-    found: set[Node] = set()
-    ahead = [*output.all_input_nodes]
-    while ahead:
-        node = ahead.pop()
-        value = value_of(node)
-        if node not in found and (not isinstance(value, torch.Tensor) or value.requires_grad):
-            found.add(node)
-            ahead.extend(node.all_input_nodes)
-    return found
+    """The nodes whose results the graph's results may be differentiated by, and the node that returns these."""
+    output = graph.graph.output_node()
+    return {*computed_of([output], lambda node: (each for each in node.all_input_nodes if getattr(value_of(each), "requires_grad", True)))}
 
 
 def _term(node: Node) -> Term | None:
@@ -400,10 +397,6 @@ def number_of(value: Any) -> Any:
     return float(symbol) if isinstance(symbol, torch.SymFloat) else value
 
 
-_OPERANDS = {"x", "a", "b", "weight", "offs", "bias", "exponent", "target", "class_weight", "tensors", "query", "key", "value", "mask"}
-_RENAMED = {"other": "b", "mat_a": "x", "mat_b": "weight", "mat2": "weight", "normalized_shape": "shape", "split_size_or_sections": "sizes", "chunks": "count", "train": "training", "attn_mask": "mask"}
-
-
 def _piece(node: Node) -> Term | None:
     """Columns begin to end of the last dimension, of `chunk`, `split` or a slice."""
     source, at = node.args
@@ -435,13 +428,8 @@ def _piece(node: Node) -> Term | None:
 
 def tensors_of_model(node: Node | None, terms: Terms) -> list[Node]:
     """The parameters of the model that a node is or is computed of, in order; its buffers where there is none."""
-    seen, ahead = set(), [node] if node is not None else []
-    while ahead:
-        at = ahead.pop()
-        if at not in seen:
-            seen.add(at)
-            ahead += at.all_input_nodes
-    held = sorted((each for each in seen if not each.all_input_nodes), key=terms.order.__getitem__)
+    read = computed_of([] if node is None else [node])
+    held = sorted((each for each in read if not each.all_input_nodes), key=terms.order.__getitem__)
     parameters = [each for each in held if isinstance(value_of(each), torch.nn.Parameter)]
     return parameters or [each for each in held if is_of_model(each)]
 
@@ -460,4 +448,5 @@ def users(node: Node, terms: Terms) -> Iterator[Node]:
             yield user
 
 
-__all__ = ["PRODUCTS", "Term", "Terms", "changes_state", "checkpointed", "fixed", "has_shape", "is_of_model", "memory_of", "number_of", "tensors_of_model", "users", "value_of"]
+__all__ = ["PRODUCTS", "Term", "Terms", "changes_state", "checkpointed", "computed_of", "fixed", "has_shape", "is_of_model", "memory_of"]
+__all__ += ["number_of", "tensors_of_model", "users", "value_of"]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from tandem._memory_budget import budget_text
 from tandem.recipe import Recipe
+
+
+def _advice(name: object, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, 1)
+    return f"Did you mean {near[0]}?" if near else "Leave it out."
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,7 @@ class Options:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                raise TypeError(f"compile: expected options among {', '.join(known)}, got {name!r}. {f'Did you mean {near[0]}?' if near else 'Leave it out.'}")
+                raise TypeError(f"compile: expected options among {', '.join(known)}, got {name!r}. {_advice(name, known)}")
         return cls(**given)
 
     def excludes(self, module: str) -> bool:
@@ -70,11 +74,7 @@ class Options:
         """What to say of each name in `exclude` that matches none of these."""
         known = sorted({name.replace("_orig_mod.", "") for name in modules} - {"", "_orig_mod"})
         wrong = [name for name in self.exclude if not any(fnmatch.fnmatchcase(module, name) for module in known)]
-        near = {name: difflib.get_close_matches(name, known, 1) for name in wrong}
-        return [
-            f"compile: expected names of modules in exclude, got {name!r}, which matches none. {f'Did you mean {near[name][0]}?' if near[name] else 'Leave it out.'}"
-            for name in wrong
-        ]
+        return [f"compile: expected names of modules in exclude, got {name!r}, which matches none. {_advice(name, known)}" for name in wrong]
 
     def recipe_of(self, module: str) -> Recipe | None:
         """The recipe of products of a module."""

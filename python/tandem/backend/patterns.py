@@ -1,4 +1,4 @@
-"""Patterns over terms, written as the formula that they match: `Var("x") * call("sigmoid", Var("x"))`."""
+"""Patterns over terms, written as the formula that they match: `Var("x") * Call("sigmoid", Var("x"))`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Pattern:
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Pattern:
-        return call("add", self, other)
+        return Call("add", self, other)
 
     def __mul__(self, other: Any) -> Pattern:
-        return call("mul", self, other)
+        return Call("mul", self, other)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -47,17 +47,16 @@ class Number(Pattern):
 
 
 class Var(Pattern):
-    """A tensor, the same wherever the name stands."""
+    """A tensor, or None if it is `optional`; the same wherever the name stands."""
 
-    def __init__(self, name: str, dims: int | None = None) -> None:
-        self.name, self.dims = name, dims
+    def __init__(self, name: str, dims: int | None = None, optional: bool = False) -> None:
+        self.name, self.dims, self.optional = name, dims, optional
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
         node = terms.same(node)
         value = value_of(node)
-        if not isinstance(node, Node) or not isinstance(value, torch.Tensor) or self.dims not in (None, value.dim()):
-            return
-        if bound.get(self.name, node) is node:
+        is_tensor = isinstance(node, Node) and isinstance(value, torch.Tensor) and self.dims in (None, value.dim())
+        if (is_tensor or (node is None and self.optional)) and bound.get(self.name, node) is node:
             yield {**bound, self.name: node}
 
 
@@ -72,24 +71,12 @@ class Named(Pattern):
             yield {**each, self.name: terms.same(node)}
 
 
-class Optional(Pattern):
-    """A tensor, or None."""
-
-    def __init__(self, pattern: Var) -> None:
-        self.pattern = pattern
-
-    def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
-        if node is None:
-            yield {**bound, self.pattern.name: None}
-        else:
-            yield from self.pattern.match(node, terms, bound)
-
-
 class Call(Pattern):
-    """An operation of the vocabulary. Sums and products match in either order."""
+    """An operation of the vocabulary; numbers among its inputs stand for themselves. Sums and products match in either order."""
 
-    def __init__(self, kind: str, inputs: tuple[Pattern, ...], options: Mapping[str, Any]) -> None:
-        self.kind, self.inputs, self.options = kind, inputs, options
+    def __init__(self, kind: str, *inputs: Any, **options: Any) -> None:
+        self.kind, self.options = kind, options
+        self.inputs = [each if isinstance(each, Pattern) else Number(each) for each in inputs]
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
         term = terms.of(node)
@@ -122,16 +109,13 @@ class Columns(Pattern):
             yield from self.of.match(term.inputs[0], terms, {**bound, "nodes": (*bound["nodes"], *nodes), self.name: columns})
 
 
-class Unsqueezed(Pattern):
+class Unsqueezed(Var):
     """A tensor that gets a name, in the graph with a dimension for heads, which is not counted as a node of the formula: others may read it."""
-
-    def __init__(self, name: str) -> None:
-        self.tensor = Var(name)
 
     def match(self, node: Any, terms: Terms, bound: Bound) -> Iterator[Bound]:
         term = terms.of(node)
         if term is not None and term.kind == "unsqueeze" and term.options["dim"] == 1 and value_of(node).dim() == 4:
-            yield from self.tensor.match(term.inputs[0], terms, bound)
+            yield from super().match(term.inputs[0], terms, bound)
 
 
 class Wide(Pattern):
@@ -175,11 +159,6 @@ class Either(Pattern):
             yield from pattern.match(node, terms, bound)
 
 
-def call(kind: str, *inputs: Any, **options: Any) -> Pattern:
-    """The pattern of an operation; numbers among its inputs stand for themselves."""
-    return Call(kind, tuple(each if isinstance(each, Pattern) else Number(each) for each in inputs), options)
-
-
 def _all(pairs: list[tuple[Pattern, Any]], terms: Terms, bound: Bound) -> Iterator[Bound]:
     if not pairs:
         yield bound
@@ -189,9 +168,4 @@ def _all(pairs: list[tuple[Pattern, Any]], terms: Terms, bound: Bound) -> Iterat
         yield from _all(rest, terms, each)
 
 
-def matches(pattern: Pattern, node: Node, terms: Terms) -> Iterator[Bound]:
-    """The ways in which a node is what the pattern says."""
-    yield from pattern.match(node, terms, {"nodes": (), "roundings": ()})
-
-
-__all__ = ["Bound", "Columns", "Either", "Named", "Number", "Optional", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide", "call", "matches"]
+__all__ = ["Bound", "Call", "Columns", "Either", "Named", "Number", "Pattern", "Rounded", "Unsqueezed", "Var", "Wide"]

@@ -105,7 +105,7 @@ class Draft:
                 else:
                     places.append(Place(module._parameters, name, module._parameters[name], self.weights.index(weight.node), weight.transposed))
             if step in self.sites:
-                products.append(Product(module, *self.sites[step]))
+                products.append((module, *self.sites[step]))
             listed.append(module)
         return Made(ops.Sequential(*listed), places, products)
 
@@ -120,18 +120,10 @@ class Place(NamedTuple):
     transposed: bool
 
 
-class Product(NamedTuple):
-    """A product of a pipeline, and its site: see `_compiled_state.Site`."""
-
-    op: ops.Linear
-    tensors: tuple[int, ...]  # among what a call reads of the model
-    use: int
-
-
 class Made:
-    """A pipeline, where its parameters go, and its products, which have state under some recipes."""
+    """A pipeline, where its parameters go, and its products, which have state under some recipes, each with its site: see `Draft.sites`."""
 
-    def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[Product]) -> None:
+    def __init__(self, pipeline: ops.Sequential, places: list[Place], products: list[tuple[Any, tuple[int, ...], int]]) -> None:
         self.pipeline, self.places, self.products = pipeline, places, products
         self.recipe = ""  # under which the products have been given their state
         self.lock = threading.RLock()  # of who calls it
@@ -191,7 +183,10 @@ class Call(torch.nn.Module):
         with made.lock:
             made.fill(read)
             try:
-                return self.call(made, given, read)
+                with nullcontext() if self.recipe is None else recompute.region(self.recipe):
+                    if (recipe := _C.in_force.recipe) != made.recipe:
+                        made.give_state(recipe, read)
+                    return self.draft.results(self.run(made.pipeline, *given))
             finally:
                 made.empty()
 
@@ -219,16 +214,11 @@ class Call(torch.nn.Module):
             self.made.note(key, made, tensors)
         return made
 
-    def call(self, made: Made, given: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Any:
-        with nullcontext() if self.recipe is None else recompute.region(self.recipe):
-            if (recipe := _C.in_force.recipe) != made.recipe:
-                made.give_state(recipe, read)
-            return self.draft.results(self.run(made.pipeline, *given))
-
     def run(self, pipeline: ops.Sequential, *given: torch.Tensor) -> Any:
         if any(self.draft.ends):
             x, *extras = given
-            sizes = {id(extra): _sizes(extra) for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end}
+            ends = [extra for extra, is_end in zip(extras, self.draft.ends, strict=True) if is_end]
+            sizes = {id(each): torch.diff(each, prepend=each.new_zeros(1)) for each in ends}  # numbers of rows of each group
             given = (x, *[sizes.get(id(extra), extra) for extra in extras])
         with torch.autocast("cpu", enabled=False) if not self.knows_autocast and torch.is_autocast_enabled("cpu") else nullcontext():
             return pipeline.forward(*given)
@@ -238,11 +228,6 @@ def _keys_and_values(x: torch.Tensor, num_heads: int, head_dim: int, num_kv_head
     """Those of queries, keys and values side by side, by heads as a graph has recorded them: [batch, heads, sequence, head_dim]."""
     _, *parts = x.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
     return [part.contiguous().transpose(1, 2) for part in parts]
-
-
-def _sizes(ends: torch.Tensor) -> torch.Tensor:
-    """The number of rows of each group."""
-    return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 def put(graph: GraphModule, found: Sequence[Region], terms: Terms, options: Options) -> list[Call]:

@@ -36,6 +36,7 @@ class Recomputed(torch.nn.Module):
 
     def forward(self, *operands: Any) -> Any:
         first = _First()
+        again = _Again(first.around, first.regions)
         # Of a part of a part torch gives back copies of what it is called with; pipelines know parameters by themselves.
         parameters = {at: operand for at, operand in enumerate(operands) if isinstance(operand, torch.nn.Parameter)}
 
@@ -44,7 +45,7 @@ class Recomputed(torch.nn.Module):
             return self.part(*[parameters[at] if at in parameters else next(rest) for at in range(len(operands))])
 
         others = [operand for at, operand in enumerate(operands) if at not in parameters]
-        return torch.utils.checkpoint.checkpoint(part, *others, use_reentrant=False, context_fn=lambda: (first, _Again(first)), **self.options)
+        return torch.utils.checkpoint.checkpoint(part, *others, use_reentrant=False, context_fn=lambda: (first, again), **self.options)
 
 
 def put(graph: GraphModule) -> None:
@@ -86,37 +87,26 @@ class _First(AbstractContextManager[None]):
 
 
 class _Again(AbstractContextManager[None]):
-    """The second one."""
+    """A region of the first computation once more, or all that the first computation was in, with the regions that were entered there."""
 
-    def __init__(self, first: _First) -> None:
-        self.first = first
+    def __init__(self, region: Any, inside: list[Any] | None = None) -> None:
+        self.region, self.inside = region, inside
 
     def __enter__(self) -> None:
-        self._outer, _here.made_before = _here.made_before, iter(self.first.regions)
-        _C.enter_recompute(self.first.around, self)
+        self._outer = _here.made_before
+        if self.inside is not None:
+            _here.made_before = iter(self.inside)
+        _C.enter_recompute(self.region, self)
 
     def __exit__(self, *_: object) -> None:
         _C.exit_autocast(self)
         _here.made_before = self._outer
 
 
-class _Entered(AbstractContextManager[None]):
-    """A region of the first computation, once more."""
-
-    def __init__(self, region: Any) -> None:
-        self.region = region
-
-    def __enter__(self) -> None:
-        _C.enter_recompute(self.region, self)
-
-    def __exit__(self, *_: object) -> None:
-        _C.exit_autocast(self)
-
-
 @contextlib.contextmanager
 def region(recipe: Recipe) -> Iterator[None]:
     """The region of a call of a pipeline."""
-    with autocast(recipe=recipe) if _here.made_before is None else _Entered(next(_here.made_before)):
+    with autocast(recipe=recipe) if _here.made_before is None else _Again(next(_here.made_before)):
         if _here.made is not None:
             _here.made.append(_C.region_now())
         yield

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 from torch.fx import Node
 
 from tandem import ops
 from tandem.backend.match import Found, module_of
-from tandem.backend.normalise import Terms
+from tandem.backend.normalise import Terms, computed_of
 
 WORTH_NO_PIPELINE = {"scale", "dropout", "bias", "sum"}  # rows that alone are as fast in the graph
 
@@ -20,7 +20,7 @@ class Region:
 
     def __init__(self, found: list[Found], terms: Terms, recipe: Any) -> None:
         self.found, self.recipe = found, recipe
-        self.stretch = terms.stretch(found[0].outs[0])
+        self.stretch = terms.stretch[found[0].outs[0]]
 
     @property
     def x(self) -> Node:
@@ -50,7 +50,7 @@ class Region:
 
 
 def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[str], Any]) -> list[Region]:
-    """Maximal ones; those that would be of sums, scales and dropouts alone are left to the graph."""
+    """Maximal ones; sums, scales and dropouts at their beginning are left to the graph, and so are those that would be of these alone."""
     made: list[Region] = []
     owner: dict[Node, Region] = {}
     for node in sorted(found, key=terms.order.__getitem__):
@@ -58,7 +58,7 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
         recipe = recipe_of(ways[0].module)
         for way in sorted(ways, key=lambda way: -terms.order[way.x]):  # the residual is older than what is added to it
             region = owner.get(way.x)
-            if region is None or region.last.is_written or len(region.last.outs) != 1 or region.last.outs[0] is not way.x or region.stretch != terms.stretch(node):
+            if region is None or region.last.is_written or region.last.outs != (way.x,) or region.stretch != terms.stretch[node]:
                 continue
             own, others = _products(way), _products(*region.found)
             if own and others and (own != others or recipe != region.recipe):  # of the kinds of products one alone knows autocast
@@ -74,19 +74,14 @@ def regions(found: dict[Node, list[Found]], terms: Terms, recipe_of: Callable[[s
             made.append(region)
         for each in region.last.nodes | {*region.last.outs}:
             owner[each] = region
-    return [part for region in made if (trimmed := _trimmed(region)) is not None for part in _by_attention(trimmed, terms)]
+    for region in made:
+        region.found = [*dropwhile(lambda each: each.row in WORTH_NO_PIPELINE, region.found)]
+    return [part for region in made if region.found for part in _by_attention(region, terms)]
 
 
 def _products(*found: Found) -> set[object]:
     """The kinds of products among ops."""
     return {op.make for each in found for op in each.ops} & {ops.Linear, ops.GroupedLinear}
-
-
-def _trimmed(region: Region) -> Region | None:
-    """Without sums, scales and dropouts at its beginning; None where nothing else is there."""
-    while region.found and region.found[0].row in WORTH_NO_PIPELINE:
-        region.found.pop(0)
-    return region if region.found else None
 
 
 def _by_attention(region: Region, terms: Terms) -> list[Region]:
@@ -100,22 +95,14 @@ def _by_attention(region: Region, terms: Terms) -> list[Region]:
 def _needs(node: Node, region: Region, owner: dict[Node, Region], terms: Terms) -> bool:
     """Whether a node cannot be computed before the region has run, where what belongs to one region is computed together."""
     begin = min(terms.order[each] for each in region.nodes())
-    seen: set[Node] = set()
-    ahead = [node]
-    while ahead:
-        at = ahead.pop()
-        if at in seen:
-            continue
-        seen.add(at)
+
+    def reads(at: Node) -> list[Node]:
         of = owner.get(at)
-        if of is region:
-            return True
-        if of is not None:
-            if terms.order[of.last.outs[-1]] > begin:
-                ahead.extend(of.reads())
-        elif terms.order[at] > begin:
-            ahead.extend(at.all_input_nodes)
-    return False
+        if of is None:
+            return at.all_input_nodes if terms.order[at] > begin else []
+        return of.reads() if terms.order[of.last.outs[-1]] > begin else []
+
+    return any(owner.get(each) is region for each in computed_of([node], reads))
 
 
 __all__ = ["WORTH_NO_PIPELINE", "Region", "regions"]

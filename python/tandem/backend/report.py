@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem import ops
 from tandem.backend.match import Left, module_of
-from tandem.backend.normalise import PRODUCTS, Terms, is_of_model, value_of
+from tandem.backend.normalise import PRODUCTS, Terms, computed_of, is_of_model, value_of
 from tandem.backend.options import Options
 from tandem.backend.place import Call
 from tandem.backend.regions import WORTH_NO_PIPELINE, Region
@@ -110,18 +110,12 @@ def _inside_weight(node: Node, terms: Terms) -> set[Node] | None:
     term = terms.of(node)
     if term is None or term.kind not in PRODUCTS or term.covers:  # the product whose rows are laid flat is a node of its own
         return None
-    seen: set[Node] = set()
-    ahead = [term.inputs[1]]
-    if not isinstance(ahead[0], Node) or ahead[0].op in ("placeholder", "get_attr"):
-        return seen if isinstance(ahead[0], Node) else None
-    while ahead:
-        at = ahead.pop()
-        if at.op == "placeholder" and isinstance(value_of(at), torch.Tensor) and not is_of_model(at):
-            return None
-        if at not in seen:
-            seen.add(at)
-            ahead += at.all_input_nodes
-    return seen if any(map(is_of_model, seen)) else None
+    weight = term.inputs[1]
+    if not isinstance(weight, Node) or weight.op in ("placeholder", "get_attr"):
+        return set() if isinstance(weight, Node) else None
+    inside = {*computed_of([weight])}
+    is_given = any(each.op == "placeholder" and isinstance(value_of(each), torch.Tensor) and not is_of_model(each) for each in inside)
+    return inside if not is_given and any(map(is_of_model, inside)) else None
 
 
 def _piece(region: Region) -> Piece:
@@ -200,8 +194,7 @@ def noting(run: Callable[..., Any], graph: GraphModule, reports: list[Report], o
         report.together, report.called_with, report.options = reports, called_with, options
     if any(call.draft.keys for report in reports for call in report.calls):
         return run
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    own = [at for at, node in enumerate(placeholders) if is_of_model(node)]
+    own = [at for at, node in enumerate(graph.graph.find_nodes(op="placeholder")) if is_of_model(node)]
 
     def noted(*operands: Any) -> Any:
         for at in own:

@@ -24,8 +24,7 @@ def runner(graph: GraphModule, compiler: str) -> Callable[..., Any]:
     """
     if compiler == "eager":
         return graph.forward
-    pieces = _pieces(graph)
-    split = split_module(graph, None, pieces.__getitem__, keep_original_order=True)
+    split = split_module(graph, None, _pieces(graph).__getitem__, keep_original_order=True)
     for name, piece in list(split.named_children()):
         if isinstance(piece, GraphModule) and _is_worth_compiling(piece):
             setattr(split, name, _Compiled(piece))
@@ -63,17 +62,7 @@ class _Compiled(torch.nn.Module):
         super().__init__()
         from torch._inductor.compile_fx import compile_fx
 
-        (output,) = [node for node in piece.graph.nodes if node.op == "output"]
-        self.is_one = not isinstance(output.args[0], (tuple, list))
-        if self.is_one:  # compiled code returns several
-            output.args = ((output.args[0],),)
-            piece.recompile()
-        examples = [value_of(node) for node in piece.graph.nodes if node.op == "placeholder"]
-        self.__dict__["compiled"] = compile_fx(piece, examples)
-
-    def forward(self, *operands: Any) -> Any:
-        results = self.compiled(*operands)
-        return results[0] if self.is_one else results
+        self.__dict__["forward"] = compile_fx(piece, [value_of(node) for node in piece.graph.find_nodes(op="placeholder")])
 
 
 __all__ = ["runner"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tandem import ops
 from tandem.backend.normalise import fixed, has_shape, value_of
-from tandem.backend.patterns import Bound, Columns, Either, Number, Optional, Pattern, Rounded, Var, Wide, call
+from tandem.backend.patterns import Bound, Call, Columns, Either, Number, Pattern, Rounded, Var, Wide
 
 
 class Weight(NamedTuple):
@@ -60,10 +61,10 @@ class Row(NamedTuple):
 x, other = Var("x"), Var("other")
 
 
-def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> Op | str:
+def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> tuple[Op, ...] | str:
     """One product with the rows of all weights, one behind the other."""
     weights = [bound[f"{prefix}weight"] for prefix in prefixes]
-    biases = [bound[f"{prefix}bias"] for prefix in prefixes]
+    biases = [bound.get(f"{prefix}bias") for prefix in prefixes]
     transposed = bool(bound.get("transposed"))
     rows = [value_of(weight).shape[1 if transposed else 0] for weight in weights]
     columns = value_of(weights[0]).shape[0 if transposed else 1]
@@ -77,18 +78,13 @@ def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> Op | str:
     if len({bias is None for bias in biases}) != 1:
         return "one of its products has a bias and another has none"
     options = {"in_features": columns, "out_features": sum(rows), "bias": biases[0] is not None, "dtype": dtypes.pop()}
-    if len(weights) == 1:
-        names = [("weight", Weight(weights[0], transposed))] + [("bias", Weight(bias)) for bias in biases if bias is not None]
-        return Op(ops.Linear, options, tuple(names))
-    options["parameters_split"] = {f"part{at}": size for at, size in enumerate(rows)}
-    named = [(f"part{at}_weight", Weight(weight)) for at, weight in enumerate(weights)]
-    named += [(f"part{at}_bias", Weight(bias)) for at, bias in enumerate(biases) if bias is not None]
-    return Op(ops.Linear, options, tuple(named))
-
-
-def _product(bound: Bound) -> tuple[Op, ...] | str:
-    made = product(bound)
-    return made if isinstance(made, str) else (made,)
+    parts = [""]
+    if len(weights) > 1:
+        parts = [f"part{at}_" for at in range(len(weights))]
+        options["parameters_split"] = {f"part{at}": size for at, size in enumerate(rows)}
+    named = [(f"{part}weight", Weight(weight, transposed)) for part, weight in zip(parts, weights, strict=True)]
+    named += [(f"{part}bias", Weight(bias)) for part, bias in zip(parts, biases, strict=True) if bias is not None]
+    return (Op(ops.Linear, options, tuple(named)),)
 
 
 def _grouped_product(bound: Bound) -> tuple[Op, ...] | str:
@@ -100,27 +96,24 @@ def _grouped_product(bound: Bound) -> tuple[Op, ...] | str:
     return (Op(ops.GroupedLinear, options, (("weight", Weight(bound["weight"], transposed)),), (bound["offs"],), has_ends=True),)
 
 
-def _norm(make: type, has_bias: bool, **options: Any) -> Callable[[Bound], tuple[Op, ...] | str]:
-    def build(bound: Bound) -> tuple[Op, ...] | str:
-        value, weight, bias = value_of(bound["x"]), bound.get("weight"), bound.get("bias")
-        size = fixed(value.shape[-1])
-        if size is None or list(bound.get("shape", [size])) != [size]:
-            return "it goes over more than the last dimension, or over one of no fixed size"
-        if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
-            return "its weight has another size or dtype than the rows"
-        eps = bound.get("eps")
-        if eps is None:  # torch's default is that of the dtype in which it computes
-            eps = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
-        if eps < 0:
-            return "its eps is negative"
-        given = {"normalized_shape": size, "eps": eps, "dtype": value.dtype, **options}
-        if "rounded" in bound:
-            if bound["rounded"] != value.dtype:
-                return f"it is rounded to {bound['rounded']} before its weight, and its x is {value.dtype}"
-            given["rounds_before_weight"] = True
-        return (Op(make, given, (("weight", Weight(weight)), *([("bias", Weight(bias))] if has_bias else []))),)
-
-    return build
+def _norm(bound: Bound, make: type, **options: Any) -> tuple[Op, ...] | str:
+    value, weight, bias = value_of(bound["x"]), bound.get("weight"), bound.get("bias")
+    size = fixed(value.shape[-1])
+    if size is None or list(bound.get("shape", [size])) != [size]:
+        return "it goes over more than the last dimension, or over one of no fixed size"
+    if any(each is not None and (tuple(value_of(each).shape) != (size,) or value_of(each).dtype != value.dtype) for each in (weight, bias)):
+        return "its weight has another size or dtype than the rows"
+    eps = bound.get("eps")
+    if eps is None:  # torch's default is that of the dtype in which it computes
+        eps = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
+    if eps < 0:
+        return "its eps is negative"
+    given = {"normalized_shape": size, "eps": eps, "dtype": value.dtype, **options}
+    if "rounded" in bound:
+        if bound["rounded"] != value.dtype:
+            return f"it is rounded to {bound['rounded']} before its weight, and its x is {value.dtype}"
+        given["rounds_before_weight"] = True
+    return (Op(make, given, (("weight", Weight(weight)), *([("bias", Weight(bias))] if "bias" in bound else []))),)
 
 
 def _bias(bound: Bound) -> tuple[Op, ...] | str:
@@ -139,9 +132,10 @@ def _sum(bound: Bound) -> tuple[Op, ...] | str:
 
 def _loss(bound: Bound) -> tuple[Op, ...] | str:
     """The product that makes the logits, and their cross entropy."""
-    head = product(bound)
-    if isinstance(head, str):
-        return head
+    made = product(bound)
+    if isinstance(made, str):
+        return made
+    (head,) = made
     targets, class_weight = value_of(bound["target"]), bound["class_weight"]
     if targets.dtype != torch.int64:
         return f"its targets are {targets.dtype}, not numbers of classes"
@@ -169,28 +163,22 @@ def _scale(bound: Bound) -> tuple[Op, ...] | str:
     return (Op(ops.ConstantScale, {"scale": bound["scale"]}),)
 
 
-def _of(*made: Op) -> Callable[[Bound], tuple[Op, ...]]:
-    return lambda bound: made
+def _alone(bound: Bound, op: type) -> tuple[Op, ...]:
+    return (Op(op),)
 
 
-def _gated_products(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
-    def build(bound: Bound) -> tuple[Op, ...] | str:
-        if value_of(bound["gate_weight"]).shape != value_of(bound["up_weight"]).shape:
-            return "its gate has another width than what it multiplies"
-        both = product(bound, ("gate_", "up_"))
-        return both if isinstance(both, str) else (both, Op(unit))
-
-    return build
+def _gated_products(bound: Bound, op: type) -> tuple[Op, ...] | str:
+    if value_of(bound["gate_weight"]).shape != value_of(bound["up_weight"]).shape:
+        return "its gate has another width than what it multiplies"
+    both = product(bound, ("gate_", "up_"))
+    return both if isinstance(both, str) else (*both, Op(op))
 
 
-def _gated_halves(unit: type) -> Callable[[Bound], tuple[Op, ...] | str]:
-    def build(bound: Bound) -> tuple[Op, ...] | str:
-        value, first, second = value_of(bound["x"]), bound["first"], bound["second"]
-        if first != (0, second[0]) or second != (first[1], value.shape[-1]) or first[1] * 2 != second[1]:
-            return "its gate is not the first half of the columns"
-        return (Op(unit),)
-
-    return build
+def _gated_halves(bound: Bound, op: type) -> tuple[Op, ...] | str:
+    value, first, second = value_of(bound["x"]), bound["first"], bound["second"]
+    if first != (0, second[0]) or second != (first[1], value.shape[-1]) or first[1] * 2 != second[1]:
+        return "its gate is not the first half of the columns"
+    return (Op(op),)
 
 
 class Activation(NamedTuple):
@@ -205,71 +193,78 @@ def _half(v: Pattern, inner: Pattern) -> Pattern:
 
 
 def _tanh_gelu(v: Pattern) -> Pattern:
-    cube = Either(call("pow", v, 3), v * call("square", v))
-    return Either(call("gelu", v, approximate="tanh"), _half(v, 1 + call("tanh", 0.7978845608028654 * (v + 0.044715 * cube))))
+    cube = Either(Call("pow", v, 3), v * Call("square", v))
+    return Either(Call("gelu", v, approximate="tanh"), _half(v, 1 + Call("tanh", 0.7978845608028654 * (v + 0.044715 * cube))))
 
 
 def _erf_gelu(v: Pattern) -> Pattern:
-    return Either(call("gelu", v, approximate="none"), _half(v, 1 + call("erf", 0.7071067811865476 * v)))
+    return Either(Call("gelu", v, approximate="none"), _half(v, 1 + Call("erf", 0.7071067811865476 * v)))
 
 
 def _softplus(v: Pattern) -> Pattern:
-    return call("softplus", v, beta=1, threshold=20)
+    return Call("softplus", v, beta=1, threshold=20)
 
 
 def _hard_swish(v: Pattern) -> Pattern:
-    gate = call("relu6", v + 3)
-    return Either(call("hardswish", v), (v * gate) * (1 / 6), v * (gate * (1 / 6)))
+    gate = Call("relu6", v + 3)
+    return Either(Call("hardswish", v), (v * gate) * (1 / 6), v * (gate * (1 / 6)))
 
 
 ACTIVATIONS = (
-    Activation("silu", lambda v: Either(call("silu", v), v * call("sigmoid", v)), ops.SiLU, ops.SwiGLU),
+    Activation("silu", lambda v: Either(Call("silu", v), v * Call("sigmoid", v)), ops.SiLU, ops.SwiGLU),
     Activation("gelu (tanh)", _tanh_gelu, ops.GELU, ops.GEGLU),
     Activation("gelu (erf)", _erf_gelu, ops.ErfGELU, ops.ErfGEGLU),
-    Activation("quick gelu", lambda v: v * call("sigmoid", 1.702 * v), ops.QGELU, ops.QGEGLU),
-    Activation("relu squared", lambda v: call("square", call("relu", v)), ops.SReLU, ops.SReGLU),
-    Activation("relu", lambda v: call("relu", v), ops.ReLU, ops.ReGLU),
-    Activation("leaky relu", lambda v: call("leaky_relu", v, negative_slope=0.01), ops.LeakyReLU, None),
-    Activation("mish", lambda v: Either(call("mish", v), v * call("tanh", _softplus(v))), ops.Mish, None),
+    Activation("quick gelu", lambda v: v * Call("sigmoid", 1.702 * v), ops.QGELU, ops.QGEGLU),
+    Activation("relu squared", lambda v: Call("square", Call("relu", v)), ops.SReLU, ops.SReGLU),
+    Activation("relu", lambda v: Call("relu", v), ops.ReLU, ops.ReGLU),
+    Activation("leaky relu", lambda v: Call("leaky_relu", v, negative_slope=0.01), ops.LeakyReLU, None),
+    Activation("mish", lambda v: Either(Call("mish", v), v * Call("tanh", _softplus(v))), ops.Mish, None),
     Activation("softplus", _softplus, ops.Softplus, None),
     Activation("hard swish", _hard_swish, ops.HardSwish, None),
-    Activation("sigmoid", lambda v: call("sigmoid", v), None, ops.GLU),
+    Activation("sigmoid", lambda v: Call("sigmoid", v), None, ops.GLU),
 )
-
 
 
 def of_unit_size(v: Pattern) -> Pattern:
     """v / sqrt(mean(v^2) + eps), in a wider dtype or in its own."""
-    mean_square = call("mean", call("square", Wide(v))) + Number("eps", may_be_symbol=True)
-    return Either(Wide(v) * call("rsqrt", mean_square), call("over_root", Wide(v), mean_square))
+    mean_square = Call("mean", Call("square", Wide(v))) + Number("eps", may_be_symbol=True)
+    return Either(Wide(v) * Call("rsqrt", mean_square), Call("over_root", Wide(v), mean_square))
 
 
 _weight = Wide(Var("weight", 1))
-_gate = call("linear", x, Var("gate_weight", 2), Optional(Var("gate_bias", 1)), transposed=None)
-_up = call("linear", x, Var("up_weight", 2), Optional(Var("up_bias", 1)), transposed=None)
+_gate = Call("linear", x, Var("gate_weight", 2), Var("gate_bias", 1, optional=True), transposed=None)
+_up = Call("linear", x, Var("up_weight", 2), Var("up_bias", 1, optional=True), transposed=None)
 
-_head = call("linear", x, Var("weight", 2), Optional(Var("bias", 1)))
-_made_logits = Either(call("tanh", Wide(_head) * Number("over_cap")) * Number("cap"), _head)
-_logits = Wide(Either(call("flat", Wide(_made_logits)), _made_logits))
+_head = Call("linear", x, Var("weight", 2), Var("bias", 1, optional=True))
+_made_logits = Either(Call("tanh", Wide(_head) * Number("over_cap")) * Number("cap"), _head)
+_logits = Wide(Either(Call("flat", Wide(_made_logits)), _made_logits))
 
 ROWS: tuple[Row, ...] = (
     Row(
         "cross_entropy of a product",
-        call("cross_entropy", _logits, Var("target"), Optional(Var("class_weight", 1))),
+        Call("cross_entropy", _logits, Var("target"), Var("class_weight", 1, optional=True)),
         _loss,
         "others read its logits, which then take memory and time; where they are results of the model, options={'logits': False} leaves them out",
     ),
-    *(Row(each.name, each.of(x), _of(Op(each.op))) for each in ACTIVATIONS if each.op),
-    *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, _gated_products(each.gated)) for each in ACTIVATIONS if each.gated),
-    *(Row(f"{each.name} gate of halves", each.of(Columns("first", x)) * Columns("second", x), _gated_halves(each.gated)) for each in ACTIVATIONS if each.gated),
-    Row("rms_norm", call("rms_norm", x, Optional(Var("weight", 1))), _norm(ops.RMSNorm, False)),
-    Row("rms_norm written out, 1 + weight", Rounded(Rounded(of_unit_size(x), "the norm and its weight") * (1 + _weight)), _norm(ops.RMSNorm, False, zero_centered_gamma=True)),
-    Row("rms_norm written out", Rounded(Rounded(of_unit_size(x), name="rounded") * _weight), _norm(ops.RMSNorm, False)),
-    Row("rms_norm written out, no weight", Rounded(of_unit_size(x)), _norm(ops.RMSNorm, False)),
-    Row("layer_norm", call("layer_norm", x, Optional(Var("weight", 1)), Optional(Var("bias", 1))), _norm(ops.LayerNorm, True)),
-    Row("product", call("linear", x, Var("weight", 2), Optional(Var("bias", 1))), _product),
-    Row("grouped product", call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
-    Row("dropout", call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
+    *(Row(each.name, each.of(x), partial(_alone, op=each.op)) for each in ACTIVATIONS if each.op),
+    *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, partial(_gated_products, op=each.gated)) for each in ACTIVATIONS if each.gated),
+    *(
+        Row(f"{each.name} gate of halves", each.of(Columns("first", x)) * Columns("second", x), partial(_gated_halves, op=each.gated))
+        for each in ACTIVATIONS
+        if each.gated
+    ),
+    Row("rms_norm", Call("rms_norm", x, Var("weight", 1, optional=True)), partial(_norm, make=ops.RMSNorm)),
+    Row(
+        "rms_norm written out, 1 + weight",
+        Rounded(Rounded(of_unit_size(x), "the norm and its weight") * (1 + _weight)),
+        partial(_norm, make=ops.RMSNorm, zero_centered_gamma=True),
+    ),
+    Row("rms_norm written out", Rounded(Rounded(of_unit_size(x), name="rounded") * _weight), partial(_norm, make=ops.RMSNorm)),
+    Row("rms_norm written out, no weight", Rounded(of_unit_size(x)), partial(_norm, make=ops.RMSNorm)),
+    Row("layer_norm", Call("layer_norm", x, Var("weight", 1, optional=True), Var("bias", 1, optional=True)), partial(_norm, make=ops.LayerNorm)),
+    Row("product", _head, product),
+    Row("grouped product", Call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
+    Row("dropout", Call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
     Row("scale", x * Number("scale"), _scale),
     Row("bias", x + Var("bias", 1), _bias),
     Row("sum", x + other, _sum),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tandem.backend.normalise import computed_of
+
 # Of the largest element: what a pipeline, which rounds each step once, and the graph, which rounds each operation, may differ by.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+_NOISE = 16  # roundings of the largest gradient
+_ADVICE = "Exclude its module, and report the model."
 _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
 
 
@@ -23,7 +27,8 @@ class Reference:
         """`depends`: whether a node is an operand or of the region, or is computed of such."""
         self.told = told
         self.kept: dict[int, int] = {}  # by their addresses, bytes that the graph has kept for backward
-        between = [*_between(operands, outs, depends)]
+        needed = {*computed_of(outs, lambda node: _reads(node) if depends(node) and node not in operands else ())}
+        between = [node for node in outs[0].graph.nodes if node in needed and node not in operands]
         self.beside = [node for node in between if not depends(node)]
         graph, copies = Graph(), {}
         for at, operand in enumerate((*operands, *self.beside)):  # one may be an operand twice
@@ -47,31 +52,28 @@ class Reference:
         """
         # What is around the call neither sees what is computed and saved here, such as a checkpoint that counts it, nor draws other numbers for it.
         with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            self._compare(call, given, weights, beside)
-
-    def _compare(self, call: Callable[..., Any], given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], beside: Sequence[Any]) -> None:
-        copies = {id(tensor): _copy(tensor) for tensor in given}
-        operands = [copies[id(tensor)] for tensor in given]
-        self.tolerance = max(_TOLERANCES.get(_rounds_to(tensor), 0.0) for tensor in (*operands, *weights))
-        has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
-        results = call(*operands)
-        results = results if isinstance(results, tuple) else (results,)
-        own = (*[operand.clone() for operand in operands], *weights)  # no leaves: the graph may write to them
-        with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), _same):
-            expected = self.graph(*own, *beside)
-        for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-            self._check(f"result {at}", result, wanted)
-        if not has_gradients:
-            return
-        names = {f"operand {at}": tensor for at, tensor in enumerate(operands)} | {f"parameter {at}": tensor for at, tensor in enumerate(weights)}
-        wanting = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
-        seeds = [torch.randn_like(result) for result in results]
-        gradients = _grads(expected, seeds, wanting)
-        # Sums that are zero but for their roundings, such as the gradient of a key's bias, are measured by the largest gradient.
-        noise = max((_NOISE * torch.finfo(_rounds_to(each)).eps * _largest(each) for each in gradients if each is not None), default=0.0)
-        for name, result, wanted in zip(wanting, _grads(results, seeds, wanting), gradients, strict=True):
-            if wanted is not None or result is not None:
-                self._check(f"the gradient of {name}", result, wanted, noise)
+            copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given}
+            operands = [copies[id(tensor)] for tensor in given]
+            self.tolerance = max(_TOLERANCES.get(_rounds_to(tensor), 0.0) for tensor in (*operands, *weights))
+            has_gradients = torch.is_grad_enabled() and any(operand.requires_grad for operand in (*operands, *weights))
+            results = call(*operands)
+            results = results if isinstance(results, tuple) else (results,)
+            own = (*[operand.clone() for operand in operands], *weights)  # no leaves: the graph may write to them
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._keep, {id(tensor) for tensor in own}), _same):
+                expected = self.graph(*own, *beside)
+            for at, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+                self._check(f"result {at}", result, wanted)
+            if not has_gradients:
+                return
+            names = {f"operand {at}": tensor for at, tensor in enumerate(operands)} | {f"parameter {at}": tensor for at, tensor in enumerate(weights)}
+            wanting = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
+            seeds = [torch.randn_like(result) for result in results]
+            gradients = _grads(expected, seeds, wanting)
+            # Sums that are zero but for their roundings, such as the gradient of a key's bias, are measured by the largest gradient.
+            noise = max((_NOISE * torch.finfo(_rounds_to(each)).eps * _largest(each) for each in gradients if each is not None), default=0.0)
+            for name, result, wanted in zip(wanting, _grads(results, seeds, wanting), gradients, strict=True):
+                if wanted is not None or result is not None:
+                    self._check(f"the gradient of {name}", result, wanted, noise)
 
     def _keep(self, given: set[int], tensor: torch.Tensor) -> torch.Tensor:
         """Notes what the graph keeps for backward, operands aside."""
@@ -93,14 +95,8 @@ class Reference:
             )
 
 
-_NOISE = 16  # roundings of the largest gradient
-
-
 def _largest(tensor: torch.Tensor) -> float:
     return tensor.detach().double().abs().nan_to_num(0.0).max().item() if tensor.numel() else 0.0
-
-
-_ADVICE = "Exclude its module, and report the model."
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
@@ -115,29 +111,11 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 def _grads(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanting: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor | None]:
     pairs = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
     if not pairs:
         return [None] * len(wanting)
     return torch.autograd.grad([result for result, _ in pairs], [*wanting.values()], [seed for _, seed in pairs], allow_unused=True)
-
-
-def _between(operands: Sequence[Node], outs: Sequence[Node], depends: Callable[[Node], bool]) -> Iterator[Node]:
-    """What lies behind the operands and is needed for the results, in order, and what else that reads."""
-    seen = {*operands}
-    ahead = [(out, False) for out in reversed(outs)]
-    while ahead:
-        node, is_ready = ahead.pop()
-        if is_ready:
-            yield node
-        elif node not in seen:
-            seen.add(node)
-            ahead.append((node, True))
-            ahead += [(each, False) for each in _reads(node)] if depends(node) else []
 
 
 def _reads(node: Node) -> list[Node]:
