@@ -191,6 +191,8 @@ void forward(Call& call) {
   enum Write { z, y };
   const Layer first(call, 0, kQuantizedInForward, input, splits, factors),
       second(call, 1, kQuantizedInForward, input, next_splits, next_factors);
+  ops::check_devices(call, 0, splits, first.options);
+  ops::check_devices(call, 2, next_splits, second.options);
   ops::check_features(call, call.in(input).sym_sizes(), 0, first.options);
   const Tensor rows = ops::as_matrix(call.in(input));
   if (call.path() != Path::direct) return forward_by_product<kUnit>(call, rows, first, second);

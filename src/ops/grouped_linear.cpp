@@ -93,6 +93,7 @@ void groups_forward(Call& call) {
   enum Read { x, splits, scales };
   enum List { weight, bias };
   const GroupedLinearOptions& options = options_of(call);
+  check_devices(call, weight, splits, options);
   const auto weights = matrices_of(call, weight, options.packed_weight, quantizer_at(call, 1));
   check_features(call, call.in(x).sym_sizes(), weight, options);
   call.out(0,

@@ -8,6 +8,7 @@
 
 #include "kernel_ops/framework/shapes.h"
 #include "ops/deferred.h"
+#include "ops/product.h"
 
 namespace tandem::ops {
 
@@ -133,6 +134,17 @@ bool wants_any(const Call& call, size_t list) {
   for (size_t i = range.first; i < range.first + range.count; ++i)
     if (call.wants(i)) return true;
   return false;
+}
+
+void check_devices(const Call& call, size_t list, size_t splits,
+                   const GroupedLinearOptions& options) {
+  TORCH_CHECK_VALUE(!call.in(splits).is_meta() || call.in(0).is_meta(),
+                    "grouped_linear: expected splits with numbers, got a tensor on the device ",
+                    "meta. Pass the number of rows of each group.");
+  for (size_t each = list; each <= list + (options.bias ? 1 : 0); ++each) {
+    const ListRange& range = call.read_list(each);
+    for (size_t i = range.first; i < range.first + range.count; ++i) check_one_device(call, {0, i});
+  }
 }
 
 void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,

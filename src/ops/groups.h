@@ -48,6 +48,11 @@ kernel_ops::GroupMatrices matrices_of(const Call& call, size_t list, bool is_pac
 kernel_ops::GroupBiases biases_of(const Call& call, size_t list, size_t scales,
                                   const GroupedLinearOptions& options, size_t x = 0);
 
+/// Throws unless weights, a list of the step's reads, and the biases in the list behind them lie on
+/// the device of its first read, x, and `splits`, another read, has numbers if x has.
+void check_devices(const Call& call, size_t list, size_t splits,
+                   const GroupedLinearOptions& options);
+
 /// Throws c10::ValueError unless the list has a weight for each group, all [out, in], and x
 /// of these sizes has as many features.
 void check_features(const Call& call, c10::SymIntArrayRef x, size_t list,

@@ -68,13 +68,14 @@ std::optional<at::Tensor> optional(const at::Tensor* tensor) {
   return tensor != nullptr ? std::optional(*tensor) : std::nullopt;
 }
 
-/// alpha a b + addend, where the addend, if there is one, has the product's sizes and dtype.
+/// alpha a b + addend, where the addend, if there is one, has the product's sizes and dtype: that
+/// of a and b, or `is_wide`, float32 for operands of 16 bits.
 at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::SymIntArrayRef sizes,
                     Rows rows, Sums sums = Sums::any, double alpha = 1,
-                    const at::Tensor* addend = nullptr) {
+                    const at::Tensor* addend = nullptr, bool is_wide = false) {
   if (call.path() == Path::direct) {
     const Product product(
-        {a}, {b}, a.scalar_type(),
+        {a}, {b}, is_wide ? at::kFloat : a.scalar_type(),
         {.rows = rows, .sums = sums, .alpha = alpha, .beta = addend != nullptr ? 1.0 : 0.0});
     Fresh result(call, product, sizes);
     if (addend != nullptr) result.tensor.copy_(*addend);
@@ -82,28 +83,28 @@ at::Tensor multiply(Call& call, const at::Tensor& a, const at::Tensor& b, c10::S
     return std::move(result.tensor);
   }
   call.took(call.path() == Path::dispatch ? kernel_ops::kDispatcher : kernel_ops::kReference);
-  if (addend == nullptr && alpha == 1) return in_sizes(at::mm(a, b), sizes);
-  if (addend == nullptr) return in_sizes(at::mul(at::mm(a, b), alpha), sizes);
+  if (addend == nullptr) {
+    const at::Tensor product = is_wide ? at::mm(a.to(at::kFloat), b.to(at::kFloat)) : at::mm(a, b);
+    return in_sizes(alpha == 1 ? product : at::mul(product, alpha), sizes);
+  }
   const at::Tensor start =
       addend->dim() <= 2 ? *addend : addend->reshape_symint({a.sym_size(0), b.sym_size(1)});
   return in_sizes(at::addmm(start, a, b, /*beta=*/1, alpha), sizes);
 }
 
-/// What libraries shall add to alpha a b so that nothing is left to do, or null: the bias and the
-/// addend as one. Its memory is `sum` where it is made. A float32 sum is as precise behind the
-/// product, where it takes one pass over memory less; alpha times a bias would be rounded here.
-const at::Tensor* addend_for_libraries(Call& call, const Epilogue& epilogue, at::ScalarType dtype,
-                                       c10::SymIntArrayRef sizes, at::Tensor& sum) {
+/// What libraries shall add to alpha a b so that nothing is left to do, or null: the bias or the
+/// addend. The sum of both, and alpha times a bias, would be rounded here. A float32 sum is as
+/// precise behind the product, where it takes one pass over memory less.
+const at::Tensor* addend_for_libraries(const Call& call, const Epilogue& epilogue,
+                                       at::ScalarType dtype, c10::SymIntArrayRef sizes) {
   const auto& [alpha, bias, addend] = epilogue;
   if (!multiplies_by(alpha)) return nullptr;
   if (addend != nullptr && (addend->scalar_type() != dtype || addend->sym_sizes() != sizes))
     return nullptr;
   if (bias == nullptr) return addend;
   const bool is_for_later = call.path() == Path::direct && !kernel_ops::is_narrow(dtype);
-  if (bias->scalar_type() != dtype || alpha != 1 || is_for_later) return nullptr;
-  if (addend == nullptr) return bias;
-  sum = call.run<kernel_ops::AddBias>({.x = *addend, .bias = *bias})[0];
-  return &sum;
+  const bool is_alone = bias->scalar_type() == dtype && alpha == 1 && addend == nullptr;
+  return is_alone && !is_for_later ? bias : nullptr;
 }
 
 /// The dtype of a product with its addend.
@@ -219,13 +220,16 @@ at::Tensor product(Call& call, Factor a, Factor b, c10::SymIntArrayRef sizes, at
   if (call.format(a.read) != Format::codes) {
     const at::Tensor left = matrix(call.in(a.read), a.transposed, call.path()),
                      right = matrix(call.in(b.read), b.transposed, call.path());
-    at::Tensor sum;
-    const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes, sum);
+    const at::Tensor* addend = addend_for_libraries(call, epilogue, left.scalar_type(), sizes);
     const bool is_scaled = multiplies_by(epilogue.alpha);
-    at::Tensor result =
-        multiply(call, left, right, sizes, rows, Sums::any, is_scaled ? epilogue.alpha : 1, addend);
+    const at::ScalarType own = summed_dtype(epilogue, left.scalar_type());
+    // What follows the product finds it as it was summed: the step rounds once. Other devices are
+    // many times slower in float32.
+    const bool is_followed = addend == nullptr && (epilogue.bias || epilogue.addend);
+    const bool is_wide = is_followed && kernel_ops::is_narrow(own) && left.device().is_cpu();
+    at::Tensor result = multiply(call, left, right, sizes, rows, Sums::any,
+                                 is_scaled ? epilogue.alpha : 1, addend, is_wide);
     if (addend != nullptr) return result;
-    const at::ScalarType own = summed_dtype(epilogue, result.scalar_type());
     return finished(call, std::move(result), epilogue, own, is_scaled);
   }
   // What is added to the product finds it as it was summed.

@@ -24,6 +24,24 @@ def test_real_parameters_with_a_meta_input(name):
         OPS[name][0]()(torch.randn(4, 8, device="meta"))
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_parameter_of_groups_elsewhere(name, single, experts):
+    linears = [ops.GroupedLinear(2, *sizes, single_grouped_weight=single, single_grouped_bias=single) for sizes in ((8, 16), (8, 8))]
+    module = ops.Sequential(linears[0], ops.SwiGLU(), linears[1]) if experts else linears[0]
+    splits = [torch.tensor([2, 2])] * (2 if experts else 1)
+    own = name if single else f"{name}1"
+    setattr(linears[-1 if experts else 0], own, torch.nn.Parameter(getattr(linears[-1 if experts else 0], own).to("meta")))
+    with pytest.raises(ValueError, match="expected .* on one device, got cpu and meta. Move the module"):
+        module(torch.randn(4, 8), *splits)
+
+
+def test_numbers_of_rows_that_are_none():
+    with pytest.raises(ValueError, match="expected splits with numbers, got a tensor on the device meta. Pass the number of rows"):
+        ops.GroupedLinear(2, 8, 8)(torch.randn(4, 8), torch.tensor([2, 2], device="meta"))
+
+
 def test_extra_input_elsewhere():
     x, meta = torch.randn(4, 8), torch.randn(4, 8, device="meta")
     with pytest.raises(ValueError, match="expected x and extra on one device, got cpu and meta"):

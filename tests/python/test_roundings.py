@@ -43,6 +43,26 @@ def test_a_bias_is_added_before_the_product_is_rounded(dtype, rows, mode):
     assert close_to_one_rounding(run(x, *extra).detach(), want.detach(), sums.detach())
 
 
+@DTYPES
+@pytest.mark.parametrize("rows", [1, ROWS, 1024])
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_product_its_bias_and_an_extra_input_are_rounded_once(dtype, rows, scale, mode):
+    """The extra input leaves nothing but a rounding: whatever is rounded before the sum is as large as the result."""
+    linear = ops.Linear(COLS, 160, dtype=dtype)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.normal_()
+    x = draw(rows, COLS, dtype=dtype)
+    scaled = [ops.ConstantScale(scale)] if scale else []
+    exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double()).detach() * (scale or 1)
+    sums = torch.nn.functional.linear(x.double().abs(), linear.weight.double().abs(), linear.bias.double().abs()).detach() * (scale or 1)
+    extra = (-exact).to(dtype)
+    block = ops.Sequential(linear, *scaled, ops.AddExtraInput())
+    run = torch.compile(block, backend="aot_eager", fullgraph=True) if mode == "compiled" else block
+    assert close_to_one_rounding(run(x, extra).detach(), exact + extra.double(), sums + extra.double().abs())
+
+
 @pytest.mark.parametrize("behind", [(), (ops.ReLU,), (ops.AddExtraInput,)], ids=["bias", "unit", "extra"])
 @pytest.mark.parametrize("recipe", [None, tandem.recipe.Float8CurrentScaling()], ids=["plain", "recipe"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "groups"])

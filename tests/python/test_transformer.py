@@ -184,6 +184,11 @@ def test_a_cache_gives_what_the_whole_sequence_gives(form):
     assert_close(torch.cat(pieces), whole)
     cache.swap_key_value_dict(torch.tensor([1, 0]))
     assert cache.key_value_memory_dict[3][0].shape == (LENGTH, BATCH, 2, HIDDEN // HEADS)
+    for offset in (-1, 2.5):
+        wrong = tandem.InferenceParams(BATCH, LENGTH)
+        wrong.sequence_len_offset = offset
+        with pytest.raises(ValueError, match=f"expected sequence_len_offset to be a whole number of at least 0, got {offset}. Count what"), torch.no_grad():
+            made(turn(x[:1]), inference_params=wrong)
     with pytest.raises(ValueError, match="InferenceParams: expected at most 7 positions of 2 sequences, got 8 of 2. Make it larger."), torch.no_grad():
         made(turn(x[:1]), inference_params=cache)
 
@@ -494,6 +499,11 @@ def masked(mask, mask_type):
             lambda: tandem.apply_rotary_pos_emb(torch.randn(5, 1, 1, 4), torch.randn(3, 1, 1, 4)),
             ValueError,
             r"expected freqs of at least 5 positions and at most 4 features, got \(3, 1, 1, 4\). Make them for the sequence.",
+        ),
+        (
+            lambda: tandem.apply_rotary_pos_emb(torch.randn(5, 1, 1, 8), torch.randn(5, 1, 1, 7)),
+            ValueError,
+            "apply_rotary_pos_emb: expected freqs of an even number of features, got 7. Features are turned in pairs.",
         ),
     ],
 )

@@ -108,6 +108,8 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
             f"apply_rotary_pos_emb: expected freqs of at least {length} positions and at most {t.shape[-1]} features, got {tuple(freqs.shape)}. "
             "Make them for the sequence."
         )
+    if freqs.shape[-1] % 2:
+        raise ValueError(f"apply_rotary_pos_emb: expected freqs of an even number of features, got {freqs.shape[-1]}. Features are turned in pairs.")
     angles = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
     turned, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
     if interleaved:

@@ -67,6 +67,10 @@ class InferenceParams:
             value: likewise.
             writer: the module that asks, which is then the only one to write under this number; None: any may.
         """
+        for name in ("sequence_len_offset", "batch_size_offset"):
+            offset = getattr(self, name)
+            if not isinstance(offset, int) or offset < 0:
+                raise ValueError(f"InferenceParams: expected {name} to be a whole number of at least 0, got {offset!r}. Count what is there already.")
         begin, end = self.sequence_len_offset, self.sequence_len_offset + key.shape[0]
         first, last = self.batch_size_offset, self.batch_size_offset + key.shape[1]
         if end > self.max_sequence_length or last > self.max_batch_size:

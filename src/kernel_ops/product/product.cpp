@@ -260,12 +260,46 @@ constexpr ProductImplementation kAten{
         },
 };
 
+/// sum = alpha a b + beta sum of bfloat16 matrices, in float32. Returns whether it has: MKL does
+/// where the processor multiplies bfloat16.
+bool sum_of_bfloat16(const at::Tensor& a, const at::Tensor& b, const at::Tensor& sum, double alpha,
+                     double beta) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  if (!multiplies_bfloat16() || a.scalar_type() != at::kBFloat16 || a.numel() == 0 ||
+      b.numel() == 0 || std::max({a.numel(), b.numel(), sum.numel()}) > kMost)
+    return false;
+  struct Operand {
+    explicit Operand(const at::Tensor& given) {
+      const bool lies_transposed = given.stride(0) == 1 && given.stride(1) == given.size(0);
+      is_transposed = lies_transposed && !given.is_contiguous();
+      matrix = lies_transposed ? given : given.contiguous();
+      stride = static_cast<int>(given.size(is_transposed ? 0 : 1));
+    }
+    int form() const { return is_transposed ? 112 : 111; }
+    const uint16_t* data() const { return static_cast<const uint16_t*>(matrix.const_data_ptr()); }
+    at::Tensor matrix;
+    bool is_transposed = false;
+    int stride = 0;
+  };
+  constexpr int kRowMajor = 101;
+  const Operand left(a), right(b);
+  cblas_gemm_bf16bf16f32(kRowMajor, left.form(), right.form(), static_cast<int>(a.size(0)),
+                         static_cast<int>(b.size(1)), static_cast<int>(a.size(1)),
+                         static_cast<float>(alpha), left.data(), left.stride, right.data(),
+                         right.stride, static_cast<float>(beta), sum.data_ptr<float>(),
+                         static_cast<int>(sum.size(1)));
+  return true;
+}
+
 /// result = alpha a b + beta result in float32, rounded once. Blocks of a, b and the result are
 /// widened, so that the memory taken beside them does not grow with their numbers of rows.
 void multiply_in_float32(const Product& product, const at::Tensor& result) {
   constexpr int64_t kMostElements = 1 << 20;
   const auto [alpha, beta] = std::pair(product.type.alpha, product.type.beta);
   const int64_t rows = result.size(0), cols = result.size(1);
+  if (product.type.dtype == at::kFloat &&
+      sum_of_bfloat16(product.a.matrix, product.b.matrix, result, alpha, beta))
+    return;
   const int64_t most =
       std::max<int64_t>(kMostElements / std::max<int64_t>(product.type.a.cols, 1), 1);
   for (int64_t row = 0, height = 0; row < rows; row += height) {
