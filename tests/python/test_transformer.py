@@ -501,6 +501,29 @@ def masked(mask, mask_type):
             r"expected freqs of at least 5 positions and at most 4 features, got \(3, 1, 1, 4\). Make them for the sequence.",
         ),
         (
+            lambda: masked(torch.zeros(1, 4, 2, 2, dtype=torch.bool, device="meta"), "arbitrary"),
+            ValueError,
+            "expected attention_mask on cpu, where x lies, got meta. Move it there.",
+        ),
+        (lambda: tandem.MultiheadAttention(8, 2, attention_dropout="x"), ValueError, "expected attention_dropout to be a finite number, got 'x'"),
+        (lambda: tandem.MultiheadAttention(8, 2, attention_dropout=2), ValueError, "expected attention_dropout between 0 and 1, got 2. Give a"),
+        (lambda: tandem.RotaryPositionEmbedding(8, rotary_base=-1), ValueError, "expected rotary_base > 0, got -1. Its powers divide positions."),
+        (
+            lambda: tandem.MultiheadAttention(8, 2)(torch.randn(2, 1, 8), rotary_pos_emb=[1]),
+            TypeError,
+            "expected rotary_pos_emb to be a tensor of angles, or a tuple of those of queries and of keys, got list. Pass what Rotary",
+        ),
+        (
+            lambda: tandem.MultiheadAttention(8, 2, layer_number=1)(torch.randn(2, 1, 8), inference_params={}),
+            TypeError,
+            "expected inference_params to be tandem.InferenceParams, got dict. Make them for the sequence.",
+        ),
+        (
+            lambda: tandem.InferenceParams(2, 3).swap_key_value_dict(torch.tensor([0])),
+            ValueError,
+            "InferenceParams: expected an index for each of 2 sequences, got 1. Name all of them.",
+        ),
+        (
             lambda: tandem.apply_rotary_pos_emb(torch.randn(5, 1, 1, 8), torch.randn(5, 1, 1, 7)),
             ValueError,
             "apply_rotary_pos_emb: expected freqs of an even number of features, got 7. Features are turned in pairs.",

@@ -16,7 +16,7 @@ from tandem.modules.inference import InferenceParams
 from tandem.modules.layer_norm_linear import LayerNormLinear
 from tandem.modules.linear import Linear
 from tandem.modules.norm import LayerNorm, RMSNorm
-from tandem.ops.arguments import Fixed, at_default, flag, positive
+from tandem.ops.arguments import Fixed, at_default, finite, flag, positive
 from tandem.ops.unit import drop_extra_state
 
 Window = tuple[int, int]
@@ -66,6 +66,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
             raise ValueError(f"{op}: expected seq_len_interpolation_factor > 0, got {factor!r}. Leave it out where positions are not divided.")
         if trained is not None:
             positive(op, "pretrained_max_position_embeddings", trained, "Give the number of positions that the model was trained with.")
+        if not finite(op, "rotary_base", rotary_base) > 0:
+            raise ValueError(f"{op}: expected rotary_base > 0, got {rotary_base!r}. Its powers divide positions.")
         self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings = factor, trained
         self.rotary_base, self._rotated = rotary_base, rotated
         self.interleaved = flag(op, "interleaved", interleaved)
@@ -238,7 +240,9 @@ class MultiheadAttention(torch.nn.Module):
         self.hidden_size_q, self.hidden_size_kv = heads * self.channels, groups * self.channels
         self.window_size, self.name = window_size, name
         self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
-        self.attention_dropout = float(attention_dropout)
+        self.attention_dropout = finite(op, "attention_dropout", attention_dropout)
+        if not 0 <= self.attention_dropout <= 1:
+            raise ValueError(f"{op}: expected attention_dropout between 0 and 1, got {attention_dropout!r}. Give a probability.")
         self.dropout_tracker = None if sequence_parallel else get_rng_state_tracker
         self.return_bias, self.input_layernorm = flag(op, "return_bias", return_bias), flag(op, "input_layernorm", input_layernorm)
         self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output) and self.input_layernorm
@@ -322,6 +326,11 @@ class MultiheadAttention(torch.nn.Module):
         if rotary_pos_emb is None:
             return query, key
         of_both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        if len(of_both) != 2 or not all(isinstance(each, torch.Tensor) for each in of_both):
+            raise TypeError(
+                f"{self._get_name()}: expected rotary_pos_emb to be a tensor of angles, or a tuple of those of queries and of keys, got "
+                f"{type(rotary_pos_emb).__name__}. Pass what RotaryPositionEmbedding gives for the length."
+            )
         turn = lambda t, freqs: apply_rotary_pos_emb(t, freqs[offset:], self.qkv_format, self.rotary_pos_interleaved)  # noqa: E731
         return turn(query, of_both[0]), turn(key, of_both[1])
 
@@ -344,7 +353,7 @@ class MultiheadAttention(torch.nn.Module):
         offset = 0 if inference_params is None else inference_params.sequence_len_offset
         if attention_mask is not None:
             length, batch = mixed.shape[:2] if is_sbhd else (mixed.shape[1], mixed.shape[0])
-            attention_mask = self._seen_or_added(attention_mask, (batch, self.num_heads, length, offset + length), mixed.dtype)
+            attention_mask = self._seen_or_added(attention_mask, (batch, self.num_heads, length, offset + length), mixed)
         is_one_view = self.num_heads == self.num_groups and not self.is_interleaved
         if is_one_view and rotary_pos_emb is None and inference_params is None and self.q_norm is None:  # three views less, and their gradients
             heads = mixed.unflatten(-1, (3, self.num_heads, self.channels))
@@ -381,6 +390,8 @@ class MultiheadAttention(torch.nn.Module):
     def _check_call(self, mask: Any, mask_type: str, params: InferenceParams | None) -> None:
         op = self._get_name()
         _check_mask(op, mask_type)
+        if params is not None and not isinstance(params, InferenceParams):
+            raise TypeError(f"{op}: expected inference_params to be tandem.InferenceParams, got {type(params).__name__}. Make them for the sequence.")
         if params is not None and self.layer_number is None:
             raise ValueError(f"{op}: expected layer_number where inference_params are given, got None. Build each layer with its own.")
         if mask is None and (mask_type.startswith("padding") or mask_type == "arbitrary"):
@@ -419,15 +430,17 @@ class MultiheadAttention(torch.nn.Module):
         y: torch.Tensor = checkpoint(core, query, key, value, mask, get_rng_state_tracker=tracker, preserve_rng_state=bool(dropout))
         return y
 
-    def _seen_or_added(self, mask: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _seen_or_added(self, mask: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """The mask as torch's attention reads it: true where a position is seen, or what is added to the scores."""
         if mask.dim() > 4 or any(own not in (1, size) for own, size in zip(reversed(mask.shape), reversed(sizes), strict=False)):
             raise ValueError(
                 f"{self._get_name()}: expected attention_mask that broadcasts to [batch, heads, positions, positions of keys] = {list(sizes)}, got "
                 f"{list(mask.shape)}. Reshape it; positions of keys are those of earlier calls too."
             )
+        if mask.device != like.device:  # torch's attention reads memory that is none
+            raise ValueError(f"{self._get_name()}: expected attention_mask on {like.device}, where x lies, got {mask.device}. Move it there.")
         mask = mask[(None,) * (4 - mask.dim())]
-        return ~mask if mask.dtype is torch.bool else mask.to(dtype)
+        return ~mask if mask.dtype is torch.bool else mask.to(like.dtype)
 
     def forward(
         self,

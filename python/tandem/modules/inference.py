@@ -48,7 +48,13 @@ class InferenceParams:
         return {**self.__dict__, "_writers": {}}  # a copy may serve a copy of the model
 
     def swap_key_value_dict(self, batch_indices: torch.Tensor) -> None:
-        """Reorders the sequences, as a beam search does."""
+        """Reorders the sequences, as a beam search does.
+
+        Args:
+            batch_indices: which sequence comes to each place, of those that there is room for.
+        """
+        if len(batch_indices) != self.max_batch_size:
+            raise ValueError(f"InferenceParams: expected an index for each of {self.max_batch_size} sequences, got {len(batch_indices)}. Name all of them.")
         for layer, (key, value) in self.key_value_memory_dict.items():
             self.key_value_memory_dict[layer] = key[:, batch_indices], value[:, batch_indices]
         for known in (self._recorded, self._dual):
