@@ -42,7 +42,7 @@ def sample(op: dict, dtype=None):
     module = special[op["name"]]() if op["name"] in special else made(*[WIDTH] * len(op["sizes"]), **given)
 
     def extras(x):
-        like = {"splits": lambda: torch.tensor([1, 0, len(x) - 1]), "scales": lambda: torch.ones(x.shape[:-1], dtype=x.dtype), "targets": lambda: torch.zeros(x.shape[:-1], dtype=torch.int64)}
+        like = {"scale": lambda: torch.ones(x.shape[-1], dtype=x.dtype), "shift": lambda: torch.ones(x.shape[-1], dtype=x.dtype), "splits": lambda: torch.tensor([1, 0, len(x) - 1]), "scales": lambda: torch.ones(x.shape[:-1], dtype=x.dtype), "targets": lambda: torch.zeros(x.shape[:-1], dtype=torch.int64)}
         return [like.get(name, lambda: torch.ones_like(x))() for name in op["extra_inputs"]]
 
     return module, extras
@@ -71,8 +71,8 @@ def shapes(op: dict) -> str:
     module, extras = sample(op)
     x = _input(torch.float32)
     y = _first(module(x, *extras(x)))
-    if op["name"] == "reshape":
-        return "x of any shape with a fitting number of elements -> y of `shape`."
+    if op["name"] in OWN_SHAPES:
+        return OWN_SHAPES[op["name"]]
     if op["name"] in OF_HEADS:
         return f"x [..., sequence, (num_heads + 2 num_kv_heads) head_dim], queries, keys and values side by side -> {OF_HEADS[op['name']]}."
     operands = [f"x [..., {_size(op, x.shape[-1])}]"]
@@ -84,6 +84,10 @@ def shapes(op: dict) -> str:
     return f"{', '.join(operands)} -> {', '.join(outputs)}.{broadcasts}"
 
 
+OWN_SHAPES = {
+    "reshape": "x of any shape with a fitting number of elements -> y of `shape`.",
+    "modulate": "x [..., features], scale and shift that broadcast to x, such as [batch, 1, features] or [features] -> y [..., features].",
+}
 OF_HEADS = {
     "rotary": "y like x; with `tables` the extra inputs cosines and sines, [sequence, rotated_features] each, or what broadcasts to [..., sequence, rotated_features]",
     "attention": "y [..., sequence, num_heads head_dim]; with `mask` the extra input mask, which broadcasts to [..., num_heads, sequence, sequence]",

@@ -111,6 +111,13 @@ struct RotaryOptions {
   /// Cosines and sines of the angles are extra inputs; else positions are 0, 1, ...
   bool tables = false;
 };
+/// Of modulate.
+struct ModulateOptions {
+  /// The factor is 1 + scale; else it is scale.
+  bool zero_centered = true;
+  /// An extra input; else it is 0.
+  bool shift = true;
+};
 /// Of attention, on the same x.
 struct AttentionOptions {
   size_t num_heads = 1, head_dim = 1;

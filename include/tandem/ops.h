@@ -187,6 +187,15 @@ TANDEM_API Op linear_cross_entropy(int64_t in_features, int64_t num_classes,
 TANDEM_API Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classes,
                                                     const LinearCrossEntropyOptions& options = {});
 
+/// y = x * (1 + scale) + shift, rounded once. The extra inputs scale and shift broadcast to x and
+/// get gradients of their own shapes: [batch, 1, hidden] for adaptive norms, [hidden] for the scale
+/// of a layer. c10::ValueError at the call for other shapes.
+///
+///   Sequential block({ops::layer_norm(64), ops::modulate(), ops::linear(64, 64),
+///                     ops::modulate({.zero_centered = false, .shift = false})});
+///   block->forward(x, {scale, shift, gate});
+TANDEM_API Op modulate(const ModulateOptions& options = {});
+
 /// x holds queries, keys and values as one product makes them, [..., sequence, (num_heads +
 /// 2 num_kv_heads) head_dim]; queries and keys are turned by the angles of their positions.
 TANDEM_API Op rotary(const RotaryOptions& options);

@@ -381,6 +381,8 @@ Op linear_cross_entropy_with_predictions(int64_t in_features, int64_t num_classe
   return loss("linear_cross_entropy_with_predictions", in_features, num_classes, options);
 }
 
+Op modulate(const ModulateOptions& options) { return op("modulate", {}, options); }
+
 Op rotary(const RotaryOptions& options) { return op("rotary", {}, options); }
 
 Op attention(const AttentionOptions& options) { return op("attention", {}, options); }

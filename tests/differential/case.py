@@ -24,7 +24,7 @@ DTYPES = {
     "u8": torch.uint8,
 }
 # Kinds of ops by what they do to the last dimension and to shapes; a kind of "py_..." is a class of python_ops.py.
-KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "make", "s_srelu", "l2"}
+KEEPS_SHAPE = {"bias", "rms", "ln", "gelu", "silu", "relu", "qgelu", "srelu", "identity", "quantize", "scale", "dropout", "add", "modulate", "make", "s_srelu", "l2"}
 HALVES = {"swiglu", "geglu", "glu", "qgeglu", "reglu", "sreglu", "situ", "clamped", "s_swiglu", "s_situ", "s_clamped"}  # "il": columns of a block
 SCALED = {"s_srelu", "s_swiglu", "s_situ", "s_clamped"}  # times a number per row
 WITH_PARAMS = {"linear", "basic", "grouped", "bias", "rms", "ln", "py_weighted", "py_child", "py_buffer"}
@@ -107,7 +107,7 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
     op["extras"], op["outputs"] = [], []
     if kind == "grouped":
         op["extras"].append({"s": (len(op["splits"]),), "d": "i64", "v": op["splits"]})
-    takes = kind == "add" or kind in SCALED or kind in ("py_swap", "py_swap_whole", "py_product")
+    takes = kind in ("add", "modulate") or kind in SCALED or kind in ("py_swap", "py_swap_whole", "py_product")
     taken = shape
     if kind in SCALED:
         _need(len(shape) >= 1)
@@ -118,7 +118,7 @@ def _wire(op: Case, shape: tuple[int, ...], channels: dict, written: set) -> Non
         if channel in channels and channels[channel] == taken:
             op["read"] = channel
         else:
-            op["extras"].append({"s": _smaller(taken, op.get("bc", 0)) if kind == "add" and not op.get("ip") else taken, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
+            op["extras"].append({"s": _smaller(taken, op.get("bc", 0)) if kind in ("add", "modulate") and not op.get("ip") else taken, "d": op.get("d", "f32"), "l": op.get("l", "plain"), "g": op.get("g", 1), "from": op.get("from")})
     if gives:
         channel = op.get("ch_out")
         if channel is not None and channel not in written:

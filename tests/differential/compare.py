@@ -34,7 +34,7 @@ REFUSALS = [
     ("a Python op that returns another dtype", r"to which the op's tensors promote|which the op declares"),
     ("integers that torch.func would differentiate", r"All outputs of f must be floating-point"),
     ("integers before a weight", r"expected x in a floating dtype, as the weight is"),
-    ("a dropout of integers", r"dropout: expected x of dtype"),
+    ("a dropout or modulation of integers", r"(dropout|modulate): expected (x|scale) of dtype"),
     ("a memory budget that is too small", r"memory_budget: expected at least"),
     (UNWRITABLE, r"in place|inplace|in-place|in_place|single memory location|unchanged until the end of the call"),
 ]

@@ -16,7 +16,7 @@ LAYOUTS = ("plain",) * 6 + ("t", "perm", "step", "expand", "rows", "slice") + ("
 KINDS = (
     ["linear"] * 6 + ["basic"] * 3 + ["grouped"] * 4 + ["bias"] * 3 + ["rms"] * 4 + ["ln"] * 4 + ["l2"] * 2 + ["gelu"] * 3 + ["silu"] * 2 + ["relu"] * 3
     + ["swiglu"] * 4 + ["geglu"] * 2 + ["qgelu", "srelu", "glu", "qgeglu", "reglu", "sreglu"] + ["situ", "clamped"] * 2 + sorted(cases.SCALED) + ["identity"] * 2 + ["reshape"] * 2 + ["scale"] * 2 + ["dropout"] * 2 + ["quantize"] * 2
-    + ["add"] * 6 + ["make"] * 6
+    + ["add"] * 6 + ["make"] * 6 + ["modulate"] * 2
 )
 PYTHON = ["py_weighted", "py_sin", "py_swap", "py_swap_whole", "py_product", "py_outputs", "py_child", "py_buffer"]
 
@@ -147,9 +147,9 @@ def _op(r: random.Random, case: Case, dtype: str, mixed: bool, has_python: bool,
         op["ops"] = [{"k": k, **({"d": own} if k in cases.WITH_PARAMS else {})} for k in r.choices(["rms", "gelu", "bias", "relu", "scale", "ln"], k=r.randint(0, 3))]
     if kind in ("situ", "s_situ", "clamped", "s_clamped") and r.random() < 0.5:
         op["n"] = r.choice([(0.5, 2.0), (10.0, 0.1)] if "situ" in kind else [(0.75, 1.0, 0.5), (1.5, -0.5, 0.0), (2.0, 0.0, -1.0)])
-    if kind == "add" or kind in cases.SCALED or kind in ("py_swap", "py_swap_whole", "py_product"):
+    if kind in ("add", "modulate") or kind in cases.SCALED or kind in ("py_swap", "py_swap_whole", "py_product"):
         op.update(_extra_of(r, case, resolved, shape, dtype, mixed))
-        if kind == "add" and r.random() < 0.15:
+        if r.random() < {"add": 0.15, "modulate": 0.7}.get(kind, 0):
             op["bc"] = r.choice([1, 2])
         if kind == "add" and has_in_place and r.random() < 0.6:
             op["ip"] = 1

@@ -136,6 +136,7 @@ CASES = [
     ("attention of products of one x", Calls(lambda m, x: m.o(attended(m.q(x), m.k(x), m.v(x))), q=linear(), k=linear(), v=linear(), o=linear()), ["Linear", "Attention", "Linear"]),
     ("attention", Calls(lambda m, x: attended(*m.qkv(x).chunk(3, -1)), qkv=linear(3 * HIDDEN, True)), ["Linear", "Attention"]),
     ("bias", Calls(lambda m, x: m.up(x) + m.bias, up=linear(), bias=scale()), ["Linear", "Bias"]),
+    ("modulation", Calls(lambda m, x: m.up(x) * m.gamma, up=linear(), gamma=scale()), ["Linear", "Modulate"]),
     ("scale", Calls(lambda m, x: m.up(x) / 4, up=linear()), ["Linear", "ConstantScale"]),
     ("dropout", Calls(lambda m, x: F.dropout(m.up(x), 1e-9, True), up=linear()), ["Linear", "Dropout"]),
     ("sum", Calls(lambda m, x: x + m.up(x), up=linear()), ["Linear", "AddExtraInput"]),

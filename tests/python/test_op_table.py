@@ -68,6 +68,7 @@ TABLE = {
     "Dropout": (lambda n, **_: ops.Dropout(0.0), lambda x: x * 1, None),
     "AddExtraInput": (lambda n, **_: ops.AddExtraInput(), lambda x, extra: x + extra, "like x"),
     "MakeExtraOutput": (lambda n, **_: ops.MakeExtraOutput(), lambda x: (x * 1, x * 1), None),
+    "Modulate": (lambda n, **_: ops.Modulate(shift=False), lambda x, scale: x * (1 + scale), "like x"),
 }
 OF_INTEGERS = ("Bias", "ConstantScale", "AddExtraInput", "Identity", "Reshape", "MakeExtraOutput", "L2Normalization")
 counts = {"calls": 0, "gradients": 0}

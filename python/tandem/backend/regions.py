@@ -12,7 +12,7 @@ from tandem import ops
 from tandem.backend.match import Found, module_of
 from tandem.backend.normalise import Terms, computed_of
 
-WORTH_NO_PIPELINE = {"scale", "dropout", "bias", "sum"}  # rows that alone are as fast in the graph
+WORTH_NO_PIPELINE = {"scale", "modulation", "dropout", "bias", "sum"}  # rows that alone are as fast in the graph
 
 
 class Region:

@@ -156,15 +156,23 @@ def _loss(bound: Bound) -> tuple[Op, ...] | str:
     return (Op(ops.LinearCrossEntropy, options, weights, (bound["target"],)),)
 
 
+def _modulation(bound: Bound, zero_centered: bool) -> tuple[Op, ...] | str:
+    value, extras = value_of(bound["x"]), tuple(bound[name] for name in ("scale", "shift") if name in bound)
+    for vector in map(value_of, extras):
+        sizes = (*[1] * (value.dim() - vector.dim()), *vector.shape)
+        same = [statically_known_true(size == of) for size, of in zip(sizes, value.shape, strict=False)]
+        ones = [statically_known_true(size == 1) for size in sizes[:-1]]
+        is_shared = vector.dim() and len(sizes) == value.dim() and True in ones and all(same[: ones.index(True)] + ones[ones.index(True) :] + same[-1:])
+        if not is_shared or vector.dtype != value.dtype or vector.device != value.device:
+            return "its factor or shift is no vector that rows next to each other share, or of another dtype or device"
+    return (Op(ops.Modulate, {"zero_centered": zero_centered, "shift": len(extras) == 2}, extras=extras),)
+
+
 def _scale(bound: Bound) -> tuple[Op, ...] | str:
     dtype = value_of(bound["x"]).dtype
     if abs(bound["scale"]) > torch.finfo(dtype).max:  # a fused step multiplies before it sums: infinities of both signs would be NaN
         return f"its scale is larger than any number of {dtype}"
     return (Op(ops.ConstantScale, {"scale": bound["scale"]}),)
-
-
-def _alone(bound: Bound, op: type) -> tuple[Op, ...]:
-    return (Op(op),)
 
 
 def _gated_products(bound: Bound, op: type) -> tuple[Op, ...] | str:
@@ -246,7 +254,7 @@ ROWS: tuple[Row, ...] = (
         _loss,
         "others read its logits, which then take memory and time; where they are results of the model, options={'logits': False} leaves them out",
     ),
-    *(Row(each.name, each.of(x), partial(_alone, op=each.op)) for each in ACTIVATIONS if each.op),
+    *(Row(each.name, each.of(x), lambda _, op=each.op: (Op(op),)) for each in ACTIVATIONS if each.op),
     *(Row(f"{each.name} gate of two products", each.of(_gate) * _up, partial(_gated_products, op=each.gated)) for each in ACTIVATIONS if each.gated),
     *(
         Row(f"{each.name} gate of halves", each.of(Columns("first", x)) * Columns("second", x), partial(_gated_halves, op=each.gated))
@@ -264,6 +272,11 @@ ROWS: tuple[Row, ...] = (
     Row("layer_norm", Call("layer_norm", x, Var("weight", 1, optional=True), Var("bias", 1, optional=True)), partial(_norm, make=ops.LayerNorm)),
     Row("product", _head, product),
     Row("grouped product", Call("grouped", x, Var("weight", 3), Var("offs", 1)), _grouped_product),
+    *(
+        Row("modulation", x * each + Var("shift") if has_shift else x * each, partial(_modulation, zero_centered=zero_centered))
+        for has_shift in (True, False)
+        for zero_centered, each in ((True, 1 + Var("scale")), (False, Var("scale")))
+    ),
     Row("dropout", Call("dropout", x, training=True, inplace=False), lambda bound: (Op(ops.Dropout, {"p": bound["p"]}),)),
     Row("scale", x * Number("scale"), _scale),
     Row("bias", x + Var("bias", 1), _bias),

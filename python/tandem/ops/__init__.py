@@ -45,7 +45,7 @@ from tandem.ops.loss import LinearCrossEntropy, LinearCrossEntropyWithPrediction
 from tandem.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from tandem.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from tandem.ops.sequential import Sequential
-from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
+from tandem.ops.structure import AddExtraInput, ConstantScale, Dropout, Identity, MakeExtraOutput, Modulate, Quantize, Reshape
 
 _runtime.install()
 
@@ -79,6 +79,7 @@ __all__ = [
     "LinearCrossEntropyWithPredictions",
     "MakeExtraOutput",
     "Mish",
+    "Modulate",
     "OperationContext",
     "QGEGLU",
     "QGELU",

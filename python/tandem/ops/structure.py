@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tandem.ops.arguments import sizes
+from tandem.ops.arguments import Fixed, flag, sizes
 from tandem.ops.context import OperationContext
 from tandem.ops.op import BasicOperation
 from tandem.ops.quantizers import check_mode
@@ -160,3 +160,38 @@ class MakeExtraOutput(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
+
+
+class Modulate(BasicOperation):
+    """y = x * (1 + scale) + shift, rounded once: adaptive norms, gates and scales of layers.
+
+    The extra inputs scale and shift broadcast to x, and their gradients are sums over the dimensions along which they did: [batch, 1, hidden] for a row of each
+    sequence, [hidden] for one row of all.
+
+    >>> import torch
+    >>> from tandem import ops
+    >>> gate = ops.Modulate(zero_centered=False, shift=False)
+    >>> block = ops.Sequential(ops.LayerNorm(64), ops.Modulate(), ops.Linear(64, 64), gate)
+    >>> block(torch.randn(2, 10, 64), *torch.randn(3, 2, 1, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    num_extra_inputs = 2
+    shift = Fixed()
+
+    _kind = "modulate"
+    _option_names = ("zero_centered", "shift")
+
+    def __init__(self, *, zero_centered: bool = True, shift: bool = True) -> None:
+        """Makes the op; it has no parameters.
+
+        Args:
+            zero_centered: whether the factor is 1 + scale; else it is scale.
+            shift: whether shift is an extra input behind scale; else it is 0.
+        """
+        self.__dict__["num_extra_inputs"] = 1 + flag("Modulate", "shift", shift)
+        super().__init__()
+        self.zero_centered, self.shift = zero_centered, shift
+
+    def extra_repr(self) -> str:
+        return f"zero_centered={self.zero_centered}, shift={self.shift}"
