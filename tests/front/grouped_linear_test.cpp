@@ -124,8 +124,14 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(at::kFloat, at::kBFloat16), ::testing::Bool()),
     name_of);
 
-TEST_P(GroupedLinearRecipes, HasTheBitsOfALinearForEachGroup) {
-  const at::ScalarType dtype = std::get<1>(GetParam());
+TEST_P(GroupedLinearRecipes, IsALinearForEachGroup) {
+  const auto& [recipe, dtype, is_packed] = GetParam();
+  // Libraries sum numbers in an order that depends on threads and on where the result begins;
+  // products of codes have the same bits.
+  const auto alike = [has_codes = recipe.recipe.has_value()](const at::Tensor& got,
+                                                             const at::Tensor& expected) {
+    return has_codes ? same(got, expected) : near(got, expected, /*magnitude=*/8);
+  };
   GroupedLinear module = experts(options(), dtype);
   const auto weights = by_group(module, "weight"), biases = by_group(module, "bias");
   const at::Tensor x = leaf({kRows, kIn}, dtype), other = leaf({kRows, kIn}, dtype),
@@ -147,18 +153,18 @@ TEST_P(GroupedLinearRecipes, HasTheBitsOfALinearForEachGroup) {
       return at::Tensor();
     });
     const at::Tensor expected = at::cat(parts);
-    EXPECT_TRUE(same(y.narrow(0, 0, expected.size(0)).detach(), expected.detach()));
+    EXPECT_TRUE(alike(y.narrow(0, 0, expected.size(0)).detach(), expected.detach()));
     EXPECT_TRUE(same(y.narrow(0, 65, 4).detach(), at::zeros({4, kOut}, dtype)));
     y.backward(grad_y);
     expected.backward(grad_y.narrow(0, 0, expected.size(0)));
   }
-  EXPECT_TRUE(same(x.grad(), other.grad()));
+  EXPECT_TRUE(alike(x.grad(), other.grad()));
   const auto grad_weights = by_group(module, "weight", true),
              grad_biases = by_group(module, "bias", true);
   for (size_t g = 0; g < kGroups; ++g) {
     const auto p = linears[g]->named_parameters();
     const bool is_empty = kSplits[g] == 0;
-    EXPECT_TRUE(same(grad_weights[g], is_empty ? at::zeros_like(weights[g]) : p["weight"].grad()));
+    EXPECT_TRUE(alike(grad_weights[g], is_empty ? at::zeros_like(weights[g]) : p["weight"].grad()));
     EXPECT_TRUE(same(grad_biases[g], is_empty ? at::zeros_like(biases[g]) : p["bias"].grad()));
   }
 }

@@ -20,6 +20,7 @@
 #include "kernel_ops/product/scaled_product.h"
 #include "kernels/bfloat16.h"
 #include "kernels/parallel.h"
+#include "kernels/targets.h"
 
 namespace at::native {
 // oneDNN's product, result = alpha a b + beta result. libtorch exports it without a header: weak,
@@ -121,12 +122,13 @@ void for_each_tile(int64_t rows, int64_t cols, const Multiply& multiply) {
   });
 }
 
-/// Whether the processor multiplies bfloat16, and MKL knows how: on those of other makers than
-/// Intel it computes in float32.
+/// Whether the processor multiplies bfloat16, TANDEM_MAX_CPU_ISA allows it, and MKL knows how: on
+/// processors of other makers than Intel it computes in float32.
 bool multiplies_bfloat16() {
 #if defined(__x86_64__)
   static const bool does = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
-                           __builtin_cpu_supports("avx512bf16");
+                           __builtin_cpu_supports("avx512bf16") &&
+                           kernels::supported_targets().front().starts_with("AVX3");
   return does;
 #else
   return false;
