@@ -573,32 +573,22 @@ std::vector<OpGroup> groups_from_python(Pass pass, const Description& descriptio
     of_both.append(held(static_cast<const PythonOptions*>(group.options.get())->fused));
   for (const auto& item : runtime().attr("groups")(pass_name(pass), ops, recipe, of_both)) {
     const auto first = item.attr("first").cast<size_t>(), last = item.attr("last").cast<size_t>();
-    if (!item.attr("refusal").is_none()) {
+    const auto name = item.attr("name").cast<std::string>();
+    auto refusal = item.attr("refusal").cast<Refusal>();
+    if (!refusal) refusal = refuse_parts(description, first, last);
+    if (refusal) {
       auto refused = std::make_shared<Fusion>();
-      refused->name = item.attr("name").cast<std::string>();
-      groups.push_back(
-          {first, last, std::move(refused), {}, item.attr("refusal").cast<std::string>()});
-      continue;
-    }
-    if (auto refusal = refuse_parts(description, first, last)) {
-      auto refused = std::make_shared<Fusion>();
-      refused->name = item.attr("name").cast<std::string>();
+      refused->name = name;
       groups.push_back({first, last, std::move(refused), {}, std::move(refusal)});
       continue;
     }
     auto options = std::make_shared<PythonOptions>();
     options->key = item.attr("key").cast<std::string>();
     options->fused = hold(py::reinterpret_borrow<py::object>(item));
-    auto fusion = group_fusion(pass, item.attr("name").cast<std::string>(), description, first,
-                               last, options);
+    auto fusion = group_fusion(pass, name, description, first, last, options);
     groups.push_back({first, last, std::move(fusion), std::move(options), std::nullopt});
   }
   return groups;
-}
-
-void tell_runtime_of_written_state(const at::Tensor& state) {
-  const py::gil_scoped_acquire gil;
-  runtime().attr("written_in_backward")(state);
 }
 
 }  // namespace
@@ -608,7 +598,10 @@ void bind_python_ops(py::module_& module) {
     runtime() = std::move(object);
     set_group_fusions(groups_from_python);
     set_op_source(python_kind);
-    set_told_of_written_state(tell_runtime_of_written_state);
+    set_told_of_written_state([](const at::Tensor& state) {
+      const py::gil_scoped_acquire gil;
+      runtime().attr("written_in_backward")(state);
+    });
   });
   module.def("bump_fusions_version", bump_fusions_version);
 }
