@@ -133,6 +133,7 @@ CASES = [
     ("product", Calls(lambda m, x: torch.addmm(m.bias, x.view(-1, HIDDEN), m.weight).view(*x.shape[:-1], 8), weight=scale(HIDDEN, 8), bias=scale(8)), ["Linear"]),
     ("grouped product", Calls(lambda m, x: grouped_product(x.flatten(0, 1), m.weight, torch.tensor([2, 6], dtype=torch.int32)), weight=scale(2, HIDDEN, 8)), ["GroupedLinear"]),
     ("products of one x", Calls(lambda m, x: m.q(x) * 2 + m.k(x).exp() + m.v(x)[..., :1], q=linear(), k=linear(), v=linear(4)), ["Linear"]),
+    ("attention of products of one x", Calls(lambda m, x: m.o(attended(m.q(x), m.k(x), m.v(x))), q=linear(bias=True), k=linear(), v=linear(bias=True), o=linear()), ["Linear", "Attention", "Linear"]),
     ("attention of products of one x", Calls(lambda m, x: m.o(attended(m.q(x), m.k(x), m.v(x))), q=linear(), k=linear(), v=linear(), o=linear()), ["Linear", "Attention", "Linear"]),
     ("attention", Calls(lambda m, x: attended(*m.qkv(x).chunk(3, -1)), qkv=linear(3 * HIDDEN, True)), ["Linear", "Attention"]),
     ("bias", Calls(lambda m, x: m.up(x) + m.bias, up=linear(), bias=scale()), ["Linear", "Bias"]),

@@ -100,7 +100,7 @@ class Draft:
             for name, weight in op.weights:
                 if weight.node is None:
                     value = float(name == "weight" and not op.options.get("zero_centered_gamma"))
-                    neutral = torch.full((op.options["normalized_shape"],), value, dtype=op.options["dtype"])
+                    neutral = torch.full_like(module._parameters[name], value, device="cpu")
                     module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
                 else:
                     places.append(Place(module._parameters, name, module._parameters[name], self.weights.index(weight.node), weight.transposed))

@@ -75,15 +75,14 @@ def product(bound: Bound, prefixes: tuple[str, ...] = ("",)) -> tuple[Op, ...] |
     dtypes = {value_of(each).dtype for each in (*weights, *biases) if each is not None}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64, torch.bfloat16, torch.float16}:
         return f"its operands have dtypes {', '.join(sorted(map(str, dtypes)))}"
-    if len({bias is None for bias in biases}) != 1:
-        return "one of its products has a bias and another has none"
-    options = {"in_features": columns, "out_features": sum(rows), "bias": biases[0] is not None, "dtype": dtypes.pop()}
+    has_bias = any(bias is not None for bias in biases)  # then those without one have zeros
+    options = {"in_features": columns, "out_features": sum(rows), "bias": has_bias, "dtype": dtypes.pop()}
     parts = [""]
     if len(weights) > 1:
         parts = [f"part{at}_" for at in range(len(weights))]
         options["parameters_split"] = {f"part{at}": size for at, size in enumerate(rows)}
     named = [(f"{part}weight", Weight(weight, transposed)) for part, weight in zip(parts, weights, strict=True)]
-    named += [(f"{part}bias", Weight(bias)) for part, bias in zip(parts, biases, strict=True) if bias is not None]
+    named += [(f"{part}bias", Weight(bias)) for part, bias in zip(parts, biases, strict=True) if has_bias]
     return (Op(ops.Linear, options, tuple(named)),)
 
 
