@@ -1,4 +1,4 @@
-"""`make bench`: prints the figures of README.md with their bars. `run.py host products` chooses sections; `many`, `backend` and `loss` run only where they are named."""
+"""`make bench`: prints the figures of docs/benchmarks.md with their bars. `run.py host products` chooses sections; `many`, `backend` and `loss` run only where they are named."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def page(op: dict, section: str) -> str:
     if sample(op) is None:
         text += f"\n## Shapes\n\n{COLLECTIVES[op['name']]}.\n\n## Dtypes\n\n{rule(op)}\n\n## Kept for backward\n\nNothing.\n"
         text += f"\n## Steps\n\n```text\nforward   {op['name']}           x -> y\nbackward  {op['name']}.backward  grad of y -> grad of x\n```\n"
-        text += "\nEach is one call of `torch.distributed`: see [concepts](../concepts.md#several-processes).\n"
+        text += "\nEach is one call of `torch.distributed`: see [distributed training](../guide/distributed.md).\n"
     else:
         planned = plan(op)
         head = "| x | parameters | y | y under autocast to bfloat16 |" if "parameters" in _head(op) else "| x | y | y under autocast to bfloat16 |"

@@ -18,12 +18,12 @@ def fusions() -> str:
     return "\n".join(["| pass | fusion | what it replaces |", "|---|---|---|", *rows])
 
 
-TABLES = {"concepts.md": {"fusions": fusions}}
+TABLES = {"guide/explain.md": {"fusions": fusions}}
 
 
 def rendered(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
-    for name, render in TABLES[page.name].items():
+    for name, render in TABLES[page.relative_to(DOCS).as_posix()].items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         text, count = re.subn(f"{begin}.*?{end}", lambda _: f"{begin}\n{render()}\n{end}", text, flags=re.S)
         if count != 1:

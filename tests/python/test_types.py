@@ -48,7 +48,7 @@ tandem.compile(linear, rest="fast")  # type: ignore[arg-type]
 def documented(tmp_path_factory):
     """A folder with every Python block of the pages, each a module, and every example."""
     folder = tmp_path_factory.mktemp("documented")
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)):
             (folder / f"{page.stem.replace('-', '_').lower()}_{number}.py").write_text(text)
     for example in (ROOT / "examples").glob("*.py"):
